@@ -18,8 +18,7 @@ from torch import nn
 from nemo_like import FSDP2, ChunkedLoss, Job, PipelineParallel, StepSpec, fit
 from nemo_like.planning import Planner
 from nemo_like.planning.devices import resolve_device
-from nemo_like.planning.pipeline_report import pipeline_report
-from nemo_like.planning.plan_report import make_report
+from nemo_like.planning.report import make_report
 from nemo_like.planning.stages import PipelinePlanner
 from nemo_like.recipes.agree import Ranks
 from nemo_like.recipes.fitted import best_of
@@ -72,10 +71,10 @@ def _planned(job: Job, limit: int, sample: Any = None) -> tuple[Any, ...]:
     mode = job.ac.mode  # type: ignore[union-attr]
     if job.pp.size > 1:
         with PipelinePlanner(_model(), sample, job) as staged:
-            stages = next(row for row in pipeline_report(staged, [], limit).rows if row.name == mode)
-        return stages.plan.peak_bytes, stages.reserved and max(stages.reserved), stages.plan.step_seconds, stages.fits
+            stages = next(row for row in make_report(staged, [], limit).rows if row.ac == mode)
+        return stages.plan.peak_bytes, stages.need.reserved, stages.plan.step_seconds, stages.fits
     with Planner(_model(), sample, job) as planner:
-        row = next(row for row in make_report(planner, [], limit).rows if row.name == mode)
+        row = next(row for row in make_report(planner, [], limit).rows if row.ac == mode)
     return row.plan.peak_bytes, row.need.reserved, row.plan.step_seconds, row.fits
 
 

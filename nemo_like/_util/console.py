@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from nemo_like._util.extras import require
@@ -117,3 +117,21 @@ def check_picture(option: str, path: str | Path | None) -> None:
         raise ValueError(
             f"{option} is {str(path)!r}, and no picture ends with '.{ending}': {', '.join(sorted(known))}."
         )
+
+
+def whole_or(word: str) -> Callable[[str], int | str]:
+    """Return the reader of an option that is a whole number or `word`.
+
+    >>> whole_or("max")("8"), whole_or("max")("MAX")
+    (8, 'max')
+    """
+
+    def read(text: str) -> int | str:
+        if text.strip().lower() == word:
+            return word
+        try:
+            return int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number nor {word}") from None
+
+    return read

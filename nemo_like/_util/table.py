@@ -128,19 +128,25 @@ _UNITS = (ByteUnit("GiB", 2**30), ByteUnit("MiB", 2**20), ByteUnit("KiB", 2**10)
 def three_digits(value: float) -> str:
     """Return `value` with three significant digits, and never more than two behind the point.
 
-    >>> three_digits(2081.4), three_digits(155.2), three_digits(53.74), three_digits(3.914), three_digits(0)
-    ('2,080', '155', '53.7', '3.91', '0')
+    >>> three_digits(2081.4), three_digits(155.2), three_digits(99.97), three_digits(3.914), three_digits(0)
+    ('2,080', '155', '100', '3.91', '0')
     """
+    if not value:
+        return "0"
     size = abs(value)
-    if size >= 100:
-        scale = 10 ** max(0, len(str(int(size))) - 3)
-        return f"{round(value / scale) * scale:,}"
-    return "0" if not value else f"{value:.{1 if size >= 10 else 2}f}"
+    if size < 99.95:
+        return f"{value:.{1 if size >= 9.995 else 2}f}"
+    scale = 10 ** max(0, len(str(round(size))) - 3)
+    return f"{round(value / scale) * scale:,}"
 
 
 def percent(share: float) -> str:
-    """Return a share in percent, two digits: ``"0.4 %"``, ``"17 %"``."""
-    return f"{100 * share:.1f} %" if abs(share) < 0.0995 else f"{100 * share:.0f} %"
+    """Return a share in percent, two digits.
+
+    >>> percent(0.004), percent(0.17), percent(0)
+    ('0.4 %', '17 %', '0 %')
+    """
+    return f"{100 * share:.1f} %" if 0.0005 <= abs(share) < 0.0995 else f"{100 * share:.0f} %"
 
 
 def columns_note(names: Sequence[str]) -> str:

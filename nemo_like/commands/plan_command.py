@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import sys
 import time
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nemo_like._util.console import check_picture, check_writable, refuse_unread
+from nemo_like._util.console import check_picture, check_writable, refuse_unread, whole_or
+from nemo_like._util.table import paragraph, screen_width
 from nemo_like.flags import FLAGS, add_flags, flags_on, job_of
 from nemo_like.job import Job
 from nemo_like.models import resolve_model
@@ -21,19 +21,19 @@ from nemo_like.options import FLOAT8, MemoryBudget, parse_bytes, parse_dtype
 
 if TYPE_CHECKING:  # the command imports the planner only when it runs
     from nemo_like.planning.model_inputs import ModelInput
-    from nemo_like.planning.pipeline_report import PipelineReport
-    from nemo_like.planning.plan_report import PlanReport
     from nemo_like.planning.planner import Planner
+    from nemo_like.planning.predict import Question
     from nemo_like.planning.stages import PipelinePlanner
 
 HELP = "predict the peak memory of a training step and find the fastest plan that fits, without a GPU"
 EXAMPLES = (
-    "--model llama3-8b --world-size 64 --seq-len 8192 --gpu h100-80gb",
-    "--model llama3-8b --world-size 8 --budget 40GiB --budget 50% --save plan.json",
-    "--model llama3-70b --world-size 64 --pp 4 --tp 4 --grad-accum 8",
-    "--model llama3-8b --world-size 512 --tp 8 --check",
+    "--model llama3-8b --gpus 64 --seq-len 8192 --gpu h100-80gb",
+    "--model llama3-8b --gpus min --seq-len 8192",
+    "--model llama3-8b --gpus 8 --budget 40GiB --budget 50% --save plan.json",
+    "--model llama3-70b --gpus 64 --pp 4 --tp 4 --grad-accum 8",
+    "--model llama3-8b --gpus 512 --tp 8 --check",
 )
-JOB_FLAGS = flags_on("plan")
+JOB_FLAGS = tuple(name for name in flags_on("plan") if name != "world_size")
 _NOT_IN_STAGES = ("host", "measure", "sync", "drop_output", "cpu_offload")
 """Flags that no plan of a pipeline's stages knows."""
 
@@ -43,8 +43,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", required=True, help="a preset (llama3-8b, ...), a config.json, or module:function")
     add_flags(parser, JOB_FLAGS, precision="bf16")
-    add("--seq-len", type=int, default=4096, help="tokens per sequence (default: %(default)s)")
-    add("--batch-size", type=int, default=1, help="sequences per rank and micro-batch (default: %(default)s)")
+    add(
+        "--gpus",
+        "--world-size",
+        dest="world_size",
+        type=whole_or("min"),
+        default=1,
+        help="how many there are; min: the fewest that fit (default: %(default)s)",
+    )
+    add(
+        "--seq-len",
+        type=whole_or("max"),
+        default=4096,
+        help="tokens per sequence; max: the most that fit (default: %(default)s)",
+    )
+    add(
+        "--batch-size",
+        type=whole_or("max"),
+        default=1,
+        help="sequences per rank and micro-batch; max: the most that fit (default: %(default)s)",
+    )
     add("--input-shape", help="shape of a float input, such as 2,3,224,224, for a model that takes no tokens")
     add(
         "--images",
@@ -75,7 +93,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also plan for this: 40GiB (peak) or 50%% (activations); repeatable",
     )
     add("--memory", help="what a step may take; default: the GPU's memory less a tenth")
-    add("--no-search", action="store_true", help="do not look for the largest micro-batch and the least number of GPUs")
+    add("--explain", action="store_true", help="also print the parts of the peak, and what the columns mean")
+    add(
+        "--no-what-if",
+        dest="what_if",
+        action="store_false",
+        help="plan for no change of the job",
+    )
+    add("--wide", action="store_true", help="print all columns, however narrow the screen is")
     add(
         "--check",
         action="store_true",
@@ -92,9 +117,13 @@ def run(args: argparse.Namespace) -> int:
     """Trace, choose, predict, report. Returns 0; 1 where nothing fits."""
     from nemo_like.commands import plan_inputs
     from nemo_like.planning.devices import device_of
+    from nemo_like.planning.pictures import plot
     from nemo_like.planning.planner import Planner
-    from nemo_like.planning.stages import PipelinePlanner
+    from nemo_like.planning.predict import Question, answered
+    from nemo_like.planning.what_if import planner_of, what_if
 
+    question = Question.of(args.world_size, args.seq_len, args.batch_size)
+    args = _with_a_start(args, question)
     _check(args)
     job = asked_job(args)
     if args.check:
@@ -104,30 +133,78 @@ def run(args: argparse.Namespace) -> int:
     if job.fsdp is not None and job.fsdp.cpu_offload:
         device_of(job).check_host_rates("--cpu-offload")
     start = time.perf_counter()
-    with _progress(f"Planning {args.model} ..."):
-        source = resolve_model(args.model)
-        model, source = source.built("meta", parse_dtype("--dtype", args.dtype))
-        model = _frozen(model, args, job)
+    source = resolve_model(args.model)
+    model, source = source.built("meta", parse_dtype("--dtype", args.dtype))
+    model = _frozen(model, args, job)
+    limit = parse_bytes(args.memory, "--memory") if args.memory else None
+    planner, given = plan_inputs.planner_with_inputs(lambda sample: planner_of(model, sample, job), model, source, args)
+    step = plan_inputs.step_of(planner, model, source, args, given.words)
+    step, planner, report = answered(step, question, args.model, args.budget, limit, planner)
+    say = args.json != "-"
+    width = None if args.wide else screen_width()
+    if say:
+        print(report.text(width, args.explain), flush=True)
+        print(_left_out(planner, given, width), end="", flush=True)
+    report = replace(report, what_if=tuple(what_if(step, planner, report)) if args.what_if else ())
+    if say and report.what_if:
+        print(f"\n{report.what_if_table().text(width)}", flush=True)
+    if say and report.best is None:
+        print(f"\n{paragraph(WAYS_OUT, width)}")
+    ac = None if report.best is None else report.best.ac
+    check = _check_rank(args, step.job, model, step.sample, ac) if args.check else None
+    if say:
+        print(f"\nPlanned in {time.perf_counter() - start:.1f} s.")
+    idle = planner.idle_layers() if isinstance(planner, Planner) else None
+    head = {
+        "model": args.model,
+        "input": step.words,
+        "not_run": idle or None,
+        "not_made_up": given.missing or None,
+        "rates": planner.device.rates,
+        "check": check,
+    }
+    _write_json(args.json, head | report.to_dict())
+    if args.plot:
+        plot(planner, report, args.plot)
+    if args.save and report.best is not None:
+        report.best.plan.save(args.save)
+    for reason in report.unmet:
+        print(f"nemo-like plan: {reason}", file=sys.stderr)
+    return 0 if report.best is not None and not report.unmet else 1
 
-        limit = parse_bytes(args.memory, "--memory") if args.memory else None
-        if job.pp.size > 1:
-            (staged, sample), given = plan_inputs.planner_with_inputs(
-                lambda sample: (PipelinePlanner(model, sample, job), sample), model, source, args
-            )
-            return _report_stages(args, staged, given, limit, start, model, sample)
 
-        def plan_with(sample: object, job: Job = job) -> Planner:
-            return Planner(model, sample, job)
+WAYS_OUT = (
+    "Ways out: more ranks to shard over (--gpus min finds how many), a smaller --batch-size, --loss chunked, "
+    "--optimizer adamw-8bit, --tp, --cp or --pp."
+)
+_STARTS = {"world_size": 1, "seq_len": 4096, "batch_size": 1}
+"""Where the search for the fewest or the most begins."""
 
-        (planner, sample), given = plan_inputs.planner_with_inputs(
-            lambda sample: (plan_with(sample), sample), model, source, args
+
+def _with_a_start(args: argparse.Namespace, question: Question) -> argparse.Namespace:
+    """Return `args` with a number in place of ``min`` or ``max``."""
+    asked = {"world_size": question.gpus, "seq_len": question.seq_len, "batch_size": question.batch}
+    parts = args.tp * args.cp * args.pp * args.dp_replicate
+    starts = _STARTS | {"world_size": parts}
+    return argparse.Namespace(**(vars(args) | {name: starts[name] for name, looked_for in asked.items() if looked_for}))
+
+
+def _left_out(planner: Planner | PipelinePlanner, given: ModelInput, width: int | None) -> str:
+    """Return the paragraph on layers that the input does not run; empty: all run."""
+    from nemo_like.planning.planner import Planner
+
+    if not isinstance(planner, Planner) or not (planner.not_run or given.missing):
+        return ""
+    why = f" {given.missing[0].upper()}{given.missing[1:]}." if given.missing else ""
+    return (
+        "\n"
+        + paragraph(
+            f"Left out: {planner.idle_layers() or 'no layer'}. {given.words} do not run them, so nothing counts them.{why} "
+            "From Python: predict(model, sample_input=...).",
+            width,
         )
-        ids = given.tensors.get("input_ids", given.tensors.get("labels"))
-        # What a smaller number of ranks would hold is not looked for where they share sequences.
-        alone = args.no_search or job.cp.size > 1
-        reach = None if alone else plan_inputs.reach(plan_with, planner, model, source, args)
-        tokens = None if ids is None else ids.numel()
-        return _report(args, planner, given, limit, start, model, reach, tokens, sample)
+        + "\n"
+    )
 
 
 def asked_job(args: argparse.Namespace) -> Job:
@@ -139,7 +216,7 @@ def asked_job(args: argparse.Namespace) -> Job:
     for name in ("seq_len", "batch_size"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be >= 1.")
-    said = {name: getattr(args, name) for name in JOB_FLAGS}
+    said = {name: getattr(args, name) for name in (*JOB_FLAGS, "world_size")}
     if args.pp > 1:
         for name in _NOT_IN_STAGES:
             if said[name] != FLAGS[name].default:
@@ -148,42 +225,6 @@ def asked_job(args: argparse.Namespace) -> Job:
     if compute not in FLOAT8 and parse_dtype("--precision", compute) == stored:
         said["precision"] = None  # a dtype that the parameters have anyway is no cast
     return job_of(said, ac="none")
-
-
-def _report(
-    args: argparse.Namespace,
-    planner: Planner,
-    given: ModelInput,
-    limit: int | None,
-    start: float,
-    model: torch.nn.Module,
-    reach: Any,
-    tokens: int | None,
-    sample: object,
-) -> int:
-    from nemo_like.planning import plan_report
-
-    result = plan_report.make_report(planner, args.budget, limit, reach=reach, tokens=tokens)
-    if args.json != "-":
-        _say(args, planner, result, time.perf_counter() - start, model, given)
-    best = result.best
-    check = _check_rank(args, planner.job, model, sample, None if best is None else best.name) if args.check else None
-    head = {
-        "model": args.model,
-        "input": given.words,
-        "not_run": planner.idle_layers() or None,
-        "not_made_up": given.missing or None,
-        "rates": planner.device.rates,
-        "check": check,
-    }
-    _write_json(args.json, head | plan_report.as_json(result))
-    if args.plot:
-        plan_report.plot(planner, result, args.plot)
-    if args.save and result.best is not None:
-        result.best.plan.save(args.save)
-    for reason in result.unmet:
-        print(f"nemo-like plan: {reason}", file=sys.stderr)
-    return 0 if result.best is not None and not result.unmet else 1
 
 
 def _check_rank(
@@ -230,50 +271,6 @@ def _write_json(path: str | None, body: dict[str, Any]) -> None:
         Path(path).write_text(text, encoding="utf-8")
 
 
-def _say(
-    args: argparse.Namespace,
-    planner: Planner,
-    result: PlanReport,
-    seconds: float,
-    model: torch.nn.Module,
-    given: ModelInput,
-) -> None:
-    from nemo_like.planning import plan_advice, plan_report
-
-    size = sum(p.numel() for p in model.parameters())
-    count = planner.job.step.microbatches
-    microbatches = f"{count} micro-batches of " if count > 1 else ""
-    print(
-        f"{args.model}: {size / 1e9:.2f} B parameters, {len(planner.traced.calls)} layers of {len(planner.problems)} "
-        f"kind(s), {microbatches}{given.words} per rank on {args.world_size} x {planner.device.name}, "
-        f"{planner.job.step.optimizer}; a step may take {result.limit / 2**30:.2f} GiB. Seconds go by the "
-        f"rates of {planner.device.rates}.\n"
-    )
-    if planner.not_run or given.missing:
-        why = f" {given.missing[0].upper()}{given.missing[1:]}." if given.missing else ""
-        print(
-            f"Left out: {planner.idle_layers() or 'no layer'}. {given.words} do not run them, and the peaks below are those "
-            f"of a step without.{why} For what the command cannot make up: plan_for(model, ac=..., sample_input=...).\n"
-        )
-    print(plan_report.table(result))
-    print(
-        "\nheld, host, peak: GiB per rank. replay: share of a forward. step: layers alone, 1 = no checkpointing. ms: of a "
-        "step, tokens/s: of one GPU;\nboth predicted, by the roofline of this GPU's sourced rates, for the operators that "
-        f"run on {planner.device.kind}, with the collectives that nothing hides.\n"
-    )
-    if any(row.plan.reserved_bytes is not None for row in result.rows):
-        print(
-            "reserved: GiB per rank that CUDA's caching allocator takes for these tensors and for cuBLAS, by a model of it "
-            "that was not compared\nwith a GPU; it decides what fits.\n"
-        )
-    if result.best is not None:
-        print(
-            f"Peak of ac={result.best.name!r}, {result.best.plan.peak_at}:\n{plan_report.breakdown(result.best.plan)}\n"
-        )
-    print(plan_advice.advice(result, "batch"))
-    print(f"\nPlanned in {seconds:.1f} s.")
-
-
 def _check(args: argparse.Namespace) -> None:
     """Raise for what would only be found after planning: files, sizes, and options that nothing reads."""
     check_writable("--json", args.json)
@@ -302,73 +299,6 @@ def _check(args: argparse.Namespace) -> None:
         refuse_unread(args, sizes, "--input-shape is the whole input.")
 
 
-def _report_stages(
-    args: argparse.Namespace,
-    planner: PipelinePlanner,
-    given: ModelInput,
-    limit: int | None,
-    start: float,
-    model: torch.nn.Module,
-    sample: object,
-) -> int:
-    from nemo_like.planning import pipeline_report
-    from nemo_like.planning.plan_report import planned_call
-    from nemo_like.planning.stage_balance import balanced
-
-    planner = balanced(planner, "full") if planner.pp.balance == "memory" else planner
-    report = pipeline_report.pipeline_report(planner, args.budget, limit)
-    best = report.best
-    call = None if best is None else planned_call(best.planner.job, best.name, "microbatch")
-    if args.json != "-":
-        _say_stages(args, planner, report, given, call)
-        print(f"\nPlanned in {time.perf_counter() - start:.1f} s.")
-    check = _check_rank(args, planner.job, model, sample, None if best is None else best.name) if args.check else None
-    body = {"model": args.model} | pipeline_report.pipeline_json(report) | {"call": call, "check": check}
-    _write_json(args.json, body)
-    if args.plot:
-        pipeline_report.schedule_plot(best or report.rows[0], args.plot)
-    if args.save and best is not None:
-        best.plan.save(args.save)
-    for reason in report.unmet if args.budget else ():
-        print(f"nemo-like plan: {reason}", file=sys.stderr)
-    return 0 if best is not None and not (args.budget and report.unmet) else 1
-
-
-_RESERVED = (
-    " (and what CUDA's caching allocator takes for these tensors and for cuBLAS,\nby a model of it that was not compared "
-    "with a GPU)"
-)
-
-
-def _say_stages(
-    args: argparse.Namespace, planner: PipelinePlanner, report: PipelineReport, given: ModelInput, call: str | None
-) -> None:
-    from nemo_like.planning import pipeline_report
-
-    best = report.best
-    flights = [planner.most_in_flight(index) for index in range(len(planner.stages))]
-    print(
-        f"{args.model} in {len(planner.counts)} stages on {args.pp} x {planner.device.name} ({planner.pp.schedule}, "
-        f"{planner.count} micro-batches of {given.words}), each stage on {args.world_size // args.pp} rank(s).\nLayers per "
-        f"stage {planner.counts}, micro-batches in flight {flights}; a rank may take {report.limit / 2**30:.2f} GiB.\n"
-    )
-    print(pipeline_report.pipeline_table(report, args.batch_size * args.seq_len))
-    print(
-        f"\nrank: peak in GiB{_RESERVED if report.rows[0].reserved is not None else ''}. replay: share of a forward. "
-        "bubble: share of the time in which ranks wait. ms: of a step, tokens/s: of one rank;\n"
-        "predicted by the roofline of this GPU's sourced rates, with the collectives that nothing hides.\n"
-    )
-    if best is None:
-        print(pipeline_report.least_help(report))
-        return
-    worst = max(best.peaks, key=lambda peak: peak.total)
-    parts = sorted(worst.parts.items(), key=lambda item: -item[1])
-    print(f"Peak of ac={best.name!r}, {best.plan.peak_at}:")
-    print("\n".join(f"  {size / 2**30:9.3f} GiB  {name}" for name, size in parts) + f"\n\n  {call}")
-    if report.tight is not None:
-        print(report.tight.words(best.name))
-
-
 def _frozen(model: torch.nn.Module, args: argparse.Namespace, job: Job) -> torch.nn.Module:
     """The model as --lora and --four-bit say."""
     from nemo_like.planning.four_bit import four_bit_twin, with_adapters
@@ -379,19 +309,3 @@ def _frozen(model: torch.nn.Module, args: argparse.Namespace, job: Job) -> torch
         return model
     adapted = with_adapters(model.train(), args.lora, job.param_dtype or parse_dtype("--dtype", args.dtype))
     return four_bit_twin(adapted) if args.four_bit else adapted
-
-
-@contextlib.contextmanager
-def _progress(message: str) -> Iterator[None]:
-    """A spinner on a terminal, where rich is installed; else nothing."""
-    try:
-        from rich.console import Console
-    except ImportError:
-        yield
-        return
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield
-        return
-    with console.status(message):
-        yield

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -16,8 +15,9 @@ from nemo_like._util.words import check_whole
 from nemo_like.models import ModelSource, check_positions
 from nemo_like.options import parse_shape
 from nemo_like.planning.model_inputs import Media, ModelInput, model_input, quiet_fakes
-from nemo_like.planning.plan_search import MOST_SEQUENCES, MOST_TOKENS, Reach, full_peak, largest_batch, least_gpus
 from nemo_like.planning.planner import Planner
+from nemo_like.planning.stages import PipelinePlanner
+from nemo_like.planning.what_if import Step
 
 VOCAB_SIZE = "for a module:function that takes token ids and states no vocab_size"
 _Planner = TypeVar("_Planner")
@@ -63,47 +63,32 @@ def planner_with_inputs(
         return make(dict(alone.tensors)), ModelInput(alone.tensors, alone.words, reason)
 
 
-def reach(
-    make: Callable[..., Planner], planner: Planner, model: nn.Module, source: ModelSource, args: argparse.Namespace
-) -> Callable[[int], Reach]:
-    """How far the device goes with the step of `planner`: for the search of `make_report`.
+def step_of(
+    planner: Planner | PipelinePlanner, model: nn.Module, source: ModelSource, args: argparse.Namespace, words: str
+) -> Step:
+    """Return the step that `planner` was made for, which makes inputs of other sizes as that was made.
 
-    ``make(sample, job)`` makes a planner. For ``--input-shape`` and a sample input of the model's own, no other batch is
-    looked for: which of its sizes is the batch is not known.
+    Args:
+        words: what the input of `planner` is.
     """
-    job = planner.job
+    text_alone = isinstance(planner, Planner) and bool(planner.not_run)
 
-    def sample(batch: int) -> Any:
-        other = argparse.Namespace(**(vars(args) | {"batch_size": batch}))
+    def given(batch: int, length: int) -> tuple[Any, str]:
+        other = argparse.Namespace(**(vars(args) | {"batch_size": batch, "seq_len": length or args.seq_len}))
+        if args.input_shape:
+            return _shaped(args), words
+        if source.sample is not None:
+            sample = source.sample if batch == 1 else source.sample_of(batch)
+            return sample, describe(*split_sample(sample))
+        text = _text(source, other)
         if source.config is None:
-            return _text(source, other)["input_ids"]
-        alone = Media(images=0, audio_seconds=0.0) if planner.not_run else _media(args)
-        return dict(model_input(model, _text(source, other), alone).tensors)
+            return text["input_ids"], f"{batch} x {length} tokens"
+        media = Media(images=0, audio_seconds=0.0) if text_alone else _media(args)
+        made = model_input(model, text, media)
+        return dict(made.tensors), made.words
 
-    own = _shaped(args) if args.input_shape else None if source.sample is None else own_sample(source, args)
-    most = max(args.batch_size, min(MOST_SEQUENCES, MOST_TOKENS // args.seq_len))
-
-    def batches(limit: int) -> Reach:
-        if own is not None:
-            return Reach(None, None)
-        try:
-            batch = largest_batch(lambda size: make(sample(size)), args.batch_size, full_peak(planner), limit, most)
-        except ValueError as error:  # the step that was asked for is planned all the same
-            return Reach(None, None, problem=str(error))
-        return Reach(batch, None, more=batch >= most)
-
-    def found(limit: int) -> Reach:
-        batch = batches(limit)
-        if job.is_single and full_peak(planner) <= limit:
-            return replace(batch, least_gpus=1)
-        if job.ep.size > 1:
-            return batch  # other numbers of ranks would hold other experts
-        given = sample(args.batch_size) if own is None else own
-        sharded = planner if job.fsdp is not None else make(given, job.on(dp_shard=2))
-        least = least_gpus(sharded, lambda: make(given, job.on(dp_shard=1, dp_replicate=1)), limit)
-        return replace(batch, least_gpus=least)
-
-    return found
+    own = bool(args.input_shape) or source.sample is not None
+    return Step(model, planner.job, given, args.batch_size, 0 if own else args.seq_len)
 
 
 def own_sample(source: ModelSource, args: argparse.Namespace) -> Any:

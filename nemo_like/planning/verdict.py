@@ -56,42 +56,58 @@ Planned = tuple[Any, Peak]
 
 def plan_within(
     planner: Planner | PipelinePlanner, limit: int, make: Callable[[int], Planned | None]
-) -> tuple[Any, Peak, Need, int] | None:
-    """Return the plan with which what decides is within `limit`, with its peak, its need and the peak that it was made for;
-    None: there is none.
+) -> tuple[Any, Peak, Need, str] | None:
+    """Return a plan of which what decides is within `limit`: its choices, its peak, its need, and its budget in words.
 
     A plan is made for a peak. Where more is reserved than there is, the next one is made for a peak that is lower in the
-    same proportion.
+    same proportion. Budgets are rounded down to what is short to write (`budget_words`). None: no plan fits.
 
     Args:
         make: makes the fastest plan within so many bytes of peak; None: none fits.
     """
     budget = most_allocated(planner, limit)
     for _ in range(_ATTEMPTS):
-        made = make(max(1, budget))
-        if made is None:
+        for word in budget_words(budget):
+            planned = make(parse_bytes(word))
+            if planned is not None:
+                break
+        else:
             return None
-        choices, peak = made
+        choices, peak = planned
         need = verdict(planner, choices, peak, limit)
         if need.bytes <= limit:
-            return choices, peak, need, budget
+            return choices, peak, need, word
         budget = min(budget, peak.total) * limit // need.bytes
     return None
 
 
 _ATTEMPTS = 6
-"""Plans for ever lower peaks, till what is reserved fits."""
+"""Plans for ever lower peaks, until what is reserved fits."""
 
 
-def budget_word(size: int, peak: int) -> str:
-    """A limit as one writes it after ``ac=``, rounded down as far as the plan that was made for it allows, by its `peak`: to
-    tenths of a GiB, to MiB, KiB or bytes.
+def budget_words(size: int) -> tuple[str, str]:
+    """Return the budget of `size` bytes, rounded down: to a tenth or hundredth, and in whole units of a finer size.
 
-    >>> budget_word((72 << 30) - 4096, 70 << 30), budget_word((3 << 20) - 4096, 5 << 19), budget_word(100, 90)
-    ('71.9GiB', '3068KiB', '100B')
+    >>> budget_words((72 << 30) - 4096), budget_words(5 << 19), budget_words(1000)
+    (('71.9GiB', '73727MiB'), ('2.50MiB', '2560KiB'), ('1000B', '1000B'))
     """
-    words = f"{size * 10 // (1 << 30) / 10:.1f}GiB", f"{size >> 20}MiB", f"{size >> 10}KiB"
-    return next((word for word in words if parse_bytes(word) >= max(peak, 1)), f"{size}B")
+    size = max(size, 1)
+    powers = {"GiB": 30, "MiB": 20, "KiB": 10, "B": 0}
+    units = list(powers)
+    unit = next((unit for unit in units if size >> powers[unit]), "B")
+    finer = units[min(units.index(unit) + 1, 3)]
+    whole = size >> powers[unit]
+    digits = 0 if unit == "B" else 1 if whole >= 10 else 2
+    rounded = (size * 10**digits >> powers[unit]) / 10**digits
+    return f"{rounded:.{digits}f}{unit}", f"{size >> powers[finer]}{finer}"
+
+
+def reserved_on_ranks(planner: PipelinePlanner, choices: Choices, limit: int) -> list[int] | None:
+    """Return what the caching allocator reserves on every rank of a pipeline with `limit` bytes; None: it has none."""
+    if planner.device.cuda is None:
+        return None
+    memory, config = limit - planner.input_bytes, planner.job.allocator
+    return [_within(memory, partial(replay_rank, planner, rank, choices, config)) for rank in range(planner.pp.size)]
 
 
 def _on_one(planner: Any, choices: Sequence[Choice], limit: int) -> int:

@@ -14,7 +14,7 @@ from nemo_like import cli
 WIDTH, VOCAB = 16, 32
 SMALL = ["--seq-len", "8", "--batch-size", "2"]
 PLANS = {
-    "plan": ["--gpu", "cpu", "--no-search", "--json", "-"],
+    "plan": ["--gpu", "cpu", "--no-what-if", "--json", "-"],
     "profile": ["--runs", "1", "--json"],
     "trace": ["--ac", "full", "--json"],
 }

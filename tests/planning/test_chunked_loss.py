@@ -13,13 +13,12 @@ from torch import nn
 
 from nemo_like import ChunkedLoss, Job, cli, parallelize
 from nemo_like._util.log import forget_announcements
-from nemo_like._util.words import write_bytes
 from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from nemo_like.planning import BudgetError, plan_for
 from nemo_like.planning.devices import resolve_device
-from nemo_like.planning.plan_advice import advice
-from nemo_like.planning.plan_report import as_json, make_report
 from nemo_like.planning.planner import Planner
+from nemo_like.planning.report import PlanReport, make_report
+from nemo_like.planning.what_if import Step, what_if
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("scipy")
@@ -92,17 +91,27 @@ def test_logits_that_stay_whole_are_planned_whole_and_said(caplog: pytest.LogCap
     with caplog.at_level(logging.WARNING, "nemo_like"):
         assert plain.peak(plain.uniform("full")) == asked.peak(asked.uniform("full"))
     assert "gets whole logits, because it is called without labels" in caplog.text
-    assert not any("chunked" in words for words in make_report(plain, ["50%"], 1 << 24).helps)
+    assert "loss='chunked'" not in _changes(plain, {"input_ids": IDS}, make_report(plain, ["50%"], 1 << 24))
+
+
+def _changes(planner: Planner, sample: dict[str, torch.Tensor], report: PlanReport) -> dict[str, int]:
+    """The bytes that each change of the job would need."""
+    step = Step(planner.whole, planner.job, lambda batch, length: (sample, ""))
+    return {change.change: change.row.need.bytes for change in what_if(step, planner, report)}
 
 
 def test_the_report_says_what_chunks_would_buy() -> None:
     plain, chunked = _planner(wide()), _planner(wide(), loss=ChunkedLoss())
     peaks = [planner.peak(planner.uniform("full")).total for planner in (plain, chunked)]
-    report = make_report(plain, ["50%"], peaks[0] - 1)
-    words = f"loss='chunked' ({write_bytes(peaks[0] - peaks[1])} less)"
-    assert words in report.helps and words in as_json(report)["helps"] and words in advice(report, "batch")
-    asked = make_report(chunked, ["50%"], peaks[0])
-    assert not any("chunked" in words for words in asked.helps) and "loss='chunked'" in asked.call(asked.rows[0])
+    limit = peaks[1] + chunked.input_bytes
+    report = make_report(plain, ["50%"], limit)
+    assert report.best is None and report.verdict().startswith("Does not fit: ac='full', the least, takes ")
+    sample = {"input_ids": IDS, "labels": IDS}
+    bought = _changes(plain, sample, report)
+    assert bought["loss='chunked'"] <= limit < bought["optimizer='adamw-8bit'"]
+    asked = make_report(chunked, ["50%"], limit)
+    assert asked.best is not None and "loss='chunked'" in asked.call()
+    assert "loss='chunked'" not in _changes(chunked, sample, asked)
     sizes = make_report(_planner(wide(), loss=CHUNKS), ["50%"], peaks[0])
     assert "loss=ChunkedLoss(chunk_tokens=16)" in sizes.call(sizes.rows[0])
 

@@ -10,7 +10,7 @@ from nemo_like.cli import main
 
 pytest.importorskip("transformers")
 
-_ASKED = "plan --model llama-tiny --world-size 2 --seq-len 64 --no-search"
+_ASKED = "plan --model llama-tiny --world-size 2 --seq-len 64 --no-what-if"
 
 
 def _plan(path, *more: str) -> dict:

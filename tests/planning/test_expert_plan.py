@@ -15,9 +15,8 @@ from nemo_like.options import FSDP2, ExpertParallel, MemoryBudget, Precision
 from nemo_like.planning.balanced import balanced_peak
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.expert_twin import expert_twin
-from nemo_like.planning.plan_advice import advice
-from nemo_like.planning.plan_report import as_json, make_report
 from nemo_like.planning.planner import Planner
+from nemo_like.planning.report import make_report
 from nemo_like.planning.sharding import sharding_of
 from tests.models.expert_families import NAMES, build, tokens
 
@@ -89,8 +88,8 @@ def test_a_report_has_the_peak_of_balanced_routers_too(ac: str) -> None:
         return
     report = make_report(planner, ["50%"])
     assert report.best is not None and report.balanced is not None
-    assert as_json(report)["balanced_peak_bytes"] == report.balanced < report.best.plan.peak_bytes
-    assert "2 times their share of the tokens" in advice(report, "batch")
+    assert report.to_dict()["balanced_peak_bytes"] == report.balanced < report.best.plan.peak_bytes
+    assert "2 times their share of the tokens" in report.text()
 
 
 def test_the_table_of_a_plan_adds_up() -> None:

@@ -80,7 +80,7 @@ def test_a_plan_with_adapters_beside_packed_weights():
 @pytest.mark.long
 def test_the_command_plans_qlora(capsys):
     pytest.importorskip("peft")
-    args = ["plan", "--model", "llama-tiny", "--seq-len", "64", "--no-search", "--json", "-"]
+    args = ["plan", "--model", "llama-tiny", "--seq-len", "64", "--no-what-if", "--json", "-"]
     found = {}
     for name, more in {"whole": [], "lora": ["--lora", "4"], "qlora": ["--lora", "4", "--four-bit"]}.items():
         assert main([*args, *more]) == 0

@@ -12,16 +12,14 @@ import torch
 pytest.importorskip("transformers", reason="needs the extra 'hf'")
 
 from nemo_like import Job, OffloadConfig, PlanSearch, StepSpec, cli
-from nemo_like.activation_checkpointing.plan import ACTIVATIONS, GATHERED, STATE
 from nemo_like.options import MemoryBudget
 from nemo_like.options.optimizers import TrainedParameter
 from nemo_like.planning.devices import Device, resolve_device
-from nemo_like.planning.plan_advice import advice, binds
-from nemo_like.planning.plan_report import make_report, table
-from nemo_like.planning.plan_search import full_peak, largest_batch, least_gpus
 from nemo_like.planning.planner import Planner
+from nemo_like.planning.report import make_report
 from nemo_like.planning.seconds import planned_seconds
 from nemo_like.planning.step_time import OpSeconds, exposed_seconds, optimizer_seconds
+from nemo_like.planning.what_if import fewest, gpu_counts, largest, least_need
 from tests.models import decoders
 
 ROUND = Device("round", 10**9, {"half": 2e6, "single": 1e6}, {"half": 2e6, "single": 1e6}, 1e6, 1e5, "cpu", {})
@@ -83,66 +81,65 @@ def test_the_table_has_milliseconds_and_tokens_per_second() -> None:
     report = make_report(_planner(), ["50%"], 1 << 40, tokens=32)
     for row in report.rows:
         assert report.tokens_per_second(row) == pytest.approx(32 / row.plan.step_seconds)
-    head, none = table(report).splitlines()[:2]
-    assert head.split() == ["ac=", "held", "peak", "at", "replay", "step", "ms", "tokens/s", "fits"]
-    assert float(none.split()[-3].replace(",", "")) == pytest.approx(1000 * report.rows[0].plan.step_seconds, rel=0.01)
+    head, none = report.table().text().splitlines()[:2]
+    assert head.split() == ["ac", "saved", "peak", "recompute", "slower", "ms", "tokens/s", "fits", "peak", "at"]
+    assert float(none.split()[7].replace(",", "")) == pytest.approx(1000 * report.rows[0].plan.step_seconds, rel=0.01)
     without = make_report(_planner(), ["50%"], 1 << 40)
-    assert "tokens/s" not in table(without) and without.tokens_per_second(without.rows[0]) is None
+    assert "tokens/s" not in without.text() and without.tokens_per_second(without.rows[0]) is None
 
 
 def test_the_largest_batch_is_the_last_that_fits() -> None:
-    planners = {batch: _planner(batch) for batch in (1, 2, 3, 5, 6)}
-    peaks = {batch: full_peak(planner) for batch, planner in planners.items()}
-    made: list[int] = []
+    needs = {batch: least_need(_planner(batch), 1 << 40) for batch in (1, 2, 3, 5, 6)}
+    asked: list[int] = []
 
-    def make(batch: int) -> Planner:
-        made.append(batch)
-        return planners.get(batch) or planners.setdefault(batch, _planner(batch))
+    def need(batch: int) -> int:
+        asked.append(batch)
+        return needs.get(batch) or needs.setdefault(batch, least_need(_planner(batch), 1 << 40))
 
-    for limit, most in ((peaks[5], 5), (peaks[6] - 1, 5), (peaks[1], 1), (peaks[1] - 1, 0)):
+    for limit, most in ((needs[5], 5), (needs[6] - 1, 5), (needs[1], 1), (needs[1] - 1, 0)):
         for start in (1, 3):
-            made.clear()
-            assert largest_batch(make, start, peaks[start], limit, 100) == most, (limit, start)
-            assert len(made) <= 4
-    assert largest_batch(make, 1, peaks[1], peaks[6], 5) == 5  # no more than are looked for
-    assert largest_batch(make, 6, peaks[6], peaks[6], 5) == 6
+            asked.clear()
+            assert largest(need, start, limit, 100) == most, (limit, start)
+            assert len(asked) <= 5
+    assert largest(need, 1, needs[6], 5) == 5  # no more than are looked for
+    assert largest(need, 6, needs[6], 6) == 6
 
 
-def test_the_least_number_of_gpus_is_the_first_that_fits() -> None:
-    planner, whole = _planner(), _planner(job=Job.of())
-    peaks = {ranks: full_peak(_planner(job=Job.of(world_size=ranks))) for ranks in (2, 4, 8)}
-    assert peaks[2] > peaks[4] > peaks[8]
-    assert {ranks: full_peak(planner.on_ranks(ranks)) for ranks in peaks} == peaks
-    for limit, least in ((peaks[8], 8), (peaks[4], 4), (peaks[4] - 1, 8), (full_peak(whole), 1), (10, None)):
-        assert least_gpus(planner, lambda: whole, limit) == least
+@pytest.mark.parametrize(("limit", "step", "found"), [(1000, 1, 333), (1000, 128, 256), (2, 1, 0), (10**9, 7, 994)])
+def test_the_largest_multiple_is_found_with_few_probes(limit: int, step: int, found: int) -> None:
+    asked: list[int] = []
+    assert largest(lambda size: asked.append(size) or 3 * size, 64, limit, 1000, step) == found
+    assert len(asked) <= 6
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize(
-    ("job", "shape", "kind", "said"),
-    [
-        (Job.of(world_size=2), (1, 4), STATE, "more ranks to shard over (now 2)"),
-        (Job.of(), (1, 4), STATE, "more ranks to shard over (now 1)"),
-        (Job.of(world_size=64), (8, 64), ACTIVATIONS, "a smaller micro-batch with more of them (now 1 per step)"),
-        (Job.of(world_size=64, step=StepSpec(optimizer="sgd")), (1, 2), GATHERED, "tensor parallelism"),
-    ],
-)  # fmt: skip
-def test_advice_is_for_what_binds(job: Job, shape: tuple[int, int], kind: str, said: str) -> None:
-    planner = _planner(*shape, job=job)
-    report = make_report(planner, ["50%"], 1000)
-    assert report.best is None and binds(report) == kind
-    assert said in advice(report, "batch")
+def test_the_fewest_gpus_are_the_first_that_fit() -> None:
+    job = Job.of(tp=2)
+    counts = gpu_counts(job, per_host=8)
+    assert counts[:6] == [2, 4, 6, 8, 16, 24]
+    for count in (2, 6, 8, 24, 4096):
+        assert fewest(lambda n: 2**30 // n, counts, 2**30 // count) == count
+    assert fewest(lambda n: 10, counts, 9) is None
 
 
-def test_where_the_head_binds_the_output_and_the_loss_are_named() -> None:
-    planner = _planner(8, 64)
-    report = make_report(planner, ["50%"], full_peak(planner) - 1)
-    rows = tuple(
-        replace(row, plan=replace(row.plan, peak={"outside of layers": 1 << 30, "kept output": 1 << 29}))
-        for row in report.rows
-    )
-    said = advice(replace(report, rows=rows), "batch")
-    assert "Most of the peak: head." in said and "drops the output (" in said and "loss='chunked' (" in said
+def test_the_speed_of_one_device_is_what_all_make_by_their_number() -> None:
+    """Ranks of tp, cp and pp share the tokens of one micro-batch."""
+    report = make_report(_planner(), ["50%"], 1 << 40, tokens=32)
+    alone = report.tokens_per_second(report.best)
+    assert alone is not None
+    for axes in ({"tp": 2}, {"cp": 2}):
+        shared = replace(report, job=Job.of(world_size=2, **axes))
+        assert shared.tokens_per_second(report.best) == pytest.approx(alone / 2)
+
+
+def test_a_narrow_screen_has_fewer_columns_and_names_them() -> None:
+    report = make_report(_planner(), ["50%"], 1 << 40, tokens=32)
+    text = report.text(width=60)
+    assert all(len(line) <= 60 for line in text.splitlines() if not line.startswith(("Paste", "Fits")))
+    assert "Not shown at this width:" in text and "peak at" in text and "--wide" in text
+    assert report.text(width=200).count("Not shown") == 0
+    for word in ("<table>", "<th>ac</th>", "none", report.verdict().split(":")[0].replace("'", "&#x27;")):
+        assert word in report._repr_html_()
+    assert str(report).splitlines()[0] == report.verdict()
 
 
 @pytest.mark.few(1)
@@ -173,10 +170,10 @@ def test_what_an_offload_moves_takes_time_and_host_memory() -> None:
 
 
 def test_a_budget_that_nothing_meets_still_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", "--model", "llama-tiny", "--gpu", "cpu", "--seq-len", "64", "--no-skip", "--no-search"]
+    words = ["plan", "--model", "llama-tiny", "--gpu", "cpu", "--seq-len", "64", "--no-skip", "--no-what-if"]
     assert cli.main([*words, "--budget", "1MiB", "--budget", "50%"]) == 1
     out, err = capsys.readouterr()
-    assert "\nnone " in out and "\n50% " in out and "Recommended: ac='none'" in out
+    assert "\nnone " in out and "\n50% " in out and out.startswith("Fits without checkpointing, ac='none': ")
     assert "Budget '1MiB'" in err and "the least that any plan peaks at" in err
 
 
@@ -197,10 +194,12 @@ def test_the_json_says_model_device_and_set_up(capsys: pytest.CaptureFixture[str
         "strategy": "'fsdp2'", "ac": "'none'", "dp_replicate": "2", "precision": "'bf16'", "offload": "'boundary'",
         "gpu": "'h100'", "world_size": "4", "search": "PlanSearch(skip=False, host_memory=1073741824)",
     }  # fmt: skip
-    assert body["least_gpus"] == 1 and body["largest_batch"] > 2
     for row in body["rows"]:
-        assert row["predicted_tokens_per_second"] == pytest.approx(128 / row["predicted_step_seconds"])
+        assert row["tokens_per_second"] == pytest.approx(128 / row["step_seconds"])
         assert "host_bytes" in row
+    changes = {change["change"]: change for change in body["what_if"]}
+    assert {"twice the sequence", "half the GPUs", "loss='chunked'", "optimizer='adamw-8bit'"} <= set(changes)
+    assert changes["twice the sequence"]["step_seconds"] > body["rows"][0]["step_seconds"]
     assert (
         MemoryBudget.parse("auto").device_share is not None
         and body["limit_bytes"] < resolve_device("h100").memory_bytes

@@ -13,9 +13,8 @@ from nemo_like import FSDP2, Job, Plan, PlanSearch, Precision, StepSpec, paralle
 from nemo_like._util.module_tree import bare_modules
 from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from nemo_like.planning.devices import resolve_device
-from nemo_like.planning.plan_advice import advice
-from nemo_like.planning.plan_report import PlanReport, as_json, make_report
 from nemo_like.planning.planner import Planner
+from nemo_like.planning.report import PlanReport, make_report
 from tests.models import decoders
 
 IDS = torch.zeros(2, 16, dtype=torch.long)
@@ -46,8 +45,8 @@ def test_every_printed_call_runs_its_row(precision: str | None) -> None:
         known |= {"model": decoders.build("llama"), "batch": BATCH}
         exec(report.call(row), known)
         planned = {name: policy for name, policy in row.plan.policies().items() if policy is not None}
-        if row.name in ("none", "full", "selective"):
-            assert len(_regions(known["model"])) == (0 if row.name == "none" else decoders.LAYERS)
+        if row.ac in ("none", "full", "selective"):
+            assert len(_regions(known["model"])) == (0 if row.ac == "none" else decoders.LAYERS)
         else:
             expected = {n: getattr(p, "decisions", type(p).__name__) for n, p in planned.items()}
             assert _regions(known["model"]) == expected
@@ -71,7 +70,7 @@ def test_every_printed_call_runs_its_row(precision: str | None) -> None:
 )  # fmt: skip
 def test_nothing_that_was_planned_for_is_left_out_of_the_call(job: Job, words: str) -> None:
     report = _report(job)
-    row = next(row for row in report.rows if row.name == "50%")
+    row = next(row for row in report.rows if row.ac == "50%")
     assert words in report.call(row)
 
 
@@ -82,8 +81,8 @@ def test_padding_is_named_where_it_is_much_of_what_a_rank_holds(ranks: int) -> N
     exact = sum(p.numel() * p.element_size() for p in decoders.build("llama").parameters()) / ranks
     parameters = report.rows[0].plan.peak["parameters"]
     assert report.padding == pytest.approx(4 * (parameters - exact), abs=4)  # with a gradient and AdamW's two states
-    assert as_json(report)["padding_bytes"] == report.padding
+    assert report.to_dict()["padding_bytes"] == report.padding
     least = min(row.plan.peak_bytes for row in report.rows)
     for size, said in ((least // 20, False), (least // 20 + 1, True)):
-        text = advice(replace(report, padding=size), "batch")
+        text = replace(report, padding=size).text()
         assert (f"because {ranks} ranks do not divide their sizes" in text) == said

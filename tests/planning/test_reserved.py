@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -17,8 +16,8 @@ from nemo_like.options.memory import AllocatorConfig
 from nemo_like.planning import Plan, Planner
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.program.readers import COMPUTE, Allocations
+from nemo_like.planning.report import make_report
 from nemo_like.planning.reserved import replay
-from nemo_like.planning.tight import tight
 
 pytest.importorskip("transformers")
 
@@ -134,10 +133,10 @@ def test_a_plan_keeps_it(tmp_path):
 @pytest.mark.long
 def test_the_command_says_so(capsys, monkeypatch):
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    args = ["plan", "--model", "llama-tiny", "--world-size", "8", "--seq-len", "64", "--no-search"]
+    args = ["plan", "--model", "llama-tiny", "--world-size", "8", "--seq-len", "64", "--no-what-if"]
     assert main(args) == 0
     text = capsys.readouterr().out
-    assert "reserved" in text.splitlines()[2] and "was not compared\nwith a GPU" in text
+    assert "reserved" in text.splitlines()[0] and " reserved " in text
     assert main([*args, "--json", "-"]) == 0
     growing = json.loads(capsys.readouterr().out)
     assert main([*args, "--json", "-", "--alloc-conf", ""]) == 0
@@ -145,25 +144,22 @@ def test_the_command_says_so(capsys, monkeypatch):
     assert (
         growing["job"]["allocator"] == "AllocatorConfig(expandable_segments=True)" and "allocator" not in plain["job"]
     )
-    assert plain["reserved_compared_with_gpu"] is False
     assert all(row["reserved_bytes"] >= row["peak_bytes"] for row in plain["rows"])
 
 
-def test_a_step_that_wants_more_than_there_is():
+@pytest.mark.parametrize("short", [0, 2 * MIB])
+def test_what_a_report_shows_as_reserved_is_what_decides(short: int) -> None:
+    """With less memory the allocator gives free segments back: the row then has what it reserves so, or does not fit."""
     planner = _planner(SETUPS["sharded"])
-    choices = planner.uniform("none")
-    found = planner.reserved(choices)
-    assert tight(planner, choices) is None and found.given_back == 0
-    device = planner.device
-    planner.device = replace(device, memory_bytes=found.reserved - 2 * MIB)
-    short = tight(planner, choices)
-    assert (short.reserved, short.memory) == (found.reserved, found.reserved - 2 * MIB)
-    assert short.given_back == 2
-    assert short.growing == replay(planner, choices, AllocatorConfig(expandable_segments=True)).reserved
-    assert "gives free segments back 2 times a step" in short.words("none")
-    planner.device = replace(device, memory_bytes=found.tensors - MIB)
-    assert tight(planner, choices).given_back is None
-    assert "runs out of memory" in tight(planner, choices).words("none")
+    found = planner.reserved(planner.uniform("none"))
+    assert found is not None
+    report = make_report(planner, ["50%"], found.reserved + planner.input_bytes - short)
+    for row in report.rows:
+        assert (
+            row.plan.reserved_bytes == row.need.reserved and row.need.bytes == row.need.reserved + planner.input_bytes
+        )
+        assert row.fits == (row.need.bytes <= report.limit)
+    assert report.rows[0].fits == (short == 0)
 
 
 def test_a_storage_is_freed_by_its_last_holder():

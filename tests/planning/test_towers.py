@@ -77,7 +77,7 @@ def _planned(folder: Path, config: object, *more: str) -> list[str]:
         "--world-size",
         "2",
         "--no-skip",
-        "--no-search",
+        "--no-what-if",
         "--budget",
         "50%",
         *more,

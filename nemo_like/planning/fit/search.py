@@ -30,7 +30,7 @@ from nemo_like.planning.fit.staged import StagedShape
 from nemo_like.planning.fit.staged_bounds import StagedBounds
 from nemo_like.planning.program.readers import Peak
 from nemo_like.planning.seconds import StepSeconds
-from nemo_like.planning.verdict import ALLOCATED, Need, budget_word, plan_within
+from nemo_like.planning.verdict import ALLOCATED, Need, plan_within
 
 Shape = TracedShape | StagedShape
 Tracer = Callable[[ShapeKey], Shape]
@@ -54,8 +54,8 @@ class Resolved:
     need: Need
     choices: Any
     """What each layer keeps (of each stage)."""
-    budget: int = 0
-    """The peak that a plan was made for."""
+    budget: str = ""
+    """The peak that a plan was made for, as one writes it after ``ac=``."""
 
 
 @dataclass
@@ -468,7 +468,7 @@ class Search:
         with quietly():
             account = account_of(shape, conf, resolved.choices, resolved.seconds)
             if conf.mode == "plan":
-                word = budget_word(resolved.budget, resolved.peak.total)
+                word = resolved.budget
                 conf, plan = conf.change(ac=word), shape.plan(conf, resolved.choices, word)
         return Candidate(
             conf, host_bytes=self._on_host(shape, conf, resolved), peak=resolved.peak, need=resolved.need,

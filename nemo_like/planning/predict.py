@@ -1,0 +1,234 @@
+"""`predict`: does a training step fit, with which checkpointing, on how many devices, at which length and batch?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Unpack
+
+import torch
+from torch import nn
+
+from nemo_like._util.module_tree import check_model
+from nemo_like._util.table import three_digits
+from nemo_like._util.tensors import describe, split_sample
+from nemo_like._util.words import check_whole
+from nemo_like.job import AllKeywords, Job
+from nemo_like.models import check_positions, resolve_model
+from nemo_like.options import parse_bytes
+from nemo_like.planning.devices import device_of
+from nemo_like.planning.report import AnyPlanner, PlanReport, make_report, memory_for
+from nemo_like.planning.sharding import same_on_all_ranks
+from nemo_like.planning.stages import PipelinePlanner
+from nemo_like.planning.what_if import Step, fewest, gpu_counts, largest, least_need
+from nemo_like.planning.what_if import what_if as changes
+
+MOST_TOKENS, MOST_SEQUENCES = 1 << 22, 1 << 12
+"""Longer sequences and larger micro-batches are not looked for."""
+START = 4096
+"""Tokens of a sequence where the caller says nothing, and where the search for the longest begins."""
+_TOKENS = 128
+"""The longest sequence is found in steps of so many tokens for each rank that shares it."""
+
+
+def predict(
+    model: nn.Module | str,
+    job: Job | None = None,
+    *,
+    gpus: int | Literal["min"] | None = None,
+    seq_len: int | Literal["max"] = START,
+    batch_size: int | Literal["max"] = 1,
+    sample_input: Any = None,
+    budgets: Sequence[str] = (),
+    memory: int | str | None = None,
+    dtype: torch.dtype | None = None,
+    what_if: bool = False,
+    **asked: Unpack[AllKeywords],
+) -> PlanReport:
+    """Return whether a training step fits, the fastest checkpointing that does, and its cost. Runs nothing on a GPU.
+
+    >>> report = predict("llama-tiny", gpu="h100-80gb", gpus=8, seq_len=128)
+    >>> report.best.ac, report.call()
+    ('none', "model = parallelize(model, strategy='fsdp2', ac='none')")
+
+    Args:
+        model: a module on any device, ``meta`` included; or what ``nemo-like plan --model`` takes.
+        job: what `Job.of` made of keywords; instead of them.
+        gpus: devices in all, as the keyword ``world_size``. ``"min"``: the fewest that fit, of whole hosts above one.
+        seq_len: tokens per sequence. ``"max"``: the most that fit, in steps of 128.
+        batch_size: sequences per rank and micro-batch. ``"max"``: the most that fit.
+        sample_input: one micro-batch as the model is called with it, instead of token ids and labels of that size.
+        budgets: further rows of the report, as one writes them after ``ac=``.
+        memory: bytes that a step may take on each device, or ``"70GiB"``. Default: its memory less a tenth.
+        dtype: of the parameters, where `model` is a name. Default: float32.
+        what_if: also report what single changes of the job would buy: `PlanReport.what_if`.
+        asked: keywords of `nemo_like.parallelize`, but for ``ac``: every mode is reported.
+
+    Raises:
+        ValueError, TypeError: a wrong argument, two questions at once, a model without repeated layers, or one that does
+            not fit at any size.
+    """
+    if isinstance(model, nn.Module):
+        check_model(model)
+    if job is not None and asked:
+        raise ValueError(f"job is given, and so is {next(iter(asked))}. Put it into the job: job.change(...).")
+    job = Job.of(**asked) if job is None else job
+    if gpus is not None and gpus != "min":
+        check_whole("gpus", gpus, 1)
+        job = job.change(world_size=gpus)
+    for name, size, word in (("seq_len", seq_len, "max"), ("batch_size", batch_size, "max")):
+        if size != word:
+            check_whole(name, size, 1)
+    if sample_input is not None and "max" in (seq_len, batch_size):
+        raise ValueError("sample_input has a size of its own. For 'max', leave it out.")
+    built, source = (model, None) if isinstance(model, nn.Module) else resolve_model(model).built("meta", dtype)
+    name = type(built).__name__ if source is None else source.name
+    own = sample_input if source is None or sample_input is not None else source.sample
+    if own is not None and seq_len == "max":
+        raise ValueError(f"{name} has a sample input, whose length is not known. Leave seq_len out.")
+
+    def given(batch: int, length: int) -> tuple[Any, str]:
+        if own is not None:
+            sample = source.sample_of(batch) if source is not None and own is source.sample else own
+            return sample, describe(*split_sample(sample))
+        return text_of(built, batch, length), f"{batch} x {length} tokens"
+
+    length = 0 if own is not None else START if seq_len == "max" else seq_len
+    step = Step(built, job, given, 1 if batch_size == "max" else batch_size, length)
+    question = Question.of(gpus, seq_len, batch_size)
+    bytes_of = parse_bytes(memory, "memory") if isinstance(memory, str) else memory
+
+    def make() -> PlanReport:
+        asked_step, planner, report = answered(step, question, name, budgets, bytes_of)
+        return replace(report, what_if=tuple(changes(asked_step, planner, report))) if what_if else report
+
+    return same_on_all_ranks(make)
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is looked for, at most one of the three."""
+
+    gpus: bool = False
+    seq_len: bool = False
+    batch: bool = False
+
+    @classmethod
+    def of(cls, gpus: object, seq_len: object, batch: object) -> Question:
+        """Read ``"min"`` and ``"max"``.
+
+        Raises:
+            ValueError: more than one is asked for.
+        """
+        asked = cls(gpus == "min", seq_len == "max", batch == "max")
+        if asked.gpus + asked.seq_len + asked.batch > 1:
+            raise ValueError("gpus='min', seq_len='max' and batch_size='max' are one question each. Ask one at a time.")
+        return asked
+
+
+def answered(
+    step: Step,
+    question: Question,
+    name: str,
+    budgets: Sequence[str] = (),
+    limit: int | None = None,
+    planner: AnyPlanner | None = None,
+) -> tuple[Step, AnyPlanner, PlanReport]:
+    """Return the report of `step`, and what it was made from, with what `question` looks for set to its answer.
+
+    Args:
+        step: where the answer is looked for, its own value is where the search begins.
+        name: the model's, for the report.
+        budgets, limit: as for `make_report`.
+        planner: of `step`, where there is one already.
+
+    Raises:
+        ValueError: no number of devices, no length or no batch fits.
+    """
+    step, answer = _asked(step, question, limit)
+    if planner is None or answer:
+        planner = step.planner()
+    tokens = tokens_of(step.sample)
+    report = make_report(planner, budgets, limit, tokens=tokens, about=about(planner, step, name))
+    return step, planner, replace(report, answer=answer)
+
+
+def _asked(step: Step, question: Question, limit: int | None) -> tuple[Step, str]:
+    job = step.job
+
+    def needs(**change: Any) -> int:
+        return least_need(step.planner(**change), most)
+
+    device = device_of(job)
+    most = memory_for(device) if limit is None else limit
+    if question.gpus:
+        counts = gpu_counts(job, device.gpus_per_host)
+        found = fewest(lambda count: needs(job=job.change(world_size=count)), counts, most)
+        if found is None:
+            raise ValueError(f"No number of GPUs up to {counts[-1]:,} fits. Give a smaller batch, or tp= or cp=.")
+        return replace(step, job=job.change(world_size=found)), f"Fewest GPUs: {found:,}."
+    if question.batch:
+        found = largest(lambda size: needs(batch=size), step.batch, most, MOST_SEQUENCES)
+        if not found:
+            raise ValueError("Not even a micro-batch of one sequence fits. Give more GPUs, or a shorter sequence.")
+        return replace(step, batch=found), f"Largest micro-batch: {found:,}."
+    if question.seq_len:
+        positions = getattr(getattr(step.model, "config", None), "max_position_embeddings", None) or MOST_TOKENS
+        size = job.cp.size * job.tp.size * (_TOKENS if positions >= 8 * _TOKENS else 1)
+        found = largest(lambda length: needs(seq_len=length), START, most, positions, size)
+        if not found:
+            raise ValueError(f"Not even a sequence of {size} tokens fits. Give more GPUs, or a smaller batch.")
+        note = ", all that its config has positions for" if found + size > positions else ""
+        return replace(step, seq_len=found), f"Longest sequence: {found:,} tokens{note}."
+    return step, ""
+
+
+def text_of(model: nn.Module, batch: int, length: int) -> dict[str, torch.Tensor]:
+    """Return token ids and labels, both (batch, length), for a model of transformers.
+
+    Raises:
+        ValueError: it has no config, or fewer positions.
+    """
+    config: Any = getattr(model, "config", None)
+    if config is None:
+        raise ValueError(
+            f"{type(model).__name__} has no config, so its input is unknown. Give sample_input=, one micro-batch."
+        )
+    check_positions(config, "seq_len", length)
+    ids = torch.zeros(batch, length, dtype=torch.long)
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def tokens_of(sample: Any) -> int | None:
+    """Return the tokens of one micro-batch; None: it takes no text."""
+    if isinstance(sample, Mapping):
+        sample = next((sample[key] for key in ("input_ids", "labels") if key in sample), None)
+    if not isinstance(sample, torch.Tensor) or sample.is_floating_point():
+        return None
+    return sample.numel()
+
+
+def about(planner: AnyPlanner, step: Step, name: str) -> str:
+    """Return the model, its input and the devices, in a line."""
+    count, job = sum(p.numel() for p in step.model.parameters()), planner.job
+    micro, stages = job.step.microbatches, ""
+    if isinstance(planner, PipelinePlanner):
+        micro, dealt = planner.count, ", ".join(map(str, planner.counts))
+        stages = f" in {len(planner.stages)} stages of {dealt} layers ({planner.pp.schedule})"
+    times = f"{micro} micro-batches of " if micro > 1 else ""
+    return (
+        f"{name} ({parameters_word(count)} parameters){stages} on {job.ranks} x {planner.device.name}, "
+        f"{job.step.optimizer}, {times}{step.words} per rank; rates of {planner.device.rates}."
+    )
+
+
+def parameters_word(count: int) -> str:
+    """Return a number of parameters in three digits.
+
+    >>> parameters_word(8_030_261_248), parameters_word(789_120), parameters_word(96)
+    ('8.03 B', '789 K', '96')
+    """
+    for size, unit in ((10**9, " B"), (10**6, " M"), (10**3, " K")):
+        if count >= size:
+            return f"{three_digits(count / size)}{unit}"
+    return str(count)

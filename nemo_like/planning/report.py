@@ -1,0 +1,465 @@
+"""The answer of a plan: does it fit, with which checkpointing, how fast. One report for a whole model and for stages."""
+
+from __future__ import annotations
+
+import html
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from nemo_like._util.table import (
+    ByteUnit,
+    Column,
+    Table,
+    columns_note,
+    paragraph,
+    percent,
+    screen_width,
+    three_digits,
+)
+from nemo_like._util.words import write_bytes
+from nemo_like.activation_checkpointing.plan import BudgetError, Plan
+from nemo_like.job import Job
+from nemo_like.options import MemoryBudget, PlanSearch, StepSpec
+from nemo_like.planning import stage_plans
+from nemo_like.planning.balanced import balanced_peak
+from nemo_like.planning.devices import Device
+from nemo_like.planning.expert_twin import planned_imbalance
+from nemo_like.planning.planner import Planner
+from nemo_like.planning.program.readers import Peak
+from nemo_like.planning.stage_seconds import times
+from nemo_like.planning.stages import PipelinePlanner
+from nemo_like.planning.verdict import RESERVED, Need, plan_within, reserved_on_ranks, verdict
+
+MODES = ("none", "full", "selective")
+SHARES = ("75%", "50%", "25%", "12.5%")
+"""What is planned for where the caller names no budget."""
+
+AnyPlanner = Planner | PipelinePlanner
+
+
+@dataclass(frozen=True)
+class ReportRow:
+    """One way to checkpoint, with what a step then takes."""
+
+    ac: str
+    """What to write after ``ac=``."""
+    plan: Plan
+    need: Need
+    """The bytes that decide whether it fits: of a pipeline, on the rank that needs most."""
+    fits: bool
+    """On the device, and in host memory."""
+    choices: Any = field(default=None, compare=False, repr=False)
+    """What each layer keeps; of a pipeline, a list for each stage."""
+    host_bytes: int = 0
+    """Bytes that one rank has in host memory."""
+    peaks: tuple[Peak, ...] = ()
+    """The peak of each rank of the pipeline; one without a pipeline."""
+    reserved: tuple[int, ...] = ()
+    """What the caching allocator reserves on each rank of a pipeline; empty: no pipeline, or no such allocator."""
+    bubble: float | None = None
+    """The share of the time in which the ranks of a pipeline wait, communication left out; None: no pipeline."""
+
+    @property
+    def seconds(self) -> float:
+        """Predicted seconds of a whole step."""
+        return self.plan.step_seconds
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """One change of a job, and the fastest plan that then fits."""
+
+    change: str
+    """In the keywords of `nemo_like.parallelize`, or in words."""
+    row: ReportRow
+    """The fastest that fits; where nothing does, full checkpointing."""
+    tokens_per_second: float | None
+    """Of one device; None: no text goes in."""
+
+    def cells(self, unit: ByteUnit) -> tuple[str, ...]:
+        """Return the line of the table."""
+        row, speed = self.row, self.tokens_per_second
+        return (
+            self.change,
+            row.ac,
+            unit.number(row.need.bytes),
+            three_digits(1000 * row.seconds) if row.fits else "",
+            three_digits(speed) if row.fits and speed is not None else "",
+            "yes" if row.fits else "no",
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it in JSON values; sizes in bytes, times in seconds."""
+        row = self.row
+        return {
+            "change": self.change,
+            "ac": row.ac,
+            "fits": row.fits,
+            "needed_bytes": row.need.bytes,
+            "step_seconds": row.seconds,
+            "tokens_per_second": self.tokens_per_second,
+        }
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """What fits, and what it costs. ``print(report)`` is the verdict, the line to paste and the table.
+
+    Bytes are of the rank that needs most, seconds of one optimizer step. All of it is predicted.
+    """
+
+    rows: tuple[ReportRow, ...]
+    """No checkpointing, the modes, and the plans that were asked for."""
+    best: ReportRow | None
+    """The fastest that fits; None where nothing does."""
+    limit: int
+    """Bytes that a step may take on each device."""
+    job: Job
+    """What all rows were planned for, but for ``ac``."""
+    device: str
+    about: str = ""
+    """The model, its input and the devices, in a line."""
+    unmet: tuple[str, ...] = ()
+    """Why a budget that was asked for is met by no plan, a sentence each."""
+    tokens: int | None = None
+    """Tokens of one micro-batch, of all ranks that share it; None: it takes no text."""
+    balanced: int | None = None
+    """Bytes that `best` peaks at where every rank's experts get as many tokens; None: it is planned so."""
+    padding: int = 0
+    """Bytes of parameters, gradients and optimizer state on a rank that belong to no weight."""
+    answer: str = ""
+    """What ``"min"`` or ``"max"`` came to, in a sentence."""
+    takes_budget: bool = True
+    """Whether `nemo_like.parallelize` takes a budget for this job."""
+    pipeline: Mapping[str, Any] | None = None
+    """Of a pipeline: its stages, schedule, micro-batches, layers and micro-batches in flight of each stage."""
+    what_if: tuple[WhatIf, ...] = ()
+    """What single changes of the job would buy, where that was asked for."""
+
+    def call(self, row: ReportRow | None = None, sample: str | None = None) -> str:
+        """Return the line of Python that runs `row` as it was planned (default: `best`).
+
+        Args:
+            row: one of `rows`.
+            sample: the name of one input; default: ``batch``, of a pipeline ``microbatch``.
+
+        Raises:
+            ValueError: nothing fits, and no row was given.
+        """
+        row = self.best if row is None else row
+        if row is None:
+            raise ValueError(self.verdict())
+        staged = self.job.pp.size > 1
+        if row.ac in MODES and not staged:
+            return self.job.change(ac=row.ac, step=StepSpec(), search=PlanSearch()).as_call()
+        return self.job.change(ac=row.ac).as_call(sample=sample or ("microbatch" if staged else "batch"))
+
+    def tokens_per_second(self, row: ReportRow) -> float | None:
+        """Return the predicted tokens per second of one device; None: no text goes in."""
+        if self.tokens is None or not row.seconds:
+            return None
+        count = self.job.step.microbatches if self.job.pp.size == 1 else self.job.pp.microbatches or 1
+        sharing = self.job.tp.size * self.job.cp.size * self.job.pp.size
+        return self.tokens * count / row.seconds / sharing
+
+    def slower(self, row: ReportRow) -> float:
+        """Return by what share the step of `row` is longer than one without checkpointing."""
+        return row.seconds / self.rows[0].seconds - 1 if self.rows[0].seconds else 0.0
+
+    def verdict(self) -> str:
+        """Return the answer in a line: whether it fits, with which ``ac=``, at which price."""
+        row = self.best or min(self.rows, key=lambda row: row.need.bytes)
+        taken = f"{_of(row.need.bytes, self.limit)} {row.need.by}"
+        if self.best is None:
+            host = ", and more host memory than there is" if row.need.bytes <= self.limit else ""
+            return f"Does not fit: ac={row.ac!r}, the least, takes {taken}{host}."
+        if row.ac == "none":
+            return f"Fits without checkpointing, ac='none': {taken}."
+        return f"Fits with ac={row.ac!r}: {taken}, {percent(self.slower(row))} slower than ac='none'."
+
+    def table(self) -> Table:
+        """Return the rows as a table: bytes in one unit, milliseconds, and tokens per second of one device."""
+        unit = self._unit()
+        ranks = len(self.rows[0].peaks) if self.job.pp.size > 1 else 0
+        columns = (
+            Column("ac", left=True),
+            Column("saved", 3),
+            Column("host", 2),
+            Column("peak"),
+            Column("reserved"),
+            Column("recompute", 5),
+            Column("slower"),
+            Column("ms"),
+            Column("tokens/s", 1),
+            Column("bubble", 4),
+            Column("fits", left=True),
+            Column("peak at", 6, left=True),
+            *(Column(f"rank {rank}", 7) for rank in range(ranks)),
+        )
+        return Table(columns, tuple(self._cells(row, unit, ranks) for row in self.rows))
+
+    def _unit(self) -> ByteUnit:
+        return ByteUnit.of([row.need.bytes for row in self.rows])
+
+    def _cells(self, row: ReportRow, unit: ByteUnit, ranks: int) -> tuple[str, ...]:
+        plan, speed = row.plan, self.tokens_per_second(row)
+        of_ranks = [
+            unit.number(peak.total) + (f" ({unit.number(row.reserved[rank])})" if row.reserved else "")
+            for rank, peak in enumerate(row.peaks[:ranks])
+        ]
+        return (
+            row.ac,
+            unit.number(plan.held_bytes),
+            unit.number(row.host_bytes) if any(each.host_bytes for each in self.rows) else "",
+            unit.number(plan.peak_bytes),
+            "" if row.need.reserved is None else unit.number(row.need.reserved),
+            percent(plan.replay_share),
+            percent(self.slower(row)),
+            three_digits(1000 * row.seconds),
+            "" if speed is None else three_digits(speed),
+            "" if row.bubble is None else percent(row.bubble),
+            "yes" if row.fits else "no",
+            plan.peak_at,
+            *of_ranks,
+        )
+
+    def text(self, width: int | None = None, explain: bool = False) -> str:
+        """Return the report for a screen of `width` columns (None: as wide as it gets).
+
+        Args:
+            explain: also the parts of the peak, and what the columns mean.
+        """
+        table, unit = self.table(), self._unit()
+        first = f"{self.answer} {self.verdict()}".strip()
+        lines = [f"{first}\nPaste: {self.call()}" if self.best is not None else first]
+        lines += [paragraph(text, width) for text in (self.about, *self._warnings())]
+        where = f"{unit.name} of one device, predicted. {columns_note(table.left_out(width))}"
+        lines.append(f"{table.text(width)}\n{paragraph(where.strip(), width)}")
+        if self.what_if:
+            lines.append(self.what_if_table().text(width))
+        if explain:
+            lines += [self.breakdown(), *(paragraph(text, width) for text in _MEANINGS)]
+        return "\n\n".join(line for line in lines if line)
+
+    def what_if_table(self) -> Table:
+        """Return `what_if` as a table, with the recommended row first."""
+        unit = self._unit()
+        columns = (
+            Column("what if", left=True),
+            Column("ac", left=True),
+            Column("needs"),
+            Column("ms"),
+            Column("tokens/s", 1),
+            Column("fits", left=True),
+        )
+        now = [] if self.best is None else [WhatIf("as asked", self.best, self.tokens_per_second(self.best))]
+        return Table(columns, tuple(change.cells(unit) for change in (*now, *self.what_if)))
+
+    def __str__(self) -> str:
+        return self.text(screen_width())
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<p>{html.escape(text)}</p>" for text in (self.verdict(), self.about, *self._warnings()))
+        call = f"<pre>{html.escape(self.call())}</pre>" if self.best is not None else ""
+        return head + call + self.table().html()
+
+    def _warnings(self) -> list[str]:
+        """Return what a reader must know of the numbers, a sentence each."""
+        lines = []
+        if self.best is not None and self.best.ac in MODES and not self.takes_budget:
+            lines.append(
+                "parallelize takes no budget with this tp=; of what fits, this is the fastest that it can run."
+            )
+        if self.balanced is not None and self.best is not None:
+            peaks = (write_bytes(self.best.plan.peak_bytes), write_bytes(self.balanced))
+            lines.append(
+                f"Peak where the fullest rank's experts get {planned_imbalance(self.job):g} times their share of the "
+                f"tokens: {peaks[0]}; where all get as many: {peaks[1]}."
+            )
+        if self.padding >= min(row.plan.peak_bytes for row in self.rows) / 20:
+            lines.append(
+                f"Padding: {write_bytes(self.padding)} per rank of parameters, gradients and optimizer state belong to no "
+                f"weight, because {self.job.shard_ranks} ranks do not divide their sizes. Shard over fewer (dp_replicate=)."
+            )
+        return lines
+
+    def breakdown(self) -> str:
+        """Return the parts of the predicted peak of `best`, or of the row that needs least, largest first."""
+        row = self.best or min(self.rows, key=lambda row: row.need.bytes)
+        unit = self._unit()
+        parts = sorted(row.plan.peak.items(), key=lambda item: -item[1])
+        lines = [f"{unit.word(size):>12}  {name}" for name, size in parts if size]
+        return "\n".join([f"Peak of ac={row.ac!r}, {row.plan.peak_at}:", *lines])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report in JSON values: sizes in bytes, times in seconds, shares of one."""
+        return {
+            "verdict": self.verdict(),
+            "answer": self.answer or None,
+            "about": self.about,
+            "device": self.device,
+            "traced_for": self.rows[0].plan.traced_for,
+            "job": self.job.words(machine=True),
+            "limit_bytes": self.limit,
+            "recommended": self.best.ac if self.best else None,
+            "call": self.call() if self.best else None,
+            "unmet": list(self.unmet),
+            "balanced_peak_bytes": self.balanced,
+            "padding_bytes": self.padding,
+            "tokens": self.tokens,
+            "pipeline": None if self.pipeline is None else dict(self.pipeline),
+            "rows": [self._row_dict(row) for row in self.rows],
+            "what_if": [change.to_dict() for change in self.what_if],
+        }
+
+    def _row_dict(self, row: ReportRow) -> dict[str, Any]:
+        plan = row.plan
+        return {
+            "ac": row.ac,
+            "fits": row.fits,
+            "saved_bytes": plan.held_bytes,
+            "host_bytes": row.host_bytes,
+            "peak_bytes": plan.peak_bytes,
+            "reserved_bytes": row.need.reserved,
+            "needed_bytes": row.need.bytes,
+            "peak_at": plan.peak_at,
+            "peak_parts": dict(plan.peak),
+            "recompute_flops": plan.replay_flops,
+            "recompute_share": plan.replay_share,
+            "step_seconds": row.seconds,
+            "slower": self.slower(row),
+            "tokens_per_second": self.tokens_per_second(row),
+            "gap_seconds": plan.gap_seconds,
+            "bubble": row.bubble,
+            "rank_peak_bytes": [peak.total for peak in row.peaks],
+            "rank_reserved_bytes": list(row.reserved),
+            "layers": dict(Counter(layer.label for layer in plan.layers)),
+        }
+
+
+_MEANINGS = (
+    "saved: activations that wait for backward, on the rank that peaks highest. reserved: what CUDA's caching allocator "
+    "takes for all tensors, by a model of it; it decides what fits. recompute: FLOPs that backward runs again, as a "
+    "share of a forward. slower: the whole step against ac='none'. ms: of one optimizer step; tokens/s: of one device.",
+    "Seconds are a roofline by the device's sourced rates, with the collectives that nothing hides.",
+)
+
+
+def make_report(
+    planner: AnyPlanner,
+    budgets: Sequence[str] = (),
+    limit: int | None = None,
+    *,
+    tokens: int | None = None,
+    about: str = "",
+) -> PlanReport:
+    """Return the modes, plans for `budgets`, and the fastest plan within `limit`, as one report.
+
+    Args:
+        planner: of the model, or of the stages of a pipeline.
+        budgets: as one writes them after ``ac=``; default: `SHARES` of the activations.
+        limit: bytes that a step may take on each device; default: nine tenths of its memory, as ``ac="auto"``.
+        tokens, about: see `PlanReport`.
+    """
+    limit = memory_for(planner.device) if limit is None else limit
+    rows = [row_of(mode, planner, planner.uniform(mode), limit) for mode in MODES]
+    unmet, asked = list[str](), list(dict.fromkeys(budgets or SHARES))
+    for text in asked:
+        try:
+            rows.append(row_of(text, planner, _choose(planner, MemoryBudget.parse(text), text), limit))
+        except BudgetError as error:
+            unmet += [str(error)] if budgets else []
+    fastest = fastest_within(planner, limit)
+    if fastest is not None and fastest.ac not in {row.ac for row in rows}:
+        rows.append(fastest)
+    takes_budget = isinstance(planner, PipelinePlanner) or planner.takes_budget
+    runnable = [row for row in rows if row.fits and (takes_budget or row.ac in MODES)]
+    best = min(runnable, key=lambda row: (row.seconds, row.plan.peak_bytes)) if runnable else None
+    balanced = None
+    if best is not None and isinstance(planner, Planner) and planner.job.ep.size > 1:
+        peak = balanced_peak(planner, best.choices)
+        balanced = None if peak is None else peak.total
+    return PlanReport(
+        tuple(rows), best, limit, planner.job, planner.device.name, about, tuple(unmet), tokens, balanced,
+        _padding(planner), takes_budget=takes_budget, pipeline=_pipeline(planner),
+    )  # fmt: skip
+
+
+def _pipeline(planner: AnyPlanner) -> dict[str, Any] | None:
+    if not isinstance(planner, PipelinePlanner):
+        return None
+    return {
+        "stages": len(planner.stages),
+        "schedule": planner.pp.schedule,
+        "microbatches": planner.count,
+        "layers_per_stage": list(planner.counts),
+        "in_flight": [planner.most_in_flight(index) for index in range(len(planner.stages))],
+    }
+
+
+def _of(size: int, limit: int) -> str:
+    """Return ``"53.7 of 67.1 GiB"``, with the unit twice where it is not the same."""
+    one, other = ByteUnit.of([size]), ByteUnit.of([limit])
+    return f"{one.number(size) if one == other else one.word(size)} of {other.word(limit)}"
+
+
+def memory_for(device: Device) -> int:
+    """Return the bytes that ``"auto"`` allows on a device: nine tenths of its memory."""
+    return int(device.memory_bytes * (MemoryBudget.parse("auto").device_share or 0))
+
+
+def fastest_within(planner: AnyPlanner, limit: int) -> ReportRow | None:
+    """Return no checkpointing if that fits in `limit` bytes, else the fastest plan that does; None: none does."""
+    none = row_of("none", planner, planner.uniform("none"), limit)
+    if none.fits:
+        return none
+
+    def within(budget: int) -> tuple[Any, Peak] | None:
+        try:
+            choices = _choose(planner, MemoryBudget(peak_bytes=budget), write_bytes(budget))
+        except BudgetError:
+            return None
+        return choices, max(_peaks(planner, choices), key=lambda peak: peak.total)
+
+    planned = plan_within(planner, limit, within)
+    return None if planned is None else row_of(planned[3], planner, planned[0], limit)
+
+
+def row_of(name: str, planner: AnyPlanner, choices: Any, limit: int) -> ReportRow:
+    peaks = _peaks(planner, choices)
+    highest = max(peaks, key=lambda peak: peak.total)
+    if isinstance(planner, Planner):
+        need = verdict(planner, choices, highest, limit)
+        plan = replace(planner.describe(choices, name), reserved_bytes=need.reserved)
+        host = sum(layer.host_bytes for layer in plan.layers) + planner.state_on_host
+        fits = need.bytes <= limit and host <= planner.host_memory
+        return ReportRow(name, plan, need, fits, choices, host, tuple(peaks))
+    of_ranks = reserved_on_ranks(planner, choices, limit)
+    need = verdict(planner, choices, highest, limit)
+    if of_ranks is not None:
+        need = Need(max(of_ranks) + planner.input_bytes, RESERVED, max(of_ranks), planner.input_bytes)
+    plan = stage_plans.describe(planner, choices, name, of_ranks)
+    bubble = times(planner, choices).bubble
+    host = sum(layer.host_bytes for layer in plan.layers)
+    return ReportRow(name, plan, need, need.bytes <= limit, choices, host, tuple(peaks), tuple(of_ranks or ()), bubble)
+
+
+def _choose(planner: AnyPlanner, budget: MemoryBudget, asked: str) -> Any:
+    if isinstance(planner, PipelinePlanner):
+        return stage_plans.choose(planner, budget, asked)
+    return planner.choose(budget, asked)[0]
+
+
+def _peaks(planner: AnyPlanner, choices: Any) -> list[Peak]:
+    return planner.peaks(choices) if isinstance(planner, PipelinePlanner) else [planner.peak(choices)]
+
+
+def _padding(planner: AnyPlanner) -> int:
+    if isinstance(planner, PipelinePlanner):
+        return 0
+    sharding = planner.sharding
+    state = sum(sum(own[:2]) for own in planner.optimizer.states)  # a counter of steps has no padding
+    trained = sum(param.size for param in sharding.trained)
+    return int(sharding.padding * (2 + state / trained)) if trained else sharding.padding

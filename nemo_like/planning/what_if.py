@@ -1,0 +1,171 @@
+"""What a change of the job would buy: bytes and seconds of the fastest plan that then fits; and how far a device goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from nemo_like.job import Job
+from nemo_like.planning.advise import Change, changes
+from nemo_like.planning.planner import Planner
+from nemo_like.planning.report import AnyPlanner, PlanReport, WhatIf, fastest_within, row_of
+from nemo_like.planning.stage_balance import balanced
+from nemo_like.planning.stages import PipelinePlanner
+
+MOST_GPUS = 1 << 14
+_MOST_PROBES = 12
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step is planned for: a model, a job and its input. Makes planners for it and for changes of it."""
+
+    model: nn.Module
+    job: Job
+    given: Callable[[int, int], tuple[Any, str]]
+    """Makes the input of one micro-batch, of so many sequences of so many tokens, and says in words what it is."""
+    batch: int = 1
+    """Sequences of a micro-batch."""
+    seq_len: int = 0
+    """Tokens of a sequence; 0: the input has a length of its own."""
+
+    @property
+    def sample(self) -> Any:
+        """The input of one micro-batch."""
+        return self.given(self.batch, self.seq_len)[0]
+
+    @property
+    def words(self) -> str:
+        """What the input is."""
+        return self.given(self.batch, self.seq_len)[1]
+
+    def planner(self, job: Job | None = None, batch: int | None = None, seq_len: int | None = None) -> AnyPlanner:
+        """Trace the model for a job, a batch and a length; what is None stays.
+
+        Raises:
+            ValueError: as `nemo_like.plan_for`.
+        """
+        job = self.job if job is None else job
+        sample, _ = self.given(batch or self.batch, seq_len or self.seq_len)
+        return planner_of(self.model, sample, job)
+
+
+def planner_of(model: nn.Module, sample: Any, job: Job) -> AnyPlanner:
+    """Return the planner of a model, or of its stages where the job has a pipeline.
+
+    Raises:
+        ValueError: as `nemo_like.plan_for`.
+    """
+    if job.pp.size == 1:
+        return Planner(model, sample, job)
+    planner = PipelinePlanner(model, sample, job)
+    return balanced(planner, "full") if planner.pp.balance == "memory" else planner
+
+
+def what_if(step: Step, planner: AnyPlanner, report: PlanReport) -> Iterator[WhatIf]:
+    """Yield what single changes of a job would buy: sequence, devices, loss, optimizer, offloading, in this order.
+
+    A change that cannot be planned is left out.
+
+    Args:
+        step, planner: what `report` is of.
+    """
+    for words, make in _changed(step, planner):
+        try:
+            other = make()
+        except (
+            ValueError,
+            NotImplementedError,
+        ):  # a rule of the job, the model's positions, a part that is not planned
+            continue
+        if other is None:
+            continue
+        row = fastest_within(other, report.limit) or row_of("full", other, other.uniform("full"), report.limit)
+        tokens = None if report.tokens is None else report.tokens * (2 if words == _TWICE else 1)
+        yield WhatIf(words, row, replace(report, job=other.job, tokens=tokens).tokens_per_second(row))
+
+
+_TWICE = "twice the sequence"
+
+
+def _changed(step: Step, planner: AnyPlanner) -> Iterator[tuple[str, Callable[[], AnyPlanner | None]]]:
+    job = planner.job
+    if step.seq_len:
+        yield _TWICE, lambda: step.planner(job, seq_len=2 * step.seq_len)
+    if job.ranks > 1 and job.ranks % 2 == 0:
+        yield "half the GPUs", lambda: step.planner(job.change(world_size=job.ranks // 2))
+    for change in changes(job):
+        if change.job.ac == job.ac:  # which ac= is best is what the report says
+            yield change.words, partial(_under, step, planner, change)
+
+
+def _under(step: Step, planner: AnyPlanner, change: Change) -> AnyPlanner | None:
+    return planner.under(change.job) if isinstance(planner, Planner) else step.planner(change.job)
+
+
+def least_need(planner: AnyPlanner, limit: int) -> int:
+    """Return the bytes that full checkpointing needs where `limit` may be taken; no plan saves less."""
+    return row_of("full", planner, planner.uniform("full"), limit).need.bytes
+
+
+def largest(needs: Callable[[int], int], start: int, limit: int, most: int, step: int = 1) -> int:
+    """Return the largest multiple of `step` up to `most` that needs at most `limit` bytes; 0: not even one.
+
+    What is needed grows almost evenly, so two values say where the limit is crossed. The answer and the next multiple are
+    both asked for.
+
+    Args:
+        needs: bytes by size, growing.
+        start: the first size to try.
+    """
+    fits, fails, known = 0, most // step + 1, dict[int, int]()
+    guess = min(max(1, start // step), fails - 1)
+    for _ in range(_MOST_PROBES):
+        if fails - fits <= 1:
+            break
+        known[guess] = needs(guess * step)
+        if known[guess] <= limit:
+            fits = guess
+        else:
+            fails = guess
+        low, high = min(known), max(known)
+        slope = (known[high] - known[low]) / (high - low) if high > low else 0.0
+        at = fits or low
+        if slope > 0:
+            guess = int(at + (limit - known[at]) / slope)
+        else:
+            guess = 2 * guess if fits == guess else guess // 2
+        guess = min(max(guess, fits + 1), fails - 1)
+    return fits * step
+
+
+def fewest(needs: Callable[[int], int], counts: Sequence[int], limit: int) -> int | None:
+    """Return the smallest of `counts` that needs at most `limit` bytes each; None: none does.
+
+    Args:
+        needs: bytes of one device by their number, falling.
+        counts: in order; doubling steps find the first that fits, bisection the smallest.
+    """
+    low, high = 0, 0
+    while needs(counts[high]) > limit:
+        if high == len(counts) - 1:
+            return None
+        low, high = high + 1, min(2 * high + 1, len(counts) - 1)
+    while low < high:
+        middle = (low + high) // 2
+        if needs(counts[middle]) <= limit:
+            high = middle
+        else:
+            low = middle + 1
+    return counts[low]
+
+
+def gpu_counts(job: Job, per_host: int) -> list[int]:
+    """Return the numbers of devices that a job could run on: what its axes allow, and whole hosts above one."""
+    unit = job.tp.size * job.cp.size * job.pp.size * job.dp_replicate
+    counts = range(unit, MOST_GPUS + 1, unit)
+    return [count for count in counts if count <= per_host or count % per_host == 0]
