@@ -88,7 +88,7 @@ def test_the_command_plans_one_rank_as_it_will_run(capsys: pytest.CaptureFixture
     """With one rank there is no FSDP2: `precision=` is autocast, and the line of code that is advised asks for it."""
     words = ["plan", "--model", "llama-tiny", "--gpu", "cpu", "--seq-len", "32", "--batch-size", "2", "--no-skip"]
     assert cli.main([*words, "--json", "-"]) == 0
-    rows = {row["ac"]: row["held_bytes"] for row in json.loads(capsys.readouterr().out)["rows"]}
+    rows = {row["ac"]: row["saved_bytes"] for row in json.loads(capsys.readouterr().out)["rows"]}
     source = resolve_model("llama-tiny")
     model, sample = source.build("meta"), source.sample_input(2, 32)
     whole, sharded = (

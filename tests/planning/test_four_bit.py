@@ -84,7 +84,7 @@ def test_the_command_plans_qlora(capsys):
     found = {}
     for name, more in {"whole": [], "lora": ["--lora", "4"], "qlora": ["--lora", "4", "--four-bit"]}.items():
         assert main([*args, *more]) == 0
-        found[name] = json.loads(capsys.readouterr().out)["rows"][0]["peak"]
+        found[name] = json.loads(capsys.readouterr().out)["rows"][0]["peak_parts"]
     state = {name: peak["optimizer state"] for name, peak in found.items()}
     params = {name: peak["parameters"] for name, peak in found.items()}
     assert state["lora"] == state["qlora"] < state["whole"] / 10

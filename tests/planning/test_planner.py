@@ -476,16 +476,17 @@ def test_command(tmp_path, capsys):
     rows = {row["ac"]: row for row in body["rows"]}
     assert {"none", "full", "selective", "50%"} <= rows.keys()
     assert body["recommended"] in rows and rows[body["recommended"]]["fits"]
-    assert f"ac={body['recommended']!r}" in said and "held activations" in said
-    assert rows["full"]["held_bytes"] < rows["selective"]["held_bytes"] < rows["none"]["held_bytes"]
-    assert all(sum(row["peak"].values()) == row["peak_bytes"] for row in rows.values())
+    assert f"ac={body['recommended']!r}" in said.splitlines()[1]
+    assert rows["full"]["saved_bytes"] < rows["selective"]["saved_bytes"] < rows["none"]["saved_bytes"]
+    assert all(sum(row["peak_parts"].values()) == row["peak_bytes"] for row in rows.values())
     assert Plan.load(plan, resolve_model("llama-tiny").build("meta")).peak_bytes <= body["limit_bytes"]
 
 
 @pytest.mark.long
 def test_command_says_when_nothing_fits(capsys):
     assert cli.main(["plan", *["--model", "llama-tiny", "--seq-len", "64", "--memory", "1MiB", "--json", "-"]]) == 1
-    assert "the least that any plan peaks at" in json.loads(capsys.readouterr().out)["problem"]
+    body = json.loads(capsys.readouterr().out)
+    assert body["recommended"] is None and body["verdict"].startswith("Does not fit: ac=")
 
 
 @pytest.mark.parametrize(
