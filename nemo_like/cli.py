@@ -1,38 +1,48 @@
 """``nemo-like COMMAND``: each is a module of `nemo_like.commands`, imported when it is the one asked for.
 
-Such a module has ``HELP``, ``EXAMPLES`` (what to write after the command's name), ``add_arguments`` and ``run``.
+Such a module has ``EXAMPLES`` (what to write after the command's name), ``add_arguments``, ``run``, and where a command is
+long ``first_line``, which is said at once. Its purpose is in `nemo_like.commands.COMMANDS`.
+
+To import torch takes seconds. So help, version and a misspelt word import none of it: what a command needs to say what
+its options are, it imports without torch, and all else inside of ``run``.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import pkgutil
 import sys
 from collections.abc import Sequence
 
-from nemo_like import __version__, commands
+from nemo_like import __version__
 from nemo_like._util.console import examples, start_logging
-
-_SUFFIX = "_command"
+from nemo_like._util.log import is_rank_zero
+from nemo_like.commands import COMMANDS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0 done, 2 bad input (one line says what), 130 interrupted."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    start_logging()
-    arguments = make_parser(next((word for word in argv if not word.startswith("-")), None)).parse_args(argv)
+    asked = next((word for word in argv if not word.startswith("-")), None)
+    program = f"nemo-like {asked}" if asked in COMMANDS else "nemo-like"
+    if "" not in sys.path and not sys.flags.safe_path:
+        sys.path.insert(0, "")  # as ``python -m`` has it: --model mymod:build is a file in the current folder
     try:
+        start_logging()
+        arguments = make_parser(asked).parse_args(argv)
+        if is_rank_zero() and (line := arguments.first_line(arguments)):
+            print(line, file=sys.stderr, flush=True)
         return arguments.run(arguments)
     except KeyboardInterrupt:
+        print(f"{program}: interrupted.", file=sys.stderr)
         return 130
     except (ValueError, TypeError, ImportError, OSError, NotImplementedError) as error:
-        print(f"nemo-like {arguments.command}: {error}", file=sys.stderr)
+        print(f"{program}: {error}", file=sys.stderr)
         return 2
 
 
 def make_parser(asked: str | None = None) -> argparse.ArgumentParser:
-    """The parser of the command `asked`, which alone is imported; None or one that reads others: of all commands."""
+    """The parser with the options of the command `asked`, which alone is imported; for ``completion``, of all commands."""
     parser = argparse.ArgumentParser(
         prog="nemo-like",
         description="Fit a model's training into GPU memory with FSDP2, at the least cost in speed.",
@@ -40,24 +50,19 @@ def make_parser(asked: str | None = None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name in command_names():
-        if asked not in (None, name, "completion"):
-            subparsers.add_parser(name)
+    for name, purpose in COMMANDS.items():
+        if asked not in (name, "completion"):
+            subparsers.add_parser(name, help=purpose)
             continue
-        module = importlib.import_module(f"nemo_like.commands.{name}{_SUFFIX}")
+        module = importlib.import_module(f"nemo_like.commands.{name}_command")
         subparser = subparsers.add_parser(
             name,
-            help=module.HELP,
-            description=module.HELP,
+            help=purpose,
+            description=purpose,
             epilog=examples(f"nemo-like {name}", module.EXAMPLES),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         module.add_arguments(subparser)
-        subparser.set_defaults(run=module.run, parser=parser, own=subparser)
+        first_line = getattr(module, "first_line", lambda arguments: "")
+        subparser.set_defaults(run=module.run, first_line=first_line, parser=parser, own=subparser)
     return parser
-
-
-def command_names() -> list[str]:
-    """The commands there are, by name."""
-    modules = (module.name for module in pkgutil.iter_modules(commands.__path__))
-    return sorted(name.removesuffix(_SUFFIX) for name in modules if name.endswith(_SUFFIX))

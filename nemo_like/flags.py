@@ -13,10 +13,10 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from nemo_like._util.field_docs import field_docs
-from nemo_like.job import Job
+from nemo_like._util.field_docs import docs_in_file, field_docs
 from nemo_like.options import (
     AC_STRATEGIES,
     COMPILE_BACKENDS,
@@ -41,6 +41,9 @@ from nemo_like.options import (
     parse_dtype,
     parse_strategy,
 )
+
+if TYPE_CHECKING:  # torch comes with it, and the help of a flag needs neither
+    from nemo_like.job import Job
 
 RESHARD: dict[str, bool | int | None] = {"default": None, "yes": True, "no": False}
 OFFLOADS = ("none", "boundary", "saved", "all")
@@ -76,7 +79,8 @@ class Flag:
     def help(self) -> str:
         """What the flag does, in a line."""
         head, _, tail = self.field.partition(".")
-        doc = self.note or field_docs(_CLASSES[head] if tail else Job).get(tail or head, "")
+        docs = field_docs(_CLASSES[head]) if tail else docs_in_file(Path(__file__).parent / "job.py", "Job")
+        doc = self.note or docs.get(tail or head, "")
         text = re.split(r"\.(?= |$)|; None", doc.replace("`", "").replace('"', ""))[0]
         words = self.words or " | ".join(self.choices)
         start = text[:1].lower() if text[1:2].islower() else text[:1]
@@ -190,6 +194,8 @@ def job_of(values: Mapping[str, Any], **fields: Any) -> Job:
     Raises:
         ValueError, TypeError: as `Job.of`; the message names the flag.
     """
+    from nemo_like.job import Job
+
     given = {name: values[name] for name in FLAGS if name in values}
     for name, value in given.items():
         check_flag(name, value)

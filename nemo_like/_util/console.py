@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from nemo_like._util.extras import require
-from nemo_like.torch_compat import PYTREE_LOGGER
 
 
 class _Without(logging.Filter):
@@ -29,7 +28,7 @@ _NOISE = {
     # transformers imports torchao wherever it is installed, with kernels for devices that are not here.
     "torchao": _Without("Failed to load "),
     "torchao.kernel.intmm": _Without("Detected no triton"),
-    PYTREE_LOGGER: _Without("is an Enum subclass and is now natively supported"),
+    "torch.utils._pytree": _Without("is an Enum subclass and is now natively supported"),
     # A kernel of bitsandbytes for generation, on CPUs that have AVX-512.
     "bitsandbytes.backends.cpu.ops": _Without("Failed to load CPU gemm_4bit_forward from kernels-community"),
 }

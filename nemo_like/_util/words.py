@@ -7,22 +7,26 @@ import math
 import re
 from collections.abc import Sequence
 from difflib import get_close_matches
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:  # imported where a dtype is read: the help of a program reads none
+    import torch
 
 _BYTE_UNITS = (
     {"B": 1}
     | {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
     | {f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)}
 )
+_NUMBER = r"(?:\d+(?:\.\d*)?|\.\d+)"
 _DTYPES = {
-    "float32": torch.float32,
-    "fp32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "bf16": torch.bfloat16,
-    "float16": torch.float16,
-    "fp16": torch.float16,
+    "float32": "float32",
+    "fp32": "float32",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+    "float16": "float16",
+    "fp16": "float16",
 }
+"""By word, what torch calls the dtype."""
 
 
 def normalise(word: str) -> str:
@@ -59,19 +63,45 @@ def check_whole(name: str, value: object, least: int, of: str = "") -> None:
 
 
 def parse_bytes(text: str, name: str = "") -> int:
-    """``"40GiB"``, ``"80 GB"``, ``"512MiB"`` or a bare number of bytes, as a whole number of bytes. `name` is the
-    argument's, for the error.
+    """``"40GiB"``, ``"80 GB"`` or ``"512MiB"`` as a whole number of bytes. `name` is the argument's, for the error.
 
     >>> parse_bytes("1.5KiB")
     1536
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*", text)
-    unit = (match[2].upper() or "B") if match else ""
+    match = re.fullmatch(rf"\s*({_NUMBER})\s*([A-Za-z]*)\s*", text)
+    unit = match[2].upper() if match else ""
+    if match is not None and not unit:
+        raise ValueError(f"{name or 'A size'} is {text!r}, without a unit. Write {with_unit(match[1])!r}.")
     if match is None or unit not in _BYTE_UNITS:
         raise ValueError(
             f"{name or 'A size'} is {text!r}, which is not a number of bytes; write it like '40GiB', '80GB' or '512MiB'."
         )
     return math.floor(float(match[1]) * _BYTE_UNITS[unit])
+
+
+def is_number(text: str) -> bool:
+    """Whether `text` is a number of bytes that lacks its unit."""
+    return re.fullmatch(rf"\s*{_NUMBER}\s*", text) is not None
+
+
+def with_unit(number: str) -> str:
+    """A number without a unit as it is likely meant: GiB, or, where that is more than any device has, bytes.
+
+    >>> with_unit("40"), with_unit("42949672960")
+    ('40GiB', '42949672960B')
+    """
+    return f"{number}{'GiB' if float(number) < 10_000 else 'B'}"
+
+
+def exact_bytes(size: int) -> str:
+    """The shortest text that `parse_bytes` reads back as just `size`; of equally short ones, that in the largest unit.
+
+    >>> exact_bytes(40 << 30), exact_bytes(65068754534), exact_bytes(65068754535)
+    ('40GiB', '60.6GiB', '65068754535B')
+    """
+    units = [(unit, name) for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")) if size >= unit]
+    words = [f"{size / unit:.{decimals}f}{name}" for unit, name in units for decimals in range(4)]
+    return min((word for word in [*words, f"{size}B"] if parse_bytes(word) == size), key=len, default=f"{size}B")
 
 
 def write_bytes(size: int) -> str:
@@ -89,12 +119,16 @@ def parse_dtype(name: str, value: object, others: Sequence[str] = ()) -> torch.d
 
     `name` is the argument's, and `others` are words that it takes besides, for the error.
     """
-    if value is None or isinstance(value, torch.dtype):
-        if value is not None and not value.is_floating_point:
+    if value is None:
+        return None
+    import torch
+
+    if isinstance(value, torch.dtype):
+        if not value.is_floating_point:
             raise ValueError(f"{name} is {value}; it must be a floating-point dtype.")
         return value
     if isinstance(value, str) and normalise(value) in _DTYPES:
-        return _DTYPES[normalise(value)]
+        return getattr(torch, _DTYPES[normalise(value)])
     raise ValueError(f"{name} is {value!r}; it must be a torch dtype or one of {', '.join((*_DTYPES, *others))}.")
 
 
@@ -104,8 +138,9 @@ def dtype_word(dtype: torch.dtype | None) -> str | None:
     >>> dtype_word(torch.bfloat16)
     'bf16'
     """
-    words = [word for word, known in _DTYPES.items() if known is dtype]
-    return None if dtype is None else min(words, key=len, default=str(dtype).removeprefix("torch."))
+    name = str(dtype).removeprefix("torch.")
+    words = [word for word, known in _DTYPES.items() if known == name]
+    return None if dtype is None else min(words, key=len, default=name)
 
 
 def parse_shape(name: str, text: str) -> tuple[int, ...]:

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nemo_like.bench.measured_step import peak_of, summarize, take_turns
-from nemo_like.bench.suite import BenchOptions, Column, Measured, Suite
+from nemo_like.bench.options import BenchOptions
+from nemo_like.bench.suite import Column, Measured, Suite
 from nemo_like.losses import chunked_cross_entropy
 
 VOCABULARIES = (32_000, 128_000, 256_000)

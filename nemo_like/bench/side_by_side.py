@@ -36,7 +36,8 @@ from nemo_like.bench.modes import (
     save_on_cpu,
     trl_modes,
 )
-from nemo_like.bench.suite import BenchOptions, Column, Measured, Suite
+from nemo_like.bench.options import BenchOptions
+from nemo_like.bench.suite import Column, Measured, Suite
 from nemo_like.distributed.launch import world_size
 from nemo_like.distributed.mesh import build_mesh
 from nemo_like.distributed.shard import shard_layers

@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nemo_like._util.console import check_picture, check_writable, refuse_unread
 from nemo_like._util.words import field_names
-from nemo_like.bench import SUITES, BenchOptions, Suite
-from nemo_like.distributed.launch import init_distributed, rank, shutdown, world_size
-from nemo_like.options import normalise, parse_dtype, parse_shape
+from nemo_like.bench.options import SUITE_NAMES, BenchOptions
+from nemo_like.options import MemoryBudget, normalise, parse_dtype, parse_shape
 
-HELP = "run all modes of checkpointing side by side on a model: time, bytes, FLOPs, gradients"
+if TYPE_CHECKING:  # the command imports torch only when it runs
+    from nemo_like.bench import Suite
+
 EXAMPLES = (
     "--model llama-small --batch-size 1 --seq-len 256",
     "--model mymodels:build --input-shape 8,3,32,32 --modes none full selective",
@@ -21,11 +23,18 @@ EXAMPLES = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--suite", choices=list(SUITES), default="memory", help="what to measure (default: memory)")
+    parser.add_argument("--suite", choices=SUITE_NAMES, default="memory", help="what to measure (default: memory)")
     add_options(parser)
 
 
+def first_line(args: argparse.Namespace) -> str:
+    """What is said before torch is imported."""
+    return f"Measuring {args.model} ..."
+
+
 def run(args: argparse.Namespace) -> int:
+    from nemo_like.bench import SUITES
+
     return run_suite(SUITES[args.suite], args)
 
 
@@ -53,6 +62,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run_suite(suite: Suite, args: argparse.Namespace) -> int:
     """Measure with `suite`, then print and write its table; `args`: of `add_options`, and the suite's name."""
+    from nemo_like.distributed.launch import init_distributed, rank, shutdown, world_size
+
     _check(args, suite.reads)
     words = {name: getattr(args, name) for name in field_names(BenchOptions) if name != "peers"}
     words |= {name: tuple(words[name]) for name in ("modes", "budgets", "compile") if words[name] is not None}
@@ -79,6 +90,8 @@ def run_suite(suite: Suite, args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace, reads: tuple[str, ...]) -> None:
     """Raise for files that could not be written after the suite, and for options that it does not read."""
     check_writable("--json", args.json)
+    for budget in args.budgets:
+        MemoryBudget.parse(budget, "--budgets")
     names = [
         "no_peers" if name == "peers" else name for name in (*field_names(BenchOptions), "plot") if name not in reads
     ]

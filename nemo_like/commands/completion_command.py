@@ -7,7 +7,6 @@ import sys
 
 from nemo_like._util.extras import require
 
-HELP = "print a script that has a shell complete the commands and their options"
 EXAMPLES = (
     "bash >> ~/.bash_completion",
     "zsh > ~/.zfunc/_nemo-like",

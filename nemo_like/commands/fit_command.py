@@ -12,7 +12,6 @@ from nemo_like._util.console import check_picture, check_writable, refuse_unread
 from nemo_like.flags import add_flags, add_pins, allocator_here, flags_on
 from nemo_like.options import OPTIMIZERS, StepSpec, normalise, parse_dtype
 
-HELP = "find the fastest configuration that fits on a number of GPUs, without one"
 EXAMPLES = (
     "--model llama3-70b --gpus 256 --gpu h100-80gb --seq-len 8192 --global-batch 512",
     "--model llama3-8b --gpus 8 --tp 1 2 --ac none full plan --explain 1",
@@ -66,6 +65,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="write a picture here: bytes over the step of the best, or of --explain's",
     )
     add("--save", metavar="PATH", help="write the best one's plan here, where it has one")
+
+
+def first_line(args: argparse.Namespace) -> str:
+    """What is said before torch is imported; nothing of what `run` refuses."""
+    if args.calibrate:
+        return "Measuring this device ..."
+    if args.model is None or args.gpus is None:
+        return ""
+    return f"Searching for the fastest configuration of {args.model} on {args.gpus} x {args.gpu} ..."
 
 
 def _words(text: str) -> str | list[str]:

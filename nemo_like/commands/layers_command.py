@@ -7,15 +7,16 @@ import json
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-
-from torch import nn
+from typing import TYPE_CHECKING
 
 from nemo_like._util.words import write_bytes
-from nemo_like.layers import Layer, find_layers, is_frozen, select_layers
-from nemo_like.models import resolve_model
 from nemo_like.options import parse_dtype
 
-HELP = "print the layers of a model: its groups, the units to shard and to checkpoint, their parameters and bytes"
+if TYPE_CHECKING:  # the command imports torch only when it runs
+    from torch import nn
+
+    from nemo_like.layers import Layer
+
 EXAMPLES = (
     "--model llama3-8b",
     "--model config.json --scope language",
@@ -59,7 +60,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
+def first_line(args: argparse.Namespace) -> str:
+    """What is said before torch is imported."""
+    return f"Building {args.model} without weights ..."
+
+
 def run(args: argparse.Namespace) -> int:
+    from nemo_like.models import resolve_model
+
     model = resolve_model(args.model).build(device="meta", dtype=parse_dtype("--dtype", args.dtype))
     report = describe(model, scope=args.scope, layers=args.layers)
     sys.stdout.write(json.dumps(asdict(report), indent=2) + "\n" if args.json else to_text(report))
@@ -68,6 +76,8 @@ def run(args: argparse.Namespace) -> int:
 
 def describe(model: nn.Module, scope: str | Iterable[str] = "all", layers: Iterable[str] | None = None) -> LayersReport:
     """The layers of `model` as a report. Errors as in `find_layers` and `select_layers`."""
+    from nemo_like.layers import find_layers, select_layers
+
     found = find_layers(model, layers)
     chosen = {layer.fqn for layer in select_layers(found, scope)}
     inside = {id(parameter) for layer in found for parameter in layer.module.parameters()}
@@ -84,6 +94,8 @@ def describe(model: nn.Module, scope: str | Iterable[str] = "all", layers: Itera
 
 def _runs(found: Iterable[Layer], chosen: set[str]) -> Iterable[Run]:
     """`found` with neighbours that differ only in their index put together."""
+    from nemo_like.layers import is_frozen
+
     members: dict[tuple, list[str]] = {}
     for layer in found:
         parent, _, index = layer.fqn.rpartition(".")

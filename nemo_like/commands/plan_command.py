@@ -10,22 +10,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from nemo_like._util.console import check_picture, check_writable, refuse_unread, whole_or
 from nemo_like._util.table import paragraph, screen_width
 from nemo_like.flags import FLAGS, add_flags, flags_on, job_of
-from nemo_like.job import Job
-from nemo_like.models import resolve_model
 from nemo_like.options import FLOAT8, MemoryBudget, parse_bytes, parse_dtype
 
-if TYPE_CHECKING:  # the command imports the planner only when it runs
+if TYPE_CHECKING:  # the command imports torch and the planner only when it runs
+    import torch
+
+    from nemo_like.job import Job
     from nemo_like.planning.model_inputs import ModelInput
     from nemo_like.planning.planner import Planner
     from nemo_like.planning.predict import Question
     from nemo_like.planning.stages import PipelinePlanner
 
-HELP = "predict the peak memory of a training step and find the fastest plan that fits, without a GPU"
 EXAMPLES = (
     "--model llama3-8b --gpus 64 --seq-len 8192 --gpu h100-80gb",
     "--model llama3-8b --gpus min --seq-len 8192",
@@ -113,9 +111,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--save", metavar="PATH", help="write the recommended plan here (read it with nemo_like.Plan.load)")
 
 
+def first_line(args: argparse.Namespace) -> str:
+    """What is said before torch is imported."""
+    gpus = "the fewest" if args.world_size == "min" else f"{args.world_size} x"
+    return f"Planning {args.model} on {gpus} {args.gpu} ..."
+
+
 def run(args: argparse.Namespace) -> int:
     """Trace, choose, predict, report. Returns 0; 1 where nothing fits."""
     from nemo_like.commands import plan_inputs
+    from nemo_like.models import resolve_model
     from nemo_like.planning.devices import device_of
     from nemo_like.planning.pictures import plot
     from nemo_like.planning.planner import Planner
@@ -277,7 +282,7 @@ def _check(args: argparse.Namespace) -> None:
     check_writable("--save", args.save)
     check_picture("--plot", args.plot)
     for budget in args.budget:
-        MemoryBudget.parse(budget)
+        MemoryBudget.parse(budget, "--budget")
     if args.memory is not None:
         parse_bytes(args.memory, "--memory")
     if args.pp == 1:

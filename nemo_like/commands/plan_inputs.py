@@ -19,7 +19,6 @@ from nemo_like.planning.planner import Planner
 from nemo_like.planning.stages import PipelinePlanner
 from nemo_like.planning.what_if import Step
 
-VOCAB_SIZE = "for a module:function that takes token ids and states no vocab_size"
 _Planner = TypeVar("_Planner")
 
 

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from torch.distributed.elastic.multiprocessing.errors import record
-
-from nemo_like.recipes.job_options import EXAMPLES, HELP, Options, read_options
+from nemo_like.recipes.job_options import EXAMPLES, Options, read_options
 from nemo_like.recipes.job_options import add_arguments as add_options
-from nemo_like.recipes.pretrain import train
-from nemo_like.recipes.run_job import run_on_ranks
 
-__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,4 +17,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the job on this rank; its exit code."""
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    from nemo_like.recipes.pretrain import train
+    from nemo_like.recipes.run_job import run_on_ranks
+
     return record(run_on_ranks)(read_options(Options, args), train) or 0

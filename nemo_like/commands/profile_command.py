@@ -6,19 +6,11 @@ import argparse
 import sys
 from pathlib import Path
 
-import torch
-
 from nemo_like._util.console import check_picture, refuse_unread
-from nemo_like._util.tensors import describe, split_sample
 from nemo_like._util.words import check_whole
-from nemo_like.activation_checkpointing.kv_sharing import disable_cache
-from nemo_like.commands.plan_inputs import VOCAB_SIZE, sample_for
-from nemo_like.distributed.launch import checked_device
-from nemo_like.models import resolve_model
+from nemo_like.commands import VOCAB_SIZE
 from nemo_like.options import parse_bytes, parse_dtype
-from nemo_like.profiling import MemoryProfiler, recommend
 
-HELP = "measure what each layer of a model saves for backward and how long it takes, and what to replay for a budget"
 EXAMPLES = (
     "--model llama-small --seq-len 256 --budget 20MB",
     "--model mymodels:build --input-shape 8,3,32,32 --device cuda --plot profile.png",
@@ -41,7 +33,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", type=Path, help="also draw the profile into this file")
 
 
+def first_line(args: argparse.Namespace) -> str:
+    """What is said before torch is imported."""
+    return f"Measuring {args.model} ..."
+
+
 def run(args: argparse.Namespace) -> int:
+    import torch
+
+    from nemo_like._util.tensors import describe, split_sample
+    from nemo_like.activation_checkpointing.kv_sharing import disable_cache
+    from nemo_like.commands.plan_inputs import sample_for
+    from nemo_like.distributed.launch import checked_device
+    from nemo_like.models import resolve_model
+    from nemo_like.profiling import MemoryProfiler, recommend
+
     dtype = parse_dtype("--dtype", args.dtype)
     budget = None if args.budget is None else parse_bytes(args.budget, "--budget")
     for name, value in (("--limit", args.limit), ("--runs", args.runs)):

@@ -6,20 +6,15 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from nemo_like._util.console import refuse_unread
-from nemo_like._util.tensors import split_sample
-from nemo_like.activation_checkpointing.op_trace import table_of, trace_regions
-from nemo_like.commands.plan_inputs import VOCAB_SIZE, sample_for
-from nemo_like.distributed.launch import checked_device
-from nemo_like.models import resolve_model
+from nemo_like.commands import VOCAB_SIZE
 from nemo_like.options import normalise, parse_dtype
-from nemo_like.parallelizer import parallelize
 
-HELP = "print what a policy keeps and computes again, operator by operator, beside keeping all and keeping nothing"
+if TYPE_CHECKING:  # the command imports torch only when it runs
+    import torch
+
 EXAMPLES = (
     "--model llama-small --ac selective",
     "--model llama3-1b --ac 50% --device cuda --json",
@@ -40,6 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
+def first_line(args: argparse.Namespace) -> str:
+    """What is said before torch is imported."""
+    return f"Tracing {args.model} ..."
+
+
 def run(args: argparse.Namespace) -> int:
     """Run one forward of the model with its layers checkpointed, and print each distinct region once."""
     if args.json:
@@ -55,6 +55,13 @@ def trace_model(args: argparse.Namespace, dtype: torch.dtype | None = None) -> l
     Raises:
         ValueError: the mode makes no regions; a bad model, mode or size.
     """
+    from nemo_like._util.tensors import split_sample
+    from nemo_like.activation_checkpointing.op_trace import table_of, trace_regions
+    from nemo_like.commands.plan_inputs import sample_for
+    from nemo_like.distributed.launch import checked_device
+    from nemo_like.models import resolve_model
+    from nemo_like.parallelizer import parallelize
+
     ac, device = args.ac, args.device
     if normalise(ac) == "sequential":
         raise ValueError(

@@ -25,8 +25,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "cpu": "gloo"}
-"""Kinds of device to train on, the first one that is visible first, and the back ends of a process group there."""
+from nemo_like.options.parallel import BACKENDS
+
 
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

@@ -12,8 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from nemo_like._util.extras import require
-from nemo_like._util.op_lookup import resolve_op
-from nemo_like._util.words import a_or_an, check_whole, did_you_mean, field_names, normalise, parse_bytes, write_bytes
+from nemo_like._util.words import (
+    a_or_an,
+    check_whole,
+    did_you_mean,
+    exact_bytes,
+    field_names,
+    is_number,
+    normalise,
+    parse_bytes,
+    with_unit,
+    write_bytes,
+)
 
 AC_STRATEGIES: tuple[str, ...] = ("none", "full", "selective", "submodule", "sequential")
 
@@ -97,8 +107,11 @@ class CheckpointConfig:
             if not all(item.strip() for item in value):
                 raise ValueError(f"CheckpointConfig.{name} is {value!r}; it holds an empty name.")
             object.__setattr__(self, name, tuple(value))
-        for name in self.ops_to_save or ():
-            resolve_op(name, field="CheckpointConfig.ops_to_save")
+        if self.ops_to_save:
+            from nemo_like._util.op_lookup import resolve_op
+
+            for name in self.ops_to_save:
+                resolve_op(name, field="CheckpointConfig.ops_to_save")
 
     def _check_contradictions(self) -> None:
         """Two settings that cannot both hold: an error naming the field that has to change."""
@@ -221,12 +234,12 @@ class MemoryBudget:
                 raise ValueError(f"MemoryBudget.{name} is {share!r}; it must be between 0 and 1.")
 
     @classmethod
-    def parse(cls, text: str) -> MemoryBudget:
+    def parse(cls, text: str, name: str = "ac") -> MemoryBudget:
         """``"40GiB"`` (bytes of peak per rank), ``"50%"`` (of the activation bytes of no checkpointing) or ``"auto"``
-        (nine tenths of the device's memory).
+        (nine tenths of the device's memory). `name` is the argument's, for the error.
 
         Raises:
-            TypeError: `text` is no string. ValueError: it is none of the three.
+            TypeError: `text` is no string. ValueError: it is none of the three, or a number without a unit.
         """
         if not isinstance(text, str):
             raise TypeError(f"budget is {text!r}; write it as '40GiB' or '50%', as 'auto', or as a MemoryBudget.")
@@ -238,7 +251,11 @@ class MemoryBudget:
                 return cls(fraction=float(stripped[:-1]) / 100)
             except ValueError as error:
                 raise ValueError(f"Budget {text!r} is not a percentage from 0% to 100%.") from error
-        return cls(peak_bytes=parse_bytes(text))
+        if is_number(text) and float(text) <= 100:
+            raise ValueError(
+                f"{name} is {text!r}, without a unit. Write {with_unit(stripped)!r} or {stripped + '%'!r}."
+            )
+        return cls(peak_bytes=parse_bytes(text, name))
 
     @property
     def words(self) -> str | None:
@@ -252,10 +269,7 @@ class MemoryBudget:
         if self.device_share is not None:
             return "auto" if self == MemoryBudget.parse("auto") else None
         size = self.peak_bytes or 0
-        for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-            if size % (1 << power) == 0:
-                return f"{size >> power}{unit}"
-        return f"{size}B"
+        return exact_bytes(int(size)) if float(size).is_integer() else None
 
     def __str__(self) -> str:
         """As one would write it."""

@@ -7,10 +7,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
+if TYPE_CHECKING:  # imported where an optimizer is made
+    import torch
+    from torch import nn
 
 _COUNTER = 4
 """Bytes of AdamW's counter of steps."""
@@ -120,6 +121,9 @@ def optimizer_memory(trained: Sequence[TrainedParameter], name: str, *, device: 
 
 def optimizer_word(optimizer: torch.optim.Optimizer) -> str:
     """The key of `OPTIMIZER_OBJECTS` that `optimizer` is; empty: none."""
+    import torch
+    from torch import nn
+
     chosen = optimizer.param_groups[0]
     if isinstance(optimizer, torch.optim.SGD):
         return "sgd-momentum" if chosen["momentum"] else "sgd"
@@ -200,11 +204,21 @@ def _orthogonalized(param: TrainedParameter) -> tuple[int, ...]:
 
 
 def _torch_adamw(**how: Any) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
-    return lambda parameters: torch.optim.AdamW(parameters, lr=1e-4, **how)
+    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        import torch
+
+        return torch.optim.AdamW(parameters, lr=1e-4, **how)
+
+    return make
 
 
 def _torch_sgd(momentum: float) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
-    return lambda parameters: torch.optim.SGD(parameters, lr=1e-4, momentum=momentum, foreach=False)
+    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        import torch
+
+        return torch.optim.SGD(parameters, lr=1e-4, momentum=momentum, foreach=False)
+
+    return make
 
 
 OPTIMIZER_OBJECTS: dict[str, OptimizerFacts] = {

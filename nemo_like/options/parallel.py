@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from typing import TYPE_CHECKING, Any
 
 from nemo_like._util.words import a_or_an, check_bool, check_whole, did_you_mean, normalise, parse_dtype
+
+if TYPE_CHECKING:  # imported where a dtype or a policy is read
+    import torch
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 STRATEGIES: tuple[str, ...] = ("fsdp2", "ddp", "single")
 FROZEN_SHARDING: tuple[str, ...] = ("root", "replicate", "per_layer")
 FLOAT8: tuple[str, ...] = ("fp8", "fp8-rowwise", "fp8-gather")
+BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "cpu": "gloo"}
+"""Kinds of device to train on, the first one that is visible first, and the back ends of a process group there."""
 EXPERT_CALLS: tuple[str, ...] = ("routed", "every", "each")
 
 
@@ -283,7 +286,7 @@ class Precision:
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
             object.__setattr__(self, name, parse_dtype(name, getattr(self, name)))
         if self.param_dtype is not None and self.reduce_dtype is None:
-            object.__setattr__(self, "reduce_dtype", torch.float32)
+            object.__setattr__(self, "reduce_dtype", parse_dtype("reduce_dtype", "float32"))
 
     @classmethod
     def of(cls, precision: str | torch.dtype | Precision | MixedPrecisionPolicy | None) -> Precision:
@@ -297,6 +300,9 @@ class Precision:
             return cls()
         if isinstance(precision, Precision):
             return precision
+        import torch
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
         if isinstance(precision, MixedPrecisionPolicy):
             # There, None means that gradients are reduced as they are computed.
             reduce = precision.reduce_dtype or precision.param_dtype
@@ -318,6 +324,8 @@ class Precision:
     @property
     def policy(self) -> MixedPrecisionPolicy:
         """The same for `fully_shard`."""
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
         return MixedPrecisionPolicy(**self.dtypes, cast_forward_inputs=self.cast_forward_inputs)
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from nemo_like._util.words import check_bool, check_whole, did_you_mean, normalise, parse_bytes
 from nemo_like.options.optimizers import OPTIMIZER_OBJECTS
+
+if TYPE_CHECKING:
+    import torch
 
 LOSSES: tuple[str, ...] = ("model", "chunked")
 COMPILE_BACKENDS = ("inductor", "aot_eager", "eager")

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 
 from nemo_like._util.console import flag
 from nemo_like.options import FLOAT8, parse_dtype
+from nemo_like.recipes import JOBS
 from nemo_like.recipes.job_options import parse_command_line
 from nemo_like.recipes.run_options import RunOptions, job_option, option
 
-HELP = "fine-tune a Hugging Face model on samples: on one device, or on many with torchrun"
 EXAMPLES = (
     "--model my-model --data samples.jsonl --lora",
     "--model my-model --data samples.jsonl --qlora --pack --seq-len 2048 --sample 'What is 1 and 2?'",
@@ -175,7 +175,7 @@ def parse_finetune_options(arguments: Sequence[str] | None = None) -> FinetuneOp
     return parse_command_line(
         FinetuneOptions,
         "python -m nemo_like.recipes.finetune",
-        HELP,
+        JOBS["finetune"],
         EXAMPLES,
         arguments,
     )

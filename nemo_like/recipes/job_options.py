@@ -11,16 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
 from nemo_like._util.console import check_new_folder, examples, flag
 from nemo_like._util.extras import require
 from nemo_like._util.words import a_or_an
 from nemo_like.options import SCHEDULES as PIPELINE_SCHEDULES
 from nemo_like.options import did_you_mean
+from nemo_like.recipes import JOBS
 from nemo_like.recipes.run_options import RunOptions, job_option, option
 
-HELP = "train a decoder on text, byte by byte: on one device, or on many with torchrun"
 EXAMPLES = (
     "--steps 200",
     "--model llama-small --data corpus.txt --ac selective --checkpoint-dir run --resume=auto",
@@ -82,6 +80,8 @@ class Options(RunOptions):
         if self.pp == 1:
             made = super().planned_input(rows, width)
             return self.packed_input(made, rows, width) if self.pack else made
+        import torch
+
         ids = torch.zeros(rows, width, dtype=torch.int64)
         return {"input_ids": ids, "labels": ids}  # the last stage computes the loss
 
@@ -134,7 +134,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
     return parse_command_line(
         Options,
         "python -m nemo_like.recipes.pretrain",
-        HELP,
+        JOBS["pretrain"],
         EXAMPLES,
         arguments,
     )

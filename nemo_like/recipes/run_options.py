@@ -8,17 +8,17 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from nemo_like._util.console import check_writable, flag
-from nemo_like.distributed.launch import BACKENDS
 from nemo_like.flags import FLAGS, check_flag, job_of
-from nemo_like.job import Job
 from nemo_like.options import MemoryBudget, did_you_mean, normalise, parse_ac, parse_bytes, parse_dtype
-from nemo_like.recipes.loss import check_own_loss, planned_loss
+from nemo_like.options.parallel import BACKENDS
+
+if TYPE_CHECKING:  # the help of a job needs no torch
+    from torch import nn
+
+    from nemo_like.job import Job
 
 SCHEDULES = ("cosine", "linear", "constant")
 
@@ -204,6 +204,8 @@ class RunOptions:
                     )
 
     def _check_precision(self) -> None:
+        import torch
+
         if parse_dtype("--precision", self.precision) is torch.float16:
             raise ValueError(
                 f"--precision is {self.precision!r}: its small range needs the loss to be scaled, which this job does not "
@@ -224,6 +226,8 @@ class RunOptions:
 
     def job(self, **fields: object) -> Job:
         """The job that `parallelize`, the planner and the search are asked; `fields`: more of it."""
+        from nemo_like.recipes.loss import planned_loss
+
         made = job_of(
             {**{name: getattr(self, name) for name in self.of_job}, "sync": "last", "drop_output": True}, **fields
         )
@@ -232,16 +236,22 @@ class RunOptions:
     def check_model_loss(self, model: nn.Module, loss: str) -> None:
         """Raise ValueError where this job cannot train `model` with that ``--loss``."""
         if loss == "chunked":
+            from nemo_like.recipes.loss import check_own_loss
+
             check_own_loss(model)
 
     def planned_input(self, rows: int, width: int) -> Any:
         """The shapes of a microbatch of so many rows of so many tokens, as the model is called with it."""
+        import torch
+
         ids = torch.zeros(rows, width, dtype=torch.int64)
         return ids if self.loss == "model" else {"input_ids": ids, "labels": ids, "shift_labels": ids}
 
     @staticmethod
     def packed_input(made: Any, rows: int, width: int) -> dict[str, Any]:
         """`planned_input` for rows of two documents each: the mask that keeps them apart is held as well."""
+        import torch
+
         positions = (torch.arange(width) % -(-width // 2)).expand(rows, width).contiguous()
         return ({"input_ids": made} if isinstance(made, torch.Tensor) else made) | {"position_ids": positions}
 
