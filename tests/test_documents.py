@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from nemo_like.cli import command_names
+from nemo_like.commands import COMMANDS
 from tests.models.decoders import PlainDecoder, batch, build
 from tests.walks import check, walk
 
@@ -102,7 +102,7 @@ def test_the_readme_names_every_command_and_every_extra_for_a_user() -> None:
     assert not [
         name for name in extras if f"`{name}`" not in text and name not in ("hosts", "torchtitan", "test", "lint")
     ]
-    assert not [name for name in command_names() if f"nemo-like {name}" not in text]
+    assert not [name for name in COMMANDS if f"nemo-like {name}" not in text]
 
 
 @pytest.mark.parametrize("page", ["contributing.md", "design.md"])

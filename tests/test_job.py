@@ -135,7 +135,7 @@ def _options(job: Job) -> Options:
 def _chosen(options: Options, job: Job, limit: int) -> tuple[Any, ...]:
     """What ``--fit`` predicts of these options."""
     ranks = Ranks(0, job.ranks, torch.device("cpu"), options.tp, options.cp, options.pp)
-    asked = replace(options, fit="ep", fit_memory=str(limit))  # the model has no experts: all is as the options say
+    asked = replace(options, fit="ep", fit_memory=f"{limit}B")  # the model has no experts: all is as the options say
     try:
         best, _ = best_of(asked, ranks, _model(), TOKENS, resolve_device(GPU), 64 << 30)
     except ValueError as error:

@@ -27,7 +27,6 @@ import torch.distributed as dist
 
 from nemo_like.options.parallel import BACKENDS
 
-
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 

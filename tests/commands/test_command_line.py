@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
+import pkgutil
 import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.utils._pytree import tree_map
 
-from nemo_like._util.console import start_logging
-from nemo_like.cli import command_names, main, make_parser
+from nemo_like import commands
+from nemo_like._util.console import _NOISE, start_logging
+from nemo_like.cli import main, make_parser
+from nemo_like.commands import COMMANDS
+from nemo_like.job import Job
+from nemo_like.options import ChunkedLoss, MemoryBudget
 from nemo_like.recipes.finetune_options import EXAMPLES as FINETUNE
 from nemo_like.recipes.finetune_options import parse_finetune_options
 from nemo_like.recipes.job_options import EXAMPLES as PRETRAIN
@@ -26,7 +35,7 @@ def _help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", command_names())
+@pytest.mark.parametrize("name", COMMANDS)
 def test_the_help_of_a_command_has_examples_that_it_takes(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = _help([name], capsys)
     lines = re.findall(rf"^  nemo-like ({name} .*)$", text.partition("examples:\n")[2], re.MULTILINE)
@@ -39,9 +48,11 @@ def test_the_help_of_a_command_has_examples_that_it_takes(name: str, capsys: pyt
 
 def test_the_overview_has_every_command_with_its_purpose(capsys: pytest.CaptureFixture[str]) -> None:
     text = _help([], capsys)
-    assert {"fit", "pretrain", "finetune", "completion"} <= set(command_names())
-    for name in command_names():
-        assert re.search(rf"^    {name}\s+\w", text, re.MULTILINE), name
+    assert {"fit", "pretrain", "finetune", "completion"} <= set(COMMANDS)
+    words = " ".join(text.split())
+    assert not [name for name, purpose in COMMANDS.items() if f" {name} {purpose}" not in words]
+    modules = {module.name for module in pkgutil.iter_modules(commands.__path__) if module.name.endswith("_command")}
+    assert modules == {f"{name}_command" for name in COMMANDS}
 
 
 @pytest.mark.parametrize("job", ["pretrain", "finetune"])
@@ -66,7 +77,7 @@ def test_a_shell_completes_every_command(tmp_path: Path, capsys: pytest.CaptureF
     for shell in ("bash", "zsh", "fish"):
         assert main(["completion", shell]) == 0
         script = capsys.readouterr().out
-        for word in (*command_names(), "--max-seq-len", "--lora-rank"):
+        for word in (*COMMANDS, "--max-seq-len", "--lora-rank"):
             assert word.removeprefix("--") in script, (shell, word)
         (tmp_path / shell).write_text(script)
     asked = (
@@ -109,12 +120,11 @@ def test_a_command_begins_with_a_line_of_its_own(line: str, tmp_path: Path) -> N
     command = [sys.executable, "-m", "nemo_like", *line.split(), *more]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     if line.startswith("layers"):
-        assert done.returncode == 2 and done.stderr.startswith("nemo-like layers: scope 'vison' is unknown"), (
-            done.stderr
-        )
-        assert len(done.stderr.splitlines()) == 1
+        first, refused = done.stderr.splitlines()
+        assert done.returncode == 2 and first == "Building llama-tiny without weights ..."
+        assert refused.startswith("nemo-like layers: scope 'vison' is unknown")
     else:
-        assert (done.returncode, done.stderr) == (0, "")
+        assert (done.returncode, done.stderr) == (0, "" if more else "Tracing llama-tiny ...\n")
         own = "llama-tiny: 853,120 parameters" if more else "model.layers.0"
         assert done.stdout.startswith(own)
 
@@ -127,3 +137,118 @@ def test_only_the_known_noise_is_dropped(caplog: pytest.LogCaptureFixture) -> No
     logging.getLogger("torchao").warning("Failed to load _C.so: no such file")
     logging.getLogger("torchao.float8").warning("Failed to load a state")
     assert [record.getMessage() for record in caplog.records] == ["Something else", "Failed to load a state"]
+    assert tree_map.__module__ in _NOISE
+
+
+# Without torch.
+
+
+def _run(script: str, **more: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, **more)
+
+
+def test_help_version_and_a_misspelt_word_import_no_torch() -> None:
+    done = _run(
+        """
+        import sys
+        from nemo_like.cli import main
+        from nemo_like.commands import COMMANDS
+
+        lines = [["--version"], ["--help"], [], ["plam"], ["plan"], *([name, "--help"] for name in COMMANDS)]
+        for line in lines:
+            try:
+                main(line)
+            except SystemExit as ended:
+                assert ended.code == (0 if line and line[-1].startswith("--") else 2), line
+            else:
+                raise AssertionError(line)
+            found = {"torch", "transformers"} & set(sys.modules)
+            assert not found, (line, found)
+        """
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("plan --model m --world-size 8 --json -", "Planning m on 8 x h100-80gb ..."),
+        ("fit --model m --gpus 8", "Searching for the fastest configuration of m on 8 x h100-80gb ..."),
+        ("fit --calibrate", "Measuring this device ..."),
+        ("fit", ""),
+        ("layers --model m", "Building m without weights ..."),
+        ("profile --model m", "Measuring m ..."),
+        ("trace", "Tracing llama-tiny ..."),
+        ("bench --model m", "Measuring m ..."),
+        ("pretrain", ""),
+    ],
+)
+def test_a_long_command_says_at_once_what_it_does(line: str, said: str) -> None:
+    arguments = make_parser(line.split()[0]).parse_args(line.split())
+    assert arguments.first_line(arguments) == said
+
+
+def test_one_rank_of_many_says_what_it_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank, said in (("0", "Measuring llama-tiny ...\n"), ("1", "")):
+        monkeypatch.setenv("RANK", rank)
+        assert main(["bench", "--threads", "0"]) == 2
+        assert capsys.readouterr().err.partition("nemo-like bench: ")[0] == said
+
+
+def test_a_program_finds_modules_in_the_current_folder(tmp_path: Path) -> None:
+    (tmp_path / "mymod.py").write_text(
+        "from torch import nn\n\ndef build():\n    return nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])\n"
+    )
+    root = str(Path(commands.__file__).parents[2])
+    script = """
+        import sys
+        sys.path.pop(0)
+        sys.path.append({root!r})
+        from nemo_like.cli import main
+        sys.exit(main(["layers", "--model", "mymod:build", "--layers", "*"]))
+    """
+    done = _run(script.format(root=root), cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.startswith("Sequential: 216 parameters"), done.stderr
+
+
+@pytest.mark.parametrize("while_importing", [False, True])
+def test_an_interrupted_command_ends_with_130_and_a_line(
+    while_importing: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*anything: object) -> Any:
+        raise KeyboardInterrupt
+
+    where = "importlib.import_module" if while_importing else "nemo_like.commands.layers_command.run"
+    importlib.import_module("nemo_like.commands.layers_command")
+    monkeypatch.setattr(where, interrupted)
+    assert main(["layers", "--model", "llama-tiny"]) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "nemo-like layers: interrupted."
+
+
+def test_a_budget_is_written_as_short_as_it_is_read_back() -> None:
+    words = {
+        65068754534: "60.6GiB",
+        40 << 30: "40GiB",
+        3 << 29: "1.5GiB",
+        512 << 20: "512MiB",
+        65068754535: "65068754535B",
+        (1 << 60) + 1: "1152921504606846977B",
+    }
+    for size, word in words.items():
+        assert MemoryBudget(peak_bytes=size).words == word
+        if size < 1 << 53:
+            assert MemoryBudget.parse(word).peak_bytes == size and f"ac='{word}'" in Job.of(ac=word).as_call()
+    assert MemoryBudget(peak_bytes=0.5).words is None  # no whole number of bytes
+    assert Job.of(ac=MemoryBudget(peak_bytes=float("inf"))).as_call()
+
+
+def test_a_number_of_bytes_needs_a_unit_in_a_string_alone() -> None:
+    for text in ("40", " 40 ", "4.5", ".5"):
+        with pytest.raises(ValueError, match=f"^ac is '{text}', without a unit. Write '{text.strip()}GiB' or "):
+            MemoryBudget.parse(text)
+    with pytest.raises(ValueError, match=r"^chunk_bytes is '256', without a unit\. Write '256GiB'\.$"):
+        ChunkedLoss(chunk_bytes="256")
+    assert MemoryBudget(peak_bytes=40).peak_bytes == ChunkedLoss(chunk_bytes=40).bytes == 40
