@@ -28,10 +28,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "" not in sys.path and not sys.flags.safe_path:
         sys.path.insert(0, "")  # as ``python -m`` has it: --model mymod:build is a file in the current folder
     try:
-        start_logging()
         arguments = make_parser(asked).parse_args(argv)
         if is_rank_zero() and (line := arguments.first_line(arguments)):
             print(line, file=sys.stderr, flush=True)
+        if arguments.command != "completion":  # which logs nothing, and needs no torch
+            start_logging()
         return arguments.run(arguments)
     except KeyboardInterrupt:
         print(f"{program}: interrupted.", file=sys.stderr)

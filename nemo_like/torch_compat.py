@@ -55,6 +55,9 @@ __all__ = [
 RELEASES = "torch 2.13 to 2.15"
 """The releases that error messages recommend."""
 
+PYTREE_LOGGER = tree_map.__module__
+"""The logger that warns of what others register as a tree."""
+
 
 def forward_hooks(module: nn.Module) -> tuple[Callable[..., Any], ...]:
     """What `register_forward_hook` has put on `module`, in that order."""

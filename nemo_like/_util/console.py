@@ -28,18 +28,23 @@ _NOISE = {
     # transformers imports torchao wherever it is installed, with kernels for devices that are not here.
     "torchao": _Without("Failed to load "),
     "torchao.kernel.intmm": _Without("Detected no triton"),
-    "torch.utils._pytree": _Without("is an Enum subclass and is now natively supported"),
     # A kernel of bitsandbytes for generation, on CPUs that have AVX-512.
     "bitsandbytes.backends.cpu.ops": _Without("Failed to load CPU gemm_4bit_forward from kernels-community"),
 }
 """By logger, what it says while it is imported."""
+_PYTREE_NOISE = _Without("is an Enum subclass and is now natively supported")
 
 
 def start_logging() -> None:
-    """Have the library's messages, and warnings of others, written to standard error. For a program, not for a library."""
+    """Have the library's messages, and warnings of others, written to standard error. For a program, not for a library.
+
+    It imports torch, so a program first does what needs none.
+    """
+    from nemo_like.torch_compat import PYTREE_LOGGER
+
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("nemo_like").setLevel(logging.INFO)
-    for name, noise in _NOISE.items():
+    for name, noise in (_NOISE | {PYTREE_LOGGER: _PYTREE_NOISE}).items():
         logging.getLogger(name).addFilter(noise)
     # What peft asks transformers for.
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)

@@ -135,6 +135,7 @@ def parse_dtype(name: str, value: object, others: Sequence[str] = ()) -> torch.d
 def dtype_word(dtype: torch.dtype | None) -> str | None:
     """The shortest word that `parse_dtype` takes for `dtype`; None for None.
 
+    >>> import torch
     >>> dtype_word(torch.bfloat16)
     'bf16'
     """
