@@ -105,6 +105,16 @@ def test_experts_replicas_and_split_sequences_are_accounted_for():
     } <= seen  # fmt: skip
 
 
+def test_seconds_of_replicas_are_not_those_of_a_pipelines_replicas():
+    """A bound that asks a local shape of stages leaves nothing behind: stages have half as many replicas."""
+    sizes = {"gpus": 16, "gpu": "h100-80gb", "dp_replicate": [2, 4], "micro_batch": [1, 64], "pp": [1, 2]}
+    pins = {"tp": 1, "cp": 1, "schedule": "1f1b", "ac": "none", "loss": "model", "offload": "none"}
+    report = fit("llama-tiny", seq_len=64, **sizes, **pins)
+    assert {(c.conf.dp_replicate, c.conf.pp) for c in report.candidates} >= {(4, 1), (2, 2)}
+    for candidate in report.candidates:
+        _check(candidate)
+
+
 def test_what_is_kept_is_told_by_the_operators_that_made_it():
     """Of two layers under `full` inputs alone, to the byte; with nothing checkpointed products and attention, too."""
     asked = {"gpus": 1, "gpu": "cpu", "seq_len": 64, "micro_batch": 2, "loss": "model", "offload": "none"}

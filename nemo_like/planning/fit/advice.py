@@ -12,11 +12,13 @@ from nemo_like.activation_checkpointing.plan import largest_group
 from nemo_like.job import Job
 from nemo_like.options.memory import AllocatorConfig
 from nemo_like.planning.advise import changes, helping, in_words
+from nemo_like.planning.devices import Device
 from nemo_like.planning.fit.candidate import Candidate
 from nemo_like.planning.fit.layouts import MOST_STAGES, Configuration
 from nemo_like.planning.fit.question import Question
 from nemo_like.planning.fit.shapes import ShapeKey, TracedShape
 from nemo_like.planning.fit.staged import StagedShape
+from nemo_like.planning.seconds import Links
 
 MOST_GPUS = 1 << 17
 _GROWING = "PYTORCH_ALLOC_CONF=expandable_segments:True"
@@ -27,9 +29,12 @@ _NETWORK = {
 }  # fmt: skip
 
 
-def binds(candidate: Candidate, limit: int, gpus_per_host: int) -> str:
-    """What keeps it from being faster: ``memory: ...`` where it runs things again for want of memory, ``network: ...`` where
-    waiting for collectives takes longer than any other extra, else ``compute``."""
+def binds(candidate: Candidate, limit: int, device: Device) -> str:
+    """Return what keeps a configuration from being faster.
+
+    ``memory: ...``: it recomputes for want of memory. ``network: ...``: waiting for collectives takes longer than any other
+    extra; "between hosts" where their ranks are on several. ``pipeline: the bubble``; else ``compute``.
+    """
     parts = candidate.seconds.parts
     sent = {name: parts[name] for name in _NETWORK if parts.get(name)}
     extra = {
@@ -41,11 +46,27 @@ def binds(candidate: Candidate, limit: int, gpus_per_host: int) -> str:
     if candidate.need.bytes > limit or (worst == "replay" and extra["replay"] > 0.02 * candidate.step_seconds):
         return f"memory: {largest_group(candidate.peak.parts)}"
     if worst == "network" and extra["network"] > 0.02 * candidate.step_seconds:
-        between = " between hosts" if candidate.conf.gpus > gpus_per_host else ""
-        return f"network: {_NETWORK[max(sent, key=lambda name: sent[name])]}{between}"
+        longest = max(sent, key=lambda name: sent[name])
+        between = " between hosts" if _spans_hosts(longest, candidate.job, device) else ""
+        return f"network: {_NETWORK[longest]}{between}"
     if worst == "bubble" and extra["bubble"] > 0.02 * candidate.step_seconds:
         return "pipeline: the bubble"
     return "compute"
+
+
+def _spans_hosts(part: str, job: Job, device: Device) -> bool:
+    """Whether the ranks of a collective are on several hosts."""
+    links = Links.of(job, device)
+    groups = {
+        "tensor-parallel sums": (links.tensor,),
+        "sequence gathers": (links.sequence,),
+        "expert exchanges": (links.experts,),
+        "parameter gathers": (links.shards,),
+        "gradient reductions": (links.shards, links.replicas),
+    }
+    if part in groups:
+        return any(group.hosts > 1 for group in groups[part])
+    return job.ranks > device.gpus_per_host  # stages are the outermost axis
 
 
 def ways_out(

@@ -100,8 +100,7 @@ class FitReport:
     def binds(self) -> str:
         """What keeps the best from being faster, or the nearest from fitting: see `nemo_like.planning.fit.advice.binds`."""
         candidate = self.candidates[0] if self.candidates else self.nearest
-        host = self.question.device.gpus_per_host
-        return "" if candidate is None else binds(candidate, self.question.limit, host)
+        return "" if candidate is None else binds(candidate, self.question.limit, self.question.device)
 
     def as_json(self) -> dict[str, Any]:
         """In JSON values."""

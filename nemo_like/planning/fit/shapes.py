@@ -115,7 +115,7 @@ class TracedShape:
         self.planners: dict[Any, Planner] = {}
         self.peaks: dict[Any, Peak] = {}
         self.plans: dict[Any, tuple[list[Choice], Peak] | None] = {}
-        self.states_on_host: dict[tuple[int, bool], int] = {}
+        self.states_on_host: dict[Any, int] = {}
 
     def for_job(self, **changed: Any) -> TracedShape:
         """Return the same shape, with nothing traced again, for another optimizer (``step=``) or other settings of the
@@ -156,7 +156,7 @@ class TracedShape:
 
     def planner(self, conf: Configuration) -> Planner:
         """This shape's planner, for so many ranks, so many micro-batches and this way; nothing is traced."""
-        key = (conf.shard_ranks, conf.grad_accum, *conf.way[1:])
+        key = (_ranks(conf), conf.grad_accum, *conf.way[1:])
         if key not in self.planners:
             base = self.base if conf.job.loss is None else self.chunked
             assert base is not None, "configurations with a loss in chunks are only asked for where there are chunks"
@@ -217,7 +217,7 @@ class TracedShape:
     def least(self, conf: Configuration) -> tuple[list[Choice], int]:
         """Choices that no fitting ones of this conf are faster than, and bytes that their peak is not below: what is
         held when forward ends, parameters and optimizer state. Nothing runs for it."""
-        key = (conf.shard_ranks, conf.mode, conf.job.offload.mode, conf.cpu_offload)
+        key = (_ranks(conf), conf.mode, conf.job.offload.mode, conf.cpu_offload)
         if key not in self.least_of:
             self.least_of[key] = self._least_choices(conf)
         return self.least_of[key]
@@ -239,7 +239,7 @@ class TracedShape:
 
     def planned(self, conf: Configuration, limit: int) -> tuple[list[Choice], Peak] | None:
         """The fastest mix of the menu whose peak is within `limit`, and that peak; None: there is none."""
-        key = (conf.shard_ranks, min(conf.grad_accum, 3), conf.way, limit)
+        key = (_ranks(conf), min(conf.grad_accum, 3), conf.way, limit)
         if key not in self.plans:
             planner, mixes = self.planner(conf), self.stack.mixes
 
@@ -264,7 +264,7 @@ class TracedShape:
 
     def peak(self, conf: Configuration, choices: Sequence[Choice]) -> Peak:
         """Of a whole step."""
-        key = (conf.shard_ranks, min(conf.grad_accum, 3), conf.way)
+        key = (_ranks(conf), min(conf.grad_accum, 3), conf.way)
         if key not in self.peaks:
             self.peaks[key] = self.planner(conf).peak(choices)
         return self.peaks[key]
@@ -302,14 +302,14 @@ class TracedShape:
     def host_bytes(self, conf: Configuration, choices: Sequence[Choice] = ()) -> int:
         """What one rank has in host memory: parameters, gradients and optimizer state, and of `choices` what layers move."""
         planner = self.planner(conf)
-        key = (conf.shard_ranks, conf.cpu_offload)
+        key = (_ranks(conf), conf.cpu_offload)
         if key not in self.states_on_host:
             self.states_on_host[key] = planner.state_on_host
         return self.states_on_host[key] + sum(planner.moved(choices))
 
     def need(self, conf: Configuration, choices: Sequence[Choice], peak: Peak) -> Need:
         """What decides whether it fits; `peak`: of these choices."""
-        key = (conf.shard_ranks, min(conf.grad_accum, 3), conf.way, tuple(map(id, choices)))
+        key = (_ranks(conf), min(conf.grad_accum, 3), conf.way, tuple(map(id, choices)))
         if key not in self.needs:
             self.needs[key] = verdict(self.planner(conf), choices, peak, self.question.limit)
             self._kept.append(choices)
@@ -376,6 +376,11 @@ class TracedShape:
         head = find_head(self.given[0])
         weights = 0 if head is None else sum(p.numel() for p in head.parameters())
         return 3.0 * (layers + 2.0 * weights * tokens / self.key.tp)
+
+
+def _ranks(conf: Configuration) -> tuple[int, int, int]:
+    """Return the sizes of the axes that a local shape leaves open. Bounds also ask it of stages, on fewer replicas."""
+    return conf.shard_ranks, conf.dp_replicate, conf.pp
 
 
 def _few(choices: Sequence[Choice]) -> list[Choice]:
