@@ -125,6 +125,16 @@ class ByteUnit:
 _UNITS = (ByteUnit("GiB", 2**30), ByteUnit("MiB", 2**20), ByteUnit("KiB", 2**10), ByteUnit("B", 1))
 
 
+def of_limit(size: int, limit: int) -> str:
+    """Return two sizes with one unit, or with two where they are far from one another.
+
+    >>> of_limit(57 << 30, 67 << 30), of_limit(3 << 20, 67 << 30)
+    ('57.0 of 67.0 GiB', '3.00 MiB of 67.0 GiB')
+    """
+    one, other = ByteUnit.of([size]), ByteUnit.of([limit])
+    return f"{one.number(size) if one == other else one.word(size)} of {other.word(limit)}"
+
+
 def three_digits(value: float) -> str:
     """Return `value` with three significant digits, and never more than two behind the point.
 

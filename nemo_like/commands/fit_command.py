@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from nemo_like._util.console import check_picture, check_writable, refuse_unread
+from nemo_like._util.progress import progress
+from nemo_like._util.table import screen_width
 from nemo_like.flags import add_flags, add_pins, allocator_here, flags_on
 from nemo_like.options import OPTIMIZERS, StepSpec, normalise, parse_dtype
 
@@ -52,7 +54,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         add(f"--{name.replace('_', '-')}", type=int, nargs="+", help=f"pinned: {meaning}; several values: any of them")
     add("--ac", nargs="+", help="pinned: none | full | selective | plan (the best for the memory)")
     add("--reshard-after-forward", choices=("yes", "no"), help="pinned: free gathered layers after forward")
-    add("--explain", type=int, metavar="N", help="say where each GiB and each millisecond of the N-th comes from")
+    add(
+        "--explain",
+        type=int,
+        nargs="?",
+        const=1,
+        metavar="N",
+        help="also print where each GiB and each millisecond of the N-th comes from (default: of the first)",
+    )
+    add("--wide", action="store_true", help="print all columns, however narrow the screen is")
     add(
         "--calibrate",
         action="store_true",
@@ -106,35 +116,36 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--count is {args.count}; it must be >= 1.")
     if args.explain is not None and not 1 <= args.explain <= args.count:
         raise ValueError(f"--explain is {args.explain}; it must be the number of a printed line, 1 to {args.count}.")
-    found = fit(
-        args.model,
-        gpus=args.gpus,
-        gpu=args.gpu,
-        seq_len=args.seq_len,
-        global_batch=args.global_batch,
-        memory=args.memory,
-        host_memory=args.host_memory,
-        allocator=allocator_here(args.alloc_conf),
-        precision=args.precision,
-        optimizer=args.optimizer,
-        imbalance=args.imbalance,
-        dtype=parse_dtype("--dtype", args.dtype),
-        count=args.count,
-        max_seq_len=args.max_seq_len,
-        p99=args.p99,
-        lengths=None if args.lengths is None else read_histogram(args.lengths),
-        **pins,
-    )
+    with progress() as say:
+        found = fit(
+            args.model,
+            gpus=args.gpus,
+            gpu=args.gpu,
+            seq_len=args.seq_len,
+            global_batch=args.global_batch,
+            memory=args.memory,
+            host_memory=args.host_memory,
+            allocator=allocator_here(args.alloc_conf),
+            precision=args.precision,
+            optimizer=args.optimizer,
+            imbalance=args.imbalance,
+            dtype=parse_dtype("--dtype", args.dtype),
+            count=args.count,
+            max_seq_len=args.max_seq_len,
+            p99=args.p99,
+            lengths=None if args.lengths is None else read_histogram(args.lengths),
+            progress=say,
+            **pins,
+        )
     if args.json != "-":
-        _say(found, args.explain)
+        print(found.text(None if args.wide else screen_width(), args.explain), flush=True)
     if args.json:
-        text = json.dumps(found.as_json(), indent=1) + "\n"
+        text = json.dumps(found.to_dict(), indent=1) + "\n"
         if args.json == "-":
             sys.stdout.write(text)
         else:
             Path(args.json).write_text(text, encoding="utf-8")
     if not found.candidates:
-        print(f"nemo-like fit: {found.problem}", file=sys.stderr)
         return 1
     if args.plot:
         picture.plot(found, args.plot, min(args.explain or 1, len(found.candidates)))
@@ -172,37 +183,3 @@ def _calibrate() -> None:
     for name, rate in rates.items():
         unit = "FLOP/s" if name.startswith(("matmul", "attention")) else "s" if name == "launch_seconds" else "bytes/s"
         print(f"  {name:18} {rate:12.4g} {unit}", file=sys.stderr)
-
-
-def _say(found: Any, explain: int | None) -> None:
-    from nemo_like.planning.fit import report
-    from nemo_like.planning.fit.fitting import CHECKED
-
-    question = found.question
-    batch = "" if question.global_batch is None else f", {question.global_batch} sequences per step"
-    names = {each.job.step.optimizer for each in found.candidates} or {question.job.step.optimizer}
-    optimizer = f", {names.pop()}" if len(names) == 1 else ""
-    print(
-        f"{found.model}: {found.parameters / 1e9:.2f} B parameters on {question.gpus} x {question.device.name}, sequences "
-        f"of {question.seq_len} tokens{batch}{optimizer}; a step may take "
-        f"{question.limit / 2**30:.2f} GiB.\n"
-    )
-    if found.candidates:
-        print(f"{report.table(found)}\n\n{report.judged(found)}")
-        print(f"\nThe first one is bound by {found.binds}.\n{report.explanation(found.best)}\n")
-        print(f"  {found.best.call()}\n  {report.recipe(found, found.best)}")
-        if explain is not None and explain > len(found.candidates):
-            print(f"\nThere is no line {explain}: {len(found.candidates)} configurations were found.")
-        elif explain is not None and explain > 1:
-            print(f"\nNumber {explain}:\n{report.explanation(found.candidates[explain - 1])}")
-    reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(found.rejected.items(), key=lambda r: -r[1]))
-    print(
-        f"\nLooked at {found.searched['looked_at']:.0f} configurations of {found.searched['layouts']:.0f} layouts in "
-        f"{found.searched['seconds']:.1f} s, {found.searched['shapes']:.0f} shapes traced. Others: {reasons or 'none'}."
-    )
-    print(f"Planned for {question.planned_for}. Seconds go by the rates of {question.device.rates}.")
-    print(
-        "All of it is predicted. Checked were peaks against "
-        f"{CHECKED['peak_bytes']}, reserved bytes and seconds against {CHECKED['reserved_bytes']}; "
-        "no GPU at hand was compared."
-    )

@@ -13,6 +13,7 @@ from nemo_like._util.table import (
     Column,
     Table,
     columns_note,
+    of_limit,
     paragraph,
     percent,
     screen_width,
@@ -171,7 +172,7 @@ class PlanReport:
     def verdict(self) -> str:
         """Return the answer in a line: whether it fits, with which ``ac=``, at which price."""
         row = self.best or min(self.rows, key=lambda row: row.need.bytes)
-        taken = f"{_of(row.need.bytes, self.limit)} {row.need.by}"
+        taken = f"{of_limit(row.need.bytes, self.limit)} {row.need.by}"
         if self.best is None:
             host = ", and more host memory than there is" if row.need.bytes <= self.limit else ""
             return f"Does not fit: ac={row.ac!r}, the least, takes {taken}{host}."
@@ -397,12 +398,6 @@ def _pipeline(planner: AnyPlanner) -> dict[str, Any] | None:
         "layers_per_stage": list(planner.counts),
         "in_flight": [planner.most_in_flight(index) for index in range(len(planner.stages))],
     }
-
-
-def _of(size: int, limit: int) -> str:
-    """Return ``"53.7 of 67.1 GiB"``, with the unit twice where it is not the same."""
-    one, other = ByteUnit.of([size]), ByteUnit.of([limit])
-    return f"{one.number(size) if one == other else one.word(size)} of {other.word(limit)}"
 
 
 def memory_for(device: Device) -> int:

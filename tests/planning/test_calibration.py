@@ -37,7 +37,7 @@ def test_what_was_measured_is_what_later_plans_use_and_name(cache, monkeypatch):
     assert device.host_link == resolve_device("cpu").host_link, "not measured here"
     after = fit("llama-tiny", gpu="cpu", **ASKED)
     assert str(path) in after.question.device.rates and before.question.device.rates == "the table"
-    assert after.as_json()["rates"] == after.question.device.rates
+    assert after.to_dict()["rates"] == after.question.device.rates
     assert after.best.peak_bytes == before.best.peak_bytes and after.best.step_seconds != before.best.step_seconds
 
 

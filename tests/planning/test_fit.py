@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from nemo_like import Job, parallelize
-from nemo_like._util.words import write_bytes
 from nemo_like.cli import main
 from nemo_like.distributed.pipeline.schedules import actions_of
 from nemo_like.options import PipelineParallel, Precision
@@ -77,7 +76,7 @@ def test_the_json_has_the_keys_of_the_contract(tmp_path, capsys):
 def test_an_impossible_wish_ends_with_1_and_says_what_needs_least(capsys):
     asked = "--model llama3-70b --gpus 1 --gpu rtx-4090 --seq-len 512 --micro-batch 1 --offload none"
     assert main(["fit", *asked.split()]) == 1
-    said = capsys.readouterr().err
+    said = " ".join(capsys.readouterr().out.split())
     assert "Nothing fits" in said and "rtx-4090" in said and "bound by memory: parameters and optimizer" in said
     # The peak of 128 GPUs would fit; what the caching allocator reserves for it does not.
     assert "255 GPUs more (256 in all) with PYTORCH_ALLOC_CONF=expandable_segments:True" in said
@@ -188,8 +187,8 @@ def test_the_steps_input_must_fit_beside_the_peak_and_is_in_none_of_its_parts():
     best = fit(llama(), **asked).best
     inputs = 4 * 64 * 16
     assert best.need == Need(best.peak_bytes + inputs, ALLOCATED, None, inputs)
-    assert best.as_json()["input_bytes"] == inputs and sum(best.peak.parts.values()) == best.peak_bytes
-    assert f"{write_bytes(inputs):>11}  step's input" in explanation(best)
+    assert best.to_dict()["input_bytes"] == inputs and sum(best.peak.parts.values()) == best.peak_bytes
+    assert f"{inputs / 2**20:9.3f} MiB  step's input" in explanation(best)
     assert fit(llama(), memory=best.need.bytes, **asked).candidates
     assert not fit(llama(), memory=best.need.bytes - 1, **asked).candidates
 
@@ -251,7 +250,7 @@ def test_several_precisions_and_optimizers_are_searched_only_where_they_are_list
         "offload": "none",
     }
     one = fit(llama(1), **asked)
-    assert {(c.job.step.optimizer, c.as_json()["precision"]) for c in one.candidates} == {("adamw", "bf16")}
+    assert {(c.job.step.optimizer, c.to_dict()["precision"]) for c in one.candidates} == {("adamw", "bf16")}
     alone = [
         fit(llama(1), **asked, precision=cast, optimizer=name).best
         for cast in ("bf16", "fp32") for name in ("adamw", "adamw-8bit")
@@ -309,7 +308,7 @@ def test_what_binds_is_said_by_what_takes_most():
                 offload="none")  # fmt: skip
     assert not small.candidates and small.binds.startswith("memory: head")
     assert any("loss='chunked' (" in words for words in small.helps)
-    assert json.loads(json.dumps(small.as_json()))["helps"] == list(small.helps)
+    assert json.loads(json.dumps(small.to_dict()))["helps"] == list(small.helps)
 
 
 def test_no_step_of_a_shape_is_faster_than_its_bound():
@@ -544,5 +543,39 @@ def test_stages_are_resharded_and_offloaded_where_that_is_asked_for():
     moved = fit(llama(2), offload="boundary", reshard_after_forward=[True], **pinned).best
     assert (moved.conf.job.offload.mode, moved.conf.reshard) == ("boundary", True)
     assert moved.peak_bytes < plain.peak_bytes
-    report = fit(llama(2), cpu_offload=True, **pinned)
-    assert not report.candidates and any("beside pp" in reason for reason in report.rejected)
+    with pytest.raises(ValueError, match="beside pp: cpu_offload"):
+        fit(llama(2), cpu_offload=True, **pinned)
+
+
+def test_a_batch_that_the_gpus_do_not_divide_is_refused_at_the_call():
+    with pytest.raises(ValueError, match="the global batch is not a multiple of the data-parallel ranks"):
+        fit("llama-tiny", gpus=8, gpu="cpu", seq_len=64, global_batch=3, tp=1, cp=1, ep=1, pp=1)
+
+
+def test_an_interrupted_search_has_what_was_found():
+    asked = {"gpus": 2, "gpu": "cpu", "seq_len": 64, "ac": "full", "loss": "model", "offload": "none", "tp": 1}
+    said = []
+    whole = fit("llama-tiny", progress=said.append, **asked)
+    left = len(said) - 1
+
+    def interrupt(words):
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise KeyboardInterrupt
+
+    report = fit("llama-tiny", progress=interrupt, **asked)
+    assert report.interrupted and not whole.interrupted and said[0].startswith("traced 0 of ")
+    assert report.verdict() == whole.verdict().replace("Fits: ", "Interrupted, the best so far: ")
+    left = 0
+    with pytest.raises(KeyboardInterrupt):  # nothing was found by then
+        fit("llama-tiny", progress=interrupt, **asked)
+
+
+def test_print_of_a_report_is_its_screen_and_its_repr_one_line():
+    asked = {"gpus": 1, "gpu": "cpu", "seq_len": 64, "ac": "full", "loss": "model", "micro_batch": [1, 2]}
+    report = fit("llama-tiny", **asked)
+    first, second, *rest = report.text(width=80).splitlines()
+    assert first == report.verdict() and second == f"Paste: {report.call()}"
+    assert all(len(line) <= 80 for line in rest[1:])
+    assert repr(report) == f"<FitReport: {first}>" and "<td>full</td>" in report._repr_html_()

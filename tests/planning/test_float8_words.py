@@ -15,7 +15,7 @@ from nemo_like.activation_checkpointing.plan import Plan, PlanError
 from nemo_like.options import Precision
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.fit import fit
-from nemo_like.planning.fit.report import recipe, table
+from nemo_like.planning.fit.report import recipe
 from nemo_like.planning.planner import Planner, plan_for
 from tests.models.fit_models import llama
 from tests_distributed.allocated import loop_peak_bytes
@@ -151,4 +151,4 @@ def test_fit_leaves_out_what_is_not_planned_and_compares_precisions() -> None:
     assert all(c.layout.tp == c.layout.pp == 1 for c in report.candidates if c.job.precision.matmuls)
     reasons = [reason for reason in report.rejected if "'fp8'" in reason]
     assert any("tp=2" in reason for reason in reasons) and any("pp" in reason for reason in reasons)
-    assert "fp8" in table(report)
+    assert "fp8" in report.table().text()

@@ -36,7 +36,7 @@ def test_the_step_is_planned_for_the_longest_and_the_report_says_so(tmp_path):
     histogram = fit(_model(), seq_len=8, lengths={8: 900, 32: 99, 48: 1, 64: 0}, **asked)
     assert histogram.best.peak_bytes == longest.best.peak_bytes
     assert histogram.question.planned_for == "the longest sequences, of 48 tokens"
-    assert histogram.as_json()["planned_for"] == "the longest sequences, of 48 tokens"
+    assert histogram.to_dict()["planned_for"] == "the longest sequences, of 48 tokens"
     (tmp_path / "lines").write_text("8\n48\n8\n")
     (tmp_path / "json").write_text('{"8": 2, "48": 1}')
     assert read_histogram(tmp_path / "lines") == read_histogram(tmp_path / "json") == {8: 2, 48: 1}

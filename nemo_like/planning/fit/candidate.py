@@ -100,8 +100,8 @@ class Candidate:
             job = replace(job, planned_tokens=tokens)  # a plan knows them itself
         return job if plan is None else replace(job, ac=plan)
 
-    def as_json(self) -> dict[str, Any]:
-        """In JSON values; sizes in bytes, times in seconds."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return it in JSON values; sizes in bytes, times in seconds."""
         job = self.job
         return {
             **vars(self.layout),

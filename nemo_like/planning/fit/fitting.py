@@ -15,7 +15,7 @@ from torch import nn
 
 from nemo_like._util.log import say_once
 from nemo_like._util.module_tree import check_model
-from nemo_like._util.words import write_bytes
+from nemo_like._util.progress import Say, silent
 from nemo_like.distributed.expert import find_experts
 from nemo_like.distributed.expert.find_experts import EACH
 from nemo_like.job import Job
@@ -23,11 +23,12 @@ from nemo_like.layers import find_layers
 from nemo_like.models import check_positions, resolve_model
 from nemo_like.options import MemoryBudget, Precision, parse_bytes
 from nemo_like.planning.devices import Device, device_of
-from nemo_like.planning.fit.advice import binds, ways_out
+from nemo_like.planning.fit.advice import ways_out
 from nemo_like.planning.fit.candidate import Candidate
 from nemo_like.planning.fit.layouts import Configuration, Room, configuration, layouts
 from nemo_like.planning.fit.lengths import planned_length
 from nemo_like.planning.fit.question import FitKeywords, Question, read_question
+from nemo_like.planning.fit.report import FitReport
 from nemo_like.planning.fit.search import Search, Shape, quietly
 from nemo_like.planning.fit.shapes import ShapeKey, Shared, TracedShape
 from nemo_like.planning.fit.staged import StagedShape
@@ -43,85 +44,11 @@ class Traces:
     shapes: dict[ShapeKey, TracedShape] = field(default_factory=dict)
 
 
-CHECKED = {
-    "peak_bytes": "the CPU allocator's bytes of real steps on 1, 2 and 4 ranks (docs/memory-planning.md)",
-    "reserved_bytes": "published steps of Llama 3 on H100 (docs/benchmarks/published.md)",
-    "step_seconds": "published steps of Llama 3 on H100 (docs/benchmarks/published.md)",
-}
-"""What predictions were compared with; a GPU at hand is not among it."""
-
-
-@dataclass(frozen=True)
-class FitReport:
-    """The best configurations, and what became of the others."""
-
-    question: Question
-    model: str
-    """How the caller named it, or its class."""
-    parameters: int
-    candidates: tuple[Candidate, ...]
-    """Those that fit, fastest first."""
-    rejected: Mapping[str, int]
-    """Combinations that are not among them, by reason."""
-    nearest: Candidate | None
-    """Where nothing fits: what needs least."""
-    helps: tuple[str, ...] = ()
-    """Where nothing fits: single changes that make it fit, the smallest of each kind; then what lowers the peak."""
-    searched: Mapping[str, float] = field(default_factory=dict)
-    """``layouts``, ``shapes`` traced, configurations ``looked_at``, and ``seconds`` that the search took."""
-
-    @property
-    def best(self) -> Candidate:
-        """The fastest that fits.
-
-        Raises:
-            ValueError: nothing fits; the message has what needs least.
-        """
-        if not self.candidates:
-            raise ValueError(self.problem)
-        return self.candidates[0]
-
-    @property
-    def problem(self) -> str:
-        """Why nothing fits; empty where something does."""
-        if self.candidates:
-            return ""
-        limit, near = self.question.limit, self.nearest
-        if near is None:
-            why = ", ".join(f"{name} ({count})" for name, count in self.rejected.items())
-            return f"No combination can be run on {self.question.gpus} GPU(s): {why}."
-        return (
-            f"Nothing fits in {write_bytes(limit)} on each of {self.question.gpus} x {self.question.device.name}: what "
-            f"needs least takes {write_bytes(near.need.bytes)} ({near.need.by}; {near.call()}), bound by {self.binds}."
-            + (f" What would help: {'; '.join(self.helps)}." if self.helps else "")
-        )
-
-    @property
-    def binds(self) -> str:
-        """What keeps the best from being faster, or the nearest from fitting: see `nemo_like.planning.fit.advice.binds`."""
-        candidate = self.candidates[0] if self.candidates else self.nearest
-        return "" if candidate is None else binds(candidate, self.question.limit, self.question.device)
-
-    def as_json(self) -> dict[str, Any]:
-        """In JSON values."""
-        question = self.question
-        return {
-            "model": self.model, "parameters": self.parameters, "gpus": question.gpus, "gpu": question.device.name,
-            "seq_len": question.seq_len, "planned_for": question.planned_for,
-            "rates": question.device.rates, "global_batch": question.global_batch, "limit_bytes": question.limit,
-            "host_memory_bytes": question.host_memory,
-            "candidates": [candidate.as_json() for candidate in self.candidates],
-            "rejected": dict(self.rejected), "problem": self.problem or None,
-            "binds": self.binds, "helps": list(self.helps), "checked_against": CHECKED,
-            "nearest": None if self.nearest is None else self.nearest.as_json(), "searched": dict(self.searched),
-        }  # fmt: skip
-
-
 def fit(
     model: nn.Module | str, job: Job | None = None, *, gpus: int, seq_len: int | None = None,
     global_batch: int | None = None, memory: int | str | None = None, dtype: Any = None,
     sample: Callable[[int], Any] | None = None, count: int = 10, max_seq_len: int | None = None, p99: int | None = None,
-    lengths: Mapping[int, int] | None = None, **pins: Unpack[FitKeywords],
+    lengths: Mapping[int, int] | None = None, progress: Say = silent, **pins: Unpack[FitKeywords],
 ) -> FitReport:  # fmt: skip
     """Find the fastest configurations of a training step that fit on `gpus` devices. Runs no kernel, needs no GPU.
 
@@ -139,6 +66,7 @@ def fit(
         dtype: of the parameters where `model` is a name. Default: float32.
         sample: makes the input of one micro-batch of so many sequences. Default: token ids, and the same as labels.
         count: how many configurations to report.
+        progress: called with words on how far the search is.
         pins: keywords of `Job.of` (``gpu``, ``precision``, ``optimizer``, ``step``, ``allocator``, ...), and what is decided
             already of ``dp_replicate, dp_shard, tp, cp, ep, pp, schedule, micro_batch, grad_accum, ac`` (``none``, ``full``,
             ``selective``, ``plan``), ``loss``, ``offload`` (``none``, ``boundary``), ``reshard_after_forward`` (``[None]``:
@@ -148,8 +76,8 @@ def fit(
     Where a process group is up, rank 0 searches and the others receive its report.
 
     Raises:
-        ValueError: GPUs that the pins do not divide, an unknown device or pin, pins that contradict each other, a model
-            without repeated layers. TypeError: a value of the wrong kind.
+        ValueError: no combination can be run on so many GPUs; an unknown device or pin; pins that contradict each other; a
+            model without repeated layers. TypeError: a value of the wrong kind.
     """
     if not isinstance(model, str):
         check_model(model)
@@ -165,7 +93,10 @@ def fit(
 
     def search() -> FitReport:
         with frozen_garbage():
-            return _best_of(_searched(model, questions, dtype, sample, count), count)
+            report = _best_of(_searched(model, questions, dtype, sample, count, progress), count)
+        if not report.candidates and report.nearest is None:
+            raise ValueError(report.problem)
+        return report
 
     return same_on_all_ranks(search)
 
@@ -197,6 +128,7 @@ def _best_of(reports: Sequence[FitReport], count: int) -> FitReport:
         reports[0], candidates=tuple(every[:count]), rejected=dict(+counts),
         nearest=None if nearest is None else nearest.nearest, helps=() if nearest is None else nearest.helps,
         searched={name: sum(report.searched[name] for report in reports) for name in reports[0].searched},
+        interrupted=any(report.interrupted for report in reports),
     )  # fmt: skip
 
 
@@ -214,7 +146,12 @@ def _bytes(name: str, given: int | str, least: int) -> int:
 
 
 def _searched(
-    model: nn.Module | str, questions: Sequence[Question], dtype: Any, sample: Callable[[int], Any] | None, count: int
+    model: nn.Module | str,
+    questions: Sequence[Question],
+    dtype: Any,
+    sample: Callable[[int], Any] | None,
+    count: int,
+    say: Say,
 ) -> list[FitReport]:
     """A report for each of the questions, which are of one model; those of one precision trace it once."""
     name = model if isinstance(model, str) else type(model).__name__
@@ -225,15 +162,22 @@ def _searched(
     assert isinstance(built, nn.Module)
     traces: dict[Precision, Traces] = {}
     return [
-        _answer(name, built, each, sample, count, traces.setdefault(each.job.precision, Traces())) for each in questions
+        _answer(name, built, each, sample, count, traces.setdefault(each.job.precision, Traces()), say)
+        for each in questions
     ]
 
 
 def _answer(
-    name: str, model: nn.Module, question: Question, sample: Callable[[int], Any] | None, count: int, traces: Traces
+    name: str,
+    model: nn.Module,
+    question: Question,
+    sample: Callable[[int], Any] | None,
+    count: int,
+    traces: Traces,
+    say: Say,
 ) -> FitReport:
     start = time.perf_counter()
-    search, rejected, spread = make_search(model, question, sample, traces)
+    search, rejected, spread = make_search(model, question, sample, traces, say)
     found = search.run(count)
     helps = [] if found.best or found.nearest is None else _helps(search, found.nearest, model, question, sample)
     return FitReport(
@@ -243,6 +187,7 @@ def _answer(
             "layouts": spread, "shapes": found.traced, "looked_at": found.looked_at,
             "seconds": round(time.perf_counter() - start, 2),
         },
+        found.interrupted,
     )  # fmt: skip
 
 
@@ -266,7 +211,11 @@ def _shape(model: nn.Module, key: ShapeKey, question: Question, sample: Callable
 
 
 def make_search(
-    model: nn.Module, question: Question, sample: Callable[[int], Any] | None = None, traces: Traces | None = None
+    model: nn.Module,
+    question: Question,
+    sample: Callable[[int], Any] | None = None,
+    traces: Traces | None = None,
+    say: Say = silent,
 ) -> tuple[Search, Counter[str], int]:
     """The search, combinations that are out before it begins, and how many layouts there are."""
     make, known = sample or _tokens(model, question.seq_len), traces or Traces()
@@ -286,7 +235,7 @@ def make_search(
             known.shapes[key] = made
         return made
 
-    return Search(question, found, trace), rejected, len(spread)
+    return Search(question, found, trace, say), rejected, len(spread)
 
 
 def _counts_of_experts(model: nn.Module) -> list[int]:

@@ -1,86 +1,269 @@
-"""A fit's answers for people: the table of the best, bytes and seconds of one of them, and the command."""
+"""The answer of a search: how fast, with which configuration, in how many bytes, and where they come from."""
 
 from __future__ import annotations
 
+import html
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
+from nemo_like._util.table import (
+    ByteUnit,
+    Column,
+    Table,
+    columns_note,
+    of_limit,
+    paragraph,
+    percent,
+    screen_width,
+    three_digits,
+)
 from nemo_like._util.words import write_bytes
 from nemo_like.flags import reshard_word
 from nemo_like.options import PipelineParallel, StepSpec
+from nemo_like.planning.fit.advice import binds
 from nemo_like.planning.fit.candidate import Candidate, precision_word
 from nemo_like.planning.fit.explained import Row
-from nemo_like.planning.fit.fitting import FitReport
-from nemo_like.planning.verdict import ALLOCATED, RESERVED
+from nemo_like.planning.fit.question import Question
+from nemo_like.planning.predict import parameters_word
 
-_HEAD = (
-    "#", "dp_replicate x dp_shard", "tp", "cp", "ep", "pp", "micro-batch x times", "precision", "optimizer",
-    "ac", "loss", "offload", "reshard", "cpu_offload",
-    "peak GiB", "reserved", "ms", "tokens/s/GPU", "MFU",
-)  # fmt: skip
-
-
-def table(report: FitReport) -> str:
-    """The configurations as text, best first; axes that none of them uses are left out."""
-    lines = [_HEAD, *(_line(n, candidate) for n, candidate in enumerate(report.candidates, 1))]
-    bare = {
-        "tp": "1",
-        "cp": "1",
-        "ep": "1",
-        "pp": "1",
-        "offload": "none",
-        "reshard": "default",
-        "reserved": "",
-        "cpu_offload": "no",
-    }
-    # Of what is the same everywhere unless several were asked for, the report's first line speaks.
-    same = {name for name in ("precision", "optimizer") if len({line[_HEAD.index(name)] for line in lines[1:]}) <= 1}
-    kept = [
-        i for i, name in enumerate(_HEAD) if name not in same and any(line[i] != bare.get(name) for line in lines[1:])
-    ]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(_HEAD))]
-    return "\n".join("  ".join(line[i].rjust(widths[i]) for i in kept).rstrip() for line in lines)
-
-
-def judged(report: FitReport) -> str:
-    """What a configuration had to fit in the limit with, in a sentence."""
-    known = {candidate.need.by for candidate in report.candidates}
-    words = [_JUDGED[by] for by in _JUDGED if by in known]
-    return f"A configuration fits if {', and '.join(words)} within {report.question.limit / 2**30:.2f} GiB."
-
-
-_JUDGED = {
-    RESERVED: "what our model of CUDA's caching allocator reserves (of a pipeline, on the rank where that is most) is",
-    ALLOCATED: "what tensors take is",
+CHECKED = {
+    "peak_bytes": "the CPU allocator's bytes of real steps on 1, 2 and 4 ranks (docs/memory-planning.md)",
+    "reserved_bytes": "published steps of Llama 3 on H100 (docs/benchmarks/published.md)",
+    "step_seconds": "published steps of Llama 3 on H100 (docs/benchmarks/published.md)",
 }
+"""What predictions were compared with; a GPU at hand is not among it."""
+
+
+_COLUMNS = (
+    Column("#"),
+    Column("dp_replicate"),
+    Column("dp_shard"),
+    Column("tp"),
+    Column("cp"),
+    Column("ep"),
+    Column("pp"),
+    Column("schedule", 4, left=True),
+    Column("batch", left=True),
+    Column("precision", 3, left=True),
+    Column("optimizer", 3, left=True),
+    Column("ac", left=True),
+    Column("loss", left=True),
+    Column("offload", left=True),
+    Column("reshard", 5, left=True),
+    Column("cpu_offload", 2, left=True),
+    Column("peak", 6),
+    Column("reserved", 1),
+    Column("ms", 2),
+    Column("tokens/s"),
+    Column("MFU", 1),
+)
+_USUAL = {
+    "dp_replicate": "1", "tp": "1", "cp": "1", "ep": "1", "pp": "1", "offload": "none", "reshard": "default",
+    "cpu_offload": "no",
+}  # fmt: skip
+"""What a column has where nothing was done."""
+
+
+@dataclass(frozen=True)
+class FitReport:
+    """The best configurations, and what became of the others. ``print(report)`` is the verdict and the table.
+
+    Bytes are of the rank that needs most, seconds of one optimizer step. All of it is predicted.
+    """
+
+    question: Question
+    model: str
+    """How the caller named it, or its class."""
+    parameters: int
+    candidates: tuple[Candidate, ...]
+    """Those that fit, fastest first."""
+    rejected: Mapping[str, int]
+    """Combinations that are not among them, by reason."""
+    nearest: Candidate | None
+    """Where nothing fits: what needs least."""
+    helps: tuple[str, ...] = ()
+    """Where nothing fits: single changes that make it fit, the smallest of each kind; then what lowers the peak."""
+    searched: Mapping[str, float] = field(default_factory=dict)
+    """``layouts``, ``shapes`` traced, configurations ``looked_at``, and ``seconds`` that the search took."""
+    interrupted: bool = False
+    """The search was interrupted: a faster configuration may be among those that it did not look at."""
+
+    @property
+    def best(self) -> Candidate:
+        """The fastest that fits.
+
+        Raises:
+            ValueError: nothing fits; the message has what needs least.
+        """
+        if not self.candidates:
+            raise ValueError(self.problem)
+        return self.candidates[0]
+
+    @property
+    def problem(self) -> str:
+        """Why nothing fits; empty where something does."""
+        if self.candidates:
+            return ""
+        limit, near = self.question.limit, self.nearest
+        if near is None:
+            why = ", ".join(f"{name} ({count})" for name, count in self.rejected.items())
+            return f"No combination can be run on {self.question.gpus} GPU(s): {why}."
+        return (
+            f"Nothing fits in {write_bytes(limit)} on each of {self.question.gpus} x {self.question.device.name}: what "
+            f"needs least takes {write_bytes(near.need.bytes)} ({near.need.by}; {near.call()}), bound by {self.binds}."
+            + (f" What would help: {'; '.join(self.helps)}." if self.helps else "")
+        )
+
+    @property
+    def binds(self) -> str:
+        """What keeps the best from being faster, or the nearest from fitting: see `nemo_like.planning.fit.advice.binds`."""
+        candidate = self.candidates[0] if self.candidates else self.nearest
+        return "" if candidate is None else binds(candidate, self.question.limit, self.question.device)
+
+    def call(self, sample: str = "batch") -> str:
+        """Return the line of Python that trains with the best; `sample`: the name of one micro-batch.
+
+        Raises:
+            ValueError: nothing fits.
+        """
+        return self.best.call(sample)
+
+    def verdict(self) -> str:
+        """Return the answer in a line: how fast, in how many bytes, and what keeps it from being faster."""
+        if not self.candidates:
+            return self.problem
+        best = self.best
+        note = "Interrupted, the best so far: " if self.interrupted else "Fits: "
+        return (
+            f"{note}{three_digits(best.tokens_per_second_per_gpu)} tokens/s/GPU (MFU {percent(best.mfu)}), "
+            f"{of_limit(best.need.bytes, self.question.limit)} {best.need.by}."
+        )
+
+    def about(self) -> str:
+        """Return the question in a line."""
+        question = self.question
+        batch = "" if question.global_batch is None else f", {question.global_batch} per step"
+        names = {each.job.step.optimizer for each in self.candidates} or {question.job.step.optimizer}
+        optimizer = f", {names.pop()}" if len(names) == 1 else ""
+        return (
+            f"{self.model} ({parameters_word(self.parameters)} parameters) on {question.gpus} x {question.device.name}, "
+            f"{question.planned_for}{batch}{optimizer}; rates of {question.device.rates}."
+        )
+
+    def table(self) -> Table:
+        """Return the configurations as a table, best first; a column that is at its default everywhere is not there."""
+        lines = [_line(number, candidate) for number, candidate in enumerate(self.candidates, 1)]
+        for i, column in enumerate(_COLUMNS):
+            usual = _USUAL.get(column.name, "")
+            same = column.name in ("precision", "optimizer") and len({line[i] for line in lines}) <= 1
+            if same or all(line[i] == usual for line in lines):
+                lines = [(*line[:i], "", *line[i + 1 :]) for line in lines]
+        return Table(_COLUMNS, tuple(lines))
+
+    def text(self, width: int | None = None, explain: int | None = None) -> str:
+        """Return the report for a screen of `width` columns (None: as wide as it gets).
+
+        Args:
+            explain: also where the bytes and milliseconds of the configuration of this number come from.
+        """
+        if not self.candidates:
+            return f"{paragraph(self.problem, width)}\n\n{paragraph(self.about(), width)}"
+        table = self.table()
+        lines = [f"{self.verdict()}\nPaste: {self.call()}\nTrain: {recipe(self, self.best)}"]
+        lines.append(paragraph(f"{self.about()} Bound by {self.binds}.", width))
+        note = f"GiB of one device, predicted. {columns_note(table.left_out(width))}".strip()
+        lines.append(f"{table.text(width)}\n{paragraph(note, width)}")
+        if explain is not None and explain <= len(self.candidates):
+            lines.append(f"Number {explain}:\n{explanation(self.candidates[explain - 1])}")
+            lines.append(paragraph(self._others(), width))
+        elif explain is not None:
+            lines.append(f"There is no line {explain}: {len(self.candidates)} configurations were found.")
+        lines.append(
+            f"Looked at {self.searched['looked_at']:.0f} configurations of {self.searched['layouts']:.0f} layouts in "
+            f"{self.searched['seconds']:.0f} s."
+        )
+        return "\n\n".join(lines)
+
+    def _others(self) -> str:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self.rejected.items(), key=lambda r: -r[1]))
+        return (
+            f"Others: {reasons or 'none'}. Peaks were compared with {CHECKED['peak_bytes']}, reserved bytes and seconds "
+            f"with {CHECKED['reserved_bytes']}; no GPU at hand was compared."
+        )
+
+    def __str__(self) -> str:
+        return self.text(screen_width())
+
+    def __repr__(self) -> str:
+        return f"<FitReport: {self.verdict()}>"
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<p>{html.escape(text)}</p>" for text in (self.verdict(), self.about()))
+        return head + (f"<pre>{html.escape(self.call())}</pre>{self.table().html()}" if self.candidates else "")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report in JSON values: sizes in bytes, times in seconds, shares of one."""
+        question = self.question
+        return {
+            "verdict": self.verdict(),
+            "model": self.model, "parameters": self.parameters, "gpus": question.gpus, "gpu": question.device.name,
+            "seq_len": question.seq_len, "planned_for": question.planned_for,
+            "rates": question.device.rates, "global_batch": question.global_batch, "limit_bytes": question.limit,
+            "host_memory_bytes": question.host_memory,
+            "candidates": [candidate.to_dict() for candidate in self.candidates],
+            "rejected": dict(self.rejected), "problem": self.problem or None,
+            "binds": self.binds, "helps": list(self.helps), "checked_against": CHECKED,
+            "nearest": None if self.nearest is None else self.nearest.to_dict(), "searched": dict(self.searched),
+            "interrupted": self.interrupted,
+        }  # fmt: skip
 
 
 def _line(number: int, candidate: Candidate) -> tuple[str, ...]:
-    conf = candidate.conf
-    stages = str(conf.pp) if conf.pp == 1 else f"{conf.pp} {conf.schedule}"
-    reserved = "" if candidate.reserved is None else f"{candidate.reserved / 2**30:.2f}"
-    reshard = reshard_word(conf.reshard)
+    conf, unit = candidate.conf, ByteUnit("GiB", 2**30)
     return (
-        str(number), f"{conf.dp_replicate} x {conf.dp_shard}", str(conf.tp), str(conf.cp), str(conf.ep), stages,
-        f"{conf.micro_batch} x {conf.grad_accum}", precision_word(conf.job.precision), conf.job.step.optimizer,
-        candidate.ac, "model" if conf.job.loss is None else "chunked", conf.job.offload.mode, reshard,
+        str(number),
+        str(conf.dp_replicate),
+        str(conf.dp_shard),
+        str(conf.tp),
+        str(conf.cp),
+        str(conf.ep),
+        str(conf.pp),
+        (conf.schedule or "") if conf.pp > 1 else "",
+        f"{conf.micro_batch} x {conf.grad_accum}",
+        precision_word(conf.job.precision),
+        conf.job.step.optimizer,
+        candidate.ac,
+        "model" if conf.job.loss is None else "chunked",
+        conf.job.offload.mode,
+        reshard_word(conf.reshard),
         "yes" if conf.cpu_offload else "no",
-        f"{candidate.peak_bytes / 2**30:.2f}", reserved, f"{1000 * candidate.step_seconds:,.1f}",
-        f"{candidate.tokens_per_second_per_gpu:,.0f}", f"{candidate.mfu:.1%}",
-    )  # fmt: skip
+        unit.number(candidate.peak_bytes),
+        "" if candidate.reserved is None else unit.number(candidate.reserved),
+        three_digits(1000 * candidate.step_seconds),
+        three_digits(candidate.tokens_per_second_per_gpu),
+        percent(candidate.mfu),
+    )
 
 
 def explanation(candidate: Candidate) -> str:
-    """Where each byte and each millisecond of one configuration comes from: parts, the largest first, and what they are made
-    of. The parts add up to the peak and to the step, and the lines below a part to it."""
-    account = candidate.account
+    """Return where each byte and each millisecond of one configuration comes from.
+
+    Parts, the largest first, add up to the peak and to the step; the lines below a part add up to it.
+    """
+    account, unit = candidate.account, ByteUnit.of([candidate.peak_bytes])
+
+    def size(amount: float) -> str:
+        return f"{amount / unit.size:9.3f} {unit.name}"
+
     rows = ((), ()) if account is None else (account.bytes, account.seconds)
-    lines = [f"Peak: {write_bytes(candidate.peak_bytes)}, {candidate.peak.at}"]
-    lines += _parts(candidate.peak.parts, rows[0], _size)
-    lines.append(f"Beside it, among what must fit:\n  {_size(candidate.need.inputs)}  step's input")
+    lines = [f"Peak: {unit.word(candidate.peak_bytes)}, {candidate.peak.at}"]
+    lines += _parts(candidate.peak.parts, rows[0], size)
+    lines.append(f"Also needed:\n  {size(candidate.need.inputs)}  step's input")
     if account is not None and account.ranks:
         lines.append("Peak of each rank of the pipeline:")
         lines += [
-            f"  {_size(rank.total)}  rank {number}, {_stages(rank.stages)}: {rank.at}"
+            f"  {size(rank.total)}  rank {number}, {_stages(rank.stages)}: {rank.at}"
             for number, rank in enumerate(account.ranks)
         ]
     lines.append(f"Step: {1000 * candidate.step_seconds:,.2f} ms")
@@ -90,15 +273,13 @@ def explanation(candidate: Candidate) -> str:
 def _parts(totals: Mapping[str, float], rows: Sequence[Row], word: Callable[[float], str]) -> list[str]:
     lines = []
     for part, total in sorted(totals.items(), key=lambda item: -item[1]):
+        if not total:
+            continue
         lines.append(f"  {word(total)}  {part}")
         for row in (row for row in rows if row.part == part and row.what):
             hidden = f" (and {word(row.hidden).strip()} that computing hides)" if row.hidden else ""
             lines.append(f"    {word(row.amount)}  {row.what}{hidden}")
     return lines
-
-
-def _size(size: float) -> str:
-    return f"{write_bytes(round(size)):>11}"
 
 
 def _milliseconds(seconds: float) -> str:

@@ -15,11 +15,12 @@ import itertools
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from nemo_like._util.progress import Say, silent
 from nemo_like.options import MemoryBudget
 from nemo_like.planning.fit.accounts import account_of
 from nemo_like.planning.fit.candidate import Candidate
@@ -72,13 +73,15 @@ class Found:
     """Configurations of which bytes were predicted."""
     traced: int = 0
     """Local shapes that were traced."""
+    interrupted: bool = False
+    """The search was interrupted: what it had found by then is not known to be the fastest."""
 
 
 class Search:
     """One question on one model."""
 
-    def __init__(self, question: Question, layouts: Iterable[Configuration], trace: Tracer) -> None:
-        self.question, self.trace = question, trace
+    def __init__(self, question: Question, layouts: Iterable[Configuration], trace: Tracer, say: Say = silent) -> None:
+        self.question, self.trace, self.say = question, trace, say
         self.found = Found()
         self.shapes: dict[ShapeKey, Shape | str] = {}
         """The traced ones; why the model cannot have the others."""
@@ -101,11 +104,51 @@ class Search:
         """The best that fits, and up to `count` of the next best layouts among the shapes that were traced for it."""
         order = itertools.count()
         queue: list[tuple[float, int, Any]] = []
-        later, large = 0, []
+        later = 0
+        try:
+            later = self._walk(queue, order, count)
+        except KeyboardInterrupt:
+            resolved = [item for _, _, item in sorted(queue, key=lambda entry: entry[:2]) if _is_resolved(item)]
+            if not (resolved or self.found.best):
+                raise
+            self.found.interrupted = True
+            for conf, known in resolved:
+                shape = self.shapes[ShapeKey.of(conf)]
+                layouts = {candidate.layout for candidate in self.found.best}
+                if len(layouts) < count and conf.layout not in layouts and not isinstance(shape, str):
+                    self.found.best.append(self.candidate(shape, conf, known))
+            return self._finished(later, queue)
+        if not self.found.best:
+            self._look_at_the_least()
+        found = self._finished(later, queue)
+        if found.best:
+            found.best[0] = self._refined(found.best[0])
+        else:
+            found.nearest = self._nearest()
+        return found
+
+    def _finished(self, later: int, queue: Sequence[tuple[float, int, Any]]) -> Found:
+        """Count what was not looked at."""
+        later += sum(len(self.by_shape[item]) if isinstance(item, ShapeKey) else 1 for _, _, item in queue)
+        if later:
+            self.found.rejected["slower than the best, not looked at"] += later
+        self.found.traced = self._traced_shapes()
+        return self.found
+
+    def _traced_shapes(self) -> int:
+        return sum(not isinstance(shape, str) for shape in self.shapes.values())
+
+    def _walk(self, queue: list[tuple[float, int, Any]], order: Iterator[int], count: int) -> int:
+        """Go through shapes, configurations and resolved ones by their least seconds, until `count` are found.
+
+        Return how many configurations are of shapes that were left out.
+        """
+        later, large = 0, list[ShapeKey]()
         for key in self.by_shape:
             heapq.heappush(queue, (self._bound(key), next(order), key))
         while queue and len(self.found.best) < count:
             bound, _, item = heapq.heappop(queue)
+            self.say(f"traced {self._traced_shapes()} of {len(self.by_shape)} shapes")
             if isinstance(item, ShapeKey):
                 if not self.found.best and (better := self._bound(item)) > bound:
                     heapq.heappush(queue, (better, next(order), item))  # other shapes were traced meanwhile
@@ -140,17 +183,7 @@ class Search:
             elif (resolved := self._resolve(shape, conf)) is not None:
                 per_token = self._per_token(resolved.seconds, conf)
                 heapq.heappush(queue, (per_token, next(order), (conf, resolved)))
-        if not self.found.best:
-            self._look_at_the_least()
-        later += sum(len(self.by_shape[item]) if isinstance(item, ShapeKey) else 1 for _, _, item in queue)
-        if later:
-            self.found.rejected["slower than the best, not looked at"] += later
-        self.found.traced = sum(not isinstance(shape, str) for shape in self.shapes.values())
-        if self.found.best:
-            self.found.best[0] = self._refined(self.found.best[0])
-        else:
-            self.found.nearest = self._nearest()
-        return self.found
+        return later
 
     def _look_at_the_least(self) -> None:
         """Nothing fits: of the pipelines that are known not to, those that may need less than all else."""
@@ -481,6 +514,10 @@ class Search:
 Entry = tuple[Configuration, Resolved | None] | StateOnHost
 _HOST_MEMORY = "host memory"
 _NOT_BESIDE_PP = "not planned beside pp: cpu_offload, a budget with experts that tp splits inside"
+
+
+def _is_resolved(item: object) -> bool:
+    return isinstance(item, tuple) and item[1] is not None
 
 
 def _like_stages(whole: ShapeKey, stages: ShapeKey) -> bool:
