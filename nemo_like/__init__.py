@@ -73,6 +73,8 @@ if TYPE_CHECKING:  # what type checkers and editors see of the names below; "as"
     from nemo_like.planning.fit import FitReport as FitReport
     from nemo_like.planning.fit import fit as fit
     from nemo_like.planning.planner import plan_for as plan_for
+    from nemo_like.planning.predict import predict as predict
+    from nemo_like.planning.report import PlanReport as PlanReport
     from nemo_like.planning.stage_plans import plan_pipeline as plan_pipeline
     from nemo_like.profiling import MemoryProfiler as MemoryProfiler
     from nemo_like.profiling import ProfileReport as ProfileReport
@@ -153,6 +155,8 @@ _WHERE = {
         "fit",
     ),
     "planning.planner": ("plan_for",),
+    "planning.predict": ("predict",),
+    "planning.report": ("PlanReport",),
     "planning.stage_plans": ("plan_pipeline",),
     "profiling": (
         "MemoryProfiler",

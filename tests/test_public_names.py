@@ -67,7 +67,9 @@ ELSEWHERE = (
     "apply_activation_checkpointing",
     "checkpoint_timesteps",
     "dry_run",
+    "PlanReport",
     "parallelize",
+    "predict",
 )
 """Names that are promised from `nemo_like` alone."""
 

@@ -1,0 +1,121 @@
+"""`predict`: the report of a plan in Python, and the three questions: how many GPUs, how long, how large a batch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_like import Job, cli, predict
+from nemo_like.planning.what_if import least_need, planner_of
+from tests.models import decoders
+
+pytest.importorskip("transformers")
+pytest.importorskip("scipy")
+
+SMALL: dict[str, Any] = {"gpu": "cpu", "seq_len": 32}
+
+
+def _need(**job: Any) -> Callable[[int, int], int]:
+    """Bytes that full checkpointing needs for so many sequences of so many tokens."""
+
+    def need(batch: int, length: int) -> int:
+        ids = torch.zeros(batch, length, dtype=torch.long)
+        asked = Job.of(gpu="cpu", **job)
+        return least_need(planner_of(decoders.build("llama"), {"input_ids": ids, "labels": ids}, asked), 1 << 40)
+
+    return need
+
+
+def test_a_report_names_the_fastest_that_fits() -> None:
+    report = predict(decoders.build("llama"), **SMALL, budgets=["60%"])
+    assert [row.ac for row in report.rows] == ["none", "full", "selective", "60%"]
+    assert report.best is report.rows[0] and report.verdict().startswith("Fits without checkpointing, ac='none': ")
+    assert report.call() == "model = parallelize(model, strategy='fsdp2', ac='none')"
+    limit = report.rows[1].need.bytes
+    full = predict(decoders.build("llama"), **SMALL, memory=limit)
+    assert full.best is not None and full.best.ac == "full" and full.limit == limit
+    assert "slower than ac='none'" in full.verdict()
+    none = predict(decoders.build("llama"), **SMALL, memory=limit - 1)
+    assert none.best is None and none.verdict().startswith("Does not fit: ac='full', the least, takes ")
+    with pytest.raises(ValueError, match="Does not fit"):
+        none.call()
+
+
+def test_what_if_has_the_fastest_plan_that_then_fits() -> None:
+    report = predict("llama-tiny", gpu="h100-80gb", gpus=4, seq_len=64, what_if=True)
+    changes = {change.change: change for change in report.what_if}
+    assert {"twice the sequence", "half the GPUs", "loss='chunked'", "optimizer='adamw-8bit'"} <= set(changes)
+    half = predict("llama-tiny", gpu="h100-80gb", gpus=2, seq_len=64)
+    assert half.best is not None
+    assert changes["half the GPUs"].row.need == half.best.need
+    assert changes["half the GPUs"].tokens_per_second == half.tokens_per_second(half.best)
+    assert len(report.to_dict()["what_if"]) == len(report.what_if)
+    assert report.what_if_table().text().splitlines()[1].startswith("as asked")
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_the_largest_batch_is_what_its_report_is_of(most: int) -> None:
+    need = _need()
+    report = predict(decoders.build("llama"), **SMALL, batch_size="max", memory=need(most + 1, 32) - 1)
+    assert report.answer == f"Largest micro-batch: {most}." and report.tokens == 32 * most
+    assert report.text().startswith(f"{report.answer} Fits with ac=")
+
+
+def test_the_longest_sequence_and_the_fewest_gpus() -> None:
+    need = _need()
+    limit = need(1, 48)
+    report = predict(decoders.build("llama"), gpu="cpu", seq_len="max", memory=limit)
+    assert report.tokens is not None and 48 <= report.tokens < 64
+    assert need(1, report.tokens) <= limit < need(1, report.tokens + 1)
+    assert report.answer == f"Longest sequence: {report.tokens} tokens."
+    two = _need(world_size=2)(1, 32)
+    assert two < need(1, 32)
+    fewest = predict(decoders.build("llama"), **SMALL, gpus="min", memory=two)
+    assert (fewest.answer, fewest.job.ranks) == ("Fewest GPUs: 2.", 2)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"gpus": "min", "batch_size": "max"}, "one question each"),
+        ({"gpus": 0}, "gpus is 0"),
+        ({"seq_len": "most"}, "seq_len is 'most'"),
+        ({"batch_size": "max", "memory": 1000}, "Not even a micro-batch of one sequence fits"),
+        ({"seq_len": "max", "memory": 1000}, "Not even a sequence of"),
+        ({"gpus": "min", "memory": 1000}, "No number of GPUs up to"),
+        ({"batch_size": "max", "sample_input": torch.zeros(1, 4, dtype=torch.long)}, "sample_input has a size"),
+        ({"job": Job.of(), "tp": 2}, "job is given, and so is tp"),
+        ({"seq_len": 1 << 20}, "seq_len"),
+    ],
+)
+def test_a_wrong_question_is_refused(asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        predict(decoders.build("llama"), **({} if "job" in asked else {"gpu": "cpu"}) | {"seq_len": 32} | asked)
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        ("--gpus min --tp 2", "Fewest GPUs: 2."),
+        ("--batch-size max --memory 120MiB", "Largest micro-batch: "),
+        ("--seq-len max --memory 120MiB", "Longest sequence: "),
+    ],
+)
+def test_the_command_answers_the_same_questions(words: str, answer: str, capsys: pytest.CaptureFixture[str]) -> None:
+    line = f"plan --model llama-tiny --seq-len 64 --no-what-if --json - {words}"
+    assert cli.main(line.split()) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert body["answer"].startswith(answer) and body["recommended"]
+
+
+@pytest.mark.parametrize("words", ["--gpus few", "--seq-len min", "--batch-size max --gpus min"])
+def test_the_command_refuses_other_words(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        assert cli.main(f"plan --model llama-tiny {words}".split()) == 2
+    except SystemExit as stop:  # argparse's own
+        assert stop.code == 2
+    assert "whole number" in (said := capsys.readouterr().err) or "one question each" in said
