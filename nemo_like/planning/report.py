@@ -233,7 +233,7 @@ class PlanReport:
             explain: also the parts of the peak, and what the columns mean.
         """
         table, unit = self.table(), self._unit()
-        first = f"{self.answer} {self.verdict()}".strip()
+        first = f"{self.answer}\n{self.verdict()}".strip()
         lines = [f"{first}\nPaste: {self.call()}" if self.best is not None else first]
         lines += [paragraph(text, width) for text in (self.about, *self._warnings())]
         where = f"{unit.name} of one device, predicted. {columns_note(table.left_out(width))}"

@@ -36,11 +36,11 @@ def test_a_report_names_the_fastest_that_fits() -> None:
     assert report.best is report.rows[0] and report.verdict().startswith("Fits without checkpointing, ac='none': ")
     assert report.call() == "model = parallelize(model, strategy='fsdp2', ac='none')"
     limit = report.rows[1].need.bytes
-    full = predict(decoders.build("llama"), **SMALL, memory=limit)
-    assert full.best is not None and full.best.ac == "full" and full.limit == limit
-    assert "slower than ac='none'" in full.verdict()
-    none = predict(decoders.build("llama"), **SMALL, memory=limit - 1)
-    assert none.best is None and none.verdict().startswith("Does not fit: ac='full', the least, takes ")
+    some = predict(decoders.build("llama"), **SMALL, memory=limit)
+    assert some.best is not None and some.best.ac != "none" and some.limit == limit
+    assert "slower than ac='none'" in some.verdict()
+    none = predict(decoders.build("llama"), **SMALL, memory=min(row.need.bytes for row in some.rows) - 1)
+    assert none.best is None and none.verdict().startswith("Does not fit: ac=")
     with pytest.raises(ValueError, match="Does not fit"):
         none.call()
 
@@ -62,7 +62,7 @@ def test_the_largest_batch_is_what_its_report_is_of(most: int) -> None:
     need = _need()
     report = predict(decoders.build("llama"), **SMALL, batch_size="max", memory=need(most + 1, 32) - 1)
     assert report.answer == f"Largest micro-batch: {most}." and report.tokens == 32 * most
-    assert report.text().startswith(f"{report.answer} Fits with ac=")
+    assert report.text().startswith(f"{report.answer}\nFits with ac=")
 
 
 def test_the_longest_sequence_and_the_fewest_gpus() -> None:
