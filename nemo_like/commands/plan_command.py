@@ -128,8 +128,8 @@ def run(args: argparse.Namespace) -> int:
     from nemo_like.planning.what_if import planner_of, what_if
 
     question = Question.of(args.world_size, args.seq_len, args.batch_size)
-    args = _with_a_start(args, question)
     _check(args)
+    args = _with_a_start(args, question)
     job = asked_job(args)
     if args.check:
         from nemo_like.fake_rank import refuse_dry_run

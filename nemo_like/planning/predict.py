@@ -79,13 +79,11 @@ def predict(
     for name, size, word in (("seq_len", seq_len, "max"), ("batch_size", batch_size, "max")):
         if size != word:
             check_whole(name, size, 1)
-    if sample_input is not None and "max" in (seq_len, batch_size):
-        raise ValueError("sample_input has a size of its own. For 'max', leave it out.")
+    if sample_input is not None and batch_size == "max":
+        raise ValueError("sample_input has a size of its own. For batch_size='max', leave it out.")
     built, source = (model, None) if isinstance(model, nn.Module) else resolve_model(model).built("meta", dtype)
     name = type(built).__name__ if source is None else source.name
     own = sample_input if source is None or sample_input is not None else source.sample
-    if own is not None and seq_len == "max":
-        raise ValueError(f"{name} has a sample input, whose length is not known. Leave seq_len out.")
 
     def given(batch: int, length: int) -> tuple[Any, str]:
         if own is not None:
@@ -145,7 +143,7 @@ def answered(
     Raises:
         ValueError: no number of devices, no length or no batch fits.
     """
-    step, answer = _asked(step, question, limit)
+    step, answer = _asked(step, question, limit, name)
     if planner is None or answer:
         planner = step.planner()
     tokens = tokens_of(step.sample)
@@ -153,7 +151,7 @@ def answered(
     return step, planner, replace(report, answer=answer)
 
 
-def _asked(step: Step, question: Question, limit: int | None) -> tuple[Step, str]:
+def _asked(step: Step, question: Question, limit: int | None, name: str) -> tuple[Step, str]:
     job = step.job
 
     def needs(**change: Any) -> int:
@@ -171,14 +169,19 @@ def _asked(step: Step, question: Question, limit: int | None) -> tuple[Step, str
         found = largest(lambda size: needs(batch=size), step.batch, most, MOST_SEQUENCES)
         if not found:
             raise ValueError("Not even a micro-batch of one sequence fits. Give more GPUs, or a shorter sequence.")
-        return replace(step, batch=found), f"Largest micro-batch: {found:,}."
+        more = " or more" if found == MOST_SEQUENCES else ""
+        return replace(step, batch=found), f"Largest micro-batch: {found:,}{more}."
     if question.seq_len:
-        positions = getattr(getattr(step.model, "config", None), "max_position_embeddings", None) or MOST_TOKENS
+        if not step.seq_len:
+            raise ValueError(f"{name} has a sample input, whose length is not known: none can be looked for.")
+        known = getattr(getattr(step.model, "config", None), "max_position_embeddings", None)
+        positions = known or MOST_TOKENS
         size = job.cp.size * job.tp.size * (_TOKENS if positions >= 8 * _TOKENS else 1)
         found = largest(lambda length: needs(seq_len=length), START, most, positions, size)
         if not found:
             raise ValueError(f"Not even a sequence of {size} tokens fits. Give more GPUs, or a smaller batch.")
-        note = ", all that its config has positions for" if found + size > positions else ""
+        note = ", all that its config has positions for" if known else " or more"
+        note = note if found + size > positions else ""
         return replace(step, seq_len=found), f"Longest sequence: {found:,} tokens{note}."
     return step, ""
 

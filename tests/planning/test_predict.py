@@ -112,6 +112,21 @@ def test_the_command_answers_the_same_questions(words: str, answer: str, capsys:
     assert body["answer"].startswith(answer) and body["recommended"]
 
 
+def own() -> tuple[torch.nn.Module, torch.Tensor]:
+    """Return a model with its input."""
+    layers = (torch.nn.TransformerEncoderLayer(8, 1, 16, batch_first=True) for _ in range(2))
+    return torch.nn.Sequential(*layers), torch.randn(2, 4, 8)
+
+
+def test_the_longest_sequence_is_not_looked_for_where_the_model_brings_its_input(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(ValueError, match="has a sample input, whose length is not known"):
+        predict(decoders.build("llama"), gpu="cpu", seq_len="max", sample_input=torch.zeros(1, 4, dtype=torch.long))
+    assert cli.main(["plan", "--model", "tests.planning.test_predict:own", "--gpu", "cpu", "--seq-len", "max"]) == 2
+    assert "has a sample input, whose length is not known" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("words", ["--gpus few", "--seq-len min", "--batch-size max --gpus min"])
 def test_the_command_refuses_other_words(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     try:
