@@ -362,9 +362,21 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "flags.py",
-        'count = said["grad_accum"] if said["pp"] == 1 else 1',
-        "count = 1",
+        'parts["pp"] = {}\n',
+        'parts["pp"], parts["step"]["microbatches"] = {}, 1\n',
         "tests/test_job.py",
+    ),
+    Fault(
+        "planning/report.py",
+        "replace(planner.describe(choices, name), reserved_bytes=need.reserved)",
+        "planner.describe(choices, name)",
+        "tests/planning/test_reserved.py",
+    ),
+    Fault(
+        "planning/fit/shapes.py",
+        "return conf.shard_ranks, conf.dp_replicate, conf.pp",
+        "return conf.shard_ranks, 1, 1",
+        "tests/planning/test_fit_account.py",
     ),
     Fault(
         "integrations/activation_offloading.py",

@@ -153,13 +153,17 @@ class FitReport:
 
     def table(self) -> Table:
         """Return the configurations as a table, best first; a column that is at its default everywhere is not there."""
-        lines = [_line(number, candidate) for number, candidate in enumerate(self.candidates, 1)]
+        unit = self._unit()
+        lines = [_line(number, candidate, unit) for number, candidate in enumerate(self.candidates, 1)]
         for i, column in enumerate(_COLUMNS):
             usual = _USUAL.get(column.name, "")
             same = column.name in ("precision", "optimizer") and len({line[i] for line in lines}) <= 1
             if same or all(line[i] == usual for line in lines):
                 lines = [(*line[:i], "", *line[i + 1 :]) for line in lines]
         return Table(_COLUMNS, tuple(lines))
+
+    def _unit(self) -> ByteUnit:
+        return ByteUnit.of([candidate.need.bytes for candidate in self.candidates])
 
     def text(self, width: int | None = None, explain: int | None = None) -> str:
         """Return the report for a screen of `width` columns (None: as wide as it gets).
@@ -172,7 +176,7 @@ class FitReport:
         table = self.table()
         lines = [f"{self.verdict()}\nPaste: {self.call()}\nTrain: {recipe(self, self.best)}"]
         lines.append(paragraph(f"{self.about()} Bound by {self.binds}.", width))
-        note = f"GiB of one device, predicted. {columns_note(table.left_out(width))}".strip()
+        note = f"{self._unit().name} of one device, predicted. {columns_note(table.left_out(width))}".strip()
         lines.append(f"{table.text(width)}\n{paragraph(note, width)}")
         if explain is not None and explain <= len(self.candidates):
             lines.append(f"Number {explain}:\n{explanation(self.candidates[explain - 1])}")
@@ -219,8 +223,8 @@ class FitReport:
         }  # fmt: skip
 
 
-def _line(number: int, candidate: Candidate) -> tuple[str, ...]:
-    conf, unit = candidate.conf, ByteUnit("GiB", 2**30)
+def _line(number: int, candidate: Candidate, unit: ByteUnit) -> tuple[str, ...]:
+    conf = candidate.conf
     return (
         str(number),
         str(conf.dp_replicate),
