@@ -125,6 +125,7 @@ def run(args: argparse.Namespace) -> int:
     from nemo_like.planning.pictures import plot
     from nemo_like.planning.planner import Planner
     from nemo_like.planning.predict import Question, answered
+    from nemo_like.planning.report import WhatIf
     from nemo_like.planning.what_if import planner_of, what_if
 
     question = Question.of(args.world_size, args.seq_len, args.batch_size)
@@ -150,7 +151,13 @@ def run(args: argparse.Namespace) -> int:
     if say:
         print(report.text(width, args.explain), flush=True)
         print(_left_out(planner, given, width), end="", flush=True)
-    report = replace(report, what_if=tuple(what_if(step, planner, report)) if args.what_if else ())
+    changes, interrupted = list[WhatIf](), False
+    try:
+        for change in what_if(step, planner, report) if args.what_if else ():
+            changes.append(change)
+    except KeyboardInterrupt:
+        interrupted = True
+    report = replace(report, what_if=tuple(changes))
     if say and report.what_if:
         print(f"\n{report.what_if_table().text(width)}", flush=True)
     if say and report.best is None:
@@ -175,6 +182,8 @@ def run(args: argparse.Namespace) -> int:
         report.best.plan.save(args.save)
     for reason in report.unmet:
         print(f"nemo-like plan: {reason}", file=sys.stderr)
+    if interrupted:
+        raise KeyboardInterrupt  # what was found by then is printed and written
     return 0 if report.best is not None and not report.unmet else 1
 
 
@@ -182,15 +191,19 @@ WAYS_OUT = (
     "Ways out: more ranks to shard over (--gpus min finds how many), a smaller --batch-size, --loss chunked, "
     "--optimizer adamw-8bit, --tp, --cp or --pp."
 )
-_STARTS = {"world_size": 1, "seq_len": 4096, "batch_size": 1}
-"""Where the search for the fewest or the most begins."""
 
 
 def _with_a_start(args: argparse.Namespace, question: Question) -> argparse.Namespace:
-    """Return `args` with a number in place of ``min`` or ``max``."""
+    """Return `args` with the number where the search begins in place of ``min`` or ``max``."""
+    from nemo_like.planning.predict import START
+    from nemo_like.planning.what_if import gpu_unit
+
     asked = {"world_size": question.gpus, "seq_len": question.seq_len, "batch_size": question.batch}
-    parts = args.tp * args.cp * args.pp * args.dp_replicate
-    starts = _STARTS | {"world_size": parts}
+    starts = {
+        "world_size": gpu_unit(args.tp, args.cp, args.ep, args.pp, args.dp_replicate),
+        "seq_len": START,
+        "batch_size": 1,
+    }
     return argparse.Namespace(**(vars(args) | {name: starts[name] for name, looked_for in asked.items() if looked_for}))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -164,8 +165,17 @@ def fewest(needs: Callable[[int], int], counts: Sequence[int], limit: int) -> in
     return counts[low]
 
 
+def gpu_unit(tp: int, cp: int, ep: int, pp: int, dp_replicate: int) -> int:
+    """Return the smallest number of devices that these axes take; all others are multiples of it.
+
+    >>> gpu_unit(2, 1, 8, 1, 2)
+    16
+    """
+    return tp * cp * (ep // math.gcd(ep, tp * cp)) * pp * dp_replicate
+
+
 def gpu_counts(job: Job, per_host: int) -> list[int]:
     """Return the numbers of devices that a job could run on: what its axes allow, and whole hosts above one."""
-    unit = job.tp.size * job.cp.size * job.pp.size * job.dp_replicate
+    unit = gpu_unit(job.tp.size, job.cp.size, job.ep.size, job.pp.size, job.dp_replicate)
     counts = range(unit, MOST_GPUS + 1, unit)
     return [count for count in counts if count <= per_host or count % per_host == 0]
