@@ -18,6 +18,8 @@ class Column:
     """How long it is kept where the screen is too narrow: 0 always, then the smallest number longest."""
     left: bool = False
     """Align to the left, as text is."""
+    least: int | None = None
+    """To how many characters it is cut where the screen is too narrow for the columns that are always kept; None: never."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +42,16 @@ class Table:
         """
         shown = self.shown(width)
         sizes = self._sizes()
+        for i in shown:
+            over = 0 if width is None else sum(sizes[j] + 2 for j in shown) - 2 - width
+            least = self.columns[i].least
+            if over > 0 and least is not None:
+                sizes[i] = max(sizes[i] - over, min(sizes[i], least))
         lines = [tuple(column.name for column in self.columns), *self.rows]
         return "\n".join(
             "  ".join(
-                line[i].ljust(sizes[i]) if self.columns[i].left else line[i].rjust(sizes[i]) for i in shown
+                cut(line[i], sizes[i]).ljust(sizes[i]) if self.columns[i].left else line[i].rjust(sizes[i])
+                for i in shown
             ).rstrip()
             for line in lines
         )
@@ -83,6 +91,18 @@ class Table:
 def screen_width() -> int:
     """Return the columns of the terminal, of ``COLUMNS``, or 80 where neither says."""
     return shutil.get_terminal_size((80, 24)).columns
+
+
+def cut(text: str, size: int) -> str:
+    """Return `text` in at most `size` characters, the middle left out.
+
+    >>> cut("model.layers.0-31", 11), cut("head", 11)
+    ('model….0-31', 'head')
+    """
+    if len(text) <= size:
+        return text
+    tail = size // 2
+    return f"{text[: size - tail - 1]}…{text[len(text) - tail :]}"
 
 
 def paragraph(text: str, width: int | None) -> str:
@@ -148,6 +168,18 @@ def three_digits(value: float) -> str:
         return f"{value:.{1 if size >= 9.995 else 2}f}"
     scale = 10 ** max(0, len(str(round(size))) - 3)
     return f"{round(value / scale) * scale:,}"
+
+
+def parameters_word(count: int) -> str:
+    """Return a number of parameters in three digits.
+
+    >>> parameters_word(8_030_261_248), parameters_word(789_120), parameters_word(96)
+    ('8.03 B', '789 K', '96')
+    """
+    for size, unit in ((10**9, " B"), (10**6, " M"), (10**3, " K")):
+        if count >= size:
+            return f"{three_digits(count / size)}{unit}"
+    return str(count)
 
 
 def percent(share: float) -> str:
