@@ -19,7 +19,7 @@ class Column:
     left: bool = False
     """Align to the left, as text is."""
     least: int | None = None
-    """To how many characters it is cut where the screen is too narrow for the columns that are always kept; None: never."""
+    """To how many characters its text may be cut before a column is left out; None: it is never cut."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,8 @@ class Table:
 
     def shown(self, width: int | None = None) -> list[int]:
         """Return the numbers of the columns that `text` shows in `width`."""
-        sizes = self._sizes()
+        least = [column.least for column in self.columns]
+        sizes = [min(size, most or size) for size, most in zip(self._sizes(), least)]
         shown = [i for i in range(len(self.columns)) if any(row[i] for row in self.rows) or not self.rows]
         while width is not None and sum(sizes[i] + 2 for i in shown) - 2 > width:
             last = max(shown, key=lambda i: (self.columns[i].keep, i))

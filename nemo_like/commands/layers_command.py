@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from nemo_like._util.console import refuse_unread
 from nemo_like._util.table import ByteUnit, Column, Table, columns_note, paragraph, parameters_word, screen_width
 from nemo_like.options import parse_dtype
 
@@ -71,6 +72,8 @@ def run(args: argparse.Namespace) -> int:
 
     model = resolve_model(args.model).build(device="meta", dtype=parse_dtype("--dtype", args.dtype))
     report = describe(model, scope=args.scope, layers=args.layers)
+    if args.json:
+        refuse_unread(args, ["wide"], "--json prints all of it.")
     width = None if args.wide else screen_width()
     sys.stdout.write(json.dumps(asdict(report), indent=2) + "\n" if args.json else to_text(report, width))
     return 0
@@ -138,7 +141,7 @@ def to_text(report: LayersReport, width: int | None = None) -> str:
     unit = ByteUnit.of([*(item.bytes_each for item in report.runs), report.outside_bytes])
     columns = (
         Column("group", left=True),
-        Column("layers", left=True, least=24),
+        Column("layers", left=True, least=28),
         Column("class", 3, left=True),
         Column("count", 2),
         Column("parameters each"),
