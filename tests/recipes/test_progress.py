@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 
 import pytest
@@ -40,6 +41,22 @@ def test_on_a_terminal_it_draws_a_bar_unless_told_otherwise(monkeypatch: pytest.
     text = terminal.getvalue()
     assert "hello" in text and "loss 2.5000" in text and "1,234 tokens/s" in text
     assert ("\x1b[" in text) is not plain  # a bar moves the cursor
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+@pytest.mark.parametrize("plain", [False, True])
+def test_what_matters_most_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch, columns: int, plain: bool):
+    pytest.importorskip("rich")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stdout", terminal := _Terminal())
+    with Progress(0, 2000, CPU, plain=plain) as progress:
+        progress.step(10, 12.5, 3e-4, 123456.4, 0.4)
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue()).replace("\r", "\n")
+    line = next(line.rstrip() for line in text.splitlines() if "loss" in line)
+    assert len(line) <= columns and "…" not in line
+    assert re.match(r"(step )? +10/2000 .*loss 12.5000 .*123,456 tokens/s .*peak \d+\.\d\d GiB", line), line
+    assert ("MFU 40.0%" in line) is (columns == 120 or False), line
 
 
 def test_only_rank_zero_speaks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
