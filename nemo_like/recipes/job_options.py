@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from nemo_like._util.console import check_new_folder, examples, flag
+from nemo_like._util.console import as_flag, check_new_folder, examples, flag
 from nemo_like._util.extras import require
 from nemo_like._util.words import a_or_an
 from nemo_like.options import SCHEDULES as PIPELINE_SCHEDULES
@@ -264,7 +264,7 @@ def changed_options(options: RunOptions) -> str:
     defaults = {field.name: field.default for field in dataclasses.fields(options)}
     changed = {name: value for name, value in options.as_said().items() if value != defaults[name]}
     return " ".join(
-        flag(name) if value is True else f"{flag(name)} {shlex.quote(str(value))}" for name, value in changed.items()
+        as_flag(name, value if isinstance(value, bool) else shlex.quote(str(value))) for name, value in changed.items()
     )
 
 

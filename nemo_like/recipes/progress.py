@@ -59,7 +59,7 @@ class Progress:
         self._shown = is_rank_zero()
         terminal = sys.stdout.isatty()
         bar = self._shown and not plain and terminal and importlib.util.find_spec("rich") is not None
-        self._width = screen_width() if terminal else None
+        self._width = screen_width() if terminal and self._shown else None
         self._counter = 2 * len(str(steps)) + 3
         """Characters of the steps, and of the blanks after them."""
         self._bar: Any = _make_bar(screen_width() - self._counter) if bar else None
@@ -89,7 +89,8 @@ class Progress:
             text = _fitting(fields, room - _BAR if _has_room(room) else room)
             self._bar.update(self._task, completed=done, text=text)
         else:
-            step = f"step {done:>{len(str(self._steps))}}/{self._steps}"
+            word = "" if self._width is not None and self._width < 80 else "step "
+            step = f"{word}{done:>{len(str(self._steps))}}/{self._steps}"
             text = _fitting(fields, None if self._width is None else self._width - len(step) - 2)
             print(f"{step}  {text}", flush=True)
 
@@ -145,8 +146,9 @@ def _joined(fields: list[tuple[int, str]]) -> str:
 
 
 def _make_bar(room: int) -> Any:
+    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
 
     beside = [BarColumn(bar_width=10), TimeRemainingColumn(compact=True)] if _has_room(room) else []
-    return Bar(MofNCompleteColumn(), *beside, TextColumn("{task.fields[text]}"))
+    return Bar(MofNCompleteColumn(), *beside, TextColumn("{task.fields[text]}"), console=Console())
