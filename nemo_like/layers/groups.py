@@ -41,12 +41,14 @@ def groups_of(root: nn.Module, fqns: Iterable[str]) -> list[str]:
 
     The ancestor nearest to the layer that says something decides: by the words in its name (``vision_tower``), by
     owning a token embedding (language: this tells a speech model's text decoder from its encoder), by what a Hugging
-    Face tower declares to take, or by the words in its class name. Where nothing says anything, a model that
-    convolves in two dimensions and embeds nothing is ``vision``, any other ``language``: decoders often declare nothing.
+    Face tower declares to take, or by the words in its class name.
+
+    Where nothing says anything, the layer is ``language`` if its model takes text: the model or a part on the way has a
+    `vocab_size` in its config, takes ``input_ids``, or has an embedding of ids. Else it is ``vision`` in a model that
+    convolves in two or three dimensions, and ``other`` in any other.
     """
-    verdicts = [_nearest_verdict(root, fqn) for fqn in fqns]
-    default = _default_group(root) if None in verdicts else ""  # it looks through the whole model: once, and if needed
-    return [verdict or default for verdict in verdicts]
+    paths = [_path(root, fqn) for fqn in fqns]
+    return [_nearest_verdict(path) or _default_group(root, path) for path in paths]
 
 
 def group_of(root: nn.Module, fqn: str) -> str:
