@@ -544,14 +544,27 @@ class Plain(nn.Module):
         raise NotImplementedError
 
 
-class NamesIds(Holder):
+class Bare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = blocks(3)
+
+
+class NamesIds(Bare):
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
 
 
 def _configured() -> nn.Module:
-    model = Holder(layers=blocks(3))
+    model = Bare()
     model.config = SimpleNamespace(vocab_size=32)
+    return model
+
+
+def _with_embeddings_of_its_own() -> nn.Module:
+    model = Bare()
+    model.inputs = nn.Module()
+    model.inputs.ids = nn.Embedding(32, 8)
     return model
 
 
@@ -569,11 +582,11 @@ def _with_text_encoder() -> nn.Module:
         (Graph, {"other": 3}),
         (Plain, {"language": 3}),
         (lambda: nn.Sequential(nn.Embedding(32, 8), *blocks(3)), {"language": 3}),
-        (lambda: NamesIds(layers=blocks(3)), {"language": 3}),
+        (NamesIds, {"language": 3}),
         (_configured, {"language": 3}),
         (_with_text_encoder, {"vision": 3, "language": 3}),
-        (lambda: Holder(table=Holder(ids=nn.Embedding(32, 8)), layers=blocks(3)), {"language": 3}),
-        (lambda: Holder(layers=blocks(3)), {"other": 3}),
+        (_with_embeddings_of_its_own, {"language": 3}),
+        (Bare, {"other": 3}),
     ],
 )
 def test_language_takes_evidence_of_text(make: Callable[[], nn.Module], groups: dict[str, int]) -> None:
