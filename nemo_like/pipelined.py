@@ -121,10 +121,8 @@ def cut_into_stages(model: nn.Module, job: Job, mesh: DeviceMesh, sample_input: 
             "pp needs sample_input=, one microbatch as the model is called with it ({'input_ids': ..., 'labels': ...}): it "
             "shows which parameters run before and after the layers, and the shape of what stages send."
         )
-    found, chosen = layers_for(model, job)
+    found, _ = layers_for(model, job)
     _refuse(model, found, job.pp)
-    if len(chosen) == len(found):  # a later stage has no embedding to tell by that its layers are of a language model
-        job = replace(job, ac_scope="all")
     if isinstance(job.ac, Plan):  # before stages are cut
         job.ac.check_matmuls(job.precision.matmuls)
     if job.cp.size > 1:

@@ -218,7 +218,7 @@ def _beside(rank: int, world_size: int, cases: list[dict[str, Any]]) -> None:
     ("ranks", "cases"),
     [
         (2, [{"ac": "selective", "offload": "saved"}, {"ac": "full", "compile": "aot_eager"}]),
-        (4, [{"ac": "full", "ac_scope": "language"}, {"ac": "none", "dp_replicate": 2}]),
+        (4, [{"ac": "full"}, {"ac": "none", "dp_replicate": 2}]),
     ],
     ids=["two ranks", "four ranks"],
 )
