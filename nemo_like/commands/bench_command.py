@@ -42,7 +42,9 @@ def run(args: argparse.Namespace) -> int:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that suites read, and those for what they print."""
     defaults = BenchOptions()
-    parser.add_argument("--model", default=defaults.model, help="a preset, a config.json, or module:function")
+    parser.add_argument(
+        "--model", default=defaults.model, help="a preset, a config.json or its folder, or module:function"
+    )
     parser.add_argument("--batch-size", type=int, default=defaults.batch_size, help="samples per step and rank")
     parser.add_argument("--seq-len", type=int, default=defaults.seq_len, help="tokens per sample")
     parser.add_argument("--input-shape", help="without tokens: the shape of the float input, such as 8,3,32,32")
