@@ -1,4 +1,4 @@
-"""What `--model` may name: a preset, a ``config.json``, or ``module:function``.
+"""What `--model` may name: a preset, a ``config.json`` or its folder, or ``module:function``.
 
 Nothing is downloaded, and weights are random: the commands and the recipe need shapes. Presets are the published
 shapes of the model families; transformers (extra ``hf``) builds them and is imported when a model is built.
@@ -10,6 +10,7 @@ import importlib
 import inspect
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -121,6 +122,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     "gpt-oss-120b": _gpt_oss(layers=36, experts=128),
 }
 
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+"""What a repository of the Hub is called: its owner, one slash, its name."""
+
 
 @dataclass(frozen=True)
 class ModelSource:
@@ -200,15 +204,22 @@ def resolve_model(spec: str) -> ModelSource:
     if spec in PRESETS:
         return _from_mapping(spec, PRESETS[spec])
     path = Path(spec)
-    if path.is_dir() and (path / "config.json").is_file():
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ValueError(f"Model {spec!r} is a folder without a config.json, which says what to build.")
         path = path / "config.json"
     if path.is_file():
         return _from_mapping(spec, read_config(path))
     if ":" in spec and os.sep not in spec:
         return ModelSource(spec, None, _import_factory(spec))
+    if _HUB_NAME.fullmatch(spec) and path.suffix != ".json" and not path.parent.exists():
+        raise ValueError(
+            f"{spec!r} looks like a Hub name, and nothing is downloaded here. Get its config first: hf download {spec} "
+            "config.json --local-dir DIR, then --model DIR."
+        )
     raise ValueError(
-        f"Model {spec!r} is not a preset ({', '.join(PRESETS)}), an existing config.json or 'module:function'."
-        + did_you_mean(spec, tuple(PRESETS))
+        f"Model {spec!r} is not a preset ({', '.join(PRESETS)}), an existing config.json or its folder, or "
+        "'module:function'." + did_you_mean(spec, tuple(PRESETS))
     )
 
 

@@ -82,7 +82,7 @@ def resolve(
         plan = plan_for(model, replace(job, layers=tuple(layer.fqn for layer in chosen)), sample_input=sample_input)
         if is_rank_zero():
             logger.info(
-                f"ac={plan.budget!r}: predicted peak {write_bytes(plan.peak_bytes)} per rank, replay "
+                f"ac={plan.budget!r}: predicted peak {write_bytes(plan.peak_bytes)} per rank, recompute "
                 f"{plan.replay_share:.0%} of a forward pass."
             )
         job = replace(job, ac=plan)

@@ -297,6 +297,14 @@ _TINY = "--model llama-tiny"
 _COMMANDS = {
     f"layers --model {_HERE}:takes_an_argument": f"Model '{_HERE}:takes_an_argument' is called without arguments, and it "
     "takes some: missing a required argument: 'layers'. Name a function that returns the model by itself",
+    **{
+        f"{command} --model meta-llama/Llama-3.1-8B": "'meta-llama/Llama-3.1-8B' looks like a Hub name, and nothing is "
+        "downloaded here. Get its config first: hf download meta-llama/Llama-3.1-8B config.json --local-dir DIR, then "
+        "--model DIR."
+        for command in ("layers", "plan", "fit --gpus 1", "trace", "bench", "profile")
+    },
+    f"layers --model {Path(__file__).parent}": f"{Path(__file__).parent}' is a folder without a config.json",
+    "layers --model missing/config.json": "is not a preset",
     "layers --model math:pi": "Model 'math:pi' is a float; it must be a function",
     # Lengths, sizes, words.
     f"plan {_TINY} --seq-len 200000": "--seq-len asks for sequences of 200000 tokens, and the model has",

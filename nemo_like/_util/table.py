@@ -18,6 +18,8 @@ class Column:
     """How long it is kept where the screen is too narrow: 0 always, then the smallest number longest."""
     left: bool = False
     """Align to the left, as text is."""
+    least: int | None = None
+    """To how many characters its text may be cut before a column is left out; None: it is never cut."""
 
 
 @dataclass(frozen=True)
@@ -40,17 +42,24 @@ class Table:
         """
         shown = self.shown(width)
         sizes = self._sizes()
+        for i in shown:
+            over = 0 if width is None else sum(sizes[j] + 2 for j in shown) - 2 - width
+            least = self.columns[i].least
+            if over > 0 and least is not None:
+                sizes[i] = max(sizes[i] - over, min(sizes[i], least))
         lines = [tuple(column.name for column in self.columns), *self.rows]
         return "\n".join(
             "  ".join(
-                line[i].ljust(sizes[i]) if self.columns[i].left else line[i].rjust(sizes[i]) for i in shown
+                cut(line[i], sizes[i]).ljust(sizes[i]) if self.columns[i].left else line[i].rjust(sizes[i])
+                for i in shown
             ).rstrip()
             for line in lines
         )
 
     def shown(self, width: int | None = None) -> list[int]:
         """Return the numbers of the columns that `text` shows in `width`."""
-        sizes = self._sizes()
+        least = [column.least for column in self.columns]
+        sizes = [min(size, most or size) for size, most in zip(self._sizes(), least)]
         shown = [i for i in range(len(self.columns)) if any(row[i] for row in self.rows) or not self.rows]
         while width is not None and sum(sizes[i] + 2 for i in shown) - 2 > width:
             last = max(shown, key=lambda i: (self.columns[i].keep, i))
@@ -83,6 +92,18 @@ class Table:
 def screen_width() -> int:
     """Return the columns of the terminal, of ``COLUMNS``, or 80 where neither says."""
     return shutil.get_terminal_size((80, 24)).columns
+
+
+def cut(text: str, size: int) -> str:
+    """Return `text` in at most `size` characters, the middle left out.
+
+    >>> cut("model.layers.0-31", 11), cut("head", 11)
+    ('model….0-31', 'head')
+    """
+    if len(text) <= size:
+        return text
+    tail = size // 2
+    return f"{text[: size - tail - 1]}…{text[len(text) - tail :]}"
 
 
 def paragraph(text: str, width: int | None) -> str:
@@ -148,6 +169,18 @@ def three_digits(value: float) -> str:
         return f"{value:.{1 if size >= 9.995 else 2}f}"
     scale = 10 ** max(0, len(str(round(size))) - 3)
     return f"{round(value / scale) * scale:,}"
+
+
+def parameters_word(count: int) -> str:
+    """Return a number of parameters in three digits.
+
+    >>> parameters_word(8_030_261_248), parameters_word(789_120), parameters_word(96)
+    ('8.03 B', '789 K', '96')
+    """
+    for size, unit in ((10**9, " B"), (10**6, " M"), (10**3, " K")):
+        if count >= size:
+            return f"{three_digits(count / size)}{unit}"
+    return str(count)
 
 
 def percent(share: float) -> str:

@@ -131,12 +131,12 @@ class RegionTrace:
         wasted = [call for call in unread if call.reached and call.flops and call.decision not in (SAVE, HOST, SKIP)]
         notes = []
         if kept:
-            notes.append(f"{kept} kept that backward doesn't read")
+            notes.append(f"{kept} saved that backward doesn't read")
         if dropped:
-            notes.append(f"{dropped} not kept after all: a replay stops before it")
+            notes.append(f"{dropped} not saved after all: the recompute stops before it")
         if wasted:
             paid = sum(call.flops for call in wasted)
-            notes.append(f"{len(wasted)} computed again that backward doesn't read ({paid:.3g} FLOPs): SKIP it")
+            notes.append(f"{len(wasted)} recomputed that backward doesn't read ({paid:.3g} FLOPs): SKIP it")
         return "; ".join(notes)
 
     def finish(self, last_call: int) -> None:

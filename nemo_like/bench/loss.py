@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nemo_like._util.table import three_digits
 from nemo_like.bench.measured_step import peak_of, summarize, take_turns
 from nemo_like.bench.options import BenchOptions
 from nemo_like.bench.suite import Column, Measured, Suite
@@ -133,7 +134,11 @@ def _run(options: BenchOptions) -> Measured:
         "dtype": str(dtype),
         "repeats": options.repeats,
     }
-    return Measured("Head and loss", rows, about)
+    note = (
+        "peak: bytes beyond gradients; in chunks: as a multiple of one chunk of logits. step / whole: median over turns. "
+        "Errors are relative, against whole logits in a wider dtype. x: somebody else's code."
+    )
+    return Measured("Head and loss", rows, about, [note])
 
 
 LOSS = Suite(
@@ -141,13 +146,13 @@ LOSS = Suite(
     reads=("batch_size", "seq_len", "device", "dtype", "peers", "repeats", "warmup", "threads", "plot"),
     columns=(
         Column("variant", "variant"),
-        Column("vocabulary", "vocabulary"),
-        Column("peak_mb", "peak MB beyond gradients", "{:.1f}"),
-        Column("chunks", "in chunks of logits", "{:.2f}"),
-        Column("step_ms", "step ms", "{:.0f}"),
-        Column("ratio", "step / whole", "{:.3f}"),
-        Column("loss_error", "loss error", "{:.1e}"),
-        Column("gradient_error", "gradient error", "{:.1e}"),
+        Column("vocabulary", "vocabulary", "{:,}".format),
+        Column("peak_mb", "peak", megabytes=True),
+        Column("chunks", "in chunks", three_digits, keep=3),
+        Column("step_ms", "step ms", three_digits),
+        Column("ratio", "step / whole", "{:.2f}".format, keep=1),
+        Column("loss_error", "loss error", "{:.1e}".format, keep=4),
+        Column("gradient_error", "gradient error", "{:.1e}".format, keep=2),
     ),
     run=_run,
     x="step_ms",

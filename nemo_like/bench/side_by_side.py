@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from nemo_like._util.table import percent, three_digits
 from nemo_like.bench.measured_step import (
     clock_for,
     compare_gradients,
@@ -53,9 +54,9 @@ MIN_BYTES = 1 << 16
 
 _TIMES = (
     Column("mode", "mode"),
-    Column("ratio", "step time / none", "{:.2f}"),
-    Column("step_ms", "step ms", "{:.1f}"),
-    Column("spread", "spread", "{:.0%}"),
+    Column("ratio", "step / none", "{:.2f}".format),
+    Column("step_ms", "step ms", three_digits, keep=2),
+    Column("spread", "spread", percent, keep=5),
 )
 
 _READS = (
@@ -207,15 +208,16 @@ def _memory(options: BenchOptions) -> Measured:
         "repeats": options.repeats,
     }
     note = (
-        "Peak and held: bytes beyond parameters, gradients and inputs, from PyTorch's allocator; held is between "
-        "forward and backward. Ratio: median over turns; the modes take turns. x: somebody else's code."
+        "peak: bytes beyond parameters, gradients and inputs, from PyTorch's allocator; saved: of them, between forward and "
+        "backward. step / none: median over turns; the modes take turns. recompute: FLOPs, as a share of a forward. "
+        "gradients: against those of none. x: somebody else's code."
     )
     rows = [candidate.row for candidate in candidates]
     return Measured(f"Modes of training {options.model}", rows, about, [*compared.notes, note])
 
 
 MEMORY = Suite(
-    help="all modes on one model: step time, peak and held bytes, recompute FLOPs, tokens/s, gradient equality",
+    help="all modes on one model: step time, peak and saved bytes, recompute FLOPs, tokens/s, gradient equality",
     reads=(
         *(
             "model",
@@ -233,11 +235,11 @@ MEMORY = Suite(
     ),
     columns=(
         *_TIMES,
-        Column("tokens_per_s", "tokens/s", "{:,.0f}"),
-        Column("peak_mb", "peak MB", "{:.2f}"),
-        Column("held_mb", "held MB", "{:.2f}"),
-        Column("recompute", "recompute / forward FLOPs", "{:.1%}"),
-        Column("gradients", "gradients = none's"),
+        Column("tokens_per_s", "tokens/s", three_digits, keep=3),
+        Column("peak_mb", "peak", megabytes=True),
+        Column("held_mb", "saved", megabytes=True),
+        Column("recompute", "recompute", percent, keep=1),
+        Column("gradients", "gradients", keep=4),
     ),
     run=_memory,
     x="ratio",
@@ -290,12 +292,12 @@ def _offload(options: BenchOptions) -> Measured:
         "repeats": options.repeats,
     }
     note = (
-        "Device peak and held: bytes beyond parameters, gradients and inputs, from PyTorch's allocator, host slabs not "
-        "counted; held is between forward and backward. Copied GB/s: bytes both ways over the step time. "
-        "x: somebody else's code."
+        "peak: bytes on the device beyond parameters, gradients and inputs, from PyTorch's allocator, host slabs not "
+        "counted; saved: of them, between forward and backward. moved: to the host in a step. host: its peak. stalls: in a "
+        "step. GB/s: bytes both ways over the step time. gradients: against those of none. x: somebody else's code."
     )
     if compared.device.type == "cpu":
-        note += " On a CPU save_on_cpu copies nothing: its MB moved are those a GPU would move."
+        note += " On a CPU save_on_cpu copies nothing: what is moved is what a GPU would move."
     return Measured(f"Offloading on {options.model}", rows, about, [*compared.notes, note])
 
 
@@ -304,13 +306,13 @@ OFFLOAD = Suite(
     reads=_READS,
     columns=(
         *_TIMES,
-        Column("peak_mb", "device peak MB", "{:.2f}"),
-        Column("held_mb", "device held MB", "{:.2f}"),
-        Column("moved_mb", "moved MB / step", "{:.2f}"),
-        Column("host_mb", "host peak MB", "{:.2f}"),
-        Column("stalls", "stalls / step", "{:.1f}"),
-        Column("gb_per_s", "copied GB/s", "{:.2f}"),
-        Column("gradients", "gradients = none's"),
+        Column("peak_mb", "peak", megabytes=True),
+        Column("held_mb", "saved", megabytes=True),
+        Column("moved_mb", "moved", megabytes=True),
+        Column("host_mb", "host", keep=1, megabytes=True),
+        Column("stalls", "stalls", "{:.1f}".format, keep=4),
+        Column("gb_per_s", "GB/s", three_digits, keep=3),
+        Column("gradients", "gradients", keep=4),
     ),
     run=_offload,
     x="ratio",

@@ -1,9 +1,8 @@
-"""Suites of benchmarks: what each is asked with, and its results as a table (by rich where it is installed)."""
+"""Suites of benchmarks: what each is asked with, and its results as a table."""
 
 from __future__ import annotations
 
 import datetime
-import io
 import json
 import os
 import platform
@@ -13,7 +12,9 @@ from typing import Any
 
 import torch
 
+from nemo_like._util import table
 from nemo_like._util.extras import require
+from nemo_like._util.table import ByteUnit, columns_note, paragraph
 from nemo_like.bench.options import BenchOptions
 
 
@@ -23,11 +24,11 @@ class Column:
 
     key: str
     heading: str
-    form: str = "{}"
-
-    def write(self, row: dict[str, Any]) -> str:
-        value = row.get(self.key)
-        return "-" if value is None else self.form.format(value)
+    form: Callable[[Any], str] = str
+    keep: int = 0
+    """How long it is kept where the screen is too narrow, see `nemo_like._util.table.Column`."""
+    megabytes: bool = False
+    """Its values are in MB (10**6 bytes); they are written in the one unit of the table."""
 
 
 @dataclass
@@ -46,33 +47,32 @@ class Table:
 
     def cells(self) -> list[list[str]]:
         """Headings and rows as text."""
-        return [[column.heading for column in self.columns]] + [
-            [column.write(row) for column in self.columns] for row in self.rows
-        ]
+        sizes = [_bytes(row, column) for row in self.rows for column in self.columns if column.megabytes]
+        unit = ByteUnit.of(size for size in sizes if size is not None)
+        head = [f"{column.heading} {unit.name}" if column.megabytes else column.heading for column in self.columns]
+        return [head] + [[_cell(row, column, unit) for column in self.columns] for row in self.rows]
 
-    def table(self) -> str:
-        """For a terminal: by rich where it is installed, else plain columns."""
-        try:
-            from rich.console import Console
-            from rich.table import Table as RichTable
-        except ImportError:
-            return self._plain()
+    def table(self, width: int | None = None) -> str:
+        """Return it for a screen of `width` columns (None: as wide as it gets)."""
         head, *rows = self.cells()
-        rich_table = RichTable(title=self.title, title_justify="left")
-        for index, heading in enumerate(head):
-            rich_table.add_column(heading, justify="left" if index == 0 else "right", no_wrap=index == 0)
-        for row in rows:
-            rich_table.add_row(*row)
-        out = io.StringIO()
-        Console(file=out, width=160, force_terminal=False).print(rich_table)
-        return out.getvalue() + self._footer()
+        columns = tuple(
+            table.Column(heading, column.keep, left=index == 0, least=28 if index == 0 else None)
+            for index, (heading, column) in enumerate(zip(head, self.columns))
+        )
+        made = table.Table(columns, tuple(map(tuple, rows)))
+        below = [
+            made.text(width),
+            *(paragraph(note, width) for note in (columns_note(made.left_out(width)), *self.notes)),
+        ]
+        return "\n\n".join([paragraph(f"{self.title}. {self._about()}".strip(), width), "\n".join(filter(None, below))])
 
     def markdown(self) -> str:
-        """For a document."""
+        """Return it for a document."""
         head, *rows = self.cells()
         lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
         lines += ["| " + " | ".join(row) + " |" for row in rows]
-        return f"{self.title}\n\n" + "\n".join(lines) + "\n\n" + self._footer()
+        below = "\n".join(line for line in (self._about(), *self.notes) if line)
+        return f"{self.title}\n\n" + "\n".join(lines) + f"\n\n{below}\n"
 
     def to_json(self) -> str:
         """Everything, values unrounded."""
@@ -107,19 +107,20 @@ class Table:
         figure.savefig(path)
         return figure
 
-    def _plain(self) -> str:
-        cells = self.cells()
-        widths = [max(len(row[column]) for row in cells) for column in range(len(self.columns))]
-        lines = [
-            "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))])
-            for row in cells
-        ]
-        lines.insert(1, "-" * max(map(len, lines)))
-        return f"{self.title}\n" + "\n".join(lines) + "\n" + self._footer()
+    def _about(self) -> str:
+        return ", ".join(f"{key}: {value}" for key, value in self.about.items())
 
-    def _footer(self) -> str:
-        lines = [", ".join(f"{key}: {value}" for key, value in self.about.items())] if self.about else []
-        return "\n".join([*lines, *self.notes]) + "\n"
+
+def _bytes(row: dict[str, Any], column: Column) -> int | None:
+    value = row.get(column.key)
+    return None if value is None else round(value * 1e6)
+
+
+def _cell(row: dict[str, Any], column: Column, unit: ByteUnit) -> str:
+    value = row.get(column.key)
+    if value is None:
+        return "-"
+    return unit.number(value * 1e6) if column.megabytes else column.form(value)
 
 
 @dataclass

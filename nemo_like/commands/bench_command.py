@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_like._util.console import check_picture, check_writable, refuse_unread
+from nemo_like._util.table import screen_width
 from nemo_like._util.words import field_names
 from nemo_like.bench.options import SUITE_NAMES, BenchOptions
 from nemo_like.options import MemoryBudget, normalise, parse_dtype, parse_shape
@@ -41,7 +42,9 @@ def run(args: argparse.Namespace) -> int:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that suites read, and those for what they print."""
     defaults = BenchOptions()
-    parser.add_argument("--model", default=defaults.model, help="a preset, a config.json, or module:function")
+    parser.add_argument(
+        "--model", default=defaults.model, help="a preset, a config.json or its folder, or module:function"
+    )
     parser.add_argument("--batch-size", type=int, default=defaults.batch_size, help="samples per step and rank")
     parser.add_argument("--seq-len", type=int, default=defaults.seq_len, help="tokens per sample")
     parser.add_argument("--input-shape", help="without tokens: the shape of the float input, such as 8,3,32,32")
@@ -56,6 +59,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--warmup", type=int, default=defaults.warmup, help="steps per mode before those")
     parser.add_argument("--threads", type=int, help="CPU threads")
     parser.add_argument("--json", type=Path, help="also write everything to this file, as JSON")
+    parser.add_argument("--wide", action="store_true", help="print all columns, however narrow the screen is")
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     parser.add_argument("--plot", type=Path, help="also draw peak memory against step time into this file")
 
@@ -76,7 +80,8 @@ def run_suite(suite: Suite, args: argparse.Namespace) -> int:
     try:
         table = suite.measure(options)
         if rank() == 0:
-            sys.stdout.write((table.markdown() if args.markdown else table.table()) + "\n")
+            width = None if args.wide else screen_width()
+            sys.stdout.write((table.markdown() if args.markdown else table.table(width)) + "\n")
             if args.json is not None:
                 args.json.write_text(table.to_json() + "\n", encoding="utf-8")
             if args.plot is not None:
@@ -97,6 +102,8 @@ def _check(args: argparse.Namespace, reads: tuple[str, ...]) -> None:
     ]
     refuse_unread(args, names, f"the suite {args.suite} has no use for it.")
     check_picture("--plot", args.plot)
+    if args.markdown:
+        refuse_unread(args, ["wide"], "--markdown prints all columns.")
     if args.input_shape is not None:
         refuse_unread(args, ["batch_size", "seq_len"], "--input-shape is the whole input.")
     if args.modes is not None and args.budgets != args.own.get_default("budgets"):

@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from nemo_like._util.words import write_bytes
+from nemo_like._util.console import refuse_unread
+from nemo_like._util.table import ByteUnit, Column, Table, columns_note, paragraph, parameters_word, screen_width
 from nemo_like.options import parse_dtype
 
 if TYPE_CHECKING:  # the command imports torch only when it runs
@@ -57,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--scope", nargs="+", default=["all"], help="groups of layers to checkpoint (default: all)")
     parser.add_argument("--layers", nargs="+", help="FQNs or globs of the layers, instead of those found")
     parser.add_argument("--dtype", default=None, help="dtype of the parameters (default: float32)")
+    parser.add_argument("--wide", action="store_true", help="print all columns, however narrow the screen is")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -70,7 +72,10 @@ def run(args: argparse.Namespace) -> int:
 
     model = resolve_model(args.model).build(device="meta", dtype=parse_dtype("--dtype", args.dtype))
     report = describe(model, scope=args.scope, layers=args.layers)
-    sys.stdout.write(json.dumps(asdict(report), indent=2) + "\n" if args.json else to_text(report))
+    if args.json:
+        refuse_unread(args, ["wide"], "--json prints all of it.")
+    width = None if args.wide else screen_width()
+    sys.stdout.write(json.dumps(asdict(report), indent=2) + "\n" if args.json else to_text(report, width))
     return 0
 
 
@@ -131,28 +136,49 @@ def _ranges(indices: list[str]) -> str:
     return ",".join("-".join(span) for span in spans)
 
 
-def to_text(report: LayersReport) -> str:
-    """The report as a table of plain text."""
-    rows = [("group", "layers", "class", "count", "parameters each", "bytes each", "sharded", "checkpointed")]
-    for item in report.runs:
-        frozen = "" if item.trainable else ", frozen: where a gradient flows through it"
-        checkpointed = f"yes{frozen}" if item.checkpointed else "no, not in scope"
-        rows.append(
-            (
-                item.group,
-                item.names,
-                item.layer_class,
-                str(item.count),
-                f"{item.parameters_each:,}",
-                write_bytes(item.bytes_each),
-                "own unit",
-                checkpointed,
-            )
+def to_text(report: LayersReport, width: int | None = None) -> str:
+    """Return the report for a screen of `width` columns (None: as wide as it gets)."""
+    unit = ByteUnit.of([*(item.bytes_each for item in report.runs), report.outside_bytes])
+    columns = (
+        Column("group", left=True),
+        Column("layers", left=True, least=28),
+        Column("class", 3, left=True),
+        Column("count", 2),
+        Column("parameters each"),
+        Column(f"{unit.name} each", 1),
+        Column("FSDP unit", 4, left=True),
+        Column("checkpointed", left=True),
+    )
+    rows = [
+        (
+            item.group,
+            item.names,
+            item.layer_class,
+            str(item.count),
+            parameters_word(item.parameters_each),
+            unit.number(item.bytes_each),
+            "own",
+            _checkpointed(item),
         )
-    outside = f"{report.outside_parameters:,}"
-    rows.append(("-", "(outside layers)", "-", "1", outside, write_bytes(report.outside_bytes), "root unit", "no"))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+        for item in report.runs
+    ]
+    outside = (parameters_word(report.outside_parameters), unit.number(report.outside_bytes))
+    rows.append(("", "(outside layers)", "", "1", *outside, "root", "no"))
+    table = Table(columns, tuple(rows))
     counts = {group: sum(i.count for i in report.runs if i.group == group) for group in (i.group for i in report.runs)}
-    title = f"{report.model_class}: {report.parameters:,} parameters, {write_bytes(report.bytes)}; layers: "
-    return title + ", ".join(f"{count} {group}" for group, count in counts.items()) + "\n\n" + "\n".join(lines) + "\n"
+    first = (
+        f"{report.model_class}: {parameters_word(report.parameters)} parameters, "
+        f"{ByteUnit.of([report.bytes]).word(report.bytes)}; layers: "
+        f"{', '.join(f'{count} {group}' for group, count in counts.items())}."
+    )
+    notes = [columns_note(table.left_out(width))]
+    if any(item.checkpointed and not item.trainable for item in report.runs):
+        notes.append("if used: the layer is frozen, and checkpointed where a gradient flows through it.")
+    below = [paragraph(note, width) for note in notes if note]
+    return "\n\n".join([paragraph(first, width), "\n".join([table.text(width), *below])]) + "\n"
+
+
+def _checkpointed(item: Run) -> str:
+    if not item.checkpointed:
+        return "not in scope"
+    return "yes" if item.trainable else "if used"

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from nemo_like._util.console import check_picture, refuse_unread
+from nemo_like._util.table import paragraph, screen_width
 from nemo_like._util.words import check_whole
 from nemo_like.commands import VOCAB_SIZE
 from nemo_like.options import parse_bytes, parse_dtype
@@ -27,8 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cpu", help="cpu, or a CUDA device (default: cpu)")
     parser.add_argument("--dtype", default=None, help="dtype of parameters and float inputs (default: float32)")
     parser.add_argument("--runs", type=int, default=3, help="measured runs (default: 3)")
-    parser.add_argument("--budget", help="also print the cheapest layers to replay for this peak, such as 2GB")
+    parser.add_argument("--budget", help="also print the cheapest layers to recompute for this peak, such as 2GB")
     parser.add_argument("--limit", type=int, help="print only so many of the largest layers")
+    parser.add_argument("--wide", action="store_true", help="print all columns, however narrow the screen is")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--plot", type=Path, help="also draw the profile into this file")
 
@@ -56,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     if args.input_shape is not None:
         refuse_unread(args, ["batch_size", "seq_len", "vocab_size"], "--input-shape is the whole input.")
     if args.json:
-        refuse_unread(args, ["limit", "budget"], "--json prints the whole profile, and nothing else.")
+        refuse_unread(args, ["limit", "budget", "wide"], "--json prints the whole profile, and nothing else.")
     check_picture("--plot", args.plot)
     checked_device(args.device)
     source = resolve_model(args.model)
@@ -76,12 +78,12 @@ def run(args: argparse.Namespace) -> int:
         ) from error
     if args.plot is not None:
         report.plot(args.plot)
-    sys.stdout.write((report.to_json() if args.json else report.table(args.limit)) + "\n")
+    width = None if args.wide else screen_width()
+    sys.stdout.write((report.to_json() if args.json else report.table(args.limit, width)) + "\n")
     if budget is not None and not args.json:
         names = recommend(report, budget / 1e6)
-        what = f"replay {len(names)} of {len(report)} layers: {', '.join(names)}" if names else "replay nothing"
-        sys.stdout.write(
-            f"For a peak of activations within {args.budget}: {what}. Predicted peak: "
-            f"{report.predict_peak_bytes(names) / 1e6:.3f} MB.\n"
-        )
+        what = f"recompute {len(names)} of {len(report)} layers: {', '.join(names)}" if names else "recompute nothing"
+        peak = report.unit.word(report.predict_peak_bytes(names))
+        sentence = f"For a peak of activations within {args.budget}: {what}. Predicted peak: {peak}."
+        sys.stdout.write(f"\n{paragraph(sentence, width)}\n")
     return 0

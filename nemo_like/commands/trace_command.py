@@ -1,14 +1,14 @@
-"""`nemo-like trace`: what every operator of a checkpointed layer costs and keeps, and whether backward reads it."""
+"""`nemo-like trace`: what every operator of a checkpointed layer costs and saves, and whether backward reads it."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from nemo_like._util.console import refuse_unread
+from nemo_like._util.table import ByteUnit, Column, Table, columns_note, paragraph, percent, screen_width, three_digits
 from nemo_like.commands import VOCAB_SIZE
 from nemo_like.options import normalise, parse_dtype
 
@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cpu", help="where the forward runs (default: cpu)")
     parser.add_argument("--dtype", default=None, help="dtype of the parameters (default: float32)")
     parser.add_argument("--all-ops", action="store_true", help="also operators that are neither tracked nor have FLOPs")
+    parser.add_argument("--wide", action="store_true", help="print all columns, however narrow the screen is")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -43,9 +44,10 @@ def first_line(args: argparse.Namespace) -> str:
 def run(args: argparse.Namespace) -> int:
     """Run one forward of the model with its layers checkpointed, and print each distinct region once."""
     if args.json:
-        refuse_unread(args, ["all_ops"], "--json prints all of them.")
+        refuse_unread(args, ["all_ops", "wide"], "--json prints all of them.")
+    width = None if args.wide else screen_width()
     regions = trace_model(args, dtype=parse_dtype("--dtype", args.dtype))
-    sys.stdout.write(json.dumps(regions, indent=2) + "\n" if args.json else to_text(regions, args.all_ops))
+    sys.stdout.write(json.dumps(regions, indent=2) + "\n" if args.json else to_text(regions, args.all_ops, width))
     return 0
 
 
@@ -66,7 +68,7 @@ def trace_model(args: argparse.Namespace, dtype: torch.dtype | None = None) -> l
     if normalise(ac) == "sequential":
         raise ValueError(
             "--ac is 'sequential', whose regions are several layers' calls each: there is no table of one layer to print. "
-            "Trace ac='full', which computes the same operators again, layer by layer."
+            "Trace ac='full', which recomputes the same operators, layer by layer."
         )
     checked_device(device)
     source = resolve_model(args.model)
@@ -92,36 +94,66 @@ def trace_model(args: argparse.Namespace, dtype: torch.dtype | None = None) -> l
     return list(distinct.values())
 
 
-def to_text(regions: list[dict[str, Any]], all_ops: bool = False) -> str:
-    """Tables for a terminal."""
-    lines = []
+def to_text(regions: list[dict[str, Any]], all_ops: bool = False, width: int | None = None) -> str:
+    """Return two tables for each region, for a screen of `width` columns (None: as wide as it gets)."""
+    sizes = [total["bytes"] for region in regions for total in region["totals"].values()]
+    unit = ByteUnit.of([*sizes, *(row["kept_bytes"] for region in regions for row in region["rows"])])
+    parts = []
     for region in regions:
         names = region["regions"]
-        lines.append(names[0] + (f" and {len(names) - 1} more like it, up to {names[-1]}" if len(names) > 1 else ""))
-        head = ("operator", "decision", "count", "kept B/token", "kept B", "MFLOPs", "read", "note")
-        rows = [
-            (
-                row["op"],
-                row["decision"],
-                str(row["count"]),
-                f"{row['kept_bytes_per_token']:.1f}",
-                f"{row['kept_bytes']:,}",
-                f"{row['flops'] / 1e6:.2f}",
-                f"{row['read']}/{row['count']}",
-                row["note"],
-            )
-            for row in region["rows"]
-            if all_ops or row["decision"] != "not tracked" or row["flops"]
+        more = f" and {len(names) - 1} more like it, up to {names[-1]}" if len(names) > 1 else ""
+        rows = [row for row in region["rows"] if all_ops or row["decision"] != "not tracked" or row["flops"]]
+        table = _operators(rows, unit)
+        notes = [f"{row['op']} ({row['decision']}): {row['note']}." for row in rows if row["note"]]
+        below = [paragraph(note, width) for note in (columns_note(table.left_out(width)), *notes) if note]
+        parts += [
+            paragraph(f"{names[0]}{more}:", width),
+            "\n".join([table.text(width), *below]),
+            _totals(region, unit).text(width),
         ]
-        lines += _columns([head, *rows])
-        totals = [("", "held B", "computed again MFLOPs", "of forward")]
-        for name, total in region["totals"].items():
-            share = total["replay_flops"] / region["forward_flops"] if region["forward_flops"] else 0.0
-            totals.append((name, f"{total['bytes']:,}", f"{total['replay_flops'] / 1e6:.2f}", f"{share:.3f}"))
-        lines += ["", *_columns(totals), ""]
-    return "\n".join(lines)
+    return "\n\n".join(parts) + "\n"
 
 
-def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+def _operators(rows: list[dict[str, Any]], unit: ByteUnit) -> Table:
+    columns = (
+        Column("operator", left=True, least=28),
+        Column("decision", left=True),
+        Column("calls"),
+        Column(f"saved {unit.name}"),
+        Column("B/token", 3),
+        Column("MFLOPs", 1),
+        Column("read", 2),
+    )
+    cells = (
+        (
+            row["op"],
+            row["decision"],
+            str(row["count"]),
+            unit.number(row["kept_bytes"]),
+            three_digits(row["kept_bytes_per_token"]),
+            three_digits(row["flops"] / 1e6),
+            f"{row['read']}/{row['count']}",
+        )
+        for row in rows
+    )
+    return Table(columns, tuple(cells))
+
+
+def _totals(region: dict[str, Any], unit: ByteUnit) -> Table:
+    """Return what the region saves and recomputes without checkpointing, with all of it, and as asked."""
+    columns = (
+        Column("policy", left=True),
+        Column(f"saved {unit.name}"),
+        Column("recompute MFLOPs"),
+        Column("of forward"),
+    )
+    cells = (
+        (
+            name,
+            unit.number(total["bytes"]),
+            three_digits(total["replay_flops"] / 1e6),
+            percent(total["replay_flops"] / region["forward_flops"] if region["forward_flops"] else 0.0),
+        )
+        for name, total in region["totals"].items()
+    )
+    return Table(columns, tuple(cells))

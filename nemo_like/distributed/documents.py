@@ -232,7 +232,7 @@ def _why_not(model: nn.Module, names: tuple[str, ...], masked: bool) -> str | No
     for name, module, why in sequence_mixers(text, transformers=True, masked=masked):
         # Towers of pictures and sounds have sequences of their own, which no document of the text ends.
         fqn = join(prefix, name) if name else prefix
-        if not fqn or group_of(model, fqn) == "language":
+        if not fqn or group_of(model, fqn) not in ("vision", "audio"):
             return f"{fqn or 'it'}, a {class_of(module).__name__}, {why}"
     missing = [name for name in ("attention_mask", "position_ids") if name not in names]
     return f"it takes no {' and no '.join(missing)}" if missing else None

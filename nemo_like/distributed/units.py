@@ -206,12 +206,12 @@ def _layer_groups(model: nn.Module, layers: Sequence[Any], names: dict[nn.Module
 def _frozen_towers(groups: dict[nn.Module, str]) -> list[nn.Module]:
     """Layers that hold no trainable parameter and that some rank may skip.
 
-    A frozen layer counts when its group is known and is not the language model, or, without groups, when other layers
+    A frozen layer counts when its group is vision or audio, or, without groups, when other layers
     train: the layers of a wholly frozen stack carry every batch.
     """
     frozen = [m for m in groups if _has_params(m) and not any(p.requires_grad for p in m.parameters())]
     if any(groups.values()):
-        return [module for module in frozen if groups[module] != "language"]
+        return [module for module in frozen if groups[module] in ("vision", "audio")]
     return [] if len(frozen) == len(groups) else frozen
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterable
 
@@ -27,6 +28,11 @@ _MAIN_INPUTS = {
     "spectrogram": "audio",
     "past_values": "other",
 }
+# Names of embeddings that look up no token ids: positions, times, kinds, and what graphs are made of.
+_NO_TOKENS = re.compile(
+    r"pos|time|step|label|class|type|rel|bias|node|edge|atom|bond|degree|freq|seg|quer", re.IGNORECASE
+)
+_LISTS = (nn.ModuleList, nn.Sequential)
 _TOKEN_EMBEDDING = re.compile(r"embed_tokens|wte|tok(en)?_emb.*|word_embeddings|shared")
 
 
@@ -35,12 +41,14 @@ def groups_of(root: nn.Module, fqns: Iterable[str]) -> list[str]:
 
     The ancestor nearest to the layer that says something decides: by the words in its name (``vision_tower``), by
     owning a token embedding (language: this tells a speech model's text decoder from its encoder), by what a Hugging
-    Face tower declares to take, or by the words in its class name. Where nothing says anything, a model that
-    convolves in two dimensions and embeds nothing is ``vision``, any other ``language``: decoders often declare nothing.
+    Face tower declares to take, or by the words in its class name.
+
+    Where nothing says anything, the layer is ``language`` if its model takes text: the model or a part on the way has a
+    `vocab_size` in its config, takes ``input_ids``, or has an embedding of ids. Else it is ``vision`` in a model that
+    convolves in two or three dimensions, and ``other`` in any other.
     """
-    verdicts = [_nearest_verdict(root, fqn) for fqn in fqns]
-    default = _default_group(root) if None in verdicts else ""  # it looks through the whole model: once, and if needed
-    return [verdict or default for verdict in verdicts]
+    paths = [_path(root, fqn) for fqn in fqns]
+    return [_nearest_verdict(path) or _default_group(root, path) for path in paths]
 
 
 def group_of(root: nn.Module, fqn: str) -> str:
@@ -48,12 +56,17 @@ def group_of(root: nn.Module, fqn: str) -> str:
     return groups_of(root, [fqn])[0]
 
 
-def _nearest_verdict(root: nn.Module, fqn: str) -> str | None:
+def _path(root: nn.Module, fqn: str) -> list[tuple[str, nn.Module]]:
+    """Return `root` and the modules from there to `fqn`, each with its name in the one before."""
     path: list[tuple[str, nn.Module]] = [("", root)]
     for name in fqn.split("."):
         child = bare(path[-1][1])._modules[name]
         assert child is not None  # the FQN was found on a walk over registered children
         path.append((name, child))
+    return path
+
+
+def _nearest_verdict(path: list[tuple[str, nn.Module]]) -> str | None:
     for name, module in reversed(path):
         inner = bare(module)
         verdict = (
@@ -67,10 +80,44 @@ def _nearest_verdict(root: nn.Module, fqn: str) -> str | None:
     return None
 
 
-def _default_group(root: nn.Module) -> str:
-    parts = list(root.modules())
-    convolves = any(isinstance(part, nn.Conv2d) for part in parts)
-    return "vision" if convolves and not any(isinstance(part, nn.Embedding) for part in parts) else "language"
+def _default_group(root: nn.Module, path: list[tuple[str, nn.Module]]) -> str:
+    ancestors = [bare(module) for _, module in path[:-1]]
+    if any(map(_takes_text, ancestors)) or _embeds_ids(ancestors, bare(path[-1][1])):
+        return "language"
+    return "vision" if any(isinstance(part, nn.Conv2d | nn.Conv3d) for part in root.modules()) else "other"
+
+
+def _takes_text(module: nn.Module) -> bool:
+    if isinstance(getattr(getattr(module, "config", None), "vocab_size", None), int):
+        return True
+    if getattr(module, "main_input_name", None) == "input_ids":
+        return True
+    try:
+        return "input_ids" in inspect.signature(type(module).forward).parameters
+    except (TypeError, ValueError):  # a forward that Python cannot look into
+        return False
+
+
+def _embeds_ids(ancestors: list[nn.Module], layer: nn.Module) -> bool:
+    """Whether a part beside the way to `layer` looks ids up in an embedding.
+
+    What an embedding is for is not in its size: a byte-level vocabulary has 256 rows, and a table of positions has
+    thousands. So names decide. An embedding in a part with a list of its own, as a text encoder is, belongs to that part.
+    """
+    on_the_way = {id(module) for module in (*ancestors, layer)}
+    for ancestor in ancestors:
+        for name, child in bare_children(ancestor):
+            part = bare(child)
+            if id(part) in on_the_way:
+                continue
+            if isinstance(part, nn.Embedding):
+                if not _NO_TOKENS.search(name):
+                    return True
+            elif not isinstance(ancestor, _LISTS) and not any(isinstance(m, _LISTS) for m in part.modules()):
+                tables = (own for own, inner in part.named_modules() if isinstance(inner, nn.Embedding))
+                if any(not _NO_TOKENS.search(f"{name}.{own}") for own in tables):
+                    return True
+    return False
 
 
 def _embeds_tokens(module: nn.Module) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from nemo_like._util.module_tree import check_model
-from nemo_like._util.table import three_digits
+from nemo_like._util.table import parameters_word
 from nemo_like._util.tensors import describe, split_sample
 from nemo_like._util.words import check_whole
 from nemo_like.job import AllKeywords, Job
@@ -223,15 +223,3 @@ def about(planner: AnyPlanner, step: Step, name: str) -> str:
         f"{name} ({parameters_word(count)} parameters){stages} on {job.ranks} x {planner.device.name}, "
         f"{job.step.optimizer}, {times}{step.words} per rank; rates of {planner.device.rates}."
     )
-
-
-def parameters_word(count: int) -> str:
-    """Return a number of parameters in three digits.
-
-    >>> parameters_word(8_030_261_248), parameters_word(789_120), parameters_word(96)
-    ('8.03 B', '789 K', '96')
-    """
-    for size, unit in ((10**9, " B"), (10**6, " M"), (10**3, " K")):
-        if count >= size:
-            return f"{three_digits(count / size)}{unit}"
-    return str(count)

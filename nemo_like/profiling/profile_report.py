@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_like._util.extras import require
+from nemo_like._util.table import ByteUnit, Column, Table, columns_note, paragraph, percent, three_digits
 
 MB = 10**6
 
@@ -102,43 +103,54 @@ class ProfileReport:
         """
         return predict_peak(self.moments, self.calls, {self.call_names.index(self[name].name) for name in checkpointed})
 
-    def table(self, limit: int | None = None) -> str:
-        """Rows and totals as plain text, the largest `limit` layers (None: all)."""
-        header = ("layer", "class", "activations MB", "freed MB", "forward ms", "backward ms", "spread")
-        rows = [header]
-        for row in self.layers[:limit]:
-            rows.append(
-                (
-                    row.name,
-                    row.kind + (f" x{row.calls}" if row.calls > 1 else ""),
-                    f"{row.activation_bytes / MB:.3f}",
-                    f"{row.freed_bytes / MB:.3f}",
-                    f"{row.forward_ms:.3f}",
-                    f"{row.backward_ms:.3f}",
-                    f"{max(row.forward_spread, row.backward_spread):.0%}",
-                )
+    def table(self, limit: int | None = None, width: int | None = None) -> str:
+        """Return it as text for a screen of `width` columns, the largest `limit` layers.
+
+        None: all layers, and as wide as it gets.
+        """
+        unit = self.unit
+        columns = (
+            Column("layer", left=True, least=28),
+            Column("class", 3, left=True),
+            Column(f"saved {unit.name}"),
+            Column(f"freed {unit.name}", 1),
+            Column("forward ms"),
+            Column("backward ms"),
+            Column("spread", 2),
+        )
+        rows = (
+            (
+                row.name,
+                row.kind + (f" x{row.calls}" if row.calls > 1 else ""),
+                unit.number(row.activation_bytes),
+                unit.number(row.freed_bytes),
+                three_digits(row.forward_ms),
+                three_digits(row.backward_ms),
+                percent(max(row.forward_spread, row.backward_spread)),
             )
-        widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-        lines = [
-            "  ".join(
-                cell.ljust(width) if column < 2 else cell.rjust(width)
-                for column, (cell, width) in enumerate(zip(row, widths))
-            ).rstrip()
-            for row in rows
-        ]
-        lines.insert(1, "-" * max(map(len, lines)))
+            for row in self.layers[:limit]
+        )
+        made = Table(columns, tuple(rows))
+        recomputed = self.predict_peak_bytes(self.call_names)
+        first = (
+            f"{self.model} on {self.device}, {len(self.layers)} layers, median of {self.runs} runs. Saved for backward: "
+            f"{unit.word(self.total_activation_bytes)}, {unit.word(self.outside_bytes)} of it outside the layers."
+        )
+        last = (
+            f"Peak of activations: {unit.word(self.peak_bytes)}; with a recompute of every layer: {unit.word(recomputed)}. "
+            f"Step: {three_digits(self.step_ms)} ms (spread {percent(self.step_spread)}), of it layers forward "
+            f"{three_digits(self.forward_ms)} ms, backward {three_digits(self.backward_ms)} ms."
+        )
+        lines = [made.text(width)]
         if limit is not None and limit < len(self.layers):
             lines.append(f"... and {len(self.layers) - limit} more")
-        lines += [
-            "",
-            f"{self.model} on {self.device}, median of {self.runs} runs. Saved for backward: "
-            f"{self.total_activation_bytes / MB:.3f} MB ({self.outside_bytes / MB:.3f} MB outside the layers).",
-            f"Peak of activations: {self.peak_bytes / MB:.3f} MB; with every layer replayed whole: "
-            f"{self.predict_peak_bytes(self.call_names) / MB:.3f} MB.",
-            f"Step: {self.step_ms:.2f} ms (spread {self.step_spread:.0%}), of it layers forward "
-            f"{self.forward_ms:.2f} ms, backward {self.backward_ms:.2f} ms.",
-        ]
-        return "\n".join(lines)
+        lines += [paragraph(note, width) for note in (columns_note(made.left_out(width)),) if note]
+        return "\n\n".join([paragraph(first, width), "\n".join(lines), paragraph(last, width)])
+
+    @property
+    def unit(self) -> ByteUnit:
+        """The unit in which its table has bytes."""
+        return ByteUnit.of([self.peak_bytes, self.total_activation_bytes])
 
     def to_json(self) -> str:
         """Everything, so that `from_json` gives an equal report."""

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from nemo_like.recipes.encode import Encoder, check_vocabulary, load_tokenizer
 from nemo_like.recipes.finetune_options import FinetuneOptions
 from nemo_like.recipes.job import TrainingJob, seed_all, synced_only_if
 from nemo_like.recipes.job_checkpoint import writing
-from nemo_like.recipes.job_options import config_text
+from nemo_like.recipes.job_options import changed_options, config_text
 from nemo_like.recipes.loss import MeanLoss
 from nemo_like.recipes.progress import Progress, memory
 from nemo_like.recipes.result import merge_adapter, save_adapter, save_model
@@ -32,6 +33,9 @@ from nemo_like.recipes.run_state import about_run, gather_state, make_optimizer
 from nemo_like.recipes.sample_data import SampleSet, TrainingRows, hold_out, look_through
 from nemo_like.recipes.sample_files import open_samples
 from nemo_like.recipes.tuned_model import build_on_meta, fill, find_model, folder_fingerprint
+
+_MOST_OPTIONS = 640
+"""Characters of options that are printed: eight lines of 80 columns."""
 
 
 class FineTuner(TrainingJob):
@@ -210,7 +214,8 @@ class FineTuner(TrainingJob):
         progress.say(f"the largest step of a rank, {rows} x {width} tokens, fits")
         if self.step == 0 and self.held_out is not None:
             progress.say(f"before training: held-out loss {self.about['base_eval_loss']:.4f} nats per token")
-        progress.say(f"options ({options.output}/options.yaml):\n{config_text(options).rstrip()}")
+        changed = textwrap.shorten(changed_options(options), _MOST_OPTIONS, placeholder=" ...")
+        progress.say(f"all options: {options.output}/options.yaml; not the defaults: {changed}")
 
     def _state(self) -> dict[str, Any]:
         return gather_state(self.model, self.optimizer, frozen=False)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import shlex
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from nemo_like._util.console import check_new_folder, examples, flag
+from nemo_like._util.console import as_flag, check_new_folder, examples, flag
 from nemo_like._util.extras import require
 from nemo_like._util.words import a_or_an
 from nemo_like.options import SCHEDULES as PIPELINE_SCHEDULES
@@ -252,6 +253,19 @@ def config_text(options: RunOptions) -> str:
     'lr: 0.5'
     """
     return "".join(f"{name}: {_scalar(value)}\n" for name, value in options.as_said().items())
+
+
+def changed_options(options: RunOptions) -> str:
+    """Return the options of `options` that differ from the defaults, as on a command line.
+
+    >>> changed_options(RunOptions(lr=0.5, plain=True))
+    '--lr 0.5 --plain'
+    """
+    defaults = {field.name: field.default for field in dataclasses.fields(options)}
+    changed = {name: value for name, value in options.as_said().items() if value != defaults[name]}
+    return " ".join(
+        as_flag(name, value if isinstance(value, bool) else shlex.quote(str(value))) for name, value in changed.items()
+    )
 
 
 def _scalar(value: object) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from nemo_like._util.log import is_rank_zero
+from nemo_like._util.table import paragraph, screen_width
 
 _GIB = 2**30
 
@@ -56,8 +57,12 @@ class Progress:
         self._steps = steps
         self._device = device
         self._shown = is_rank_zero()
-        bar = self._shown and not plain and sys.stdout.isatty() and importlib.util.find_spec("rich") is not None
-        self._bar: Any = _make_bar() if bar else None
+        terminal = sys.stdout.isatty()
+        bar = self._shown and not plain and terminal and importlib.util.find_spec("rich") is not None
+        self._width = screen_width() if terminal and self._shown else None
+        self._counter = 2 * len(str(steps)) + 3
+        """Characters of the steps, and of the blanks after them."""
+        self._bar: Any = _make_bar(screen_width() - self._counter) if bar else None
         if self._bar is not None:
             self._task = self._bar.add_task("training", total=steps, completed=first, text="")
 
@@ -78,18 +83,29 @@ class Progress:
         """Report after `done` steps; `loss` in nats per token, `mfu` a share of 1, left out where it is None."""
         if not self._shown:
             return
-        found = memory(self._device)
-        used, peak = found["memory_bytes"] / _GIB, found["peak_bytes"] / _GIB
-        reserved = f", reserved {found['reserved_bytes'] / _GIB:.2f} GiB" if "reserved_bytes" in found else ""
-        share = "" if mfu is None else f"MFU {mfu:.1%}  "
-        text = (
-            f"loss {loss:.4f}  lr {learning_rate:.2e}  {tokens_per_second:,.0f} tokens/s  {share}"
-            f"memory {used:.2f} GiB, peak {peak:.2f} GiB{reserved}"
-        )
+        fields = self._fields(loss, learning_rate, tokens_per_second, mfu)
         if self._bar is not None:
+            room = screen_width() - self._counter
+            text = _fitting(fields, room - _BAR if _has_room(room) else room)
             self._bar.update(self._task, completed=done, text=text)
         else:
-            print(f"step {done:>{len(str(self._steps))}}/{self._steps}  {text}", flush=True)
+            word = "" if self._width is not None and self._width < 80 else "step "
+            step = f"{word}{done:>{len(str(self._steps))}}/{self._steps}"
+            text = _fitting(fields, None if self._width is None else self._width - len(step) - 2)
+            print(f"{step}  {text}", flush=True)
+
+    def _fields(
+        self, loss: float, learning_rate: float, tokens_per_second: float, mfu: float | None
+    ) -> list[tuple[int, str]]:
+        found = memory(self._device)
+        fields = [(0, f"loss {loss:.4f}"), (3, f"lr {learning_rate:.2e}"), (1, f"{tokens_per_second:,.0f} tokens/s")]
+        if mfu is not None:
+            fields.append((4, f"MFU {mfu:.1%}"))
+        sizes = {"memory": (5, "memory_bytes"), "peak": (2, "peak_bytes"), "reserved": (6, "reserved_bytes")}
+        for word, (keep, key) in sizes.items():
+            if key in found:
+                fields.append((keep, f"{word} {found[key] / _GIB:.2f} GiB"))
+        return fields
 
     def say(self, line: str) -> None:
         """Print one line, above the bar."""
@@ -97,12 +113,42 @@ class Progress:
             return
         if self._bar is not None:
             self._bar.console.print(line, highlight=False, markup=False)
-        else:
+        elif self._width is None:
             print(line, flush=True)
+        else:
+            print("\n".join(paragraph(part, self._width) for part in line.split("\n")), flush=True)
 
 
-def _make_bar() -> Any:
+_BAR = 19
+"""Characters of the bar, of the time that is left, and of the blanks after them."""
+_ESSENTIAL = 46
+"""Characters that loss, speed and the peak may take; what is beside them is shown where there is more room."""
+
+
+def _has_room(width: int) -> bool:
+    return width >= _ESSENTIAL + _BAR
+
+
+def _fitting(fields: list[tuple[int, str]], width: int | None) -> str:
+    """Return `fields` in a line of at most `width`; those of the largest numbers are left out first, and 0 never.
+
+    >>> _fitting([(0, "loss 2.5"), (3, "lr 0.1"), (1, "90 tokens/s")], 22)
+    'loss 2.5  90 tokens/s'
+    """
+    kept = list(fields)
+    while width is not None and len(_joined(kept)) > width and any(keep for keep, _ in kept):
+        kept.remove(max(kept))
+    return _joined(kept)
+
+
+def _joined(fields: list[tuple[int, str]]) -> str:
+    return "  ".join(text for _, text in fields)
+
+
+def _make_bar(room: int) -> Any:
+    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
 
-    return Bar(MofNCompleteColumn(), BarColumn(), TimeRemainingColumn(), TextColumn("{task.fields[text]}"))
+    beside = [BarColumn(bar_width=10), TimeRemainingColumn(compact=True)] if _has_room(room) else []
+    return Bar(MofNCompleteColumn(), *beside, TextColumn("{task.fields[text]}"), console=Console())

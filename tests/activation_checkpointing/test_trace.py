@@ -38,7 +38,7 @@ def test_three_linears():
         2 * UNIT,
         1,
     )
-    assert "1 not kept after all" in rows["SAVE"].note
+    assert "1 not saved after all" in rows["SAVE"].note
     assert (rows["RECOMPUTE"].count, rows["RECOMPUTE"].kept_bytes, rows["RECOMPUTE"].read) == (1, 0, 1)
     assert (region.forward_flops, region.replay_flops, region.full_flops) == (3 * UNIT, UNIT, 2 * UNIT)
     assert (region.kept_bytes, region.none_bytes, region.tokens) == (SIZE, 2 * SIZE, 8)
@@ -58,9 +58,9 @@ def test_it_says_when_a_policy_pays_without_saving():
 
     x = torch.randn(8, 16, requires_grad=True)
     wasted = traced(fn, DecisionTable({"aten.mm.default": [RECOMPUTE, SAVE]}), x)
-    assert "1 computed again that backward doesn't read" in by_decision(wasted)["RECOMPUTE"].note
+    assert "1 recomputed that backward doesn't read" in by_decision(wasted)["RECOMPUTE"].note
     unread = traced(fn, DecisionTable({"aten.mm.default": [SAVE, SAVE]}), x)
-    assert by_decision(unread)["SAVE"].note == "1 kept that backward doesn't read"
+    assert by_decision(unread)["SAVE"].note == "1 saved that backward doesn't read"
     assert by_decision(unread)["SAVE"].kept_bytes == 2 * SIZE
 
 
@@ -107,7 +107,7 @@ def test_the_command_prints_a_table_and_json(capsys):
     assert totals["full"]["bytes"] < totals["this policy"]["bytes"] < totals["none"]["bytes"]
     assert main(["trace", "--seq-len", "16"]) == 0
     text = capsys.readouterr().out
-    assert "not kept after all: a replay stops before it" in text and "this policy" in text
+    assert "not saved after all: the recompute stops before it" in text and "this policy" in text
 
 
 def test_the_command_refuses_what_makes_no_regions(capsys):

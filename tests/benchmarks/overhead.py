@@ -160,10 +160,10 @@ OVERHEAD = Suite(
     reads=("compile", "repeats", "warmup", "threads"),
     columns=(
         Column("variant", "variant"),
-        Column("median_ms", "median ms", "{:.2f}"),
-        Column("relative", "relative to PyTorch's", "{:.3f}"),
-        Column("cpu_ms", "CPU ms", "{:.2f}"),
-        Column("cpu_relative", "CPU relative", "{:.3f}"),
+        Column("median_ms", "median ms", "{:.2f}".format),
+        Column("relative", "relative to PyTorch's", "{:.3f}".format),
+        Column("cpu_ms", "CPU ms", "{:.2f}".format),
+        Column("cpu_relative", "CPU relative", "{:.3f}".format),
     ),
     run=_run,
 )

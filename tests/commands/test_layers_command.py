@@ -14,12 +14,22 @@ from tests.models.families import FAMILIES
 
 
 def test_layers_of_a_preset(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["layers", "--model", "llama3-8b", "--dtype", "bf16"]) == 0
+    assert main(["layers", "--model", "llama3-8b", "--dtype", "bf16", "--wide"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "LlamaForCausalLM: 8,030,261,248 parameters, 14.96GiB; layers: 32 language"
+    assert lines[0] == "LlamaForCausalLM: 8.03 B parameters, 15.0 GiB; layers: 32 language."
     (row,) = [line.split() for line in lines if "LlamaDecoderLayer" in line]
     # Published shapes: 4 * D^2 * (1 + 1/4) / 2 attention, 3 * D * F MLP, 2 * D norms, D = 4096, F = 14336; two bytes each.
-    assert row[:6] == ["language", "model.layers.0-31", "LlamaDecoderLayer", "32", "218,112,000", "0.41GiB"]
+    assert row == ["language", "model.layers.0-31", "LlamaDecoderLayer", "32", "218", "M", "0.41", "own", "yes"]
+    assert max(map(len, lines)) > 80
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_layers_fit_a_screen(name: str) -> None:
+    report = describe(FAMILIES[name].build())
+    lines = to_text(report, width=80).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "checkpointed" in lines[2] or "checkpointed" in lines[3]
+    assert any(line.startswith("Not shown at this width: ") for line in lines)
 
 
 def test_layers_as_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,6 +62,6 @@ def test_what_is_frozen_or_out_of_scope_is_said() -> None:
     vision, language = sorted(report.runs, key=lambda run: run.group, reverse=True)
     assert (vision.group, vision.trainable, vision.checkpointed) == ("vision", False, False)
     assert (language.group, language.trainable, language.checkpointed) == ("language", True, True)
-    assert "frozen: where a gradient flows through it" in to_text(describe(model))
+    assert "the layer is frozen, and checkpointed where a gradient flows through it" in to_text(describe(model))
     inside = sum(run.count * run.bytes_each for run in report.runs)
     assert inside + report.outside_bytes == report.bytes == 4 * report.parameters

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,3 +101,24 @@ def test_fit_takes_a_sample_input_and_says_how_to_give_one(capsys: pytest.Captur
     assert json.loads(capsys.readouterr().out)["candidates"]
     assert cli.main(["fit", "--model", f"{__name__}:Gpt", *words]) == 2
     assert "have module:function return (model, sample)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "layers --json",
+        f"plan --gpu cpu --no-what-if --json - {' '.join(SMALL)}",
+        "fit --gpus 1 --gpu h100-80gb --global-batch 2 --seq-len 8 --ac none --json -",
+        f"trace --ac full --json {' '.join(SMALL)}",
+        f"profile --runs 1 --json {' '.join(SMALL)}",
+        f"bench --repeats 1 --warmup 0 --modes full --markdown {' '.join(SMALL)}",
+    ],
+)
+def test_every_command_takes_a_folder_with_a_config(
+    words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder as `hf download` makes it."""
+    llama().config.save_pretrained(tmp_path)
+    command, *more = words.split()
+    assert cli.main([command, "--model", str(tmp_path), *more]) == 0, capsys.readouterr().err
+    assert capsys.readouterr().out

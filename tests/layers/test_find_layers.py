@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -509,3 +511,83 @@ def test_the_advice_names_the_list_that_holds_most() -> None:
     wide = nn.ModuleList(nn.Linear(DIM, 4 * DIM) for _ in range(2))
     with pytest.raises(LayersNotFoundError, match=r"layers=\['inner\.fcs\.\*'\]"):
         find_layers(Holder(to_patch_embedding=nn.Sequential(nn.Linear(DIM, DIM)), inner=Holder(fcs=wide)))
+
+
+class Patched(nn.Module):
+    """Video patches, a table of classes and one of positions, and blocks: as video diffusion transformers are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv3d(4, 8, (1, 2, 2), (1, 2, 2))
+        self.class_table, self.positions = nn.Embedding(1001, 8), nn.Embedding(64, 8)
+        self.blocks = blocks(3)
+
+    def forward(self, hidden_states: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class Graph(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.atom_table, self.nodes, self.layers = nn.Embedding(119, 8), nn.Linear(4, 8), blocks(3)
+
+    def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(32, 8), blocks(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class Bare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = blocks(3)
+
+
+class NamesIds(Bare):
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+def _configured() -> nn.Module:
+    model = Bare()
+    model.config = SimpleNamespace(vocab_size=32)
+    return model
+
+
+def _with_embeddings_of_its_own() -> nn.Module:
+    model = Bare()
+    model.inputs = nn.Module()
+    model.inputs.ids = nn.Embedding(32, 8)
+    return model
+
+
+def _with_text_encoder() -> nn.Module:
+    """What conditions a video model embeds words; its own blocks take none."""
+    model = Patched()
+    model.conditions = Plain()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "groups"),
+    [
+        (Patched, {"vision": 3}),
+        (Graph, {"other": 3}),
+        (Plain, {"language": 3}),
+        (lambda: nn.Sequential(nn.Embedding(32, 8), *blocks(3)), {"language": 3}),
+        (NamesIds, {"language": 3}),
+        (_configured, {"language": 3}),
+        (_with_text_encoder, {"vision": 3, "language": 3}),
+        (_with_embeddings_of_its_own, {"language": 3}),
+        (Bare, {"other": 3}),
+    ],
+)
+def test_language_takes_evidence_of_text(make: Callable[[], nn.Module], groups: dict[str, int]) -> None:
+    assert Counter(layer.group for layer in find_layers(make())) == groups

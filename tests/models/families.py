@@ -603,5 +603,5 @@ FAMILIES: dict[str, Family] = {
         encoded,
     ),
     "timm_style": Family("vision", TimmStyle, image, {"vision": 2}),
-    "diffusion_transformer": Family("diffusion", DiffusionTransformer, latents, {"language": 5}),
+    "diffusion_transformer": Family("diffusion", DiffusionTransformer, latents, {"other": 5}),
 }

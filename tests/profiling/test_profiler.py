@@ -169,9 +169,12 @@ def test_the_model_and_the_random_state_are_as_before(fail):
 
 def test_report_reads_as_table_json_and_plot(tmp_path):
     report = MemoryProfiler(blocks(32, 64), "cpu").profile((torch.randn(8, 16),), num_runs=1)
-    lines = report.table().splitlines()
-    assert lines[0].startswith("layer ") and lines[0].endswith("spread") and "freed MB" in lines[0]
-    assert lines[2].startswith("1") and lines[3].startswith("0") and f"{report.peak_bytes / 1e6:.3f} MB" in lines[-2]
+    first, table, last = report.table().split("\n\n")
+    head, *rows = table.splitlines()
+    assert head.startswith("layer ") and head.endswith("spread") and f"freed {report.unit.name}" in head
+    assert [row[0] for row in rows] == ["1", "0"] and "2 layers" in first
+    assert f"Peak of activations: {report.unit.word(report.peak_bytes)};" in last
+    assert max(map(len, report.table(width=80).splitlines())) <= 80
     assert "... and 1 more" in report.table(limit=1)
     assert ProfileReport.from_json(report.to_json()) == report
     with pytest.raises(ValueError, match="not a profile report"):

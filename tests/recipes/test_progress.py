@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 
 import pytest
@@ -42,6 +43,22 @@ def test_on_a_terminal_it_draws_a_bar_unless_told_otherwise(monkeypatch: pytest.
     assert ("\x1b[" in text) is not plain  # a bar moves the cursor
 
 
+@pytest.mark.parametrize("columns", [60, 80, 120])
+@pytest.mark.parametrize("plain", [False, True])
+def test_what_matters_most_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch, columns: int, plain: bool):
+    pytest.importorskip("rich")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stdout", terminal := _Terminal())
+    with Progress(0, 2000, CPU, plain=plain) as progress:
+        progress.step(10, 12.5, 3e-4, 123456.4, 0.4)
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue()).replace("\r", "\n")
+    line = next(line.rstrip() for line in text.splitlines() if "loss" in line)
+    assert len(line) <= columns and "…" not in line
+    assert re.match(r"(step )? +10/2000 .*loss 12.5000 .*123,456 tokens/s .*peak \d+\.\d\d GiB", line), line
+    assert ("MFU 40.0%" in line) is (columns == 120), line
+
+
 def test_only_rank_zero_speaks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setenv("RANK", "1")
     with Progress(0, 200, CPU) as progress:
@@ -66,6 +83,6 @@ def test_a_line_has_what_the_caching_allocator_reserved(monkeypatch, capsys):
     for name, size in (("memory_allocated", 1), ("max_memory_allocated", 2), ("max_memory_reserved", 3)):
         monkeypatch.setattr(torch.cuda, name, lambda device, size=size: size << 30)
     Progress(0, 10, torch.device("cuda"), plain=True).step(1, 2.0, 1e-3, 1000.0)
-    assert "memory 1.00 GiB, peak 2.00 GiB, reserved 3.00 GiB" in capsys.readouterr().out
+    assert "memory 1.00 GiB  peak 2.00 GiB  reserved 3.00 GiB" in capsys.readouterr().out
     Progress(0, 10, torch.device("cpu"), plain=True).step(1, 2.0, 1e-3, 1000.0)
     assert "reserved" not in capsys.readouterr().out

@@ -10,7 +10,7 @@ import pytest
 from nemo_like._util.log import forget_announcements
 from nemo_like.recipes.finetune_options import FinetuneOptions, parse_finetune_options
 from nemo_like.recipes.finetuner import RunLog, plot_log, read_log
-from nemo_like.recipes.job_options import config_text
+from nemo_like.recipes.job_options import changed_options, config_text
 from tests.said import said
 
 
@@ -80,6 +80,11 @@ def test_the_plot_has_what_the_log_has(tmp_path: Path) -> None:
     log.add(3, eval_loss=0.5, memory_bytes=2**20, peak_bytes=2**21)
     plot_log(log.path, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_differs_from_the_defaults_is_written_as_flags() -> None:
+    options = FinetuneOptions(model="m: #1", data="d", lora=True, lr=1e-5, reshard_after_forward=False)
+    assert changed_options(options) == "--no-reshard-after-forward --lr 1e-05 --model 'm: #1' --data d --lora"
 
 
 def test_the_options_in_full_are_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

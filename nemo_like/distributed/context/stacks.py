@@ -45,15 +45,18 @@ def find_stacks(
             the keys of other ranks; it is named.
     """
     found = find_layers(model) if layers is None else layers
-    language = [layer for layer in found if layer.group == "language"]
-    if not language:
+    # A model that says nothing of itself may be called with sequences of any kind.
+    words = [layer for layer in found if layer.group == "language"] or [
+        layer for layer in found if layer.group == "other"
+    ]
+    if not words:
         groups = ", ".join(sorted({layer.group for layer in found}))
         raise ValueError(
             f"cp cuts sequences of tokens, and this {type(model).__name__} has no layers of a language model (found: "
             f"{groups}). Use cp=1."
         )
     members: dict[str, list[nn.Module]] = {}
-    for layer in language:
+    for layer in words:
         members.setdefault(_stack_name(model, layer.fqn), []).append(bare(layer.module))
     stacks = []
     for name, inside in members.items():
