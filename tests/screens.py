@@ -23,7 +23,7 @@ DOCS = Path(__file__).parent.parent / "docs"
 _BLOCK = re.compile(
     r"(<!-- screen: (\d+)( long)? -->\n```console\n\$ (nemo-like [^\n]*(?:\\\n[^\n]*)*)\n)(.*?)(```)", re.S
 )
-_MEASURED = re.compile(r"\d[\d,.]*(?= (?:s|ms|tokens/s|GB/s|MB/s)\b)")
+_MEASURED = re.compile(r"\d[\d,.]*(?= (?:s|ms|tokens/s|GB/s|MB/s)\b)|(?:(?<=memory )|(?<=peak ))[\d.]+(?= GiB)")
 
 
 @dataclass(frozen=True)

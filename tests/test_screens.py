@@ -25,7 +25,7 @@ def test_there_are_screens_of_every_report() -> None:
     "screen", [pytest.param(one, marks=[pytest.mark.long] if one.is_long else []) for one in SCREENS], ids=str
 )
 def test_a_page_prints_what_the_command_does(screen: Screen) -> None:
-    assert without_times(screen.now()) == without_times(screen.text)
+    assert screen.text and without_times(screen.now()) == without_times(screen.text)
     assert all(
         len(line) <= screen.columns for line in screen.text.splitlines() if not line.startswith(("Paste: ", "Train: "))
     )

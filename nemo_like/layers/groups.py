@@ -44,8 +44,8 @@ def groups_of(root: nn.Module, fqns: Iterable[str]) -> list[str]:
     Face tower declares to take, or by the words in its class name.
 
     Where nothing says anything, the layer is ``language`` if its model takes text: the model or a part on the way has a
-    `vocab_size` in its config, takes ``input_ids``, or has an embedding of ids. Else it is ``vision`` in a model that
-    convolves in two or three dimensions, and ``other`` in any other.
+    `vocab_size` or an `eos_token_id` in its config, takes ``input_ids``, or embeds ids. Else it is ``vision`` in a model
+    that convolves in two or three dimensions, and ``other`` in any other.
     """
     paths = [_path(root, fqn) for fqn in fqns]
     return [_nearest_verdict(path) or _default_group(root, path) for path in paths]
@@ -88,7 +88,8 @@ def _default_group(root: nn.Module, path: list[tuple[str, nn.Module]]) -> str:
 
 
 def _takes_text(module: nn.Module) -> bool:
-    if isinstance(getattr(getattr(module, "config", None), "vocab_size", None), int):
+    config = getattr(module, "config", None)
+    if any(isinstance(getattr(config, name, None), int) for name in ("vocab_size", "eos_token_id")):
         return True
     if getattr(module, "main_input_name", None) == "input_ids":
         return True

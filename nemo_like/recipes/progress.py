@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import resource
 import sys
 from types import TracebackType
@@ -59,7 +60,7 @@ class Progress:
         self._shown = is_rank_zero()
         terminal = sys.stdout.isatty()
         bar = self._shown and not plain and terminal and importlib.util.find_spec("rich") is not None
-        self._width = screen_width() if terminal and self._shown else None
+        self._width = screen_width() if terminal or "COLUMNS" in os.environ else None
         self._counter = 2 * len(str(steps)) + 3
         """Characters of the steps, and of the blanks after them."""
         self._bar: Any = _make_bar(screen_width() - self._counter) if bar else None
