@@ -368,7 +368,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "planning/report.py",
-        "replace(planner.describe(choices, name), reserved_bytes=need.reserved)",
+        "planner.describe(choices, name, reserved=need.reserved)",
         "planner.describe(choices, name)",
         "tests/planning/test_reserved.py",
     ),

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from nemo_like.planning.planner import Planner
 
 
-def plan_of(planner: Planner, choices: Sequence[Choice], asked: str, gap: float) -> Plan:
-    """Choices for all calls as a `Plan`."""
+def plan_of(planner: Planner, choices: Sequence[Choice], asked: str, gap: float, reserved: int | None) -> Plan:
+    """Return choices for all calls as a `Plan`; `reserved`: bytes, where they are known already."""
     peak = planner.peak(choices)
     layers: dict[str, LayerPlan] = {}
     modules = {name: bare(module) for name, module in bare_modules(planner.whole)}
@@ -37,7 +37,8 @@ def plan_of(planner: Planner, choices: Sequence[Choice], asked: str, gap: float)
             (choice.replay_seconds + waits) * times, rows,
         )  # fmt: skip
     calls = [planner.problems[call.kind] for call in planner.traced.calls]
-    reserved = planner.reserved(choices)
+    if reserved is None and (found := planner.reserved(choices)) is not None:
+        reserved = found.reserved
     return Plan(
         model=type(planner.whole).__name__,
         device=planner.device.name,
@@ -57,7 +58,7 @@ def plan_of(planner: Planner, choices: Sequence[Choice], asked: str, gap: float)
         peak_at=peak.at,
         step=_step(planner),
         matmuls=planner.matmuls,
-        reserved_bytes=None if reserved is None else reserved.reserved,
+        reserved_bytes=reserved,
     )
 
 

@@ -599,9 +599,9 @@ class Planner:
     def proved_all(self, choices: Sequence[Choice]) -> list[Choice]:
         return [self.proved(call.kind, choice) for call, choice in zip(self.traced.calls, choices)]
 
-    def describe(self, choices: Sequence[Choice], asked: str, gap: float = 0.0) -> Plan:
+    def describe(self, choices: Sequence[Choice], asked: str, gap: float = 0.0, *, reserved: int | None = None) -> Plan:
         """Choices for all calls as a `Plan`; see `plan_of_choices.plan_of`."""
-        return plan_of(self, choices, asked, gap)
+        return plan_of(self, choices, asked, gap, reserved)
 
 
 def plan_for(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_like._util.table import (
@@ -31,7 +31,7 @@ from nemo_like.planning.planner import Planner
 from nemo_like.planning.program.readers import Peak
 from nemo_like.planning.stage_seconds import times
 from nemo_like.planning.stages import PipelinePlanner
-from nemo_like.planning.verdict import RESERVED, Need, plan_within, reserved_on_ranks, verdict
+from nemo_like.planning.verdict import RESERVED, Need, most_allocated, plan_within, reserved_on_ranks, verdict
 
 MODES = ("none", "full", "selective")
 SHARES = ("75%", "50%", "25%", "12.5%")
@@ -407,9 +407,11 @@ def memory_for(device: Device) -> int:
 
 def fastest_within(planner: AnyPlanner, limit: int) -> ReportRow | None:
     """Return no checkpointing if that fits in `limit` bytes, else the fastest plan that does; None: none does."""
-    none = row_of("none", planner, planner.uniform("none"), limit)
-    if none.fits:
-        return none
+    choices: Any = planner.uniform("none")
+    if max(peak.total for peak in _peaks(planner, choices)) <= most_allocated(planner, limit):
+        none = row_of("none", planner, choices, limit)
+        if none.fits:
+            return none
 
     def within(budget: int) -> tuple[Any, Peak] | None:
         try:
@@ -427,7 +429,7 @@ def row_of(name: str, planner: AnyPlanner, choices: Any, limit: int) -> ReportRo
     highest = max(peaks, key=lambda peak: peak.total)
     if isinstance(planner, Planner):
         need = verdict(planner, choices, highest, limit)
-        plan = replace(planner.describe(choices, name), reserved_bytes=need.reserved)
+        plan = planner.describe(choices, name, reserved=need.reserved)
         host = sum(layer.host_bytes for layer in plan.layers) + planner.state_on_host
         fits = need.bytes <= limit and host <= planner.host_memory
         return ReportRow(name, plan, need, fits, choices, host, tuple(peaks))

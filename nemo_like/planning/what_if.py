@@ -98,10 +98,17 @@ def _changed(step: Step, planner: AnyPlanner) -> Iterator[tuple[str, Callable[[]
     if step.seq_len:
         yield _TWICE, lambda: step.planner(job, seq_len=2 * step.seq_len)
     if job.ranks > 1 and job.ranks % 2 == 0:
-        yield "half the GPUs", lambda: step.planner(job.change(world_size=job.ranks // 2))
+        yield "half the GPUs", partial(_on_half, step, planner)
     for change in changes(job):
         if change.job.ac == job.ac:  # which ac= is best is what the report says
             yield change.words, partial(_under, step, planner, change)
+
+
+def _on_half(step: Step, planner: AnyPlanner) -> AnyPlanner:
+    job = planner.job
+    if isinstance(planner, Planner) and job.fsdp is not None and job.dp_shard % 2 == 0 and job.dp_shard > 2:
+        return planner.on_ranks(job.dp_shard // 2)  # the same layers: nothing is traced again
+    return step.planner(job.change(world_size=job.ranks // 2))
 
 
 def _under(step: Step, planner: AnyPlanner, change: Change) -> AnyPlanner | None:
