@@ -11,6 +11,7 @@ from nemo_like.options import PipelineParallel, Precision
 from nemo_like.options.memory import AllocatorConfig
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.fit import fit
+from nemo_like.planning.fit.advice import _spans_hosts
 from nemo_like.planning.reserved import replay_rank
 from nemo_like.planning.stages import PipelinePlanner
 from tests.models.fit_models import llama
@@ -84,3 +85,19 @@ def test_growing_segments_are_named_for_a_pipeline_where_its_ranks_reserve_less_
     )
     assert report.nearest.reserved == whole > 875 << 20 and growing < 875 << 20
     assert f"PYTORCH_ALLOC_CONF=expandable_segments:True ({write_bytes(whole - growing)} less)" in report.helps
+
+
+@pytest.mark.parametrize(
+    ("job", "part", "between"),
+    [
+        (Job.of(world_size=16, tp=8), "tensor-parallel sums", False),
+        (Job.of(world_size=16, tp=8), "parameter gathers", True),
+        (Job.of(world_size=16, dp_replicate=2), "parameter gathers", False),
+        (Job.of(world_size=16, dp_replicate=2), "gradient reductions", True),
+        (Job.of(world_size=16, cp=4, tp=4), "sequence gathers", True),
+        (Job.of(world_size=16, pp=2), "pipeline sends", True),
+        (Job.of(world_size=8), "parameter gathers", False),
+    ],
+)
+def test_a_collective_is_between_hosts_where_its_ranks_are(job: Job, part: str, between: bool) -> None:
+    assert _spans_hosts(part, job, resolve_device("h100-80gb")) == between
