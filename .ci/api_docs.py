@@ -1,4 +1,4 @@
-"""Write docs/api.md from the docstrings of the public names; ``--check`` fails where the file is not current.
+"""Write docs/reference/api.md from the docstrings of the public names; ``--check`` fails where the file is not current.
 
     python .ci/api_docs.py [--check]
 
@@ -27,7 +27,7 @@ import torch
 from nemo_like._util.field_docs import attribute_docs
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "api.md"
+PAGE = ROOT / "docs" / "reference" / "api.md"
 NOT_PUBLIC = {"bench", "cli", "commands", "recipes"}
 """Programs, not libraries."""
 
@@ -220,7 +220,9 @@ def section_line(line: str) -> str:
 def main() -> int:
     """Write the page, or with ``--check`` say whether it is current (exit status 1 where it is not)."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail where docs/api.md is not current")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; fail where docs/reference/api.md is not current"
+    )
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT))
     text = page()
@@ -229,7 +231,10 @@ def main() -> int:
         return 0
     if PAGE.exists() and PAGE.read_text(encoding="utf-8") == text:
         return 0
-    print("docs/api.md is not current: the docstrings say something else. Run: python .ci/api_docs.py", file=sys.stderr)
+    print(
+        "docs/reference/api.md is not current: the docstrings say something else. Run: python .ci/api_docs.py",
+        file=sys.stderr,
+    )
     return 1
 
 

@@ -3,7 +3,7 @@
     python -m tests.mutations [--only WORD] [--jobs 2]
 
 runs these files once as they are, then prints a line for each fault. It ends with 1 where more than three faults live.
-`docs/benchmarks/tests.md` has the last result.
+`docs/evidence/tests.md` has the last result.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def _imports(path: Path) -> set[str]:
 
 
 def test_the_map_in_the_documents_has_a_line_for_each_folder_and_file_of_the_root() -> None:
-    lines = (ROOT.parent / "docs" / "contributing.md").read_text(encoding="utf-8").splitlines()
+    lines = (ROOT.parent / "docs" / "CONTRIBUTING.md").read_text(encoding="utf-8").splitlines()
     told = [line.split("`")[1] for line in lines if line.startswith("| `nemo_like/")]
     folders = {f"{path.parent.relative_to(ROOT.parent)}/" for path in ROOT.rglob("*.py")} - {"nemo_like/"}
     files = {f"nemo_like/{path.name}" for path in ROOT.glob("*.py") if not path.name.startswith("__")}

@@ -32,9 +32,13 @@ def test_a_page_prints_what_the_command_does(screen: Screen) -> None:
 
 
 def _keys(heading: str) -> set[str]:
-    """The keys in the table of docs/reports.md below `heading`."""
+    """The keys in the table of docs/reference/reports.md below `heading`."""
     table = (
-        (DOCS / "reports.md").read_text(encoding="utf-8").split(f"\n{heading}\n", 1)[1].lstrip("\n").split("\n\n")[0]
+        (DOCS / "reference" / "reports.md")
+        .read_text(encoding="utf-8")
+        .split(f"\n{heading}\n", 1)[1]
+        .lstrip("\n")
+        .split("\n\n")[0]
     )
     return {key for line in table.splitlines()[2:] for key in re.findall(r"`(\w+)`", line.split("|")[1])}
 

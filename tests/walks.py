@@ -73,8 +73,8 @@ def walk(model: nn.Module, option: str, **asked: Any) -> Walk:
 
 
 def written(option: str) -> Walk:
-    """The walk of `option` as docs/design.md has it."""
-    page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    """The walk of `option` as docs/reference/how-it-works/design.md has it."""
+    page = (ROOT / "docs" / "reference" / "how-it-works" / "design.md").read_text(encoding="utf-8")
     section = page.partition(f"### `{option}`\n")[2].partition("\n#")[0]
     return re.findall(r"^\| `(\w+)` \| `([\w/.]+)` \|", section, re.MULTILINE)
 

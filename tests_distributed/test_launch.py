@@ -127,7 +127,7 @@ def test_a_rank_without_a_device_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
         launch.local_device("cuda")
 
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "multi-node.md"
+DOCUMENT = Path(__file__).parents[1] / "docs" / "how-to" / "many-hosts.md"
 SMALL = {
     "--nnodes 4": "--nnodes 2", "--nproc-per-node 8": "--nproc-per-node 1", "llama3-8b": "llama-tiny",
     "--dp-replicate 4": "--dp-replicate 2", "--save-every 200": "--save-every 1",

@@ -1,4 +1,4 @@
-"""The walks of options that take ranks are as docs/design.md says."""
+"""The walks of options that take ranks are as docs/reference/how-it-works/design.md says."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 -m nemo_like.recipes.finetune --model DIR --data FILE.jsonl --lora
 
-The same options give the same run on any number of ranks, up to the order of sums. docs/fine-tuning.md tells the whole.
+The same options give the same run on any number of ranks, up to the order of sums. docs/how-to/fine-tune.md tells the whole.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Random blocks under random decision tables: bitwise the gradients of no checkpointing, or an error, never a number.
 
 The short profile runs with the suite. The long one (2,000 examples and more) is run by hand and recorded in
-docs/benchmarks/engine-property-tests.md:
+docs/evidence/engine-property-tests.md:
 
     pytest tests/activation_checkpointing/test_engine_properties.py -m long
 """

@@ -1,1 +1,1 @@
-"""Benchmarks of ourselves: `python -m tests.benchmarks SUITE` prints what pages of `docs/benchmarks/` show."""
+"""Benchmarks of ourselves: `python -m tests.benchmarks SUITE` prints what pages of `docs/evidence/` show."""

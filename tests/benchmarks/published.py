@@ -20,7 +20,7 @@ def published_device() -> Device:
     """The H100 of torchtitan's tables: 96 GB of HBM2e at 2.4 TB/s and 500 W, as their page says.
 
     Everything else is the table's H100 with 80 GB and 700 W. Its reachable FLOP/s are lowered with the power: an assumption,
-    not a measurement, and the one constant that was chosen with their rows in sight (see docs/benchmarks/published.md).
+    not a measurement, and the one constant that was chosen with their rows in sight (see docs/evidence/published.md).
     """
     known = resolve_device("h100-80gb")
     clock = 500 / 700

@@ -1,4 +1,4 @@
-"""`python -m tests.surveys`: what works on each model type of the installed transformers, as `docs/model-coverage.md`."""
+"""`python -m tests.surveys`: what works on each model type of the installed transformers, as `docs/reference/models.md`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
         description="Survey the layers found in every model type of the installed transformers.",
-        epilog=examples(PROGRAM, ("--only llama gemma3", "--losses --output docs/model-coverage.md")),
+        epilog=examples(PROGRAM, ("--only llama gemma3", "--losses --output docs/reference/models.md")),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--output", type=Path, help="write the table to this Markdown file (default: print it)")

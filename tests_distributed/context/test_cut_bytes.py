@@ -1,4 +1,4 @@
-"""What one rank holds and sends under context parallelism, counted: the table of docs/benchmarks/context-parallel.md."""
+"""What one rank holds and sends under context parallelism, counted: the table of docs/evidence/context-parallel.md."""
 
 from __future__ import annotations
 

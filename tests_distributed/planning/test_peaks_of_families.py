@@ -1,6 +1,6 @@
 """What is predicted for families that the planner was not written with, under every axis alone and in pairs.
 
-The whole list is run by hand (`-m long`) and stands in docs/benchmarks/peaks.md; a few of its cells run in CI.
+The whole list is run by hand (`-m long`) and stands in docs/evidence/peaks.md; a few of its cells run in CI.
 """
 
 from __future__ import annotations

@@ -28,9 +28,9 @@ from nemo_like.planning.fit.question import Question
 from nemo_like.planning.predict import parameters_word
 
 CHECKED = {
-    "peak_bytes": "the CPU allocator's bytes of real steps on 1, 2 and 4 ranks (docs/memory-planning.md)",
-    "reserved_bytes": "published steps of Llama 3 on H100 (docs/benchmarks/published.md)",
-    "step_seconds": "published steps of Llama 3 on H100 (docs/benchmarks/published.md)",
+    "peak_bytes": "the CPU allocator's bytes of real steps on 1, 2 and 4 ranks (docs/how-to/fit-into-memory.md)",
+    "reserved_bytes": "published steps of Llama 3 on H100 (docs/evidence/published.md)",
+    "step_seconds": "published steps of Llama 3 on H100 (docs/evidence/published.md)",
 }
 """What predictions were compared with; a GPU at hand is not among it."""
 
