@@ -220,9 +220,7 @@ def section_line(line: str) -> str:
 def main() -> int:
     """Write the page, or with ``--check`` say whether it is current (exit status 1 where it is not)."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--check", action="store_true", help="write nothing; fail where docs/reference/api.md is not current"
-    )
+    parser.add_argument("--check", action="store_true", help="write nothing; fail where the page is not current")
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT))
     text = page()
@@ -232,7 +230,7 @@ def main() -> int:
     if PAGE.exists() and PAGE.read_text(encoding="utf-8") == text:
         return 0
     print(
-        "docs/reference/api.md is not current: the docstrings say something else. Run: python .ci/api_docs.py",
+        f"{PAGE.name} is not current: the docstrings say something else. Run: python .ci/api_docs.py",
         file=sys.stderr,
     )
     return 1
