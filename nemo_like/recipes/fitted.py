@@ -190,7 +190,7 @@ def best_of(
         ValueError: nothing fits.
     """
     pins, memory = _pins(options, ranks)
-    reports: list[FitReport] = []
+    fitting, problems = list[FitReport](), list[str]()
     for loss in ("model", "chunked") if "loss" in options.free else (options.loss,):
         try:
             options.check_model_loss(model, loss)
@@ -200,25 +200,31 @@ def best_of(
             continue  # this model has no such loss
         made = partial(replace(options, loss=loss, grad_accum=1).planned_input, width=width)
         job = replace(options, loss=loss, grad_accum=1).job()
-        found = fit(
-            model,
-            gpus=ranks.world_size,
-            gpu=device,
-            seq_len=width,
-            global_batch=options.batch_size,
-            memory=memory,
-            host_memory=host,
-            precision=job.precision,
-            step=job.step,
-            count=1,
-            loss=loss,
-            sample=made,
-            **pins,
-        )
-        reports.append(found)
-    fitting = [report for report in reports if report.candidates]
+        try:
+            report = fit(
+                model,
+                gpus=ranks.world_size,
+                gpu=device,
+                seq_len=width,
+                global_batch=options.batch_size,
+                memory=memory,
+                host_memory=host,
+                precision=job.precision,
+                step=job.step,
+                count=1,
+                loss=loss,
+                sample=made,
+                **pins,
+            )
+        except ValueError as error:  # no layout at all with this loss
+            problems.append(str(error))
+            continue
+        if report.candidates:
+            fitting.append(report)
+        else:
+            problems.append(report.problem)
     if not fitting:
-        raise ValueError(f"--fit: {' '.join(dict.fromkeys(report.problem for report in reports))}")
+        raise ValueError(f"--fit: {' '.join(dict.fromkeys(problems))}")
     report = min(fitting, key=lambda report: report.best.step_seconds)
     return report.best, report
 

@@ -19,7 +19,8 @@ class _Terminal(io.StringIO):
         return True
 
 
-def test_without_a_terminal_it_prints_lines(capsys: pytest.CaptureFixture[str]):
+def test_without_a_terminal_it_prints_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.delenv("COLUMNS", raising=False)
     with Progress(0, 200, CPU) as progress:
         progress.say("hello")
         progress.step(10, 2.5, 3e-4, 1234.4)
@@ -80,6 +81,7 @@ def test_memory_counts_resident_bytes_of_this_process():
 
 
 def test_a_line_has_what_the_caching_allocator_reserved(monkeypatch, capsys):
+    monkeypatch.delenv("COLUMNS", raising=False)
     for name, size in (("memory_allocated", 1), ("max_memory_allocated", 2), ("max_memory_reserved", 3)):
         monkeypatch.setattr(torch.cuda, name, lambda device, size=size: size << 30)
     Progress(0, 10, torch.device("cuda"), plain=True).step(1, 2.0, 1e-3, 1000.0)
