@@ -45,7 +45,7 @@ _early_stop_default = True
 
 @contextmanager
 def set_early_stop(enabled: bool) -> Iterator[None]:
-    """Whether regions whose *forward* runs in here stop their replay at the last tensor backward needs.
+    """Set whether regions whose *forward* runs in here stop their recomputation at the last tensor that backward needs.
 
     Switch it off where code after that point must run in replay, such as a hook that frees a buffer.
     """
