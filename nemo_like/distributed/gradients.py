@@ -138,7 +138,8 @@ def _groups(params: Sequence[Tensor]) -> dict[_Axes, list[Tensor]]:
 
 
 def _device(params: Sequence[Tensor]) -> torch.device:
-    """Where the norm is reduced: the mesh's kind of device, which the shards of an offloaded model are not on."""
+    """Return where the norm is reduced: on the mesh's kind of device, which the shards of an offloaded model are not
+    on."""
     for param in params:
         if isinstance(param, DTensor):
             return current_device(param.device_mesh.device_type)
@@ -177,7 +178,8 @@ def _scale(grads: list[Tensor], scale: Tensor, foreach: bool | None) -> None:
 
 
 def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
-    """Whether the following backward passes reduce gradients over the ranks: off for all microbatches but the last.
+    """Set whether the following backward passes reduce gradients over the ranks: off for all micro-batches but the
+    last.
 
     Works on a model sharded with FSDP2 (all ranks keep whole gradients meanwhile), under `DistributedDataParallel`,
     and on a single device, where there is nothing to do. Call it before the forward of the microbatch, on every rank.
@@ -278,7 +280,7 @@ def with_unused_sample(batch: Mapping[str, Any], sample: Mapping[str, Any], *, p
 
 
 def _own(name: str, extra: Tensor, more: int) -> Tensor:
-    """What the sample's own tokens have there; with explicit positions they are a document of their own."""
+    """Return the values of the sample's own tokens there; with explicit positions they are a document of their own."""
     if name == _TOKENS:
         return extra[0]
     return torch.ones(more) if name == "attention_mask" else torch.arange(more)

@@ -1,4 +1,4 @@
-"""What a caller may ask for: frozen dataclasses that check themselves, and the parsing of their short strings.
+"""Options of a caller: frozen dataclasses that check themselves, and the parsing of their short strings.
 
 Nothing here touches a model. Everything raises `ValueError` (a wrong value) or `TypeError` (a wrong kind of value) with
 the value, the reason and what is accepted. A default stands here and nowhere else.
