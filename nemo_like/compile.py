@@ -73,8 +73,8 @@ def _outermost(layer: nn.Module) -> nn.Module:
 def _writes_shared_states_in_a_traced_region(layer: nn.Module) -> bool:
     """Return whether Dynamo would trace a checkpointed region that may change the dictionary of shared keys and values.
 
-    A value that leaves such a region through a dictionary, and not as an output, is cut from the graph: seen with
-    torch 2.13 as silently wrong gradients of Gemma 3n (``tests/test_compile.py``).
+    A value that leaves such a region through a dictionary, and not as an output, is cut from the graph. It was seen
+    with torch 2.13 as silently wrong gradients of Gemma 3n (``tests/test_compile.py``).
     """
     traced = any(isinstance(module, CheckpointWrapper) for module in every_module(_outermost(layer)))
     return traced and shares_states_explicitly([bare(layer)])

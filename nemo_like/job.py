@@ -94,7 +94,7 @@ class Job:
     """
 
     strategy: FSDP2 | DDP | Single = FSDP2()
-    """The way in which parameters are spread over the ranks. ``"fsdp2"``, ``"ddp"`` or ``"single"``; or `FSDP2(...)`
+    """The way in which parameters are spread over the ranks. ``"fsdp2"``, ``"ddp"`` or ``"single"``. Also `FSDP2(...)`
     with what only it has (resharding, prefetch, CPU offload, frozen towers), or `DDP(...)` (unused parameters, bucket
     size). With one rank all mean ``"single"``: no process group."""
     ac: CheckpointConfig | MemoryBudget | Plan = "selective"  # type: ignore[assignment]

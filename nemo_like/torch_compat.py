@@ -254,8 +254,7 @@ would take apart."""
 
 
 def direct_call(op: Any) -> Callable[..., Any]:
-    """Return what `op` is when it is called, without the frame in Python around it; other than an overload, `op`
-    itself."""
+    """Return what `op` is when it is called, without its frame in Python; for anything but an overload, `op` itself."""
     return op._op if type(op) is OpOverload else op
 
 

@@ -31,7 +31,7 @@ SHARED_STATES = "shared_kv_states"
 # --- Names in the files of models, which tell what a module does; absent where it does not ----------------------------
 
 ATTENTION_LOOKUP = "ALL_ATTENTION_FUNCTIONS"
-"""Name that the forward of attention reads that goes through the interface."""
+"""Name that the forward of attention reads where it goes through the interface."""
 TEMPERATURE_TUNING = "attn_temperature_tuning"
 """An attribute of Llama 4's attention, which then counts positions from its cache's length."""
 COUNT_IDS = "create_position_ids_from_input_ids"
@@ -153,8 +153,8 @@ def cache_argument(forward: Callable[..., Any], *, required: bool = False) -> st
 def is_cache(value: object, name: str = "") -> bool:
     """Return whether `value`, an argument called `name`, is a key/value cache that keeps what it is given.
 
-    By what it can do. Under a name that stands for nothing else, anything is one; ``cache`` may be a table of a model's
-    own.
+    The test is what it can do. Under a name that means nothing else, anything is one; ``cache`` may be a table of a
+    model's own.
     """
     if value is None:
         return False

@@ -1,7 +1,7 @@
 """Policies that decide what survives inside a region: small objects with one hook to override.
 
-A policy is started once per region call and then asked once per invocation of a *tracked* operator. A region's
-replay never asks again: the engine replays the decisions that forward took.
+A policy is started once per region call, and then decides once per invocation of a *tracked* operator. A region's
+recomputation makes no new decisions: the engine repeats those that forward took.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Check, before the first change, that all ranks ask for the same thing on the same model; and that ranks that share
-batches are called with the same one.
+"""Check, before the first change, that all ranks ask for the same thing on the same model. Check also that ranks that
+share batches are called with the same one.
 
-A rank that shards with other options than its neighbour waits in another collective than its neighbour does: the job
-hangs, or gloo aborts it, and nothing says which option it was. Ranks of ``tp``, ``cp`` and ``pp`` with batches of their own
-hang as well, or train on a mixture. So ranks compare first: one number per rank, and the options or arguments themselves
-only where the numbers differ.
+A rank that shards with other options than its neighbour waits in another collective than its neighbour does. The job
+hangs, or gloo aborts it, and nothing says which option it was. Ranks of ``tp``, ``cp`` and ``pp`` with batches of their
+own hang as well, or train on a mixture. So ranks compare first: one number per rank, and the options or arguments
+themselves only where the numbers differ.
 """
 
 from __future__ import annotations

@@ -181,12 +181,12 @@ def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
     """Set whether the following backward passes reduce gradients over the ranks: off for all micro-batches but the
     last.
 
-    Works on a model sharded with FSDP2 (all ranks keep whole gradients meanwhile), under `DistributedDataParallel`,
-    and on a single device, where there is nothing to do. Call it before the forward of the microbatch, on every rank.
+    Works on a model sharded with FSDP2 (all ranks keep whole gradients meanwhile) and under `DistributedDataParallel`.
+    On a single device there is nothing to do. Call it before the forward of the micro-batch, on every rank.
 
-    FSDP2 keeps what it accumulates in the reduce dtype, and fails in the last backward ("uniform gradient dtype")
-    when a parameter has its first gradient only then, in the compute dtype: an expert that the earlier microbatches
-    did not choose. Such a parameter is given an accumulated zero here.
+    FSDP2 keeps what it accumulates in the reduce dtype. It fails in the last backward ("uniform gradient dtype") when a
+    parameter has its first gradient only then, in the compute dtype. Such a parameter is that of an expert that the
+    earlier micro-batches did not choose. It is given an accumulated zero here.
     """
     check_model(model)
     check_bool("enabled", enabled)

@@ -230,7 +230,7 @@ class RememberedTables:
 
 
 def _places(model: nn.Module) -> Iterator[tuple[Any, str]]:
-    """Yield where such functions are: (a class or a Python module, a name), or (a cell of a function around one,
+    """Yield where such functions are: (a class or a Python module, a name), or (a cell of a function that wraps one,
     "")."""
     classes = {cls for module in model.modules() for cls in type(module).__mro__ if _of_a_model(cls)}
     modules = {cls.__module__ for cls in classes} & sys.modules.keys()

@@ -195,7 +195,7 @@ def losses_per_token(
 
 
 def _params(head: Head, given: tuple[Tensor, ...] | None) -> list[Tensor]:
-    """Return the tensors of `head` that train; called inside an FSDP2 unit, where whole parameters stand in for the
+    """Return the tensors of `head` that train; called inside an FSDP2 unit, where whole parameters replace the
     shards."""
     return trained_tensors(head) if given is None else [tensor for tensor in given if tensor.requires_grad]
 

@@ -1,7 +1,7 @@
 """The computation on the logits of one chunk: a loss per token in float32, and its gradient, over the logits.
 
-A chunk is worked on in blocks of rows, so that temporaries are a small part of the chunk itself, and that what one operator
-has written is in the cache when the next one reads it.
+A chunk is worked on in blocks of rows, so that temporaries are a small part of the chunk itself. What one operator has
+written is then in the cache when the next one reads it.
 """
 
 from __future__ import annotations

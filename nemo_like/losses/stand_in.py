@@ -81,7 +81,7 @@ class Recipe:
     """The whole logits, where they were needed."""
 
     def logits(self, reason: str) -> Tensor:
-        """Return the logits that the stand-in stands for."""
+        """Return the logits that the stand-in represents."""
         if not self.made:
             logits = self.call.whole(reason)
             for step in self.steps:

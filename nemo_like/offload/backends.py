@@ -1,9 +1,9 @@
 """Operations that moving bytes needs of a device: streams, events, copies, host memory. Two implementations.
 
 `AcceleratorBackend` is for CUDA, and for what PyTorch lets one program like it (XPU, NPU); `CopyingBackend` is for the
-CPU. All ordering decisions are made by `nemo_like.offload.mover`, which both serve, so that what is checked on a CPU is
-what runs on a GPU. Every access to memory and every order between two of them is one call here, so that tests can write
-them down and look for races.
+CPU. All ordering decisions are made by `nemo_like.offload.mover`, which both serve. So what is checked on a CPU is what
+runs on a GPU. Every access to memory and every order between two of them is one call here, for tests to write down and
+look for races.
 """
 
 from __future__ import annotations

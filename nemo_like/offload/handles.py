@@ -1,6 +1,6 @@
 """Handles, which autograd saves in place of tensors. A handle owns its data; nothing looks tensors up by id.
 
-So a graph may be walked twice, two graphs may be alive at once in any order, and a dropped graph frees what it held.
+So a graph may be walked twice, two graphs may be alive at once in any order, and a dropped graph frees what it saved.
 """
 
 from __future__ import annotations

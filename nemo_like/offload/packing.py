@@ -320,7 +320,7 @@ def is_autocast_copy(tensor: torch.Tensor, known: KnownStorages) -> bool:
     it.
 
     A trained weight's copy is known by its graph: a cast, straight from a parameter. A frozen weight's copy has no
-    graph, and inside an operator nobody can tell whether autocast is on: a 16-bit tensor without a gradient, in the
+    graph, and inside an operator it is not known whether autocast is on. So a 16-bit tensor without a gradient, in the
     shape of a parameter of another dtype, is taken for one.
     """
     source = tensor if base_of(tensor) is None else base_of(tensor)

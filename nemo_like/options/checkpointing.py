@@ -284,8 +284,8 @@ def parse_ac(ac: object) -> CheckpointConfig | MemoryBudget:
     """Return what ``ac=`` means: a `CheckpointConfig`, or a `MemoryBudget` for the planner. The only place that reads
     it.
 
-    Accepts ``None``/``False``/``"none"``, ``True``/``"full"``, ``"selective"``, ``"submodule"``, ``"sequential"``,
-    a budget (``"40GiB"``, ``"50%"``, ``"auto"``), a policy object (``"selective"`` with it), or either dataclass.
+    Accepts ``None``/``False``/``"none"``, ``True``/``"full"``, ``"selective"``, ``"submodule"`` and ``"sequential"``.
+    Also a budget (``"40GiB"``, ``"50%"``, ``"auto"``), a policy object (``"selective"`` with it), or either dataclass.
 
     Raises:
         ValueError: an unknown word. TypeError: something else.

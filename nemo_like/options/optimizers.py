@@ -47,7 +47,7 @@ class StepTemporaries:
     """Bytes that one pass over parameters makes and drops."""
 
     alone: tuple[tuple[int, ...], ...] = ()
-    """Bytes of each parameter, while it is stepped alone. The last one stays until the next parameter has made its
+    """Bytes for each parameter, while it is stepped alone. The last one stays until the next parameter has made its
     first, or, unless `hands_over`, all of its own."""
     together: tuple[int, ...] = ()
     """Bytes that are there at one time, one of each parameter."""

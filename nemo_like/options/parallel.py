@@ -167,7 +167,7 @@ class ContextParallel:
     method: str = "all_gather"
     """The way in which queries meet the keys of other ranks. ``all_gather``: each rank gathers all keys and values, for
     any attention. ``ulysses``: an all-to-all gives each rank some heads of the whole sequence; `size` must divide the
-    heads. ``ring``: keys and values go from rank to rank, and no rank has those of the whole sequence; causal
+    heads. ``ring``: keys and values go from rank to rank, and no rank has those of the whole sequence. It is for causal
     self-attention without a mask, bias or dropout alone."""
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Options of a training step: the loss, by the model or in chunks of tokens, and what the loop does."""
+"""Options for the computation of the loss: by the model, or in chunks of tokens."""
 
 from __future__ import annotations
 

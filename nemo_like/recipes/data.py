@@ -264,8 +264,8 @@ def shuffled(place: int, size: int, key: int) -> int:
     """Return where a random permutation of range(size), chosen by `key`, sends `place`, without storing the
     permutation.
 
-    Four rounds of a balanced Feistel network (Luby and Rackoff 1988) permute the next power of four; a result outside
-    range(size) goes in again until it is inside (Black and Rogaway 2002, "cycle walking").
+    Four rounds of a balanced Feistel network (Luby and Rackoff 1988) permute the next power of four. A result outside
+    range(size) goes in once more until it is inside (Black and Rogaway 2002, "cycle walking").
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1

@@ -1,6 +1,6 @@
 """Common part of all training jobs: steps, their order, reports, evaluations, checkpoints, and how they end.
 
-A job says what it trains and on what: it fills the fields below while it is made, calls `_begin`, and overrides
+A job says what it trains and on what. It fills the fields below while it is made, calls `_begin`, and overrides
 `_train`, `_evaluate` and `_introduce`.
 """
 

@@ -1,8 +1,8 @@
 """Count what a step has to compute, and what share of the device's speed that is: model FLOPs utilisation (MFU).
 
-As in PaLM (arXiv 2204.02311, appendix B): what the model needs counts, not what checkpointing computes again nor what fills
-rows up; a token attends to all tokens of its sample or document (of its window, where a layer has one), as the planner
-counts it, without halving for the causal mask.
+As in PaLM (arXiv 2204.02311, appendix B), what the model needs counts, not what checkpointing recomputes nor what fills
+rows up. A token attends to all tokens of its sample or document (of its window, where a layer has one). The planner
+counts it the same way, without halving for the causal mask.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class StepFlops:
     """FLOPs of forward and backward of a causal language model, by the lengths of its samples."""
 
     per_token: int
-    """FLOPs of matrices: a matrix of N numbers takes 2 N forward, 2 N for its own gradient if it trains, and 2 N for
-    its input's if something that is registered before it trains. A token goes through as many experts as the config
-    says."""
+    """FLOPs of matrices. A matrix of N numbers takes 2 N forward, and 2 N for its own gradient if it trains. It takes 2
+    N for its input's gradient if something that is registered before it trains. A token goes through as many experts as
+    the config says."""
     per_pair: tuple[tuple[int | None, int], ...]
     """FLOPs of attention, for each layer: the window (None: all tokens), and FLOPs for each pair of a token and one it
     sees."""
@@ -116,7 +116,7 @@ def _attention(model: nn.Module) -> Iterator[tuple[int | None, int]]:
 
 @dataclass(frozen=True)
 class Utilisation:
-    """The facts that MFU is counted with, or why it is not."""
+    """The facts that MFU is counted with, or why it is not counted."""
 
     flops: StepFlops | None
     peak: float

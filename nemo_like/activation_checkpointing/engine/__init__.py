@@ -47,7 +47,7 @@ _early_stop_default = True
 def set_early_stop(enabled: bool) -> Iterator[None]:
     """Set whether regions whose *forward* runs in here stop their recomputation at the last tensor that backward needs.
 
-    Switch it off where code after that point must run in replay, such as a hook that frees a buffer.
+    Switch it off where code after that point must run in the recomputation, such as a hook that frees a buffer.
     """
     global _early_stop_default
     before, _early_stop_default = _early_stop_default, enabled

@@ -349,7 +349,8 @@ class _PassBy(_Mode):
 def as_watched(*watching: AbstractContextManager[Any] | None) -> Callable[[], AbstractContextManager[Any]]:
     """Return a function that makes, for a recomputation, the like of what was `watching` its forward.
 
-    Some operators (the CTC loss, what asks `areAnyTensorSubclassLike` in C++) run other kernels under any dispatch mode.
+    Some operators (the CTC loss, and any that calls `areAnyTensorSubclassLike` in C++) run other kernels under any
+    dispatch mode.
     """
     return nullcontext if watching.count(None) == len(watching) else _PassBy
 

@@ -1,8 +1,8 @@
 """Parts of a region's modules to look at, found once and looked up before every forward.
 
-A walk over a layer's modules and their attributes in Python costs more than a small layer's forward. So what they consist of
-is remembered as a `Snapshot`, and good for as long as all of it is the same, which is compared without a loop in Python.
-The walk is made again only where something differs.
+A walk over a layer's modules and their attributes in Python costs more than a small layer's forward. So their parts are
+remembered as a `Snapshot`. It is good for as long as all of it is the same, which is compared without a loop in Python.
+The walk is repeated only where something differs.
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ def learn(key: Key, given: bool) -> None:
 
 
 def key_of(function: object) -> Key:
-    """Return what stands for `function` from one forward to the next, and whether its module trains."""
+    """Return what identifies `function` from one forward to the next, and whether its module trains."""
     owner = function if isinstance(function, torch.nn.Module) else getattr(function, "__self__", None)
     if isinstance(owner, torch.nn.Module):
         return owner, owner.training

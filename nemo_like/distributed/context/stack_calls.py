@@ -214,7 +214,7 @@ def _continued(positions: Tensor, ranks: int) -> Tensor:
 
 
 def _deepstack(parts: Parts, embeds: Any, where: Tensor | None) -> Any:
-    """Return this rank's tokens' features (visual tokens, D) out of those of the whole batch. where: (B, S)."""
+    """Return the features of this rank's tokens out of those (visual tokens, D) of the whole batch. where: (B, S)."""
     if embeds is None or where is None:
         return embeds
     number = (where.flatten().long().cumsum(0) - 1).view_as(where)

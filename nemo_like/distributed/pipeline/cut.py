@@ -281,8 +281,7 @@ class StagesOfModel(Protocol):
         """
 
     def passing(self, layer: int) -> Callable[..., Any] | None:
-        """Return what may stand in the place of a call of `layer`, and hands on its hidden states; None: it is not
-        known."""
+        """Return what may replace a call of `layer`, and hands on its hidden states; None: it is not known."""
 
 
 @dataclass(frozen=True)

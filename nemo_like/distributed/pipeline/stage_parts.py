@@ -1,9 +1,9 @@
 """Find the parts of a model that run before its layers, in them and after them: what a cut into pipeline stages must
 know.
 
-One forward pass on fake tensors, every operator looked at. Nothing is asked of the model's class: a parameter belongs to
-the first stage if an operator before the first layer reads it, to the last if one after the last layer does. And a cut
-between two layers is right only if nothing but the hidden states goes from one side to the other, which is looked at, too.
+One forward pass on fake tensors, in which every operator is looked at. The model's class does not matter. A parameter
+belongs to the first stage if an operator before the first layer reads it, to the last if one after the last layer does.
+A cut between two layers is right only if nothing but the hidden states crosses it, which is looked at, too.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Sources of weights: a state dict in memory, a DCP folder, safetensors, or a file of torch.save.
 
-A source tells the shapes it has, and fills tensors by name; a rank never keeps more than one whole tensor at a time
+A source tells the shapes it has, and fills tensors by name. A rank never keeps more than one whole tensor at a time
 that was not in memory before.
 """
 
