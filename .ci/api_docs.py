@@ -35,7 +35,7 @@ HEAD = """\
 # The public names
 
 Made from the docstrings by `python .ci/api_docs.py`: change the docstring, then run that. What is not named here may
-change without a word in the [changelog](changelog.md).
+change without a word in the [changelog](../changelog.md).
 """
 SECTION = re.compile(r"^(Args|Returns|Raises|Yields|Attributes|Examples?|Shapes?|Notes?):$")
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")

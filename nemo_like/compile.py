@@ -57,23 +57,24 @@ def compile_layers(model: nn.Module, backend: str = "inductor", layers: Iterable
 
 
 def _inside_of_regions(layer: nn.Module) -> list[nn.Module]:
-    """What regions of a layer recompute; the layer itself where it has none."""
+    """Return the modules of a layer that its regions recompute; the layer itself where it has none."""
     regions = [module for module in every_module(layer) if isinstance(module, CheckpointWrapper)]
     return [unwrap_checkpoint_wrapper(region) for region in regions] or [_outermost(layer)]
 
 
 def _outermost(layer: nn.Module) -> nn.Module:
-    """What to compile of a layer. One without a wrapper is compiled whole, wrapped sub-modules included."""
+    """Return the modules of a layer to compile. One without a wrapper is compiled whole, wrapped sub-modules
+    included."""
     if isinstance(layer, OffloadWrapper):  # its hooks stand outside of the graph
         layer = wrapped_module(layer)
     return layer if getattr(layer, SELECTIVE_AC_WRAPPER_FLAG, False) else unwrap_checkpoint_wrapper(layer)
 
 
 def _writes_shared_states_in_a_traced_region(layer: nn.Module) -> bool:
-    """Whether Dynamo would trace a checkpointed region that may change the dictionary of shared keys and values.
+    """Return whether Dynamo would trace a checkpointed region that may change the dictionary of shared keys and values.
 
-    A value that leaves such a region through a dictionary, and not as an output, is cut from the graph: seen with
-    torch 2.13 as silently wrong gradients of Gemma 3n (``tests/test_compile.py``).
+    A value that leaves such a region through a dictionary, and not as an output, is cut from the graph. It was seen
+    with torch 2.13 as silently wrong gradients of Gemma 3n (``tests/test_compile.py``).
     """
     traced = any(isinstance(module, CheckpointWrapper) for module in every_module(_outermost(layer)))
     return traced and shares_states_explicitly([bare(layer)])

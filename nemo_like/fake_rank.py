@@ -54,13 +54,14 @@ from nemo_like.resolve import layers_for
 from nemo_like.torch_compat import fake_store, forget_meshes
 
 _UNCHECKED = {"NEMO_LIKE_VERIFY": "0", "NEMO_LIKE_COMPARE_PEAK": "0"}
-"""What the first step of a real job compares, by values."""
+"""Environment that turns off what the first step of a real job compares, by values."""
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a step of one rank takes: parameters, gradients, optimizer state, activations, what FSDP2 gathers and reduces,
-    and what a pipeline's stages receive into. Not counted: buffers and the batch, which are there before the first step."""
+    """The bytes of a step of one rank: parameters, gradients, optimizer state, activations, what FSDP2 gathers and
+    reduces, and what a pipeline's stages receive into. Not counted: buffers and the batch, which are there before the
+    first step."""
 
     moments: Mapping[StepMoment, Level]
     """The most bytes alive in each moment of the step, in order, and by what they are
@@ -81,7 +82,7 @@ class DryRun:
 
     @property
     def at(self) -> str:
-        """Where in the step the peak is."""
+        """Return where in the step the peak is."""
         moment, level = self.peak
         return f"{moment.where}, in {level.op}" if level.op else moment.where
 
@@ -164,8 +165,8 @@ def _model(model_or_config: object) -> nn.Module:
 def _extrapolated(
     run: Callable[[Mapping[str, Kind]], dict[StepMoment, Level]], traced: ModelTrace, ac: object, least: int
 ) -> dict[StepMoment, Level] | None:
-    """What each moment of a step of the whole model reaches, by three runs of few layers, the first one of `least`; None:
-    it is not known."""
+    """Return what each moment of a step of the whole model reaches, by three runs of few layers, the first one of
+    `least`; None: it is not known."""
     names = [call.fqn for call in traced.calls]
     if len(set(names)) < len(names):
         say_once("A layer is called several times in one forward: all layers run.")
@@ -366,7 +367,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _no_collector() -> Iterator[None]:
-    """What hangs in cycles stays, instead of going when Python happens to look."""
+    """Let what hangs in cycles stay, instead of going when Python happens to look."""
     enabled = gc.isenabled()
     gc.disable()
     try:

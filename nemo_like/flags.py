@@ -66,18 +66,18 @@ class Flag:
     on: str = "plan"
     """The commands that take it: ``plan``, ``fit``, and ``pins`` for those that pin a search of ``fit``."""
     words: str = ""
-    """What it may be, for its help; default: its choices."""
+    """Values that it may have, for its help; default: its choices."""
     note: str = ""
     """Its help where it says the opposite of its field."""
 
     @property
     def word(self) -> str:
-        """What is written on the command line."""
+        """Return the flag as it is written on the command line."""
         return "--" + self.name.replace("_", "-")
 
     @property
     def help(self) -> str:
-        """What the flag does, in a line."""
+        """Return what the flag does, in a line."""
         head, _, tail = self.field.partition(".")
         docs = field_docs(_CLASSES[head]) if tail else docs_in_file(Path(__file__).parent / "job.py", "Job")
         doc = self.note or docs.get(tail or head, "")
@@ -235,7 +235,7 @@ _AS_FLAGS: Mapping[str, Callable[[Any], Any]] = {
     "drop_output": lambda kept: not kept,
     "reshard_after_forward": lambda value: reshard_word(value),
 }
-"""What a flag's value is for that of its field, where the two are not the same."""
+"""Functions that make a flag's value of that of its field, where the two are not the same."""
 
 
 def _as_it_is(value: object) -> Any:
@@ -257,7 +257,7 @@ def _strategy(part: Mapping[str, Any]) -> Any:
 
 
 def reshard_word(value: bool | int | None) -> str:
-    """What ``--reshard-after-forward`` is for this value of `FSDP2.reshard_after_forward`."""
+    """Return the word of ``--reshard-after-forward`` for this value of `FSDP2.reshard_after_forward`."""
     return next((word for word, known in RESHARD.items() if known is value), str(value))
 
 
@@ -311,4 +311,4 @@ _READ: Mapping[str, Callable[[Any], Any]] = {
     "no_skip": lambda without: False if without else None,
     "host_memory": lambda size: parse_bytes(size, "--host-memory") if isinstance(size, str) else size,
 }
-"""How the value of a flag becomes that of its field, where the two are not the same."""
+"""Functions that make a field's value of that of its flag, where the two are not the same."""

@@ -45,7 +45,7 @@ from nemo_like.options.memory import AllocatorConfig
 
 
 class JobKeywords(TypedDict, total=False):
-    """What `parallelize` takes by keyword: a field of `Job` each, as a caller may write it."""
+    """Keywords that `parallelize` takes: a field of `Job` each, as a caller may write it."""
 
     ac_scope: str | Iterable[str]
     layers: str | nn.Module | Iterable[str | nn.Module] | None
@@ -73,7 +73,7 @@ Checkpointing = str | bool | None | Mapping[str, Any] | CheckpointConfig | Memor
 
 
 class AllKeywords(JobKeywords, total=False):
-    """What `Job.of`, `plan_for` and `fit` take by keyword."""
+    """Keywords that `Job.of`, `plan_for` and `fit` take."""
 
     strategy: Strategy
     ac: Checkpointing
@@ -81,7 +81,7 @@ class AllKeywords(JobKeywords, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What was asked of a training job: the keywords of `nemo_like.parallelize`, each as one checked value.
+    """The request for a training job: the keywords of `nemo_like.parallelize`, each as one checked value.
 
     >>> job = Job.of(ac="40GiB", tp=8)
     >>> job.tp, job.change(tp=2).tp.size
@@ -94,9 +94,9 @@ class Job:
     """
 
     strategy: FSDP2 | DDP | Single = FSDP2()
-    """How parameters are spread over the ranks. ``"fsdp2"``, ``"ddp"`` or ``"single"``; or `FSDP2(...)` with what only
-    it has (resharding, prefetch, CPU offload, frozen towers), or `DDP(...)` (unused parameters, bucket size).
-    With one rank all mean ``"single"``: no process group."""
+    """The way in which parameters are spread over the ranks. ``"fsdp2"``, ``"ddp"`` or ``"single"``. Also `FSDP2(...)`
+    with what only it has (resharding, prefetch, CPU offload, frozen towers), or `DDP(...)` (unused parameters, bucket
+    size). With one rank all mean ``"single"``: no process group."""
     ac: CheckpointConfig | MemoryBudget | Plan = "selective"  # type: ignore[assignment]
     """Activation checkpointing, or a budget such as ``"40GiB"``, ``"50%"`` or ``"auto"``. ``None``/``False``/``"none"``,
     ``True``/``"full"`` (recompute whole layers), ``"selective"`` (keep the expensive ops), ``"submodule"``,
@@ -136,17 +136,17 @@ class Job:
     compile: str | None = None
     """The backend that compiles each layer in place. ``True`` means ``"inductor"``."""
     offload: OffloadConfig = OffloadConfig("none")
-    """What waits in host memory between forward and backward. ``"boundary"`` (layer inputs), ``"saved"`` (these and what
-    checkpointing keeps), ``"all"``, or an `OffloadConfig`."""
+    """Tensors that wait in host memory between forward and backward. ``"boundary"`` (layer inputs), ``"saved"`` (these
+    and what checkpointing keeps), ``"all"``, or an `OffloadConfig`."""
     step: StepSpec = StepSpec()
-    """What a prediction counts of the training loop (`StepSpec`: micro-batches, a loss outside of the model, whether the
-    output is dropped before backward, the optimizer). Default: ``out = model(**batch); out.loss.backward()``,
-    then one step of AdamW."""
+    """The training loop that a prediction counts with. A `StepSpec` has micro-batches, a loss outside of the model,
+    whether the output is dropped before backward, and the optimizer. Default: ``out = model(**batch);
+    out.loss.backward()``, then one step of AdamW."""
     planned_tokens: int | None = None
     """Tokens of the largest micro-batch of one rank that memory was planned for, as `nemo-like fit` says it where there
     is no plan to know it. A larger batch is trained on, and a warning says so once."""
     device: torch.device | None = None
-    """Where the model goes; None: this rank's accelerator if there is one, else the CPU."""
+    """The device that the model goes to; None: this rank's accelerator if there is one, else the CPU."""
     gpu: Any = None
     """The device to predict for, by name or JSON file. A name of `nemo_like.planning.devices.known_devices`, a file or a
     `Device`; None: the one at hand."""
@@ -157,7 +157,7 @@ class Job:
     """The settings of CUDA's caching allocator that a prediction counts with, as in PYTORCH_ALLOC_CONF. Default: its
     own."""
     search: PlanSearch = PlanSearch()
-    """What a plan may use to stay within a budget."""
+    """Ways that a plan may use to stay within a budget."""
     asked: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
     """The fields that the caller gave; `nemo_like.planning.fit` chooses the others."""
 
@@ -219,7 +219,7 @@ class Job:
 
     @property
     def is_single(self) -> bool:
-        """Whether every rank trains by itself: one rank, or ``strategy="single"``."""
+        """Return whether every rank trains by itself: one rank, or ``strategy="single"``."""
         return self.ranks == 1 or isinstance(self.strategy, Single)
 
     @property
@@ -367,10 +367,11 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
     "allocator": AllocatorConfig.of,
     "search": PlanSearch.of,
 }
-"""How the value of a field is made of what a caller writes; a value of the right class, and a `Plan`, stay as they are."""
+"""Functions that make the value of a field of what a caller writes. A value of the right class, and a `Plan`, stay as
+they are."""
 
 KEYWORDS: tuple[str, ...] = (*(f.name for f in dataclasses.fields(Job) if f.name != "asked"), "optimizer")
-"""What `Job.of` takes by name."""
+"""Keywords that `Job.of` takes."""
 
 
 # --- what cannot be combined -------------------------------------------------------------------------------------------
@@ -556,7 +557,7 @@ RULES: tuple[Callable[[Job], str | None], ...] = (
     _split_is_the_callers,
     _split_backward_stays_gathered,
 )
-"""What cannot be combined, whatever the model: each returns what is wrong, why and the way out, or None."""
+"""Rules on what cannot be combined, whatever the model: each returns what is wrong, why and the way out, or None."""
 
 
 # --- values as code ----------------------------------------------------------------------------------------------------

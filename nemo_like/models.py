@@ -1,4 +1,4 @@
-"""What `--model` may name: a preset, a ``config.json`` or its folder, or ``module:function``.
+"""Read what `--model` may name: a preset, a ``config.json`` or its folder, or ``module:function``.
 
 Nothing is downloaded, and weights are random: the commands and the recipe need shapes. Presets are the published
 shapes of the model families; transformers (extra ``hf``) builds them and is imported when a model is built.
@@ -123,7 +123,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-"""What a repository of the Hub is called: its owner, one slash, its name."""
+"""Form of a repository's name on the Hub: its owner, one slash, its name."""
 
 
 @dataclass(frozen=True)
@@ -131,13 +131,13 @@ class ModelSource:
     """A model that can be built on any device, `meta` included, and the input that a training step gives it."""
 
     name: str
-    """How the caller named it."""
+    """Name that the caller wrote."""
     config: Any
     """Its transformers config, or None for a ``module:function``."""
     factory: Callable[[], Any]
     """Builds it on the current default device; a ``module:function`` may return a pair of it and a sample input."""
     sample: Any = None
-    """What ``module:function`` returned as the sample input; None: it returned the model alone, or was not called yet."""
+    """Sample input that ``module:function`` returned; None: it returned the model alone, or was not called yet."""
 
     def build(self, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> nn.Module:
         """The model in training mode, with random weights, on `device`, with parameters of `dtype` (default: float32)."""
@@ -179,7 +179,7 @@ class ModelSource:
 
     @property
     def vocab_size(self) -> int | None:
-        """How many token ids there are; None where the model does not say."""
+        """Return the number of token ids; None where the model does not say."""
         return getattr(_text_config(self.config), "vocab_size", None)
 
     def sample_input(
@@ -248,7 +248,7 @@ def _text_config(config: object) -> Any:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """What a ``config.json`` says.
+    """Return the contents of a ``config.json``.
 
     Raises:
         ValueError: it is not JSON, or says no ``model_type``.

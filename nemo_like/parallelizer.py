@@ -368,7 +368,7 @@ def _sized_by(job: Job, mesh: DeviceMesh) -> Job:
 
 
 def _comes_in_split(model: object) -> bool:
-    """Whether transformers has split and sharded `model`, as its `DistributedConfig` says."""
+    """Return whether transformers has split and sharded `model`, as its `DistributedConfig` says."""
     decided = getattr(getattr(model, "config", None), "distributed_config", None)
     return decided is not None and isinstance(model, FSDPModule) and not hasattr(model, _MARK)
 
@@ -397,7 +397,7 @@ def _checkpoint_as_it_came(model: nn.Module, job: Job, mesh: DeviceMesh | None, 
 
 
 def is_parallelized(model: nn.Module) -> bool:
-    """Whether `parallelize` returned `model`."""
+    """Return whether `parallelize` returned `model`."""
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     return hasattr(model, _MARK) or hasattr(inner, _MARK)
 

@@ -46,7 +46,7 @@ class CutStage:
     tree: nn.Module
     forward: StageForward
     job: Job
-    """What it is made ready for, as a model of its own."""
+    """The job that the stage is made ready for, as a model of its own."""
 
 
 @dataclass

@@ -168,7 +168,7 @@ def _segments(
 
 
 def _policy(config: CheckpointConfig) -> Policy:
-    """What the config keeps inside a region."""
+    """Return the policy of what the config keeps inside a region."""
     if config.policy is not None:
         return config.policy
     if config.mode != "selective":
@@ -399,7 +399,7 @@ def _matching(field: str, patterns: Sequence[str], names: Sequence[str]) -> set[
 
 
 def _is_within(name: str, modules: set[str]) -> bool:
-    """Whether `modules` holds `name` or a module above it."""
+    """Return whether `modules` holds `name` or a module above it."""
     parts = name.split(".")
     return any(".".join(parts[:end]) in modules for end in range(1, len(parts) + 1))
 

@@ -60,7 +60,7 @@ PYTREE_LOGGER = tree_map.__module__
 
 
 def forward_hooks(module: nn.Module) -> tuple[Callable[..., Any], ...]:
-    """What `register_forward_hook` has put on `module`, in that order."""
+    """Return what `register_forward_hook` has put on `module`, in that order."""
     return tuple(module._forward_hooks.values())
 
 
@@ -75,7 +75,7 @@ def without_dispatch_modes() -> contextlib.AbstractContextManager[Any]:
 
 
 def profiler_is_on() -> bool:
-    """Whether one of torch's profilers runs on this thread, beside which no other may start."""
+    """Return whether one of torch's profilers runs on this thread, next to which no other may start."""
     return torch.autograd._profiler_enabled()
 
 
@@ -104,13 +104,13 @@ weak_storage: Callable[[torch.UntypedStorage], int] = methodcaller("_weak_ref")
 
 
 class WeakStorages(dict[int, int]):
-    """What `weak_storage` returned, by any number.
+    """References that `weak_storage` returned, by any number.
 
     While such a reference exists, the place of its storage object is taken: no other storage can be confused with it.
     """
 
     def is_of(self, index: int, tensor: Tensor) -> bool:
-        """Whether reference `index` is one to the memory of `tensor`."""
+        """Return whether reference `index` is one to the memory of `tensor`."""
         reference = self.get(index)  # None, too, for a sparse tensor, which has no storage to ask
         return reference is not None and reference == tensor.untyped_storage()._cdata
 
@@ -124,17 +124,17 @@ class WeakStorages(dict[int, int]):
 
 
 def graph_is_kept() -> bool | None:
-    """Whether the backward that runs now was started with ``retain_graph=True``; None: none runs."""
+    """Return whether the backward that runs now was started with ``retain_graph=True``; None: none runs."""
     return _autograd._get_current_graph_task_keep_graph() if in_backward() else None
 
 
 def in_backward() -> bool:
-    """Whether a backward runs now on this thread, as it does in every replay."""
+    """Return whether a backward runs now on this thread, as it does in every recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 
 def in_functorch_transform() -> bool:
-    """Whether a `torch.func` transform is active."""
+    """Return whether a `torch.func` transform is active."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
@@ -151,7 +151,7 @@ def unseen() -> Iterator[None]:
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Whether `tensor` is a `FakeTensor`, which has a shape and no values."""
+    """Return whether `tensor` is a `FakeTensor`, which has a shape and no values."""
     module = sys.modules.get("torch._subclasses.fake_tensor")
     return module is not None and isinstance(tensor, module.FakeTensor)
 
@@ -182,7 +182,7 @@ def without_innermost_saved_tensor_hooks() -> Iterator[None]:
 
 
 def version_of(tensor: Tensor) -> int | None:
-    """How often `tensor`, or a tensor that shares its version counter, was changed in place.
+    """Return the number of times that `tensor`, or a tensor that shares its version counter, was changed in place.
 
     None where nothing is counted (inference tensors): an in-place change of such a tensor cannot be noticed, as autograd
     itself does not notice it.
@@ -197,17 +197,17 @@ def sequence_number(node: Any) -> int:
 
 
 def use_count(tensor: Tensor) -> int:
-    """How many hold `tensor`, autograd's buffers among them."""
+    """Return the number of holders of `tensor`, autograd's buffers among them."""
     return tensor._use_count()  # type: ignore[attr-defined]
 
 
 def storage_use_count(tensor: Tensor) -> int:
-    """How many hold the storage of `tensor`, the caller's own view of it among them."""
+    """Return the number of holders of the storage of `tensor`, the caller's own view of it among them."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 def generator_address(generator: torch.Generator) -> int:
-    """Where in memory the generator itself lies, in C++.
+    """Return the address in memory of the generator itself, in C++.
 
     Two Python objects of one generator have it in common; operators are given another object than their caller.
     """
@@ -245,7 +245,7 @@ SWITCH_READERS: dict[str, Callable[[], Any]] = {
     "matmul_precision": torch._C._get_float32_matmul_precision,
     "mkldnn": torch._C._get_mkldnn_enabled,
 }
-"""What tells the state of torch's global switches: of SDPA's kernels, of deterministic algorithms, ..."""
+"""Functions that read the state of torch's global switches: of SDPA's kernels, of deterministic algorithms, ..."""
 
 
 below_autograd: Callable[[], contextlib.AbstractContextManager[Any]] = torch._C._AutoDispatchBelowAutograd
@@ -254,7 +254,7 @@ would take apart."""
 
 
 def direct_call(op: Any) -> Callable[..., Any]:
-    """What `op` is when it is called, without the frame in Python around it; other than an overload, `op` itself."""
+    """Return what `op` is when it is called, without its frame in Python; for anything but an overload, `op` itself."""
     return op._op if type(op) is OpOverload else op
 
 
@@ -388,7 +388,8 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 
 
 def _of_fsdp(hook: object) -> bool:
-    """Whether `hook` gathers or frees the parameters of an FSDP2 unit, or explains that nobody has gathered them."""
+    """Return whether `hook` gathers or frees the parameters of an FSDP2 unit, or explains that they were not
+    gathered."""
     return hook is explain_sharded_weights or str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp")
 
 
@@ -407,7 +408,7 @@ def explain_sharded_weights(module: nn.Module, _args: object, _output: object) -
 
 
 def has_hooks_but_fsdp(module: nn.Module) -> bool:
-    """Whether calling `module` runs hooks besides those by which FSDP2 gathers and frees its parameters."""
+    """Return whether calling `module` runs hooks besides those by which FSDP2 gathers and frees its parameters."""
     return any(not _of_fsdp(hook) for name in HOOKS for hook in (getattr(module, name, None) or {}).values())
 
 
@@ -493,12 +494,12 @@ def answering_calls(module: nn.Module, answer: Callable[..., Any] | None) -> Ite
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether `nn.Module.compile` was called on `module`, so that its call is one compiled graph."""
+    """Return whether `nn.Module.compile` was called on `module`, so that its call is one compiled graph."""
     return module._compiled_call_impl is not None
 
 
 def async_tensor_parallel() -> bool:
-    """Whether inductor fuses collectives into matmuls; off where it is not imported."""
+    """Return whether inductor fuses collectives into matmuls; off where it is not imported."""
     config = sys.modules.get("torch._inductor.config")
     return config is not None and bool(config._micro_pipeline_tp)
 
@@ -544,7 +545,7 @@ def _has_grouped_kernel(rows: Tensor, weights: Tensor) -> bool:
 
 
 def loss_is_parallel() -> bool:
-    """Whether this is under `torch.distributed.tensor.parallel.loss_parallel`.
+    """Return whether this is under `torch.distributed.tensor.parallel.loss_parallel`.
 
     The context registers its operators with the dispatcher of `DTensor`.
     """
@@ -552,7 +553,7 @@ def loss_is_parallel() -> bool:
 
 
 def unwaited_collectives() -> int:
-    """How many functional collectives of this process are under way and not yet waited for."""
+    """Return the number of functional collectives of this process that are under way and not yet waited for."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return 0
     return torch._C._distributed_c10d._get_work_registry_size()
@@ -649,7 +650,7 @@ def free_last_gather(module: nn.Module) -> None:
 
 
 def accumulated_gradient(fsdp_param: Any) -> Tensor | None:
-    """What an FSDP2 parameter has accumulated, whole, without communication; None: nothing."""
+    """Return what an FSDP2 parameter has accumulated, whole, without communication; None: nothing."""
     return fsdp_param.unsharded_accumulated_grad
 
 
@@ -694,7 +695,8 @@ class VotingStage(PipelineStage):
     """torch's pipeline stage, whose vote before the first step needs no other rank under the ``fake`` back end."""
 
     def _warmup_backward_result(self, received_result: Tensor | None = None) -> Tensor:
-        """Whether all stages know what they send and receive: under the ``fake`` back end the others say nothing."""
+        """Return whether all stages know what they send and receive: under the ``fake`` back end the others say
+        nothing."""
         if torch.distributed.get_backend(self.group) == "fake":
             return torch.ones(1, dtype=torch.int32)
         found: Tensor = super()._warmup_backward_result(received_result)

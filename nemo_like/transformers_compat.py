@@ -1,4 +1,4 @@
-"""What this package knows of the inside of transformers: the names of arguments, attributes, functions and modules.
+"""Names inside transformers that this package knows: of arguments, attributes, functions and modules.
 
 It imports transformers only where one of its models is at hand. Documented names (``input_ids``, ``config.use_cache``)
 stay where they are used. What is absent raises an error that names it, where going on would be another way. Whoever
@@ -31,7 +31,7 @@ SHARED_STATES = "shared_kv_states"
 # --- Names in the files of models, which tell what a module does; absent where it does not ----------------------------
 
 ATTENTION_LOOKUP = "ALL_ATTENTION_FUNCTIONS"
-"""What the forward of attention reads that goes through the interface."""
+"""Name that the forward of attention reads where it goes through the interface."""
 TEMPERATURE_TUNING = "attn_temperature_tuning"
 """An attribute of Llama 4's attention, which then counts positions from its cache's length."""
 COUNT_IDS = "create_position_ids_from_input_ids"
@@ -62,7 +62,7 @@ OWN_ATTENTION = "_attn_implementation_internal"
 RECORDERS = "transformers.utils.output_capturing"
 """The module of the hooks that record routers' logits and attentions."""
 PARALLEL_STYLES = ("transformers.distributed.tensor_parallel", "ALL_PARALLEL_STYLES")
-"""Where tensor-parallel styles are registered."""
+"""Place where tensor-parallel styles are registered."""
 
 
 RUNS_DROPPED_LAYERS = "is_fsdp_managed_module"
@@ -79,7 +79,7 @@ def absent(what: str) -> RuntimeError:
 
 
 def _inside(module: str, name: str) -> Any:
-    """What transformers' `module` calls `name`, for a caller that has a model of transformers."""
+    """Return what transformers' `module` calls `name`, for a caller that has a model of transformers."""
     try:
         return getattr(importlib.import_module(f"transformers.{module}"), name)
     except (ModuleNotFoundError, AttributeError) as error:
@@ -117,7 +117,7 @@ def causal_mask_function() -> Any:
 
 
 def rope_follows_length(module: object) -> bool:
-    """Whether `module` makes rotary embeddings whose frequencies follow the longest position of a call."""
+    """Return whether `module` makes rotary embeddings whose frequencies follow the longest position of a call."""
     kinds = getattr(module, ROPE_TYPE, "")
     kinds = kinds.values() if isinstance(kinds, Mapping) else [kinds]
     return any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in kinds)
@@ -151,10 +151,10 @@ def cache_argument(forward: Callable[..., Any], *, required: bool = False) -> st
 
 
 def is_cache(value: object, name: str = "") -> bool:
-    """Whether `value`, an argument called `name`, is a key/value cache that keeps what it is given.
+    """Return whether `value`, an argument called `name`, is a key/value cache that keeps what it is given.
 
-    By what it can do. Under a name that stands for nothing else, anything is one; ``cache`` may be a table of a model's
-    own.
+    The test is what it can do. Under a name that means nothing else, anything is one; ``cache`` may be a table of a
+    model's own.
     """
     if value is None:
         return False

@@ -1,4 +1,5 @@
-"""What our programs share: what they say, examples in their help, and options that are refused before long work."""
+"""Functions that our programs share: messages, examples in their help, and options that are refused before long
+work."""
 
 from __future__ import annotations
 

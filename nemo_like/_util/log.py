@@ -34,7 +34,7 @@ def warn_once(message: str, *, key: str | None = None) -> None:
 
 @contextmanager
 def unsaid() -> Iterator[None]:
-    """What is said once within it may be said again behind it."""
+    """Let messages that are logged once within it be logged again after it."""
     before = set(_announced)
     try:
         yield

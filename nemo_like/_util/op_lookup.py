@@ -90,7 +90,7 @@ def argument_positions(op: Op) -> dict[str, int]:
 
 
 def argument(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any] | None, *names: str) -> Any:
-    """What a call gives to the first of `names` that is given at all and not None; None if there is none."""
+    """Return the argument for the first of `names` that the call has and that is not None; None if there is none."""
     positions = argument_positions(op)
     for name in names:
         position = positions.get(name, len(args))
@@ -142,7 +142,8 @@ def _in(field: str) -> str:
 
 
 def _hint(parts: list[str]) -> str:
-    """What was probably meant: the overloads of an operator that exists, else operators with a name close to it."""
+    """Return what was probably meant: the overloads of an operator that exists, else operators with a name close to
+    it."""
     packet = _packet(parts[0], parts[1]) if len(parts) > 1 else None
     if packet is not None:
         return f" {packet} has the overloads {', '.join(packet.overloads())}."

@@ -1,4 +1,4 @@
-"""What a long command is doing, on standard error: a line that changes on a terminal, lines in a log."""
+"""The progress of a long command, on standard error: a line that changes on a terminal, lines in a log."""
 
 from __future__ import annotations
 

@@ -15,7 +15,8 @@ class Column:
 
     name: str
     keep: int = 0
-    """How long it is kept where the screen is too narrow: 0 always, then the smallest number longest."""
+    """Place in the order in which columns are dropped where the screen is too narrow: 0 never, then the smallest number
+    last."""
     left: bool = False
     """Align to the left, as text is."""
     least: int | None = None

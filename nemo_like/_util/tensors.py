@@ -12,13 +12,13 @@ from torch import Tensor
 from nemo_like.torch_compat import tree_leaves, tree_map
 
 SEQUENCES = (tuple, list)
-"""Not ``tuple | list``, which makes a new object each time that it is come to."""
+"""Sequence types as a tuple: ``tuple | list`` would make a new object each time that it is evaluated."""
 _PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
-"""What has no tensors inside."""
+"""Types that have no tensors inside."""
 
 
 Place = tuple[int | str, int]
-"""Of a tensor in a call: the position or the name of the argument that it is in, and its number there."""
+"""The place of a tensor in a call: the position or the name of its argument, and its number there."""
 
 
 def tensors_in(value: object) -> list[Tensor]:

@@ -80,7 +80,7 @@ def parse_bytes(text: str, name: str = "") -> int:
 
 
 def is_number(text: str) -> bool:
-    """Whether `text` is a number of bytes that lacks its unit."""
+    """Return whether `text` is a number of bytes that lacks its unit."""
     return re.fullmatch(rf"\s*{_NUMBER}\s*", text) is not None
 
 

@@ -101,7 +101,7 @@ def check_specs(model: nn.Module, specs: Iterable[CheckpointSpec], *, compile: b
 
 
 class _Tree:
-    """Where each module of a model is registered, by its name in the bare model."""
+    """The places where each module of a model is registered, by its name in the bare model."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -165,7 +165,7 @@ def _makes_its_own_regions(module: nn.Module, spec: CheckpointSpec) -> bool:
 
 
 def _segment_of(spec: CheckpointSpec) -> Segment | None:
-    """What the members of the region record their calls in; None for a region of one call."""
+    """Return the object in which the members of the region record their calls; None for a region of one call."""
     if spec.calls is not None:
         return Chunk(spec.calls)
     return Segment(len(spec.members)) if len(spec.members) > 1 else None

@@ -24,7 +24,7 @@ from nemo_like.transformers_compat import SHARED_STATES, USE_CACHE, parameter_na
 
 
 def detect_kv_sharing_and_maybe_disable_cache(model: nn.Module) -> bool:
-    """Whether layers of `model` share keys and values; where they do not, its cache is turned off.
+    """Return whether layers of `model` share keys and values; where they do not, turn its cache off.
 
     Reads ``num_kv_shared_layers`` of the config or its text config. ``use_cache`` is set to False on the config and
     on every sub-config that has it (a multimodal model's text model reads its own). A model without a ``config`` is
@@ -37,12 +37,12 @@ def detect_kv_sharing_and_maybe_disable_cache(model: nn.Module) -> bool:
 
 
 def has_kv_sharing(model: nn.Module) -> bool:
-    """Whether the (text) config says ``num_kv_shared_layers > 0``. Changes nothing."""
+    """Return whether the (text) config has ``num_kv_shared_layers > 0``. Changes nothing."""
     return any((getattr(config, "num_kv_shared_layers", 0) or 0) > 0 for config in configs_of(model))
 
 
 def needs_cache(model: nn.Module) -> bool:
-    """Whether layers hand keys and values on through the cache, and not by argument, so that it must stay on."""
+    """Return whether layers hand keys and values on through the cache, and not by argument, so that it must stay on."""
     return has_kv_sharing(model) and not shares_states_explicitly_somewhere(model)
 
 
@@ -99,13 +99,14 @@ class _WithoutCache:
 
 
 def shares_states_explicitly(layers: Iterable[nn.Module]) -> bool:
-    """Whether every layer is handed shared keys and values as an argument, so that whole layers may be replayed."""
+    """Return whether every layer is handed shared keys and values as an argument, so that whole layers may be
+    recomputed."""
     layers = list(layers)
     return bool(layers) and all(SHARED_STATES in parameter_names(layer.forward) for layer in layers)
 
 
 def shares_states_explicitly_somewhere(model: nn.Module) -> bool:
-    """Whether some module of `model` is handed shared keys and values as an argument."""
+    """Return whether some module of `model` is handed shared keys and values as an argument."""
     return any(SHARED_STATES in parameter_names(module.forward) for module in model.modules())
 
 

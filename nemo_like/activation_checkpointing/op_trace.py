@@ -1,4 +1,4 @@
-"""What regions do, written down: per operator the decision, the bytes kept, the FLOPs, and whether backward reads it.
+"""Record what regions do: per operator the decision, the bytes saved, the FLOPs, and whether backward reads it.
 
     with trace_regions() as trace:
         loss = model(**batch).loss
@@ -52,10 +52,10 @@ class OpRow:
     decision: str
     count: int
     kept_bytes: int
-    """Of the calls that are kept and that replay reaches; each storage once."""
+    """Bytes of the calls that are kept and that the recomputation reaches; each storage once."""
     flops: int
     read: int
-    """How many of the calls backward reads."""
+    """Number of the calls that backward reads."""
     note: str = ""
 
 
@@ -75,12 +75,12 @@ class RegionTrace:
 
     @property
     def kept_bytes(self) -> int:
-        """What the policy holds besides the inputs, on the device or the host."""
+        """Return the bytes that the policy saves besides the inputs, on the device or the host."""
         return self._bytes({key for call in self.calls for key in call.made if self._is_kept(call)})
 
     @property
     def none_bytes(self) -> int:
-        """What autograd would hold of the region without checkpointing."""
+        """Return the bytes that autograd would save of the region without checkpointing."""
         return self._bytes(self.packed)
 
     @property
@@ -90,12 +90,12 @@ class RegionTrace:
 
     @property
     def replay_flops(self) -> int:
-        """What backward computes again under this policy."""
+        """Return the FLOPs that backward recomputes under this policy."""
         return sum(call.flops for call in self.calls if call.reached and call.decision not in (SAVE, HOST, SKIP))
 
     @property
     def full_flops(self) -> int:
-        """What backward would compute again if nothing were kept."""
+        """Return the FLOPs that backward would recompute if nothing were saved."""
         return sum(call.flops for call in self.calls if call.reached)
 
     def rows(self) -> list[OpRow]:
@@ -215,14 +215,14 @@ class _Recorder(TorchDispatchMode):
 
 @dataclass
 class Trace:
-    """What `trace_regions` saw."""
+    """A record of what `trace_regions` saw."""
 
     regions: list[RegionTrace] = field(default_factory=list)
     """One per region call, in the order in which they ended."""
 
     @property
     def kept_bytes(self) -> int:
-        """Of all regions."""
+        """Return the kept bytes of all regions."""
         return sum(region.kept_bytes for region in self.regions)
 
 

@@ -100,7 +100,7 @@ def _lengths(offsets: torch.Tensor, longest: Any) -> list[int]:
 
 @dataclass(frozen=True)
 class OpFacts:
-    """What is known of one operator. `facts` makes it, from the operator's row and its schema."""
+    """Facts about one operator. `facts` makes it, from the operator's row and its schema."""
 
     saved: bool = False
     """Kept by ``ac="selective"`` unless the user takes it out."""
@@ -130,7 +130,8 @@ class OpFacts:
 
     @property
     def tracked(self) -> bool:
-        """Whether a decision on it has a meaning. What is not tracked is never counted, kept or skipped."""
+        """Return whether a decision on it has a meaning. An operator that is not tracked is never counted, kept or
+        skipped."""
         return not (self.free or self.mutating)
 
 
@@ -222,7 +223,7 @@ _NO_FACTS = OpFacts()
 
 @functools.cache
 def facts(op: Op) -> OpFacts:
-    """What the table and the operator's own schema say of `op`; any operator has facts."""
+    """Return what the table and the operator's own schema say of `op`; any operator has facts."""
     row = _ROWS.get(str(op), _NO_FACTS)
     schema = getattr(op, "_schema", None)
     namespace = getattr(op, "namespace", "")
@@ -274,7 +275,7 @@ def routing_ops() -> frozenset[Op]:
 
 
 def exchange_routing_ops() -> frozenset[Op]:
-    """Those of them that say which token goes to which rank: of experts that are on several."""
+    """Return the exchange operators that say which token goes to which rank: of experts that are on several."""
     return _present(f"nemo_like.{name}.default" for name in ("route", "route_gathered", "deepep_route"))
 
 
@@ -291,15 +292,15 @@ def _present(names: Iterable[str]) -> frozenset[Op]:
 
 
 def draws(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
-    """Whether this call draws random numbers: attention without dropout, though tagged as random, does not."""
+    """Return whether this call draws random numbers: attention without dropout, though tagged as random, does not."""
     if not facts(op).random:
         return False
     return "dropout_p" not in argument_positions(op) or bool(argument(op, args, kwargs, "dropout_p"))
 
 
 def _writes_first(op: Op) -> bool:
-    """Whether `op` is a collective that writes into its first argument. Schemas of ``c10d`` do not say so, and it changes
-    no version counter."""
+    """Return whether `op` is a collective that writes into its first argument. Schemas of ``c10d`` do not say so, and
+    it changes no version counter."""
     return getattr(op, "namespace", "") == "c10d" and packet_name(op).endswith("_") and "barrier" not in packet_name(op)
 
 
@@ -339,7 +340,8 @@ COPY_OPS = _present(("aten._to_copy.default", "aten.to.dtype_layout", "aten.to.d
 
 
 def is_device_to_host_copy(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
-    """Whether this call copies from an accelerator to the host: always kept, for replaying it would wait again."""
+    """Return whether this call copies from an accelerator to the host: always kept, for recomputing it would wait
+    again."""
     device = kwargs.get("device") if kwargs else None
     if device is None or not args or not isinstance(args[0], torch.Tensor):
         return False

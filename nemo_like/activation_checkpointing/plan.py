@@ -29,7 +29,7 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What happens to one layer."""
+    """The plan for one layer."""
 
     fqn: str
     """Its name in the bare model."""
@@ -42,7 +42,7 @@ class LayerPlan:
     host_bytes: int
     """Held in host memory meanwhile."""
     none_bytes: int
-    """What it would hold without checkpointing."""
+    """Bytes that it would save without checkpointing."""
     replay_flops: int
     replay_seconds: float
     decisions: Mapping[str, Sequence[str]] | None
@@ -62,7 +62,7 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What `nemo_like.planning.plan_for` returns: one `LayerPlan` per layer call site, and what it was made for."""
+    """The result of `nemo_like.planning.plan_for`: one `LayerPlan` per layer call site, and what it was made for."""
 
     model: str
     """Class of the model."""
@@ -88,7 +88,7 @@ class Plan:
     peak: Mapping[str, int] = field(default_factory=dict)
     """Predicted bytes per rank at the peak of a step, by what they are; their sum is the peak."""
     peak_at: str = ""
-    """Where in the step the peak is."""
+    """The moment of the step at which the peak is."""
     reserved_bytes: int | None = None
     """Predicted bytes per rank that CUDA's caching allocator reserves for such steps (`nemo_like.planning.reserved`); no
     GPU's were compared. None: not known, with what waits in host memory and in pipelines, or another allocator runs."""
@@ -96,7 +96,8 @@ class Plan:
     """The step that the peak is of: the fields of its `StepSpec`; ``loss``, of the ``model`` or of the ``loop``; and the
     tensors of the ``sample``."""
     matmuls: str | None = None
-    """What the layers' linears multiply in, in the words of `nemo_like.options.Precision.matmuls`; None: as they do."""
+    """The format that the layers' linears multiply in, in the words of `nemo_like.options.Precision.matmuls`; None: as
+    they do."""
     torch: str = torch.__version__
 
     @property
@@ -275,7 +276,7 @@ class BudgetError(ValueError):
 
 
 class Part(StrEnum):
-    """What bytes are, as reports print it. To tell another part apart, add it here and to one of the groups below."""
+    """A kind of bytes, as reports print it. To tell another part apart, add it here and to one of the groups below."""
 
     PARAMETERS = "parameters"
     AVERAGED_WEIGHTS = "averaged weights"

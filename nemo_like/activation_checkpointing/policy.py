@@ -1,7 +1,7 @@
-"""What survives inside a region: policies as small objects with one hook to override.
+"""Policies that decide what survives inside a region: small objects with one hook to override.
 
-A policy is started once per region call and then asked once per invocation of a *tracked* operator. A region's
-replay never asks again: the engine replays the decisions that forward took.
+A policy is started once per region call, and then decides once per invocation of a *tracked* operator. A region's
+recomputation makes no new decisions: the engine repeats those that forward took.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from nemo_like.options import normalise
 
 
 class Decision(enum.Enum):
-    """What happens to one operator's output between forward and backward."""
+    """The decision on one operator's output between forward and backward."""
 
     SAVE = "save"
     """Kept on the device; replay takes it instead of computing it."""
@@ -55,7 +55,7 @@ class Misfit:
 
 @runtime_checkable
 class Policy(Protocol):
-    """What the engine needs of a policy."""
+    """The methods and attributes that the engine needs of a policy."""
 
     keeps_nothing: bool
     """True: no operator's output is ever kept, and the engine need not look at operators at all."""

@@ -59,11 +59,11 @@ class Segment:
         return out
 
     def continues(self, region: _SegmentRegion, position: int, args: object, kwargs: object) -> bool:
-        """Whether this call belongs to the region: its member comes after those that the region has."""
+        """Return whether this call belongs to the region: its member comes after those that the region has."""
         return position > region.position_of_last
 
     def is_full(self, region: _SegmentRegion) -> bool:
-        """Whether the region has had its last call."""
+        """Return whether the region has had its last call."""
         return region.position_of_last == self._size - 1
 
 
@@ -213,7 +213,7 @@ class _SegmentRegion(Region):
         return self._again.calls
 
     def hands_on(self, value: object) -> bool:
-        """Whether an earlier call of the region returned one of the tensors in `value`."""
+        """Return whether an earlier call of the region returned one of the tensors in `value`."""
         return any(self._earlier(tensor) is not None for tensor in _tensors(value))
 
     @left_to_python
@@ -246,7 +246,7 @@ class _SegmentRegion(Region):
         return out
 
     def _marked(self, leaf: object) -> Any:
-        """What to keep of an argument: a mark in the place of an output of the region, else itself."""
+        """Return what to store of an argument: a mark in the place of an output of the region, else itself."""
         if isinstance(leaf, Tensor):
             return self._earlier(leaf) or leaf
         inside = [v for v in getattr(leaf, "__dict__", {}).values() if isinstance(v, Tensor) and v.grad_fn is not None]
@@ -272,7 +272,7 @@ class _SegmentRegion(Region):
         self.complete = True
 
     def _earlier(self, tensor: Tensor) -> _Earlier | None:
-        """Which output of the region `tensor` is; None if it is none, or was changed in place since."""
+        """Return which output of the region `tensor` is; None if it is not one, or was changed in place since."""
         known = self._outputs.get(id(tensor))
         if known is None or known[0]() is not tensor or known[1] != tensor._version:
             return None

@@ -32,9 +32,11 @@ class CheckpointSpec:
     members: tuple[str, ...]
     """Names (in the bare model) of the modules that are replayed as one, in the order in which they are called."""
     policy: Policy | None = KEEP_NOTHING
-    """What is kept inside the region; None: everything, so nothing is replayed (the spec only says where it waits)."""
+    """Policy of what is saved inside the region; None: everything, so nothing is recomputed (the spec only says where
+    it waits)."""
     transfer: Transfer | None = None
-    """What moves tensors that wait in host memory. With ``policy=None``: a `Placement`, which encloses the module."""
+    """Transfer that moves tensors that wait in host memory. With ``policy=None``: a `Placement`, which encloses the
+    module."""
     calls: int | None = None
     """A module that is called once a timestep: so many consecutive calls are one region. None: each call is one."""
     use_reentrant: bool = False
@@ -76,7 +78,7 @@ class CheckpointSpec:
 
     @property
     def keeps_something(self) -> bool:
-        """Whether the region is replayed in part: its policy keeps the output of some operators."""
+        """Return whether the region is recomputed in part: its policy keeps the output of some operators."""
         return self.policy is not None and not self.policy.keeps_nothing
 
 
@@ -126,7 +128,7 @@ def chunks_of_calls(names: Iterable[str], chunk_size: int, **how: Unpack[How]) -
 
 
 def segment_sizes(count: int, segments: int | None = None, weights: Sequence[float] | None = None) -> list[int]:
-    """How many of `count` consecutive layers go into each segment, so that the heaviest segment is lightest.
+    """Return how many of `count` consecutive layers go into each segment, so that the heaviest segment is lightest.
 
     >>> segment_sizes(10), segment_sizes(4, 2, weights=[5, 1, 1, 1])
     ([4, 3, 3], [1, 3])
@@ -175,7 +177,7 @@ class KeepRouting:
         return getattr(self.inner, "strict", True)
 
     def tracked_ops(self) -> Collection[Op] | None:
-        """Those of `inner`, and of routing."""
+        """Return the operators that `inner` tracks, and those of routing."""
         tracked = self.inner.tracked_ops()
         return None if tracked is None else frozenset(tracked) | routing_ops()
 
@@ -252,5 +254,5 @@ def _is_attention(name: str, child: nn.Module) -> bool:
 
 
 def _is_composite(child: nn.Module) -> bool:
-    """Whether it computes with more than one parameter-bearing piece: an MLP or a mixture of experts."""
+    """Return whether it computes with more than one parameter-bearing piece: an MLP or a mixture of experts."""
     return len(list(child.children())) > 0 or len(list(child.parameters(recurse=False))) > 2

@@ -171,7 +171,7 @@ def _handed_on(name: str) -> Callable[..., Any]:
 
 
 _made: dict[tuple[type, type, type], type] = {}
-"""What `_class_around` has made."""
+"""Classes that `_class_around` has made."""
 
 
 def _class_around(wrapper: type, said: type, wanted: type) -> type:
@@ -196,7 +196,7 @@ def _blank(kind: object, operators: tuple[str, ...]) -> Nameless:
 
 
 def _clean_names(module: nn.Module, keys: Any) -> None:
-    """What is missing or unexpected in a loaded state dict, in the names that the caller knows."""
+    """Put what is missing or unexpected in a loaded state dict into the names that the caller knows."""
     for names in (keys.missing_keys, keys.unexpected_keys):
         names[:] = [name.replace(f"{_INNER}.", "") for name in names]
 
@@ -286,7 +286,8 @@ class CheckpointWrapper(Nameless, TorchCheckpointWrapper):
         )
 
     def _saves_nothing(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether no gradient flows through this call: nothing in the module trains, and no input needs a gradient.
+        """Return whether no gradient flows through this call: nothing in the module trains, and no input needs a
+        gradient.
 
         Asked at each call, and not once: only then is it known whether something before a frozen layer trains.
         """
@@ -362,7 +363,7 @@ def unwrap_checkpoint_wrapper(module: nn.Module) -> nn.Module:
 # everything is computed twice more, and what our policy keeps has no effect.
 
 FLAGS = ("gradient_checkpointing", "grad_checkpointing")
-"""What models call their own checkpointing: transformers, timm."""
+"""Names of models' own checkpointing: transformers, timm."""
 
 
 def second_replay(where: str, flag: str) -> ValueError:

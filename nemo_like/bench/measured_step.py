@@ -1,4 +1,4 @@
-"""What is measured of one training step (forward and backward): bytes, FLOPs, time, gradients."""
+"""Measurements of one training step (forward and backward): bytes, FLOPs, time, gradients."""
 
 from __future__ import annotations
 

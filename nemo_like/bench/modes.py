@@ -24,7 +24,7 @@ from nemo_like.torch_compat import compiler_budget
 
 @dataclass
 class Copies:
-    """What a way of offloading has copied so far, in bytes."""
+    """Bytes that a way of offloading has copied so far."""
 
     moved: Callable[[], int] = lambda: 0
     back: Callable[[], int] = lambda: 0
@@ -67,7 +67,7 @@ class Mode:
 
 
 def our_modes(budgets: Sequence[str]) -> list[Mode]:
-    """What `parallelize`'s ``ac=`` and ``offload=`` offer."""
+    """Return the modes that `parallelize`'s ``ac=`` and ``offload=`` offer."""
     words = [Mode(word, functools.partial(_ours, word)) for word in AC_STRATEGIES]
     planned = [Mode(f"budget {budget}", functools.partial(_budget, budget)) for budget in budgets]
     return [

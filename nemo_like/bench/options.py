@@ -1,4 +1,4 @@
-"""What a benchmark is asked with; nothing here imports torch, so that the help of `nemo-like bench` is there at once."""
+"""Options of a benchmark; nothing here imports torch, so that the help of `nemo-like bench` is there at once."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class BenchOptions:
     compile: tuple[str, ...] = ()
     """Compile back ends (``inductor``, ``aot_eager``) to run the modes under as well."""
     peers: bool = True
-    """Whether to run other implementations where they can be imported."""
+    """Run other implementations where they can be imported."""
     repeats: int = 5
     """Measured steps per mode; the modes take turns."""
     warmup: int = 2
@@ -65,7 +65,7 @@ class BenchOptions:
             raise ValueError(f"BenchOptions.strategy is {self.strategy!r}; it must be single, fsdp2 or ddp.")
 
     def place(self) -> torch.device:
-        """Where to run: the device that was asked for, else this rank's."""
+        """Return the device to run on: the one that was asked for, else this rank's."""
         import torch
 
         from nemo_like.distributed.launch import local_device

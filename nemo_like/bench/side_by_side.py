@@ -47,7 +47,7 @@ from nemo_like.models import ModelSource, resolve_model
 from nemo_like.options import OffloadConfig
 
 _ERRORS = (ValueError, TypeError, RuntimeError, ImportError, AttributeError, NotImplementedError)
-"""What a mode may raise on a model or machine that is not for it."""
+"""Errors that a mode may raise on a model or machine that is not for it."""
 
 MIN_BYTES = 1 << 16
 """Smaller storages stay, so that small models on a CPU show something too."""
@@ -117,7 +117,7 @@ class SideBySide:
         return candidates
 
     def _measured(self, candidates: list[MeasuredMode], also: Callable[[MeasuredMode], None]) -> list[MeasuredMode]:
-        """Those of `candidates` that ran, with their bytes and gradients."""
+        """Return the `candidates` that ran, with their bytes and gradients."""
         wanted: dict[str, torch.Tensor] = {}
         ran = []
         for candidate in candidates:

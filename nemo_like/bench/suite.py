@@ -26,7 +26,8 @@ class Column:
     heading: str
     form: Callable[[Any], str] = str
     keep: int = 0
-    """How long it is kept where the screen is too narrow, see `nemo_like._util.table.Column`."""
+    """Place in the order in which columns are dropped where the screen is too narrow, see
+    `nemo_like._util.table.Column`."""
     megabytes: bool = False
     """Its values are in MB (10**6 bytes); they are written in the one unit of the table."""
 
@@ -39,7 +40,7 @@ class Table:
     columns: Sequence[Column]
     rows: list[dict[str, Any]]
     about: dict[str, Any] = field(default_factory=dict)
-    """How it was measured: model, sizes, device, versions."""
+    """Conditions of the measurement: model, sizes, device, versions."""
     notes: list[str] = field(default_factory=list)
     x: str = ""
     """Key of the plot's horizontal axis; empty: no plot."""
@@ -125,12 +126,12 @@ def _cell(row: dict[str, Any], column: Column, unit: ByteUnit) -> str:
 
 @dataclass
 class Measured:
-    """What a suite found out; `Suite.measure` makes a `Table` of it."""
+    """Results of a suite; `Suite.measure` makes a `Table` of it."""
 
     title: str
     rows: list[dict[str, Any]]
     about: dict[str, Any]
-    """How it was measured: model, sizes, repeats."""
+    """Conditions of the measurement: model, sizes, repeats."""
     notes: list[str] = field(default_factory=list)
 
 
@@ -166,7 +167,7 @@ class Suite:
 
 
 def surroundings(device: torch.device) -> dict[str, Any]:
-    """What a number depends on besides the code: device, versions, threads, date."""
+    """Return what a number depends on besides the code: device, versions, threads, date."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
     return {
         "device": name,

@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def first_line(args: argparse.Namespace) -> str:
-    """What is said before torch is imported; nothing of what `run` refuses."""
+    """Return the line that is printed before torch is imported; nothing of what `run` refuses."""
     if args.calibrate:
         return "Measuring this device ..."
     if args.model is None or args.gpus is None:

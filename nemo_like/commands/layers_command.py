@@ -42,7 +42,7 @@ class Run:
 
 @dataclass(frozen=True)
 class LayersReport:
-    """What `describe` found."""
+    """The findings of `describe`."""
 
     model_class: str
     parameters: int
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def first_line(args: argparse.Namespace) -> str:
-    """What is said before torch is imported."""
+    """Return the line that is printed before torch is imported."""
     return f"Building {args.model} without weights ..."
 
 

@@ -112,7 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def first_line(args: argparse.Namespace) -> str:
-    """What is said before torch is imported."""
+    """Return the line that is printed before torch is imported."""
     gpus = "the fewest" if args.world_size == "min" else f"{args.world_size} x"
     return f"Planning {args.model} on {gpus} {args.gpu} ..."
 

@@ -1,4 +1,4 @@
-"""What the commands give to the model: their options, what the model's config says, or its own sample input."""
+"""Inputs that the commands give to the model: their options, what the model's config says, or its own sample input."""
 
 from __future__ import annotations
 

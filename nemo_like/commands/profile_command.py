@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def first_line(args: argparse.Namespace) -> str:
-    """What is said before torch is imported."""
+    """Return the line that is printed before torch is imported."""
     return f"Measuring {args.model} ..."
 
 

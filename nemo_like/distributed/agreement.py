@@ -1,10 +1,10 @@
-"""Whether all ranks ask for the same thing on the same model, found out before the first change; and whether ranks that
+"""Check, before the first change, that all ranks ask for the same thing on the same model. Check also that ranks that
 share batches are called with the same one.
 
-A rank that shards with other options than its neighbour waits in another collective than its neighbour does: the job
-hangs, or gloo aborts it, and nothing says which option it was. Ranks of ``tp``, ``cp`` and ``pp`` with batches of their own
-hang as well, or train on a mixture. So ranks compare first: one number per rank, and the options or arguments themselves
-only where the numbers differ.
+A rank that shards with other options than its neighbour waits in another collective than its neighbour does. The job
+hangs, or gloo aborts it, and nothing says which option it was. Ranks of ``tp``, ``cp`` and ``pp`` with batches of their
+own hang as well, or train on a mixture. So ranks compare first: one number per rank, and the options or arguments
+themselves only where the numbers differ.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from nemo_like.transformers_compat import layers_dropped_in_vain
 _LONGEST = 200
 """Characters of a value in a message; longer ones are compared in full and shown cut."""
 _CALL = "the call"
-"""What a rank tells the others in place of its options where it refuses them."""
+"""Word that a rank sends to the others in place of its options where it refuses them."""
 
 
 def check_agreement(
@@ -163,7 +163,8 @@ def gather(row: Tensor, groups: Iterable[dist.ProcessGroup | None]) -> Tensor:
 
 
 def wire_device(group: dist.ProcessGroup | None, preferred: torch.device | None = None) -> torch.device:
-    """Where a tensor must be for `group` to send it: `preferred` (the CPU) where its back end can, else the GPU."""
+    """Return the device on which `group` can send a tensor: `preferred` (the CPU) where its back end can, else the
+    GPU."""
     preferred = preferred or torch.device("cpu")
     served = {pair.split(":")[0] for pair in dist.get_backend_config(group).split(",")}
     if preferred.type in served:

@@ -12,12 +12,12 @@ from torch import Tensor
 
 @dataclass
 class PackedRows:
-    """Of the call that runs."""
+    """Documents in the rows of the call that runs."""
 
     numbers: Tensor
     """(B, S) of the documents."""
     apart: bool = False
-    """Whether a mask was made from them, or lengths go to the kernel."""
+    """A mask was made from the numbers, or lengths go to the kernel."""
 
 
 running: contextvars.ContextVar[PackedRows | None] = contextvars.ContextVar("nemo_like_documents", default=None)
@@ -53,7 +53,7 @@ def documents_of(positions: object, batch: int) -> Tensor | None:
 
 
 def starts_of(numbers: Tensor) -> Tensor:
-    """Where a document of `numbers` (B, S) begins."""
+    """Return the places where a document of `numbers` (B, S) begins."""
     starts = torch.ones_like(numbers, dtype=torch.bool)
     starts[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
     return starts
@@ -66,7 +66,8 @@ def since_start(starts: Tensor) -> Tensor:
 
 
 def lengths_of(starts: Tensor) -> dict[str, Any]:
-    """What kernels without masks are told of documents that begin at `starts`, (B, S), of all rows one after the other."""
+    """Return what kernels without masks are told of documents that begin at `starts`, (B, S), of all rows one after the
+    other."""
     begins = starts.flatten().nonzero()[:, 0].int()
     ends = torch.cat([begins, begins.new_tensor([starts.numel()])])
     longest = int(ends.diff().max())

@@ -88,7 +88,7 @@ class PackedCalls:
             self._row_limits.append(("floor_scale", int(text.floor_scale) - 1))
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What to call `model` with instead; None: what it was given."""
+        """Return the arguments to call `model` with instead; None: those that it was given."""
         self._tokens.append(running.set(None))
         given = dict(zip(self._names, args)) | kwargs
         main = next((given[key] for key in ("input_ids", "inputs_embeds") if isinstance(given.get(key), Tensor)), None)
@@ -125,7 +125,7 @@ class PackedCalls:
 
     @property
     def _by_lengths(self) -> bool:
-        """Whether attention takes no mask, but lengths: the varlen kernels."""
+        """Return whether attention takes no mask, but lengths: the varlen kernels."""
         return "flash" in str(getattr(self._config, ATTENTION, ""))
 
     def _refuse(self, model: nn.Module, why: str) -> None:
@@ -134,7 +134,7 @@ class PackedCalls:
         )
 
     def _refuse_counting_rows(self, length: int) -> None:
-        """What counts along a row, not along a document: Llama 4's chunks, and the scales of its queries."""
+        """Refuse what is counted along a row, not along a document: Llama 4's chunks, and the scales of its queries."""
         for name, most in self._row_limits:
             if length > most:
                 raise NotImplementedError(
@@ -239,7 +239,8 @@ def _why_not(model: nn.Module, names: tuple[str, ...], masked: bool) -> str | No
 
 
 def _restarts_in_sight(numbers: Tensor, shown: Tensor) -> bool:
-    """Whether a document of `numbers` begins at a token that a mask shows, (B, S), together with the one before."""
+    """Return whether a document of `numbers` begins at a token that a mask shows, (B, S), together with the one
+    before."""
     return bool(((numbers.diff() != 0) & shown[:, 1:] & shown[:, :-1]).any())
 
 
@@ -251,7 +252,8 @@ def _language(model: nn.Module) -> nn.Module:
 
 
 def _text_and_streams(positions: object) -> tuple[Tensor | None, Tensor | None]:
-    """Of ``position_ids``: (B, S) that count tokens, and three streams (3, B, S) of pictures; None where they have none."""
+    """Return the parts of ``position_ids``: (B, S) that count tokens, and three streams (3, B, S) of pictures; None
+    where they have none."""
     if not isinstance(positions, Tensor) or positions.ndim not in (2, 3):
         return None, None
     if positions.ndim == 2:

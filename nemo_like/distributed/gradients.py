@@ -138,7 +138,8 @@ def _groups(params: Sequence[Tensor]) -> dict[_Axes, list[Tensor]]:
 
 
 def _device(params: Sequence[Tensor]) -> torch.device:
-    """Where the norm is reduced: the mesh's kind of device, which the shards of an offloaded model are not on."""
+    """Return where the norm is reduced: on the mesh's kind of device, which the shards of an offloaded model are not
+    on."""
     for param in params:
         if isinstance(param, DTensor):
             return current_device(param.device_mesh.device_type)
@@ -177,14 +178,15 @@ def _scale(grads: list[Tensor], scale: Tensor, foreach: bool | None) -> None:
 
 
 def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
-    """Whether the following backward passes reduce gradients over the ranks: off for all microbatches but the last.
+    """Set whether the following backward passes reduce gradients over the ranks: off for all micro-batches but the
+    last.
 
-    Works on a model sharded with FSDP2 (all ranks keep whole gradients meanwhile), under `DistributedDataParallel`,
-    and on a single device, where there is nothing to do. Call it before the forward of the microbatch, on every rank.
+    Works on a model sharded with FSDP2 (all ranks keep whole gradients meanwhile) and under `DistributedDataParallel`.
+    On a single device there is nothing to do. Call it before the forward of the micro-batch, on every rank.
 
-    FSDP2 keeps what it accumulates in the reduce dtype, and fails in the last backward ("uniform gradient dtype")
-    when a parameter has its first gradient only then, in the compute dtype: an expert that the earlier microbatches
-    did not choose. Such a parameter is given an accumulated zero here.
+    FSDP2 keeps what it accumulates in the reduce dtype. It fails in the last backward ("uniform gradient dtype") when a
+    parameter has its first gradient only then, in the compute dtype. Such a parameter is that of an expert that the
+    earlier micro-batches did not choose. It is given an accumulated zero here.
     """
     check_model(model)
     check_bool("enabled", enabled)
@@ -278,7 +280,7 @@ def with_unused_sample(batch: Mapping[str, Any], sample: Mapping[str, Any], *, p
 
 
 def _own(name: str, extra: Tensor, more: int) -> Tensor:
-    """What the sample's own tokens have there; with explicit positions they are a document of their own."""
+    """Return the values of the sample's own tokens there; with explicit positions they are a document of their own."""
     if name == _TOKENS:
         return extra[0]
     return torch.ones(more) if name == "attention_mask" else torch.arange(more)

@@ -179,7 +179,7 @@ def check_sharding(
     apart: Iterable[nn.Parameter] = (),
     tail: str | Sequence[nn.Module] | None = "auto",
 ) -> UnitPlan:
-    """What `shard_layers` would do with the same arguments, or its error. Changes nothing."""
+    """Return the plan of what `shard_layers` would do with the same arguments, or raise its error. Changes nothing."""
     validate_mesh(mesh)
     options = FSDP2() if options is None else options
     dp_mesh = data_parallel_mesh(mesh)
@@ -317,7 +317,7 @@ _NOT_KEPT = frozenset(vars(nn.Module())) - {"_buffers"}
 
 
 class _Kept:
-    """What the modules of one unit keep."""
+    """Tensors that the modules of one unit keep."""
 
     def __init__(self, unit: nn.Module, hooked: dict[int, weakref.ref[Tensor]]) -> None:
         self._unit, self._hooked = unit, hooked

@@ -1,4 +1,4 @@
-"""Which parameters are gathered together: decided here, before anything is changed.
+"""Decide which parameters are gathered together, before anything is changed.
 
 A *unit* is what one call of ``fully_shard`` makes: parameters that are gathered by one all-gather and reduced by one
 reduce-scatter. Each parameter belongs to exactly one unit, or to none (replicated).
@@ -33,7 +33,7 @@ class Unit:
 
     @property
     def stack(self) -> str:
-        """Of a layer: the name of the module that it is one of many in."""
+        """Return the name of the module that a layer is one of many in."""
         return self.name.rpartition(".")[0] if self.kind == "layer" else ""
 
 
@@ -53,7 +53,7 @@ class UnitPlan:
     towers: list[nn.Module]
     """Frozen layers that some rank may skip."""
     top_down: bool
-    """Whether some parameter is owned by a unit outside of the module it sits in, so that owners come first."""
+    """Some parameter is owned by a unit outside of the module it sits in, so that owners come first."""
 
     @property
     def units(self) -> list[Unit]:
@@ -172,7 +172,7 @@ def sharded_by_caller(model: nn.Module) -> list[nn.Module]:
 
 
 def _within(module: nn.Module, inside: set[nn.Module]) -> bool:
-    """Whether `module`, or what it wraps, is among or below the modules that the caller sharded."""
+    """Return whether `module`, or what it wraps, is among or below the modules that the caller sharded."""
     return module in inside or (isinstance(module, CheckpointWrapper) and wrapped_module(module) in inside)
 
 

@@ -162,7 +162,7 @@ def _autocast_is_on() -> bool:
 
 
 def _in_float32(name: str, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """What CUDA's autocast makes of the arguments of `name`."""
+    """Return what CUDA's autocast makes of the arguments of `name`."""
     lower = any(t.dtype in _HALF for t in tensors_in((args, kwargs)))
     if not lower:
         return args, kwargs
@@ -185,7 +185,7 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 FLASH, EFFICIENT, MATH, CUDNN = "flash", "mem_efficient", "math", "cudnn"
 _NUMBERS = {1: FLASH, 2: EFFICIENT, 0: MATH, 3: CUDNN}
-"""Of `torch.nn.attention.SDPBackend`."""
+"""Kernels by their number in `torch.nn.attention.SDPBackend`."""
 _DEFAULT = (FLASH, EFFICIENT, MATH, CUDNN)
 _CUDNN_FIRST = 91500
 """From the release of cuDNN after this one on, PyTorch asks it first on Hopper and Blackwell."""
@@ -214,7 +214,7 @@ class Call:
 
     @property
     def trains(self) -> bool:
-        """Whether a backward will follow."""
+        """Return whether a backward will follow."""
         return torch.is_grad_enabled() and any(t.requires_grad for t in self.tensors)
 
 
@@ -291,7 +291,7 @@ def _order(capability: tuple[int, int]) -> tuple[str, ...]:
 
 
 def _fits_all(call: Call, *, groups: bool) -> bool:
-    """What every fused kernel asks for."""
+    """Return whether the call meets what every fused kernel asks for."""
     query, key, value = call.tensors
     if not all(t.dim() == 4 and t.shape[2] > 0 and t.stride(-1) == 1 for t in call.tensors):
         return False

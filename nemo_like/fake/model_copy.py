@@ -82,7 +82,7 @@ def leaves_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def call_with(module: nn.Module, state: Mapping[str, Tensor], args: tuple, kwargs: Mapping[str, Any]) -> Any:
-    """What `module` returns with the tensors of `state` in the place of its own."""
+    """Return what `module` returns with the tensors of `state` in the place of its own."""
     with with_state(module, state):
         return module(*args, **kwargs)
 

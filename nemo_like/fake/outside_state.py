@@ -206,7 +206,7 @@ class RememberedTables:
 
     @property
     def bytes(self) -> int:
-        """Of the tensors that are remembered inside."""
+        """Return the bytes of the tensors that are remembered inside."""
         storages = [t.untyped_storage() for t in tensors_in([[*found.values()] for found in self._memories.values()])]
         return sum({id(storage): storage.nbytes() for storage in storages}.values())
 
@@ -230,7 +230,8 @@ class RememberedTables:
 
 
 def _places(model: nn.Module) -> Iterator[tuple[Any, str]]:
-    """Where such functions stand: (a class or a Python module, a name), or (a cell of a function around one, "")."""
+    """Yield where such functions are: (a class or a Python module, a name), or (a cell of a function that wraps one,
+    "")."""
     classes = {cls for module in model.modules() for cls in type(module).__mro__ if _of_a_model(cls)}
     modules = {cls.__module__ for cls in classes} & sys.modules.keys()
     owners: list[Any] = [*sorted(classes, key=str), *(sys.modules[name] for name in sorted(modules))]

@@ -15,11 +15,11 @@ from nemo_like.activation_checkpointing.engine.handles import RegionError
 from nemo_like.layers.structure import is_list_of_experts
 
 _LOOKS = ("DataDependentOutputException", "DynamicOutputShapeException")
-"""What fake tensors raise where somebody looks at a value that they do not have, by name: the classes are private."""
+"""Errors of fake tensors where code looks at a value that they do not have, by name: the classes are private."""
 
 
 class Aim(NamedTuple):
-    """What a run without values is for, in the words of an error."""
+    """The purpose of a run without values, in the words of an error."""
 
     cannot: str
     instead: str
@@ -48,7 +48,8 @@ def named_reason(model: nn.Module, given: str, aim: Aim = PLAN) -> AbstractConte
 def without_values(
     who: str, module: nn.Module | None = None, aim: Aim = PLAN, otherwise: Callable[[Exception], str] | None = None
 ) -> Iterator[None]:
-    """What a step without values raises, as a ValueError: a look at values that are not there, or what the code cannot do.
+    """Raise as a ValueError what a step without values raises: a look at values that are not there, or what the code
+    cannot do.
 
     Args:
         who: begins the sentence: who looks.
@@ -87,7 +88,7 @@ def in_place(error: Exception) -> str:
 
 
 def is_ours(error: Exception) -> bool:
-    """Whether this package raised it, and not the model's code, or an operator that it calls in our modes."""
+    """Return whether this package raised it, and not the model's code, or an operator that it calls in our modes."""
     if not isinstance(error, ValueError):
         return False
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)

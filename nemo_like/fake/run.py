@@ -132,7 +132,8 @@ class FakeRun(TorchDispatchMode):
         return written[0] if len(written) == 1 and isinstance(shaped, torch.Tensor) else shaped
 
     def casting(self) -> AbstractContextManager[Any]:
-        """What forward passes run in: autocast, for a model that FSDP2 does not cast; backward runs outside of it.
+        """Return the context that forward passes run in: autocast, for a model that FSDP2 does not cast; backward runs
+        outside of it.
 
         Without autocast's cache: each block is run several times here, and must cast its weights each time.
         """
@@ -278,7 +279,7 @@ _CONSTANTS = frozenset(
 
 
 def _shaped_by_values(func: Any) -> bool:
-    """Whether values decide how large the result is: `nonzero`, `unique`, `bincount`."""
+    """Return whether values decide how large the result is: `nonzero`, `unique`, `bincount`."""
     return torch.Tag.dynamic_output_shape in func.tags
 
 
@@ -369,7 +370,7 @@ def replaced_forwards(layers: Sequence[Any], make: Callable[[Any, Callable], Cal
 
 
 def planned_table(rows: int, experts: int, group: str) -> torch.Tensor:
-    """What `nemo_like::route` says in a traced run of who sends how many of a rank's `rows` to whom."""
+    """Return what `nemo_like::route` says in a traced run of who sends how many of a rank's `rows` to whom."""
     word, ranks, imbalance, sent = group.split(":")
     assert word == PLANNED
     rows = round(rows * float(sent))

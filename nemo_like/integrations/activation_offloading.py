@@ -169,7 +169,7 @@ class ActivationOffloadingMixin:
 
 
 def offloading_context(model: nn.Module | None, setting: Any) -> Any:
-    """What ``activation_offloading=`` means for `model`: an offloader, or a `NoOpManager`.
+    """Return what ``activation_offloading=`` means for `model`: an offloader, or a `NoOpManager`.
 
     Raises:
         ValueError, TypeError: an unknown setting.

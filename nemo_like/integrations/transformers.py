@@ -314,7 +314,7 @@ class CheckpointingCallback(_transformers.TrainerCallback):  # type: ignore[name
 
 
 def _takes_loss(trainer: type) -> bool:
-    """Whether the trainer that `CheckpointingMixin` is mixed into takes a ``loss`` itself."""
+    """Return whether the trainer that `CheckpointingMixin` is mixed into takes a ``loss`` itself."""
     others = (base for base in trainer.__mro__ if not issubclass(base, CheckpointingMixin))
     return any(
         "loss" in inspect.signature(vars(base)["__init__"]).parameters for base in others if "__init__" in vars(base)
@@ -332,7 +332,7 @@ def _refuse_unread(args: object, name: str, off: object, reader: str) -> None:
 
 
 def _needs_sample(ac: object) -> bool:
-    """Whether `ac` is a plan to be made: a budget."""
+    """Return whether `ac` is a plan to be made: a budget."""
     return not isinstance(ac, Plan) and isinstance(parse_ac(ac), MemoryBudget)
 
 
@@ -380,12 +380,12 @@ class AccelerateSettings:
 
     @property
     def compiles_model(self) -> bool:
-        """Whether the whole model becomes one compiled function."""
+        """Return whether the whole model becomes one compiled function."""
         return self.compiler is not None and not self.by_regions
 
 
 def accelerate_settings() -> AccelerateSettings:
-    """What this process's `Accelerator` will do; the defaults before one is made, or without accelerate."""
+    """Return what this process's `Accelerator` will do; the defaults before one is made, or without accelerate."""
     state = _state()
     if state is None:
         return AccelerateSettings()
@@ -412,7 +412,8 @@ def _state() -> Any:
 
 
 def takes_log_probs_in_chunks(model: nn.Module) -> bool:
-    """Whether TRL has given `model`, or the model inside PEFT's, a forward that never makes the logits of all tokens.
+    """Return whether TRL has given `model`, or the model inside PEFT's, a forward that never makes the logits of all
+    tokens.
 
     Its trainers ask for that by ``fused_lm_head=True``; such a forward multiplies by the head's weight itself.
     """

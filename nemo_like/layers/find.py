@@ -1,4 +1,4 @@
-"""Which modules are a model's repeated layers: named by the caller, declared by the model, or found by structure."""
+"""Find a model's repeated layers: named by the caller, declared by the model, or found by structure."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class _Finder:
         self.no_split = _no_split_names(model)
         self.least_plain = _PLAIN_SHARE * parameter_count(model)
         self.by_name = False
-        """Whether members of a `ModuleDict` by words can be layers."""
+        """Members of a `ModuleDict` by words can be layers."""
         self.found: list[tuple[str, nn.Module]] = []
         self.seen: set[int] = set()
         self.layers: set[int] = set()
@@ -149,14 +149,15 @@ class _Finder:
         return plain if parameter_count(*(child.module for child in plain)) >= self.least_plain else []
 
     def _is_declared(self, module: nn.Module) -> bool:
-        """Whether the model declares `module` a block. "Do not split" also names embeddings, mixers and heads."""
+        """Return whether the model declares `module` a block. "Do not split" also names embeddings, mixers and
+        heads."""
         if has_declared_base(module):
             return True
         name = class_of(module).__name__
         return name in self.no_split and is_strict_block(module)
 
     def _are_stages(self, siblings: list[nn.Module]) -> bool:
-        """Whether `siblings` are mostly runs of blocks, so that those are the layers and not they themselves."""
+        """Return whether `siblings` are mostly runs of blocks, so that those are the layers and not they themselves."""
         blocks = [block for sibling in siblings for block in self._inner_blocks(sibling)]
         held = parameter_count(*blocks) / max(parameter_count(*siblings), 1)
         if any(has_declared_base(block) for block in blocks):

@@ -100,7 +100,7 @@ def _takes_text(module: nn.Module) -> bool:
 
 
 def _embeds_ids(ancestors: list[nn.Module], layer: nn.Module) -> bool:
-    """Whether a part beside the way to `layer` looks ids up in an embedding.
+    """Return whether a part next to the way to `layer` looks ids up in an embedding.
 
     What an embedding is for is not in its size: a byte-level vocabulary has 256 rows, and a table of positions has
     thousands. So names decide. An embedding in a part with a list of its own, as a text encoder is, belongs to that part.
@@ -122,7 +122,7 @@ def _embeds_ids(ancestors: list[nn.Module], layer: nn.Module) -> bool:
 
 
 def _embeds_tokens(module: nn.Module) -> bool:
-    """Whether `module` itself, or its child ``embeddings``, owns an embedding named as token embeddings are."""
+    """Return whether `module` itself, or its child ``embeddings``, owns an embedding named as token embeddings are."""
     for name, child in bare_children(module):
         if isinstance(bare(child), nn.Embedding) and _TOKEN_EMBEDDING.fullmatch(name):
             return True

@@ -1,4 +1,4 @@
-"""What a module *is*, read from its structure: a block, a container of siblings, or neither.
+"""Read from a module's structure what it *is*: a block, a container of siblings, or neither.
 
 Nothing here looks for the classes of any library; the words looked for are the field's own (norm, attention, mixer).
 """
@@ -45,12 +45,12 @@ def class_of(module: nn.Module) -> type[nn.Module]:
 
 
 def has_declared_base(module: nn.Module) -> bool:
-    """Whether a Hugging Face model itself offers to checkpoint `module`."""
+    """Return whether a Hugging Face model itself offers to checkpoint `module`."""
     return any(base.__name__ == _DECLARED_BASE for base in type(bare(module)).__mro__)
 
 
 def is_callable(module: nn.Module) -> bool:
-    """Whether `module` has a forward of its own: lists and bare ``nn.Module()`` namespaces have none."""
+    """Return whether `module` has a forward of its own: lists and bare ``nn.Module()`` namespaces have none."""
     inner = bare(module)
     return type(inner).forward is not nn.Module.forward or "forward" in vars(inner)
 
@@ -70,13 +70,14 @@ def is_sequence(module: nn.Module) -> bool:
 
 
 def is_nested(module: nn.Module) -> bool:
-    """Whether `module` is a container of containers."""
+    """Return whether `module` is a container of containers."""
     children = [child for _, child in bare_children(module)]
     return is_container(module) and bool(children) and all(map(is_container, children))
 
 
 def has_names(module: nn.Module) -> bool:
-    """Whether `module` is a `ModuleDict` by words, such as tasks: one of which is asked for, rather than all in order."""
+    """Return whether `module` is a `ModuleDict` by words, such as tasks: one of which is asked for, rather than all in
+    order."""
     inner = bare(module)
     return isinstance(inner, nn.ModuleDict) and not all(_NUMBERED.fullmatch(name) for name in inner)
 
@@ -88,7 +89,8 @@ def parameter_count(*modules: nn.Module) -> int:
 
 
 def weighted_parts(module: nn.Module) -> int:
-    """How many modules in `module` own a matrix or a larger weight; a parametrised or adapted module counts once."""
+    """Return how many modules in `module` own a matrix or a larger weight; a parametrised or adapted module counts
+    once."""
     inner = unadapted(module)
     if "parametrizations" in inner._modules:
         return 1
@@ -118,7 +120,7 @@ def _holds(module: nn.Module, words: re.Pattern[str]) -> bool:
 
 
 def has_mixer_outside(module: nn.Module, blocks: list[nn.Module]) -> bool:
-    """Whether `module` holds a token mixer that lies in none of `blocks`."""
+    """Return whether `module` holds a token mixer that is in none of `blocks`."""
     for name, child in bare_children(module):
         if any(child is block for block in blocks):
             continue

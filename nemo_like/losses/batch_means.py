@@ -29,11 +29,11 @@ class LossCall:
     target: Tensor
     ignore_index: int
     weight: Tensor | None
-    """Of the classes."""
+    """Weights of the classes."""
     reduction: str
 
     def counted(self) -> Tensor:
-        """What a mean divides by: how many targets count, or the sum of their weights."""
+        """Return the divisor of a mean: how many targets count, or the sum of their weights."""
         counts = self.target != self.ignore_index
         if self.weight is None:
             return counts.sum()

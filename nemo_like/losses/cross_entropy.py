@@ -195,7 +195,8 @@ def losses_per_token(
 
 
 def _params(head: Head, given: tuple[Tensor, ...] | None) -> list[Tensor]:
-    """What trains of `head`; asked for inside an FSDP2 unit, where whole parameters stand in for the shards."""
+    """Return the tensors of `head` that train; called inside an FSDP2 unit, where whole parameters replace the
+    shards."""
     return trained_tensors(head) if given is None else [tensor for tensor in given if tensor.requires_grad]
 
 
@@ -277,7 +278,7 @@ def check_ignore_index(ignore_index: object) -> None:
 
 
 def shape_of(scale: float | None, cap: float | None, temperature: float = 1.0) -> Shape:
-    """What is done to the logits, if anything."""
+    """Return what is done to the logits, if anything."""
     for name, value in (("logit_softcap", cap), ("temperature", temperature)):
         if value is not None and not value > 0:
             raise ValueError(f"{name} is {value!r}; it must be > 0.")

@@ -25,7 +25,7 @@ class GradientSums:
         self._in_float32 = in_float32
 
     def dtype(self, index: int) -> torch.dtype:
-        """What the gradient of parameter `index` is summed in."""
+        """Return the dtype in which the gradient of parameter `index` is summed."""
         dtype = self._params[index].dtype
         return torch.float32 if self._in_float32 and dtype in (torch.bfloat16, torch.float16) else dtype
 
@@ -185,7 +185,7 @@ def _add_rows(total: Tensor, rows: Tensor, values: Tensor) -> None:
 
 
 def open_head(head: Head, params: Sequence[Tensor], block_bytes: int) -> AutogradHead | LinearHead:
-    """How to run `head`, of whose tensors `params` are those that train."""
+    """Return the way to run `head`, of whose tensors `params` are those that train."""
     if isinstance(head, nn.Linear) and _is_plain_linear(head):
         return LinearHead(head, params, block_bytes)
     return AutogradHead(head, params)
@@ -236,7 +236,7 @@ def like_logits(gradient: Tensor, logits: Tensor) -> Tensor:
 
 
 def _is_plain_linear(head: nn.Linear) -> bool:
-    """Whether calling `head` is `F.linear` of its two tensors, and nothing else."""
+    """Return whether calling `head` is `F.linear` of its two tensors, and nothing else."""
     plain = all(_is_plain(own) for own in (head.weight, head.bias) if own is not None)
     called = type(head).forward is nn.Linear.forward and "forward" not in vars(head)
     return plain and called and not has_hooks_but_fsdp(head) and not nn.utils.parametrize.is_parametrized(head)

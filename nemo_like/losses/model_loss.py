@@ -103,7 +103,7 @@ def say_whole_logits(model: nn.Module, reason: str) -> None:
 
 
 def computes_in_chunks(model: nn.Module) -> bool:
-    """Whether `model`, called with labels now, computes its loss in chunks."""
+    """Return whether `model`, called with labels now, computes its loss in chunks."""
     hooks = getattr(model, _MARK, None)
     return isinstance(hooks, LossHooks) and (model.training or hooks.in_evaluation)
 
@@ -149,7 +149,7 @@ class LossHooks:
         """planning: act in evaluation mode too, and put there, instead of logging it, why logits are whole."""
         self._head, self._options, self._planning = head, options, planning
         self.in_evaluation = False
-        """Whether they act in evaluation mode, too."""
+        """The hooks act in evaluation mode, too."""
         self._open: list[tuple[contextlib.ExitStack, list[HeadCall] | None]] = []
 
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -207,7 +207,8 @@ class LossHooks:
 
 
 def _is_cut(hidden: Tensor) -> bool:
-    """Whether a rank has a part of the hidden states, as a plan's own styles may leave them (along the sequence)."""
+    """Return whether a rank has a part of the hidden states, as a plan's own styles may leave them (along the
+    sequence)."""
     return isinstance(hidden, DTensor) and not all(placement.is_replicate() for placement in hidden.placements)
 
 

@@ -1,7 +1,7 @@
-"""What is computed from the logits of one chunk: a loss per token in float32, and its gradient, over the logits.
+"""The computation on the logits of one chunk: a loss per token in float32, and its gradient, over the logits.
 
-A chunk is worked on in blocks of rows, so that temporaries are a small part of the chunk itself, and that what one operator
-has written is in the cache when the next one reads it.
+A chunk is worked on in blocks of rows, so that temporaries are a small part of the chunk itself. What one operator has
+written is then in the cache when the next one reads it.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def new_losses(logits: Tensor, *kinds: int) -> Tensor:
 
 
 def in_place(logits: Tensor) -> bool:
-    """Whether logits are computed with as they are; lower precision is copied to float32, a block at a time."""
+    """Return whether logits are computed with as they are; lower precision is copied to float32, a block at a time."""
     return logits.dtype in (torch.float32, torch.float64)
 
 
@@ -92,7 +92,7 @@ def _compiled(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Shape:
-    """What is done to raw logits before the softmax: ``factor * cap * tanh(logits * scale / cap)``."""
+    """The function of raw logits before the softmax: ``factor * cap * tanh(logits * scale / cap)``."""
 
     scale: float | None = None
     cap: float | None = None
@@ -126,7 +126,7 @@ IGNORED = -100
 
 
 def predicts_next_token(model: nn.Module) -> bool:
-    """Whether `model` computes transformers' loss of causal models, which shifts ``labels``, unless it is given
+    """Return whether `model` computes transformers' loss of causal models, which shifts ``labels``, unless it is given
     ``shift_labels``. GPT-2 does, too, whose ``loss_type`` is None."""
     return getattr(getattr(model, "loss_function", None), "__name__", None) == "ForCausalLMLoss"
 
@@ -150,7 +150,7 @@ class Terms:
         return losses + self.z_loss * lse.square() if self.z_loss else losses
 
     def in_softmax(self, weights: Tensor, lse: Tensor) -> Tensor:
-        """What the softmax is multiplied by in the gradient; (rows,)."""
+        """Return the factor of the softmax in the gradient; (rows,)."""
         return weights * (1 + 2 * self.z_loss * lse) if self.z_loss else weights
 
 

@@ -59,7 +59,7 @@ class ChunkedCall:
 
 @dataclass
 class Outcome:
-    """What one walk over the chunks gives."""
+    """The results of one walk over the chunks."""
 
     losses: Tensor
     """(tokens,), float32."""

@@ -34,7 +34,7 @@ class HeadCall:
     """(..., D)"""
     options: ChunkedLoss
     losses: int = 0
-    """How often a chunked loss came of it."""
+    """Number of times that a chunked loss came of it."""
     reason: str | None = None
     """Why whole logits were needed; None: they were not."""
     logits: Tensor | None = None
@@ -68,7 +68,7 @@ class Tanh:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Which logits a stand-in is, and what was done to them."""
+    """The logits that a stand-in is for, and what was done to them."""
 
     call: HeadCall
     hidden: Tensor
@@ -76,12 +76,12 @@ class Recipe:
     steps: tuple[Callable[[Tensor], Tensor], ...] = ()
     """The same operators, for whole logits."""
     values: tuple[Callable[[Tensor], Tensor], ...] = ()
-    """Those that change values, for the logits of a chunk."""
+    """Functions that change values, for the logits of a chunk."""
     made: list[Tensor] = field(default_factory=list)
     """The whole logits, where they were needed."""
 
     def logits(self, reason: str) -> Tensor:
-        """What the stand-in stands for."""
+        """Return the logits that the stand-in represents."""
         if not self.made:
             logits = self.call.whole(reason)
             for step in self.steps:
@@ -153,7 +153,7 @@ def _plain(value: Any, reason: str) -> Any:
 
 
 Rule = Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]
-"""What an operator makes of a stand-in, its first argument; None: the logits are needed."""
+"""Function that returns what an operator makes of a stand-in, its first argument; None: the logits are needed."""
 
 
 def _next(old: StandIn, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], **change: Any) -> StandIn:

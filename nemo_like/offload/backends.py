@@ -1,9 +1,9 @@
-"""What moving bytes needs of a device: streams, events, copies, host memory. Two implementations.
+"""Operations that moving bytes needs of a device: streams, events, copies, host memory. Two implementations.
 
 `AcceleratorBackend` is for CUDA, and for what PyTorch lets one program like it (XPU, NPU); `CopyingBackend` is for the
-CPU. All ordering decisions are made by `nemo_like.offload.mover`, which both serve, so that what is checked on a CPU is
-what runs on a GPU. Every access to memory and every order between two of them is one call here, so that tests can write
-them down and look for races.
+CPU. All ordering decisions are made by `nemo_like.offload.mover`, which both serve. So what is checked on a CPU is what
+runs on a GPU. Every access to memory and every order between two of them is one call here, for tests to write down and
+look for races.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Backend(ABC):
 
     @abstractmethod
     def done(self, event: object) -> bool:
-        """Whether `event` has happened. Does not block."""
+        """Return whether `event` has happened. Does not block."""
 
     @abstractmethod
     def synchronize(self, event: object) -> None:
@@ -66,7 +66,7 @@ class Backend(ABC):
 
     @abstractmethod
     def serves(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` lies where this back end moves things from."""
+        """Return whether `tensor` is in the memory that this back end moves things from."""
 
     def device_memory(self, nbytes: int) -> torch.Tensor:
         """Device memory of the current stream's pool, uint8 of shape (nbytes,)."""
@@ -134,7 +134,8 @@ class CopyingBackend(Backend):
         self.copy_out = _Queue("copy-out")
         self.copy_back = _Queue("copy-back")
         self.stream = _Queue("compute")
-        """What `current_stream` returns; tests put another one here to stand for the user's own side stream."""
+        """The stream that `current_stream` returns; tests put another one here to stand for the user's own side
+        stream."""
 
     def current_stream(self) -> Any:
         return self.stream

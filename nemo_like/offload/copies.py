@@ -1,4 +1,4 @@
-"""What is known of a storage that waits on the host: its parts there, who will ask for them, what is back already."""
+"""Records of a storage that waits on the host: its parts there, who will ask for them, what is back already."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Span:
 
 
 class Group:
-    """What was offloaded together (one layer), so that it is prefetched together."""
+    """A group of tensors that were offloaded together (one layer), so that they are prefetched together."""
 
     def __init__(self, previous: Group | None) -> None:
         self.previous = None if previous is None else weakref.ref(previous)
@@ -69,7 +69,7 @@ class Group:
 
 
 class Dead:
-    """What died since somebody last looked: notes left by ``__del__``, which may run in any thread at any time."""
+    """Objects that died since the last look: notes left by ``__del__``, which may run in any thread at any time."""
 
     def __init__(self) -> None:
         self.copies: deque[tuple[list[HostSegment], list[Span]]] = deque()
@@ -77,7 +77,7 @@ class Dead:
 
 
 class StorageCopy:
-    """What is on the host of one device storage, at one version of its contents. Dies with its last saved tensor."""
+    """The bytes on the host of one device storage, at one version of its contents. Dies with its last saved tensor."""
 
     def __init__(self, storage: torch.UntypedStorage, version: int, dead: Dead) -> None:
         self._dead = dead
@@ -153,7 +153,7 @@ def gaps(covered: Iterable[Range], lo: int, hi: int) -> list[Range]:
 
 
 def overlap(first: Range, second: Range) -> bool:
-    """Whether two ranges share a byte.
+    """Return whether two ranges share a byte.
 
     >>> overlap((0, 4), (3, 5)), overlap((0, 4), (4, 5))
     (True, False)
@@ -182,7 +182,7 @@ class OffloadStats:
     reloads: int = 0
     """Copies back that were started."""
     prefetched: int = 0
-    """Of those, started before backward asked."""
+    """Copies back that were started before backward asked."""
     shared: int = 0
     """Saved tensors whose bytes were on the host already, through another view of the same storage."""
     still_on_device: int = 0

@@ -1,6 +1,6 @@
-"""What autograd keeps in place of a saved tensor. A handle owns its data; nothing looks tensors up by id.
+"""Handles, which autograd saves in place of tensors. A handle owns its data; nothing looks tensors up by id.
 
-So a graph may be walked twice, two graphs may be alive at once in any order, and a dropped graph frees what it held.
+So a graph may be walked twice, two graphs may be alive at once in any order, and a dropped graph frees what it saved.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def _host_handles(handle: Handle) -> Iterator[HostHandle]:
 
 
 def is_wrapper_subclass(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is made of other tensors and says how (PyTorch's traceable-subclass protocol)."""
+    """Return whether `tensor` is made of other tensors and says how (PyTorch's traceable-subclass protocol)."""
     return hasattr(tensor, "__tensor_flatten__") and hasattr(type(tensor), "__tensor_unflatten__")
 
 

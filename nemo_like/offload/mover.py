@@ -173,7 +173,7 @@ class Mover:
 
     # -------------------------------------------------------------------------------------------------------- groups
     def open_group(self) -> None:
-        """What is offloaded from here on is a group of its own (a layer)."""
+        """Open a group (a layer) for what is offloaded from here on."""
         with self._lock:
             self._group, self._told_groups = None, True
 

@@ -28,7 +28,7 @@ from nemo_like.options import OffloadConfig
 from nemo_like.torch_compat import ActivationWrapper, innermost_saved_tensor_hooks, is_compiled
 
 CHECKPOINTING_MODULES = ("torch.utils.checkpoint", "nemo_like.activation_checkpointing")
-"""Where the saved-tensor hooks of checkpointed regions are defined."""
+"""Modules that define the saved-tensor hooks of checkpointed regions."""
 
 
 def offload_activations(
@@ -145,7 +145,7 @@ class Offloader(Packer):
             stack.callback(self.model.register_forward_pre_hook(rest(False)).remove)
 
     def enter_layer(self, layer: nn.Module, args: object, kwargs: object, *, everything: bool) -> None:
-        """What is saved from here on belongs to `layer`, which is called with these arguments.
+        """Assign what is saved from here on to `layer`, which is called with these arguments.
 
         `everything`: move all of it, not only what shares storage with the arguments.
         """
@@ -155,7 +155,7 @@ class Offloader(Packer):
             self._mover.open_group()
 
     def leave_layer(self) -> None:
-        """What is saved from here on belongs to no layer."""
+        """Assign what is saved from here on to no layer."""
         with torch.no_grad():
             self.start_chosen()
         self._inputs = None if self.config.mode == "all" else {}
@@ -245,7 +245,8 @@ def keep_as_before(changed: Iterable[tuple[CheckpointWrapper, Policy, Any]]) -> 
 
 
 def moves_everything(layer: nn.Module, mode: str) -> bool:
-    """Whether all that `layer` saves outside of regions is to move in `mode`, and not only what it was called with.
+    """Return whether all that `layer` saves outside of regions is to move in `mode`, and not only what it was called
+    with.
 
     In the mode ``saved``, it is where the layer is compiled, or checkpointed in pieces: that is what is kept of it. A
     layer that is one region saves nothing outside but its inputs.

@@ -1,4 +1,4 @@
-"""What becomes of one saved tensor: on the host, or left where it is, and why."""
+"""Decide where one saved tensor goes: to the host, or left where it is, and why."""
 
 from __future__ import annotations
 
@@ -279,14 +279,15 @@ class KnownStorages:
         return reason if reference is not None and reference() is storage else None
 
     def has_weight_like(self, tensor: torch.Tensor) -> bool:
-        """Whether a known parameter has this shape, transposed or not, in another dtype; for any matrix if none is known."""
+        """Return whether a known parameter has this shape, transposed or not, in another dtype; for any matrix if none
+        is known."""
         if not self._shapes:
             return tensor.dim() == 2
         return bool(self._shapes.get(tuple(sorted(tensor.shape)), set()) - {tensor.dtype})
 
 
 def has_storage(tensor: torch.Tensor) -> bool:
-    """Whether a plain tensor is dense, strided and has real memory."""
+    """Return whether a plain tensor is dense, strided and has real memory."""
     return tensor.layout == torch.strided and tensor.device.type != "meta" and not tensor.is_mkldnn
 
 
@@ -306,7 +307,7 @@ def unsupported(tensor: torch.Tensor) -> str | None:
 
 
 def is_parameter(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is a parameter, a view of one, or another leaf that is trained."""
+    """Return whether `tensor` is a parameter, a view of one, or another leaf that is trained."""
     base = base_of(tensor)
     return any(
         isinstance(candidate, nn.Parameter) or (candidate.is_leaf and candidate.requires_grad)
@@ -315,10 +316,11 @@ def is_parameter(tensor: torch.Tensor) -> bool:
 
 
 def is_autocast_copy(tensor: torch.Tensor, known: KnownStorages) -> bool:
-    """Whether `tensor` is the low-precision copy of a weight that autocast made for one operator, or a view of it.
+    """Return whether `tensor` is the low-precision copy of a weight that autocast made for one operator, or a view of
+    it.
 
     A trained weight's copy is known by its graph: a cast, straight from a parameter. A frozen weight's copy has no
-    graph, and inside an operator nobody can tell whether autocast is on: a 16-bit tensor without a gradient, in the
+    graph, and inside an operator it is not known whether autocast is on. So a 16-bit tensor without a gradient, in the
     shape of a parameter of another dtype, is taken for one.
     """
     source = tensor if base_of(tensor) is None else base_of(tensor)

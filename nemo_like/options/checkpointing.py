@@ -1,4 +1,4 @@
-"""What `ac=` may be: a config, a budget, and the one place where its short strings are read."""
+"""Values of `ac=`: a config, a budget, and the one place where its short strings are read."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class CheckpointConfig:
     """Activation checkpointing, spelled out. Usable as ``ac=`` of `nemo_like.parallelize`."""
 
     enabled: bool = False
-    """Whether anything is checkpointed at all."""
+    """Checkpoint activations at all."""
     strategy: str = "selective"
     """``none`` | ``full`` | ``selective`` | ``submodule`` | ``sequential``; case and ``-`` for ``_`` do not matter."""
     memory_threshold_mb: float = 50.0
@@ -47,7 +47,7 @@ class CheckpointConfig:
     snn_chunk_size: int = 1
     """Timesteps per checkpointed chunk."""
     sequential_segments: int | None = None
-    """How many segments ``sequential`` makes; None: round(sqrt(number of layers))."""
+    """Number of segments of ``sequential``; None: round(sqrt(number of layers))."""
     profile_before_apply: bool = True
     """Measure first and checkpoint only layers above `memory_threshold_mb`; needs a sample input."""
     profile_num_runs: int = 3
@@ -191,7 +191,7 @@ class CheckpointConfig:
 
 
 def is_policy(value: object) -> bool:
-    """Whether `value` has what the engine needs of a policy (and is not the class of one)."""
+    """Return whether `value` has what the engine needs of a policy (and is not the class of one)."""
     parts = ("keeps_nothing", "tracked_ops", "start")
     return not isinstance(value, type) and all(hasattr(value, name) for name in parts)
 
@@ -281,10 +281,11 @@ class MemoryBudget:
 
 
 def parse_ac(ac: object) -> CheckpointConfig | MemoryBudget:
-    """What ``ac=`` means: a `CheckpointConfig`, or a `MemoryBudget` for the planner. The only place that reads it.
+    """Return what ``ac=`` means: a `CheckpointConfig`, or a `MemoryBudget` for the planner. The only place that reads
+    it.
 
-    Accepts ``None``/``False``/``"none"``, ``True``/``"full"``, ``"selective"``, ``"submodule"``, ``"sequential"``,
-    a budget (``"40GiB"``, ``"50%"``, ``"auto"``), a policy object (``"selective"`` with it), or either dataclass.
+    Accepts ``None``/``False``/``"none"``, ``True``/``"full"``, ``"selective"``, ``"submodule"`` and ``"sequential"``.
+    Also a budget (``"40GiB"``, ``"50%"``, ``"auto"``), a policy object (``"selective"`` with it), or either dataclass.
 
     Raises:
         ValueError: an unknown word. TypeError: something else.

@@ -1,4 +1,4 @@
-"""What the planner may use to stay within a memory budget."""
+"""Options that the planner may use to stay within a memory budget."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from nemo_like._util.words import parse_bytes
 
 @dataclass(frozen=True)
 class PlanSearch:
-    """How a plan for a budget is searched.
+    """The way in which a plan for a budget is searched.
 
     >>> PlanSearch(host=True, host_memory="32GiB").host_memory
     34359738368
@@ -58,7 +58,7 @@ class PlanSearch:
 
 @dataclass(frozen=True)
 class AllocatorConfig:
-    """What ``PYTORCH_ALLOC_CONF`` says.
+    """The settings in ``PYTORCH_ALLOC_CONF``.
 
     >>> AllocatorConfig.parse("expandable_segments:True,max_split_size_mb:512").max_split_size
     536870912

@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # imported where an optimizer is made
 _COUNTER = 4
 """Bytes of AdamW's counter of steps."""
 QUANTIZED_BLOCK, SMALLEST_QUANTIZED = 256, 4096
-"""Of 8-bit states: values that share a scale, and elements from which on a parameter has them."""
+"""Sizes of 8-bit states: values that share a scale, and elements from which on a parameter has them."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class TrainedParameter:
     """A parameter that an optimizer steps."""
 
     shape: tuple[int, ...]
-    """Of the whole parameter."""
+    """Shape of the whole parameter."""
     elements: int
     """On this rank, padding included."""
     itemsize: int
@@ -44,13 +44,13 @@ class TrainedParameter:
 
 @dataclass(frozen=True)
 class StepTemporaries:
-    """What one pass over parameters makes and drops, bytes."""
+    """Bytes that one pass over parameters makes and drops."""
 
     alone: tuple[tuple[int, ...], ...] = ()
-    """Of each parameter, while it is stepped alone. The last one stays until the next parameter has made its first, or,
-    unless `hands_over`, all of its own."""
+    """Bytes for each parameter, while it is stepped alone. The last one stays until the next parameter has made its
+    first, or, unless `hands_over`, all of its own."""
     together: tuple[int, ...] = ()
-    """Those that are there at one time, one of each parameter."""
+    """Bytes that are there at one time, one of each parameter."""
     hands_over: bool = False
 
     @property
@@ -85,17 +85,17 @@ class OptimizerMemory:
 
 
 Memory = Callable[[Sequence[TrainedParameter], str], OptimizerMemory]
-"""Of these parameters, in the optimizer's order, on a device of this kind."""
+"""Function that returns the memory of these parameters, in the optimizer's order, on a device of this kind."""
 
 
 @dataclass(frozen=True)
 class OptimizerFacts:
-    """What is known of an optimizer. To add one, add an object to `OPTIMIZER_OBJECTS`."""
+    """Facts about an optimizer. To add one, add an object to `OPTIMIZER_OBJECTS`."""
 
     name: str
     memory: Memory
     passes: float = 7.0
-    """How often a step goes over the bytes of the parameters, in one kernel: AdamW in full precision reads parameter,
+    """Times that a step goes over the bytes of the parameters, in one kernel. AdamW in full precision reads parameter,
     gradient and two moments, and writes all but the gradient. Muon's products are not in it."""
     host_passes: float | None = None
     """The same on the host; None: `passes`. AdamW runs one kernel after the other there: weight decay 2, first moment 3,
@@ -196,7 +196,8 @@ def _with_muon(trained: Sequence[TrainedParameter], device: str) -> OptimizerMem
 
 
 def _orthogonalized(param: TrainedParameter) -> tuple[int, ...]:
-    """Of one matrix: the update, what products take beyond the two iterates, and the iterates; the last one stays."""
+    """Return the bytes of one matrix: the update, what products take beyond the two iterates, and the iterates. The
+    last one stays."""
     short = min(param.shape)
     update, iterate, product = math.prod(param.shape) * param.itemsize, 2 * math.prod(param.shape), 2 * short * short
     # Either the products of one round and the next iterate, or those of two rounds, in which the next one begins.

@@ -1,4 +1,4 @@
-"""How a model is split, cast and placed: FSDP2, tensor parallelism, precision, host offloading."""
+"""Options to split, cast and place a model: FSDP2, tensor parallelism, precision, host offloading."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class FSDP2:
     which backward needs at once; tail and root do not. True / False: all / none. A number: layers stay sharded over
     that many ranks in between (a divisor of the shard axis)."""
     forward_prefetch: int = 1
-    """How many following units each unit gathers ahead in forward; 0: FSDP's implicit prefetch."""
+    """Number of following units that each unit gathers ahead in forward; 0: FSDP's implicit prefetch."""
     backward_prefetch: int = 1
     """The same for backward."""
     cpu_offload: bool = False
@@ -45,8 +45,8 @@ class FSDP2:
     ``per_layer``: like any layer, least memory; it **hangs** as soon as one rank runs the tower and another does not."""
 
     timeout_seconds: float | None = None
-    """How long a collective may wait for the other ranks, where `parallelize` makes the process group itself; one that
-    exists keeps its own. None: torch's default."""
+    """Seconds that a collective may wait for the other ranks, where `parallelize` makes the process group itself; one
+    that exists keeps its own. None: torch's default."""
 
     def __post_init__(self) -> None:
         _check_timeout(self.timeout_seconds)
@@ -147,7 +147,7 @@ class TensorParallel:
 
     @classmethod
     def of(cls, tp: int | TensorParallel) -> TensorParallel:
-        """What ``tp=`` means: a number of ranks, or the object."""
+        """Return what ``tp=`` means: a number of ranks, or the object."""
         return tp if isinstance(tp, TensorParallel) else cls(tp)
 
 
@@ -165,10 +165,10 @@ class ContextParallel:
     size: int = 1
     """Ranks that share one sequence; must divide the number of ranks. They shard the parameters, too."""
     method: str = "all_gather"
-    """How queries meet the keys of other ranks. ``all_gather``: each rank gathers all keys and values, for any attention.
-    ``ulysses``: an all-to-all gives each rank some heads of the whole sequence; `size` must divide the heads.
-    ``ring``: keys and values go from rank to rank, and no rank has those of the whole sequence; causal self-attention
-    without a mask, bias or dropout alone."""
+    """The way in which queries meet the keys of other ranks. ``all_gather``: each rank gathers all keys and values, for
+    any attention. ``ulysses``: an all-to-all gives each rank some heads of the whole sequence; `size` must divide the
+    heads. ``ring``: keys and values go from rank to rank, and no rank has those of the whole sequence. It is for causal
+    self-attention without a mask, bias or dropout alone."""
 
     def __post_init__(self) -> None:
         check_whole("cp", self.size, 1, "ranks")
@@ -186,7 +186,7 @@ class ContextParallel:
 
     @classmethod
     def of(cls, cp: int | ContextParallel) -> ContextParallel:
-        """What ``cp=`` means: a number of ranks, or the object."""
+        """Return what ``cp=`` means: a number of ranks, or the object."""
         return cp if isinstance(cp, ContextParallel) else cls(cp)
 
 
@@ -209,12 +209,13 @@ class ExpertParallel:
     other), or ``each`` (a list of modules, each called with its rows). None: the plan of the model's config, else by
     structure."""
     imbalance: float | None = None
-    """What a memory budget counts with: rows of the fullest rank's experts, as a multiple of those of a balanced router.
+    """Rows of the fullest rank's experts that a memory budget counts with, as a multiple of those of a balanced router.
     From 1 (balanced) to `size` (one rank gets all rows), and never counted as more; None: 1.5, since a new router is
     unbalanced."""
     dispatch: str = "all_to_all"
-    """How tokens travel. ``all_to_all``: in torch alone, each to the ranks of its experts. ``all_gather``: all tokens to all
-    ranks, in torch alone; budgets do not know it. ``deepep``: by the kernels of that package; CUDA, bfloat16, no budgets."""
+    """The way in which tokens travel. ``all_to_all``: in torch alone, each to the ranks of its experts. ``all_gather``:
+    all tokens to all ranks, in torch alone; budgets do not know it. ``deepep``: by the kernels of that package; CUDA,
+    bfloat16, no budgets."""
 
     def __post_init__(self) -> None:
         word = normalise(self.dispatch) if isinstance(self.dispatch, str) else self.dispatch
@@ -240,7 +241,7 @@ class ExpertParallel:
 
     @classmethod
     def of(cls, ep: int | ExpertParallel) -> ExpertParallel:
-        """What ``ep=`` means: a number of ranks, or the object."""
+        """Return what ``ep=`` means: a number of ranks, or the object."""
         return ep if isinstance(ep, ExpertParallel) else cls(ep)
 
 
@@ -290,8 +291,8 @@ class Precision:
 
     @classmethod
     def of(cls, precision: str | torch.dtype | Precision | MixedPrecisionPolicy | None) -> Precision:
-        """What ``precision=`` means: a dtype to compute in (or its name), torch's policy, or the object. ``"fp8"``,
-        ``"fp8-rowwise"`` and ``"fp8-gather"`` are bfloat16 with such matmuls.
+        """Return what ``precision=`` means: a dtype to compute in (or its name), torch's policy, or the object.
+        ``"fp8"``, ``"fp8-rowwise"`` and ``"fp8-gather"`` are bfloat16 with such matmuls.
 
         Raises:
             ValueError: an unknown or integer dtype. TypeError: something else.
@@ -331,7 +332,7 @@ class Precision:
 
 @dataclass(frozen=True)
 class OffloadConfig:
-    """Where what is kept waits: in host memory, within these limits."""
+    """Offloading of saved activations to host memory, within these limits."""
 
     mode: str = "saved"
     """``none`` | ``boundary`` (layer inputs) | ``saved`` (what the policy keeps) | ``all`` (every activation)."""
@@ -340,7 +341,7 @@ class OffloadConfig:
     max_inflight_bytes: int = 1 << 30
     """Device bytes that copies to the host may hold at one time."""
     prefetch: int = 1
-    """How many layers ahead of backward the way back starts."""
+    """Number of layers ahead of backward at which the way back starts."""
     pin_memory: bool = True
     """Use page-locked host memory, where the device has it: needed for copies that overlap with computing."""
     host_budget_bytes: int | None = None
@@ -361,7 +362,7 @@ class OffloadConfig:
 
     @classmethod
     def of(cls, offload: OffloadConfig | str | None, default: str = "none") -> OffloadConfig:
-        """What ``offload=`` means: a config, its mode, or None (the mode `default`).
+        """Return what ``offload=`` means: a config, its mode, or None (the mode `default`).
 
         Raises:
             ValueError: an unknown mode. TypeError: something else.

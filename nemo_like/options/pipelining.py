@@ -1,4 +1,4 @@
-"""How a model is cut into the stages of a pipeline."""
+"""Options to cut a model into the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class PipelineParallel:
     ``"memory"``: the rank that peaks highest peaks as low as it can; or how many layers each stage gets, from the
     first stage on."""
     replay: str = "auto"
-    """Where a schedule cuts backward in two: ``"once"`` replays a checkpointed layer in the first half and keeps for the
-    second one what that still needs; ``"twice"`` keeps nothing and replays again; ``"auto"``: once, or under a memory budget
-    whichever makes the faster plan."""
+    """Recomputations of a checkpointed layer where a schedule cuts backward in two. ``"once"`` recomputes it in the
+    first half and saves for the second one what that still needs; ``"twice"`` saves nothing and recomputes it in both.
+    ``"auto"``: once, or under a memory budget whichever makes the faster plan."""
     split: Callable[[Any, int, int], Any] | None = None
     """For a model that its list of layers does not cut: ``split(model, stage, stages)`` returns the module of one stage. It
     gets a copy of the model's modules with the model's own parameters, which it may take apart; parameters keep the names
@@ -109,13 +109,13 @@ class PipelineParallel:
 
     @property
     def facts(self) -> Schedule:
-        """What is known of the schedule."""
+        """Return the facts about the schedule."""
         if (table := self.file) is not None:
             return Schedule(str(self.schedule), None, splits_backward=table.splits_backward)
         return SCHEDULE_OBJECTS[self.schedule]
 
     def _check_schedule(self) -> None:
-        """What torch's schedules ask for."""
+        """Check what torch's schedules ask for."""
         microbatches, per_rank, allowed = self.microbatches or 0, self.stages_per_rank or 0, self.facts.stages_per_rank
         if allowed and per_rank not in allowed:
             raise ValueError(
@@ -147,7 +147,7 @@ class PipelineParallel:
 
     @classmethod
     def of(cls, pp: int | PipelineParallel) -> PipelineParallel:
-        """What ``pp=`` means: a number of ranks, or the object."""
+        """Return what ``pp=`` means: a number of ranks, or the object."""
         return pp if isinstance(pp, PipelineParallel) else cls(pp)
 
 
@@ -161,18 +161,19 @@ Cell = tuple[int, str, int]
 
 @dataclass(frozen=True)
 class ScheduleFile:
-    """What a file says, checked: every microbatch goes through every stage once, and no rank waits for ever."""
+    """The contents of a schedule file, checked: every micro-batch goes through every stage once, and no rank waits for
+    ever."""
 
     ranks: tuple[tuple[Cell, ...], ...]
 
     @property
     def stages(self) -> int:
-        """How many stages there are."""
+        """Return the number of stages."""
         return 1 + max(stage for row in self.ranks for stage, _, _ in row)
 
     @property
     def microbatches(self) -> int:
-        """How many microbatches there are."""
+        """Return the number of micro-batches."""
         return 1 + max(number for row in self.ranks for _, _, number in row)
 
     @property
@@ -186,7 +187,7 @@ class ScheduleFile:
 
 
 def is_schedule_file(word: object) -> bool:
-    """Whether a ``schedule=`` names a file."""
+    """Return whether a ``schedule=`` names a file."""
     return isinstance(word, str | os.PathLike) and str(word).endswith(".csv")
 
 
@@ -315,13 +316,13 @@ def _interleaved(ranks: int, microbatches: int, per_rank: int) -> float:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What is known of a schedule of `torch.distributed.pipelining` (or of a file's table)."""
+    """Facts about a schedule of `torch.distributed.pipelining` (or of a file's table)."""
 
     name: str
     torch_class: str | None
     """Its class in `torch.distributed.pipelining`; None: a file's."""
     stages_per_rank: tuple[int, ...] = ()
-    """How many stages a rank may hold, the default first; empty: any number, two where nobody says."""
+    """Numbers of stages that a rank may hold, the default first; empty: any number, two by default."""
     v_shaped: bool = False
     """Two stages on a rank, the second half in the opposite order: the first and the last stage share a rank."""
     splits_backward: bool = False
@@ -347,7 +348,7 @@ class Schedule:
 
     @property
     def several(self) -> bool:
-        """Whether a rank holds more than one stage."""
+        """Return whether a rank holds more than one stage."""
         return self.stages_per_rank != (1,)
 
 

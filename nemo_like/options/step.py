@@ -1,4 +1,4 @@
-"""How the loss is computed: by the model, or in chunks of tokens."""
+"""Options for the computation of the loss: by the model, or in chunks of tokens."""
 
 from __future__ import annotations
 
@@ -93,7 +93,8 @@ class ChunkedLoss:
 
     @classmethod
     def of(cls, loss: str | ChunkedLoss | None) -> ChunkedLoss | None:
-        """What ``loss=`` means: the object, its defaults for ``"chunked"``, None for ``"model"`` (as the model does).
+        """Return what ``loss=`` means: the object, its defaults for ``"chunked"``, None for ``"model"`` (as the model
+        does).
 
         Raises:
             ValueError: an unknown word. TypeError: something else.
@@ -138,12 +139,12 @@ class StepSpec:
     microbatches: int = 1
     """Micro-batches of a step, forward and backward each. Gradients are there from the first one on."""
     sync: str = "every"
-    """Which micro-batches reduce gradients over the ranks. ``every`` one (what a plain loop does), or the ``last``
+    """Micro-batches that reduce gradients over the ranks. ``every`` one (as in a plain loop), or the ``last``
     (`nemo_like.distributed.gradients.set_gradient_sync`, DDP's ``no_sync``): each rank holds whole gradients till
     then."""
     keeps_output: bool = True
-    """What the model returned (logits!) stays alive through backward, and until the next forward has returned, as
-    where it has a name. False: the loop drops it before backward (``loss = model(**batch).loss``)."""
+    """The model's output (logits!) stays alive through backward, and until the next forward has returned, as where it
+    has a name. False: the loop drops it before backward (``loss = model(**batch).loss``)."""
     zero_grad: str = "free"
     """Gradients between steps. ``free``: gradients are None before the first forward of a step (torch's default);
     ``zero``: they stay, as zeros (``zero_grad(set_to_none=False)``)."""
@@ -173,7 +174,7 @@ class StepSpec:
 
     @classmethod
     def of(cls, step: StepSpec | None, optimizer: str | None = None) -> StepSpec:
-        """What ``step=`` and ``optimizer=`` mean together; None: the defaults.
+        """Return what ``step=`` and ``optimizer=`` mean together; None: the defaults.
 
         Raises:
             TypeError: `step` is something else. ValueError: both name an optimizer, and not the same.
@@ -188,7 +189,7 @@ class StepSpec:
 
     @property
     def accumulates(self) -> bool:
-        """Whether a backward of the step adds to gradients that are there."""
+        """Return whether a backward of the step adds to gradients that are there."""
         return self.microbatches > 1 or self.zero_grad == "zero"
 
     @property

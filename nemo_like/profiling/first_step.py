@@ -31,8 +31,8 @@ VARIABLE = "NEMO_LIKE_COMPARE_PEAK"
 TOLERANCE = 0.03
 """A difference of this share of the prediction is said."""
 _watches: list[_StepWatch] = []
-"""Those that are not over. One hook on all optimizers serves them: torch goes through the hooks while they run, so that none
-may take itself out."""
+"""Watches that are not over. One hook on all optimizers serves them: torch goes through the hooks while they run, so
+that none may take itself out."""
 _hook: RemovableHandle | None = None
 _NO_CAUSE = (
     "What the loop does is what was planned for; something else is alive, or the plan was made for another set-up."
@@ -43,7 +43,7 @@ _PATIENCE = 256
 
 @dataclass
 class Seen:
-    """What one step of the real loop did."""
+    """The facts of one step of the real loop."""
 
     forwards: int = 0
     gradients_before: bool = False
@@ -185,7 +185,7 @@ def _after_any_step(optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -
 
 
 def causes(planned: Mapping[str, Any], seen: Seen) -> list[str]:
-    """What the loop does otherwise than `planned` (`Plan.step`) says, in words, with what to write instead."""
+    """Return what the loop does otherwise than `planned` (`Plan.step`) says, in words, with what to write instead."""
     found = []
     if seen.forwards != planned.get("microbatches", seen.forwards):
         found.append(
@@ -262,7 +262,7 @@ _WHOLE = ("torch.uint8", "torch.int8", "torch.int16", "torch.int32", "torch.int6
 
 
 def size_watch(plan: Plan | None, tokens: int | None) -> SizeWatch | None:
-    """What tells a batch that is larger than planned; None: nobody said what was planned for.
+    """Return a watch for a batch that is larger than planned; None: it is not known what was planned for.
 
     Args:
         plan: made for a sample, whose largest tensor of whole numbers (token ids, labels) counts, or where it has none, the
@@ -279,7 +279,8 @@ def size_watch(plan: Plan | None, tokens: int | None) -> SizeWatch | None:
 
 
 def most_elements(given: Iterable[torch.Tensor]) -> int:
-    """Of the largest tensor of whole numbers (token ids, labels), or where there is none, of the largest of all."""
+    """Return the elements of the largest tensor of whole numbers (token ids, labels), or where there is none, of the
+    largest of all."""
     sizes = [(str(t.dtype) in _WHOLE, t.numel()) for t in given]
     whole = any(is_whole for is_whole, _ in sizes)
     return max((size for is_whole, size in sizes if is_whole or not whole), default=0)
@@ -296,11 +297,11 @@ class SizeWatch:
     """Says once that a batch is larger than the one that memory was planned for."""
 
     planned: str
-    """What was planned for, for people."""
+    """Description of what was planned for, for people."""
     most: int
     """See `most_elements`."""
     peak_bytes: int = 0
-    """What was predicted; 0: only the caller knows."""
+    """Peak that was predicted; 0: only the caller knows."""
     over: bool = False
 
     def __deepcopy__(self, memo: object) -> SizeWatch:

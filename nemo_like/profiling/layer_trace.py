@@ -127,7 +127,7 @@ def _loss(model: nn.Module, output: object, loss_fn: LossFn | None) -> torch.Ten
 
 @dataclass
 class CallBytes:
-    """What one call of one layer saved and was given: storages by number, with their bytes."""
+    """The tensors that one call of one layer saved and was given: storages by number, with their bytes."""
 
     layer: int
     inputs: dict[int, int]
@@ -136,7 +136,7 @@ class CallBytes:
     touched: set[int] = field(default_factory=set)
     """Saved in this call, first or not."""
     replay_growth: int = 0
-    """How far the live bytes rose above those at its start while it ran forward."""
+    """Rise of the live bytes above those at its start while it ran forward."""
     live_in_backward: int = 0
     """Live bytes when its backward begins."""
 

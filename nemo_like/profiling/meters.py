@@ -1,4 +1,4 @@
-"""What is measured with: live bytes (allocator on CUDA, counted storages on CPU) and time."""
+"""Meters of live bytes (allocator on CUDA, counted storages on CPU) and of time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a profile says: rows per layer, totals, and the three ways to read them (table, JSON, plot)."""
+"""Reports of a profile: rows per layer, totals, and the three ways to read them (table, JSON, plot)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class LayerProfile:
     kind: str
     """Its class name."""
     calls: int
-    """How often a step calls it."""
+    """Number of times that a step calls it."""
     activation_bytes: int
     """Bytes it saves for backward: each storage once, at the layer that saves it first; parameters and buffers are not
     counted."""

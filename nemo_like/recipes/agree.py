@@ -1,4 +1,4 @@
-"""What the ranks of one job have to agree on: who failed, who was interrupted, and the mean of what each computed.
+"""Agreement between the ranks of one job: who failed, who was interrupted, and the mean of what each computed.
 
 Every method is a collective: all ranks call it in the same order. With one rank they are plain functions.
 """
@@ -25,7 +25,7 @@ class Ranks:
     """From 0 to `world_size` - 1."""
     world_size: int
     device: torch.device
-    """Where this rank computes."""
+    """Device that this rank computes on."""
     tp: int = 1
     """Ranks that share each layer's matmuls, and so read the same samples; neighbours in rank."""
     cp: int = 1
@@ -37,17 +37,17 @@ class Ranks:
 
     @property
     def data_rank(self) -> int:
-        """Which share of each batch this rank reads."""
+        """Return the number of the share of each batch that this rank reads."""
         return self.rank % (self.world_size // self.pp) // (self.tp * self.cp)
 
     @property
     def tp_group(self) -> int:
-        """Which of the groups of `tp` this rank is in: ranks of one group compute the same, and drop the same."""
+        """Return the number of this rank's group of `tp`: ranks of one group compute the same, and drop the same."""
         return self.rank // self.tp
 
     @property
     def data_ranks(self) -> int:
-        """How many shares a batch is cut into."""
+        """Return the number of shares that a batch is cut into."""
         return self.world_size // (self.tp * self.cp * self.pp)
 
     @contextmanager
@@ -68,7 +68,7 @@ class Ranks:
             raise OtherRankError(f"Another rank failed while {doing}; its own message has the reason.")
 
     def any(self, flag: bool) -> bool:
-        """Whether `flag` is true on any rank."""
+        """Return whether `flag` is true on any rank."""
         return self.largest(int(flag)) > 0
 
     def largest(self, value: int) -> int:
@@ -109,6 +109,6 @@ class Ranks:
         return values
 
     def same(self, value: int) -> bool:
-        """Whether every rank has the same value."""
+        """Return whether every rank has the same value."""
         largest, smallest = self.largest(value), -self.largest(-value)  # both, always: each is a collective
         return largest == smallest

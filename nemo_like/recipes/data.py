@@ -26,7 +26,7 @@ import torch
 from nemo_like._util.extras import require
 
 VOCABULARY = 256
-"""How many different bytes, and so tokens, there are."""
+"""Number of different bytes, and so of tokens."""
 HELD_OUT_SHARE = 0.05
 """At most this share of the bytes is held out for evaluation."""
 _PEEK = 8192  # bytes read of each file to tell text from binary and to recognise the file again
@@ -89,7 +89,7 @@ class TextData:
     train: Corpus
     held_out: Corpus
     name: str
-    """Where the text came from, for people."""
+    """Origin of the text, for people."""
     fingerprint: str
     """Changes with any file's size or first 8 KiB, and with which are held out: recognises the data when a run resumes."""
 
@@ -153,7 +153,7 @@ def _peek(path: Path) -> tuple[int, bytes]:
 
 
 def _split(found: Sequence[tuple[str, Piece]]) -> tuple[list[Piece], list[Piece]]:
-    """What is trained on and what is held out; both keep the order of `found`."""
+    """Return what is trained on and what is held out; both keep the order of `found`."""
     if len(found) == 1:
         whole = found[0][1]
         cut = whole.length - math.ceil(whole.length * HELD_OUT_SHARE)
@@ -175,7 +175,8 @@ def _hash_name(name: str) -> bytes:
 
 @dataclass(frozen=True)
 class Sampler:
-    """Which window of text each sample is. Every window is used once per epoch, in an order shuffled anew each epoch.
+    """The window of text that each sample is. Every window is used once per epoch, in an order shuffled anew each
+    epoch.
 
     Raises:
         ValueError: the text has fewer windows than one batch.
@@ -214,14 +215,15 @@ class Sampler:
         return torch.stack([self.corpus.read(self.start_of(first + i), self.seq_len + 1) for i in range(size)])
 
     def documents(self, step: int, part: int = 0, parts: int = 1) -> torch.Tensor:
-        """Of `batch` with the same arguments, the number of each byte's document."""
+        """Return the number of each byte's document, of `batch` with the same arguments."""
         size = self.batch_size // parts
         first = step * self.batch_size + part * size
         return torch.stack([self.corpus.documents(self.start_of(first + i), self.seq_len + 1) for i in range(size)])
 
 
 def held_out_windows(corpus: Corpus, seq_len: int, count: int) -> list[int]:
-    """Where up to `count` windows of held-out text start: they do not overlap and are spread evenly, always the same.
+    """Return where up to `count` windows of held-out text start: they do not overlap and are spread evenly, always the
+    same.
 
     Raises:
         ValueError: the held-out text has not even one window.
@@ -259,10 +261,11 @@ def mix(*numbers: int) -> int:
 
 
 def shuffled(place: int, size: int, key: int) -> int:
-    """Where a random permutation of range(size), chosen by `key`, sends `place`, without storing the permutation.
+    """Return where a random permutation of range(size), chosen by `key`, sends `place`, without storing the
+    permutation.
 
-    Four rounds of a balanced Feistel network (Luby and Rackoff 1988) permute the next power of four; a result outside
-    range(size) goes in again until it is inside (Black and Rogaway 2002, "cycle walking").
+    Four rounds of a balanced Feistel network (Luby and Rackoff 1988) permute the next power of four. A result outside
+    range(size) goes in once more until it is inside (Black and Rogaway 2002, "cycle walking").
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1

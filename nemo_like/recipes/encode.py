@@ -16,9 +16,9 @@ class Encoded:
 
     tokens: list[int]
     counts: list[bool]
-    """Of each token, whether predicting it counts; the first never is predicted."""
+    """Flags, one for each token: predicting it counts. The first is never predicted."""
     cut: bool = False
-    """Whether it was longer than there is room for."""
+    """The sample was longer than there is room for."""
 
     @property
     def inputs(self) -> int:

@@ -1,4 +1,4 @@
-"""What the fine-tuning job can be told beside what every job can."""
+"""Options of the fine-tuning job in addition to those of every job."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class FinetuneOptions(RunOptions):
 
     @property
     def float8(self) -> bool:
-        """Whether matmuls of the layers run in float8."""
+        """Return whether matmuls of the layers run in float8."""
         return self.precision in FLOAT8
 
     @property

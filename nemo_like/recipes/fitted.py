@@ -36,14 +36,14 @@ _AXES = ("tp", "cp", "ep")
 
 @dataclass(frozen=True)
 class Fitted:
-    """What ``--fit`` chose."""
+    """The choice of ``--fit``."""
 
     asked: Mapping[str, Any]
-    """What it depends on: a resumed run with the same keeps what was chosen."""
+    """Values that the choice depends on: a resumed run with the same keeps what was chosen."""
     options: Mapping[str, Any]
     """Values of options by name."""
     plan: Mapping[str, Any] | None
-    """Where ``ac`` is a budget: `Plan.as_json` of what each layer keeps."""
+    """Plan as `Plan.as_json` of what each layer keeps, where ``ac`` is a budget."""
     predicted: Mapping[str, Any]
     """``peak_bytes`` of a rank and the ``limit_bytes`` for it, ``reserved_bytes`` or None, ``step_seconds``,
     ``tokens_per_second_per_gpu``, ``mfu``, ``rows`` and ``width`` of the largest microbatch, whose ``rates``, and
@@ -73,7 +73,7 @@ class Fitted:
 
     @classmethod
     def load(cls, text: str) -> Fitted | None:
-        """What `save` wrote; None where that cannot be read any more."""
+        """Return what `save` wrote; None where that cannot be read any more."""
         try:
             body = json.loads(text)
             body["predicted"]["host_bytes"]  # what else is read may be anything
@@ -154,7 +154,8 @@ def _asked(options: RunOptions, ranks: Ranks, model: nn.Module, width: int, devi
 
 
 def _kept(options: RunOptions, ranks: Ranks, asked: Mapping[str, Any], host: int) -> Fitted | None:
-    """What an earlier run of a job that is resumed chose, where ranks that have `host` bytes of host memory can run it."""
+    """Return what an earlier run of a job that is resumed chose, where ranks that have `host` bytes of host memory can
+    run it."""
     if options.resume == "no" or options.checkpoint_dir is None:
         return None
     path = Path(options.checkpoint_dir) / FILE
@@ -230,7 +231,7 @@ def best_of(
 
 
 def _pins(options: RunOptions, ranks: Ranks) -> tuple[dict[str, Any], int | str | None]:
-    """What is decided, by the names of `fit`, and the memory that a step may take."""
+    """Return what is decided, by the names of `fit`, and the memory that a step may take."""
     pins: dict[str, Any] = {name: getattr(options, name, 1) for name in _AXES if name not in options.free}
     memory: int | str | None = options.fit_memory
     pins["pp"] = ranks.pp
@@ -305,7 +306,7 @@ def host_bytes(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/se
 
 
 def _limits(groups: Path, own: Path) -> list[int]:
-    """What the process's group and those above it may have, of both versions of control groups."""
+    """Return the limits of the process's group and of those above it, of both versions of control groups."""
     found = []
     for line in _text(own).splitlines():
         _, kinds, path = line.split(":", 2)

@@ -1,6 +1,6 @@
-"""What every training job does: steps, their order, reports, evaluations, checkpoints, and how it ends.
+"""Common part of all training jobs: steps, their order, reports, evaluations, checkpoints, and how they end.
 
-A job says what it trains and on what: it fills the fields below while it is made, calls `_begin`, and overrides
+A job says what it trains and on what. It fills the fields below while it is made, calls `_begin`, and overrides
 `_train`, `_evaluate` and `_introduce`.
 """
 
@@ -50,7 +50,7 @@ class TrainingJob:
     width: int
     """Tokens of the longest row."""
     utilisation: Utilisation
-    """What MFU is counted with."""
+    """Facts that MFU is counted with."""
     about: dict[str, Any]
     """The facts that a resumed run must share, see `run_state`."""
 
@@ -60,7 +60,7 @@ class TrainingJob:
         self.options = options
         self.ranks = ranks
         self.fitted: Fitted | None = None
-        """What ``--fit`` chose, which `options` has, too."""
+        """Choice of ``--fit``, which `options` has, too."""
         self.schedule = LearningRate(options.schedule, options.lr, options.warmup, options.steps, options.lr_floor)
         self.step = 0
         """Steps done since step 0 of the first run."""
@@ -103,11 +103,11 @@ class TrainingJob:
         """After the last step: write what the job is for. A collective."""
 
     def _is_worth_saving(self) -> bool:
-        """Whether the evaluation just made asks for a checkpoint of this step."""
+        """Return whether the evaluation just made asks for a checkpoint of this step."""
         return False
 
     unit = "token"
-    """What losses are per."""
+    """Unit that losses are per."""
 
     # --------------------------------------------------------------------------------------------------- what is shared
 
@@ -130,11 +130,11 @@ class TrainingJob:
         return self._speed.per_second[1] / (self.utilisation.peak * self.ranks.world_size)
 
     def facts(self) -> dict[str, Any]:
-        """What the summary says of this kind of job beside what it says of every one; JSON values."""
+        """Return what the summary says of this kind of job in addition to what it says of every one; JSON values."""
         return {}
 
     def _state(self) -> dict[str, Any]:
-        """What a checkpoint holds, the tensors themselves."""
+        """Return what a checkpoint holds, the tensors themselves."""
         return gather_state(self.model, self.optimizer)
 
     def _look_at(self, model: nn.Module, width: int) -> None:
@@ -149,11 +149,11 @@ class TrainingJob:
             _check_ranks(self.options, self.ranks)
 
     def _advice(self) -> contextlib.AbstractContextManager[None]:
-        """Where memory runs out inside, raise `MemoryRanOutError` with what would lower the peak."""
+        """Raise `MemoryRanOutError` with what would lower the peak, where memory runs out inside."""
         return advice_on_memory(PlannedStep(self._bare, self.options, self.ranks, self.width))
 
     def _parallelized(self, model: nn.Module, rows: int, width: int, mesh: DeviceMesh | None = None) -> Any:
-        """What `parallelize` makes of `model`, for microbatches of up to `rows` x `width` tokens."""
+        """Return what `parallelize` makes of `model`, for micro-batches of up to `rows` x `width` tokens."""
         fields: dict[str, Any] = {"device": self.ranks.device}
         if self.fitted is not None and (plan := self.fitted.planned) is not None:
             fields["ac"] = plan

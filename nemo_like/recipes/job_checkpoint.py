@@ -42,7 +42,7 @@ class CheckpointError(RuntimeError):
 
 @contextlib.contextmanager
 def writing(what: str) -> Iterator[None]:
-    """Where the file system refuses inside, raise `CheckpointError`, which says that checkpoints are complete."""
+    """Raise `CheckpointError`, which says that checkpoints are complete, where the file system refuses inside."""
     try:
         yield
     except OSError as error:
@@ -86,7 +86,7 @@ class CheckpointStore:
         return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of `step` is, once complete."""
+        """Return the place of the checkpoint of `step`, once complete."""
         return self.folder / f"{_COMPLETE}{step:08d}"
 
     def save(self, step: int, state: dict[str, Any], about: Mapping[str, Any]) -> None:
@@ -204,7 +204,7 @@ class CheckpointStore:
             yield self._ranks.from_first(listed[i] if listed else 0)
 
     def _attempt(self, action: Callable[..., Any], *arguments: object) -> tuple[Any, str | None]:
-        """What `action` returned, and what went wrong with it on any rank, or None."""
+        """Return what `action` returned, and what went wrong with it on any rank, or None."""
         result, problem = None, None
         try:
             result = action(*arguments)

@@ -1,4 +1,4 @@
-"""What the pretraining job can be told beside what every job can."""
+"""Options of the pretraining job in addition to those of every job."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Options(RunOptions):
 
     @property
     def passes(self) -> int:
-        """How often a rank runs forward and backward in a step; a pipeline cuts its one batch by itself."""
+        """Return how often a rank runs forward and backward in a step; a pipeline cuts its one batch by itself."""
         return 1 if self.pp > 1 else self.grad_accum
 
     @property

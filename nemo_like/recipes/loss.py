@@ -38,7 +38,7 @@ def check_own_loss(model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class Batch:
-    """What a model is called with, and what it is to predict."""
+    """The inputs that a model is called with, and what it is to predict."""
 
     inputs: torch.Tensor
     """(B, T) int64."""
@@ -49,7 +49,7 @@ class Batch:
 
     @property
     def extra(self) -> dict[str, torch.Tensor]:
-        """What the model is given beside its inputs."""
+        """Return what the model is given in addition to its inputs."""
         return {} if self.positions is None else {"position_ids": self.positions}
 
     def to(self, device: torch.device) -> Batch:
@@ -87,7 +87,8 @@ class MeanLoss:
         return _cross_entropy(output, self._part(target), "sum") * self._ranks / counted
 
     def each(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Of every target of this rank's part, (B, T / ranks); 0 where it does not count. In evaluation."""
+        """Return the loss of every target of this rank's part, (B, T / ranks); 0 where it does not count. In
+        evaluation."""
         losses = _cross_entropy(model(batch.inputs, **batch.extra), self._part(batch.targets), "none")
         return losses.view(len(batch.inputs), -1)
 
@@ -126,7 +127,8 @@ def check_piped(model: nn.Module) -> None:
 
 
 def piped_batch(tokens: torch.Tensor, rows: int | None = None) -> dict[str, torch.Tensor]:
-    """What a pipeline is called with to predict each byte after the first; `rows`: how many rows count, from the first."""
+    """Return what a pipeline is called with to predict each byte after the first; `rows`: how many rows count, from the
+    first."""
     target = tokens[:, 1:].contiguous()
     if rows is not None:
         target[rows:] = IGNORED

@@ -31,7 +31,7 @@ class MemoryRanOutError(RuntimeError):
 
 @contextmanager
 def advice_on_memory(step: PlannedStep) -> Iterator[None]:
-    """Where memory runs out inside, raise with what to change in `step`."""
+    """Raise with what to change in `step`, where memory runs out inside."""
     try:
         yield
     except RuntimeError as error:
@@ -105,7 +105,7 @@ class PlannedStep:
             return int(planner.peak(choices).total)
 
     def _changes(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """What to write on the command line, and the same as options."""
+        """Yield what to write on the command line, and the same as options."""
         options, ranks = self._options, self._ranks
         budget = parse_ac(options.ac)
         if isinstance(budget, MemoryBudget):

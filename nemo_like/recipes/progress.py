@@ -18,7 +18,7 @@ _GIB = 2**30
 
 
 def memory_kind(device: torch.device) -> str:
-    """What `memory_used` and `memory_peak` count on `device`."""
+    """Return the kind of memory that `memory_used` and `memory_peak` count on `device`."""
     if device.type == "cuda":
         return "bytes of tensors in the CUDA caching allocator"
     return "resident bytes of the whole process, interpreter and libraries included"

@@ -135,7 +135,7 @@ class FourBitSource:
 
 
 def packed_weights(model: nn.Module) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Of each weight of a `PackedLinear`, by name: its global shape and its dtype."""
+    """Return the global shape and the dtype of each weight of a `PackedLinear`, by name."""
     return {
         f"{name}.weight": (module.weight.shape, module.weight.dtype)
         for name, module in model.named_modules()

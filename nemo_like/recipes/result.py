@@ -1,4 +1,4 @@
-"""What a fine-tuning run leaves: adapters in peft's format, or a folder that `from_pretrained` opens.
+"""Write what a fine-tuning run leaves: adapters in peft's format, or a folder that `from_pretrained` opens.
 
 A folder is written under another name, synced and then renamed: one of the final name is complete.
 """
@@ -83,7 +83,7 @@ def merge_adapter(
 
 
 def whole_trained(model: nn.Module) -> dict[str, Tensor]:
-    """What trains, whole, in host memory, on rank 0 only; gathered one tensor at a time. A collective."""
+    """Return what trains, whole, in host memory, on rank 0 only; gathered one tensor at a time. A collective."""
     state: dict[str, Tensor] = {}
     inner = bare(model)
     show_shards(inner)

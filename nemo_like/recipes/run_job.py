@@ -118,7 +118,7 @@ def summarise(job: TrainingJob, peak_bytes: list[int]) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """What the run ran on."""
+    """Return the versions of what the run ran on."""
     found = {"nemo_like": __version__, "python": platform.python_version()}
     found |= {"torch": torch.__version__, "cuda": str(torch.version.cuda)}
     for name in ("transformers", "tokenizers", "peft", "numpy"):

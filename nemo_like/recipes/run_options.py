@@ -1,4 +1,4 @@
-"""What every training job can be told, once: name, default, meaning. Command line and YAML file are made from it
+"""Options of every training job, once: name, default, meaning. Command line and YAML file are made from it
 (`nemo_like.recipes.job_options`)."""
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def job_option(name: str, default: object = None, **argument: object) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """What training jobs share. Each field is a command-line option of the same name, ``_`` written as ``-``.
+    """Options that training jobs share. Each field is a command-line option of the same name, ``_`` written as ``-``.
 
     Raises:
         ValueError: a value is wrong; the message has the option, the value, the reason and what is accepted.
@@ -265,7 +265,7 @@ class RunOptions:
 
     @property
     def passes(self) -> int:
-        """How often a rank runs forward and backward in a step."""
+        """Return how often a rank runs forward and backward in a step."""
         return self.grad_accum
 
     def rows(self, data_ranks: int) -> int:
@@ -332,7 +332,7 @@ class LearningRate:
     steps: int
     """Steps of the whole run."""
     floor: float = 0.1
-    """What is left at the last step, as a share of `peak`."""
+    """Rate at the last step, as a share of `peak`."""
 
     def at(self, step: int) -> float:
         """The learning rate of the step numbered `step`, from 0; steps past the last one stay at the floor."""

@@ -1,6 +1,6 @@
-"""What a checkpoint of a run holds: weights, optimizer state and the facts that a resumed run must share.
+"""The contents of a run's checkpoint: weights, optimizer state and the facts that a resumed run must share.
 
-The learning rate, the data order and the random numbers of a step are functions of the step, so the step is all there
+The learning rate, the data order and the random numbers of a step are functions of the step. So the step is all there
 is of them.
 """
 

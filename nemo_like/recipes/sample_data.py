@@ -39,7 +39,7 @@ class SampleSet:
     targets: list[int]
     """Tokens of each that count."""
     skipped: int = 0
-    """How many could not be used."""
+    """Number of samples that could not be used."""
 
     def __len__(self) -> int:
         return len(self.index)
@@ -127,7 +127,7 @@ def look_through(flag: str, files: SampleFiles, encoder: Encoder, ranks: Ranks, 
 
 
 def hold_out(samples: SampleSet, most: int) -> tuple[SampleSet, SampleSet | None]:
-    """What is trained on, and up to `most` samples that are not: the same for every seed and number of ranks.
+    """Return what is trained on, and up to `most` samples that are not: the same for every seed and number of ranks.
 
     Raises:
         ValueError: there are too few to hold one out.

@@ -1,4 +1,4 @@
-"""Where training samples are read from, one by one: lines of JSONL files here, Parquet and saved data sets by `datasets`.
+"""Read training samples from files, one by one: lines of JSONL files here, Parquet and saved data sets by `datasets`.
 
 A file stays on disk; what is kept in memory is where each line begins, 8 bytes a line.
 """
@@ -181,7 +181,7 @@ def _check_characters(text: str, sample: dict[str, Any]) -> None:
 
 
 def _line_starts(path: Path) -> array[int]:
-    """Where each line of the file begins, and last the file's size."""
+    """Return where each line of the file begins, and last the file's size."""
     starts = array("q", [0])
     size = 0
     with path.open("rb") as file:

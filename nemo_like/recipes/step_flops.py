@@ -1,8 +1,8 @@
-"""What a step has to compute, and what share of the device's speed that is: model FLOPs utilisation (MFU).
+"""Count what a step has to compute, and what share of the device's speed that is: model FLOPs utilisation (MFU).
 
-As in PaLM (arXiv 2204.02311, appendix B): what the model needs counts, not what checkpointing computes again nor what fills
-rows up; a token attends to all tokens of its sample or document (of its window, where a layer has one), as the planner
-counts it, without halving for the causal mask.
+As in PaLM (arXiv 2204.02311, appendix B), what the model needs counts, not what checkpointing recomputes nor what fills
+rows up. A token attends to all tokens of its sample or document (of its window, where a layer has one). The planner
+counts it the same way, without halving for the causal mask.
 """
 
 from __future__ import annotations
@@ -30,13 +30,15 @@ class StepFlops:
     """FLOPs of forward and backward of a causal language model, by the lengths of its samples."""
 
     per_token: int
-    """Of matrices: a matrix of N numbers takes 2 N forward, 2 N for its own gradient if it trains, and 2 N for its input's
-    if something that is registered before it trains. A token goes through as many experts as the config says."""
+    """FLOPs of matrices. A matrix of N numbers takes 2 N forward, and 2 N for its own gradient if it trains. It takes 2
+    N for its input's gradient if something that is registered before it trains. A token goes through as many experts as
+    the config says."""
     per_pair: tuple[tuple[int | None, int], ...]
-    """Of attention, for each layer: the window (None: all tokens), and FLOPs for each pair of a token and one it sees."""
+    """FLOPs of attention, for each layer: the window (None: all tokens), and FLOPs for each pair of a token and one it
+    sees."""
 
     def of(self, lengths: Iterable[int]) -> int:
-        """Of samples, or documents of packed rows, of so many tokens each.
+        """Return the FLOPs of samples, or documents of packed rows, of so many tokens each.
 
         >>> StepFlops(6, ((None, 4), (2, 4))).of([3])
         78
@@ -49,7 +51,7 @@ class StepFlops:
 
     @classmethod
     def count(cls, model: nn.Module) -> StepFlops:
-        """Of the bare `model`, on any device, with `requires_grad` as it trains. Nothing runs.
+        """Return the FLOPs of the bare `model`, on any device, with `requires_grad` as it trains. Nothing runs.
 
         Raises:
             ValueError: a part of it has FLOPs that are not known here.
@@ -114,7 +116,7 @@ def _attention(model: nn.Module) -> Iterator[tuple[int | None, int]]:
 
 @dataclass(frozen=True)
 class Utilisation:
-    """What MFU is counted with, or why it is not."""
+    """The facts that MFU is counted with, or why it is not counted."""
 
     flops: StepFlops | None
     peak: float
@@ -161,6 +163,6 @@ class Speed:
 
     @property
     def per_second(self) -> tuple[float, float]:
-        """Of tokens, and of FLOPs."""
+        """Return the tokens and the FLOPs per second."""
         seconds = self._seconds or math.inf
         return self._tokens / seconds, self._flops / seconds

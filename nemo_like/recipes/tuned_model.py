@@ -169,7 +169,7 @@ def _stored_name(name: str, shapes: Any) -> str | None:
 
 
 def _new_adapters(model: nn.Module, seed: int) -> dict[str, Tensor]:
-    """What peft begins with, drawn alike on every rank: A uniform as `nn.Linear` does, B zero."""
+    """Return what peft begins with, drawn alike on every rank: A uniform as `nn.Linear` does, B zero."""
     generator = torch.Generator().manual_seed(seed)
     made: dict[str, Tensor] = {}
     for slot in find_slots(model):

@@ -45,9 +45,9 @@ _early_stop_default = True
 
 @contextmanager
 def set_early_stop(enabled: bool) -> Iterator[None]:
-    """Whether regions whose *forward* runs in here stop their replay at the last tensor backward needs.
+    """Set whether regions whose *forward* runs in here stop their recomputation at the last tensor that backward needs.
 
-    Switch it off where code after that point must run in replay, such as a hook that frees a buffer.
+    Switch it off where code after that point must run in the recomputation, such as a hook that frees a buffer.
     """
     global _early_stop_default
     before, _early_stop_default = _early_stop_default, enabled

@@ -58,7 +58,7 @@ def unregister(name: str) -> None:
 
 
 class _State(NamedTuple):
-    """What is compared in one go."""
+    """The state that is compared in one go."""
 
     sdpa: Any
     sdpa_priority: list[int]
@@ -152,7 +152,7 @@ class Ambient:
         self._device_rng = torch.get_device_module(device).get_rng_state() if preserve_rng_state and device else None
         self._host_random: HostRandom | None = HostRandom() if preserve_rng_state else None
         self.generators: Generators | None = Generators() if preserve_rng_state else None
-        """Those of the region's own, as they are found; None: random numbers are left as they are."""
+        """The states of the region's own generators, as they are found; None: random numbers are left as they are."""
 
     def forget_unused_rng(self) -> None:
         """Call at the end of forward: drops the random-number state if no number was drawn meanwhile."""
@@ -310,7 +310,7 @@ def _set(variables: tuple[contextvars.ContextVar[Any], ...], values: list[Any]) 
 # torch's global switches that decide in what type operators compute, and by which kernels, those of SDPA among them.
 
 Switch = tuple[Callable[[], Any], Callable[[Any], None]]
-"""How to read it, and how to set it to what was read."""
+"""A function that reads a switch, and one that sets it to what was read."""
 
 _backends: Any = torch.backends
 SDPA_KERNELS = ("flash", "mem_efficient", "math", "cudnn")
@@ -383,12 +383,12 @@ _READ_ON_CPU_AND_CUDA = [read for read, _ in _ON_CPU_AND_CUDA]
 
 
 def switches_for(device: str | None) -> list[Switch]:
-    """Those that exist; those of CUDA's libraries only where `device` is ``"cuda"``."""
+    """Return the switches that exist; those of CUDA's libraries only where `device` is ``"cuda"``."""
     return _ON_CPU_AND_CUDA if device == "cuda" else _ALWAYS
 
 
 def read_switches(device: str | None) -> list[Any]:
-    """What each of `switches_for` reads."""
+    """Return what each of `switches_for` reads."""
     return list(map(call, _READ_ON_CPU_AND_CUDA if device == "cuda" else _READ_ALWAYS))
 
 

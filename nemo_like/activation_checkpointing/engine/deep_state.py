@@ -48,7 +48,7 @@ class _Entry(NamedTuple):
     contents: Any
     """With tensors and arrays as they were; None: they can't be kept."""
     plain: bool
-    """Whether the contents have nothing in them that a recompute could change in place."""
+    """The contents have nothing in them that a recomputation could change in place."""
 
 
 class DeepState:
@@ -81,7 +81,7 @@ class DeepState:
             way.fill(container, contents)
 
     def _keep(self, value: Any, known: dict[int, tuple[Any, Any]]) -> Any:
-        """What to remember of `value`; `_UNKNOWN` where that could hold the graph of an earlier step."""
+        """Return what to remember of `value`; `_UNKNOWN` where that could hold the graph of an earlier step."""
         kind: Any = type(value)
         if is_plain(kind) or issubclass(kind, nn.Module):
             return value
@@ -124,19 +124,19 @@ _UNKNOWN = _Unknown()
 
 @functools.cache
 def is_plain(kind: Any) -> bool:
-    """Whether values of this type can be compared, and put back, as they are."""
+    """Return whether values of this type can be compared, and put back, as they are."""
     return kind in PLAIN or issubclass(kind, enum.Enum | numbers.Number | Decimal)  # NumPy's scalars among them
 
 
 @functools.cache
 def is_array(kind: Any) -> bool:
-    """Whether it is NumPy's class of arrays; nothing is imported to find out."""
+    """Return whether it is NumPy's class of arrays; nothing is imported to find out."""
     return any(base.__name__ == "ndarray" and base.__module__ == "numpy" for base in kind.__mro__)
 
 
 @functools.cache
 def has_state(kind: Any) -> bool:
-    """Whether `DeepState` looks into values of this type, which is neither a tensor nor a module."""
+    """Return whether `DeepState` looks into values of this type, which is neither a tensor nor a module."""
     return bool(_ways_of(kind)) or is_array(kind) or (issubclass(kind, tuple) and not is_plain(kind))
 
 
@@ -257,7 +257,7 @@ _SLOTS = _Way(_read_slots, _fill_slots)
 
 @functools.cache
 def _ways_of(kind: Any) -> list[_Way]:
-    """How to read values of a type of containers; none for other types."""
+    """Return the ways to read values of a type of containers; none for other types."""
     if issubclass(kind, type | nn.Module | Tensor | tuple):
         return []
     base = next((base for base in kind.__mro__ if base in _CONTAINERS), None)
@@ -267,7 +267,7 @@ def _ways_of(kind: Any) -> list[_Way]:
 
 
 def _own_ways(kind: type) -> list[_Way]:
-    """How to read the attributes that values of this type have of their own."""
+    """Return the ways to read the attributes that values of this type have of their own."""
     return [*([_ATTRIBUTES] if kind.__dictoffset__ else ()), *([_SLOTS] if any(slots_of(kind)) else ())]
 
 
@@ -326,7 +326,7 @@ def _each(function: Callable[[Any], Any], values: Iterable[Any], made: dict[int,
 
 
 def is_container(value: Any) -> bool:
-    """Whether `map_leaves` looks into `value`."""
+    """Return whether `map_leaves` looks into `value`."""
     kind: Any = type(value)
     return _is_kind_of_container(kind)
 

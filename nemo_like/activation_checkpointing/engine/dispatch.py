@@ -56,13 +56,13 @@ class Kinds(dict[int, tuple[int, Callable[..., Any]]]):
     def __init__(self, tracked: Any) -> None:
         super().__init__()
         self.passing: dict[int, Callable[..., Any]] = {}
-        """Of those that are let pass, what calls them."""
+        """Functions that call the operators that are let pass."""
         self._all = tracked is None
         self._tracked = frozenset(() if tracked is None else tracked)
         self._seen: list[Op] = []
 
     def of(self, op: Op) -> tuple[int, Callable[..., Any]]:
-        """How to treat `op`, and what calls it."""
+        """Return the way to treat `op`, and the function that calls it."""
         found = self.get(id(op))
         return self._classify(op) if found is None else found
 
@@ -347,9 +347,10 @@ class _PassBy(_Mode):
 
 
 def as_watched(*watching: AbstractContextManager[Any] | None) -> Callable[[], AbstractContextManager[Any]]:
-    """What makes, for a replay, the like of what was `watching` its forward.
+    """Return a function that makes, for a recomputation, the like of what was `watching` its forward.
 
-    Some operators (the CTC loss, what asks `areAnyTensorSubclassLike` in C++) run other kernels under any dispatch mode.
+    Some operators (the CTC loss, and any that calls `areAnyTensorSubclassLike` in C++) run other kernels under any
+    dispatch mode.
     """
     return nullcontext if watching.count(None) == len(watching) else _PassBy
 

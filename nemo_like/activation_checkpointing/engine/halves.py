@@ -29,12 +29,12 @@ def half_of_backward(half: str) -> Iterator[None]:
 
 
 def current_half() -> str | None:
-    """Where backward is now; None: backward in one piece."""
+    """Return the half of backward that runs now; None: backward in one piece."""
     return _current
 
 
 class Halves:
-    """What was learned of one module."""
+    """Facts learned of one module."""
 
     __slots__ = ("count", "learning", "needed", "opened")
 
@@ -42,11 +42,11 @@ class Halves:
         self.count = -1
         """Tensors that autograd saved in the forward that was looked at"""
         self.opened: Counter[int] = Counter()
-        """How often the first half opens each"""
+        """Number of times that the first half opens each tensor."""
         self.needed: frozenset[int] = frozenset()
-        """Which the second half opens"""
+        """Tensors that the second half opens."""
         self.learning: SplitBackward | None = None
-        """Of that forward, until it is over"""
+        """The two halves of the forward that is being learned from, until it is over."""
 
 
 class SplitBackward:
@@ -63,7 +63,7 @@ class SplitBackward:
             learned.learning = self
 
     def uses(self, index: int) -> bool:
-        """Whether either half opens tensor `index`, as far as is known."""
+        """Return whether either half opens tensor `index`, as far as is known."""
         return self._known is None or index in self._known.opened or index in self._known.needed
 
     def is_done_with(self, index: int) -> bool:

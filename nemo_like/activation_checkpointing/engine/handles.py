@@ -45,7 +45,7 @@ def placeholder(like: Tensor, device: torch.device | None = None) -> Placeholder
 
 
 def beside_placeholders(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """What `func` returns, as placeholders, from the shapes of its arguments alone.
+    """Return the output of `func` as placeholders, from the shapes of its arguments alone.
 
     A placeholder that `func` writes into is returned itself.
     """
@@ -161,7 +161,7 @@ class OnHost:
 
 
 class Skipped:
-    """What is known of the output of a skipped call: enough for a placeholder."""
+    """Facts about the output of a skipped call: enough for a placeholder."""
 
     __slots__ = ("like",)
 
@@ -208,12 +208,12 @@ def on_host(value: object) -> list[OnHost]:
 
 
 def versions(value: object) -> Any:
-    """How often the tensors of an operator's output were changed in place."""
+    """Return the number of times that the tensors of an operator's output were changed in place."""
     return value._version if isinstance(value, Tensor) else [tensor._version for tensor in tensors_in(value)]
 
 
 def storages(tensor: Tensor) -> set[int]:
-    """What identifies the memory behind `tensor`, through wrapper subclasses (DTensor, quantised types)."""
+    """Return what identifies the memory behind `tensor`, through wrapper subclasses (DTensor, quantised types)."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is not None:
         parts = (getattr(tensor, name) for name in flatten()[0])

@@ -17,7 +17,7 @@ from nemo_like.torch_compat import save_tensor
 
 
 class _Place:
-    """Where a saved tensor goes."""
+    """Mark of the place where a saved tensor goes."""
 
     __slots__ = ("index",)
 
@@ -44,9 +44,9 @@ class SavedInputs:
         self._originals: list[Tensor] = []
         """The tensors themselves, for as long as the call lasts."""
         self.changed = False
-        """Whether the call has changed one of them in place."""
+        """The call has changed one of them in place."""
         self._nested = not all(COMMON_LEAVES.issuperset(map(type, values)) for values in (args, kwargs.values()))
-        """Whether something among the arguments may be a container."""
+        """Something among the arguments may be a container."""
         self._arguments = self._mapped(self._strip, (list(args), kwargs))
 
     def _mapped(

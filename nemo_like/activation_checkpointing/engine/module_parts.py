@@ -1,8 +1,8 @@
-"""What there is to look at in the modules of a region, found once and looked up before every forward.
+"""Parts of a region's modules to look at, found once and looked up before every forward.
 
-A walk over a layer's modules and their attributes in Python costs more than a small layer's forward. So what they consist of
-is remembered as a `Snapshot`, and good for as long as all of it is the same, which is compared without a loop in Python.
-The walk is made again only where something differs.
+A walk over a layer's modules and their attributes in Python costs more than a small layer's forward. So their parts are
+remembered as a `Snapshot`. It is good for as long as all of it is the same, which is compared without a loop in Python.
+The walk is repeated only where something differs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Taken(NamedTuple):
 
     part: ModulePart
     values: tuple[Any, ...]
-    """Of the plain attributes and the configurations, in the order of `part.watched`."""
+    """Values of the plain attributes and the configurations, in the order of `part.watched`."""
     parameters: dict[str, Tensor | None]
     buffers: dict[str, Tensor | None]
     hooks: list[dict[int, Any]] | None
@@ -54,7 +54,7 @@ class Taken(NamedTuple):
 
 
 class ModulePart:
-    """What is to be looked at in one module, or in one configuration that modules share."""
+    """The things to look at in one module, or in one configuration that modules share."""
 
     __slots__ = (
         "buffers", "deep", "generators", "get_looked_at", "get_watched", "kinds", "modules", "name", "names", "own",
@@ -83,11 +83,12 @@ class ModulePart:
         self.generators = [name for name, _ in free if is_generator(own[name])]
 
     def is_watched_whole(self) -> bool:
-        """Whether there are no attributes but those that are watched, and `nn.Module`'s own."""
+        """Return whether there are no attributes but those that are watched, and `nn.Module`'s own."""
         return _REGISTERS.union(self.watched).issuperset(self.names)
 
     def is_current(self) -> bool:
-        """Whether attributes and buffers were neither added nor taken away, and no attribute has another type."""
+        """Return whether attributes and buffers were neither added nor taken away, and no attribute has another
+        type."""
         own = self.own
         same = list(map(type, own.values())) == self.kinds and list(own) == self.names
         return same and (self.modules is None or list(own["_buffers"]) == self.buffers)
@@ -137,21 +138,22 @@ class Snapshot:
         self.taken = [part.take() for part in parts]
         present = {id(t): t for state in self.taken for t in state.parameters.values() if t is not None}
         self.parameters = [tensor for tensor in present.values() if tensor.is_leaf]
-        """Those with a flag to put back."""
+        """Parameters with a flag to put back."""
         tensors = chain.from_iterable(chain(state.parameters.values(), state.buffers.values()) for state in self.taken)
         self.counted = [t for t in tensors if t is not None and type(t) in PLAIN_TENSORS and not t.is_inference()]
-        """Those with a version to compare."""
+        """Tensors with a version to compare."""
 
     def _others_now(self) -> list[Any]:
         """The types of all attributes of the parts that have some which are not watched."""
         return [list(map(type, part.own.values())) for part in self._others]
 
     def has_same_attributes(self) -> bool:
-        """Whether the parts have the same attributes, as far as these are watched, and as many."""
+        """Return whether the parts have the same attributes, as far as these are watched, and as many."""
         return self._has_same_values() and (not self._others or self._others_now() == self._others_then)
 
     def is_untouched(self) -> bool:
-        """Whether all is the same, and there is nothing but what is watched: the quick way to say that it holds."""
+        """Return whether all is the same, and there is nothing but what is watched: the quick way to tell that it
+        holds."""
         return not self._others and not any(self._empty) and self._has_same_values() and self._has_same_entries()
 
     def is_current(self) -> bool:
@@ -175,7 +177,7 @@ class Snapshot:
         return all(map(is_, chain.from_iterable(map(dict.values, self._filled)), self._entries))
 
     def has_same_tables(self) -> bool:
-        """Whether parameters, buffers, modules and hooks are still held by the dicts that `is_current` looks into."""
+        """Return whether parameters, buffers, modules and hooks are still in the dicts that `is_current` looks into."""
         return all(map(is_, chain.from_iterable(map(_tables_of, self._modules)), self._tables))
 
     def copies_of_others(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -189,7 +191,8 @@ class Snapshot:
             yield own, {name: watched.get(name, own.get(name)) for name in part.names if name in watched or name in own}
 
     def may_be_remembered(self) -> bool:
-        """Whether nothing in it must go before the next forward: no graph, as what a functional call puts in has."""
+        """Return whether nothing in it must go before the next forward: no graph, as what a functional call puts in
+        has."""
         return all(not isinstance(entry, Tensor) or entry.is_leaf for entry in self._entries)
 
 
@@ -223,7 +226,7 @@ class Walk:
         self._sort()
 
     def _sort(self) -> None:
-        """Which parts have something to be looked at in every forward."""
+        """Sort out the parts that have something to be looked at in every forward."""
         self._deep = [(part.own, name) for part in self._parts for name in part.deep]
         named = [(part.own, name) for part in self._parts for name in part.generators]
         self._generators = [*named, *self._global_generators]
@@ -249,7 +252,7 @@ class Walk:
         return snapshot
 
     def take_deep(self) -> DeepState | None:
-        """What the attributes lead to that are no plain values."""
+        """Return the state of objects that the attributes lead to and that are not plain values."""
         return DeepState(self._deep) if self._deep else None
 
     def shared_containers(self) -> list[Any]:
@@ -257,7 +260,7 @@ class Walk:
         return [known[name] for names in self._shared.values() for known, name in names if name in known]
 
     def generators(self) -> list[Any]:
-        """Those of random numbers, among the attributes and the globals that methods name."""
+        """Return the generators of random numbers, among the attributes and the globals that methods name."""
         return [known[name] for known, name in self._generators if name in known]
 
 
@@ -349,7 +352,7 @@ def _is_configuration(name: str, value: object) -> bool:
 
 
 class Outside:
-    """What was learned of one module; `indices` is None while nothing is known."""
+    """Facts learned of one module; `indices` is None while nothing is known."""
 
     __slots__ = ("_count", "_stamp", "indices")
 

@@ -59,7 +59,8 @@ def _buffers_of(module: nn.Module) -> tuple[_Known, ...]:
 
 
 def _version(buffer: Tensor) -> int:
-    """How often `buffer` was changed in place; made in inference mode (a cached table), it cannot be."""
+    """Return the number of times that `buffer` was changed in place; made in inference mode (a cached table), it cannot
+    be."""
     return 0 if buffer.is_inference() else buffer._version
 
 
@@ -129,11 +130,11 @@ class BufferSnapshot:
 
     @property
     def changes(self) -> bool:
-        """Whether replay gets copies, whose versions start anew."""
+        """Return whether the recomputation gets copies, whose versions start anew."""
         return bool(self._copies)
 
     def puts_back(self, owner: dict[str, Tensor | None], name: str) -> bool:
-        """Whether replay gets a copy of this buffer as it was before forward."""
+        """Return whether the recomputation gets a copy of this buffer as it was before forward."""
         return any(known is owner and at == name for known, at, _ in self._copies)
 
     def restore(self, stack: contextlib.ExitStack) -> None:
@@ -202,7 +203,7 @@ class ModuleWorld:
         self._flags = list(map(requires_grad_of, self._snapshot.parameters))
         self._versions: list[int] = []
         self.generators = walk.generators()
-        """Of random numbers, among the attributes and the globals that methods name."""
+        """Generators of random numbers, among the attributes and the globals that methods name."""
 
     def forward_done(self) -> None:
         """Call after forward: changes from here on are others'."""
@@ -232,7 +233,7 @@ class ModuleWorld:
         return self._snapshot.counted
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether `tensor` has the memory of one of `counted`."""
+        """Return whether `tensor` has the memory of one of `counted`."""
         memory = storages(tensor)
         return any(storages(other) & memory for other in self.counted)
 

@@ -27,7 +27,7 @@ Key = tuple[Any, bool]
 """A module and whether it trains; or the code of a function."""
 
 _given: weakref.WeakKeyDictionary[Any, dict[bool, bool]] = weakref.WeakKeyDictionary()
-"""Whether the operators of the first forward were given a generator from elsewhere."""
+"""Flags, by module and by whether it trains: its first forward's operators were given a generator from elsewhere."""
 _names: weakref.WeakKeyDictionary[CodeType, tuple[str, ...]] = weakref.WeakKeyDictionary()
 _kinds: dict[type, tuple[str, str] | None] = {}
 _others: set[type] = set()
@@ -36,7 +36,7 @@ _UNSEEN = ("", "unseen")
 
 
 def is_generator(value: object) -> bool:
-    """Whether `value` is a generator of torch, of Python or of NumPy, with a state to put back."""
+    """Return whether `value` is a generator of torch, of Python or of NumPy, with a state to put back."""
     kind = type(value)
     if kind not in _kinds:
         _kinds[kind] = _getter_and_setter(kind)
@@ -126,7 +126,7 @@ class Generators:
 
 
 def same_state(a: Any, b: Any) -> bool:
-    """Whether two states of one generator are equal; there are tensors or arrays in them."""
+    """Return whether two states of one generator are equal; there are tensors or arrays in them."""
     if isinstance(a, torch.Tensor):
         return torch.equal(a, b)
     if isinstance(a, dict):
@@ -155,7 +155,8 @@ def all_names(code: CodeType) -> set[str]:
 
 
 def are_given(key: Key) -> bool:
-    """Whether operators of a forward of `key` may be given generators from elsewhere: True until `learn` is told."""
+    """Return whether operators of a forward of `key` may be given generators from elsewhere: True until `learn` is
+    told."""
     return key[0] is None or _given.get(key[0], {}).get(key[1], True)
 
 
@@ -166,7 +167,7 @@ def learn(key: Key, given: bool) -> None:
 
 
 def key_of(function: object) -> Key:
-    """What stands for `function` from one forward to the next, and whether its module trains."""
+    """Return what identifies `function` from one forward to the next, and whether its module trains."""
     owner = function if isinstance(function, torch.nn.Module) else getattr(function, "__self__", None)
     if isinstance(owner, torch.nn.Module):
         return owner, owner.training
@@ -185,7 +186,7 @@ _CPU_WORDS = 624
 _CPU_HEAD = struct.Struct("=Qi?3xI16I")
 """Seed, numbers that are left, whether it was seeded, position, and the first words."""
 _TAIL_AT, _TAIL = 8 + 4 + 4 + 4 + 4 * _CPU_WORDS + 4, 24
-"""Where behind the words, aligned to 8 bytes, the waiting normals of either precision lie, and how many bytes they take."""
+"""Offset after the words, aligned to 8 bytes, of the waiting normals of either precision, and the bytes they take."""
 _SEARCHED = 256
 """Bytes from the start of a generator among which its state may begin."""
 
@@ -211,14 +212,14 @@ class CpuRandom:
         return self._known
 
     def is_at(self, state: State) -> bool:
-        """Whether nothing was drawn since `state`."""
+        """Return whether nothing was drawn since `state`."""
         if self._mark is None:
             return torch.equal(state[1], torch.get_rng_state())
         return self._mark() == state[0]
 
 
 def _offset() -> int | None:
-    """Where in a generator its state begins; None where it was not found, or does not tell of every draw."""
+    """Return the offset of its state in a generator; None where it was not found, or does not tell of every draw."""
     with unseen():
         generator = torch.Generator().manual_seed(0x1234_5678_9ABC)
         offset = _find(generator)
@@ -234,7 +235,7 @@ def _offset() -> int | None:
 
 
 def _mark_of(generator: torch.Generator, offset: int) -> Callable[[], bytes]:
-    """What reads the mark of `generator`, which must outlive it; its state begins at `offset`."""
+    """Return a function that reads the mark of `generator`, which must outlive it; its state begins at `offset`."""
     address = generator_address(generator)
     head = (ctypes.c_char * _CPU_HEAD.size).from_address(address + offset)
     tail = (ctypes.c_char * _TAIL).from_address(address + offset + _TAIL_AT)
@@ -242,7 +243,7 @@ def _mark_of(generator: torch.Generator, offset: int) -> Callable[[], bytes]:
 
 
 def _find(generator: torch.Generator) -> int | None:
-    """Where `generator` holds what its `get_state` tells."""
+    """Return the offset in `generator` of what its `get_state` tells."""
     address = generator_address(generator)
     state = generator.get_state()
     told = struct.Struct("=QiiQ16Q")
@@ -266,7 +267,7 @@ _HEAD = 64
 
 
 def _at(kind: Any, address: int) -> Any:
-    """What lies there, as an object of ctypes."""
+    """Return the value at that address, as an object of ctypes."""
     return kind.from_address(address)
 
 
@@ -359,7 +360,7 @@ class _NumPy:
 
 
 class _NumPyState:
-    """What NumPy's own function tells of a generator, made comparable."""
+    """The state that NumPy's own function tells of a generator, made comparable."""
 
     def __init__(self, value: dict[str, Any]) -> None:
         self.value = value

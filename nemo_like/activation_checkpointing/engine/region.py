@@ -47,17 +47,17 @@ from nemo_like.activation_checkpointing.policy import HOST, SAVE, SKIP, PlanMism
 
 
 class _Handle:
-    """What autograd keeps in the place of one tensor."""
+    """The object that autograd saves in the place of one tensor."""
 
     # One is made for every tensor that autograd saves, so `Region.pack` fills it in, without the frame of an `__init__`.
     # And with slots: more objects than these would make Python's garbage collector look more often.
     __slots__ = ("__weakref__", "dtype", "index", "replayed", "shape", "value", "version")
     shape: torch.Size
-    """Of the tensor, as are `dtype` and `version`."""
+    """Shape of the tensor; `dtype` and `version` are the tensor's as well."""
     dtype: torch.dtype
     version: int
     value: Tensor | None
-    """What the replay made in the place of the tensor."""
+    """The tensor that the recomputation made in the place of the forward's."""
     replayed: int
     """The version of `value` when the replay came to it."""
     index: int
@@ -125,12 +125,12 @@ class Region:
         self.early_stop = early_stop
         self.handles: list[ref[_Handle]] = []
         self.storages = torch_compat.WeakStorages()
-        """Of each handle: the memory of its tensor, if it may come from outside. Weakly: autograd alone decides how long
-        that lives."""
+        """Memory of each handle's tensor, if it may come from outside. Weakly: autograd alone decides how long that
+        lives."""
         self.outside: frozenset[int] | None = None
-        """Which handles are for tensors from outside; None: not known"""
+        """Handles that are for tensors from outside; None: not known."""
         self.made_inside: set[int] | None = None
-        """Those that were seen not to be, while a replay finds that out"""
+        """Handles that were seen not to be for tensors from outside, while a recomputation finds that out."""
         self.kept: list[Kept] = []
         self.forward_mode: ForwardMode | None = None
         self.replay_mode: ReplayMode | None = None
@@ -243,7 +243,7 @@ class Region:
                 entry.value = map_output(Tensor.detach, entry.value)
 
     def keeps_on_host(self) -> bool:
-        """Whether something that is kept waits on the host."""
+        """Return whether something that is saved waits on the host."""
         return HOST in map(decision_of, self.kept)
 
     def drop(self) -> None:
@@ -342,7 +342,8 @@ class Region:
             self.verification = None
 
     def new_replay_mode(self, keep: bool) -> ReplayMode | None:
-        """What puts kept outputs back in the replay that now begins; nothing where nothing is kept."""
+        """Return a mode that puts saved outputs back in the recomputation that now begins; None where nothing is
+        saved."""
         self.position = 0
         self.made_inside = set() if self.world is not None and self.outside is None and self.complete else None
         self.lent: list[Tensor] = []
@@ -518,7 +519,7 @@ def say_misfit(region: str, reason: str) -> None:
 
 
 def _written_later(first: Tensor, second: Tensor | None = None) -> bool:
-    """Whether an operator that saves these two, one after the other, may write the first one after that.
+    """Return whether an operator that saves these two, one after the other, may write the first one after that.
 
     Autograd saves what an operator is called with before the operator runs. `rrelu` is called with new memory of its input's
     size, saves both, and then draws random numbers into that memory, without counting a version.

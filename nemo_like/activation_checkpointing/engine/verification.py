@@ -44,13 +44,14 @@ _calls: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictiona
 """Module, or code of a function → name of the region → calls that were looked at; `CALLS` once one was compared."""
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-"""How far two runs of a nondeterministic kernel may be apart, as a part of a tensor's Euclidean norm.
+"""Allowed distance of two runs of a nondeterministic kernel, as a part of a tensor's Euclidean norm.
 
-Atomic additions in another order differ by some units of the last place of the dtype that they add in (6e-8, 5e-4 and
-4e-3 of a value, for float32, float16 and bfloat16), and by more where terms cancel. That spreads to everything that is
-computed after, so the coarsest floating dtype that autograd saved in a region counts for all of its tensors.
-float32 is given 1,000 units instead of 4: a difference in its last place flips the rounding of matmuls that
-run in TF32 or under autocast, for one value in 1e4, by 5e-4 to 4e-3; that is 1e-5 to 7e-5 of the norm.
+Atomic additions in another order differ by some units of the last place of the dtype that they add in. That is 6e-8,
+5e-4 and 4e-3 of a value, for float32, float16 and bfloat16, and more where terms cancel. The difference spreads to
+everything that is computed after. So the coarsest floating dtype that autograd saved in a region counts for all of its
+tensors. With float32, the tolerance is 1,000 units instead of 4. A difference in its last place flips the rounding of
+matmuls that run in TF32 or under autocast. That is the case for one value in 1e4, by 5e-4 to 4e-3, which is 1e-5 to
+7e-5 of the norm.
 """
 _COARSEST = 0.1
 """The same for every 8-bit float: one value in twenty that is rounded the other way, by an eighth of itself, is 0.03."""
@@ -135,7 +136,7 @@ class Verification:
 
 
 class SavedTensor:
-    """What is known of one tensor that autograd saved in forward."""
+    """Facts about one tensor that autograd saved in forward."""
 
     __slots__ = ("device", "dtype", "places", "shape", "summaries")
 
@@ -152,7 +153,7 @@ class SavedTensor:
 
 
 def unwritten(saved: SavedTensor, every: list[SavedTensor]) -> bool:
-    """Whether `saved`, one of `every` tensor of the region, may hold memory that its kernel never wrote.
+    """Return whether `saved`, one of `every` tensor of the region, may hold memory that its kernel never wrote.
 
     Such kernels save what backward does not read, or reads in part: it may differ without a consequence.
     """
@@ -175,7 +176,8 @@ _PARTLY_WRITTEN = {
 
 
 def _is_padded(saved: SavedTensor, every: list[SavedTensor]) -> bool:
-    """Whether these may be the sums of memory-efficient attention: (B, H, T), T rounded up to whole blocks of 32."""
+    """Return whether these may be the sums of memory-efficient attention: (B, H, T), T rounded up to whole blocks of
+    32."""
     if saved.dtype is not torch.float32 or len(saved.shape) != 3:
         return False
     batch, heads, padded = saved.shape
@@ -185,7 +187,8 @@ def _is_padded(saved: SavedTensor, every: list[SavedTensor]) -> bool:
 
 
 def start(owner: object, name: str, preserve_rng_state: bool) -> Verification | None:
-    """What compares this call of `owner` (a module or another callable) with its replay; None: nobody does.
+    """Return what compares this call of `owner` (a module or another callable) with its recomputation; None: nothing
+    does.
 
     Raises:
         ValueError: the environment variable ``NEMO_LIKE_VERIFY`` is something else than 0 or 1.
@@ -209,7 +212,7 @@ def start(owner: object, name: str, preserve_rng_state: bool) -> Verification | 
 
 
 def _identity(owner: object) -> Any:
-    """What stays the same from step to step, where functions and partial objects are made anew for each call."""
+    """Return what stays the same from step to step, where functions and partial objects are made anew for each call."""
     while not isinstance(owner, nn.Module) and hasattr(owner, "func"):
         owner = owner.func
     module = module_of(owner)
@@ -238,7 +241,7 @@ def _to_host(found: list[list[Tensor]]) -> list[list[list[float]]]:
 
 
 def _difference(then: list[list[float]], now: list[list[float]]) -> float:
-    """How far the summaries of two tensors are apart, as a part of the norm."""
+    """Return the distance between the summaries of two tensors, as a part of the norm."""
     if len(then) != len(now):  # a sparse tensor that lost all of its values, or got its first
         return math.inf
     return max(map(_difference_of_parts, then, now))
@@ -304,7 +307,7 @@ _COLUMNS, _ROWS = 1024, 2048
 _PIECE = _COLUMNS * _ROWS
 """Elements that are looked at together: up to four float64 copies of them, 64 MiB, beside the tensor itself."""
 _NAN, _INF = 1.0, 2.0
-"""What stands for a value that is not finite in the signed sum of those."""
+"""Stand-ins for a value that is not finite in the signed sum of those."""
 
 
 @functools.cache

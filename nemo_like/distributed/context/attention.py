@@ -81,7 +81,7 @@ def _attend(
 
 
 def is_causal(module: nn.Module, kwargs: dict[str, Any]) -> Any:
-    """Whether attention of `module`, called with `kwargs`, hides what comes later where it has no mask."""
+    """Return whether attention of `module`, called with `kwargs`, hides what comes later where it has no mask."""
     causal = kwargs.get("is_causal")
     return getattr(module, "is_causal", True) if causal is None else causal
 
@@ -130,7 +130,7 @@ def without_padding(key: Tensor) -> Tensor | None:
 
 
 def uses_interface(module: nn.Module) -> bool:
-    """Whether the forward of `module` looks its attention up in transformers' interface."""
+    """Return whether the forward of `module` looks its attention up in transformers' interface."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code is not None and ATTENTION_LOOKUP in code.co_names
 
@@ -183,8 +183,8 @@ _TABLE = re.compile(r"position\w*embeddings?$", re.IGNORECASE)
 
 
 def counts_along(module: nn.Module) -> bool:
-    """Whether `module` makes the embeddings of positions, and counts these along its input where it is given none (BART,
-    Marian, M2M-100)."""
+    """Return whether `module` makes the embeddings of positions, and counts these along its input where it is given
+    none (BART, Marian, M2M-100)."""
     cls = class_of(module)
     return _TABLE.search(cls.__name__) is not None and cls.forward is not nn.Embedding.forward
 

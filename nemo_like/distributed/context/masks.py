@@ -41,7 +41,7 @@ def make(
     dtype: torch.dtype = torch.float32,
     **kwargs: object,
 ) -> Any:
-    """What transformers calls to make a mask, registered for `implementation`.
+    """Make a mask for transformers, which calls this as registered for `implementation`.
 
     Outside of a cut stack the mask is that of the whole sequence: the stack cuts it when it gets it.
     """
@@ -89,7 +89,8 @@ def _mask(batch: int, rows: Tensor, columns: int, looks: Callable[..., Any]) -> 
 def _looks(
     call: StackCall, whole: int, columns: int, mask_function: Callable[..., Any], attention_mask: Tensor | None
 ) -> Callable[..., Any]:
-    """Of (batch, head, query, key), in positions of the whole sequence: whether that query may look at that key.
+    """Return a function of (batch, head, query, key), in positions of the whole sequence: whether that query may look
+    at that key.
 
     whole: rows of the whole sequence, columns: its keys, both with padding.
     """
@@ -150,7 +151,7 @@ _AT_ONCE = 2**28
 
 
 def is_block_mask(value: Any) -> bool:
-    """Whether `value` is one of flex attention's block masks; imports nothing."""
+    """Return whether `value` is one of flex attention's block masks; imports nothing."""
     flex: Any = sys.modules.get(FLEX)
     return flex is not None and isinstance(value, flex.BlockMask)
 

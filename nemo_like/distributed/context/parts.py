@@ -1,4 +1,4 @@
-"""How the sequences of one model are cut on this rank, and the call that is being cut now."""
+"""The way in which the sequences of one model are cut on this rank, and the call that is being cut now."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class CutStack:
     module: nn.Module
     layers: tuple[nn.Module, ...]
     transformers: bool
-    """Whether it is one of transformers; else its attention goes through torch's function."""
+    """The stack is one of transformers; else its attention goes through torch's function."""
     call: nn.Module
     """Whose hooks see what it is called with: `module`, but for a model that is a pipeline's stage."""
     cached: bool
-    """Whether its layers compute attention themselves, over keys that they ask a cache for."""
+    """The stack's layers compute attention themselves, over keys that they ask a cache for."""
 
     @property
     def arguments(self) -> tuple[str, ...]:
@@ -47,7 +47,7 @@ class CutStack:
 
 
 class ContextMethod(ABC):
-    """What one method asks of a model, and what it does in place of attention. It has no state.
+    """One method's demands on a model, and its computation in place of attention. It has no state.
 
     Queries, keys and values are those of a part of the sequence, (B, H, L, D).
     """
@@ -110,11 +110,11 @@ class MasksOfAllLayers:
         self.triangles: dict[tuple[int, int], Tensor] = {}
         """(rows, columns) to the causal mask of a chunk of queries over the keys up to its end."""
         self.blocks: dict[tuple[int, ...], tuple[Any, Any]] = {}
-        """What flex attention was called with, and its block mask over the whole sequence."""
+        """Arguments that flex attention was called with, and its block mask over the whole sequence."""
 
     @property
     def bytes(self) -> int:
-        """Of the triangles, which stay from step to step."""
+        """Return the bytes of the triangles, which stay from step to step."""
         return sum(triangle.untyped_storage().nbytes() for triangle in self.triangles.values())
 
 
@@ -148,7 +148,7 @@ class Parts:
         return gather_sequence(part, dim, self.ranks, self.group)
 
     def chunk_ends(self, padded: int) -> tuple[int, int]:
-        """Where this rank's two chunks end in a sequence of `padded` tokens."""
+        """Return where this rank's two chunks end in a sequence of `padded` tokens."""
         chunk = padded // (2 * self.ranks)
         return (self.rank + 1) * chunk, (2 * self.ranks - self.rank) * chunk
 
@@ -163,25 +163,25 @@ class Parts:
         return made
 
     def make_triangles(self, padded: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Those of sequences of `padded` tokens; those of other lengths are let go."""
+        """Make the triangles of sequences of `padded` tokens; those of other lengths are let go."""
         chunk = padded // (2 * self.ranks)
         shapes = [(chunk, end) for end in self.chunk_ends(padded)]
         self.masks.triangles = {shape: self.triangle(*shape, dtype, device) for shape in shapes}
 
     def positions(self, padded: int, device: object) -> Tensor:
-        """Of this rank's tokens in a sequence of `padded` tokens."""
+        """Return the positions of this rank's tokens in a sequence of `padded` tokens."""
         return sequence_ops.positions(padded, self.ranks, self.rank, device)  # type: ignore[arg-type]
 
 
 @dataclass
 class StackCall:
-    """What a stack was called with, for the masks that are made while it runs."""
+    """Arguments that a stack was called with, for the masks that are made while it runs."""
 
     parts: Parts
     length: int
     """Tokens of the whole sequence, before padding."""
     masked: bool
-    """Whether the caller gave an attention mask."""
+    """The caller gave an attention mask."""
     documents: Tensor | None = None
     """(B, S) numbers of packed documents; None: one document per row."""
     last: bool = True
@@ -195,7 +195,7 @@ class StackCall:
 
 
 def gathers_whole(call: StackCall | None) -> bool:
-    """Whether what comes behind the stack that runs gets whole sequences."""
+    """Return whether what comes after the stack that runs gets whole sequences."""
     return call is not None and call.last and call.parts.whole_head
 
 

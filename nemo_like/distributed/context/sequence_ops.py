@@ -1,4 +1,4 @@
-"""What the ranks of a sequence send each other, as operators that policies, tracers and the planner know.
+"""Operators by which the ranks of a sequence send each other tensors; policies, tracers and the planner know them.
 
 | operator | sends | its gradient |
 |---|---|---|
@@ -182,7 +182,8 @@ def padded_length(length: int, ranks: int) -> int:
 
 
 def positions(length: int, ranks: int, rank: int, device: torch.device | str | None = None) -> Tensor:
-    """Where the tokens of `rank`'s part stand in the whole sequence, (length / ranks,); `length` is padded already.
+    """Return the positions in the whole sequence of the tokens of `rank`'s part, (length / ranks,); `length` is padded
+    already.
 
     >>> positions(8, 2, 0).tolist(), positions(8, 2, 1).tolist()
     ([0, 1, 6, 7], [2, 3, 4, 5])

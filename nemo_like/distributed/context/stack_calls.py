@@ -30,7 +30,7 @@ _PARTS = ("encoder_hidden_states",)
 
 
 class StackHooks:
-    """Of one stack of one model."""
+    """The hooks of one stack of one model."""
 
     def __init__(self, stack: CutStack, parts: Parts, paired: bool = False) -> None:
         """paired: it is an encoder or a decoder, and which of the two its calls show."""
@@ -193,7 +193,8 @@ def _reads_a_mask(module: nn.Module) -> bool:
 
 
 def main_input(given: dict[str, Any]) -> Tensor | None:
-    """What the sequence is read from: ids or embeddings, or a plain model's first matrix of whole numbers."""
+    """Return the tensor that the sequence is read from: ids or embeddings, or a plain model's first matrix of whole
+    numbers."""
     for name in _MAIN:
         if isinstance(given.get(name), Tensor):
             return given[name]
@@ -213,7 +214,7 @@ def _continued(positions: Tensor, ranks: int) -> Tensor:
 
 
 def _deepstack(parts: Parts, embeds: Any, where: Tensor | None) -> Any:
-    """Of features (visual tokens, D) of the whole batch, those of this rank's tokens. where: (B, S)."""
+    """Return the features of this rank's tokens out of those (visual tokens, D) of the whole batch. where: (B, S)."""
     if embeds is None or where is None:
         return embeds
     number = (where.flatten().long().cumsum(0) - 1).view_as(where)
@@ -222,7 +223,7 @@ def _deepstack(parts: Parts, embeds: Any, where: Tensor | None) -> Any:
 
 
 def tensors_of(output: object) -> list[Tensor]:
-    """Those that a model returned, but for what stands in containers of their own."""
+    """Return the tensors that a model returned, but for those in containers inside of its output."""
     if isinstance(output, Tensor):
         return [output]
     values = output.values() if isinstance(output, dict) else output if isinstance(output, tuple | list) else ()
@@ -230,7 +231,7 @@ def tensors_of(output: object) -> list[Tensor]:
 
 
 def exchange(output: Any, old: Tensor, new: Tensor) -> Any:
-    """What a model returned, with `new` in the place of `old`."""
+    """Return the output of a model, with `new` in the place of `old`."""
     if output is old:
         return new
     if isinstance(output, dict):
@@ -282,7 +283,7 @@ _POSITIONS = "position_ids"
 
 
 def reads_the_longest(module: nn.Module) -> bool:
-    """Whether `module` makes something of positions alone, and reads the longest of them."""
+    """Return whether `module` makes something of positions alone, and reads the longest of them."""
     forward = inspect.unwrap(class_of(module).forward)
     code = getattr(forward, "__code__", None)
     if code is None or _POSITIONS not in code.co_varnames or any(True for _ in module.parameters()):

@@ -214,12 +214,13 @@ def sequence_mixers(
 
 
 def takes_a_mask(module: nn.Module) -> bool:
-    """Whether the forward of `module` takes the mask that its stack made."""
+    """Return whether the forward of `module` takes the mask that its stack made."""
     return "attention_mask" in inspect.signature(inspect.unwrap(class_of(module).forward)).parameters
 
 
 def _counts_ids(stack: nn.Module) -> tuple[Callable[..., Tensor], int] | None:
-    """How positions below `stack` are counted over ids that are no padding (RoBERTa and its kin), and the id of padding."""
+    """Return the function that counts positions below `stack` over ids that are not padding (RoBERTa and its kin), and
+    the id of padding."""
     for module in stack.modules():
         count = getattr(module, COUNT_IDS, None)
         count = count or getattr(sys.modules.get(class_of(module).__module__), COUNT_IDS, None)
@@ -229,7 +230,7 @@ def _counts_ids(stack: nn.Module) -> tuple[Callable[..., Tensor], int] | None:
 
 
 def counts_ids(stack: nn.Module) -> bool:
-    """Whether positions below `stack` are counted over the ids that are no padding."""
+    """Return whether positions below `stack` are counted over the ids that are not padding."""
     return _counts_ids(stack) is not None
 
 
@@ -258,7 +259,7 @@ def _named_mixer(class_name: str) -> bool:
 
 
 def _counts(module: nn.Module) -> bool:
-    """Whether attention may make a range of positions; Llama 4's does only where it tunes temperatures."""
+    """Return whether attention may make a range of positions; Llama 4's does only where it tunes temperatures."""
     code = getattr(inspect.unwrap(class_of(module).forward), "__code__", None)
     return code is not None and "arange" in code.co_names and TEMPERATURE_TUNING not in code.co_names
 
@@ -310,7 +311,7 @@ def over_whole_sequences(module: nn.Module, parts: Parts) -> Iterator[Any]:
 
 
 def asks_a_cache(module: nn.Module) -> bool:
-    """Whether `module` is attention that takes the keys of a cache, and its mask from outside."""
+    """Return whether `module` is attention that takes the keys of a cache, and its mask from outside."""
     forward = inspect.unwrap(class_of(module).forward)
     code = getattr(forward, "__code__", None)
     if code is None or "update" not in code.co_names or "attention_mask" not in code.co_varnames:
@@ -323,7 +324,7 @@ def asks_a_cache(module: nn.Module) -> bool:
 
 
 class GatheringCache:
-    """What a stack gives its layers for a cache: nothing came before, and `update` has the whole sequence's keys."""
+    """The cache that a stack gives its layers: nothing came before, and `update` has the whole sequence's keys."""
 
     is_compileable = False
     keeps_nothing = True  # so a checkpointed layer may be run again with it
@@ -347,7 +348,8 @@ class GatheringCache:
 
 
 def counts_positions(module: nn.Module) -> bool:
-    """Whether `module` is attention that scales its queries by positions which it counts from zero itself (Llama 4)."""
+    """Return whether `module` is attention that scales its queries by positions which it counts from zero itself (Llama
+    4)."""
     return bool(getattr(module, TEMPERATURE_TUNING, False)) and not getattr(module, "use_rope", True)
 
 

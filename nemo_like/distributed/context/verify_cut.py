@@ -35,9 +35,9 @@ from nemo_like.losses.stand_in import StandIn
 VARIABLE = "NEMO_LIKE_VERIFY"
 _TOKENS_PER_RANK = 16
 _EXACT = {torch.float32: 1e-4, torch.float64: 1e-6}
-"""What is allowed, relative to the norm of what is compared."""
+"""Allowed difference, relative to the norm of what is compared."""
 _LOWER, _LOWER_LOSS = 0.1, 3e-2
-"""Where something is computed with fewer bits: of tensors, and of the loss, a mean over tokens."""
+"""Allowed difference where something is computed with fewer bits: of tensors, and of the loss, a mean over tokens."""
 _LEFT_OUT = 4
 """One token in so many, the furthest off, does not count: rounding may send it to another expert."""
 _MEDIA = re.compile(r"pixel|image|video|audio|speech|feature|grid|media|vision|visual", re.IGNORECASE)
@@ -45,7 +45,8 @@ _PLACEHOLDER = re.compile(r"^(image|video|audio|speech|media|vision)\w*_token_(i
 
 
 def wanted(length: int, ranks: int) -> int | None:
-    """How many times the ranks' number of tokens of a sequence of `length` to compare; 0: all; None: nothing is compared.
+    """Return how many times the ranks' number of tokens of a sequence of `length` to compare; 0: all; None: nothing is
+    compared.
 
     As many as a part has fit where a part fits.
     """
@@ -96,15 +97,15 @@ def verify_cut(
 
 
 class _Run(NamedTuple):
-    """Of a model, once, or twice where the first call changes a buffer, which the second one may read."""
+    """A run of a model: one call, or two where the first changes a buffer, which the second one may read."""
 
     output: Any
     answers: list[Tensor]
-    """What is compared."""
+    """Tensors that are compared."""
     changed: bool
-    """Whether a buffer was changed."""
+    """A buffer was changed."""
     drew: bool
-    """Whether random numbers were drawn."""
+    """Random numbers were drawn."""
 
 
 def _run(model: nn.Module, parts: Parts, inputs: Mapping[str, Any], word: str, again: bool | None = None) -> _Run:
@@ -127,7 +128,7 @@ def _run(model: nn.Module, parts: Parts, inputs: Mapping[str, Any], word: str, a
 def excess(
     parts: Parts, found: Tensor, expected: Tensor, fewer_bits: bool = False, shown: Tensor | None = None
 ) -> float:
-    """How far what parts gave is off what whole sequences gave, as a multiple of what is allowed.
+    """Return how far what parts gave is off what whole sequences gave, as a multiple of what is allowed.
 
     Args:
         found: (B, S / ranks, ...) of this rank, joined first; or anything of the shape of `expected`.
@@ -158,7 +159,7 @@ def excess(
 
 
 def fewer_bits(model: nn.Module, compared: list[Tensor]) -> bool:
-    """Whether `model` computes with less than float32 somewhere, as far as that shows."""
+    """Return whether `model` computes with less than float32 somewhere, as far as that shows."""
     device = next((tensor.device.type for tensor in compared), "cpu")
     return (
         any(tensor.dtype not in _EXACT for tensor in compared)
@@ -267,7 +268,7 @@ def first_tokens(
 
 
 def _own_length(name: str, value: object) -> bool:
-    """Whether `value` has a sequence of its own: of labels or a decoder, beside an encoder's."""
+    """Return whether `value` has a sequence of its own: of labels or a decoder, next to an encoder's."""
     return isinstance(value, Tensor) and value.ndim > 1 and (name in LABELS or name.startswith("decoder_"))
 
 
@@ -283,17 +284,18 @@ def _first(value: Any, length: int, few: int) -> Any:
 
 
 def answers(output: Any) -> list[Tensor]:
-    """What of the output of a model is compared: the loss, and its other tensors, but for logits that are not computed."""
+    """Return the tensors in a model's output that are compared: the loss, and the others, but for logits that are not
+    computed."""
     return [one for one in tensors_of(output) if not isinstance(one, StandIn) and one.is_floating_point()]
 
 
 class _Traces(NamedTuple):
-    """What calls have left so far."""
+    """Traces that calls have left so far."""
 
     changed: Callable[[], bool]
-    """Whether they changed a buffer."""
+    """Tells whether the calls changed a buffer."""
     drew: Callable[[], bool]
-    """Whether they drew random numbers."""
+    """Tells whether the calls drew random numbers."""
 
 
 @contextlib.contextmanager

@@ -45,10 +45,10 @@ class RootHooks:
         self._open: list[_Loss | None] = []
         self._before: list[tuple[bool, bool]] = []
         self._pools = self._other_loss = False
-        """Whether the first call has shown that outputs are made of whole rows, or its loss not of tokens."""
+        """The first call has shown that outputs are made of whole rows, or its loss not of tokens."""
         self._watched = WatchedLosses()
         self.shifts: bool | None = None
-        """Whether the model's own loss shifts its labels by one; None: no call has shown it yet."""
+        """The model's own loss shifts its labels by one; None: no call has shown it yet."""
         self._calls = {True: 0, False: 0}
         """In training and in evaluation, until no more are compared."""
         self._names = parameter_names(base_model(call).forward)
@@ -166,7 +166,7 @@ class RootHooks:
         self._other_loss = loss is not None and not self._watched.make(loss, labels, given.get("num_items_in_batch"))
 
     def _make_decoder_inputs(self, given: dict[str, Any], labels: Tensor) -> None:
-        """Of an encoder-decoder that makes its decoder's input from its labels: from whole ones."""
+        """Make the decoder's input from whole labels, for an encoder-decoder that makes it from its labels."""
         made = given.get("decoder_input_ids") is not None or given.get("decoder_inputs_embeds") is not None
         if not self._decodes or made:
             return
@@ -185,7 +185,7 @@ class RootHooks:
             )
 
     def agree(self, plain: bool, shifted: bool, target: Tensor) -> tuple[bool, bool]:
-        """What all ranks have seen: one of them may have labels that tell nothing."""
+        """Return what all ranks have seen: one of them may have labels that tell nothing."""
         if self.parts.planning:
             return True, True
         seen = torch.tensor([plain, shifted], dtype=torch.int32, device=target.device)
@@ -237,7 +237,8 @@ class _Loss:
         return total
 
     def _targets(self, target: Tensor, ignore_index: int) -> Tensor:
-        """Of the whole sequences, (B, S): the labels, or the labels of the next tokens, as this model has them."""
+        """Return the targets of the whole sequences, (B, S): the labels, or the labels of the next tokens, as this
+        model has them."""
         shifted = F.pad(self.labels, (0, 1), value=IGNORED)[..., 1:]
         hooks = self.hooks
         if target.numel() != self.labels.numel():
@@ -287,7 +288,7 @@ class _Loss:
 
 
 def _is_sum(loss: Tensor, terms: list[Tensor], items: Any) -> bool:
-    """Whether `loss` is made of cross entropies `terms`, divided by the number of `items` or not."""
+    """Return whether `loss` is made of cross entropies `terms`, divided by the number of `items` or not."""
     if any(loss is term for term in terms):
         return True
     total = torch.stack([term.detach() for term in terms]).sum()
@@ -315,7 +316,7 @@ class WatchedLosses:
         return loss
 
     def make(self, loss: Tensor, labels: Tensor, items: object) -> bool:
-        """Whether `loss` is made of those that were watched, each of a target for each of `labels`."""
+        """Return whether `loss` is made of the losses that were watched, each of a target for each of `labels`."""
         if not self._found or any(count != labels.numel() or term.ndim for term, count in self._found):
             return False
         return _is_sum(loss, [term for term, _ in self._found], items)

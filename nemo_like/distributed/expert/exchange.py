@@ -97,14 +97,14 @@ exchange_rows.register_autograd(_backward, setup_context=_setup)
 
 @dataclass(frozen=True)
 class Sent:
-    """What `Dispatch.send` says of the rows that came to this rank's experts."""
+    """The rows that came to this rank's experts, as `Dispatch.send` returns them."""
 
     counts: list[int]
     """Rows of each of this rank's experts."""
     ends: Tensor
     """(experts here,) int32 on the device: where the rows of each end."""
     way_back: Any
-    """What the implementation's own `bring_back` needs."""
+    """The state that the implementation's own `bring_back` needs."""
 
 
 class Dispatch(Protocol):
@@ -166,7 +166,7 @@ def inverse(order: Tensor) -> Tensor:
 
 
 class ByToken:
-    """What implementations have in common that send a token once to each rank, and sum the results where they are made.
+    """Base of implementations that send a token once to each rank, and sum the results where they are made.
 
     They give `choices`, `spread` and `summed`; this finds the rows of each expert among the tokens that came.
     """
@@ -174,7 +174,7 @@ class ByToken:
     def choices(
         self, rows: Tensor, chosen: Tensor, weights: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None, Any]:
-        """What came to this rank: (places, counts, weights, way).
+        """Return what came to this rank: (places, counts, weights, way).
 
         places: (R,) numbers of slots (token * k + choice) among the tokens that came, sorted by expert. counts: (experts
         here,) on the host. weights: (tokens that came, k). way: what `spread` and `summed` need.
@@ -217,7 +217,7 @@ class ByToken:
 
 @torch.library.custom_op("nemo_like::route_gathered", mutates_args=())
 def route_gathered(chosen: Tensor, experts: int, group: str) -> tuple[Tensor, Tensor]:
-    """What all ranks' tokens chose. A collective; the one place of a layer that waits for the device.
+    """Return the choices of all ranks' tokens. A collective; the one place of a layer that waits for the device.
 
     Args:
         chosen: (N, k) the experts of this rank's tokens; `experts` for none. N may differ by rank.

@@ -75,7 +75,7 @@ class StackedExperts(nn.Module):
         self.keys_in_order = tuple(named)
         self.by_key = isinstance(experts, nn.ModuleDict)
         self.names: dict[str, str] = {}
-        """Of a parameter here → its name in one expert."""
+        """Names of parameters here → their names in one expert."""
         for name, parameter in members[0].named_parameters():
             own = name.replace(".", "_")
             if own in self.names:
@@ -92,7 +92,7 @@ class StackedExperts(nn.Module):
         return super().train(mode)
 
     def piece(self, name: str, number: int) -> str:
-        """What the list calls the weight `name` of expert `number`.
+        """Return the name that the list has for the weight `name` of expert `number`.
 
         >>> StackedExperts(nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])).piece("weight", 1)
         '1.weight'

@@ -1,4 +1,4 @@
-"""How many tokens each expert of each layer gets, over all ranks; and a router's bias that follows it."""
+"""Count the tokens that each expert of each layer gets, over all ranks; and set a router's bias that follows it."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def _lists(model: nn.Module, plan: Mapping[str, str] | None) -> Iterator[str]:
 
 
 class _CalledExperts:
-    """Which experts of one list are called in a forward of the block around it."""
+    """The experts of one list that are called in a forward of the block that holds them."""
 
     def __init__(self, experts: list[nn.Module]) -> None:
         self.experts = experts

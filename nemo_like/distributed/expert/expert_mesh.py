@@ -20,7 +20,8 @@ from nemo_like.torch_compat import root_mesh
 
 @dataclass(frozen=True)
 class ExpertMesh:
-    """Where experts live. For 8 ranks with ``tp=2, ep=4``: ``dense`` is (dp_shard 4, tp 2), ``whole`` is (efsdp 2, ep 4)."""
+    """The meshes on which experts live. For 8 ranks with ``tp=2, ep=4``: ``dense`` is (dp_shard 4, tp 2), ``whole`` is
+    (efsdp 2, ep 4)."""
 
     whole: DeviceMesh
     """Axes ``dp_replicate`` (where there are replicas), ``efsdp`` and ``ep``."""
@@ -34,7 +35,8 @@ class ExpertMesh:
 
     @property
     def fsdp(self) -> DeviceMesh:
-        """What FSDP2 shards over: the ranks that hold the same experts, ``(efsdp,)`` or ``(dp_replicate, efsdp)``."""
+        """Return the mesh that FSDP2 shards over: the ranks that hold the same experts, ``(efsdp,)`` or
+        ``(dp_replicate, efsdp)``."""
         if "dp_replicate" in (self.whole.mesh_dim_names or ()):
             return self.whole["dp_replicate", "efsdp"]
         return self.whole["efsdp"]

@@ -1,4 +1,4 @@
-"""Which modules of a model hold experts, and how they are called. Changes nothing."""
+"""Find the modules of a model that hold experts, and the way in which they are called. Changes nothing."""
 
 from __future__ import annotations
 
@@ -133,14 +133,15 @@ def _fused_rows(module: nn.Module) -> int | None:
 
 
 def _all_fused(module: nn.Module) -> bool:
-    """Whether all of `module`'s own parameters have the first dim of its fused weights."""
+    """Return whether all of `module`'s own parameters have the first dim of its fused weights."""
     rows = _fused_rows(module)
     own = [p for p in module._parameters.values() if p is not None]
     return rows is not None and all(p.dim() and p.shape[0] == rows for p in own)
 
 
 def _call_of(module: nn.Module) -> str | None:
-    """How `module` is called, by the number of arguments of its forward; None: in neither of the known ways."""
+    """Return the way in which `module` is called, by the number of arguments of its forward; None: in neither of the
+    known ways."""
     try:
         parameters = inspect.signature(type(module).forward).parameters
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""What experts compute, on rows that are sorted by expert and counted on the host."""
+"""The computation of experts, on rows that are sorted by expert and counted on the host."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _KNOWN = frozenset(("gate_up_proj", "gate_up_proj_bias", "up_proj", "up_proj_bia
 
 
 def is_understood(module: nn.Module) -> bool:
-    """Whether `module` is made as transformers makes experts, so that `fused_mlp` computes what its own forward does."""
+    """Return whether `module` is made as transformers makes experts, so that `fused_mlp` computes what its own forward
+    does."""
     names = {name for name, parameter in module._parameters.items() if parameter is not None}
     if (
         _has_more_inside(module)
@@ -31,7 +32,8 @@ def is_understood(module: nn.Module) -> bool:
 
 
 def zero_rows_stay_zero(module: nn.Module) -> bool:
-    """Whether `module` is a gated MLP without biases as in transformers' Llama 4, which gives 0 for a row of zeros.
+    """Return whether `module` is a gated MLP without biases as in transformers' Llama 4, which gives 0 for a row of
+    zeros.
 
     Such a module is called with a row for every expert and token, most of them zero, and needs none of these.
     """
@@ -46,7 +48,7 @@ def zero_rows_stay_zero(module: nn.Module) -> bool:
 
 
 def _has_more_inside(module: nn.Module) -> bool:
-    """Whether there is more in `module` than weights of its own and an activation, such as a norm or dropout."""
+    """Return whether there is more in `module` than weights of its own and an activation, such as a norm or dropout."""
     others = any(name != "act_fn" for name, _ in module.named_children())
     return (
         others

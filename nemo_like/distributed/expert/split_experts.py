@@ -84,7 +84,7 @@ def _check_deepep(mesh: DeviceMesh) -> None:
 
 
 def has_experts(model: nn.Module, plan: Mapping[str, str] | None = None) -> bool:
-    """Whether `model`, a part of a larger one, has any of the modules that hold experts; `plan`: as
+    """Return whether `model`, a part of a larger one, has any of the modules that hold experts; `plan`: as
     `ExpertParallel.plan`."""
     if plan is None:
         return bool(find_experts(model))
@@ -151,7 +151,7 @@ def _own_memory(part: DTensor) -> DTensor:
 
 
 def make_dispatch(word: str, experts: int, group: str, *, leaves_out: bool) -> Dispatch:
-    """What `ExpertParallel.dispatch` calls `word`, for the ranks of `group` (`group_key`)."""
+    """Return the implementation that `ExpertParallel.dispatch` calls `word`, for the ranks of `group` (`group_key`)."""
     if word == "all_gather":
         return AllGather(experts, group)
     if word == "deepep":

@@ -26,12 +26,12 @@ class TensorRanks:
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> TensorRanks:
-        """Those of a mesh of one axis."""
+        """Return the ranks of a mesh of one axis."""
         return cls(mesh.size(), mesh.get_local_rank(), group_key(mesh.get_group()))
 
     def own_part(self, whole: Tensor, dim: int = 0) -> Tensor:
-        """Of what every rank has, this rank's part: `dim` shrinks from N to N / ranks, rounded up, or what is left.
-        Its gradient is gathered: what comes out has the whole one on each rank."""
+        """Return this rank's part of what every rank has: `dim` shrinks from N to N / ranks, rounded up, or what is
+        left. Its gradient is gathered: what comes out has the whole one on each rank."""
         return cast("Tensor", rows_of_rank(whole, dim, self.ranks, self.rank, self.group))
 
     def all_parts(self, part: Tensor, size: int, dim: int = 0) -> Tensor:
@@ -76,7 +76,7 @@ def sum_of_ranks(term: Tensor, group: str) -> Tensor:
 
 
 def _place(size: int, ranks: int, rank: int) -> tuple[int, int]:
-    """Where the part of `rank` starts, and its size."""
+    """Return where the part of `rank` starts, and its size."""
     each = -(-size // ranks)
     start = min(rank * each, size)
     return start, min(each, size - start)

@@ -73,7 +73,7 @@ def joined(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any
 
 
 def _by_row(batch: Mapping[str, Any]) -> dict[str, Tensor]:
-    """What `batch` has for each row."""
+    """Return the tensors of `batch` that have an entry for each row."""
     rows, _ = size_of(batch)
     return {
         name: value for name, value in batch.items() if isinstance(value, Tensor) and value.dim() and len(value) == rows
@@ -85,12 +85,13 @@ _WINDOWS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "next": lambda tensor: tensor[..., 1:],
     "but the last": lambda tensor: tensor[..., :-1],
 }
-"""Which entries along the last dimension a loss may read: of labels of the next token, the first one is nobody's."""
+"""Functions that cut out the entries along the last dimension that a loss may read. Of labels of the next token, the
+first one belongs to no prediction."""
 
 
 @dataclass(frozen=True)
 class Counted:
-    """What counts in a mean over entries of one of a batch's tensors."""
+    """The entries of one of a batch's tensors that count in a mean."""
 
     name: str
     window: str
@@ -101,7 +102,7 @@ class Counted:
     """The entries are those of a mask, and added up."""
 
     def of(self, microbatch: Mapping[str, Any], weight: Tensor | None = None) -> Tensor:
-        """How much counts in `microbatch`, 0-dim float64; `weight`: of each class."""
+        """Return how much counts in `microbatch`, 0-dim float64; `weight`: of each class."""
         entries = _WINDOWS[self.window](microbatch[self.name])
         if self.sums:
             return entries.double().sum()
@@ -147,8 +148,8 @@ def marks(batch: Mapping[str, Any]) -> set[tuple[str, int]]:
 
 
 def masks_and_classes(batch: Mapping[str, Any], marked: Collection[tuple[str, int]] = ()) -> list[Counted]:
-    """What may count in a mean that no function of torch takes: entries of masks, and those of classes that exist, also
-    without the numbers that are `marked`."""
+    """Return what may count in a mean that no function of torch takes. That is entries of masks, and those of classes
+    that exist, also without the numbers that are `marked`."""
     found = []
     for name, window, entries in _entries(batch):
         if entries.is_complex() or not entries.numel():
@@ -202,27 +203,27 @@ _SAME = 1e-9
 
 @dataclass
 class LossShares:
-    """How the loss of a batch is made of those of its microbatches."""
+    """The way in which the loss of a batch is made of those of its micro-batches."""
 
     means: Sequence[Sequence[Counted]]
     """For each cross entropy that is a mean, what may count in it, the first of which is taken; where there is nothing, it
     was not found in the batch, and each microbatch has as much of it."""
     shares: Sequence[Share]
-    """What the shares may be, the first of which is taken."""
+    """Candidates for the shares, the first of which is taken."""
     fill: Mapping[str, int] | None = None
     """Numbers that count for nothing, for rows that are missing; None: there are none."""
     class_weights: Sequence[Tensor | None] = ()
     """For each of `means`, on ranks with the last stage."""
     told: bool = False
-    """Whether the loss is made of cross entropies alone: means, which are compared in every step, or sums."""
+    """The loss is made of cross entropies alone: means, which are compared in every step, or sums."""
 
     @property
     def certain(self) -> bool:
-        """Whether no later batch can tell more."""
+        """Return whether no later batch can tell more."""
         return len(self.shares) == 1 and isinstance(self.shares[0], str) and all(len(one) < 2 for one in self.means)
 
     def differ(self, microbatches: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether these microbatches tell apart what the first batch did not."""
+        """Return whether these micro-batches tell apart what the first batch did not."""
         every = [counts_of_all(alternatives, microbatches) for alternatives in self.means]
         return any(
             abs(one - other) > _SAME

@@ -39,7 +39,7 @@ class StageEnd(Exception):
 
 
 class Received:
-    """What the stage was sent for the microbatch that runs."""
+    """Tensors that the stage was sent for the micro-batch that runs."""
 
     tensors: tuple[Tensor, ...] = ()
 
@@ -60,7 +60,7 @@ class AbsentLayer(nn.Module):
         return getattr(self.__dict__.get("_layer"), name)
 
     def forward(self, *args: Any, **kwargs: object) -> Any:
-        """What was received, as the layer would return it; or the stage's end."""
+        """Return what was received, as the layer would return it; or the stage's end."""
         if self._ends:
             raise StageEnd(args[self._place] if isinstance(self._place, int) else kwargs[self._place])
         (hidden,) = self._received.tensors
@@ -150,7 +150,7 @@ def call_of(model: nn.Module) -> nn.Module:
 
 
 class MicrobatchShares(Protocol):
-    """What part the loss of each microbatch has in that of the whole batch."""
+    """Shares of the loss of each micro-batch in that of the whole batch."""
 
     shares: Sequence[float]
 
@@ -180,7 +180,7 @@ class StageForward:
         self._in_chunks = None if in_chunks is None or not stage.is_last else loss_hooks(model, in_chunks)
         self.microbatches: Sequence[Mapping[str, Any]] = ()
         self.shares: MicrobatchShares | None = None
-        """Of the loss of the whole batch; None: there is one microbatch."""
+        """Shares of the loss of the whole batch; None: there is one micro-batch."""
 
     def __call__(self, *given: Tensor, microbatch: Tensor | None = None, **more: object) -> Any:
         """`given`: the number of the microbatch on the first stage; on others what the one before sent, as a rule the hidden
@@ -257,7 +257,7 @@ class TensorForm(NamedTuple):
 
 
 class StagesOfModel(Protocol):
-    """What a `Pipeline` must know of the whole model."""
+    """The facts that a `Pipeline` must know of the whole model."""
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -272,7 +272,7 @@ class StagesOfModel(Protocol):
         """From another name, under which one of these stages may hold it, to that in `tied`."""
 
     def sent(self, stage: int, microbatch: Mapping[str, Any], rows: int, tokens: int) -> tuple[TensorForm, ...]:
-        """What `stage` sends to the next one for such a microbatch.
+        """Return the forms of the tensors that `stage` sends to the next one for such a micro-batch.
 
         Args:
             stage: not the last one.
@@ -281,12 +281,12 @@ class StagesOfModel(Protocol):
         """
 
     def passing(self, layer: int) -> Callable[..., Any] | None:
-        """What may stand in the place of a call of `layer`, and hands on its hidden states; None: it is not known."""
+        """Return what may replace a call of `layer`, and hands on its hidden states; None: it is not known."""
 
 
 @dataclass(frozen=True)
 class StageParts:
-    """Which parameters run before, in and after the layers; all names are the bare model's."""
+    """Parameters that run before, in and after the layers; all names are the bare model's."""
 
     aliases: ClassVar[Mapping[str, str]] = {}
     """Both stages hold a tied parameter under the name in `tied`."""
@@ -300,14 +300,15 @@ class StageParts:
     tied: tuple[str, ...]
     """Parameters that are used before and after (a tied embedding): both stages hold them, and add up their gradients."""
     forms: tuple[int | None, ...]
-    """What each layer returns: None for its hidden states, a number for a tuple of that length that begins with them."""
+    """Form of each layer's output: None for its hidden states, a number for a tuple of that length that begins with
+    them."""
     inputs: tuple[int | str, ...]
-    """Where each layer is given the hidden states: position or name of the argument."""
+    """Position or name of the argument in which each layer is given the hidden states."""
     hidden_width: tuple[int, ...]
     """Shape of the hidden states behind rows and tokens."""
     hidden_dtype: torch.dtype
     layer_flops: tuple[float, ...]
-    """Of one forward of each layer, on the sample."""
+    """FLOPs of one forward of each layer, on the sample."""
     flops_before: float
     flops_after: float
 
@@ -333,7 +334,7 @@ class StageSlice:
     index: int
     count: int
     layers: range
-    """Which of the model's layers."""
+    """Range of the model's layers."""
 
     @property
     def is_first(self) -> bool:
@@ -347,7 +348,8 @@ class StageSlice:
 
 
 def deal(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0.0) -> list[int]:
-    """How many consecutive layers each stage gets, so that the dearest stage costs least; ties go to earlier stages.
+    """Return how many consecutive layers each stage gets, so that the dearest stage costs least; ties go to earlier
+    stages.
 
     Every stage gets at least one layer. `first` and `last` are what the first and the last stage have besides.
 
@@ -387,7 +389,7 @@ def _dealt(costs: tuple[float, ...], stages: int, first: float, last: float) -> 
 
 
 def counts_of(parts: StageParts, pp: PipelineParallel) -> list[int]:
-    """How many layers each stage gets, as `PipelineParallel.balance` says.
+    """Return how many layers each stage gets, as `PipelineParallel.balance` says.
 
     Raises:
         ValueError: counts that are not the model's, or more stages than layers.

@@ -47,7 +47,8 @@ from nemo_like.torch_compat import answering_calls
 _COUNTED = 1e-3
 """Weights of classes are added up in another order."""
 _TOLERANCE, _LOWER = 1e-4, 3e-2
-"""Of gradients, relative to their norm; the second where something is computed with fewer bits than float32 has."""
+"""Allowed difference of gradients, relative to their norm; the second where something is computed with fewer bits than
+float32 has."""
 _AGAIN = (3, 4)
 """The calls in which a loss that is made of more than mean cross entropies is asked again: of the second and third batch,
 where the first one was asked for in a comparison before its step, too."""
@@ -118,7 +119,7 @@ class SharesByNames:
         return *cut, BatchShares(known, cut[0], shares[0]) if last else None
 
     def _is_new(self, key: frozenset[str], batch: Mapping[str, Any], known: LossShares) -> bool:
-        """Whether `batch` may show of the loss what those before it did not."""
+        """Return whether `batch` may show of the loss what those before it did not."""
         if known.told:
             return False
         calls, before = self._seen.get(key, (0, set()))
@@ -174,7 +175,7 @@ def learned(pipeline: StagesOfRank, batch: Mapping[str, Any], among: LossShares 
 
 @dataclass(frozen=True)
 class _Answer:
-    """What the last stage has shown on one rank."""
+    """The findings that the last stage has shown on one rank."""
 
     means: list[list[Counted]]
     """For each mean cross entropy, what its targets may be."""
@@ -187,7 +188,7 @@ class _Answer:
 
 
 class _Probe:
-    """What the last stage of one rank shows."""
+    """A probe of the loss in the last stage of one rank."""
 
     def __init__(self, pipeline: StagesOfRank, stage: Stage, among: LossShares | None) -> None:
         self._pipeline, self._stage, self._among = pipeline, LastStage(pipeline, stage), among
@@ -195,15 +196,15 @@ class _Probe:
         self.class_weights: list[Tensor | None] = []
         """For each mean cross entropy."""
         self._targets: list[list[Counted]] = []
-        """What those of each of `_seen` may be."""
+        """Candidates for the targets of each of `_seen`."""
         self._shares: dict[Share, float] = {}
         """By how much each is off."""
         self._calls_alone = self._told = False
-        """Whether cross entropies alone are in the loss, and whether they are means."""
+        """The first: cross entropies alone are in the loss; the second: they are means."""
         self._marks: set[tuple[str, int]] = set()
         self._fills: dict[str, int] | None = None
         self._fills_sums = False
-        """Whether `_fills` is for a sum only."""
+        """`_fills` is for a sum only."""
 
     def answer(self, batch: Mapping[str, Any]) -> _Answer | None:
         """Compare microbatches in one call with each alone; None where nothing counts in any."""
@@ -316,7 +317,7 @@ class _Probe:
 
 
 def _halves(tensor: Tensor, place: int | None) -> Sequence[Tensor]:
-    """What each of two microbatches has of `tensor`."""
+    """Return what each of two micro-batches has of `tensor`."""
     return (tensor, tensor) if place is None else tensor.chunk(2, place)
 
 
@@ -332,7 +333,8 @@ def _norm(tensors: Collection[Tensor]) -> float:
 
 
 def _times(gradient: Tensor, share: float) -> Tensor:
-    """Where nothing counts, a mean is no number, and neither is its gradient."""
+    """Return the gradient times its share. Where nothing counts, a mean is not a number, and neither is its
+    gradient."""
     return gradient * share if share else torch.zeros_like(gradient)
 
 
@@ -350,7 +352,7 @@ class _Alone:
     context: LossCalls
     shares: Sequence[float] = (1.0,)
     autocast: bool = False
-    """Whether the loss was computed under autocast."""
+    """The loss was computed under autocast."""
 
     def calls(self, number: int) -> LossCalls:
         self.autocast = any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
@@ -365,7 +367,7 @@ class LastStage:
         self._drawn = torch.Generator().manual_seed(0)
         exact = torch.get_float32_matmul_precision() == "highest"
         self.fewer_bits = not exact or any(map(_is_low, stage.module.parameters()))
-        """Whether something was computed with fewer than float32 has."""
+        """Something was computed with fewer bits than float32 has."""
 
     def states(
         self, first: Mapping[str, Any], both: Mapping[str, Any], rows: int, tokens: int

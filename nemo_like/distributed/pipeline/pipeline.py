@@ -202,7 +202,7 @@ class Pipeline(StagesOfRank):
         return self._schedules[key]
 
     def _received_by(self, stage: StageSlice, rows: int, tokens: int) -> tuple[TensorForm, ...]:
-        """What `stage` is sent for a microbatch of the batch that was cut."""
+        """Return the forms of what `stage` is sent for a micro-batch of the batch that was cut."""
         if stage.is_first:
             return ()
         return self.parts.sent(stage.index - 1, self.stages[0].forward.microbatches[0], rows, tokens)
@@ -230,7 +230,7 @@ class Pipeline(StagesOfRank):
                 dist.all_reduce(grads[0], group=self._tied_group)
 
     def tie(self) -> None:
-        """Where this rank has the first and the last stage, give both the first one's parameter for what is tied.
+        """Give both the first and the last stage the first one's parameter for what is tied, where this rank has both.
 
         FSDP2 shards the stages one by one. It takes what is registered when the first forward begins, and adds the
         gradients of both stages into it.
@@ -255,7 +255,7 @@ class Pipeline(StagesOfRank):
     # --- parameters and state -------------------------------------------------------------------------------------
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those of this rank's stages, under the bare model's names."""
+        """Yield the parameters of this rank's stages, under the bare model's names."""
         seen: set[nn.Parameter] = set()
         for stage in self.stages:
             show_shards(stage.module)
@@ -446,7 +446,7 @@ class ByMicrobatch:
         )
 
     def _is_counted(self, first: int | None, second: int | None, third: int) -> bool:
-        """Whether a number grew by the same multiple of the micro-batches in both steps."""
+        """Return whether a number grew by the same multiple of the micro-batches in both steps."""
         if first is None or second is None or second == first:
             return False
         return third - second == second - first and (second - first) % self._microbatches == 0

@@ -49,7 +49,7 @@ def make_schedule(options: PipelineParallel, stages: Sequence[Any], loss_fn: Cal
 FORWARD, BACKWARD, INPUTS, WEIGHTS = "F", "B", "I", "W"
 """Forward; backward in one piece; its two halves."""
 UNSHARD, RESHARD, REDUCE = "UNSHARD", "RESHARD", "REDUCE_GRAD"
-"""What FSDP2 does for a whole stage: its parameters are gathered, freed; its gradients reduced."""
+"""Actions of FSDP2 for a whole stage: its parameters are gathered, freed; its gradients reduced."""
 
 
 @dataclass(frozen=True)

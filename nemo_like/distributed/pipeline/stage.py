@@ -59,7 +59,7 @@ class StagesOfRank:
         self.stages, self.parts, self.options, self.device = list(stages), parts, options, device
         self.group = mesh["pp"].get_group()
         self.groups = mesh_groups(mesh)
-        """Of all axes: along them, every rank is heard."""
+        """Groups of all axes: along them, every rank is heard."""
         self.groups_of_stage = [mesh[name].get_group() for name in mesh.mesh_dim_names or () if name != "pp"]
 
     def sequence_parts(self) -> list[Parts]:
@@ -116,8 +116,8 @@ def verify_stages(
 def _answers(
     held: StagesOfRank, cut: list[Parts], forward: Callable[[list[Tensor]], Any], word: str
 ) -> tuple[list[Tensor], bool]:
-    """What the stages of this rank give (hidden states, and of the last one what the model returns), and whether random
-    numbers were drawn."""
+    """Return what the stages of this rank give (hidden states, and of the last one what the model returns), and whether
+    random numbers were drawn."""
     seen: list[Tensor] = []
     handles = [
         stage.forward.call.register_forward_hook(lambda module, args, output: seen.extend(answers(output)))

@@ -1,8 +1,9 @@
-"""Which parts of a model run before its layers, in them and after them: what a cut into pipeline stages must know.
+"""Find the parts of a model that run before its layers, in them and after them: what a cut into pipeline stages must
+know.
 
-One forward pass on fake tensors, every operator looked at. Nothing is asked of the model's class: a parameter belongs to
-the first stage if an operator before the first layer reads it, to the last if one after the last layer does. And a cut
-between two layers is right only if nothing but the hidden states goes from one side to the other, which is looked at, too.
+One forward pass on fake tensors, in which every operator is looked at. The model's class does not matter. A parameter
+belongs to the first stage if an operator before the first layer reads it, to the last if one after the last layer does.
+A cut between two layers is right only if nothing but the hidden states crosses it, which is looked at, too.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ class _UseWatch(TorchDispatchMode):
         self.made: dict[int, int] = {}
         """Phase in which a tensor was made that depends on a parameter."""
         self.passed: set[int] = set()
-        """What the current phase may use of those of earlier ones: the hidden states."""
+        """Tensors of earlier phases that the current one may use: the hidden states."""
         self.forms: list[int | None] = []
         self.inputs: list[int | str] = []
         self.hidden: tuple[tuple[int, ...], torch.dtype] | None = None
@@ -219,7 +220,7 @@ class _UseWatch(TorchDispatchMode):
         )
 
     def parts(self) -> StageParts:
-        """What was seen."""
+        """Return what was seen."""
         last = 2 * len(self.names)
         if self.phase != last or self.hidden is None:
             self.refuse(f"the forward pass ends in {self.where(self.phase)}")
@@ -258,7 +259,7 @@ _ARGUMENT = "PipelineParallel.split"
 
 
 class SplitCall:
-    """What stands in the place of the forward of a caller's stage: it is called with a whole microbatch, by keyword."""
+    """Replacement for the forward of a caller's stage: it is called with a whole micro-batch, by keyword."""
 
     def __init__(self, stage: nn.Module, received: Received, piece: StageSlice) -> None:
         self._forward, self._received, self._piece = stage.forward, received, piece
@@ -267,7 +268,7 @@ class SplitCall:
         self._names = [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
 
     def __call__(self, **batch: object) -> Any:
-        """What the last stage returns; the others end with `StageEnd`."""
+        """Return what the last stage returns; the others end with `StageEnd`."""
         output = self.run(self._received.tensors, batch)
         if self._piece.is_last:
             return output
@@ -378,7 +379,8 @@ class SplitParts:
 
 
 def _stage_of(model: nn.Module, split: Split, index: int, stages: int) -> nn.Module:
-    """What `split` returns for a stage, of which all that would be saved must be the model's own, under its name."""
+    """Return what `split` returns for a stage, of which all that would be saved must be the model's own, under its
+    name."""
     tensors = chain(model.parameters(), model.buffers())
     tree = split(copy.deepcopy(model, {id(tensor): tensor for tensor in tensors}), index, stages)
     if not isinstance(tree, nn.Module):

@@ -173,7 +173,7 @@ def _check_sequence_parallel(layers: tuple[Layer, ...], rules: Sequence[Rule]) -
 
 @dataclass(frozen=True)
 class SequencePlaces:
-    """Where sequence parallelism changes a model, by names of modules."""
+    """Places where sequence parallelism changes a model, by names of modules."""
 
     first: tuple[str, ...]
     """The first layer of each stack, which is given this rank's part of the sequence."""
@@ -186,7 +186,8 @@ class SequencePlaces:
 
 
 def sequence_places(model: nn.Module, rules: Sequence[Rule], layers: Sequence[Layer] | None = None) -> SequencePlaces:
-    """Where sequence parallelism would change `model`, whose weights `rules` cut; `layers`: None: they are found.
+    """Return where sequence parallelism would change `model`, whose weights `rules` cut; `layers`: None: they are
+    found.
 
     Raises:
         ValueError: rules under which sequences cannot be cut.
@@ -370,7 +371,7 @@ def _with_cut_logits(model: nn.Module, rules: list[Rule]) -> list[Rule]:
 
 
 def _ties(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Where each parameter that is registered more than once is registered."""
+    """Return the places of each parameter that is registered more than once."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():

@@ -1,4 +1,4 @@
-"""Which module of a model gets which tensor-parallel style, and whether its sizes allow that. Changes nothing."""
+"""Match the modules of a model with tensor-parallel styles, and check that its sizes allow them. Changes nothing."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Partial
 
 
 def looks_up_own_rows(module: nn.Module) -> bool:
-    """Whether `look_up_own_rows` knows what the forward of `module` does: that of `torch.nn.Embedding` itself, with a dense
-    gradient, and without ``max_norm``, which changes rows in forward."""
+    """Return whether `look_up_own_rows` knows what the forward of `module` does. It must be that of
+    `torch.nn.Embedding` itself, with a dense gradient, and without ``max_norm``, which changes rows in forward."""
     plain = isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
     return plain and not module.sparse and module.max_norm is None
 
@@ -86,6 +86,6 @@ class _OwnRows(torch.autograd.Function):
 
 
 def _places(ids: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
-    """Where the rows of `ids` are in a part, and which of them are not."""
+    """Return where the rows of `ids` are in a part, and which of them are not."""
     places = ids - first
     return places, (places < 0) | (places >= count)

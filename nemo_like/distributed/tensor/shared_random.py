@@ -133,7 +133,8 @@ class SharedRandom:
 
 
 def generators(device_type: str) -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
-    """How to read and set the state of each generator that a model may draw from: values to compare and to send."""
+    """Return functions that read and set the state of each generator that a model may draw from: values to compare and
+    to send."""
     found: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
         "torch": (lambda: _bytes(torch.get_rng_state()), lambda state: torch.set_rng_state(_tensor(state)))
     }

@@ -107,7 +107,8 @@ def materialize(
 
 
 def _on_every_rank(action: Callable[[], T], together: bool) -> T:
-    """What `action` returns; where it raises on any rank, raise on all of them, so that nobody waits for the others."""
+    """Return what `action` returns; where it raises on any rank, raise on all of them, so that none waits for the
+    others."""
     result, error = None, None
     try:
         result = action()

@@ -1,4 +1,4 @@
-"""Where a model's tensors are registered, under the names of the bare model."""
+"""The places where a model's tensors are registered, under the names of the bare model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Slot:
     names: list[str] = field(default_factory=list)
     """The bare model's names, in the order in which the model registers them."""
     saved: bool = True
-    """Whether it is part of a state dict; false for non-persistent buffers."""
+    """The tensor is part of a state dict; false for non-persistent buffers."""
 
     @property
     def name(self) -> str:
@@ -168,7 +168,7 @@ def as_dtensor(tensor: object) -> Any:
 
 
 def is_strided(tensor: DTensor) -> bool:
-    """Whether the local part of `tensor` is not one box of the whole one."""
+    """Return whether the local part of `tensor` is not one box of the whole one."""
     # FSDP2 over a plain cut on the same dim has such a placement, too, and one box.
     cut_twice = any(hasattr(placement, "split_factor") for placement in tensor.placements)
     return cut_twice and any(len(runs) > 1 for runs in _runs(tensor))
@@ -183,7 +183,7 @@ def describe_strided(module: nn.Module, state: dict[str, Any], prefix: str, _met
 
 
 def _boxes(tensor: DTensor) -> Iterator[tuple[ChunkStorageMetadata, Tensor]]:
-    """Where each box of the local part is in the whole tensor, and the box, a view."""
+    """Yield where each box of the local part is in the whole tensor, and the box, a view."""
     local = tensor.to_local()
     for box in product(*_runs(tensor)):
         view = local

@@ -1,6 +1,6 @@
-"""Where weights come from: a state dict in memory, a DCP folder, safetensors, or a file of torch.save.
+"""Sources of weights: a state dict in memory, a DCP folder, safetensors, or a file of torch.save.
 
-A source tells the shapes it has, and fills tensors by name; a rank never keeps more than one whole tensor at a time
+A source tells the shapes it has, and fills tensors by name. A rank never keeps more than one whole tensor at a time
 that was not in memory before.
 """
 
@@ -36,7 +36,7 @@ class Source(Protocol):
 
     @property
     def label(self) -> str:
-        """What it is, for messages."""
+        """Return the name of the source, for messages."""
 
     @property
     def shapes(self) -> Mapping[str, torch.Size]:
@@ -105,7 +105,7 @@ class SafetensorsSource:
         return self.rows(name, slice(None))
 
     def rows(self, name: str, rows: slice) -> Tensor:
-        """Those rows of dim 0 of one tensor, and nothing else of it."""
+        """Return those rows of dim 0 of one tensor, and nothing else of it."""
         if name not in self._fused:
             return self._read(self._stored[name], rows)
         parts = self._fused[name].parts[rows]

@@ -223,7 +223,7 @@ def _refuse_part(model: nn.Module, way_out: str) -> None:
 
 
 def refuse_to_save_shards(model: nn.Module) -> None:
-    """Where `model` has a `save_pretrained` and sharded parameters: let it raise, before it writes, without weights.
+    """Let `save_pretrained` of a `model` with sharded parameters raise, before it writes, without weights.
 
     It would write this rank's shards, and fails in that with an error of Python's about storages. It is not made to
     gather them, since mostly it is called on rank 0 alone, where a collective would wait for ever.

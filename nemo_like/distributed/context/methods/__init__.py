@@ -1,4 +1,5 @@
-"""How the queries of a rank meet the keys of the others: one object for each word of `ContextParallel.method`.
+"""Ways in which the queries of a rank meet the keys of the others: one object for each word of
+`ContextParallel.method`.
 
 The object of a word is ``METHOD`` of the file in this folder that is called as the word. The operators that it sends with
 say for themselves what plans count for them (`sequence_ops`).

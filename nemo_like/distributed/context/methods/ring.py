@@ -306,7 +306,7 @@ def tiled_block_backward(
 
 
 def _scores(query: Tensor, key: Tensor, first: int, causal: bool, scale: float) -> Tensor:
-    """Of queries from number `first` on, float32."""
+    """Return the scores of queries from number `first` on, float32."""
     scores = query.float() @ key.float().transpose(-1, -2) * scale
     if not causal:
         return scores
