@@ -71,7 +71,8 @@ def write() -> None:
 
         def again(found: re.Match[str], page: str = path.name) -> str:
             screen = Screen(page, int(found[2]), bool(found[3]), found[4], found[5])
-            return found[1] + screen.now() + found[6]
+            now = screen.now()
+            return found[0] if without_times(now) == without_times(screen.text) else found[1] + now + found[6]
 
         if (new := _BLOCK.sub(again, text)) != text:
             path.write_text(new, encoding="utf-8")
