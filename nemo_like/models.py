@@ -223,24 +223,36 @@ def resolve_model(spec: str) -> ModelSource:
     )
 
 
+def most_positions(config: object) -> int | None:
+    """Return the tokens of the longest sequence that a model of `config` takes; None: the config does not say."""
+    text = _text_config(config)
+    said = getattr(text, "max_position_embeddings", None)
+    if isinstance(said, bool) or not isinstance(said, int) or said < 1:
+        return None
+    rope = getattr(text, "rope_parameters", None) or {}
+    ropes = [rope, *(part for part in rope.values() if isinstance(part, Mapping))]  # one for each kind of layer
+    # Scaled (YaRN and others): the config says the length before it, the factor, or both.
+    scaled = [(part.get("factor") or 1) * (part.get("original_max_position_embeddings") or said) for part in ropes]
+    return int(max(said, *scaled))
+
+
 def check_positions(config: object, option: str, tokens: int) -> None:
     """Raise ValueError where sequences of `tokens` tokens, as `option` asks for, are longer than a model of `config` takes.
 
     Without a word in `config` on its positions, nothing is checked.
     """
-    text = _text_config(config)
-    said = getattr(text, "max_position_embeddings", None)
-    if isinstance(said, bool) or not isinstance(said, int) or said < 1:
-        return
-    rope = getattr(text, "rope_parameters", None) or {}
-    ropes = [rope, *(part for part in rope.values() if isinstance(part, Mapping))]  # one for each kind of layer
-    # Scaled (YaRN and others): the config says the length before it, the factor, or both.
-    scaled = [(part.get("factor") or 1) * (part.get("original_max_position_embeddings") or said) for part in ropes]
-    if tokens > max(said, *scaled):
+    most = most_positions(config)
+    if most is not None and tokens > most:
         raise ValueError(
-            f"{option} asks for sequences of {tokens} tokens, and the model has positions for {int(max(said, *scaled))} "
+            f"{option} asks for sequences of {tokens} tokens, and the model has positions for {most} "
             "(max_position_embeddings of its config). Give fewer, or a config with more."
         )
+
+
+def text_batch(sequences: int, tokens: int) -> dict[str, torch.Tensor]:
+    """Return token ids and labels, both (sequences, tokens) of zeros: what a planner reads of them is their shape."""
+    ids = torch.zeros(sequences, tokens, dtype=torch.long)
+    return {"input_ids": ids, "labels": ids.clone()}
 
 
 def _text_config(config: object) -> Any:

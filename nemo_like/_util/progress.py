@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 Say = Callable[[str], None]
 """Takes what has been done so far, in words."""
@@ -43,7 +44,7 @@ def progress() -> Iterator[Say]:
     yield say
 
 
-def _status():  # type: ignore[no-untyped-def]  # rich is an extra
+def _status() -> Any:
     """Return the changing line of rich; None: no terminal, or no rich."""
     if not sys.stderr.isatty():
         return None

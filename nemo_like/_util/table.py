@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import shutil
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -73,6 +73,16 @@ class Table:
         """Return the names of the columns that do not fit in `width`."""
         shown = self.shown(width)
         return [self.columns[i].name for i in self.shown() if i not in shown]
+
+    def with_note(self, note: str = "", width: int | None = None) -> str:
+        """Return `text`, and below it `note` together with the names of the columns that are not shown."""
+        below = f"{note} {self.hidden(width)}".strip()
+        return "\n".join([self.text(width), *([paragraph(below, width)] if below else [])])
+
+    def hidden(self, width: int | None) -> str:
+        """Return the sentence that names the columns that do not fit in `width`; empty: all do."""
+        names = self.left_out(width)
+        return f"Not shown at this width: {', '.join(names)} (--wide)." if names else ""
 
     def html(self) -> str:
         """Return all of it as an HTML table."""
@@ -191,8 +201,3 @@ def percent(share: float) -> str:
     ('0.4 %', '17 %', '0 %')
     """
     return f"{100 * share:.1f} %" if 0.0005 <= abs(share) < 0.0995 else f"{100 * share:.0f} %"
-
-
-def columns_note(names: Sequence[str]) -> str:
-    """Return the line that names the columns that a narrow screen does not show; empty: all are shown."""
-    return f"Not shown at this width: {', '.join(names)} (--wide)." if names else ""

@@ -14,7 +14,7 @@ import torch
 
 from nemo_like._util import table
 from nemo_like._util.extras import require
-from nemo_like._util.table import ByteUnit, columns_note, paragraph
+from nemo_like._util.table import ByteUnit, paragraph
 from nemo_like.bench.options import BenchOptions
 
 
@@ -61,10 +61,7 @@ class Table:
             for index, (heading, column) in enumerate(zip(head, self.columns))
         )
         made = table.Table(columns, tuple(map(tuple, rows)))
-        below = [
-            made.text(width),
-            *(paragraph(note, width) for note in (columns_note(made.left_out(width)), *self.notes)),
-        ]
+        below = [made.with_note(width=width), *(paragraph(note, width) for note in self.notes)]
         return "\n\n".join([paragraph(f"{self.title}. {self._about()}".strip(), width), "\n".join(filter(None, below))])
 
     def markdown(self) -> str:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from nemo_like._util.console import refuse_unread
-from nemo_like._util.table import ByteUnit, Column, Table, columns_note, paragraph, parameters_word, screen_width
+from nemo_like._util.table import ByteUnit, Column, Table, paragraph, parameters_word, screen_width
 from nemo_like.options import parse_dtype
 
 if TYPE_CHECKING:  # the command imports torch only when it runs
@@ -171,11 +171,11 @@ def to_text(report: LayersReport, width: int | None = None) -> str:
         f"{ByteUnit.of([report.bytes]).word(report.bytes)}; layers: "
         f"{', '.join(f'{count} {group}' for group, count in counts.items())}."
     )
-    notes = [columns_note(table.left_out(width))]
+    below = [table.with_note(width=width)]
     if any(item.checkpointed and not item.trainable for item in report.runs):
-        notes.append("if used: the layer is frozen, and checkpointed where a gradient flows through it.")
-    below = [paragraph(note, width) for note in notes if note]
-    return "\n\n".join([paragraph(first, width), "\n".join([table.text(width), *below])]) + "\n"
+        note = "if used: the layer is frozen, and checkpointed where a gradient flows through it."
+        below.append(paragraph(note, width))
+    return "\n\n".join([paragraph(first, width), "\n".join(below)]) + "\n"
 
 
 def _checkpointed(item: Run) -> str:

@@ -163,13 +163,13 @@ def run(args: argparse.Namespace) -> int:
     if say and report.best is None:
         print(f"\n{paragraph(WAYS_OUT, width)}")
     ac = None if report.best is None else report.best.ac
-    check = _check_rank(args, step.job, model, step.sample, ac) if args.check else None
+    check = _check_rank(args, step.job, model, step.input[0], ac) if args.check else None
     if say:
         print(f"\nPlanned in {time.perf_counter() - start:.1f} s.")
     idle = planner.idle_layers() if isinstance(planner, Planner) else None
     head = {
         "model": args.model,
-        "input": step.words,
+        "input": step.input[1],
         "not_run": idle or None,
         "not_made_up": given.missing or None,
         "rates": planner.device.rates,

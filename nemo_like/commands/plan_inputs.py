@@ -77,7 +77,7 @@ def step_of(
         if args.input_shape:
             return _shaped(args), words
         if source.sample is not None:
-            sample = source.sample if batch == 1 else source.sample_of(batch)
+            sample = own_sample(source, other)
             return sample, describe(*split_sample(sample))
         text = _text(source, other)
         if source.config is None:

@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from nemo_like._util.console import refuse_unread
-from nemo_like._util.table import ByteUnit, Column, Table, columns_note, paragraph, percent, screen_width, three_digits
+from nemo_like._util.table import ByteUnit, Column, Table, paragraph, percent, screen_width, three_digits
 from nemo_like.commands import VOCAB_SIZE
 from nemo_like.options import normalise, parse_dtype
 
@@ -105,10 +105,9 @@ def to_text(regions: list[dict[str, Any]], all_ops: bool = False, width: int | N
         rows = [row for row in region["rows"] if all_ops or row["decision"] != "not tracked" or row["flops"]]
         table = _operators(rows, unit)
         notes = [f"{row['op']} ({row['decision']}): {row['note']}." for row in rows if row["note"]]
-        below = [paragraph(note, width) for note in (columns_note(table.left_out(width)), *notes) if note]
         parts += [
             paragraph(f"{names[0]}{more}:", width),
-            "\n".join([table.text(width), *below]),
+            "\n".join([table.with_note(width=width), *(paragraph(note, width) for note in notes)]),
             _totals(region, unit).text(width),
         ]
     return "\n\n".join(parts) + "\n"

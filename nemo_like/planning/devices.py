@@ -17,7 +17,7 @@ from nemo_like._util.log import warn_once
 from nemo_like.activation_checkpointing.ops import facts
 from nemo_like.distributed.launch import current_device, pick_device_type
 from nemo_like.job import Job
-from nemo_like.options import did_you_mean
+from nemo_like.options import MemoryBudget, did_you_mean, parse_bytes
 from nemo_like.planning.block_trace import OpRecord
 from nemo_like.torch_compat import OpOverload
 
@@ -250,3 +250,17 @@ def op_seconds(op: OpRecord, device: Device) -> float:
     if row.received is not None:
         return max(row.received(op.moved - op.bytes, op.bytes) / device.host_link, op.moved / device.bandwidth)
     return max(op.flops / device.flops_of(op.op, half=op.half), op.moved / device.bandwidth)
+
+
+def step_limit(device: Device, memory: int | str | None = None) -> int:
+    """Return the bytes of `device` that a step may take: `memory`, or by default what ``"auto"`` allows, nine tenths.
+
+    Raises:
+        ValueError: `memory` is no number of bytes.
+    """
+    if memory is None:
+        return int(device.memory_bytes * (MemoryBudget.parse("auto").device_share or 0))
+    size = parse_bytes(memory, "memory") if isinstance(memory, str) else memory
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ValueError(f"memory is {memory!r}; it must be a number of bytes >= 1, or a string like '70GiB'.")
+    return size

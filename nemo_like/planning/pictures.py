@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from nemo_like._util.extras import require
-from nemo_like.planning.planner import Planner
+from nemo_like.planning.planner import MODES, Planner
 from nemo_like.planning.program.rank import ActionBytes
-from nemo_like.planning.report import MODES, AnyPlanner, PlanReport, ReportRow, row_of
+from nemo_like.planning.report import AnyPlanner, PlanReport, ReportRow, row_of
 from nemo_like.planning.stage_seconds import times
 from nemo_like.planning.stages import PipelinePlanner
 
@@ -23,7 +23,7 @@ def plot(planner: AnyPlanner, report: PlanReport, path: str | Path) -> None:
     Raises:
         MissingExtraError: matplotlib is not installed.
     """
-    pyplot = _pyplot()
+    pyplot = headless_pyplot()
     if isinstance(planner, PipelinePlanner):
         figure = _schedule(pyplot, planner, report.best or report.rows[0])
     else:
@@ -33,7 +33,12 @@ def plot(planner: AnyPlanner, report: PlanReport, path: str | Path) -> None:
     pyplot.close(figure)
 
 
-def _pyplot() -> Any:
+def headless_pyplot() -> Any:
+    """Return `matplotlib.pyplot`, drawing into files alone.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
     require("matplotlib", "plot", "to draw the picture").use("Agg")
     return require("matplotlib.pyplot", "plot", "to draw the picture")
 

@@ -13,14 +13,11 @@ from nemo_like.job import Job
 from nemo_like.options import MemoryBudget, parse_ac
 from nemo_like.planning.block import BlockProblem, Choice
 from nemo_like.planning.kinds import ModelTrace
-from nemo_like.planning.planner import Planner, as_choice
+from nemo_like.planning.planner import MODES, Planner, as_choice
 from nemo_like.planning.stage_balance import balanced
 from nemo_like.planning.stage_plans import plan_pipeline
 from nemo_like.planning.stages import PipelinePlanner
 from nemo_like.planning.tensor_twin import check_tensor_budget
-
-MODES = ("none", "full", "selective")
-"""The modes that the planner predicts."""
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,8 @@ from nemo_like.planning.tensor_twin import check_tensor_budget, has_known_rules,
 from nemo_like.planning.vocabulary_loss import VocabularyParallelLoss
 from nemo_like.precision import effective_matmuls
 
+MODES = ("none", "full", "selective")
+"""Modes that are planned without a budget: those that `Planner.uniform` takes."""
 RNG_STATE = torch.get_rng_state().numel()
 """Bytes of the state of the CPU's generator."""
 

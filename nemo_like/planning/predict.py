@@ -14,10 +14,9 @@ from nemo_like._util.table import parameters_word
 from nemo_like._util.tensors import describe, split_sample
 from nemo_like._util.words import check_whole
 from nemo_like.job import AllKeywords, Job
-from nemo_like.models import check_positions, resolve_model
-from nemo_like.options import parse_bytes
-from nemo_like.planning.devices import device_of
-from nemo_like.planning.report import AnyPlanner, PlanReport, make_report, memory_for
+from nemo_like.models import check_positions, most_positions, resolve_model, text_batch
+from nemo_like.planning.devices import device_of, step_limit
+from nemo_like.planning.report import AnyPlanner, PlanReport, make_report
 from nemo_like.planning.sharding import same_on_all_ranks
 from nemo_like.planning.stages import PipelinePlanner
 from nemo_like.planning.what_if import Step, fewest, gpu_counts, largest, least_need
@@ -76,9 +75,9 @@ def predict(
     if gpus is not None and gpus != "min":
         check_whole("gpus", gpus, 1)
         job = job.change(world_size=gpus)
-    for name, size, word in (("seq_len", seq_len, "max"), ("batch_size", batch_size, "max")):
-        if size != word:
-            check_whole(name, size, 1)
+    for size_of, size in (("seq_len", seq_len), ("batch_size", batch_size)):
+        if size != "max":
+            check_whole(size_of, size, 1)
     if sample_input is not None and batch_size == "max":
         raise ValueError("sample_input has a size of its own. For batch_size='max', leave it out.")
     built, source = (model, None) if isinstance(model, nn.Module) else resolve_model(model).built("meta", dtype)
@@ -94,10 +93,10 @@ def predict(
     length = 0 if own is not None else START if seq_len == "max" else seq_len
     step = Step(built, job, given, 1 if batch_size == "max" else batch_size, length)
     question = Question.of(gpus, seq_len, batch_size)
-    bytes_of = parse_bytes(memory, "memory") if isinstance(memory, str) else memory
+    limit = step_limit(device_of(job), memory)
 
     def make() -> PlanReport:
-        asked_step, planner, report = answered(step, question, name, budgets, bytes_of)
+        asked_step, planner, report = answered(step, question, name, budgets, limit)
         return replace(report, what_if=tuple(changes(asked_step, planner, report))) if what_if else report
 
     return same_on_all_ranks(make)
@@ -146,7 +145,7 @@ def answered(
     step, answer = _asked(step, question, limit, name)
     if planner is None or answer:
         planner = step.planner()
-    tokens = tokens_of(step.sample)
+    tokens = tokens_of(step.input[0])
     report = make_report(planner, budgets, limit, tokens=tokens, about=about(planner, step, name))
     return step, planner, replace(report, answer=answer)
 
@@ -158,7 +157,7 @@ def _asked(step: Step, question: Question, limit: int | None, name: str) -> tupl
         return least_need(step.planner(**change), most)
 
     device = device_of(job)
-    most = memory_for(device) if limit is None else limit
+    most = step_limit(device) if limit is None else limit
     if question.gpus:
         counts = gpu_counts(job, device.gpus_per_host)
         found = fewest(lambda count: needs(job=job.change(world_size=count)), counts, most)
@@ -174,7 +173,7 @@ def _asked(step: Step, question: Question, limit: int | None, name: str) -> tupl
     if question.seq_len:
         if not step.seq_len:
             raise ValueError(f"{name} has a sample input, whose length is not known: none can be looked for.")
-        known = getattr(getattr(step.model, "config", None), "max_position_embeddings", None)
+        known = most_positions(getattr(step.model, "config", None))
         positions = known or MOST_TOKENS
         size = job.cp.size * job.tp.size * (_TOKENS if positions >= 8 * _TOKENS else 1)
         found = largest(lambda length: needs(seq_len=length), START, most, positions, size)
@@ -198,8 +197,7 @@ def text_of(model: nn.Module, batch: int, length: int) -> dict[str, torch.Tensor
             f"{type(model).__name__} has no config, so its input is unknown. Give sample_input=, one micro-batch."
         )
     check_positions(config, "seq_len", length)
-    ids = torch.zeros(batch, length, dtype=torch.long)
-    return {"input_ids": ids, "labels": ids.clone()}
+    return text_batch(batch, length)
 
 
 def tokens_of(sample: Any) -> int | None:
@@ -221,5 +219,5 @@ def about(planner: AnyPlanner, step: Step, name: str) -> str:
     times = f"{micro} micro-batches of " if micro > 1 else ""
     return (
         f"{name} ({parameters_word(count)} parameters){stages} on {job.ranks} x {planner.device.name}, "
-        f"{job.step.optimizer}, {times}{step.words} per rank; rates of {planner.device.rates}."
+        f"{job.step.optimizer}, {times}{step.input[1]} per rank; rates of {planner.device.rates}."
     )

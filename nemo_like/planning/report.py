@@ -12,7 +12,6 @@ from nemo_like._util.table import (
     ByteUnit,
     Column,
     Table,
-    columns_note,
     of_limit,
     paragraph,
     percent,
@@ -25,15 +24,14 @@ from nemo_like.job import Job
 from nemo_like.options import MemoryBudget, PlanSearch, StepSpec
 from nemo_like.planning import stage_plans
 from nemo_like.planning.balanced import balanced_peak
-from nemo_like.planning.devices import Device
+from nemo_like.planning.devices import step_limit
 from nemo_like.planning.expert_twin import planned_imbalance
-from nemo_like.planning.planner import Planner
+from nemo_like.planning.planner import MODES, Planner
 from nemo_like.planning.program.readers import Peak
 from nemo_like.planning.stage_seconds import times
 from nemo_like.planning.stages import PipelinePlanner
-from nemo_like.planning.verdict import RESERVED, Need, most_allocated, plan_within, reserved_on_ranks, verdict
+from nemo_like.planning.verdict import RESERVED, Need, most_allocated, plan_within, reserved_within, verdict
 
-MODES = ("none", "full", "selective")
 SHARES = ("75%", "50%", "25%", "12.5%")
 """What is planned for where the caller names no budget."""
 
@@ -236,8 +234,7 @@ class PlanReport:
         first = f"{self.answer}\n{self.verdict()}".strip()
         lines = [f"{first}\nPaste: {self.call()}" if self.best is not None else first]
         lines += [paragraph(text, width) for text in (self.about, *self._warnings())]
-        where = f"{unit.name} of one device, predicted. {columns_note(table.left_out(width))}"
-        lines.append(f"{table.text(width)}\n{paragraph(where.strip(), width)}")
+        lines.append(table.with_note(f"{unit.name} of one device, predicted.", width))
         if self.what_if:
             lines.append(self.what_if_table().text(width))
         if explain:
@@ -364,7 +361,7 @@ def make_report(
         limit: bytes that a step may take on each device; default: nine tenths of its memory, as ``ac="auto"``.
         tokens, about: see `PlanReport`.
     """
-    limit = memory_for(planner.device) if limit is None else limit
+    limit = step_limit(planner.device) if limit is None else limit
     rows = [row_of(mode, planner, planner.uniform(mode), limit) for mode in MODES]
     unmet, asked = list[str](), list(dict.fromkeys(budgets or SHARES))
     for text in asked:
@@ -372,7 +369,7 @@ def make_report(
             rows.append(row_of(text, planner, _choose(planner, MemoryBudget.parse(text), text), limit))
         except BudgetError as error:
             unmet += [str(error)] if budgets else []
-    fastest = fastest_within(planner, limit)
+    fastest = rows[0] if rows[0].fits else _planned_within(planner, limit)
     if fastest is not None and fastest.ac not in {row.ac for row in rows}:
         rows.append(fastest)
     takes_budget = isinstance(planner, PipelinePlanner) or planner.takes_budget
@@ -400,11 +397,6 @@ def _pipeline(planner: AnyPlanner) -> dict[str, Any] | None:
     }
 
 
-def memory_for(device: Device) -> int:
-    """Return the bytes that ``"auto"`` allows on a device: nine tenths of its memory."""
-    return int(device.memory_bytes * (MemoryBudget.parse("auto").device_share or 0))
-
-
 def fastest_within(planner: AnyPlanner, limit: int) -> ReportRow | None:
     """Return no checkpointing if that fits in `limit` bytes, else the fastest plan that does; None: none does."""
     choices: Any = planner.uniform("none")
@@ -412,7 +404,10 @@ def fastest_within(planner: AnyPlanner, limit: int) -> ReportRow | None:
         none = row_of("none", planner, choices, limit)
         if none.fits:
             return none
+    return _planned_within(planner, limit)
 
+
+def _planned_within(planner: AnyPlanner, limit: int) -> ReportRow | None:
     def within(budget: int) -> tuple[Any, Peak] | None:
         try:
             choices = _choose(planner, MemoryBudget(peak_bytes=budget), write_bytes(budget))
@@ -433,9 +428,10 @@ def row_of(name: str, planner: AnyPlanner, choices: Any, limit: int) -> ReportRo
         host = sum(layer.host_bytes for layer in plan.layers) + planner.state_on_host
         fits = need.bytes <= limit and host <= planner.host_memory
         return ReportRow(name, plan, need, fits, choices, host, tuple(peaks))
-    of_ranks = reserved_on_ranks(planner, choices, limit)
-    need = verdict(planner, choices, highest, limit)
-    if of_ranks is not None:
+    of_ranks = reserved_within(planner, choices, limit)
+    if of_ranks is None:
+        need = verdict(planner, choices, highest, limit)
+    else:
         need = Need(max(of_ranks) + planner.input_bytes, RESERVED, max(of_ranks), planner.input_bytes)
     plan = stage_plans.describe(planner, choices, name, of_ranks)
     bubble = times(planner, choices).bubble

@@ -7,7 +7,7 @@ nothing reserves more than tensors take (the CPU), these decide. Of a pipeline, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -102,12 +102,11 @@ def budget_words(size: int) -> tuple[str, str]:
     return f"{rounded:.{digits}f}{unit}", f"{size >> powers[finer]}{finer}"
 
 
-def reserved_on_ranks(planner: PipelinePlanner, choices: Choices, limit: int) -> list[int] | None:
+def reserved_within(planner: PipelinePlanner, choices: Choices, limit: int) -> list[int] | None:
     """Return what the caching allocator reserves on every rank of a pipeline with `limit` bytes; None: it has none."""
     if planner.device.cuda is None:
         return None
-    memory, config = limit - planner.input_bytes, planner.job.allocator
-    return [_within(memory, partial(replay_rank, planner, rank, choices, config)) for rank in range(planner.pp.size)]
+    return _of_ranks(planner, choices, range(planner.pp.size), limit - planner.input_bytes)
 
 
 def _on_one(planner: Any, choices: Sequence[Choice], limit: int) -> int:
@@ -119,11 +118,12 @@ def _on_one(planner: Any, choices: Sequence[Choice], limit: int) -> int:
 
 def _on_ranks(planner: Any, choices: Choices, limit: int) -> int:
     """`_on_one` of the rank of a pipeline that reserves most."""
+    return max(_of_ranks(planner, choices, ranks_to_replay(planner, choices), limit))
+
+
+def _of_ranks(planner: PipelinePlanner, choices: Choices, ranks: Iterable[int], limit: int) -> list[int]:
     config = planner.job.allocator
-    return max(
-        _within(limit, partial(replay_rank, planner, rank, choices, config))
-        for rank in ranks_to_replay(planner, choices)
-    )
+    return [_within(limit, partial(replay_rank, planner, rank, choices, config)) for rank in ranks]
 
 
 def _within(limit: int, replayed: Callable[[int | None], Reserved]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from torch import nn
@@ -34,15 +34,10 @@ class Step:
     seq_len: int = 0
     """Tokens of a sequence; 0: the input has a length of its own."""
 
-    @property
-    def sample(self) -> Any:
-        """The input of one micro-batch."""
-        return self.given(self.batch, self.seq_len)[0]
-
-    @property
-    def words(self) -> str:
-        """What the input is."""
-        return self.given(self.batch, self.seq_len)[1]
+    @cached_property
+    def input(self) -> tuple[Any, str]:
+        """The input of one micro-batch, and in words what it is."""
+        return self.given(self.batch, self.seq_len)
 
     def planner(self, job: Job | None = None, batch: int | None = None, seq_len: int | None = None) -> AnyPlanner:
         """Trace the model for a job, a batch and a length; what is None stays.
@@ -51,7 +46,8 @@ class Step:
             ValueError: as `nemo_like.plan_for`.
         """
         job = self.job if job is None else job
-        sample, _ = self.given(batch or self.batch, seq_len or self.seq_len)
+        same = batch is None and seq_len is None
+        sample, _ = self.input if same else self.given(batch or self.batch, seq_len or self.seq_len)
         return planner_of(self.model, sample, job)
 
 
@@ -78,11 +74,8 @@ def what_if(step: Step, planner: AnyPlanner, report: PlanReport) -> Iterator[Wha
     for words, make in _changed(step, planner):
         try:
             other = make()
-        except (
-            ValueError,
-            NotImplementedError,
-        ):  # a rule of the job, the model's positions, a part that is not planned
-            continue
+        except (ValueError, NotImplementedError):
+            continue  # a rule of the job, the model's positions, a part that is not planned
         if other is None:
             continue
         row = fastest_within(other, report.limit) or row_of("full", other, other.uniform("full"), report.limit)

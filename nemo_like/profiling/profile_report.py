@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_like._util.extras import require
-from nemo_like._util.table import ByteUnit, Column, Table, columns_note, paragraph, percent, three_digits
+from nemo_like._util.table import ByteUnit, Column, Table, paragraph, percent, three_digits
 
 MB = 10**6
 
@@ -144,7 +144,8 @@ class ProfileReport:
         lines = [made.text(width)]
         if limit is not None and limit < len(self.layers):
             lines.append(f"... and {len(self.layers) - limit} more")
-        lines += [paragraph(note, width) for note in (columns_note(made.left_out(width)),) if note]
+        if hidden := made.hidden(width):
+            lines.append(paragraph(hidden, width))
         return "\n\n".join([paragraph(first, width), "\n".join(lines), paragraph(last, width)])
 
     @property

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Unpack
 
-import torch
 from torch import nn
 
 from nemo_like._util.log import say_once
@@ -20,9 +19,9 @@ from nemo_like.distributed.expert import find_experts
 from nemo_like.distributed.expert.find_experts import EACH
 from nemo_like.job import Job
 from nemo_like.layers import find_layers
-from nemo_like.models import check_positions, resolve_model
-from nemo_like.options import MemoryBudget, Precision, parse_bytes
-from nemo_like.planning.devices import Device, device_of
+from nemo_like.models import check_positions, resolve_model, text_batch
+from nemo_like.options import Precision
+from nemo_like.planning.devices import device_of, step_limit
 from nemo_like.planning.fit.advice import ways_out
 from nemo_like.planning.fit.candidate import Candidate
 from nemo_like.planning.fit.layouts import Configuration, Room, configuration, layouts
@@ -86,7 +85,7 @@ def fit(
     questions = [
         Question(
             each, gpus=gpus, seq_len=length, planned_for=planned_for, global_batch=global_batch,
-            limit=_limit(device_of(each), memory), pins=pinned,
+            limit=step_limit(device_of(each), memory), pins=pinned,
         )
         for each in asked
     ]  # fmt: skip
@@ -130,19 +129,6 @@ def _best_of(reports: Sequence[FitReport], count: int) -> FitReport:
         searched={name: sum(report.searched[name] for report in reports) for name in reports[0].searched},
         interrupted=any(report.interrupted for report in reports),
     )  # fmt: skip
-
-
-def _limit(device: Device, memory: int | str | None) -> int:
-    if memory is None:
-        return int(device.memory_bytes * (MemoryBudget.parse("auto").device_share or 0))
-    return _bytes("memory", memory, 1)
-
-
-def _bytes(name: str, given: int | str, least: int) -> int:
-    size = parse_bytes(given, name) if isinstance(given, str) else given
-    if isinstance(size, bool) or not isinstance(size, int) or size < least:
-        raise ValueError(f"{name} is {given!r}; it must be a number of bytes >= {least}, or a string like '70GiB'.")
-    return size
 
 
 def _searched(
@@ -296,8 +282,4 @@ def _tokens(model: nn.Module, seq_len: int) -> Callable[[int], Any]:
         )
     check_positions(config, "The search", seq_len)
 
-    def make(batch: int) -> dict[str, torch.Tensor]:
-        ids = torch.zeros(batch, seq_len, dtype=torch.long)
-        return {"input_ids": ids, "labels": ids.clone()}
-
-    return make
+    return lambda batch: text_batch(batch, seq_len)

@@ -11,6 +11,7 @@ from nemo_like._util.extras import require
 from nemo_like.activation_checkpointing.plan import Part
 from nemo_like.planning.fit.candidate import Candidate
 from nemo_like.planning.fit.fitting import FitReport
+from nemo_like.planning.pictures import headless_pyplot
 from nemo_like.planning.program.readers import StepPoint
 
 _SHADES = {"forward": "#eaf2fb", "backward": "#fdf1e3", "optimizer": "#e9f6e9"}
@@ -24,7 +25,7 @@ def plot(report: FitReport, path: str | Path, number: int = 1) -> None:
     """
     figure = draw(report, number)
     figure.savefig(path, dpi=120)
-    require("matplotlib.pyplot", "plot", "to draw the picture").close(figure)
+    headless_pyplot().close(figure)
 
 
 def draw(report: FitReport, number: int = 1) -> Any:
@@ -35,8 +36,7 @@ def draw(report: FitReport, number: int = 1) -> Any:
         MissingExtraError: matplotlib is not installed.
         ValueError: the report came from another process, which planned the step.
     """
-    require("matplotlib", "plot", "to draw the picture").use("Agg")
-    pyplot = require("matplotlib.pyplot", "plot", "to draw the picture")
+    pyplot = headless_pyplot()
     candidate = report.candidates[number - 1]
     lines = timelines(candidate)
     highest = max(lines, key=lambda name: max(point.total for point in lines[name]))

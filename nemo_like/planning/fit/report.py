@@ -11,9 +11,9 @@ from nemo_like._util.table import (
     ByteUnit,
     Column,
     Table,
-    columns_note,
     of_limit,
     paragraph,
+    parameters_word,
     percent,
     screen_width,
     three_digits,
@@ -25,10 +25,9 @@ from nemo_like.planning.fit.advice import binds
 from nemo_like.planning.fit.candidate import Candidate, precision_word
 from nemo_like.planning.fit.explained import Row
 from nemo_like.planning.fit.question import Question
-from nemo_like.planning.predict import parameters_word
 
 CHECKED = {
-    "peak_bytes": "the CPU allocator's bytes of real steps on 1, 2 and 4 ranks (docs/how-to/fit-into-memory.md)",
+    "peak_bytes": "the CPU allocator's bytes of real steps on 1, 2 and 4 ranks (docs/evidence/plans.md)",
     "reserved_bytes": "published steps of Llama 3 on H100 (docs/evidence/published.md)",
     "step_seconds": "published steps of Llama 3 on H100 (docs/evidence/published.md)",
 }
@@ -176,8 +175,7 @@ class FitReport:
         table = self.table()
         lines = [f"{self.verdict()}\nPaste: {self.call()}\nTrain: {recipe(self, self.best)}"]
         lines.append(paragraph(f"{self.about()} Bound by {self.binds}.", width))
-        note = f"{self._unit().name} of one device, predicted. {columns_note(table.left_out(width))}".strip()
-        lines.append(f"{table.text(width)}\n{paragraph(note, width)}")
+        lines.append(table.with_note(f"{self._unit().name} of one device, predicted.", width))
         if explain is not None and explain <= len(self.candidates):
             lines.append(f"Number {explain}:\n{explanation(self.candidates[explain - 1])}")
             lines.append(paragraph(self._others(), width))

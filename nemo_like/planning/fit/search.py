@@ -15,7 +15,7 @@ import itertools
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -104,9 +104,8 @@ class Search:
         """The best that fits, and up to `count` of the next best layouts among the shapes that were traced for it."""
         order = itertools.count()
         queue: list[tuple[float, int, Any]] = []
-        later = 0
         try:
-            later = self._walk(queue, order, count)
+            self._walk(queue, order, count)
         except KeyboardInterrupt:
             resolved = [item for _, _, item in sorted(queue, key=lambda entry: entry[:2]) if _is_resolved(item)]
             if not (resolved or self.found.best):
@@ -117,33 +116,29 @@ class Search:
                 layouts = {candidate.layout for candidate in self.found.best}
                 if len(layouts) < count and conf.layout not in layouts and not isinstance(shape, str):
                     self.found.best.append(self.candidate(shape, conf, known))
-            return self._finished(later, queue)
+            return self._finished(queue)
         if not self.found.best:
             self._look_at_the_least()
-        found = self._finished(later, queue)
+        found = self._finished(queue)
         if found.best:
             found.best[0] = self._refined(found.best[0])
         else:
             found.nearest = self._nearest()
         return found
 
-    def _finished(self, later: int, queue: Sequence[tuple[float, int, Any]]) -> Found:
-        """Count what was not looked at."""
-        later += sum(len(self.by_shape[item]) if isinstance(item, ShapeKey) else 1 for _, _, item in queue)
-        if later:
-            self.found.rejected["slower than the best, not looked at"] += later
+    def _finished(self, queue: Iterable[tuple[float, int, Any]]) -> Found:
+        """Count what is left in the queue."""
+        for _, _, item in queue:
+            self.found.rejected[_SLOWER] += len(self.by_shape[item]) if isinstance(item, ShapeKey) else 1
         self.found.traced = self._traced_shapes()
         return self.found
 
     def _traced_shapes(self) -> int:
         return sum(not isinstance(shape, str) for shape in self.shapes.values())
 
-    def _walk(self, queue: list[tuple[float, int, Any]], order: Iterator[int], count: int) -> int:
-        """Go through shapes, configurations and resolved ones by their least seconds, until `count` are found.
-
-        Return how many configurations are of shapes that were left out.
-        """
-        later, large = 0, list[ShapeKey]()
+    def _walk(self, queue: list[tuple[float, int, Any]], order: Iterator[int], count: int) -> None:
+        """Go through shapes, configurations and resolved ones by their least seconds, until `count` are found."""
+        large = list[ShapeKey]()
         for key in self.by_shape:
             heapq.heappush(queue, (self._bound(key), next(order), key))
         while queue and len(self.found.best) < count:
@@ -153,7 +148,7 @@ class Search:
                 if not self.found.best and (better := self._bound(item)) > bound:
                     heapq.heappush(queue, (better, next(order), item))  # other shapes were traced meanwhile
                 elif self.found.best:
-                    later += len(self.by_shape[item])
+                    self.found.rejected[_SLOWER] += len(self.by_shape[item])
                 elif item not in large and self._is_too_large(item):
                     large.append(item)
                     heapq.heappush(queue, (math.inf, next(order), item))  # what needs least, if nothing fits
@@ -174,7 +169,7 @@ class Search:
             if isinstance(shape, str):  # it could not be cut into stages
                 self.found.rejected[shape] += 1
             elif self.found.best and isinstance(shape, StagedShape) and shape.key.in_one_stage not in self.shapes:
-                later += 1
+                self.found.rejected[_SLOWER] += 1
             elif resolved is not None:
                 self.found.best.append(self.candidate(shape, conf, resolved))
             elif isinstance(shape, StagedShape) and (better := self._least_pipeline(shape, conf)) > bound:
@@ -183,7 +178,6 @@ class Search:
             elif (resolved := self._resolve(shape, conf)) is not None:
                 per_token = self._per_token(resolved.seconds, conf)
                 heapq.heappush(queue, (per_token, next(order), (conf, resolved)))
-        return later
 
     def _look_at_the_least(self) -> None:
         """Nothing fits: of the pipelines that are known not to, those that may need less than all else."""
@@ -501,8 +495,7 @@ class Search:
         with quietly():
             account = account_of(shape, conf, resolved.choices, resolved.seconds)
             if conf.mode == "plan":
-                word = resolved.budget
-                conf, plan = conf.change(ac=word), shape.plan(conf, resolved.choices, word)
+                conf, plan = conf.change(ac=resolved.budget), shape.plan(conf, resolved.choices, resolved.budget)
         return Candidate(
             conf, host_bytes=self._on_host(shape, conf, resolved), peak=resolved.peak, need=resolved.need,
             seconds=resolved.seconds, tokens=conf.sequences * question.seq_len,
@@ -513,6 +506,7 @@ class Search:
 
 Entry = tuple[Configuration, Resolved | None] | StateOnHost
 _HOST_MEMORY = "host memory"
+_SLOWER = "slower than the best, not looked at"
 _NOT_BESIDE_PP = "not planned beside pp: cpu_offload, a budget with experts that tp splits inside"
 
 
