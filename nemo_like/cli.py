@@ -23,12 +23,12 @@ from nemo_like.commands import COMMANDS
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0 done, 2 bad input (one line says what), 130 interrupted."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    asked = next((word for word in argv if not word.startswith("-")), None)
-    program = f"nemo-like {asked}" if asked in COMMANDS else "nemo-like"
+    command = next((word for word in argv if not word.startswith("-")), None)
+    program = f"nemo-like {command}" if command in COMMANDS else "nemo-like"
     if "" not in sys.path and not sys.flags.safe_path:
         sys.path.insert(0, "")  # as ``python -m`` has it: --model mymod:build is a file in the current folder
     try:
-        arguments = make_parser(asked).parse_args(argv)
+        arguments = make_parser(command).parse_args(argv)
         if is_rank_zero() and (line := arguments.first_line(arguments)):
             print(line, file=sys.stderr, flush=True)
         if arguments.command != "completion":  # which logs nothing, and needs no torch
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def make_parser(asked: str | None = None) -> argparse.ArgumentParser:
+def make_parser(command: str | None = None) -> argparse.ArgumentParser:
     """The parser with the options of the command `asked`, which alone is imported; for ``completion``, of all commands."""
     parser = argparse.ArgumentParser(
         prog="nemo-like",
@@ -52,7 +52,7 @@ def make_parser(asked: str | None = None) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, purpose in COMMANDS.items():
-        if asked not in (name, "completion"):
+        if command not in (name, "completion"):
             subparsers.add_parser(name, help=purpose)
             continue
         module = importlib.import_module(f"nemo_like.commands.{name}_command")

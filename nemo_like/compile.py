@@ -39,7 +39,7 @@ def compile_layers(model: nn.Module, backend: str = "inductor", layers: Iterable
     resolved = parse_compile(backend)
     if resolved is None:
         return
-    chosen = [found.module for found in find_layers(model)] if layers is None else list(layers)
+    chosen = [layer.module for layer in find_layers(model)] if layers is None else list(layers)
     for layer in chosen:
         if resolved == "eager":
             for inside in _inside_of_regions(layer):

@@ -125,30 +125,30 @@ def dry_run(
     if sample_input is None:
         raise ValueError("sample_input is None; give what one microbatch of one rank gives to the model.")
     model = _model(model_or_config)
-    made = replace(job, world_size=job.ranks, gpu=resolve_device("cpu"), device=torch.device("cpu"))
-    refuse_dry_run(made)
+    cpu_job = replace(job, world_size=job.ranks, gpu=resolve_device("cpu"), device=torch.device("cpu"))
+    refuse_dry_run(cpu_job)
     _check_numbers(rank, job.ranks, layers)
-    if made.pp.size == 1 and made.ac_scope != "all":
-        planned_for = replace(made, layers=tuple(layer.fqn for layer in layers_for(model, made)[1]))
+    if cpu_job.pp.size == 1 and cpu_job.ac_scope != "all":
+        planned_for = replace(cpu_job, layers=tuple(layer.fqn for layer in layers_for(model, cpu_job)[1]))
     else:
-        planned_for = made
+        planned_for = cpu_job
     try:  # here, where no rank waits for what another one plans
         planned = plan_rank(model, sample_input, planned_for, rank)
     except ValueError as error:
-        if isinstance(made.ac, MemoryBudget):
+        if isinstance(cpu_job.ac, MemoryBudget):
             raise
         say_once(f"No plan is made of this job, so all layers run and nothing is compared: {error}")
-        planned = PlannedRank(made, None, None)
-    made = replace(made, ac=planned.job.ac)
+        planned = PlannedRank(cpu_job, None, None)
+    cpu_job = replace(cpu_job, ac=planned.job.ac)
 
     def run(skipped: Mapping[str, Kind]) -> dict[StepMoment, Level]:
         with unsaid(), _environment(_UNCHECKED), torch.random.fork_rng(devices=[]), _fake_ranks(rank, job.ranks):
-            return _run(model, sample_input, made, skipped)
+            return _run(model, sample_input, cpu_job, skipped)
 
-    found = None
+    reason = None
     if layers is not None and planned.traced is not None:
-        found = _extrapolated(run, planned.traced, made.ac, layers + 1)
-    return DryRun(run({}) if found is None else found, planned.peak_bytes)
+        reason = _extrapolated(run, planned.traced, cpu_job.ac, layers + 1)
+    return DryRun(run({}) if reason is None else reason, planned.peak_bytes)
 
 
 def _model(model_or_config: object) -> nn.Module:
@@ -177,10 +177,10 @@ def _extrapolated(
     if repeats.count <= least + 2:
         return None
     runs = [run({names[at]: kinds[names[at]] for at in repeats.without(count)}) for count in range(least, least + 3)]
-    found = grown(runs, repeats.count - least)
-    if found is None:
+    extrapolated = grown(runs, repeats.count - least)
+    if extrapolated is None:
         say_once(f"{least} to {least + 2} layers do not grow evenly: all of them run.")
-    return found
+    return extrapolated
 
 
 def _run(model: nn.Module, sample_input: object, job: Job, skipped: Mapping[str, Kind]) -> dict[StepMoment, Level]:
@@ -192,28 +192,28 @@ def _run(model: nn.Module, sample_input: object, job: Job, skipped: Mapping[str,
         job = replace(job, layers=tuple(names))
     if isinstance(job.ac, Plan):
         job = replace(job, ac=job.ac.only([layer.fqn for layer in job.ac.layers if layer.fqn not in skipped]))
-    made = parallelize(mine, job, sample_input=sample_input)
-    modules = [stage.module for stage in made.stages] if isinstance(made, Pipeline) else [made]
+    parallelized = parallelize(mine, job, sample_input=sample_input)
+    modules = [stage.module for stage in parallelized.stages] if isinstance(parallelized, Pipeline) else [parallelized]
     run = FakeRun(model=model)
     run.routed_by = _routing(model, job)
     _give_memory(modules, run)
     args, kwargs = run.sample(split_sample(sample_input))
     ledger = StorageLedger(on_cpu=True)
-    if isinstance(made, Pipeline):
-        made.tie()
+    if isinstance(parallelized, Pipeline):
+        parallelized.tie()
         given_by_name = dict(zip(inspect.signature(model.forward).parameters, args)) | kwargs
-        go = _pipeline_loop(made, repeated(given_by_name, made.options.microbatches or 1), ledger)
+        go = _pipeline_loop(parallelized, repeated(given_by_name, parallelized.options.microbatches or 1), ledger)
     else:
         split_loss = job.loss is None and job.tp.loss_parallel
-        go = _loop(made, args, kwargs, loop, ledger, loss_parallel if split_loss else nullcontext)
+        go = _loop(parallelized, args, kwargs, loop, ledger, loss_parallel if split_loss else nullcontext)
     make = OPTIMIZER_OBJECTS[loop.optimizer].make
     assert make is not None  # `refuse_dry_run`
-    optimizer = make(list(made.parameters()))
+    optimizer = make(list(parallelized.parameters()))
     told = without_values(f"{type(model).__name__} cannot be run without values: its step", model)
     with told, run, ledger, SumsInPlace(), ledger.watching(_layers_of(modules, names)), _sends_hold(), _no_collector():
         for _ in range(2):  # the second one begins with the optimizer's state
             gc.collect()
-            ledger.own(map(_local, made.parameters()), PARAMETERS)
+            ledger.own(map(_local, parallelized.parameters()), PARAMETERS)
             ledger.begin()
             go()
             ledger.phase = "optimizer step"
@@ -387,14 +387,16 @@ def _on_meta(model: nn.Module) -> nn.Module:
 
 def _give_memory(models: Sequence[nn.Module], run: FakeRun) -> None:
     """Put fake tensors in the place of those on the meta device, and of buffers."""
-    made: dict[torch.Tensor, Any] = {}
+    memories: dict[torch.Tensor, Any] = {}
 
     def one(tensor: torch.Tensor) -> Any:
-        if tensor not in made:
+        if tensor not in memories:
             with run.fake, torch.no_grad():
-                own = torch.empty_like(tensor, device="cpu")
-            made[tensor] = nn.Parameter(own, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else own
-        return made[tensor]
+                memory = torch.empty_like(tensor, device="cpu")
+            memories[tensor] = (
+                nn.Parameter(memory, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else memory
+            )
+        return memories[tensor]
 
     for module in (module for model in models for module in model.modules()):
         for name, buffer in module._buffers.items():

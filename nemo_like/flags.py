@@ -196,36 +196,36 @@ def job_of(values: Mapping[str, Any], **fields: Any) -> Job:
     """
     from nemo_like.job import Job
 
-    given = {name: values[name] for name in FLAGS if name in values}
-    for name, value in given.items():
+    values_of_flags = {name: values[name] for name in FLAGS if name in values}
+    for name, value in values_of_flags.items():
         check_flag(name, value)
-    said = {name: flag.default for name, flag in FLAGS.items()} | given
+    with_defaults = {name: flag.default for name, flag in FLAGS.items()} | values_of_flags
     parts: dict[str, dict[str, Any]] = {}
     for flag in FLAGS.values():
         head, _, tail = flag.field.partition(".")
-        parts.setdefault(head, {})[tail] = _READ.get(flag.name, _as_it_is)(said[flag.name])
-    parts["precision"] = {"": _precision(said)}
+        parts.setdefault(head, {})[tail] = _READ.get(flag.name, _as_it_is)(with_defaults[flag.name])
+    parts["precision"] = {"": _precision(with_defaults)}
     parts["strategy"] = {"": _strategy(parts["strategy"])}
-    if said["pp"] == 1:
+    if with_defaults["pp"] == 1:
         parts["pp"] = {}
     else:  # a pipeline cuts its one batch by itself
-        parts["pp"]["microbatches"] = said["grad_accum"] if said["grad_accum"] > 1 else None
+        parts["pp"]["microbatches"] = with_defaults["grad_accum"] if with_defaults["grad_accum"] > 1 else None
         parts["step"]["microbatches"] = 1
-    made = {head: part[""] if "" in part else _CLASSES[head](**part) for head, part in parts.items()}
+    objects = {head: part[""] if "" in part else _CLASSES[head](**part) for head, part in parts.items()}
     for name in ("gpu", "world_size"):
-        if name not in given:
-            del made[name]
-    return Job.of(**{**made, **fields})
+        if name not in values_of_flags:
+            del objects[name]
+    return Job.of(**{**objects, **fields})
 
 
 def changed_flags(job: Job, changed: Job) -> dict[str, Any]:
     """Return the values, by name, of the flags that say something else of `changed` than of `job`."""
-    found = {}
+    flags = {}
     for flag in FLAGS.values():
         before, after = (functools.reduce(getattr, flag.field.split("."), each) for each in (job, changed))
         if before != after:
-            found[flag.name] = _AS_FLAGS.get(flag.name, lambda value: value)(after)
-    return found
+            flags[flag.name] = _AS_FLAGS.get(flag.name, lambda value: value)(after)
+    return flags
 
 
 _AS_FLAGS: Mapping[str, Callable[[Any], Any]] = {
@@ -273,30 +273,30 @@ def _scopes(scope: str) -> str | tuple[str, ...]:
     return tuple(scope.split(",")) if "," in scope else scope
 
 
-def _precision(said: Mapping[str, Any]) -> Precision:
-    word = said["precision"]
+def _precision(values: Mapping[str, Any]) -> Precision:
+    word = values["precision"]
     matmuls = word.lower().replace("_", "-") if isinstance(word, str) else None
     if matmuls in FLOAT8:
         return Precision.of(matmuls)
     compute = parse_dtype("--precision", word)
-    return Precision(compute, None if compute is None else parse_dtype("--reduce-dtype", said["reduce_dtype"]))
+    return Precision(compute, None if compute is None else parse_dtype("--reduce-dtype", values["reduce_dtype"]))
 
 
-def _balance(said: Any) -> str | tuple[int, ...]:
-    if said in ("time", "memory"):
-        return str(said)
+def _balance(value: Any) -> str | tuple[int, ...]:
+    if value in ("time", "memory"):
+        return str(value)
     try:
-        return tuple(int(word) for word in said.split(","))
+        return tuple(int(word) for word in value.split(","))
     except ValueError:
         raise ValueError(
-            f"--balance is {said!r}; it must be time, memory, or how many layers each stage gets, such as 8,8."
+            f"--balance is {value!r}; it must be time, memory, or how many layers each stage gets, such as 8,8."
         ) from None
 
 
-def allocator_here(said: str | None) -> AllocatorConfig:
+def allocator_here(value: str | None) -> AllocatorConfig:
     """Return the allocator's settings that `said` means; None: those that a job which is started here would read."""
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    text = next((os.environ[name] for name in names if name in os.environ), "") if said is None else said
+    text = next((os.environ[name] for name in names if name in os.environ), "") if value is None else value
     return AllocatorConfig.parse(text)
 
 

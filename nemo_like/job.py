@@ -298,7 +298,7 @@ class Job:
     def words(self, plan: str = "plan.json", *, machine: bool = False) -> dict[str, str]:
         """Return `strategy`, `ac` and what differs from the defaults, as code by keyword; `machine`: also what only
         predictions read."""
-        found: dict[str, str] = {}
+        words: dict[str, str] = {}
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
             if f.name == "asked" or (f.name in _OF_THE_MACHINE and not machine):
@@ -306,12 +306,12 @@ class Job:
             if f.name not in _ALWAYS_IN_A_CALL and value == getattr(_default_job(), f.name):
                 continue
             if isinstance(value, Plan):
-                found[f.name] = f"Plan.load({plan!r})"
+                words[f.name] = f"Plan.load({plan!r})"
             elif f.name == "step" and set(value.changed) == {"optimizer"}:
-                found["optimizer"] = repr(value.optimizer)
+                words["optimizer"] = repr(value.optimizer)
             else:
-                found[f.name] = as_code(value, _READERS.get(f.name))
-        return found
+                words[f.name] = as_code(value, _READERS.get(f.name))
+        return words
 
     def as_words(self) -> Iterator[tuple[str, Any, str]]:
         """Yield the name, the value and the code of every field that was asked for."""
@@ -438,9 +438,9 @@ def _axes_divide_the_ranks(job: Job) -> str | None:
         return None
     used = math.prod(_sizes(job).values())
     if job.world_size % used:
-        asked = " x ".join(f"{name} {size}" for name, size in _sizes(job).items() if size > 1)
+        axes = " x ".join(f"{name} {size}" for name, size in _sizes(job).items() if size > 1)
         return (
-            f"world_size is {job.world_size}, which is not divisible by {asked} = {used}. Change the sizes, or the "
+            f"world_size is {job.world_size}, which is not divisible by {axes} = {used}. Change the sizes, or the "
             "number of ranks."
         )
     return None
@@ -531,12 +531,12 @@ def _split_is_the_callers(job: Job) -> str | None:
 
 
 def _split_backward_stays_gathered(job: Job) -> str | None:
-    asked = job.strategy.reshard_after_forward if isinstance(job.strategy, FSDP2) else None
-    stays = not asked or job.pp.size == 1 or job.world_size == job.pp.size
+    reshard = job.strategy.reshard_after_forward if isinstance(job.strategy, FSDP2) else None
+    stays = not reshard or job.pp.size == 1 or job.world_size == job.pp.size
     if stays or not job.pp.facts.splits_backward:
         return None
     return (
-        f"reshard_after_forward is {asked} with the schedule {job.pp.schedule!r}, which cuts backward in two: torch picks "
+        f"reshard_after_forward is {reshard} with the schedule {job.pp.schedule!r}, which cuts backward in two: torch picks "
         "the parameters of the second half before FSDP2 gathers them again, and their gradients would be lost. Leave it "
         "out, or use 'interleaved_1f1b'."
     )
@@ -582,13 +582,15 @@ def as_code(value: object, read: Callable[[Any], Any] | None = None) -> str:
     if isinstance(name := getattr(value, "name", None), str):  # a device
         return repr(name)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        said = [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value) if f.init]
+        fields = [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value) if f.init]
         plain = _plain(type(value))
         always: tuple[str, ...] = ()
         if isinstance(value, PipelineParallel):  # whose other defaults follow from these two
             plain, always = PipelineParallel(value.size, value.schedule), ("size", "schedule")
-        said = [(name, mine) for name, mine in said if name in always or plain is None or mine != getattr(plain, name)]
-        return f"{type(value).__name__}({', '.join(f'{name}={as_code(mine)}' for name, mine in said)})"
+        fields = [
+            (name, mine) for name, mine in fields if name in always or plain is None or mine != getattr(plain, name)
+        ]
+        return f"{type(value).__name__}({', '.join(f'{name}={as_code(mine)}' for name, mine in fields)})"
     if callable(value):
         return getattr(value, "__qualname__", repr(value))
     if isinstance(value, tuple):

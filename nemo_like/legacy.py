@@ -119,8 +119,8 @@ class ActivationCheckpointTransform:
             return model
         refuse_checkpointed(model)
         if config.layer_classes is not None:
-            found = layers_of_classes(model, config.layer_classes)
-            if not found:
+            layers = layers_of_classes(model, config.layer_classes)
+            if not layers:
                 warn_once(
                     f"ActivationCheckpointTransform was asked for the classes {', '.join(config.layer_classes)}, and "
                     f"the {type(model).__name__} has none of them: nothing is checkpointed. Its classes are: "
@@ -128,21 +128,21 @@ class ActivationCheckpointTransform:
                 )
                 return model
         else:
-            found = find_layers(model)
+            layers = find_layers(model)
         narrowed = dataclasses.replace(config, layer_classes=None, profile_before_apply=False)
-        apply_specs(model, config_specs(model, found, narrowed))
+        apply_specs(model, config_specs(model, layers, narrowed))
         return model
 
 
 def _candidates(model: nn.Module, config: CheckpointConfig, report: ProfileReport | None) -> tuple[Layer, ...]:
     if config.layer_classes is not None:
-        found = layers_of_classes(model, config.layer_classes)
-        if not found:
+        layers = layers_of_classes(model, config.layer_classes)
+        if not layers:
             raise ValueError(
                 f"CheckpointConfig.layer_classes is {list(config.layer_classes)}, and the {type(model).__name__} has "
                 f"no such module; it has {', '.join(class_names(model)[:12])}."
             )
-        return found
+        return layers
     try:
         return find_layers(model)
     except LayersNotFoundError:

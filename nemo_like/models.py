@@ -157,8 +157,8 @@ class ModelSource:
 
     def sample_of(self, sequences: int) -> Any:
         """The sample input with so many sequences: the first sizes that are equal to its first tensor's are the batch."""
-        given = tensors_in(self.sample)
-        batch = given[0].shape[0] if given and given[0].dim() else 1
+        tensors = tensors_in(self.sample)
+        batch = tensors[0].shape[0] if tensors and tensors[0].dim() else 1
 
         def one(tensor: torch.Tensor) -> torch.Tensor:
             if not tensor.dim() or tensor.shape[0] != batch:
@@ -226,14 +226,14 @@ def resolve_model(spec: str) -> ModelSource:
 def most_positions(config: object) -> int | None:
     """Return the tokens of the longest sequence that a model of `config` takes; None: the config does not say."""
     text = _text_config(config)
-    said = getattr(text, "max_position_embeddings", None)
-    if isinstance(said, bool) or not isinstance(said, int) or said < 1:
+    positions = getattr(text, "max_position_embeddings", None)
+    if isinstance(positions, bool) or not isinstance(positions, int) or positions < 1:
         return None
     rope = getattr(text, "rope_parameters", None) or {}
     ropes = [rope, *(part for part in rope.values() if isinstance(part, Mapping))]  # one for each kind of layer
     # Scaled (YaRN and others): the config says the length before it, the factor, or both.
-    scaled = [(part.get("factor") or 1) * (part.get("original_max_position_embeddings") or said) for part in ropes]
-    return int(max(said, *scaled))
+    scaled = [(part.get("factor") or 1) * (part.get("original_max_position_embeddings") or positions) for part in ropes]
+    return int(max(positions, *scaled))
 
 
 def check_positions(config: object, option: str, tokens: int) -> None:

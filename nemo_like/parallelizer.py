@@ -115,10 +115,10 @@ def apply_activation_checkpointing(
 
 def checkpoint(model: nn.Module, job: Job, sample_input: object = None) -> nn.Module:
     """`apply_activation_checkpointing` for a job that was read already."""
-    found, chosen = layers_for(model, job)
+    layers_found, chosen = layers_for(model, job)
     if job.loss is not None:
         check_head(model)
-    _, specs = resolve(model, job, found, chosen, sample_input)
+    _, specs = resolve(model, job, layers_found, chosen, sample_input)
     apply_specs(model, specs, compile=job.compile is not None)
     return model if job.loss is None else chunk_model_loss(model, job.loss)
 
@@ -130,7 +130,7 @@ def parallelize(
     *,
     mesh: DeviceMesh | None = None,
     sample_input: object = None,
-    **asked: Unpack[JobKeywords],
+    **keywords: Unpack[JobKeywords],
 ) -> Any:
     """Make `model` ready to train: shard it, checkpoint its activations, compile its layers. Returns it.
 
@@ -160,15 +160,15 @@ def parallelize(
             The model is unchanged then.
     """
     check_model(model)
-    given: dict[str, Any] = {"strategy": strategy, "ac": ac, **asked}
+    settings: dict[str, Any] = {"strategy": strategy, "ac": ac, **keywords}
     if isinstance(strategy, Job):
-        given.pop("ac")  # the default, unless somebody gave it too
-        given |= {} if ac == "selective" else {"ac": ac}
+        settings.pop("ac")  # the default, unless somebody gave it too
+        settings |= {} if ac == "selective" else {"ac": ac}
     try:
-        job = Job.of(**given)
+        job = Job.of(**settings)
     except (ValueError, TypeError) as error:
         if str(strategy).lower() != "single" and not isinstance(strategy, Single):
-            check_agreement(model, error, mesh, asked.get("device"))  # the other ranks hear of it
+            check_agreement(model, error, mesh, settings.get("device"))  # the other ranks hear of it
         raise
     check_agreement(model, job, mesh)
     if job.param_dtype is torch.float16:
@@ -380,13 +380,13 @@ _DECIDED = ("strategy", "dp_replicate", "tp", "cp", "ep", "pp", "precision", "of
 def _checkpoint_as_it_came(model: nn.Module, job: Job, mesh: DeviceMesh | None, sample_input: object) -> nn.Module:
     """Checkpointing, loss and compilation for a model that is sharded; its shards and units stay as they are."""
     plain = Job()
-    asked = [name for name in _DECIDED if getattr(job, name) != getattr(plain, name)]
-    if asked or mesh is not None:
-        name = asked[0] if asked else "mesh"
-        said = job.words().get(name, getattr(job, name)) if asked else mesh
+    differing = [name for name in _DECIDED if getattr(job, name) != getattr(plain, name)]
+    if differing or mesh is not None:
+        name = differing[0] if differing else "mesh"
+        wanted = job.words().get(name, getattr(job, name)) if differing else mesh
         raise ValueError(
-            f"{name} is {said}, and this {type(model).__name__.removeprefix('FSDP')} was split and sharded by transformers "
-            "as its distributed_config says, and stays so. Say it there, or load the model without one."
+            f"{name} is {wanted}, and this {type(model).__name__.removeprefix('FSDP')} was split and sharded by "
+            "transformers as its distributed_config says, and stays so. Say it there, or load the model without one."
         )
     model = checkpoint(model, replace(job, world_size=world_size()), sample_input)
     if job.compile is not None:

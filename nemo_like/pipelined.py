@@ -97,11 +97,11 @@ class CutModel:
     def pipeline(self, ready: Sequence[tuple[CutStage, nn.Module]]) -> Pipeline:
         """Return the pipeline of this rank's stages, which are `ready` to train."""
         stages = [Stage(stage.slice, module, stage.forward) for stage, module in ready]
-        made = Pipeline(stages, self.parts, self.job.pp, self.mesh, self.device)
+        pipeline = Pipeline(stages, self.parts, self.job.pp, self.mesh, self.device)
         watch = size_watch(self.job.ac if isinstance(self.job.ac, Plan) else None, self.job.planned_tokens)
         if watch is not None and is_rank_zero():
-            made.sees = watch.see
-        return made
+            pipeline.sees = watch.see
+        return pipeline
 
 
 def cut_into_stages(model: nn.Module, job: Job, mesh: DeviceMesh, sample_input: object) -> CutModel:
@@ -121,26 +121,26 @@ def cut_into_stages(model: nn.Module, job: Job, mesh: DeviceMesh, sample_input: 
             "pp needs sample_input=, one microbatch as the model is called with it ({'input_ids': ..., 'labels': ...}): it "
             "shows which parameters run before and after the layers, and the shape of what stages send."
         )
-    found, _ = layers_for(model, job)
-    _refuse(model, found, job.pp)
+    layers_found, _ = layers_for(model, job)
+    _refuse(model, layers_found, job.pp)
     if isinstance(job.ac, Plan):  # before stages are cut
         job.ac.check_matmuls(job.precision.matmuls)
     if job.cp.size > 1:
-        check_context_parallel(model, job.cp, found)
+        check_context_parallel(model, job.cp, layers_found)
     whole = [each.fqn for each in find_experts(model, job.ep.plan)] if job.ep.size > 1 else []
     if job.cp.size > 1 or job.tp.size > 1:
         from nemo_like.planning.trial import try_split
 
-        try_split(model, job, found, whole, sample_input)
+        try_split(model, job, layers_found, whole, sample_input)
     if job.loss is not None:
         check_head(model)
     dtype = job.param_dtype
     lowered = {} if dtype is None else {"autocast" if job.of_stage().fsdp is None else "dtype": dtype}
     parts: StageParts | SplitParts
     if job.pp.split is None:
-        parts = stage_parts(model, found, sample_input, **lowered)
+        parts = stage_parts(model, layers_found, sample_input, **lowered)
     else:
-        parts = SplitParts(model, job.pp.split, job.pp.stages, found, sample_input, **lowered)
+        parts = SplitParts(model, job.pp.split, job.pp.stages, layers_found, sample_input, **lowered)
     device = local_device(mesh.device_type) if job.device is None else job.device
     planned = _planned(model, job, sample_input)
     if not isinstance(parts, SplitParts):
@@ -170,10 +170,10 @@ def _planned(model: nn.Module, job: Job, sample_input: object) -> Job:
     return replace(job, pp=pp)
 
 
-def _refuse(model: nn.Module, found: Any, pp: PipelineParallel) -> None:
+def _refuse(model: nn.Module, layers: Any, pp: PipelineParallel) -> None:
     """Raise ValueError for a model that no pipeline can have, or none without ``split=``."""
     kind = type(model).__name__
-    groups = {layer.group for layer in found}
+    groups = {layer.group for layer in layers}
     if len(groups) > 1 and pp.split is None:
         raise ValueError(
             f"pp cannot cut {kind}: it has layers in {len(groups)} groups ({', '.join(sorted(groups))}), and a pipeline is "

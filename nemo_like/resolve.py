@@ -49,16 +49,18 @@ def layers_for(model: nn.Module, job: Job) -> tuple[tuple[Layer, ...], tuple[Lay
         )
     cells = isinstance(ac, CheckpointConfig) and ac.enabled and ac.snn_timestep_checkpoint
     try:
-        found = find_layers(model, job.layers)
+        layers_found = find_layers(model, job.layers)
     except LayersNotFoundError:
         if not cells or job.layers is not None:
             raise
         return (), ()  # a recurrent model has one cell, called again and again
-    return found, select_layers(found, job.ac_scope)  # a wrong scope is an error also where nothing is checkpointed
+    return layers_found, select_layers(
+        layers_found, job.ac_scope
+    )  # a wrong scope is an error also where nothing is checkpointed
 
 
 def resolve(
-    model: nn.Module, job: Job, found: Sequence[Layer], chosen: Sequence[Layer], sample_input: object = None
+    model: nn.Module, job: Job, layers: Sequence[Layer], chosen: Sequence[Layer], sample_input: object = None
 ) -> tuple[Job, list[CheckpointSpec]]:
     """Return the job, its budget as a plan, and the regions its ``ac`` means on `model`, which is not changed.
 
@@ -94,7 +96,7 @@ def resolve(
         assert isinstance(job.ac, CheckpointConfig)
         specs = config_specs(model, chosen, job.ac, _measured_bytes(model, job.ac, sample_input))
     if job.offload.mode != "none":
-        specs = placed_on_host(specs, [layer.fqn for layer in found], job.offload, compile=job.compile is not None)
+        specs = placed_on_host(specs, [layer.fqn for layer in layers], job.offload, compile=job.compile is not None)
     return job, specs
 
 
@@ -347,12 +349,12 @@ def choose_layers(
 
 def layers_of_classes(model: nn.Module, classes: Sequence[str]) -> tuple[Layer, ...]:
     """The modules of `model` whose class has one of these names; of nested ones the outermost."""
-    found: list[Layer] = []
+    layers: list[Layer] = []
     for name, module in bare_modules(model):
-        inside_another = any(name.startswith(f"{layer.fqn}.") for layer in found)
+        inside_another = any(name.startswith(f"{layer.fqn}.") for layer in layers)
         if name and type(bare(module)).__name__ in classes and not inside_another:
-            found.append(Layer(name, module, group_of(model, name)))
-    return tuple(found)
+            layers.append(Layer(name, module, group_of(model, name)))
+    return tuple(layers)
 
 
 def class_names(model: nn.Module) -> list[str]:

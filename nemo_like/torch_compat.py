@@ -348,9 +348,9 @@ def fake_parameter(mode: Any, like: Tensor, dtype: torch.dtype) -> Any:
     """
     with unseen():
         elements = torch.empty_strided(like.shape, like.stride(), dtype=dtype, device="meta")
-        made = fake_tensor_types()[0](mode, elements, torch.device("cpu"))
-        made._is_param = True
-        return made.requires_grad_(like.requires_grad)
+        parameter = fake_tensor_types()[0](mode, elements, torch.device("cpu"))
+        parameter._is_param = True
+        return parameter.requires_grad_(like.requires_grad)
 
 
 # --- The compiler -----------------------------------------------------------------------------------------------------
@@ -469,12 +469,12 @@ def call_in_fsdp_unit(module: Any, inside: Callable[[Tensor], Tensor], hidden: T
             _put(module, "forward", own_forward)
 
 
-def _put(module: nn.Module, name: str, own: Any) -> None:
+def _put(module: nn.Module, name: str, value: Any) -> None:
     """Give `module` its class's method `name`, or `own`, which was set on the instance."""
-    if own is None:
+    if value is None:
         module.__dict__.pop(name, None)
     else:
-        module.__dict__[name] = own
+        module.__dict__[name] = value
 
 
 @contextlib.contextmanager
@@ -529,8 +529,8 @@ def grouped_mm(rows: Tensor, weights: Tensor, counts: Sequence[int], ends: Tenso
         return torch.nn.functional.grouped_mm(rows, weights, offs=ends)
     # Also without any row: the weights get gradients of zero then, and every rank reduces the same.
     parts = zip(rows.split(list(counts)), weights.unbind(0), strict=True)
-    found = [part @ matrix for index, (part, matrix) in enumerate(parts) if part.shape[0] or index == 0]
-    return torch.cat(found)
+    products = [part @ matrix for index, (part, matrix) in enumerate(parts) if part.shape[0] or index == 0]
+    return torch.cat(products)
 
 
 def _has_grouped_kernel(rows: Tensor, weights: Tensor) -> bool:
@@ -699,8 +699,8 @@ class VotingStage(PipelineStage):
         nothing."""
         if torch.distributed.get_backend(self.group) == "fake":
             return torch.ones(1, dtype=torch.int32)
-        found: Tensor = super()._warmup_backward_result(received_result)
-        return found
+        result: Tensor = super()._warmup_backward_result(received_result)
+        return result
 
 
 def backward_in_halves() -> tuple[Callable[..., Any], Callable[..., Any]]:

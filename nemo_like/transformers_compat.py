@@ -143,11 +143,11 @@ def cache_argument(forward: Callable[..., Any], *, required: bool = False) -> st
     """
     parameters = inspect.signature(forward).parameters
     annotated = (name for name, one in parameters.items() if re.search(r"\bCache\b", str(one.annotation)))
-    found = next((name for name in CACHE_ARGUMENTS if name in parameters), None) or next(annotated, None)
-    if found is None and required:
+    argument = next((name for name in CACHE_ARGUMENTS if name in parameters), None) or next(annotated, None)
+    if argument is None and required:
         of = getattr(forward, "__qualname__", str(forward))
         raise absent(f"calls {of} with no cache argument that is known here ({', '.join(CACHE_ARGUMENTS)})")
-    return found
+    return argument
 
 
 def is_cache(value: object, name: str = "") -> bool:

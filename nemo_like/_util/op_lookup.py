@@ -67,14 +67,14 @@ def resolve_op(name: str | Op, *, field: str = "") -> frozenset[Op]:
         packet = _packet(*parts)
         if packet is not None:
             return _overloads(packet)
-    found = find_op(name)
-    if found is None:
+    op = find_op(name)
+    if op is None:
         raise ValueError(
             f"{_in(field)}{name!r}, which is not an operator of this torch ({torch.__version__}) and the packages imported "
             f"so far.{_hint(parts)} Write it as 'torch.ops.<namespace>.<operator>.<overload>'; if a library brings it, "
             "import that library first."
         )
-    return frozenset((found,))
+    return frozenset((op,))
 
 
 def resolve_ops(names: Iterable[str | Op], *, field: str = "") -> frozenset[Op]:
@@ -119,8 +119,8 @@ def _packet(namespace: str, name: str) -> Any:
 def _higher_order(name: str) -> Op | None:
     if not name.isidentifier():
         return None
-    found = higher_order_op(name) or _attribute(torch.ops.higher_order, name)
-    return found if isinstance(found, HigherOrderOperator) else None
+    op = higher_order_op(name) or _attribute(torch.ops.higher_order, name)
+    return op if isinstance(op, HigherOrderOperator) else None
 
 
 def _attribute(owner: object, name: str) -> Any:
@@ -131,10 +131,10 @@ def _attribute(owner: object, name: str) -> Any:
 
 
 def _overloads(packet: Any) -> frozenset[Op]:
-    found = [getattr(packet, name) for name in packet.overloads()]
+    overloads = [getattr(packet, name) for name in packet.overloads()]
     # TorchScript's `aten.add.int` adds two Python numbers: nothing that could be kept.
-    found = [op for op in found if "Tensor" in str(op._schema)] or found
-    return frozenset([op for op in found if not op._schema.is_mutable] or found)
+    overloads = [op for op in overloads if "Tensor" in str(op._schema)] or overloads
+    return frozenset([op for op in overloads if not op._schema.is_mutable] or overloads)
 
 
 def _in(field: str) -> str:

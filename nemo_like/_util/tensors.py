@@ -30,27 +30,27 @@ def tensors_in(value: object) -> list[Tensor]:
     >>> len(tensors_in(({"a": Tensor(2)}, [Tensor(1), 3, None])))
     2
     """
-    found: list[Tensor] = []
-    _find(value, found)
-    return found
+    tensors: list[Tensor] = []
+    _find(value, tensors)
+    return tensors
 
 
-def _find(value: object, found: list[Tensor]) -> None:
+def _find(value: object, tensors: list[Tensor]) -> None:
     """By hand: this runs on the arguments and the outputs of every operator, where a pytree is slow."""
     if isinstance(value, Tensor):
-        found.append(value)
+        tensors.append(value)
     elif isinstance(value, SEQUENCES):
         for item in value:
-            _find(item, found)
+            _find(item, tensors)
     elif value is None or isinstance(value, _PLAIN):
         return
     elif isinstance(value, Mapping):
         for item in value.values():
-            _find(item, found)
+            _find(item, tensors)
     else:
         for leaf in tree_leaves(value):
             if leaf is not value:
-                _find(leaf, found)
+                _find(leaf, tensors)
 
 
 def by_argument(args: tuple, kwargs: Mapping[str, Any]) -> dict[Place, Tensor]:
@@ -74,10 +74,10 @@ def map_tensors(function: Callable[[Tensor], Any], value: object) -> Any:
             return function(leaf)
         if not isinstance(leaf, MutableMapping):
             return leaf
-        made = copy.copy(leaf)  # no class of pytrees: what hands keys and values from layer to layer is a UserDict
+        copied = copy.copy(leaf)  # no class of pytrees: what hands keys and values from layer to layer is a UserDict
         for key, item in leaf.items():
-            made[key] = map_tensors(function, item)
-        return made
+            copied[key] = map_tensors(function, item)
+        return copied
 
     return tree_map(one, value)
 

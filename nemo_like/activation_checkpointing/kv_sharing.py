@@ -94,8 +94,8 @@ class _WithoutCache:
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        given = len(args) > self.position or kwargs.get(USE_CACHE) is not None
-        return None if given or not torch.is_grad_enabled() else (args, {**kwargs, USE_CACHE: False})
+        is_set = len(args) > self.position or kwargs.get(USE_CACHE) is not None
+        return None if is_set or not torch.is_grad_enabled() else (args, {**kwargs, USE_CACHE: False})
 
 
 def shares_states_explicitly(layers: Iterable[nn.Module]) -> bool:

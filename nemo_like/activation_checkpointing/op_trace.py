@@ -182,16 +182,16 @@ class _Recorder(TorchDispatchMode):
         out = func(*args, **kwargs)
         kept = self._kept()
         outputs = frozenset(map(self._key, tensors_in(out)))
-        made = outputs - reads - self._existing - self.trace.sizes.keys()
-        self.trace.sizes.update((key, self._held[key].nbytes()) for key in made)
-        if not made and not ops.facts(func).mutating:
+        created = outputs - reads - self._existing - self.trace.sizes.keys()
+        self.trace.sizes.update((key, self._held[key].nbytes()) for key in created)
+        if not created and not ops.facts(func).mutating:
             return out  # a view, a query: free
         self.trace.calls.append(
             OpCall(
                 op=str(func),
                 decision=kept[-1].decision if len(kept) > before else None,
                 flops=ops.flops(func, args, kwargs, out),
-                made=frozenset(made),
+                made=frozenset(created),
                 reads=reads,
                 writes=outputs & reads if ops.facts(func).mutating else frozenset(),
             )

@@ -120,12 +120,12 @@ class Plan:
 
         Layers that keep the same have one object: Dynamo compiles a layer anew for each object that it meets.
         """
-        made: dict[Policy, Policy] = {}
-        found: dict[str, Policy | None] = {}
+        shared: dict[Policy, Policy] = {}
+        policies: dict[str, Policy | None] = {}
         for layer in self.layers:
             policy = layer.policy()
-            found[layer.fqn] = None if policy is None else made.setdefault(policy, policy)
-        return found
+            policies[layer.fqn] = None if policy is None else shared.setdefault(policy, policy)
+        return policies
 
     def say_other_device(self, device_type: str) -> None:
         """Warn once where the plan was traced for another type of device than the model runs on."""
@@ -154,11 +154,11 @@ class Plan:
                     f"The plan was made for a {self.model} with a layer {layer.fqn!r}, which this "
                     f"{type(model).__name__} does not have. Make the plan again for this model."
                 )
-            found = layer_signature(modules[layer.fqn])
-            if found != layer.signature:
+            signature = layer_signature(modules[layer.fqn])
+            if signature != layer.signature:
                 raise PlanError(
                     f"Layer {layer.fqn!r} of this {type(model).__name__} is not the one that the plan was made for "
-                    f"(its class or the shapes of its parameters differ: {found}, planned {layer.signature}). Make "
+                    f"(its class or the shapes of its parameters differ: {signature}, planned {layer.signature}). Make "
                     "the plan again for this model."
                 )
 

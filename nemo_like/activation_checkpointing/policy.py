@@ -136,13 +136,13 @@ class SelectivePolicy:
         if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
             raise ValueError(f"SelectivePolicy.every_nth_matmul is {n!r}; it must be a whole number >= 1, or None.")
         for name in ("save_ops", "extra", "drop"):
-            if (given := getattr(self, name)) is None:
+            if (value := getattr(self, name)) is None:
                 continue
-            if isinstance(given, str) or not isinstance(given, Iterable):
+            if isinstance(value, str) or not isinstance(value, Iterable):
                 raise TypeError(
-                    f"SelectivePolicy.{name} is {given!r}; it must be a list of operators or their names: [{given!r}]."
+                    f"SelectivePolicy.{name} is {value!r}; it must be a list of operators or their names: [{value!r}]."
                 )
-            object.__setattr__(self, name, tuple(given))  # once and for all, if it is an iterator
+            object.__setattr__(self, name, tuple(value))  # once and for all, if it is an iterator
         ops = self.get_save_ops()
         refused = sorted(str(op) for op in ops if not table.facts(op).tracked)
         if refused:
@@ -167,12 +167,12 @@ class SelectivePolicy:
 
     def get_save_ops(self) -> frozenset[Op]:
         """The operators to keep. The hook to override."""
-        given = {
+        sets = {
             name: resolve_ops(getattr(self, name) or (), field=f"SelectivePolicy.{name}")
             for name in ("save_ops", "extra", "drop")
         }
-        base = table.default_save_ops() if self.save_ops is None else given["save_ops"]
-        return (base | given["extra"]) - given["drop"]
+        base = table.default_save_ops() if self.save_ops is None else sets["save_ops"]
+        return (base | sets["extra"]) - sets["drop"]
 
     def tracked_ops(self) -> Collection[Op]:
         """The save set."""
@@ -277,10 +277,10 @@ class DecisionTable:
 
 
 def _only_op(name: Op | str) -> frozenset[Op]:
-    found = resolve_op(name)
-    if len(found) != 1:
-        raise ValueError(f"DecisionTable: {name!r} has {len(found)} overloads; name one, such as '{name}.default'.")
-    return found
+    op = resolve_op(name)
+    if len(op) != 1:
+        raise ValueError(f"DecisionTable: {name!r} has {len(op)} overloads; name one, such as '{name}.default'.")
+    return op
 
 
 def _as_decision(item: Decision | str) -> Decision:

@@ -223,8 +223,8 @@ class _SegmentRegion(Region):
         call = _Call(run, marked_args, marked_kwargs, self._preserve_rng_state)
         self.position_of_last = position
         self.calls.append(call)  # now, and not at its end: the member may take a gradient itself, which replays
-        own = call.world.generators if call.world is not None else ()
-        draws = watch_generators(call.ambient.generators, self.forward_mode, run, (*args, *kwargs.values()), own)
+        generators = call.world.generators if call.world is not None else ()
+        draws = watch_generators(call.ambient.generators, self.forward_mode, run, (*args, *kwargs.values()), generators)
         call.looker = as_watched(draws)
         try:
             with saved_tensors_hooks(self.pack, self.unpack):
@@ -285,6 +285,6 @@ def _map(function: Callable[[Any], Any], value: object, kind: type = Tensor) -> 
 
 
 def _tensors(value: object) -> list[Tensor]:
-    found: list[Tensor] = []
-    _map(found.append, value)
-    return found
+    tensors: list[Tensor] = []
+    _map(tensors.append, value)
+    return tensors

@@ -128,9 +128,9 @@ class Nameless(nn.Module):
     @__class__.setter
     def __class__(self, value: type) -> None:
         # FSDP2 makes a class of what ``__class__`` says and itself; the wrapper's own forward must stay in it.
-        said = self.__class__
-        if said is not type(self) and not issubclass(value, type(self)):
-            value = _class_around(type(self), said, value)
+        reported = self.__class__
+        if reported is not type(self) and not issubclass(value, type(self)):
+            value = _class_around(type(self), reported, value)
         _set_type(self, value)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -174,25 +174,25 @@ _made: dict[tuple[type, type, type], type] = {}
 """Classes that `_class_around` has made."""
 
 
-def _class_around(wrapper: type, said: type, wanted: type) -> type:
+def _class_around(wrapper: type, reported: type, wanted: type) -> type:
     """`wanted`, which FSDP2 made of the class `said`, made of `wrapper` instead.
 
     One class for all layers, as FSDP2 has it: Dynamo, which looks at classes, would compile each layer anew, and stop
     after eight.
     """
-    key = (wrapper, said, wanted)
+    key = (wrapper, reported, wanted)
     if key not in _made:
-        bases = tuple(wrapper if base is said else base for base in wanted.__bases__)
+        bases = tuple(wrapper if base is reported else base for base in wanted.__bases__)
         # Only what FSDP2 adds. transformers puts a forward of its own into every subclass of its layers: that one would
         # run the layer past the wrapper.
-        added = {name: item for name, item in vars(wanted).items() if not hasattr(said, name)}
+        added = {name: item for name, item in vars(wanted).items() if not hasattr(reported, name)}
         _made[key] = type(wanted.__name__, bases, added)
     return _made[key]
 
 
 def _blank(kind: object, operators: tuple[str, ...]) -> Nameless:
-    made: Any = _with_operators(kind, operators)
-    return made.__new__(made)
+    subclass: Any = _with_operators(kind, operators)
+    return subclass.__new__(subclass)
 
 
 def _clean_names(module: nn.Module, keys: Any) -> None:
@@ -300,10 +300,10 @@ class CheckpointWrapper(Nameless, TorchCheckpointWrapper):
         return not any(parameter.requires_grad for parameter in self._checkpoint_wrapped_module.parameters())
 
     def _refuse_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = given_cache(self._arguments, args, kwargs)
-        if given is not None:
+        cache = given_cache(self._arguments, args, kwargs)
+        if cache is not None:
             raise RuntimeError(
-                f"{self.region_name} was called with {given}= while gradients are on: its replay would write "
+                f"{self.region_name} was called with {cache}= while gradients are on: its replay would write "
                 "that cache a second time. Call the model with use_cache=False in training, or under torch.no_grad(); a "
                 "model that makes a cache at every call, and cannot be told not to, cannot replay its attention."
             )
@@ -328,8 +328,8 @@ class CheckpointWrapper(Nameless, TorchCheckpointWrapper):
                 "embedding: use_reentrant=True would leave them without gradients. Use use_reentrant=False."
             )
         return torch.utils.checkpoint.checkpoint(
-            lambda *given: self._checkpoint_wrapped_module(
-                *given[:count], **dict(zip(names, given[count:], strict=True)), **others
+            lambda *inputs: self._checkpoint_wrapped_module(
+                *inputs[:count], **dict(zip(names, inputs[count:], strict=True)), **others
             ),
             *positional,
             use_reentrant=True,

@@ -87,7 +87,9 @@ def run_loss(
             "chunks": peak / (CHUNK * vocabulary * dtype.itemsize),
             "peer": name.startswith("x "),
             "loss_error": abs(float(value) / float(exact[0]) - 1),
-            "gradient_error": max(float((g.to(e.dtype) - e).norm() / e.norm()) for g, e in zip(grads, exact[1])),
+            "gradient_error": max(
+                float((g.to(right.dtype) - right).norm() / right.norm()) for g, right in zip(grads, exact[1])
+            ),
         }
         rows.append(row)
     steps = [functools.partial(_step, loss, hidden, head, labels) for loss in losses.values()]

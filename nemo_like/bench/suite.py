@@ -60,8 +60,8 @@ class Table:
             table.Column(heading, column.keep, left=index == 0, least=28 if index == 0 else None)
             for index, (heading, column) in enumerate(zip(head, self.columns))
         )
-        made = table.Table(columns, tuple(map(tuple, rows)))
-        below = [made.with_note(width=width), *(paragraph(note, width) for note in self.notes)]
+        columns_of_rows = table.Table(columns, tuple(map(tuple, rows)))
+        below = [columns_of_rows.with_note(width=width), *(paragraph(note, width) for note in self.notes)]
         return "\n\n".join([paragraph(f"{self.title}. {self._about()}".strip(), width), "\n".join(filter(None, below))])
 
     def markdown(self) -> str:

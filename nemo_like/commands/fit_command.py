@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
     if args.explain is not None and not 1 <= args.explain <= args.count:
         raise ValueError(f"--explain is {args.explain}; it must be the number of a printed line, 1 to {args.count}.")
     with progress() as say:
-        found = fit(
+        report = fit(
             args.model,
             gpus=args.gpus,
             gpu=args.gpu,
@@ -138,27 +138,27 @@ def run(args: argparse.Namespace) -> int:
             **pins,
         )
     if args.json != "-":
-        print(found.text(None if args.wide else screen_width(), args.explain), flush=True)
+        print(report.text(None if args.wide else screen_width(), args.explain), flush=True)
     if args.json:
-        text = json.dumps(found.to_dict(), indent=1) + "\n"
+        text = json.dumps(report.to_dict(), indent=1) + "\n"
         if args.json == "-":
             sys.stdout.write(text)
         else:
             Path(args.json).write_text(text, encoding="utf-8")
-    if not found.candidates:
+    if not report.candidates:
         return 1
     if args.plot:
-        picture.plot(found, args.plot, min(args.explain or 1, len(found.candidates)))
+        picture.plot(report, args.plot, min(args.explain or 1, len(report.candidates)))
     if not args.save:
         return 0
-    if found.best.plan is None:
+    if report.best.plan is None:
         print(
-            f"nemo-like fit: --save wrote nothing: the fastest has ac={found.best.ac!r}, which is not a plan. Pin --ac plan "
-            "for the fastest that has one.",
+            f"nemo-like fit: --save wrote nothing: the fastest has ac={report.best.ac!r}, which is not a plan. "
+            "Pin --ac plan for the fastest that has one.",
             file=sys.stderr,
         )
         return 1
-    found.best.plan.save(args.save)
+    report.best.plan.save(args.save)
     return 0
 
 

@@ -83,26 +83,26 @@ def describe(model: nn.Module, scope: str | Iterable[str] = "all", layers: Itera
     """The layers of `model` as a report. Errors as in `find_layers` and `select_layers`."""
     from nemo_like.layers import find_layers, select_layers
 
-    found = find_layers(model, layers)
-    chosen = {layer.fqn for layer in select_layers(found, scope)}
-    inside = {id(parameter) for layer in found for parameter in layer.module.parameters()}
+    layers_found = find_layers(model, layers)
+    chosen = {layer.fqn for layer in select_layers(layers_found, scope)}
+    inside = {id(parameter) for layer in layers_found for parameter in layer.module.parameters()}
     outside = [parameter for parameter in model.parameters() if id(parameter) not in inside]
     return LayersReport(
         model_class=type(model).__name__,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         bytes=sum(parameter.nbytes for parameter in model.parameters()),
-        runs=tuple(_runs(found, chosen)),
+        runs=tuple(_runs(layers_found, chosen)),
         outside_parameters=sum(parameter.numel() for parameter in outside),
         outside_bytes=sum(parameter.nbytes for parameter in outside),
     )
 
 
-def _runs(found: Iterable[Layer], chosen: set[str]) -> Iterable[Run]:
+def _runs(layers_found: Iterable[Layer], chosen: set[str]) -> Iterable[Run]:
     """`found` with neighbours that differ only in their index put together."""
     from nemo_like.layers import is_frozen
 
     members: dict[tuple, list[str]] = {}
-    for layer in found:
+    for layer in layers_found:
         parent, _, index = layer.fqn.rpartition(".")
         parameters = list(layer.module.parameters())
         trainable = not is_frozen(layer.module)

@@ -143,14 +143,16 @@ def run(args: argparse.Namespace) -> int:
     model, source = source.built("meta", parse_dtype("--dtype", args.dtype))
     model = _frozen(model, args, job)
     limit = parse_bytes(args.memory, "--memory") if args.memory else None
-    planner, given = plan_inputs.planner_with_inputs(lambda sample: planner_of(model, sample, job), model, source, args)
-    step = plan_inputs.step_of(planner, model, source, args, given.words)
+    planner, inputs = plan_inputs.planner_with_inputs(
+        lambda sample: planner_of(model, sample, job), model, source, args
+    )
+    step = plan_inputs.step_of(planner, model, source, args, inputs.words)
     step, planner, report = answered(step, question, args.model, args.budget, limit, planner)
     say = args.json != "-"
     width = None if args.wide else screen_width()
     if say:
         print(report.text(width, args.explain), flush=True)
-        print(_left_out(planner, given, width), end="", flush=True)
+        print(_left_out(planner, inputs, width), end="", flush=True)
     changes, interrupted = list[WhatIf](), False
     try:
         for change in what_if(step, planner, report) if args.what_if else ():
@@ -171,7 +173,7 @@ def run(args: argparse.Namespace) -> int:
         "model": args.model,
         "input": step.input[1],
         "not_run": idle or None,
-        "not_made_up": given.missing or None,
+        "not_made_up": inputs.missing or None,
         "rates": planner.device.rates,
         "check": check,
     }
@@ -198,26 +200,26 @@ def _with_a_start(args: argparse.Namespace, question: Question) -> argparse.Name
     from nemo_like.planning.predict import START
     from nemo_like.planning.what_if import gpu_unit
 
-    asked = {"world_size": question.gpus, "seq_len": question.seq_len, "batch_size": question.batch}
+    start = {"world_size": question.gpus, "seq_len": question.seq_len, "batch_size": question.batch}
     starts = {
         "world_size": gpu_unit(args.tp, args.cp, args.ep, args.pp, args.dp_replicate),
         "seq_len": START,
         "batch_size": 1,
     }
-    return argparse.Namespace(**(vars(args) | {name: starts[name] for name, looked_for in asked.items() if looked_for}))
+    return argparse.Namespace(**(vars(args) | {name: starts[name] for name, looked_for in start.items() if looked_for}))
 
 
-def _left_out(planner: Planner | PipelinePlanner, given: ModelInput, width: int | None) -> str:
+def _left_out(planner: Planner | PipelinePlanner, inputs: ModelInput, width: int | None) -> str:
     """Return the paragraph on layers that the input does not run; empty: all run."""
     from nemo_like.planning.planner import Planner
 
-    if not isinstance(planner, Planner) or not (planner.not_run or given.missing):
+    if not isinstance(planner, Planner) or not (planner.not_run or inputs.missing):
         return ""
-    why = f" {given.missing[0].upper()}{given.missing[1:]}." if given.missing else ""
+    why = f" {inputs.missing[0].upper()}{inputs.missing[1:]}." if inputs.missing else ""
     return (
         "\n"
         + paragraph(
-            f"Left out: {planner.idle_layers() or 'no layer'}. {given.words} do not run them, so nothing counts them.{why} "
+            f"Left out: {planner.idle_layers() or 'no layer'}. {inputs.words} do not run them, so nothing counts them.{why} "
             "From Python: predict(model, sample_input=...).",
             width,
         )
@@ -234,15 +236,15 @@ def asked_job(args: argparse.Namespace) -> Job:
     for name in ("seq_len", "batch_size"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be >= 1.")
-    said = {name: getattr(args, name) for name in (*JOB_FLAGS, "world_size")}
+    flags = {name: getattr(args, name) for name in (*JOB_FLAGS, "world_size")}
     if args.pp > 1:
         for name in _NOT_IN_STAGES:
-            if said[name] != FLAGS[name].default:
+            if flags[name] != FLAGS[name].default:
                 raise ValueError(f"{FLAGS[name].word} with --pp is not planned. Leave one of the two out.")
-    stored, compute = parse_dtype("--dtype", args.dtype), said["precision"]
+    stored, compute = parse_dtype("--dtype", args.dtype), flags["precision"]
     if compute not in FLOAT8 and parse_dtype("--precision", compute) == stored:
-        said["precision"] = None  # a dtype that the parameters have anyway is no cast
-    return job_of(said, ac="none")
+        flags["precision"] = None  # a dtype that the parameters have anyway is no cast
+    return job_of(flags, ac="none")
 
 
 def _check_rank(
@@ -253,29 +255,30 @@ def _check_rank(
 
     ac = ac or "full"
     start = time.perf_counter()
-    found = dry_run(model, job.change(ac=ac), sample)
-    seconds, off = time.perf_counter() - start, None if found.against is None else found.against - found.peak_bytes
+    checked = dry_run(model, job.change(ac=ac), sample)
+    seconds = time.perf_counter() - start
+    off = None if checked.against is None else checked.against - checked.peak_bytes
     if args.json != "-":
         print(
             f"\nRank 0 of {job.ranks} with ac={ac!r}, run without memory by a CPU's rules in {seconds:.1f} s, peaks at "
-            f"{found.peak_bytes:,} bytes\n({found.peak_bytes / 2**30:.3f} GiB): {found.at}."
+            f"{checked.peak_bytes:,} bytes\n({checked.peak_bytes / 2**30:.3f} GiB): {checked.at}."
         )
-        if found.against is None or off is None:
+        if checked.against is None or off is None:
             print("No plan is made of that, so nothing is compared.")
         else:
             print(
-                f"The plan by the same rules says {found.against:,} bytes: {off:+,} bytes, {off / found.peak_bytes:+.3%}."
+                f"The plan by the same rules has {checked.against:,} bytes: {off:+,}, {off / checked.peak_bytes:+.3%}."
             )
     return {
         "ac": ac,
         "rank": 0,
         "seconds": seconds,
-        "peak_bytes": found.peak_bytes,
-        "at": found.at,
-        "parts": found.parts,
-        "planned_bytes": found.against,
+        "peak_bytes": checked.peak_bytes,
+        "at": checked.at,
+        "parts": checked.parts,
+        "planned_bytes": checked.against,
         "difference_bytes": off,
-        "difference": None if off is None else off / found.peak_bytes,
+        "difference": None if off is None else off / checked.peak_bytes,
     }
 
 

@@ -43,17 +43,17 @@ def planner_with_inputs(
     if source.config is None:
         _refuse_media(args)
         return make(text["input_ids"]), ModelInput(text, words)
-    given = model_input(model, text, media)
-    if given.missing and _asked(args):
-        raise ValueError(f"{args.model}: {given.missing}. From Python: plan_for(model, budget, sample_input).")
-    beside = set(given.tensors) - set(text)
+    inputs = model_input(model, text, media)
+    if inputs.missing and _asked(args):
+        raise ValueError(f"{args.model}: {inputs.missing}. From Python: plan_for(model, budget, sample_input).")
+    beside = set(inputs.tensors) - set(text)
     if not beside:
         _refuse_media(args)
-    if not beside or "input_ids" not in given.tensors:
-        return make(dict(given.tensors)), given
+    if not beside or "input_ids" not in inputs.tensors:
+        return make(dict(inputs.tensors)), inputs
     try:
         with quiet_fakes():
-            return make(dict(given.tensors)), given
+            return make(dict(inputs.tensors)), inputs
     except ValueError as error:
         if _asked(args):
             raise
@@ -83,11 +83,11 @@ def step_of(
         if source.config is None:
             return text["input_ids"], f"{batch} x {length} tokens"
         media = Media(images=0, audio_seconds=0.0) if text_alone else _media(args)
-        made = model_input(model, text, media)
-        return dict(made.tensors), made.words
+        inputs = model_input(model, text, media)
+        return dict(inputs.tensors), inputs.words
 
-    own = bool(args.input_shape) or source.sample is not None
-    return Step(model, planner.job, given, args.batch_size, 0 if own else args.seq_len)
+    has_sample = bool(args.input_shape) or source.sample is not None
+    return Step(model, planner.job, given, args.batch_size, 0 if has_sample else args.seq_len)
 
 
 def own_sample(source: ModelSource, args: argparse.Namespace) -> Any:
@@ -122,8 +122,8 @@ def _shaped(args: argparse.Namespace) -> torch.Tensor:
 
 
 def _refuse_media(args: argparse.Namespace) -> None:
-    asked = [name for name in ("images", "image_size", "audio_seconds") if getattr(args, name) != 0]  # 0: text alone
-    refuse_unread(args, asked, f"{args.model} takes text alone.")
+    unread = [name for name in ("images", "image_size", "audio_seconds") if getattr(args, name) != 0]  # 0: text alone
+    refuse_unread(args, unread, f"{args.model} takes text alone.")
 
 
 def _asked(args: argparse.Namespace) -> bool:

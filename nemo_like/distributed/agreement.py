@@ -72,16 +72,16 @@ def check_agreement(
     groups = mesh_groups(mesh if isinstance(mesh, DeviceMesh) else None)
     names = {module: name for name, module in model.named_modules()}
     if isinstance(job, Job):
-        asked = {name: _words_of(value, code, names) for name, value, code in job.as_words()}
-        asked |= {"device": repr(kind), "mesh": _describe(mesh, names)}  # each rank has a device number of its own
+        options = {name: _words_of(value, code, names) for name, value, code in job.as_words()}
+        options |= {"device": repr(kind), "mesh": _describe(mesh, names)}  # each rank has a device number of its own
     else:
-        asked = {_CALL: f"refused ({job})"}
+        options = {_CALL: f"refused ({job})"}
     layout = {name: _describe_tensor(tensor) for name, tensor in _named_tensors(model)}
-    if not all_have((sorted(asked.items()), list(layout.items())), groups):
-        raise ValueError(_difference(gather_objects((launch.rank(), asked, layout), groups)))
+    if not all_have((sorted(options.items()), list(layout.items())), groups):
+        raise ValueError(_difference(gather_objects((launch.rank(), options, layout), groups)))
 
 
-def check_same_batch(given: Mapping[str, Any], groups: Mapping[str, dist.ProcessGroup]) -> None:
+def check_same_batch(batch: Mapping[str, Any], groups: Mapping[str, dist.ProcessGroup]) -> None:
     """Raise where ranks that share batches were given different ones. A collective.
 
     Args:
@@ -92,14 +92,15 @@ def check_same_batch(given: Mapping[str, Any], groups: Mapping[str, dist.Process
     Raises:
         ValueError: on every rank, naming the arguments and the ranks.
     """
-    mine = {name: _describe(value, {}, contents=True) for name, value in given.items() if value is not None}
+    mine = {name: _describe(value, {}, contents=True) for name, value in batch.items() if value is not None}
     if not groups or all_have(sorted(mine.items()), groups.values()):
         return
-    found = _differences(gather_objects((launch.rank(), mine), groups.values()), lambda item: item[1])
+    differing = _differences(gather_objects((launch.rank(), mine), groups.values()), lambda item: item[1])
     raise ValueError(
-        f"Ranks along {' and '.join(groups)} got different batches: {'; '.join(found)}. Ranks that split sequences (cp), "
-        "weights (tp) or layers (pp) work on the same whole batch: give the sampler the number of the data-parallel rank "
-        "and how many of those there are (the mesh's dp_replicate and dp_shard), not the job's rank and world size."
+        f"Ranks along {' and '.join(groups)} got different batches: {'; '.join(differing)}. Ranks that split "
+        "sequences (cp), weights (tp) or layers (pp) work on the same whole batch: give the sampler the number of "
+        "the data-parallel rank and how many of those there are (the mesh's dp_replicate and dp_shard), not the "
+        "job's rank and world size."
     )
 
 
@@ -113,11 +114,11 @@ class SameBatch:
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._done or torch.compiler.is_compiling():
             return
-        given = dict(zip(self._names, args)) | kwargs | dict(enumerate(args[len(self._names) :]))
-        if any(isinstance(value, Tensor) and (is_fake(value) or value.is_meta) for value in given.values()):
+        arguments = dict(zip(self._names, args)) | kwargs | dict(enumerate(args[len(self._names) :]))
+        if any(isinstance(value, Tensor) and (is_fake(value) or value.is_meta) for value in arguments.values()):
             return  # a plan is made
         self._done = True
-        check_same_batch({str(name): value for name, value in given.items()}, self._groups)
+        check_same_batch({str(name): value for name, value in arguments.items()}, self._groups)
 
 
 def compare_batches(model: nn.Module, mesh: DeviceMesh | None) -> None:
@@ -174,16 +175,16 @@ def wire_device(group: dist.ProcessGroup | None, preferred: torch.device | None 
 
 def gather_objects(mine: object, groups: Iterable[dist.ProcessGroup | None]) -> list[Any]:
     """Every rank's `mine`, in the order of what comes first in it: along one group after the other."""
-    found = [mine]
+    gathered = [mine]
     for group in groups:
         parts: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(parts, found, group=group)
-        found = [item for part in parts for item in part]
-    return sorted(found, key=lambda item: item[0])
+        dist.all_gather_object(parts, gathered, group=group)
+        gathered = [item for part in parts for item in part]
+    return sorted(gathered, key=lambda item: item[0])
 
 
 def _difference(everyone: list[tuple[int, dict[str, str], dict[str, str]]]) -> str:
-    refused = any(_CALL in asked for _, asked, _ in everyone)  # which has no options to compare
+    refused = any(_CALL in options for _, options, _ in everyone)  # which has no options to compare
     options = _differences(everyone, lambda item: {k: v for k, v in item[1].items() if not refused or k == _CALL})
     if options:
         return (
@@ -208,8 +209,8 @@ def _differences(everyone: list[Any], part: Callable[[Any], dict[str, str]]) -> 
         for item in everyone:
             ranks_of.setdefault(part(item).get(name, "absent"), []).append(item[0])
         if len(ranks_of) > 1:
-            said = [f"{_cut(value)} on {ranks_in_words(ranks)}" for value, ranks in ranks_of.items()]
-            sentences.append(f"{name} is {', '.join(said[:-1])} and {said[-1]}")
+            parts = [f"{_cut(value)} on {ranks_in_words(ranks)}" for value, ranks in ranks_of.items()]
+            sentences.append(f"{name} is {', '.join(parts[:-1])} and {parts[-1]}")
     return sentences
 
 
@@ -237,10 +238,10 @@ def _named_tensors(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
 
 
 def _describe_tensor(tensor: Tensor) -> str:
-    said = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+    text = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
     if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
-        said += ", frozen"
-    return f"{said}, on the meta device" if tensor.is_meta else said
+        text += ", frozen"
+    return f"{text}, on the meta device" if tensor.is_meta else text
 
 
 def _describe_contents(tensor: Tensor) -> str:

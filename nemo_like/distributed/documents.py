@@ -90,21 +90,23 @@ class PackedCalls:
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the arguments to call `model` with instead; None: those that it was given."""
         self._tokens.append(running.set(None))
-        given = dict(zip(self._names, args)) | kwargs
-        main = next((given[key] for key in ("input_ids", "inputs_embeds") if isinstance(given.get(key), Tensor)), None)
-        if main is None or given_cache((), (), given) is not None or len(args) > len(self._names):
+        arguments = dict(zip(self._names, args)) | kwargs
+        main = next(
+            (arguments[key] for key in ("input_ids", "inputs_embeds") if isinstance(arguments.get(key), Tensor)), None
+        )
+        if main is None or given_cache((), (), arguments) is not None or len(args) > len(self._names):
             return None
-        numbers = self._numbers(model, given, *main.shape[:2])
+        numbers = self._numbers(model, arguments, *main.shape[:2])
         if numbers is None:
             return None
         if self._why_not:
             self._refuse(model, self._why_not)
         self._refuse_counting_rows(main.shape[1])
-        given = self._apart(model, given, numbers)
-        found = documents_of(given["position_ids"], len(main))
-        if found is not None:  # else each row is one document
-            running.set(PackedRows(found, apart=self._by_lengths))
-        return (), given
+        arguments = self._apart(model, arguments, numbers)
+        documents = documents_of(arguments["position_ids"], len(main))
+        if documents is not None:  # else each row is one document
+            running.set(PackedRows(documents, apart=self._by_lengths))
+        return (), arguments
 
     def after(self, model: nn.Module, args: object, output: object) -> None:
         """The forward hook that ends what the pre-hook began."""
@@ -142,14 +144,14 @@ class PackedCalls:
                     f"row, not from where a document begins: pack rows of at most {most} tokens, or give one document a row."
                 )
 
-    def _numbers(self, model: nn.Module, given: dict[str, Any], batch: int, length: int) -> Tensor | None:
+    def _numbers(self, model: nn.Module, arguments: dict[str, Any], batch: int, length: int) -> Tensor | None:
         """(B, S) document numbers, 0 for padding; None: each row is one document, or the model reads lengths itself."""
-        mask: Any = given.get("attention_mask")
+        mask: Any = arguments.get("attention_mask")
         flat = isinstance(mask, Tensor) and mask.ndim == 2 and not mask.is_floating_point() and mask.dtype != torch.bool
         if flat and mask.shape[1] == length and bool((mask > 1).any()):
             self._announced = True
             return mask
-        name = next((name for name in _LENGTHS if isinstance(given.get(name), Tensor)), None)
+        name = next((name for name in _LENGTHS if isinstance(arguments.get(name), Tensor)), None)
         if name is not None:
             if name in self._names:
                 return None
@@ -159,13 +161,18 @@ class PackedCalls:
                     "(B, S) what each token sees: leave one of the two out."
                 )
             self._announced = True
-            return hide(numbers_from_lengths(given[name], batch, length), mask)
-        found = documents_of(given.get("position_ids"), batch)
-        if found is None:
+            return hide(numbers_from_lengths(arguments[name], batch, length), mask)
+        documents = documents_of(arguments.get("position_ids"), batch)
+        if documents is None:
             return None
         kind = type(model).__name__
         if mask is not None:
-            if flat and mask.shape == found.shape and not self._announced and _restarts_in_sight(found, mask != 0):
+            if (
+                flat
+                and mask.shape == documents.shape
+                and not self._announced
+                and _restarts_in_sight(documents, mask != 0)
+            ):
                 self._announced = True
                 warn_once(
                     f"position_ids restart in a row of this call of {kind}, at a token that its attention_mask shows "
@@ -179,45 +186,45 @@ class PackedCalls:
                 f"position_ids restart in a row of this call of {kind}, and there is no attention_mask: the row is packed "
                 "documents. None sees another, and the label of a document's first token does not count."
             )
-        return found + 1
+        return documents + 1
 
-    def _apart(self, model: nn.Module, given: dict[str, Any], numbers: Tensor) -> dict[str, Any]:
+    def _apart(self, model: nn.Module, arguments: dict[str, Any], numbers: Tensor) -> dict[str, Any]:
         starts = starts_of(numbers)
         refuse_scattered(numbers, starts)
         positions = since_start(starts)
-        own, streams = _text_and_streams(given.get("position_ids"))
-        if own is None and self._counts_ids:
+        text, streams = _text_and_streams(arguments.get("position_ids"))
+        if text is None and self._counts_ids:
             raise ValueError(
                 f"This call has packed documents, and {type(model).__name__} counts its positions from the ids that are no "
                 "padding: pass position_ids that restart where a document begins."
             )
-        if self._streams and streams is None and any(name.startswith("pixel_values") for name in given):
+        if self._streams and streams is None and any(name.startswith("pixel_values") for name in arguments):
             raise NotImplementedError(
                 "This call has packed documents with pictures, whose positions along height and width are not known here: "
                 "pass position_ids of four streams (4, B, S), of which the first counts each document's tokens and the "
                 "others are get_rope_index's of each document."
             )
-        if own is not None:
-            if not bool(((own[:, 1:] != own[:, :-1] + 1) | ~starts[:, 1:]).all()):
+        if text is not None:
+            if not bool(((text[:, 1:] != text[:, :-1] + 1) | ~starts[:, 1:]).all()):
                 raise ValueError(
                     "This call has packed documents, and position_ids that go on where a document begins: leave "
                     "position_ids out, or restart them there."
                 )
             # Those of a document may begin elsewhere than at zero; padding is apart from what it follows.
-            positions = torch.where(numbers == 0, positions, own.expand_as(positions))
-        given = {name: value for name, value in given.items() if name not in _BESIDE}
+            positions = torch.where(numbers == 0, positions, text.expand_as(positions))
+        arguments = {name: value for name, value in arguments.items() if name not in _BESIDE}
         if streams is not None:
             positions = torch.cat([positions[None], streams.expand(-1, *positions.shape)])
-        given |= {"position_ids": positions, "attention_mask": None, USE_CACHE: False}
+        arguments |= {"position_ids": positions, "attention_mask": None, USE_CACHE: False}
         if self._by_lengths:
-            given |= lengths_of(starts)
-        labels, moved = given.get("labels"), given.get("shift_labels")
+            arguments |= lengths_of(starts)
+        labels, moved = arguments.get("labels"), arguments.get("shift_labels")
         if self._shifts and isinstance(labels, Tensor):
-            given["labels"] = labels.masked_fill(starts, IGNORED)
+            arguments["labels"] = labels.masked_fill(starts, IGNORED)
             # Others are what the caller has each token predict, a document's last one too, whose next is not in the row.
             if isinstance(moved, Tensor) and torch.equal(moved[:, :-1], labels[:, 1:]):
-                given["shift_labels"] = moved.masked_fill(F.pad(starts, (0, 1))[:, 1:], IGNORED)
-        return given
+                arguments["shift_labels"] = moved.masked_fill(F.pad(starts, (0, 1))[:, 1:], IGNORED)
+        return arguments
 
 
 def _why_not(model: nn.Module, names: tuple[str, ...], masked: bool) -> str | None:
@@ -247,8 +254,8 @@ def _restarts_in_sight(numbers: Tensor, shown: Tensor) -> bool:
 def _language(model: nn.Module) -> nn.Module:
     """The module that runs the text, of a model that may have towers of pictures beside it."""
     find = getattr(model, "get_decoder", None)
-    found = find() if callable(find) else None
-    return found if isinstance(found, nn.Module) else model
+    language = find() if callable(find) else None
+    return language if isinstance(language, nn.Module) else model
 
 
 def _text_and_streams(positions: object) -> tuple[Tensor | None, Tensor | None]:
@@ -273,8 +280,8 @@ def _tell_masks_of_documents() -> None:
 class _MaskOfDocuments:
     """A mask function of transformers, which hides other documents of the row while a packed call runs."""
 
-    def __init__(self, own: Callable[..., Any]) -> None:
-        self._own = own
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._own = function
 
     def __call__(self, *args: object, **kwargs: Any) -> Any:
         rows = running.get()

@@ -202,7 +202,7 @@ def _wait_for_gloo(patience: float) -> None:
 
 def _gloo_threads() -> dict[str, str]:
     """Thread number to what the kernel says of it (state, how often it was switched); empty where there is no Linux."""
-    found: dict[str, str] = {}
+    threads: dict[str, str] = {}
     for path in glob.glob("/proc/self/task/*/status"):
         try:
             with open(path) as file:
@@ -210,10 +210,10 @@ def _gloo_threads() -> dict[str, str]:
         except OSError:
             continue  # it has just ended
         if status.startswith("Name:\tpt_gloo"):
-            found[path] = "".join(
+            threads[path] = "".join(
                 line for line in status.splitlines(True) if line.startswith(("State", "volun", "nonvol"))
             )
-    return found
+    return threads
 
 
 def _environment_number(name: str, default: int) -> int:

@@ -330,7 +330,7 @@ class _Kept:
         if self._calls < _CALLS:
             self._calls += 1
             self._places = list(self._found())
-        attributes = [own.get(name) for own, name in self._places]
+        attributes = [attributes.get(name) for attributes, name in self._places]
         kept = tensors_in([*attributes, *self._walk.shared_containers()])
         new = {id(t): t for t in kept if t.grad_fn is not None and not self._is_hooked(t)}
         gather_before_backward_of(self._unit, list(new.values()))

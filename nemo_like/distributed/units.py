@@ -96,18 +96,18 @@ def plan_units(
     tail_modules = tuple(m for m in _tail(model, list(groups), tail, names) if not _within(m, inside))
     owners = _owners(model, {m: u for u in layer_units for m in u.modules} | dict.fromkeys(tail_modules, "tail"))
     if any(len(owners[p]) > 1 for m in tail_modules for p in m.parameters()):
-        owners = {p: {"root" if o == "tail" else o for o in found} for p, found in owners.items()}  # tied: no tail
+        owners = {p: {"root" if o == "tail" else o for o in units} for p, units in owners.items()}  # tied: no tail
         tail_modules = ()
     tail_unit = Unit("+".join(names[m] for m in tail_modules), "tail", tail_modules) if tail_modules else None
     root = Unit("", "root", (model,))
     left_out = taken | set(replicated)
     hoisted = False
-    for param, found in owners.items():
+    for param, units in owners.items():
         if param in left_out:
             continue
         # The lowest unit that holds every place where a shared parameter sits is the root: units do not nest otherwise.
-        owner = next(iter(found)) if len(found) == 1 else "root"
-        hoisted |= len(found) > 1 and "root" not in found
+        owner = next(iter(units)) if len(units) == 1 else "root"
+        hoisted |= len(units) > 1 and "root" not in units
         unit = owner if isinstance(owner, Unit) else tail_unit if owner == "tail" else root
         assert unit is not None
         unit.params.append(param)
@@ -156,7 +156,7 @@ def sharded_by_caller(model: nn.Module) -> list[nn.Module]:
     Raises:
         ValueError: it was called on `model` itself.
     """
-    found: list[nn.Module] = []
+    sharded: list[nn.Module] = []
     inside: set[nn.Module] = set()
     for module, name in every_module(model).items():
         if not isinstance(module, FSDPModule) or module in inside:
@@ -166,9 +166,9 @@ def sharded_by_caller(model: nn.Module) -> list[nn.Module]:
                 f"This {type(model).__name__} is sharded already: shard_layers must be called once, on a model that "
                 "nobody has called fully_shard on. Only parts of it may be sharded before."
             )
-        found.append(module)
+        sharded.append(module)
         inside.update(every_module(module))
-    return found
+    return sharded
 
 
 def _within(module: nn.Module, inside: set[nn.Module]) -> bool:
@@ -266,8 +266,8 @@ def _find_tail(model: nn.Module, layers: list[nn.Module], names: dict[nn.Module,
     if head is None:
         # A linear layer after the blocks with one output per token of some embedding; a projector has another size.
         vocabularies = {m.num_embeddings for m in names if isinstance(m, nn.Embedding)}
-        found = [m for m in names if isinstance(m, nn.Linear) and order[m] > last and m.out_features in vocabularies]
-        head = found[0] if len(found) == 1 else None
+        tails = [m for m in names if isinstance(m, nn.Linear) and order[m] > last and m.out_features in vocabularies]
+        head = tails[0] if len(tails) == 1 else None
     inside = {m for layer in layers for m in every_module(layer)}
     if not isinstance(head, nn.Module) or head not in names or head in inside or not _has_params(head):
         return ()
@@ -330,9 +330,9 @@ def _split(unit: Unit, names: dict[nn.Module, str]) -> Iterator[Unit]:
         for holder in holders:
             inner = {wrapped_module(m) for m in unit.modules if isinstance(m, CheckpointWrapper)}
             if holder in unit.modules or holder in inner:
-                own = [name for name, p in holder.named_parameters(recurse=False) if p in chosen]
+                names_here = [name for name, p in holder.named_parameters(recurse=False) if p in chosen]
                 raise ValueError(
-                    f"{names[holder] or 'the model'!r} itself holds {', '.join(own)} in {dtype} while most of "
+                    f"{names[holder] or 'the model'!r} itself holds {', '.join(names_here)} in {dtype} while most of "
                     f"its parameters are in {main}; FSDP reduces the gradients of a unit in one dtype. Store it in "
                     "one dtype (model.to(torch.float32)) and choose the compute dtype in the mixed-precision policy."
                 )

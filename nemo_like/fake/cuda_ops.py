@@ -39,9 +39,9 @@ class CudaOps(TorchFunctionMode):
         name = _NAMES.get(func)
         if name is not None and _autocast_is_on():
             args, kwargs = _in_float32(name, args, kwargs)
-        own = _OWN.get(func)
-        if own is not None:
-            return own(func, *args, **kwargs)
+        function = _OWN.get(func)
+        if function is not None:
+            return function(func, *args, **kwargs)
         if func in _OTHER_KERNELS:
             say_once(
                 f"torch.{func.__name__} is one cuDNN kernel on CUDA; it is planned as the operators of the CPU, so bytes "
@@ -150,10 +150,10 @@ _FLOAT32 = (
 )  # fmt: skip
 _WITH_DTYPE = ("softmax", "log_softmax", "cumsum", "cumprod", "prod", "sum")
 _NAMES: dict[Any, str] = {
-    found: name
+    function: name
     for name in (*_FLOAT32, *_WITH_DTYPE)
     for owner in (torch, Tensor, F)
-    if (found := getattr(owner, name, None)) is not None
+    if (function := getattr(owner, name, None)) is not None
 } | {Tensor.__pow__: "pow"}
 
 
@@ -167,8 +167,8 @@ def _in_float32(name: str, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, 
     if not lower:
         return args, kwargs
     if name in _WITH_DTYPE:
-        given = kwargs.get("dtype") is not None or any(isinstance(a, torch.dtype) for a in args)
-        return args, kwargs if given else {**kwargs, "dtype": torch.float32}
+        has_dtype = kwargs.get("dtype") is not None or any(isinstance(a, torch.dtype) for a in args)
+        return args, kwargs if has_dtype else {**kwargs, "dtype": torch.float32}
     raised: tuple[tuple, dict[str, Any]] = map_tensors(functools.partial(_cast, dtype=torch.float32), (args, kwargs))
     return raised
 

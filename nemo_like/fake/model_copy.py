@@ -47,9 +47,9 @@ def model_copy(model: nn.Module, *, runs_kernels: bool = False) -> nn.Module:
     for module in modules:
         twin = memo[id(module)]
         twin.__dict__.update({name: _attribute(module, name, value, memo) for name, value in vars(module).items()})
-    made: nn.Module = memo[id(model)]
-    made.__dict__[_MARK] = True
-    return made
+    copied: nn.Module = memo[id(model)]
+    copied.__dict__[_MARK] = True
+    return copied
 
 
 @contextmanager
@@ -75,10 +75,10 @@ def with_state(module: nn.Module, state: Mapping[str, Tensor]) -> Iterator[None]
 
 def leaves_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """`state` with new leaves of the same memory for its parameters; what is one tensor under two names stays one."""
-    made = {
+    leaves = {
         id(t): t.detach().requires_grad_(t.requires_grad) if isinstance(t, nn.Parameter) else t for t in state.values()
     }
-    return {name: made[id(t)] for name, t in state.items()}
+    return {name: leaves[id(t)] for name, t in state.items()}
 
 
 def call_with(module: nn.Module, state: Mapping[str, Tensor], args: tuple, kwargs: Mapping[str, Any]) -> Any:
@@ -103,13 +103,13 @@ def random_numbers_put_back(device: torch.device | None = None) -> Iterator[None
 
 def _tensor(tensor: Tensor, whole: bool) -> Tensor:
     if type(tensor) is nn.Parameter and type(tensor.data) is Tensor:
-        made: Tensor = nn.Parameter(tensor.detach(), tensor.requires_grad)
-        made.__dict__.update(vars(tensor))
-        return made
+        copied: Tensor = nn.Parameter(tensor.detach(), tensor.requires_grad)
+        copied.__dict__.update(vars(tensor))
+        return copied
     if type(tensor) is not Tensor:
         return tensor
-    made = tensor.detach()
-    return (made.clone() if whole or made.numel() <= SMALL else made).requires_grad_(tensor.requires_grad)
+    copied = tensor.detach()
+    return (copied.clone() if whole or copied.numel() <= SMALL else copied).requires_grad_(tensor.requires_grad)
 
 
 def _attribute(module: nn.Module, name: str, value: Any, memo: dict[int, Any]) -> Any:
@@ -136,8 +136,8 @@ def _copied(value: object, memo: dict[int, Any]) -> Any:
     if isinstance(value, MethodType):
         return MethodType(_copied(value.__func__, memo), _copied(value.__self__, memo))
     if type(value) is partial:
-        given = {name: _copied(item, memo) for name, item in value.keywords.items()}
-        return partial(_copied(value.func, memo), *(_copied(item, memo) for item in value.args), **given)
+        keywords = {name: _copied(item, memo) for name, item in value.keywords.items()}
+        return partial(_copied(value.func, memo), *(_copied(item, memo) for item in value.args), **keywords)
     try:
         return copy.deepcopy(value, memo)
     except (TypeError, RuntimeError, NotImplementedError, AttributeError):
@@ -152,9 +152,9 @@ def _by_parts(value: Any, memo: dict[int, Any]) -> Any:
         return {key: _copied(item, memo) for key, item in value.items()}
     if type(value).__module__ == "builtins" or not hasattr(value, "__dict__"):
         return value
-    made = memo[id(value)] = object.__new__(type(value))
-    made.__dict__.update({key: _copied(item, memo) for key, item in vars(value).items()})
-    return made
+    copied = memo[id(value)] = object.__new__(type(value))
+    copied.__dict__.update({key: _copied(item, memo) for key, item in vars(value).items()})
+    return copied
 
 
 def _function(function: FunctionType, memo: dict[int, Any]) -> Callable[..., Any]:
@@ -163,14 +163,14 @@ def _function(function: FunctionType, memo: dict[int, Any]) -> Callable[..., Any
         return function
     if id(function) not in memo:
         cells = tuple(CellType() for _ in function.__closure__)
-        made = memo[id(function)] = FunctionType(
+        copied = memo[id(function)] = FunctionType(
             function.__code__, function.__globals__, function.__name__, function.__defaults__, cells
         )
-        made.__kwdefaults__ = function.__kwdefaults__
-        made.__dict__.update(vars(function))
-        for cell, own in zip(cells, function.__closure__):
+        copied.__kwdefaults__ = function.__kwdefaults__
+        copied.__dict__.update(vars(function))
+        for cell, content in zip(cells, function.__closure__):
             try:
-                cell.cell_contents = _copied(own.cell_contents, memo)
+                cell.cell_contents = _copied(content.cell_contents, memo)
             except ValueError:  # an empty cell
                 continue
     made_function: Callable[..., Any] = memo[id(function)]

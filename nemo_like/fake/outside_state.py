@@ -41,10 +41,10 @@ class OutsideState:
 
     def __init__(self, model: nn.Module | None = None) -> None:
         parts = () if model is None else model.modules()
-        found = {
+        memories = {
             cls for part in parts for cls in type(part).__mro__ if cls.__module__.partition(".")[0] not in _LIBRARIES
         }
-        self._classes = sorted(found, key=str)
+        self._classes = sorted(memories, key=str)
         functions = [
             value for cls in self._classes for value in map(_function, vars(cls).values()) if value is not None
         ]
@@ -63,24 +63,24 @@ class OutsideState:
         before = contextvars.copy_context()
         put_back.append(partial(_put_back_variables, before))
         for variable, value in before.items():
-            if (own := _apart(value, memo)) is not value:
-                variable.set(own)
+            if (copied := _apart(value, memo)) is not value:
+                variable.set(copied)
         for cls in self._classes:
             attributes = dict(vars(cls))
             put_back.append(partial(_put_back_class, cls, attributes))
             for name, value in attributes.items():
-                if (own := _apart(value, memo)) is not value:
-                    setattr(cls, name, own)
+                if (copied := _apart(value, memo)) is not value:
+                    setattr(cls, name, copied)
         for cell in self._cells:
             value = _content(cell)
             put_back.append(partial(_put_back_cell, cell, value))
-            if (own := _apart(value, memo)) is not value:
-                cell.cell_contents = own
+            if (copied := _apart(value, memo)) is not value:
+                cell.cell_contents = copied
         for (_, name), table in self._globals.items():
             value = table.get(name, _ABSENT)
             put_back.append(partial(_put_back_item, table, name, value))
-            if (own := _apart(value, memo)) is not value:
-                table[name] = own
+            if (copied := _apart(value, memo)) is not value:
+                table[name] = copied
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -100,20 +100,20 @@ def _apart(value: Any, memo: dict[int, Any]) -> Any:
     if id(value) in memo:
         return memo[id(value)]
     if kind in (Tensor, torch.Generator):
-        made = _twin(value)
+        copied = _twin(value)
     elif kind in _COUNTERS:
-        made = copy.copy(value)
+        copied = copy.copy(value)
     elif kind in _CONTAINERS and len(value) <= _MOST:
-        made = memo[id(value)] = copy.copy(value)
+        copied = memo[id(value)] = copy.copy(value)
         if kind in _MAPPINGS:
-            made.update({key: _apart(item, memo) for key, item in value.items()})
+            copied.update({key: _apart(item, memo) for key, item in value.items()})
         elif kind in (list, deque):
-            made.clear()
-            made.extend(_apart(item, memo) for item in value)
+            copied.clear()
+            copied.extend(_apart(item, memo) for item in value)
     else:
         return value
-    memo[id(value)] = made
-    return made
+    memo[id(value)] = copied
+    return copied
 
 
 def _twin(value: Any) -> Any:
@@ -207,7 +207,7 @@ class RememberedTables:
     @property
     def bytes(self) -> int:
         """Return the bytes of the tensors that are remembered inside."""
-        storages = [t.untyped_storage() for t in tensors_in([[*found.values()] for found in self._memories.values()])]
+        storages = [t.untyped_storage() for t in tensors_in([[*memory.values()] for memory in self._memories.values()])]
         return sum({id(storage): storage.nbytes() for storage in storages}.values())
 
     def _instead(self, value: Any) -> Any:

@@ -30,14 +30,14 @@ PLAN = Aim("cannot be planned", "Use a mode instead of a budget, such as 'select
 STAGES = Aim("cannot be cut into stages by pp", "Use strategy='fsdp2' with tp, cp or ep.")
 
 
-def named_reason(model: nn.Module, given: str, aim: Aim = PLAN) -> AbstractContextManager[None]:
+def named_reason(model: nn.Module, reason: str, aim: Aim = PLAN) -> AbstractContextManager[None]:
     """Errors of a forward pass of `model` without values as ValueErrors that say why, and what to do; `given`: its input."""
     return without_values(
         f"{type(model).__name__} {aim.cannot}: its forward",
         model,
         aim,
         otherwise=lambda error: (
-            f"The forward pass of {type(model).__name__} failed on the sample input ({given}), run on "
+            f"The forward pass of {type(model).__name__} failed on the sample input ({reason}), run on "
             f"tensors without values: {in_a_line(error)}. Give what one step of one rank gives to the "
             f"model; if that is what this is, the model {aim.cannot}. {aim.instead}"
         ),
@@ -83,8 +83,8 @@ def in_a_line(error: Exception) -> str:
 
 def in_place(error: Exception) -> str:
     """``"TypeError: its first line, in line 12 of package.module"``."""
-    said, kind = in_a_line(error), type(error).__name__
-    return f"{said if said.startswith(kind) else f'{kind}: {said}'}{place_of(error)}"
+    message, kind = in_a_line(error), type(error).__name__
+    return f"{message if message.startswith(kind) else f'{kind}: {message}'}{place_of(error)}"
 
 
 def is_ours(error: Exception) -> bool:

@@ -173,8 +173,8 @@ class FakeRun(TorchDispatchMode):
         """A fake CPU tensor with the shape, strides and `requires_grad` of `tensor`, on whatever device that is."""
         dtype = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
         with self.fake, torch.no_grad():
-            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu")
-        return made.requires_grad_(tensor.requires_grad)
+            empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu")
+        return empty.requires_grad_(tensor.requires_grad)
 
     def sample(self, value: object, dtype: torch.dtype | None = None) -> Any:
         """`value` (tensors in any nesting) for a fake run: small integers copied to the CPU, all else made fake."""
@@ -190,14 +190,14 @@ class FakeRun(TorchDispatchMode):
 
     def state(self, module: nn.Module, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
         """Fake stand-ins for all parameters (in `dtype`, if given) and buffers of `module`, tied ones being one object."""
-        made: dict[int, torch.Tensor] = {}
+        tensors: dict[int, torch.Tensor] = {}
         state: dict[str, torch.Tensor] = {}
         for name, tensor in module.named_parameters(remove_duplicate=False):
-            if id(tensor) not in made:
-                made[id(tensor)] = self._parameter(tensor, dtype)
-            state[name] = made[id(tensor)]
+            if id(tensor) not in tensors:
+                tensors[id(tensor)] = self._parameter(tensor, dtype)
+            state[name] = tensors[id(tensor)]
         for name, buffer in module.named_buffers(remove_duplicate=False):
-            state[name] = made.setdefault(id(buffer), self.sample(buffer))
+            state[name] = tensors.setdefault(id(buffer), self.sample(buffer))
         return state
 
     def _parameter(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> Any:
@@ -237,10 +237,10 @@ def _rms_norm_backward(
     weight: torch.Tensor | None,
     wanted: Sequence[bool],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    made = (
+    outputs = (
         torch.empty(t.shape, dtype=t.dtype) if t is not None and w else None for t, w in zip((input, weight), wanted)
     )
-    return next(made), next(made)
+    return next(outputs), next(outputs)
 
 
 def _statistics_in_float32(out: torch.Tensor, *statistics: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -289,11 +289,11 @@ def _returns_tensor(func: Any) -> bool:
 
 def _places(indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
     """Masks whose values are known as the places they select: how many there are is a shape."""
-    found: list[torch.Tensor | None] = []
+    places: list[torch.Tensor | None] = []
     for index in indices:
         known = index is not None and index.dtype == torch.bool and not isinstance(index, FakeTensor)
-        found += index.nonzero().unbind(1) if index is not None and known else [index]
-    return found
+        places += index.nonzero().unbind(1) if index is not None and known else [index]
+    return places
 
 
 def _allocates(func: object) -> bool:
@@ -334,8 +334,8 @@ def cache_off(model: nn.Module) -> Iterator[None]:
 def call_flags(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The keywords of a training call: the sample's, and ``use_cache=False`` as checkpointed models get it."""
     names = parameter_names(model.forward)
-    given = kwargs.get(USE_CACHE) is not None or USE_CACHE not in names or len(args) > names.index(USE_CACHE)
-    return dict(kwargs) if given or kv_sharing.needs_cache(model) else {**kwargs, USE_CACHE: False}
+    has_cache_flag = kwargs.get(USE_CACHE) is not None or USE_CACHE not in names or len(args) > names.index(USE_CACHE)
+    return dict(kwargs) if has_cache_flag or kv_sharing.needs_cache(model) else {**kwargs, USE_CACHE: False}
 
 
 def run_forward(

@@ -142,8 +142,8 @@ class ActivationOffloadingMixin:
                 f"offload is {ours!r} and activation_offloading is {theirs!r} in the training arguments: both say "
                 "what waits in host memory. Set one of the two."
             )
-        asked = theirs or ours
-        self._offloading_setting = asked if activation_offloading is None else activation_offloading
+        wanted = theirs or ours
+        self._offloading_setting = wanted if activation_offloading is None else activation_offloading
         if theirs:
             # TRL's trainers read the same setting and would put an offloader of their own inside ours.
             arguments.activation_offloading = False  # type: ignore[union-attr]

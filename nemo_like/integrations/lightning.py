@@ -47,10 +47,10 @@ def parallelize_fn(**settings: Any) -> Callable[[nn.Module, DeviceMesh], nn.Modu
     def parallelize_on(model: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if is_parallelized(model):
             return model
-        made: nn.Module = parallelize(model, "fsdp2", mesh=_renamed(device_mesh), **settings)
-        if any(tensor.is_meta for tensor in (*made.parameters(), *made.buffers())):
-            materialize(made)
-        return made
+        parallelized: nn.Module = parallelize(model, "fsdp2", mesh=_renamed(device_mesh), **settings)
+        if any(tensor.is_meta for tensor in (*parallelized.parameters(), *parallelized.buffers())):
+            materialize(parallelized)
+        return parallelized
 
     return parallelize_on
 

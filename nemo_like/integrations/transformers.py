@@ -139,8 +139,8 @@ def checkpoint_for_trainer(
                 "loss='chunked' was asked for; TRL's trainer takes log-probabilities in chunks already: left to it."
             )
             in_chunks, loss = None, "model"
-    asked = ac if isinstance(ac, Plan) else parse_ac(ac)
-    if isinstance(asked, CheckpointConfig) and asked.mode == "none":
+    wanted = ac if isinstance(ac, Plan) else parse_ac(ac)
+    if isinstance(wanted, CheckpointConfig) and wanted.mode == "none":
         return model if in_chunks is None else chunk_model_loss(model, in_chunks)
     refuse_two_kinds_of_checkpointing(args)
     told = accelerate_settings()
@@ -216,8 +216,8 @@ class CheckpointingMixin:
 
     def _cp(self) -> ContextParallel:
         trainer: Any = self
-        given = getattr(trainer.args, "cp", 1) if self._cp_given is None else self._cp_given
-        return ContextParallel.of(given)
+        cp = getattr(trainer.args, "cp", 1) if self._cp_given is None else self._cp_given
+        return ContextParallel.of(cp)
 
     def get_train_dataloader(self) -> Any:
         """The trainer's own; ranks that share sequences get the same batches."""

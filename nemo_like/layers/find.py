@@ -72,13 +72,13 @@ def find_layers(
     """
     check_model(model)
     if layers is not None:
-        found = named_by_caller(model, layers)
+        layers_found = named_by_caller(model, layers)
     else:
-        found = _Finder(model).find()
-        if not found:
+        layers_found = _Finder(model).find()
+        if not layers_found:
             raise LayersNotFoundError(_nothing_found(model))
-    groups = groups_of(model, [fqn for fqn, _ in found])
-    return tuple(Layer(fqn, module, group) for (fqn, module), group in zip(found, groups))
+    groups = groups_of(model, [fqn for fqn, _ in layers_found])
+    return tuple(Layer(fqn, module, group) for (fqn, module), group in zip(layers_found, groups))
 
 
 def layer_groups(
@@ -162,7 +162,11 @@ class _Finder:
         held = parameter_count(*blocks) / max(parameter_count(*siblings), 1)
         if any(has_declared_base(block) for block in blocks):
             return held >= _STAGE_SHARE_DECLARED
-        return bool(blocks) and held >= _STAGE_SHARE and not any(has_mixer_outside(s, blocks) for s in siblings)
+        return (
+            bool(blocks)
+            and held >= _STAGE_SHARE
+            and not any(has_mixer_outside(sibling, blocks) for sibling in siblings)
+        )
 
     def _inner_blocks(self, module: nn.Module) -> list[nn.Module]:
         """Declared or strict single-class runs in lists anywhere inside `module`, outermost first."""
@@ -242,9 +246,9 @@ def named_by_caller(
     if not chosen:
         raise LayersNotFoundError("layers= is empty; leave it out to have the layers found, or name at least one.")
     order = {id(bare(module)): index for index, (_, module) in enumerate(tree)}
-    found = sorted(chosen.values(), key=lambda pair: order[id(bare(pair[1]))])
-    _refuse_overlap(found)
-    return found
+    in_order = sorted(chosen.values(), key=lambda pair: order[id(bare(pair[1]))])
+    _refuse_overlap(in_order)
+    return in_order
 
 
 def _matches(model: nn.Module, tree: list[tuple[str, nn.Module]], item: object) -> list[tuple[str, nn.Module]]:
@@ -275,13 +279,13 @@ def _matches(model: nn.Module, tree: list[tuple[str, nn.Module]], item: object) 
     return hits
 
 
-def _refuse_overlap(found: list[tuple[str, nn.Module]]) -> None:
+def _refuse_overlap(chosen: list[tuple[str, nn.Module]]) -> None:
     inside: dict[int, str] = {}
-    for fqn, module in found:
+    for fqn, module in chosen:
         for part in bare(module).modules():
             if part is not bare(module):
                 inside.setdefault(id(part), fqn)
-    for fqn, module in found:
+    for fqn, module in chosen:
         if (outer := inside.get(id(bare(module)))) is not None:
             raise LayersNotFoundError(
                 f"layers= names both {outer!r} and {fqn!r}, which is inside it; layers must not overlap."
@@ -300,7 +304,7 @@ def is_frozen(module: nn.Module) -> bool:
     return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
 
 
-def select_layers(found: Sequence[Layer], scope: str | Iterable[str] = "all") -> tuple[Layer, ...]:
+def select_layers(layers: Sequence[Layer], scope: str | Iterable[str] = "all") -> tuple[Layer, ...]:
     """The layers of `found` in `scope`, in their order.
 
     Args:
@@ -314,29 +318,29 @@ def select_layers(found: Sequence[Layer], scope: str | Iterable[str] = "all") ->
     """
     words = _parse_scope(scope)
     wanted = {group for word in words for group in _SCOPES[word]}
-    selected = [layer for layer in found if layer.group in wanted]
+    selected = [layer for layer in layers if layer.group in wanted]
     if not selected:
-        raise ValueError(f"scope {scope!r} selects no layer; this model has {_inventory(found)}.")
+        raise ValueError(f"scope {scope!r} selects no layer; this model has {_inventory(layers)}.")
     return tuple(selected)
 
 
 def _parse_scope(scope: str | Iterable[str]) -> list[str]:
-    given = [scope] if isinstance(scope, str) else list(scope) if isinstance(scope, Iterable) else [scope]
-    if not all(isinstance(word, str) for word in given):
+    scopes = [scope] if isinstance(scope, str) else list(scope) if isinstance(scope, Iterable) else [scope]
+    if not all(isinstance(word, str) for word in scopes):
         raise TypeError(f"scope is {scope!r}; it must be one of {', '.join(_SCOPES)} or a list of these.")
-    for word in given:
+    for word in scopes:
         if normalise(word) not in _SCOPES:
             raise ValueError(
                 f"scope {word!r} is unknown; it must be one of {', '.join(_SCOPES)}."
                 + did_you_mean(normalise(word), list(_SCOPES))
             )
-    if not given:
+    if not scopes:
         raise ValueError(f"scope is empty; it must name at least one of {', '.join(_SCOPES)}.")
-    return [normalise(word) for word in given]
+    return [normalise(word) for word in scopes]
 
 
-def _inventory(found: Sequence[Layer]) -> str:
-    counts = Counter(layer.group for layer in found)
+def _inventory(layers: Sequence[Layer]) -> str:
+    counts = Counter(layer.group for layer in layers)
     return (
         ", ".join(f"{count} {group} layer{'s' if count > 1 else ''}" for group, count in counts.items()) or "no layers"
     )

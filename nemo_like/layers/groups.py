@@ -115,8 +115,8 @@ def _embeds_ids(ancestors: list[nn.Module], layer: nn.Module) -> bool:
                 if not _NO_TOKENS.search(name):
                     return True
             elif not isinstance(ancestor, _LISTS) and not any(isinstance(m, _LISTS) for m in part.modules()):
-                tables = (own for own, inner in part.named_modules() if isinstance(inner, nn.Embedding))
-                if any(not _NO_TOKENS.search(f"{name}.{own}") for own in tables):
+                tables = (table for table, inner in part.named_modules() if isinstance(inner, nn.Embedding))
+                if any(not _NO_TOKENS.search(f"{name}.{table}") for table in tables):
                     return True
     return False
 

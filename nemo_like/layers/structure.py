@@ -94,8 +94,8 @@ def weighted_parts(module: nn.Module) -> int:
     inner = unadapted(module)
     if "parametrizations" in inner._modules:
         return 1
-    own = any(parameter is not None and parameter.dim() >= 2 for parameter in inner._parameters.values())
-    return int(own) + sum(weighted_parts(child) for _, child in bare_children(inner))
+    has_weight = any(parameter is not None and parameter.dim() >= 2 for parameter in inner._parameters.values())
+    return int(has_weight) + sum(weighted_parts(child) for _, child in bare_children(inner))
 
 
 def is_plain_block(module: nn.Module) -> bool:

@@ -73,29 +73,29 @@ class LossCalls:
 
     def divided(self, total: Tensor, call: LossCall) -> Tensor:
         """As `mean_of`."""
-        own = call.counted()
+        counted = call.counted()
         number, self._means = self._means, self._means + 1
-        return total / (own if self._divisor is None else self._divisor(number, own))
+        return total / (counted if self._divisor is None else self._divisor(number, counted))
 
     def _watched(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def watched(*args: Any, **kwargs: Any) -> Tensor:
-            given = dict(zip(_ARGUMENTS, args)) | kwargs
-            target, reduction = given["target"], given.get("reduction", "mean")
-            old_words = given.get("size_average") is not None or given.get("reduce") is not None
+            arguments = dict(zip(_ARGUMENTS, args)) | kwargs
+            target, reduction = arguments["target"], arguments.get("reduction", "mean")
+            old_words = arguments.get("size_average") is not None or arguments.get("reduce") is not None
             # What answers for logits that do not exist calls the function again.
             if self._inside or old_words or target.is_floating_point():
                 return function(*args, **kwargs)
-            call = LossCall(target, given.get("ignore_index", IGNORED), given.get("weight"), reduction)
+            call = LossCall(target, arguments.get("ignore_index", IGNORED), arguments.get("weight"), reduction)
             self.seen.append(call)
             self._inside = True
             try:
                 if reduction in self._left_out:
-                    return function(**given | {"reduction": "sum"}) * 0
+                    return function(**arguments | {"reduction": "sum"}) * 0
                 if reduction != "mean" or self._divisor is None:
                     return function(*args, **kwargs)
-                if given["input"].dtype == torch.float16:  # a sum over many tokens is past its largest number
-                    given["input"] = given["input"].float()
-                return self.divided(function(**given | {"reduction": "sum"}), call)
+                if arguments["input"].dtype == torch.float16:  # a sum over many tokens is past its largest number
+                    arguments["input"] = arguments["input"].float()
+                return self.divided(function(**arguments | {"reduction": "sum"}), call)
             finally:
                 self._inside = False
 

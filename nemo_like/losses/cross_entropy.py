@@ -194,10 +194,10 @@ def losses_per_token(
     return call_in_fsdp_unit(unit, inside, hidden)
 
 
-def _params(head: Head, given: tuple[Tensor, ...] | None) -> list[Tensor]:
+def _params(head: Head, tensors: tuple[Tensor, ...] | None) -> list[Tensor]:
     """Return the tensors of `head` that train; called inside an FSDP2 unit, where whole parameters replace the
     shards."""
-    return trained_tensors(head) if given is None else [tensor for tensor in given if tensor.requires_grad]
+    return trained_tensors(head) if tensors is None else [tensor for tensor in tensors if tensor.requires_grad]
 
 
 def chosen(options: ChunkedLoss | None, chunk_tokens: int | None) -> ChunkedLoss:

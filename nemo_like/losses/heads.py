@@ -102,7 +102,7 @@ class LinearHead:
         self._weight = head.weight.detach().to(dtype)  # once per call, as autocast does
         self._bias = None if head.bias is None else head.bias.detach().to(dtype)
         # By identity: which of the head's own tensors train.
-        self._of_weight, self._of_bias = (_index(params, own) for own in (head.weight, head.bias))
+        self._of_weight, self._of_bias = (_index(params, tensor) for tensor in (head.weight, head.bias))
 
         self.width = len(self._weight)
         self.bytes_per_token = self.width * self._weight.element_size()
@@ -237,7 +237,7 @@ def like_logits(gradient: Tensor, logits: Tensor) -> Tensor:
 
 def _is_plain_linear(head: nn.Linear) -> bool:
     """Return whether calling `head` is `F.linear` of its two tensors, and nothing else."""
-    plain = all(_is_plain(own) for own in (head.weight, head.bias) if own is not None)
+    plain = all(_is_plain(tensor) for tensor in (head.weight, head.bias) if tensor is not None)
     called = type(head).forward is nn.Linear.forward and "forward" not in vars(head)
     return plain and called and not has_hooks_but_fsdp(head) and not nn.utils.parametrize.is_parametrized(head)
 
@@ -250,8 +250,8 @@ def autocast_dtype(weight: Tensor) -> torch.dtype:
     return weight.dtype
 
 
-def _index(params: Sequence[Tensor], own: Tensor | None) -> int | None:
-    return next((index for index, param in enumerate(params) if param is own), None)
+def _index(params: Sequence[Tensor], tensor: Tensor | None) -> int | None:
+    return next((index for index, param in enumerate(params) if param is tensor), None)
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -129,8 +129,8 @@ def find_head(model: nn.Module) -> nn.Module | None:
             if isinstance(head, nn.Module) and _width(head) is not None:
                 return head
     rows = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
-    found = [module for module in model.modules() if isinstance(module, nn.Linear) and module.out_features in rows]
-    return found[0] if len(found) == 1 else None
+    heads = [module for module in model.modules() if isinstance(module, nn.Linear) and module.out_features in rows]
+    return heads[0] if len(heads) == 1 else None
 
 
 def _width(head: nn.Module) -> int | None:

@@ -195,14 +195,14 @@ class CrossEntropyRows:
         weights = None if weights is None else weights.masked_fill(~counts, 0)
         if vocabulary.group is not None:
             return self._cut(logits, vocabulary, index, here, counts, weights), None
-        found = new_losses(logits, 2)  # losses, entries at the label
+        results = new_losses(logits, 2)  # losses, entries at the label
         run = kernel(_whole_rows, self._backend, logits)
         # False saves a pass over the logits. A compiler fuses it anyway, and would make two graphs.
         some = self._backend is not None or _some_do_not_count(counts)
         for block in blocks(logits, copies=not in_place(logits) or self._terms.shape.cap is not None):
             mine = None if weights is None else weights[block]
-            found[:, block] = run(logits[block], index[block], counts[block], mine, some, apart, self._terms)
-        return found[0], Apart(index[:, 0], found[1]) if apart and weights is not None else None
+            results[:, block] = run(logits[block], index[block], counts[block], mine, some, apart, self._terms)
+        return results[0], Apart(index[:, 0], results[1]) if apart and weights is not None else None
 
     def _cut(
         self,
@@ -340,8 +340,8 @@ class Vocabulary:
             return lse, sums, means
         largest = lse.clone()
         dist.all_reduce(largest, dist.ReduceOp.MAX, self.group)
-        own = (lse - largest).exp()
-        all_sums = torch.cat([own, sums, means * own[:1]])
+        scale = (lse - largest).exp()
+        all_sums = torch.cat([scale, sums, means * scale[:1]])
         dist.all_reduce(all_sums, dist.ReduceOp.SUM, self.group)
         total, sums, means = all_sums.split([len(lse), len(sums), len(means)])
         return total.log() + largest, sums, means / total[:1]

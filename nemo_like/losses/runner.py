@@ -111,21 +111,21 @@ class LossInForward(torch.autograd.Function):
         *params: Tensor,
     ) -> Tensor:
         into_hidden = train and ctx.needs_input_grad[5]
-        found = walk(call, hidden, params if train else (), weights if train else None, into_hidden)
-        grads = [found.hidden, *found.params]
+        outputs = walk(call, hidden, params if train else (), weights if train else None, into_hidden)
+        grads = [outputs.hidden, *outputs.params]
         ctx.kept = [index for index, grad in enumerate(grads) if grad is not None]
         ctx.dtypes = [tensor.dtype for tensor in (hidden, *params)]
         ctx.inputs = len(params) + 1
         ctx.save_for_backward(scale, *(grads[index] for index in ctx.kept))
         # In float64, and rounded once: a sum of many tokens in float32 ends some units off in the last place.
-        wide = torch.float32 if found.losses.device.type == "mps" else torch.float64
-        return (found.losses.sum(dtype=wide) / items).to(found.losses.dtype)
+        wide = torch.float32 if outputs.losses.device.type == "mps" else torch.float64
+        return (outputs.losses.sum(dtype=wide) / items).to(outputs.losses.dtype)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         _refuse_second_derivatives()
-        own, *saved = ctx.saved_tensors
-        factor = upstream * own.nan_to_num(posinf=0.0)  # no token counts: the loss is NaN, and nothing has a gradient
+        lse, *saved = ctx.saved_tensors
+        factor = upstream * lse.nan_to_num(posinf=0.0)  # no token counts: the loss is NaN, and nothing has a gradient
         in_place = graph_is_kept() is False
         unchanged = factor.device.type == "cpu" and not is_fake(factor) and factor.item() == 1
         grads: list[Tensor | None] = [None] * ctx.inputs
@@ -155,11 +155,11 @@ class LossesInBackward(torch.autograd.Function):
         hidden, *params = ctx.saved_tensors
         needs = ctx.needs_input_grad[1:]
         with ctx.autocast.again(), ctx.random.again(), without_fsdp_hooks(ctx.call.unit):
-            found = walk(ctx.call, hidden, params, upstream, needs[0])
+            outputs = walk(ctx.call, hidden, params, upstream, needs[0])
         grads = [
-            None if grad is None else grad.to(param.dtype) for grad, param in zip(found.params, params, strict=True)
+            None if grad is None else grad.to(param.dtype) for grad, param in zip(outputs.params, params, strict=True)
         ]
-        return None, found.hidden, *grads
+        return None, outputs.hidden, *grads
 
 
 def _refuse_second_derivatives() -> None:

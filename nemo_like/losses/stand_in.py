@@ -97,9 +97,9 @@ class StandIn(Tensor):
 
     @staticmethod
     def of(recipe: Recipe, width: int, dtype: torch.dtype) -> StandIn:
-        made: StandIn = shape_only(StandIn, (*recipe.hidden.shape[:-1], width), dtype, recipe.hidden.device)
-        made.recipe = recipe
-        return made
+        stand_in: StandIn = shape_only(StandIn, (*recipe.hidden.shape[:-1], width), dtype, recipe.hidden.device)
+        stand_in.recipe = recipe
+        return stand_in
 
     @classmethod
     def __torch_dispatch__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> Any:  # type: ignore[override]
@@ -246,8 +246,8 @@ def _view(func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 def _flatten(func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     old = args[0]
-    given = dict(zip(("start_dim", "end_dim"), args[1:])) | dict(kwargs)
-    start, end = given.get("start_dim", 0), given.get("end_dim", -1)
+    arguments = dict(zip(("start_dim", "end_dim"), args[1:])) | dict(kwargs)
+    start, end = arguments.get("start_dim", 0), arguments.get("end_dim", -1)
     if end % old.dim() == old.dim() - 1:
         return None
     return _next(old, func, args, kwargs, hidden=old.recipe.hidden.flatten(start, end))
@@ -282,9 +282,9 @@ def _is_whole(item: object, width: int) -> bool:
 def _CROSS_ENTROPY(func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """`torch.nn.functional.cross_entropy` of a stand-in, in chunks; None where it asks for what chunks do not know."""
     names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
-    given = dict(zip(names, args)) | dict(kwargs)
-    logits, labels = given["input"], given["target"]
-    unknown = any(given.get(name) is not None for name in ("weight", "size_average", "reduce"))
+    arguments = dict(zip(names, args)) | dict(kwargs)
+    logits, labels = arguments["input"], arguments["target"]
+    unknown = any(arguments.get(name) is not None for name in ("weight", "size_average", "reduce"))
     if unknown or not isinstance(logits, StandIn) or isinstance(labels, StandIn) or logits.dim() != 2:
         return None
     recipe = logits.recipe
@@ -294,11 +294,11 @@ def _CROSS_ENTROPY(func: object, args: Sequence[Any], kwargs: Mapping[str, Any])
         return None  # they exist
     recipe.call.losses += 1
     head, shape = _shaped_head(recipe)
-    ignore_index, smoothing = given.get("ignore_index", -100), given.get("label_smoothing", 0.0)
+    ignore_index, smoothing = arguments.get("ignore_index", -100), arguments.get("label_smoothing", 0.0)
     options = recipe.call.options
     rows = CrossEntropyRows(labels, ignore_index, smoothing, options.z_loss, shape, options.compile)
     with answering_calls(recipe.call.head, None):
-        return _loss(recipe, head, rows, given.get("reduction", "mean"))
+        return _loss(recipe, head, rows, arguments.get("reduction", "mean"))
 
 
 def _loss(recipe: Recipe, head: Head, rows: CrossEntropyRows, reduction: str) -> Tensor:

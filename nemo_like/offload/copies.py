@@ -138,18 +138,18 @@ def gaps(covered: Iterable[Range], lo: int, hi: int) -> list[Range]:
     >>> gaps([(2, 4), (6, 9)], 0, 8)
     [(0, 2), (4, 6)]
     """
-    found, at = [], lo
+    holes, at = [], lo
     for start, end in sorted(covered):
         if end <= at:
             continue
         if start >= hi:
             break
         if start > at:
-            found.append((at, start))
+            holes.append((at, start))
         at = max(at, end)
     if at < hi:
-        found.append((at, hi))
-    return found
+        holes.append((at, hi))
+    return holes
 
 
 def overlap(first: Range, second: Range) -> bool:

@@ -160,13 +160,13 @@ class Mover:
             span = inside[0]
         else:
             # Several spans become one. Readers of the old ones find it by their range; a buffer they had is given up.
-            span = Span(min([lo, *(s.lo for s in inside)]), max([hi, *(s.hi for s in inside)]))
+            span = Span(min([lo, *(span.lo for span in inside)]), max([hi, *(span.hi for span in inside)]))
             for old in inside:
                 span.tensors += old.tensors
                 span.unread += old.tensors
                 span.round = max(span.round, old.round + 1)
                 self._drop_buffer(old)
-            copy.spans = [s for s in copy.spans if s not in inside] + [span]
+            copy.spans = [kept for kept in copy.spans if kept not in inside] + [span]
         span.tensors += 1
         span.unread += 1
         span.was_read = False

@@ -210,7 +210,7 @@ def _resolved(tensor: torch.Tensor) -> torch.Tensor:
 
 def storages_in(values: object) -> dict[int, torch.UntypedStorage]:
     """The storages of all tensors in nested tuples, lists and dicts, by id (and held, so that the ids stay theirs)."""
-    found: dict[int, torch.UntypedStorage] = {}
+    storages: dict[int, torch.UntypedStorage] = {}
     waiting = [values]
     while waiting:
         value = waiting.pop()
@@ -218,12 +218,12 @@ def storages_in(values: object) -> dict[int, torch.UntypedStorage]:
             for plain in plain_tensors(value):
                 if has_storage(plain):
                     storage = plain.untyped_storage()
-                    found[id(storage)] = storage
+                    storages[id(storage)] = storage
         elif isinstance(value, dict):
             waiting.extend(value.values())
         elif isinstance(value, Iterable) and isinstance(value, tuple | list):
             waiting.extend(value)
-    return found
+    return storages
 
 
 # Which saved tensors stay where they are, and why.

@@ -78,13 +78,13 @@ class HostPool:
     def take(self, nbytes: int) -> Block | None:
         """A block of at least `nbytes` bytes; None where budget or memory refuse, with the reason in `refusal`."""
         size = round_up(max(nbytes, 1), ALIGNMENT)
-        found = self._best_fit(size)
-        if found is None:
+        block = self._best_fit(size)
+        if block is None:
             slab = self._grow(size)
             if slab is None:
                 return None
-            found = (slab, 0)
-        slab, index = found
+            block = (slab, 0)
+        slab, index = block
         lo, hi = slab.free.pop(index)
         if hi - lo > size:
             insort(slab.free, (lo + size, hi))

@@ -215,13 +215,13 @@ class MemoryBudget:
     communication buffers and fragmentation."""
 
     def __post_init__(self) -> None:
-        given = [name for name in field_names(MemoryBudget) if getattr(self, name) is not None]
-        if len(given) != 1:
+        limits = [name for name in field_names(MemoryBudget) if getattr(self, name) is not None]
+        if len(limits) != 1:
             raise ValueError(
-                f"MemoryBudget was given {' and '.join(given) or 'nothing'}; it needs exactly one of "
+                f"MemoryBudget was given {' and '.join(limits) or 'nothing'}; it needs exactly one of "
                 f"{', '.join(field_names(MemoryBudget))}."
             )
-        for name in given:
+        for name in limits:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float):
                 way = f": write MemoryBudget.parse({value!r})" if isinstance(value, str) else ""

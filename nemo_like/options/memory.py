@@ -106,7 +106,7 @@ class AllocatorConfig:
         """
         if "[" in text:
             raise ValueError(f"{text!r} has a list of values, which is not modelled; give one number for all sizes.")
-        found: dict[str, int | bool] = {}
+        settings: dict[str, int | bool] = {}
         for part in filter(None, map(str.strip, text.split(","))):
             name, colon, value = (piece.strip() for piece in part.partition(":"))
             if not colon:
@@ -118,10 +118,10 @@ class AllocatorConfig:
                     f"backend:{value} is another allocator than torch's own: what it reserves is not known."
                 )
             if name == "expandable_segments":
-                found[name] = value == "True"
+                settings[name] = value == "True"
             elif name in _NUMBERS:
-                found[_NUMBERS[name][0]] = int(value) * _NUMBERS[name][1]
-        return cls(**found)  # type: ignore[arg-type]
+                settings[_NUMBERS[name][0]] = int(value) * _NUMBERS[name][1]
+        return cls(**settings)  # type: ignore[arg-type]
 
 
 _NUMBERS = {

@@ -56,12 +56,12 @@ class StepTemporaries:
     @property
     def most(self) -> int:
         """The most of them at one time."""
-        found, before = sum(self.together), 0
+        largest, before = sum(self.together), 0
         for sizes in self.alone:
-            own = sum(sizes)
-            found = max(found, before + sizes[0], own) if self.hands_over else max(found, before + own)
+            total = sum(sizes)
+            largest = max(largest, before + sizes[0], total) if self.hands_over else max(largest, before + total)
             before = sizes[-1]
-        return found
+        return largest
 
 
 @dataclass(frozen=True)

@@ -221,9 +221,9 @@ def _read(path: str, changed: int) -> ScheduleFile:
         ranks.append(tuple(cells))
     if not ranks or not all(ranks):
         raise ValueError(f"Schedule file {path!r} has a line without an action: each rank needs one line.")
-    found = ScheduleFile(tuple(ranks))
-    _check(path, found)
-    return found
+    schedule = ScheduleFile(tuple(ranks))
+    _check(path, schedule)
+    return schedule
 
 
 def _check(path: str, table: ScheduleFile) -> None:
@@ -260,7 +260,7 @@ def _check_order(path: str, table: ScheduleFile) -> None:
                 ran.add(row[at[rank]])
                 at[rank] += 1
                 moved = True
-    stuck = [f"{s}{k}{n}" for row, i in zip(table.ranks, at) for s, k, n in row[i : i + 1]]
+    stuck = [f"{stage}{k}{n}" for row, i in zip(table.ranks, at) for stage, k, n in row[i : i + 1]]
     if stuck:
         raise ValueError(f"Schedule file {path!r} comes to a standstill: {', '.join(stuck)} wait for each other.")
 

@@ -63,8 +63,8 @@ def watch_first_step(model: nn.Module, plan: Plan, device: torch.device) -> None
     environment variable ``NEMO_LIKE_COMPARE_PEAK`` is 1: the events of its allocator are had from torch's profiler alone,
     and a profiler of the user's own that started in the same step would end the process. With 0, nowhere.
     """
-    asked = os.environ.get(VARIABLE, "")
-    wanted = asked == "1" if device.type == "cpu" else asked != "0"
+    value = os.environ.get(VARIABLE, "")
+    wanted = value == "1" if device.type == "cpu" else value != "0"
     if wanted and plan.peak_bytes and plan.traced_for == device.type:
         _StepWatch(plan, device).install(model)
 
@@ -160,13 +160,13 @@ class _StepWatch:
         predicted = self.plan.peak_bytes
         if abs(peak - predicted) <= TOLERANCE * predicted:
             return
-        found = causes(self.plan.step, self.seen)
+        reasons = causes(self.plan.step, self.seen)
         more = "above" if peak > predicted else "below"
         text = (
             f"The first whole step peaked at {write_bytes(peak)} on this rank, {abs(peak - predicted) / predicted:.0%} "
             f"{more} the {write_bytes(predicted)} that was predicted for ac={self.plan.budget!r}. "
         )
-        text += f"The likely cause: {'; '.join(found)}." if found else _NO_CAUSE
+        text += f"The likely cause: {'; '.join(reasons)}." if reasons else _NO_CAUSE
         (logger.warning if peak > predicted else logger.info)(text)
 
     def _close(self) -> None:
@@ -186,27 +186,27 @@ def _after_any_step(optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -
 
 def causes(planned: Mapping[str, Any], seen: Seen) -> list[str]:
     """Return what the loop does otherwise than `planned` (`Plan.step`) says, in words, with what to write instead."""
-    found = []
+    reasons = []
     if seen.forwards != planned.get("microbatches", seen.forwards):
-        found.append(
+        reasons.append(
             f"{seen.forwards} forward passes per optimizer step, planned for {planned['microbatches']} "
             f"(StepSpec(microbatches={seen.forwards}))"
         )
     if seen.gradients_before and planned.get("zero_grad") == "free":
-        found.append("gradients were there before the first forward (StepSpec(zero_grad='zero'), or free them)")
+        reasons.append("gradients were there before the first forward (StepSpec(zero_grad='zero'), or free them)")
     if seen.output_kept and not planned.get("keeps_output", True):
-        found.append("the model's output stayed alive through backward (StepSpec(keeps_output=True), or drop it)")
+        reasons.append("the model's output stayed alive through backward (StepSpec(keeps_output=True), or drop it)")
     if not seen.output_kept and planned.get("keeps_output"):
-        found.append("the model's output was dropped before backward (StepSpec(keeps_output=False))")
+        reasons.append("the model's output was dropped before backward (StepSpec(keeps_output=False))")
     if planned.get("loss") == "model" and not seen.own_loss:
-        found.append("the loss was computed outside of the model (StepSpec(loss_fn=...), a sample without labels)")
+        reasons.append("the loss was computed outside of the model (StepSpec(loss_fn=...), a sample without labels)")
     word = planned.get("optimizer", seen.optimizer)
     if seen.optimizer not in (word, *getattr(OPTIMIZER_OBJECTS.get(word), "forms", ())):
-        said = seen.optimizer or "another optimizer"
-        found.append(f"the step was that of {said}, planned for {planned['optimizer']} (optimizer=...)")
+        optimizer = seen.optimizer or "another optimizer"
+        reasons.append(f"the step was that of {optimizer}, planned for {planned['optimizer']} (optimizer=...)")
     if seen.batch and planned.get("sample", seen.batch) != seen.batch:
-        found.append(f"the batch was {seen.batch}, planned for {planned['sample']}")
-    return found
+        reasons.append(f"the batch was {seen.batch}, planned for {planned['sample']}")
+    return reasons
 
 
 def bytes_between_steps(model: nn.Module, optimizer: Optimizer, *, gradients: bool) -> int:
@@ -215,8 +215,8 @@ def bytes_between_steps(model: nn.Module, optimizer: Optimizer, *, gradients: bo
     state = [t for entry in optimizer.state.values() for t in entry.values() if isinstance(t, torch.Tensor)]
     grads = [p.grad for p in params if p.grad is not None]
     stay = gradients or isinstance(model, DistributedDataParallel)
-    found = storages_of([*params, *state, *(grads if stay else [])])
-    return sum({storage.data_ptr(): storage.nbytes() for storage in found}.values())
+    storages = storages_of([*params, *state, *(grads if stay else [])])
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 class _CpuPeak:
@@ -278,10 +278,10 @@ def size_watch(plan: Plan | None, tokens: int | None) -> SizeWatch | None:
     return None if tokens is None else SizeWatch(f"{tokens} tokens", tokens)
 
 
-def most_elements(given: Iterable[torch.Tensor]) -> int:
+def most_elements(tensors: Iterable[torch.Tensor]) -> int:
     """Return the elements of the largest tensor of whole numbers (token ids, labels), or where there is none, of the
     largest of all."""
-    sizes = [(str(t.dtype) in _WHOLE, t.numel()) for t in given]
+    sizes = [(str(t.dtype) in _WHOLE, t.numel()) for t in tensors]
     whole = any(is_whole for is_whole, _ in sizes)
     return max((size for is_whole, size in sizes if is_whole or not whole), default=0)
 
@@ -318,14 +318,14 @@ class SizeWatch:
         """A batch that is trained on, as so many microbatches of equally many rows."""
         if self.over:
             return
-        given = tuple(tensors_in(batch))
-        if most_elements(given) <= self.most * microbatches:
+        tensors = tuple(tensors_in(batch))
+        if most_elements(tensors) <= self.most * microbatches:
             return
         self.over = True  # the hook is not taken out here: torch goes through the hooks just now
         peak = f"the predicted peak of {write_bytes(self.peak_bytes)}" if self.peak_bytes else "was predicted"
         each = f" in each of {microbatches} microbatches" if microbatches > 1 else ""
         warn_once(
-            f"A batch is larger than the one that the plan was made for ({describe(given, {})}; planned: "
+            f"A batch is larger than the one that the plan was made for ({describe(tensors, {})}; planned: "
             f"{self.planned}{each}). It is trained on as it is, and takes more than {peak}. Plan for the "
             "largest batch: give it as sample_input=, or its length as --max-seq-len of nemo-like fit."
         )
@@ -337,10 +337,10 @@ def _sizes(described: str) -> list[tuple[str, int]]:
     >>> _sizes("int64 (2, 64), float32 (3,)")
     [('torch.int64', 128), ('torch.float32', 3)]
     """
-    found = []
+    sizes = []
     for dtype, shape in re.findall(r"(\w+) \(([\d, ]*)\)", described):
         size = 1
         for length in filter(None, (part.strip() for part in shape.split(","))):
             size *= int(length)
-        found.append((f"torch.{dtype}", size))
-    return found
+        sizes.append((f"torch.{dtype}", size))
+    return sizes

@@ -130,7 +130,7 @@ class ProfileReport:
             )
             for row in self.layers[:limit]
         )
-        made = Table(columns, tuple(rows))
+        rendered = Table(columns, tuple(rows))
         recomputed = self.predict_peak_bytes(self.call_names)
         first = (
             f"{self.model} on {self.device}, {len(self.layers)} layers, median of {self.runs} runs. Saved for backward: "
@@ -141,10 +141,10 @@ class ProfileReport:
             f"Step: {three_digits(self.step_ms)} ms (spread {percent(self.step_spread)}), of it layers forward "
             f"{three_digits(self.forward_ms)} ms, backward {three_digits(self.backward_ms)} ms."
         )
-        lines = [made.text(width)]
+        lines = [rendered.text(width)]
         if limit is not None and limit < len(self.layers):
             lines.append(f"... and {len(self.layers) - limit} more")
-        if hidden := made.hidden(width):
+        if hidden := rendered.hidden(width):
             lines.append(paragraph(hidden, width))
         return "\n\n".join([paragraph(first, width), "\n".join(lines), paragraph(last, width)])
 

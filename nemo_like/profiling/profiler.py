@@ -223,10 +223,10 @@ def _spread(values: Sequence[float]) -> float:
     return (max(values) - min(values)) / middle if middle else 0.0
 
 
-def _device(asked: str | torch.device | None, places: set[torch.device], model: str) -> torch.device:
+def _device(wanted: str | torch.device | None, places: set[torch.device], model: str) -> torch.device:
     if len(places) > 1:
         raise ValueError(f"{model} has parameters on {', '.join(sorted(map(str, places)))}; it must be on one device.")
-    device = checked_device(asked) if asked is not None else next(iter(places), torch.device("cpu"))
+    device = checked_device(wanted) if wanted is not None else next(iter(places), torch.device("cpu"))
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device is {str(device)!r}; a profile runs the model, on 'cpu' or a CUDA device.")
     if device.type == "cuda" and device.index is None:
@@ -251,10 +251,10 @@ def _layers_to_measure(model: nn.Module, layers: Iterable[str | nn.Module] | Non
 
 def _children(module: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
     """The direct children by name, lists of modules opened."""
-    found = []
+    children = []
     for name, child in module.named_children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Sequential):
-            found += _children(child, f"{prefix}{name}.")
+            children += _children(child, f"{prefix}{name}.")
         else:
-            found.append((prefix + name, child))
-    return found
+            children.append((prefix + name, child))
+    return children

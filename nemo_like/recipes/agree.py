@@ -91,9 +91,9 @@ class Ranks:
         """Rank 0's text."""
         if self.control is None:
             return text
-        said = [text]
-        dist.broadcast_object_list(said, 0, group=self.control)
-        return said[0]
+        texts = [text]
+        dist.broadcast_object_list(texts, 0, group=self.control)
+        return texts[0]
 
     def gather(self, value: int) -> list[int]:
         """Every rank's value, in order."""

@@ -62,20 +62,20 @@ class Corpus:
         Raises:
             RuntimeError: a file became shorter since it was listed.
         """
-        found = bytearray()
+        content = bytearray()
         at = bisect_right(self._starts, start) - 1
-        while len(found) < length:
+        while len(content) < length:
             piece = self.pieces[at]
-            inside = start + len(found) - self._starts[at]
-            wanted = min(length - len(found), piece.length - inside)
+            inside = start + len(content) - self._starts[at]
+            wanted = min(length - len(content), piece.length - inside)
             with piece.path.open("rb") as file:
                 file.seek(piece.offset + inside)
                 got = file.read(wanted)
             if len(got) < wanted:
                 raise RuntimeError(f"{piece.path} became shorter in mid-run; keep the data unchanged during a run.")
-            found += got
+            content += got
             at += 1
-        return torch.frombuffer(found, dtype=torch.uint8).long()
+        return torch.frombuffer(content, dtype=torch.uint8).long()
 
     def documents(self, start: int, length: int) -> torch.Tensor:
         """The number of the piece that each byte from `start` on is of, (length,) int64."""
@@ -112,17 +112,17 @@ def load_text(data: str | os.PathLike[str] | None = None) -> TextData:
         raise ValueError(f"--data is {os.fspath(data)!r}, and nothing exists there; {hint}.")
     name = f"the standard library's text in {root}" if data is None else str(root)
     heads: dict[Path, bytes] = {}
-    found: list[tuple[str, Piece]] = []
+    pieces: list[tuple[str, Piece]] = []
     for path in _list_files(root, stdlib=data is None):
         size, head = _peek(path)
         if size == 0 or b"\0" in head:
             continue
         relative = path.name if path == root else path.relative_to(root).as_posix()
         heads[path] = head
-        found.append((relative, Piece(path, 0, size)))
-    if not found:
+        pieces.append((relative, Piece(path, 0, size)))
+    if not pieces:
         raise ValueError(f"--data is {str(root)!r}, which holds no text: every file is empty or binary.")
-    train, held_out = _split(found)
+    train, held_out = _split(pieces)
     digest = hashlib.sha256()
     for part in (train, held_out):
         digest.update(f"{len(part)}\0".encode())
@@ -152,21 +152,21 @@ def _peek(path: Path) -> tuple[int, bytes]:
         raise ValueError(f"Cannot read {path} of the training text: {error}.") from error
 
 
-def _split(found: Sequence[tuple[str, Piece]]) -> tuple[list[Piece], list[Piece]]:
+def _split(pieces: Sequence[tuple[str, Piece]]) -> tuple[list[Piece], list[Piece]]:
     """Return what is trained on and what is held out; both keep the order of `found`."""
-    if len(found) == 1:
-        whole = found[0][1]
+    if len(pieces) == 1:
+        whole = pieces[0][1]
         cut = whole.length - math.ceil(whole.length * HELD_OUT_SHARE)
         return [Piece(whole.path, 0, cut)], [Piece(whole.path, cut, whole.length - cut)]
-    room = HELD_OUT_SHARE * sum(piece.length for _, piece in found)
+    room = HELD_OUT_SHARE * sum(piece.length for _, piece in pieces)
     chosen: set[str] = set()
-    for name, piece in sorted(found, key=lambda item: _hash_name(item[0])):
+    for name, piece in sorted(pieces, key=lambda item: _hash_name(item[0])):
         if piece.length <= room:
             chosen.add(name)
             room -= piece.length
     if not chosen:  # a few large files: hold out the smallest
-        chosen.add(min(found, key=lambda item: (item[1].length, item[0]))[0])
-    return [p for n, p in found if n not in chosen], [p for n, p in found if n in chosen]
+        chosen.add(min(pieces, key=lambda item: (item[1].length, item[0]))[0])
+    return [p for n, p in pieces if n not in chosen], [p for n, p in pieces if n in chosen]
 
 
 def _hash_name(name: str) -> bytes:
@@ -343,8 +343,8 @@ def for_transformers(tokenizer: str) -> Any:
     """The tokenizer with this JSON, as `from_pretrained` gives it back once it is saved."""
     tokenizers = require("tokenizers", "finetune", "for --tokenizer bpe")
     transformers = require("transformers", "finetune", "to export a tokenizer")
-    made = tokenizers.Tokenizer.from_str(tokenizer)
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token=END, pad_token=END)
+    rebuilt = tokenizers.Tokenizer.from_str(tokenizer)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=rebuilt, eos_token=END, pad_token=END)
 
 
 def _encoded(corpus: Corpus, bpe: Any) -> TokenCorpus:
@@ -352,8 +352,8 @@ def _encoded(corpus: Corpus, bpe: Any) -> TokenCorpus:
     end = bpe.token_to_id(END)
     for document in _documents(corpus):
         starts.append(len(tokens))
-        for found in bpe.encode_batch(list(document), add_special_tokens=False):
-            tokens.extend(found.ids)
+        for encoding in bpe.encode_batch(list(document), add_special_tokens=False):
+            tokens.extend(encoding.ids)
         tokens.append(end)
     return TokenCorpus(
         torch.frombuffer(tokens, dtype=torch.int32) if tokens else torch.zeros(0, dtype=torch.int32), starts

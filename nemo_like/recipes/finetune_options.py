@@ -137,8 +137,8 @@ class FinetuneOptions(RunOptions):
         return "--output" if self._has_own_checkpoints else super().elsewhere
 
     def planned_input(self, rows: int, width: int) -> Any:
-        made = super().planned_input(rows, width)
-        return self.packed_input(made, rows, width) if self.pack else made
+        inputs = super().planned_input(rows, width)
+        return self.packed_input(inputs, rows, width) if self.pack else inputs
 
     def _own_checkpoints(self) -> str:
         return str(Path(self.output) / "checkpoints")

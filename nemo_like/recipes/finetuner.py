@@ -116,10 +116,10 @@ class FineTuner(TrainingJob):
         replicated = options.strategy == "ddp" and ranks.world_size > 1
         if replicated:
             fill(model, options)  # DDP starts from weights
-        made: nn.Module = self._parallelized(model, options.rows(ranks.data_ranks), self.width)
+        sharded: nn.Module = self._parallelized(model, options.rows(ranks.data_ranks), self.width)
         if not replicated:
-            fill(made, options)
-        return made
+            fill(sharded, options)
+        return sharded
 
     # ------------------------------------------------------------------------------------------------------- the steps
 
@@ -161,7 +161,7 @@ class FineTuner(TrainingJob):
         return mean_loss(self.model, self.held_out, self.ranks, size, self._loss)
 
     def _is_worth_saving(self) -> bool:
-        best = min(self.eval_losses, key=lambda found: found["loss"])
+        best = min(self.eval_losses, key=lambda entry: entry["loss"])
         known = self.about.get("best")
         if best is not self.eval_losses[-1] or (known is not None and known["loss"] <= best["loss"]):
             return False
@@ -175,8 +175,8 @@ class FineTuner(TrainingJob):
         turn = step == options.steps or (options.sample_every > 0 and step % options.sample_every == 0)
         if loss is not None or (options.sample is not None and turn):
             self.log.read()  # so that records stand in the order of their steps
-        for number, found in enumerate(self.log.losses[self._logged :], self.first_step + self._logged + 1):
-            self.run_log.add(number, loss=found, learning_rate=self.schedule.at(number - 1))
+        for number, losses in enumerate(self.log.losses[self._logged :], self.first_step + self._logged + 1):
+            self.run_log.add(number, loss=losses, learning_rate=self.schedule.at(number - 1))
         self._logged = len(self.log.losses)
         if report:
             speed = {"tokens_per_second": self.tokens_per_second} | ({} if self.mfu is None else {"mfu": self.mfu})
@@ -458,15 +458,15 @@ def plot_log(path: Path, target: Path) -> None:
     figure = Figure(figsize=(8, 6), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
     for name, label, style in (("loss", "training", "-"), ("eval_loss", "held out", "o-")):
-        found = [(record["step"], record[name]) for record in records if name in record]
-        if found:
-            above.plot(*zip(*found), style, label=label)
+        points = [(record["step"], record[name]) for record in records if name in record]
+        if points:
+            above.plot(*zip(*points), style, label=label)
     above.set_ylabel("loss, nats per token")
     above.legend()
     for name, label in (("memory_bytes", "in use"), ("peak_bytes", "peak"), ("reserved_bytes", "reserved")):
-        found = [(record["step"], record[name] / 2**30) for record in records if name in record]
-        if found:
-            below.plot(*zip(*found), label=label)
+        points = [(record["step"], record[name] / 2**30) for record in records if name in record]
+        if points:
+            below.plot(*zip(*points), label=label)
     below.set_ylabel("memory of rank 0, GiB")
     below.set_xlabel("step")
     below.legend()

@@ -57,13 +57,13 @@ class Fitted:
 
     def words(self) -> str:
         """For people, in one line."""
-        said = self.predicted
+        figures = self.predicted
         chosen = " ".join(as_flag(name, value) for name, value in self.options.items())
         return (
             f"--fit {'keeps' if self.kept else 'chose'} {chosen or 'nothing'}: predicted peak "
-            f"{write_bytes(said['peak_bytes'])} of {write_bytes(said['limit_bytes'])} on each rank, for microbatches "
-            f"of up to {said['rows']} x {said['width']} tokens; {said['tokens_per_second_per_gpu']:,.0f} tokens/s per rank "
-            f"by the rates of {said['rates']}"
+            f"{write_bytes(figures['peak_bytes'])} of {write_bytes(figures['limit_bytes'])} on each rank, for micro-batches "
+            f"of up to {figures['rows']} x {figures['width']} tokens; {figures['tokens_per_second_per_gpu']:,.0f} tokens/s "
+            f"per rank by the rates of {figures['rates']}"
         )
 
     def save(self, folder: Path) -> None:
@@ -101,15 +101,15 @@ def choose(options: RunOptions, ranks: Ranks, model: nn.Module, width: int) -> t
         )
     device = replace(device_at_hand(ranks.device.type), gpus_per_host=local_world_size())
     _check_state_on_host(options, ranks, device)
-    asked = _asked(options, ranks, model, width, device)
+    question = _asked(options, ranks, model, width, device)
     host = _host_memory(options, ranks)
-    found = _kept(options, ranks, asked, host)
-    if found is None:
+    fitted = _kept(options, ranks, question, host)
+    if fitted is None:
         best, report = best_of(options, ranks, model, width, device, host)
-        found = _fitted(options, asked, best, report, device)
-    changed = replace(options, **found.options)
+        fitted = _fitted(options, question, best, report, device)
+    changed = replace(options, **fitted.options)
     axes = changed.axes
-    return changed, replace(ranks, tp=axes.get("tp", 1), cp=axes.get("cp", 1), pp=axes.get("pp", 1)), found
+    return changed, replace(ranks, tp=axes.get("tp", 1), cp=axes.get("cp", 1), pp=axes.get("pp", 1)), fitted
 
 
 def _check_state_on_host(options: RunOptions, ranks: Ranks, device: Device) -> None:
@@ -153,7 +153,7 @@ def _asked(options: RunOptions, ranks: Ranks, model: nn.Module, width: int, devi
     }
 
 
-def _kept(options: RunOptions, ranks: Ranks, asked: Mapping[str, Any], host: int) -> Fitted | None:
+def _kept(options: RunOptions, ranks: Ranks, question: Mapping[str, Any], host: int) -> Fitted | None:
     """Return what an earlier run of a job that is resumed chose, where ranks that have `host` bytes of host memory can
     run it."""
     if options.resume == "no" or options.checkpoint_dir is None:
@@ -161,21 +161,21 @@ def _kept(options: RunOptions, ranks: Ranks, asked: Mapping[str, Any], host: int
     path = Path(options.checkpoint_dir) / FILE
     with ranks.together(f"reading {path}"):
         text = path.read_text(encoding="utf-8") if ranks.rank == 0 and path.exists() else ""
-    found = Fitted.load(ranks.text_from_first(text))
-    if found is None:
+    kept = Fitted.load(ranks.text_from_first(text))
+    if kept is None:
         return None
-    other = {name: value for name, value in asked.items() if found.asked.get(name) != value}
+    other = {name: value for name, value in question.items() if kept.asked.get(name) != value}
     if other:
-        changes = ", ".join(f"{name} {found.asked.get(name)!r} -> {value!r}" for name, value in other.items())
+        changes = ", ".join(f"{name} {kept.asked.get(name)!r} -> {value!r}" for name, value in other.items())
         say_once(f"--fit chooses anew, since the run that is resumed had other conditions: {changes}.")
         return None
-    if (there := found.predicted["host_bytes"]) > host:
+    if (there := kept.predicted["host_bytes"]) > host:
         say_once(
             f"--fit chooses anew: what the run that is resumed chose takes {write_bytes(there)} of host memory on each "
             f"rank, and there are {write_bytes(host)}."
         )
         return None
-    return replace(found, kept=True)
+    return replace(kept, kept=True)
 
 
 def best_of(
@@ -199,7 +199,7 @@ def best_of(
             if "loss" not in options.free:
                 raise
             continue  # this model has no such loss
-        made = partial(replace(options, loss=loss, grad_accum=1).planned_input, width=width)
+        input_of = partial(replace(options, loss=loss, grad_accum=1).planned_input, width=width)
         job = replace(options, loss=loss, grad_accum=1).job()
         try:
             report = fit(
@@ -214,7 +214,7 @@ def best_of(
                 step=job.step,
                 count=1,
                 loss=loss,
-                sample=made,
+                sample=input_of,
                 **pins,
             )
         except ValueError as error:  # no layout at all with this loss
@@ -250,7 +250,7 @@ def _pins(options: RunOptions, ranks: Ranks) -> tuple[dict[str, Any], int | str 
 
 
 def _fitted(
-    options: RunOptions, asked: Mapping[str, Any], best: Candidate, report: FitReport, device: Device
+    options: RunOptions, question: Mapping[str, Any], best: Candidate, report: FitReport, device: Device
 ) -> Fitted:
     layout, job = best.layout, best.job
     sharded = job.strategy if isinstance(job.strategy, FSDP2) else FSDP2()
@@ -269,7 +269,7 @@ def _fitted(
     }
     chosen = {name: values[name] for name in options.searched if name in options.free and values[name] is not None}
     return Fitted(
-        asked,
+        question,
         chosen,
         None if best.plan is None else best.plan.as_json(),
         {
@@ -293,7 +293,7 @@ _LEFT = 10
 """One part in so many is left to everything else on the host."""
 
 
-def host_bytes(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+def host_bytes(groups: Path = Path("/sys/fs/cgroup"), process: Path = Path("/proc/self/cgroup")) -> int:
     """Bytes of host memory for each rank of this host: an equal share of nine tenths of what the host has, or of what the
     control groups of this process may have (containers, Slurm), if that is less.
 
@@ -301,21 +301,21 @@ def host_bytes(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/se
     nothing.
     """
     size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    size = min([size, *_limits(groups, own)])
+    size = min([size, *_limits(groups, process)])
     return size * (_LEFT - 1) // _LEFT // local_world_size()
 
 
-def _limits(groups: Path, own: Path) -> list[int]:
+def _limits(groups: Path, process: Path) -> list[int]:
     """Return the limits of the process's group and of those above it, of both versions of control groups."""
-    found = []
-    for line in _text(own).splitlines():
+    limits = []
+    for line in _text(process).splitlines():
         _, kinds, path = line.split(":", 2)
         if kinds not in ("", "memory") and "memory" not in kinds.split(","):
             continue
         top, name = (groups / "memory", "memory.limit_in_bytes") if kinds else (groups, "memory.max")
         inner = Path(path.lstrip("/"))
-        found += [_text(top / folder / name).strip() for folder in (inner, *inner.parents)]
-    return [int(limit) for limit in found if limit.isdigit()]  # "max": as much as there is
+        limits += [_text(top / folder / name).strip() for folder in (inner, *inner.parents)]
+    return [int(limit) for limit in limits if limit.isdigit()]  # "max": as much as there is
 
 
 def _text(path: Path) -> str:

@@ -237,8 +237,8 @@ class CheckpointStore:
     def _sum_own_files(self, target: Path) -> None:
         """Leave the checksums of this rank's files for rank 0; return when every rank has done so."""
         try:
-            own = sorted(target.glob(f"__{self._ranks.rank}_*"))
-            _write_synced(target / f"{_SUMS}{self._ranks.rank}", json.dumps(_describe(own)))
+            files = sorted(target.glob(f"__{self._ranks.rank}_*"))
+            _write_synced(target / f"{_SUMS}{self._ranks.rank}", json.dumps(_describe(files)))
         finally:  # also where it failed: rank 0 then misses this file, and nobody waits for this rank
             if self._group is not None:
                 dist.barrier(self._group)

@@ -79,8 +79,8 @@ class Options(RunOptions):
 
     def planned_input(self, rows: int, width: int) -> Any:
         if self.pp == 1:
-            made = super().planned_input(rows, width)
-            return self.packed_input(made, rows, width) if self.pack else made
+            inputs = super().planned_input(rows, width)
+            return self.packed_input(inputs, rows, width) if self.pack else inputs
         import torch
 
         ids = torch.zeros(rows, width, dtype=torch.int64)
@@ -164,18 +164,18 @@ def add_arguments(parser: argparse.ArgumentParser, kind_of_options: type[RunOpti
 AnyOptions = TypeVar("AnyOptions", bound=RunOptions)
 
 
-def read_options(kind_of_options: type[AnyOptions], found: argparse.Namespace) -> AnyOptions:
+def read_options(kind_of_options: type[AnyOptions], namespace: argparse.Namespace) -> AnyOptions:
     """The options of a YAML file (``--config FILE``) and of the command line that `found` has, which wins over the file.
 
     Raises:
         ValueError, MissingExtraError: a wrong one, or a file that cannot be read.
     """
     fields = {field.name for field in dataclasses.fields(kind_of_options)}
-    given = {name: value for name, value in vars(found).items() if name in fields}
-    given = (read_config(found.config, kind_of_options) if found.config else {}) | given
-    options = kind_of_options(**given)
+    values = {name: value for name, value in vars(namespace).items() if name in fields}
+    values = (read_config(namespace.config, kind_of_options) if namespace.config else {}) | values
+    options = kind_of_options(**values)
     if options.fit == "all":  # of several options given, --fit leaves them alone
-        free = [name for name in options.searched if name not in given]
+        free = [name for name in options.searched if name not in values]
         options = dataclasses.replace(options, fit=",".join(free) or "no")
     return options
 
@@ -219,15 +219,15 @@ def read_config(path: str, kind_of_options: type[RunOptions]) -> dict[str, Any]:
         raise ValueError(f"--config {path} must have one 'option: value' a line; it is {a_or_an(loaded)}.")
     fields = {field.name: field for field in dataclasses.fields(kind_of_options)}
     hints = typing.get_type_hints(kind_of_options)
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for key, value in loaded.items():
         name = str(key).replace("-", "_")
         if name not in fields:
             raise ValueError(f"--config {path} has {key!r}, which is no option." + did_you_mean(name, tuple(fields)))
-        found[name] = _of_kind(
+        settings[name] = _of_kind(
             path, name, fields[name].metadata["kind"], value, type(None) in typing.get_args(hints[name])
         )
-    return found
+    return settings
 
 
 def _of_kind(path: str, name: str, kind: Any, value: object, may_be_none: bool) -> Any:
@@ -238,12 +238,12 @@ def _of_kind(path: str, name: str, kind: Any, value: object, may_be_none: bool) 
     if not fits or (isinstance(value, bool) and kind is not bool):
         raise ValueError(f"--config {path}: {name} is {value!r}; it must be of type {kind.__name__}.")
     try:
-        made = kind(value)
+        converted = kind(value)
     except ValueError as error:
         raise ValueError(f"--config {path}: {name} is {value!r}; it must be of type {kind.__name__}.") from error
-    if kind is int and isinstance(value, float) and made != value:
+    if kind is int and isinstance(value, float) and converted != value:
         raise ValueError(f"--config {path}: {name} is {value!r}; it must be a whole number.")
-    return made
+    return converted
 
 
 def config_text(options: RunOptions) -> str:

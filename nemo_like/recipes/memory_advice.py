@@ -66,20 +66,22 @@ class PlannedStep:
         """Changes of options that lower the predicted peak of a rank, the largest first; then all of them together."""
         options = self._options
         now = self.peak(options)
-        found: dict[str, int] = {}
+        peaks: dict[str, int] = {}
         tried = dict(self._changes())
         for said, changed in tried.items():
             try:
-                found[said] = self.peak(replace(options, **changed))
+                peaks[said] = self.peak(replace(options, **changed))
             except BudgetError:  # one that is too small for the change
                 continue
-        _, ways = helping(now, 0, found.items())
+        _, ways = helping(now, 0, peaks.items())
         # Of two budgets the one that saves more: two values of one option cannot be taken together.
-        lower = sorted((said for said in found if found[said] < now), key=lambda said: -found[said])
-        both = {name: value for said in lower for name, value in tried[said].items()}
+        lower = sorted((name for name in peaks if peaks[name] < now), key=lambda name: -peaks[name])
+        both = {name: value for change in lower for name, value in tried[change].items()}
         if len(both) > 1:
             words = (
-                "all of these" if len(both) == sum(len(tried[said]) for said in lower) else "the best of all of these"
+                "all of these"
+                if len(both) == sum(len(tried[change]) for change in lower)
+                else "the best of all of these"
             )
             best = write_bytes(self.peak(replace(options, **both)))
             ways.append(f"a peak of {best} in place of {write_bytes(now)} with {words}")

@@ -45,10 +45,10 @@ def memory_peak(device: torch.device) -> int:
 
 def memory(device: torch.device) -> dict[str, int]:
     """Bytes on this rank, for a log: in use, the most so far, and what the caching allocator has reserved at most."""
-    found = {"memory_bytes": memory_used(device), "peak_bytes": memory_peak(device)}
+    figures = {"memory_bytes": memory_used(device), "peak_bytes": memory_peak(device)}
     if device.type == "cuda":
-        found["reserved_bytes"] = torch.cuda.max_memory_reserved(device)
-    return found
+        figures["reserved_bytes"] = torch.cuda.max_memory_reserved(device)
+    return figures
 
 
 class Progress:
@@ -98,14 +98,14 @@ class Progress:
     def _fields(
         self, loss: float, learning_rate: float, tokens_per_second: float, mfu: float | None
     ) -> list[tuple[int, str]]:
-        found = memory(self._device)
+        figures = memory(self._device)
         fields = [(0, f"loss {loss:.4f}"), (3, f"lr {learning_rate:.2e}"), (1, f"{tokens_per_second:,.0f} tokens/s")]
         if mfu is not None:
             fields.append((4, f"MFU {mfu:.1%}"))
         sizes = {"memory": (5, "memory_bytes"), "peak": (2, "peak_bytes"), "reserved": (6, "reserved_bytes")}
         for word, (keep, key) in sizes.items():
-            if key in found:
-                fields.append((keep, f"{word} {found[key] / _GIB:.2f} GiB"))
+            if key in figures:
+                fields.append((keep, f"{word} {figures[key] / _GIB:.2f} GiB"))
         return fields
 
     def say(self, line: str) -> None:

@@ -35,17 +35,17 @@ def pack_rows(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """`weight`, (out, in) of any float dtype, in 4 bits: (out, `row_bytes` / bytes of `dtype`) of `dtype`, of no numeric
     meaning."""
     rows, columns = weight.shape
-    found, scales = torch.ops.bitsandbytes.quantize_4bit(weight.float().contiguous(), BLOCK, "nf4", torch.uint8)
+    codes, scales = torch.ops.bitsandbytes.quantize_4bit(weight.float().contiguous(), BLOCK, "nf4", torch.uint8)
     scales = scales.float().view(rows, columns // BLOCK).view(torch.uint8)
-    return torch.cat([found.view(rows, columns // 2), scales], 1).view(dtype)
+    return torch.cat([codes.view(rows, columns // 2), scales], 1).view(dtype)
 
 
 def unpack_rows(packed: Tensor, in_features: int, dtype: torch.dtype) -> Tensor:
     """The weight, (out, in) of `dtype`, of what `pack_rows` gave."""
-    found = packed.view(torch.uint8)
+    codes = packed.view(torch.uint8)
     half, rows = in_features // 2, len(packed)
-    scales = found[:, half:].contiguous().view(torch.float32).flatten()
-    flat = found[:, :half].reshape(-1, 1)
+    scales = codes[:, half:].contiguous().view(torch.float32).flatten()
+    flat = codes[:, :half].reshape(-1, 1)
     weight: Tensor = torch.ops.bitsandbytes.dequantize_4bit(flat, scales, BLOCK, "nf4", [rows, in_features], dtype)
     return weight
 

@@ -119,11 +119,11 @@ def summarise(job: TrainingJob, peak_bytes: list[int]) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Return the versions of what the run ran on."""
-    found = {"nemo_like": __version__, "python": platform.python_version()}
-    found |= {"torch": torch.__version__, "cuda": str(torch.version.cuda)}
+    versions_found = {"nemo_like": __version__, "python": platform.python_version()}
+    versions_found |= {"torch": torch.__version__, "cuda": str(torch.version.cuda)}
     for name in ("transformers", "tokenizers", "peft", "numpy"):
         try:
-            found[name] = metadata.version(name)
+            versions_found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+            versions_found[name] = "not installed"
+    return versions_found

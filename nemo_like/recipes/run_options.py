@@ -228,10 +228,10 @@ class RunOptions:
         """The job that `parallelize`, the planner and the search are asked; `fields`: more of it."""
         from nemo_like.recipes.loss import planned_loss
 
-        made = job_of(
+        job = job_of(
             {**{name: getattr(self, name) for name in self.of_job}, "sync": "last", "drop_output": True}, **fields
         )
-        return replace(made, step=replace(made.step, loss_fn=planned_loss if self.loss == "model" else None))
+        return replace(job, step=replace(job.step, loss_fn=planned_loss if self.loss == "model" else None))
 
     def check_model_loss(self, model: nn.Module, loss: str) -> None:
         """Raise ValueError where this job cannot train `model` with that ``--loss``."""
@@ -248,12 +248,12 @@ class RunOptions:
         return ids if self.loss == "model" else {"input_ids": ids, "labels": ids, "shift_labels": ids}
 
     @staticmethod
-    def packed_input(made: Any, rows: int, width: int) -> dict[str, Any]:
+    def packed_input(inputs: Any, rows: int, width: int) -> dict[str, Any]:
         """`planned_input` for rows of two documents each: the mask that keeps them apart is held as well."""
         import torch
 
         positions = (torch.arange(width) % -(-width // 2)).expand(rows, width).contiguous()
-        return ({"input_ids": made} if isinstance(made, torch.Tensor) else made) | {"position_ids": positions}
+        return ({"input_ids": inputs} if isinstance(inputs, torch.Tensor) else inputs) | {"position_ids": positions}
 
     usual_warmup: ClassVar[int] = 20
     """Steps of warm-up where nobody says."""

@@ -46,14 +46,14 @@ class SampleSet:
 
     def encoded(self, sample: int) -> Encoded:
         """The sample's tokens, read from disk."""
-        found = self.files.read(self.index[sample])
-        if found is None:
+        tokens = self.files.read(self.index[sample])
+        if tokens is None:
             raise RuntimeError(f"{self.files.where(self.index[sample])} changed in mid-run; keep the data unchanged.")
-        return self.encoder.encode(found)
+        return self.encoder.encode(tokens)
 
     def subset(self, chosen: Sequence[int]) -> SampleSet:
         """Only the samples with these numbers."""
-        index, lengths, targets = ([found[i] for i in chosen] for found in (self.index, self.lengths, self.targets))
+        index, lengths, targets = ([column[i] for i in chosen] for column in (self.index, self.lengths, self.targets))
         return SampleSet(self.files, self.encoder, index, lengths, targets, self.skipped)
 
     def batch(self, rows: Sequence[Sequence[int]], width: int | None = None, pad: int = 0) -> Batch:
@@ -99,7 +99,7 @@ def look_through(flag: str, files: SampleFiles, encoder: Encoder, ranks: Ranks, 
                 if not form_checked:
                     check_form(encoder, sample)
                     form_checked = True
-                found = encoder.encode(sample)
+                tokens = encoder.encode(sample)
             except BadSampleError as error:
                 if not skip_bad:
                     raise ValueError(
@@ -107,8 +107,8 @@ def look_through(flag: str, files: SampleFiles, encoder: Encoder, ranks: Ranks, 
                     ) from error
                 bad[number] = 1
                 continue
-            lengths[number], targets[number] = found.inputs, found.targets
-            cut += found.cut
+            lengths[number], targets[number] = tokens.inputs, tokens.targets
+            cut += tokens.cut
     lengths, targets, bad = ranks.sum(lengths), ranks.sum(targets), ranks.sum(bad)
     index = lengths.nonzero().flatten()
     skipped, cut = int(bad.sum()), int(ranks.sum(torch.tensor(cut)))

@@ -89,9 +89,9 @@ class Trainer(TrainingJob):
         if options.pp > 1:  # each rank then has a part of the model
             self.about = about_run(options, self.text.fingerprint, self.model)
         self.trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
-        made = self._cut(self.model, mesh)
-        self.pipeline = made if isinstance(made, Pipeline) else None
-        self.model = made.module if isinstance(made, Pipeline) else made
+        model = self._cut(self.model, mesh)
+        self.pipeline = model if isinstance(model, Pipeline) else None
+        self.model = model.module if isinstance(model, Pipeline) else model
         self.optimizer = make_optimizer(self.model, options)
         if options.pp == 1:
             self.about = about_run(options, self.text.fingerprint, self.model)

@@ -49,9 +49,9 @@ def find_model(options: FinetuneOptions) -> ModelSource:
             f"--model {options.model!r} brings Python code of its own ({', '.join(sorted(config['auto_map']))}), which is "
             "not run. Read it, and pass --trust-remote-code if you trust it."
         )
-    own: dict[str, Any] = {"trust_remote_code": True}
-    made = transformers.AutoConfig.from_pretrained(options.model, local_files_only=True, **own)
-    return ModelSource(options.model, made, lambda: transformers.AutoModelForCausalLM.from_config(made, **own))
+    settings: dict[str, Any] = {"trust_remote_code": True}
+    made = transformers.AutoConfig.from_pretrained(options.model, local_files_only=True, **settings)
+    return ModelSource(options.model, made, lambda: transformers.AutoModelForCausalLM.from_config(made, **settings))
 
 
 def build_on_meta(source: ModelSource, options: FinetuneOptions) -> nn.Module:
@@ -110,9 +110,9 @@ def _train_only(model: nn.Module, globs: str) -> None:
     for slot in find_slots(model):
         if not slot.is_parameter:
             continue
-        found = {glob for glob, regex in patterns.items() if any(regex.fullmatch(name) for name in slot.names)}
-        slot.tensor.requires_grad_(bool(found))
-        unused -= found
+        matched = {glob for glob, regex in patterns.items() if any(regex.fullmatch(name) for name in slot.names)}
+        slot.tensor.requires_grad_(bool(matched))
+        unused -= matched
     if unused:
         some = ", ".join([slot.name for slot in find_slots(model) if slot.is_parameter][:4])
         raise ValueError(
@@ -171,14 +171,14 @@ def _stored_name(name: str, shapes: Any) -> str | None:
 def _new_adapters(model: nn.Module, seed: int) -> dict[str, Tensor]:
     """Return what peft begins with, drawn alike on every rank: A uniform as `nn.Linear` does, B zero."""
     generator = torch.Generator().manual_seed(seed)
-    made: dict[str, Tensor] = {}
+    state: dict[str, Tensor] = {}
     for slot in find_slots(model):
         if ".lora_A." in slot.name:
-            made[slot.name] = torch.empty(slot.tensor.shape)
-            nn.init.kaiming_uniform_(made[slot.name], a=math.sqrt(5), generator=generator)
+            state[slot.name] = torch.empty(slot.tensor.shape)
+            nn.init.kaiming_uniform_(state[slot.name], a=math.sqrt(5), generator=generator)
         elif ".lora_B." in slot.name:
-            made[slot.name] = torch.zeros(slot.tensor.shape)
-    return made
+            state[slot.name] = torch.zeros(slot.tensor.shape)
+    return state
 
 
 def trained_names(model: nn.Module) -> list[str]:

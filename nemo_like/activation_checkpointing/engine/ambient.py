@@ -235,8 +235,8 @@ def _transformer_engine_attention_cache() -> Restore | None:
     for name in _TE_ATTENTION:
         cache = getattr(sys.modules.get(name), "_attention_backends", None)
         if isinstance(cache, dict):
-            found = dict(cache)
-            return lambda: _dict_contents(cache, found)
+            entries = dict(cache)
+            return lambda: _dict_contents(cache, entries)
     return None
 
 

@@ -60,7 +60,9 @@ class DeepState:
         """`attributes`: each by the dict that has it, and its name."""
         self._entries: list[_Entry] = []
         known: dict[int, tuple[Any, Any]] = {}  # and no longer than now: what is in it may hold a graph
-        self._attributes = [(own, name, self._keep(own[name], known)) for own, name in attributes]
+        self._attributes = [
+            (attributes_of, name, self._keep(attributes_of[name], known)) for attributes_of, name in attributes
+        ]
 
     def restore(self, stack: contextlib.ExitStack) -> None:
         """Set the attributes as they were, and until `stack` ends fill the containers with what they held."""
@@ -72,9 +74,9 @@ class DeepState:
                 way.fill(container, _mapped(lambda item: _again(item, copies), contents))
             elif contents is not None and contents != now:
                 way.fill(container, contents)
-        for own, name, kept in self._attributes:
+        for attributes, name, kept in self._attributes:
             if kept is not _UNKNOWN:
-                own[name] = _again(kept, copies)
+                attributes[name] = _again(kept, copies)
 
     def _fill(self, every: list[Any]) -> None:
         for (container, way, *_), contents in zip(self._entries, every):
@@ -162,8 +164,8 @@ def _tuple_of(value: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
     """A tuple as `value`, with `items` in it; the same one where they are the same."""
     if all(new is old for new, old in zip(items, value)):
         return value
-    made: tuple[Any, ...] = tuple.__new__(type(value), items)
-    return made
+    rebuilt: tuple[Any, ...] = tuple.__new__(type(value), items)
+    return rebuilt
 
 
 def _without_graph(value: object) -> Any:
@@ -223,10 +225,12 @@ def _fill_sequence(value: Any, contents: object) -> None:
 
 
 def _fill_attributes(value: object, contents: Any) -> None:
-    own = vars(value)
-    if len(own) != len(contents) or not all(map(is_, chain(own, own.values()), chain(contents, contents.values()))):
-        own.clear()
-        own.update(contents)
+    attributes = vars(value)
+    if len(attributes) != len(contents) or not all(
+        map(is_, chain(attributes, attributes.values()), chain(contents, contents.values()))
+    ):
+        attributes.clear()
+        attributes.update(contents)
 
 
 def _read_slots(value: object) -> dict[str, Any]:
@@ -291,38 +295,38 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     return _map_value(function, value, {})
 
 
-def _map_value(function: Callable[[Any], Any], value: Any, made: dict[int, Any]) -> Any:
+def _map_value(function: Callable[[Any], Any], value: Any, seen: dict[int, Any]) -> Any:
     """`made`: id of a container → the new one, so that one which occurs twice, or in itself, is made once."""
     kind: Any = type(value)
     if kind is tuple:
-        return tuple(_each(function, value, made))
+        return tuple(_each(function, value, seen))
     if not _is_kind_of_container(kind):
         return function(value)
-    if id(value) in made:
-        return made[id(value)]
+    if id(value) in seen:
+        return seen[id(value)]
     if kind is list:
-        made[id(value)] = items = []
-        items += _each(function, value, made)
+        seen[id(value)] = items = []
+        items += _each(function, value, seen)
         return items
     if kind is dict:
         pairs: dict[Any, Any] = {}
-        made[id(value)] = pairs
-        pairs.update(zip(value, _each(function, value.values(), made)))
+        seen[id(value)] = pairs
+        pairs.update(zip(value, _each(function, value.values(), seen)))
         return pairs
     if hasattr(kind, "__dataclass_fields__") or issubclass(kind, _BUILT):
-        return _built(function, value, made)
+        return _built(function, value, seen)
     if issubclass(kind, tuple):
-        return tuple.__new__(kind, _each(function, value, made))
+        return tuple.__new__(kind, _each(function, value, seen))
     if kind is set:
-        made[id(value)] = new = set(_each(function, value, made))
+        seen[id(value)] = new = set(_each(function, value, seen))
         return new
-    made[id(value)] = queue = deque[Any](maxlen=value.maxlen)
-    queue.extend(_each(function, value, made))
+    seen[id(value)] = queue = deque[Any](maxlen=value.maxlen)
+    queue.extend(_each(function, value, seen))
     return queue
 
 
-def _each(function: Callable[[Any], Any], values: Iterable[Any], made: dict[int, Any]) -> list[Any]:
-    return [function(value) if type(value) in COMMON_LEAVES else _map_value(function, value, made) for value in values]
+def _each(function: Callable[[Any], Any], values: Iterable[Any], seen: dict[int, Any]) -> list[Any]:
+    return [function(value) if type(value) in COMMON_LEAVES else _map_value(function, value, seen) for value in values]
 
 
 def is_container(value: Any) -> bool:
@@ -339,21 +343,21 @@ def _is_kind_of_container(kind: Any) -> bool:
     return plain or hasattr(kind, "__dataclass_fields__") or (issubclass(kind, tuple) and hasattr(kind, "_make"))
 
 
-def _built(function: Callable[[Any], Any], value: object, made: dict[int, Any]) -> Any:
+def _built(function: Callable[[Any], Any], value: object, seen: dict[int, Any]) -> Any:
     """The same for an object with attributes."""
     kind: Any = type(value)
-    made[id(value)] = new = kind.__new__(kind)
+    seen[id(value)] = new = kind.__new__(kind)
     if isinstance(value, dict):
         base: Any = OrderedDict if isinstance(value, OrderedDict) else dict
         for key, item in base.items(value):
-            base.__setitem__(new, key, _map_value(function, item, made))
+            base.__setitem__(new, key, _map_value(function, item, seen))
     if isinstance(value, defaultdict):
         new.default_factory = value.default_factory
     for name, item in getattr(value, "__dict__", {}).items():
-        new.__dict__[name] = _map_value(function, item, made)
+        new.__dict__[name] = _map_value(function, item, seen)
     for name in slots_of(kind):
         if hasattr(value, name):
-            object.__setattr__(new, name, _map_value(function, getattr(value, name), made))
+            object.__setattr__(new, name, _map_value(function, getattr(value, name), seen))
     return new
 
 
@@ -361,4 +365,6 @@ def slots_of(kind: type) -> Iterator[str]:
     """The names of the slots of a class and its bases."""
     for base in kind.__mro__:
         slots = base.__dict__.get("__slots__", ())
-        yield from (slots,) if isinstance(slots, str) else (s for s in slots if s not in ("__dict__", "__weakref__"))
+        yield from (
+            (slots,) if isinstance(slots, str) else (slot for slot in slots if slot not in ("__dict__", "__weakref__"))
+        )

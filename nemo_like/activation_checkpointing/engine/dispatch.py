@@ -63,8 +63,8 @@ class Kinds(dict[int, tuple[int, Callable[..., Any]]]):
 
     def of(self, op: Op) -> tuple[int, Callable[..., Any]]:
         """Return the way to treat `op`, and the function that calls it."""
-        found = self.get(id(op))
-        return self._classify(op) if found is None else found
+        entry = self.get(id(op))
+        return self._classify(op) if entry is None else entry
 
     def _classify(self, op: Op) -> tuple[int, Callable[..., Any]]:
         if ops.facts(op).mutating:
@@ -76,10 +76,10 @@ class Kinds(dict[int, tuple[int, Callable[..., Any]]]):
         else:
             kind = COPY if op in ops.COPY_OPS else PASS
         self._seen.append(op)
-        self[id(op)] = found = kind, direct_call(op)
+        self[id(op)] = entry = kind, direct_call(op)
         if kind == PASS:
-            self.passing[id(op)] = found[1]
-        return found
+            self.passing[id(op)] = entry[1]
+        return entry
 
     @staticmethod
     def _tracked_kind(op: Op) -> int:

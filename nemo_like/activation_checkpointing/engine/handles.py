@@ -40,8 +40,8 @@ class Placeholder(Tensor):
 
 def placeholder(like: Tensor, device: torch.device | None = None) -> Placeholder:
     """One with the layout of `like`, on `device` (default: that of `like`)."""
-    made: Placeholder = shape_only(Placeholder, tuple(like.shape), like.dtype, device or like.device, like.stride())
-    return made
+    stand_in: Placeholder = shape_only(Placeholder, tuple(like.shape), like.dtype, device or like.device, like.stride())
+    return stand_in
 
 
 def beside_placeholders(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -50,17 +50,17 @@ def beside_placeholders(func: Callable[..., Any], args: tuple, kwargs: dict[str,
     A placeholder that `func` writes into is returned itself.
     """
     shapes: dict[int, Tensor] = {}
-    given: dict[int, Placeholder] = {}
+    placeholders: dict[int, Placeholder] = {}
 
     def shape_of(tensor: Tensor) -> Tensor:
         if tensor.is_meta:
             return tensor
         if id(tensor) not in shapes:
-            shapes[id(tensor)] = made = torch.empty_strided(
+            shapes[id(tensor)] = fake = torch.empty_strided(
                 tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
             )
             if isinstance(tensor, Placeholder):
-                given[id(made)] = tensor
+                placeholders[id(fake)] = tensor
         return shapes[id(tensor)]
 
     first = next(t for t in tensors_in((args, kwargs)) if isinstance(t, Placeholder))
@@ -68,8 +68,8 @@ def beside_placeholders(func: Callable[..., Any], args: tuple, kwargs: dict[str,
     target = first.device if device is None else torch.device(device)
     if device is not None:
         kwargs = kwargs | {"device": torch.device("meta")}
-    made = func(*map_tensors(shape_of, args), **map_tensors(shape_of, kwargs))
-    return map_tensors(lambda t: given[id(t)] if id(t) in given else placeholder(t, target), made)
+    output = func(*map_tensors(shape_of, args), **map_tensors(shape_of, kwargs))
+    return map_tensors(lambda t: placeholders[id(t)] if id(t) in placeholders else placeholder(t, target), output)
 
 
 # How a kept output gets to host memory and back: a protocol, and the simplest back end that fulfils it.

@@ -89,24 +89,24 @@ class ModulePart:
     def is_current(self) -> bool:
         """Return whether attributes and buffers were neither added nor taken away, and no attribute has another
         type."""
-        own = self.own
-        same = list(map(type, own.values())) == self.kinds and list(own) == self.names
-        return same and (self.modules is None or list(own["_buffers"]) == self.buffers)
+        attributes = self.own
+        same = list(map(type, attributes.values())) == self.kinds and list(attributes) == self.names
+        return same and (self.modules is None or list(attributes["_buffers"]) == self.buffers)
 
     def take(self) -> Taken:
         """The module as it is now, but for what its attributes lead to."""
-        own = self.own
+        attributes = self.own
         if self.modules is None:
-            return Taken(self, self.get_watched(own), {}, {}, None)
-        hooks = _hooks_of(own)
+            return Taken(self, self.get_watched(attributes), {}, {}, None)
+        hooks = _hooks_of(attributes)
         return Taken(
-            self, self.get_watched(own), own["_parameters"].copy(), own["_buffers"].copy(),
+            self, self.get_watched(attributes), attributes["_parameters"].copy(), attributes["_buffers"].copy(),
             [hook.copy() for hook in hooks] if any(hooks) else None,
         )  # fmt: skip
 
 
 def _getter(names: list[str]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
-    return itemgetter(*names) if len(names) > 1 else lambda own: tuple(own[name] for name in names)
+    return itemgetter(*names) if len(names) > 1 else lambda attributes: tuple(attributes[name] for name in names)
 
 
 class Snapshot:
@@ -187,8 +187,15 @@ class Snapshot:
     def then(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         """The attributes of every part, each with a copy of then; in it, what is not watched is as it is now."""
         for part, values, *_ in self.taken:
-            watched, own = dict(zip(part.watched, values)), part.own
-            yield own, {name: watched.get(name, own.get(name)) for name in part.names if name in watched or name in own}
+            watched, attributes = dict(zip(part.watched, values)), part.own
+            yield (
+                attributes,
+                {
+                    name: watched.get(name, attributes.get(name))
+                    for name in part.names
+                    if name in watched or name in attributes
+                },
+            )
 
     def may_be_remembered(self) -> bool:
         """Return whether nothing in it must go before the next forward: no graph, as what a functional call puts in
@@ -215,11 +222,11 @@ class Walk:
         for module in _modules(root):
             self._global_generators += _named_by(type(module))
             self._shared[type(module)] = _containers_of(type(module))
-            own = module.__dict__
-            self._parts.append(ModulePart(own, type(module).__name__, is_module=True))
-            for name, value in own.items():
+            attributes = module.__dict__
+            self._parts.append(ModulePart(attributes, type(module).__name__, is_module=True))
+            for name, value in attributes.items():
                 if _is_configuration(name, value):
-                    self._configs.append((own, name, value))
+                    self._configs.append((attributes, name, value))
                     if id(value) not in configs:
                         configs[id(value)] = ModulePart(value.__dict__, type(value).__name__, is_module=False)
         self._parts += configs.values()
@@ -236,7 +243,7 @@ class Walk:
         known = self._snapshot
         if known is not None and (known.is_untouched() or (known.has_same_tables() and known.is_current())):
             return known
-        if any(own.get(name) is not value for own, name, value in self._configs):
+        if any(attributes.get(name) is not value for attributes, name, value in self._configs):
             return None
         for index, part in enumerate(self._parts):
             if part.modules is not None and part.own["_modules"] != part.modules:
@@ -319,7 +326,7 @@ def _containers_of(kind: type) -> _SharedNames:
     """
     if kind not in _containers:
         bases = () if kind.__module__.partition(".")[0] in _WITHOUT else kind.__mro__[: kind.__mro__.index(nn.Module)]
-        found: list[tuple[Mapping[str, Any], str]] = [
+        containers: list[tuple[Mapping[str, Any], str]] = [
             (vars(base), name) for base in bases for name, value in vars(base).items() if type(value) in _CHANGEABLE
         ]
         waiting = [value for base in bases for value in vars(base).values() if isinstance(value, types.FunctionType)]
@@ -329,11 +336,11 @@ def _containers_of(kind: type) -> _SharedNames:
             for name in all_names(function.__code__):
                 value = function.__globals__.get(name)
                 if type(value) in _CHANGEABLE and not name.startswith("__"):
-                    found.append((function.__globals__, name))
+                    containers.append((function.__globals__, name))
                 elif isinstance(value, types.FunctionType) and value.__globals__ is function.__globals__:
                     waiting += {value} - seen
                     seen.add(value)
-        _containers[kind] = tuple({(id(known), name): (known, name) for known, name in found}.values())
+        _containers[kind] = tuple({(id(known), name): (known, name) for known, name in containers}.values())
     return _containers[kind]
 
 

@@ -263,35 +263,37 @@ class ModuleWorld:
 
 def _revert_all(snapshot: Snapshot, others: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
     """`_revert` for all parts, after a replay that began with the very same ones."""
-    for own, before in others:
-        _revert(own, before)
+    for attributes, before in others:
+        _revert(attributes, before)
     if not snapshot.has_same_attributes():
-        for own, before in snapshot.then():
-            _revert(own, before)
+        for attributes, before in snapshot.then():
+            _revert(attributes, before)
 
 
 def _restore(state: Taken, stack: contextlib.ExitStack) -> None:
     part = state.part
-    own = part.own
-    stack.callback(_revert, own, own.copy())
+    attributes = part.own
+    stack.callback(_revert, attributes, attributes.copy())
     if part.modules is not None:
-        if own["_modules"] != part.modules:
-            _exchange(own["_modules"], part.modules, stack)
-        _restore_tensors(own["_parameters"], state.parameters, stack)
-        _restore_tensors(own["_buffers"], state.buffers, stack)
+        if attributes["_modules"] != part.modules:
+            _exchange(attributes["_modules"], part.modules, stack)
+        _restore_tensors(attributes["_parameters"], state.parameters, stack)
+        _restore_tensors(attributes["_buffers"], state.buffers, stack)
         for position, hook in enumerate(HOOKS):
             hooks = state.hooks[position] if state.hooks is not None else {}
-            if own[hook] != hooks:
-                _exchange(own[hook], hooks, stack)
-    if len(own) != len(part.names) or list(own) != part.names:
-        for name in own.keys() - set(part.names):
-            stack.callback(own.__setitem__, name, own.pop(name))  # whatever the replay makes under this name
-    elif all(map(is_, part.get_watched(own), state.values)):
+            if attributes[hook] != hooks:
+                _exchange(attributes[hook], hooks, stack)
+    if len(attributes) != len(part.names) or list(attributes) != part.names:
+        for name in attributes.keys() - set(part.names):
+            stack.callback(
+                attributes.__setitem__, name, attributes.pop(name)
+            )  # whatever the replay makes under this name
+    elif all(map(is_, part.get_watched(attributes), state.values)):
         return
     for name, value in zip(part.watched, state.values):
-        now = own.get(name, _ABSENT)
+        now = attributes.get(name, _ABSENT)
         if now is not value and not (type(now) is type(value) and _is_plain(value) and now == value):
-            own[name] = value
+            attributes[name] = value
 
 
 def _is_plain(value: object) -> bool:
@@ -299,15 +301,15 @@ def _is_plain(value: object) -> bool:
     return is_plain(kind)
 
 
-def _revert(own: dict[str, Any], before: dict[str, Any]) -> None:
+def _revert(attributes: dict[str, Any], before: dict[str, Any]) -> None:
     """Take back what the replay and its preparation wrote into a module."""
-    if len(own) == len(before) and all(map(is_, own.values(), before.values())):
+    if len(attributes) == len(before) and all(map(is_, attributes.values(), before.values())):
         return
-    for name in own.keys() - before.keys():
-        del own[name]
+    for name in attributes.keys() - before.keys():
+        del attributes[name]
     for name, value in before.items():
-        if own.get(name, _ABSENT) is not value:
-            own[name] = value
+        if attributes.get(name, _ABSENT) is not value:
+            attributes[name] = value
 
 
 def _restore_tensors(target: dict[str, Any], wanted: dict[str, Any], stack: contextlib.ExitStack) -> None:

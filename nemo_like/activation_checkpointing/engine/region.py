@@ -167,9 +167,9 @@ class Region:
         if dispatch.start is not None:
             watcher = dispatch.start(self.name, lambda: self.kept, tensors_in([args, kwargs]))
             pack = _watched(self.pack, watcher)
-        own = self.world.generators if self.world is not None else ()
-        given = (*args, *kwargs.values())
-        draws = watch_generators(self.ambient.generators, self.forward_mode, self.fn, given, own)
+        generators = self.world.generators if self.world is not None else ()
+        inputs = (*args, *kwargs.values())
+        draws = watch_generators(self.ambient.generators, self.forward_mode, self.fn, inputs, generators)
         writes = watch_writes(self.inputs, self.forward_mode, self.fn)
         self.looker = as_watched(draws, writes)
         modes = [mode for mode in (self.forward_mode, draws, writes, watcher) if mode is not None]

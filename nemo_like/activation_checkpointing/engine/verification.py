@@ -73,15 +73,15 @@ class Verification:
 
     def saved(self, tensor: Tensor) -> None:
         """Autograd saves `tensor`, the next one, in forward. Waits for no device."""
-        found = _look_at(tensor)
-        self._forward.append(None if found is None else SavedTensor(tensor, found))
+        look = _look_at(tensor)
+        self._forward.append(None if look is None else SavedTensor(tensor, look))
         if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
             self._tolerance = max(self._tolerance or 0.0, _TOLERANCES.get(tensor.dtype.to_real(), _COARSEST))
 
     def rebuilt(self, index: int, tensor: Tensor) -> None:
         """The replay has come to the tensor that was saved as number `index`."""
-        if self._forward[index] is not None and (found := _look_at(tensor)) is not None:
-            self._rebuilt[index] = found
+        if self._forward[index] is not None and (look := _look_at(tensor)) is not None:
+            self._rebuilt[index] = look
 
     def compare(self) -> None:
         """At the end of the replay: raises RegionError for the first tensor that is another one."""
@@ -229,15 +229,15 @@ def _look_at(tensor: Tensor) -> list[Tensor] | None:
         return summaries(tensor) or None
 
 
-def _to_host(found: list[list[Tensor]]) -> list[list[list[float]]]:
+def _to_host(pieces: list[list[Tensor]]) -> list[list[list[float]]]:
     """The numbers of all summaries, with one wait for each device."""
     numbers: dict[int, list[float]] = {}
-    every = [summary for group in found for summary in group]
+    every = [summary for group in pieces for summary in group]
     with torch.no_grad(), unseen():
         for device in {summary.device for summary in every}:
             here = [summary for summary in every if summary.device == device]
             numbers.update(zip(map(id, here), torch.stack(here).tolist(), strict=True))
-    return [[numbers[id(summary)] for summary in group] for group in found]
+    return [[numbers[id(summary)] for summary in group] for group in pieces]
 
 
 def _difference(then: list[list[float]], now: list[list[float]]) -> float:
@@ -274,15 +274,15 @@ def _places() -> list[tuple[CodeType, int]]:
     frame: FrameType | None = inspect.currentframe()
     while frame is not None and os.path.dirname(frame.f_code.co_filename) == _OURS:
         frame = frame.f_back
-    found: list[tuple[CodeType, int]] = []
+    places: list[tuple[CodeType, int]] = []
     while frame is not None:
         inside = frame.f_code.co_filename.startswith(_TORCHS)
-        if not found or not inside:
-            found.append((frame.f_code, frame.f_lasti))
+        if not places or not inside:
+            places.append((frame.f_code, frame.f_lasti))
         if not inside:
             break
         frame = frame.f_back
-    return found
+    return places
 
 
 def _call_text(code: CodeType, instruction: int) -> str:
@@ -371,8 +371,8 @@ _PACKED = {torch.float4_e2m1fn_x2}
 def _summary(tensor: Tensor) -> Tensor:
     total: Tensor | None = None
     for number, piece in enumerate(_pieces(tensor)):
-        found = _of_piece(piece.reshape(-1), number)
-        total = found if total is None else total + found
+        numbers = _of_piece(piece.reshape(-1), number)
+        total = numbers if total is None else total + numbers
     assert total is not None  # an empty tensor has no summary
     return total
 

@@ -73,11 +73,11 @@ def _attend(
     **kwargs: object,
 ) -> Any:
     """`implementation`'s attention: (B, H, L, D) queries and (B, KV heads, L, D) keys and values to (B, L, H, D)."""
-    own = _own_attention(implementation, module)
+    attention = _own_attention(implementation, module)
     parts = parts_of(module)
     if parts is None:
-        return own(module, query, key, value, attention_mask, **kwargs)
-    return parts.method.attend(parts, implementation, own, module, query, key, value, attention_mask, kwargs)
+        return attention(module, query, key, value, attention_mask, **kwargs)
+    return parts.method.attend(parts, implementation, attention, module, query, key, value, attention_mask, kwargs)
 
 
 def is_causal(module: nn.Module, kwargs: dict[str, Any]) -> Any:
@@ -108,15 +108,15 @@ def plain_attention(parts: Parts) -> Callable[..., Tensor]:
 
     @functools.wraps(_SDPA, assigned=("__doc__", "__name__"))
     def attend(*args: Any, **kwargs: object) -> Tensor:
-        given = dict(zip(signature, args)) | kwargs
-        query, key, value = given.pop("query"), given.pop("key"), given.pop("value")
-        mask, causal = given.pop("attn_mask", None), given.pop("is_causal", False)
+        arguments = dict(zip(signature, args)) | kwargs
+        query, key, value = arguments.pop("query"), arguments.pop("key"), arguments.pop("value")
+        mask, causal = arguments.pop("attn_mask", None), arguments.pop("is_causal", False)
         if query.shape[-2] != key.shape[-2]:
             raise NotImplementedError(
                 f"cp cuts the sequence, and attention got {query.shape[-2]} queries and {key.shape[-2]} keys: whether these "
                 "keys are cut is not known here. Use cp=1 for this model."
             )
-        return parts.method.attend_plain(parts, _SDPA, query, key, value, mask, causal, given)
+        return parts.method.attend_plain(parts, _SDPA, query, key, value, mask, causal, arguments)
 
     return attend
 
@@ -204,13 +204,13 @@ class OwnPositions:
         self._padded.append(None)
         if call is None or self._parts.idle:
             return None
-        given = dict(zip(self._names, args)) | kwargs
+        arguments = dict(zip(self._names, args)) | kwargs
         padded = sequence_ops.padded_length(call.length, self._parts.ranks)
         if "position_ids" in self._names:
             device = next(module.parameters()).device
-            return (), given | {"position_ids": self._parts.positions(padded, device)}
+            return (), arguments | {"position_ids": self._parts.positions(padded, device)}
         self._padded[-1] = padded
-        return (), {name: self._whole(value, padded) for name, value in given.items()}
+        return (), {name: self._whole(value, padded) for name, value in arguments.items()}
 
     def after(self, module: nn.Module, args: object, output: object) -> Any:
         """The forward hook, also after an exception."""
@@ -267,32 +267,32 @@ def replace_flex(stack: nn.Module) -> Iterator[Callable[[], None]]:
                 yield functools.partial(setattr, owner, name, value)
 
 
-def _over_parts(own: Callable[..., Any]) -> Callable[..., Any]:
+def _over_parts(function: Callable[..., Any]) -> Callable[..., Any]:
     """`own`, a `flex_attention`, of queries, keys and values (B, H, L, D) that are parts while a call is cut."""
 
-    @functools.wraps(own)
+    @functools.wraps(function)
     def attend(*args: Any, **kwargs: Any) -> Any:
         call = CURRENT.get()
         if call is None or call.parts.idle:
-            return own(*args, **kwargs)
-        given = dict(zip(_NAMES, args)) | kwargs
-        query, key, value = given.pop("query"), given.pop("key"), given.pop("value")
+            return function(*args, **kwargs)
+        arguments = dict(zip(_NAMES, args)) | kwargs
+        query, key, value = arguments.pop("query"), arguments.pop("key"), arguments.pop("value")
         if query.shape[-2] != key.shape[-2]:
             raise NotImplementedError(
                 f"cp cuts the sequence, and flex attention got {query.shape[-2]} queries and {key.shape[-2]} keys: whether "
                 "these keys are cut is not known here. Use cp=1 for this model."
             )
-        return call.parts.method.attend_flex(call, own, query, key, value, given)
+        return call.parts.method.attend_flex(call, function, query, key, value, arguments)
 
     setattr(attend, _OURS, True)
     return attend
 
 
-def over_whole(call: StackCall, query: Tensor, key: Tensor, given: dict[str, Any]) -> dict[str, Any]:
+def over_whole(call: StackCall, query: Tensor, key: Tensor, arguments: dict[str, Any]) -> dict[str, Any]:
     """`given`, other arguments of flex attention, for these `query` and `key`: the mask and scores of their positions."""
     batch, heads, rows, _ = query.shape
     shape = (batch, heads, rows, key.shape[2])
-    given["block_mask"] = masks.of_part(call.parts, given.get("block_mask"), shape, call.length, query.device)
-    if given.get("score_mod") is not None:
-        given["score_mod"] = masks.score_over_whole(call.parts, given["score_mod"], rows, heads, call.length)
-    return given
+    arguments["block_mask"] = masks.of_part(call.parts, arguments.get("block_mask"), shape, call.length, query.device)
+    if arguments.get("score_mod") is not None:
+        arguments["score_mod"] = masks.score_over_whole(call.parts, arguments["score_mod"], rows, heads, call.length)
+    return arguments

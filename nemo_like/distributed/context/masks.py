@@ -58,12 +58,12 @@ def make(
             dtype=dtype,
             **kwargs if WHOLE.get() else kwargs | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False},
         )
-    own = call.masked or call.documents is not None
+    masked = call.masked or call.documents is not None
     plain = mask_function is causal_mask_function()
     method = call.parts.method
     # Eager attention masks nothing by itself, flex attention neither.
     skips = implementation == "sdpa" or (implementation == "eager" and method.triangles)
-    if plain and skips and not own and kwargs.get("allow_is_causal_skip", True):
+    if plain and skips and not masked and kwargs.get("allow_is_causal_skip", True):
         if method.triangles:
             call.parts.make_triangles(kv_length, dtype, torch.device(device))
         return None  # padding is at the end, where no query of a token looks
@@ -173,8 +173,8 @@ def build(mask_mod: Mod, shape: tuple[int, int, int, int], device: object, block
     if len(pieces) == 1:
         return pieces[0]
     names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
-    found = {name: torch.cat([getattr(piece, name) for piece in pieces], 2) for name in names}
-    return flex.BlockMask.from_kv_blocks(**found, BLOCK_SIZE=block, mask_mod=mask_mod, seq_lengths=(rows, columns))
+    joined = {name: torch.cat([getattr(piece, name) for piece in pieces], 2) for name in names}
+    return flex.BlockMask.from_kv_blocks(**joined, BLOCK_SIZE=block, mask_mod=mask_mod, seq_lengths=(rows, columns))
 
 
 def _from_row(mask_mod: Mod, start: int) -> Mod:
@@ -202,26 +202,28 @@ def of_part(parts: Parts, mask: Any, shape: tuple[int, int, int, int], length: i
     if kept is not None:
         return kept[1]
     with unseen():  # by what records a region: running it again finds the mask here
-        made = _make(parts, mask, shape, length, device)
+        mask_of_part = _make(parts, mask, shape, length, device)
     while len(parts.masks.blocks) >= _KEPT:
         parts.masks.blocks.pop(next(iter(parts.masks.blocks)))
-    parts.masks.blocks[(id(mask), *shape, length)] = (mask, made)  # which keeps the mask, and so its id, alive
-    return made
+    parts.masks.blocks[(id(mask), *shape, length)] = (mask, mask_of_part)  # which keeps the mask, and so its id, alive
+    return mask_of_part
 
 
 @torch.compiler.disable
 def _make(parts: Parts, mask: Any, shape: tuple[int, int, int, int], length: int, device: object) -> Any:
     batch, heads, rows, columns = shape
-    own, all_heads = None, heads
+    mask_mod, all_heads = None, heads
     if mask is None:
         batch, heads = 1, 1
     else:
-        own = mask.mask_mod
+        mask_mod = mask.mask_mod
         _refuse_unreadable(mask)
-        _refuse_tensors_of_a_part(own, columns // parts.ranks, columns)
+        _refuse_tensors_of_a_part(mask_mod, columns // parts.ranks, columns)
         batch, heads = (min(size, most) for size, most in zip(mask.shape[:2], shape[:2]))
     block = (128, 128) if mask is None or max(mask.BLOCK_SIZE) > 2**20 else tuple(mask.BLOCK_SIZE)
-    return build(mask_over_whole(parts, own, rows, all_heads, length), (batch, heads, rows, columns), device, block)
+    return build(
+        mask_over_whole(parts, mask_mod, rows, all_heads, length), (batch, heads, rows, columns), device, block
+    )
 
 
 def mask_over_whole(parts: Parts, own: Mod | None, rows: int, heads: int, length: int) -> Mod:
@@ -278,10 +280,10 @@ def first_tokens(mask: Any, few: int) -> Any:
 
 def _refuse_unreadable(mask: Any) -> None:
     """A mask whose blocks leave out more than its function does: of a part, nothing would say which."""
-    own = build(mask.mask_mod, mask.shape, mask.kv_num_blocks.device, tuple(mask.BLOCK_SIZE))
-    whole_blocks = [each.full_kv_num_blocks for each in (mask, own)]
+    rebuilt = build(mask.mask_mod, mask.shape, mask.kv_num_blocks.device, tuple(mask.BLOCK_SIZE))
+    whole_blocks = [each.full_kv_num_blocks for each in (mask, rebuilt)]
     more = whole_blocks[0] is not None and int(whole_blocks[0].sum()) > int(whole_blocks[1].sum())
-    if more or not torch.equal(mask.to_dense(), own.to_dense()):
+    if more or not torch.equal(mask.to_dense(), rebuilt.to_dense()):
         raise NotImplementedError(
             "cp makes block masks anew from their mask_mod, and the blocks of this one are others than those of its "
             "mask_mod (BlockMask.from_kv_blocks): make it by create_block_mask(mask_mod, ...), or use cp=1."
@@ -292,12 +294,12 @@ def _refuse_tensors_of_a_part(mod: Mod, part: int, whole: int) -> None:
     """A function that reads document numbers of a part would look them up at positions of the whole."""
     if part == whole:
         return
-    for found in _captured(mod, 4):
-        if part in found.shape:
+    for captured in _captured(mod, 4):
+        if part in captured.shape:
             raise NotImplementedError(
                 f"cp asks a mask_mod or score_mod about positions of the whole sequence, and this one reads a tensor "
-                f"{tuple(found.shape)} that is as long as this rank's part ({part} tokens): make the block mask before the "
-                "call, from tensors of the whole sequence, and pass it to the model; or use cp=1."
+                f"{tuple(captured.shape)} that is as long as this rank's part ({part} tokens): make the block mask before "
+                "the call, from tensors of the whole sequence, and pass it to the model; or use cp=1."
             )
 
 

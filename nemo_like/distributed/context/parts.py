@@ -69,7 +69,7 @@ class ContextMethod(ABC):
         self,
         parts: Parts,
         implementation: str,
-        own: Callable[..., Any],
+        function: Callable[..., Any],
         module: nn.Module,
         query: Tensor,
         key: Tensor,
@@ -83,19 +83,25 @@ class ContextMethod(ABC):
     def attend_plain(
         self,
         parts: Parts,
-        own: Callable[..., Tensor],
+        function: Callable[..., Tensor],
         query: Tensor,
         key: Tensor,
         value: Tensor,
         mask: Tensor | None,
         causal: bool,
-        given: dict[str, Any],
+        arguments: dict[str, Any],
     ) -> Tensor:
         """Return what `own`, `scaled_dot_product_attention`, does: (B, H, L, D). given: its other arguments."""
 
     @abstractmethod
     def attend_flex(
-        self, call: StackCall, own: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, given: dict[str, Any]
+        self,
+        call: StackCall,
+        function: Callable[..., Any],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        arguments: dict[str, Any],
     ) -> Any:
         """Return what `own`, flex attention of a plain model, does: (B, H, L, D). given: its other arguments."""
 
@@ -157,10 +163,10 @@ class Parts:
 
         Not booleans: attention would make numbers of them in every layer, and keep those for backward.
         """
-        made = self.masks.triangles.get((rows, columns))
-        if made is None or made.device != device or made.dtype != dtype:
-            made = torch.full((rows, columns), -torch.inf, dtype=dtype, device=device).triu_(columns - rows + 1)
-        return made
+        mask = self.masks.triangles.get((rows, columns))
+        if mask is None or mask.device != device or mask.dtype != dtype:
+            mask = torch.full((rows, columns), -torch.inf, dtype=dtype, device=device).triu_(columns - rows + 1)
+        return mask
 
     def make_triangles(self, padded: int, dtype: torch.dtype, device: torch.device) -> None:
         """Make the triangles of sequences of `padded` tokens; those of other lengths are let go."""

@@ -41,7 +41,7 @@ class StackHooks:
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         names = self._stack.arguments
-        given = dict(zip(names, args)) | kwargs
+        arguments = dict(zip(names, args)) | kwargs
         rest = args[len(names) :]
         if self._parts.idle or rest:
             if rest:
@@ -50,16 +50,16 @@ class StackHooks:
                 )
             self._tokens.append(CURRENT.set(None))
             return None
-        call = self._call(given)
+        call = self._call(arguments)
         self._tokens.append(CURRENT.set(call))
         if not self._stack.transformers and self._parts.method.triangles:
-            main = main_input(given)
+            main = main_input(arguments)
             assert main is not None  # `_call` looked
             dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
             self._parts.make_triangles(sequence_ops.padded_length(call.length, self._parts.ranks), dtype, main.device)
-        cut = {name: self._cut(call, name, value, given) for name, value in given.items()}
-        self._positions(call, given, cut)
-        if USE_CACHE in names or USE_CACHE in given:
+        cut = {name: self._cut(call, name, value, arguments) for name, value in arguments.items()}
+        self._positions(call, arguments, cut)
+        if USE_CACHE in names or USE_CACHE in arguments:
             cut[USE_CACHE] = False  # a cache of a part is of no use, and a mask is made for its length
         if self._cached is not None:
             cut[self._cached] = cache_for(self._parts, call.length)
@@ -85,16 +85,16 @@ class StackHooks:
         setattr(states, _LENGTH, call.length)
         return _gathered(call, output, states)
 
-    def _call(self, given: dict[str, Any]) -> StackCall:
-        main = main_input(given)
+    def _call(self, arguments: dict[str, Any]) -> StackCall:
+        main = main_input(arguments)
         if main is None:
             raise ValueError(
                 f"cp cuts the sequence of {type(self._stack.module).__name__}, and this call has neither input_ids nor "
                 "inputs_embeds."
             )
-        mask = given.get("attention_mask")
+        mask = arguments.get("attention_mask")
         length = main.shape[1]
-        positions = given.get("position_ids")
+        positions = arguments.get("position_ids")
         known = mask is None and not is_fake(main)  # while a plan is traced, positions have no values
         documents = documents_of(positions, main.shape[0]) if known else None
         if documents is not None:
@@ -108,14 +108,14 @@ class StackHooks:
         masked = mask is not None
         if masked and not self._parts.method.takes_masks:  # one that hides nothing is none
             masked = not (isinstance(mask, Tensor) and mask.ndim == 2 and bool(mask.all()))
-        last = not self._paired or given.get("encoder_hidden_states") is not None
+        last = not self._paired or arguments.get("encoder_hidden_states") is not None
         return StackCall(self._parts, length, masked, documents, last)
 
-    def _cut(self, call: StackCall, name: str, value: Any, given: dict[str, Any]) -> Any:
+    def _cut(self, call: StackCall, name: str, value: Any, arguments: dict[str, Any]) -> Any:
         parts, length = self._parts, call.length
         if name == "attention_mask" or name == "decoder_attention_mask":
             if isinstance(value, dict):
-                return {key: self._cut(call, name, mask, given) for key, mask in value.items()}
+                return {key: self._cut(call, name, mask, arguments) for key, mask in value.items()}
             if value is None:
                 return None
             if isinstance(value, Tensor) and value.ndim == 2:
@@ -126,7 +126,7 @@ class StackHooks:
         if name == "encoder_attention_mask":
             return None if value is None else sequence_ops.pad(value, value.ndim - 1, parts.ranks)
         if name == "deepstack_visual_embeds":
-            return _deepstack(parts, value, given.get("visual_pos_masks"))
+            return _deepstack(parts, value, arguments.get("visual_pos_masks"))
         if not isinstance(value, Tensor) or name in _PARTS:
             return value
         if name == "position_ids":
@@ -144,28 +144,28 @@ class StackHooks:
         """Some models (OPT) count positions over what a mask shows."""
         if not isinstance(mask, Tensor) or mask.ndim != 2 or is_fake(mask) or bool(mask.all()):
             return
-        found = next((module for module in self._stack.module.modules() if _reads_a_mask(module)), None)
-        if found is not None:
+        reader = next((module for module in self._stack.module.modules() if _reads_a_mask(module)), None)
+        if reader is not None:
             raise ValueError(
-                f"{type(found).__name__} counts positions from the attention mask, and cp counts them before the cut: pass "
+                f"{type(reader).__name__} counts positions from the attention mask, and cp counts them before the cut: pass "
                 "position_ids with a mask that hides tokens."
             )
 
-    def _positions(self, call: StackCall, given: dict[str, Any], cut: dict[str, Any]) -> None:
+    def _positions(self, call: StackCall, arguments: dict[str, Any], cut: dict[str, Any]) -> None:
         parts, names = self._parts, self._stack.arguments
         main = main_input(cut)
         assert main is not None  # `_call` looked
         padded = sequence_ops.padded_length(call.length, parts.ranks)
-        whole = given.get("position_ids")
+        whole = arguments.get("position_ids")
         call.longest = whole.max() if isinstance(whole, Tensor) else call.length - 1
         if "position_ids" in names and whole is None:
-            self._refuse_positions_of_a_mask(given.get("attention_mask"))
-            counted = positions_of_ids(self._stack.module, given.get("input_ids"))
+            self._refuse_positions_of_a_mask(arguments.get("attention_mask"))
+            counted = positions_of_ids(self._stack.module, arguments.get("input_ids"))
             call.longest = call.longest if counted is None else counted.max()
-            own = parts.positions(padded, main.device)[None]
-            cut["position_ids"] = own if counted is None else parts.cut(_continued(counted, parts.ranks), 1)
+            of_part = parts.positions(padded, main.device)[None]
+            cut["position_ids"] = of_part if counted is None else parts.cut(_continued(counted, parts.ranks), 1)
         stack = self._stack.module
-        if given.get("attention_mask") is None and hasattr(sys.modules.get(type(stack).__module__), MASK_OF_IDS):
+        if arguments.get("attention_mask") is None and hasattr(sys.modules.get(type(stack).__module__), MASK_OF_IDS):
             raise ValueError(
                 f"{type(stack).__name__} makes its mask from the ids that are no padding, and cp makes it before the cut: "
                 "pass attention_mask (and decoder_attention_mask)."
@@ -174,7 +174,7 @@ class StackHooks:
         if "attention_mask" in names and cut.get("attention_mask") is None:
             real = torch.ones(main.shape[0], call.length, dtype=torch.long, device=main.device)
             cut["attention_mask"] = sequence_ops.pad(real, 1, parts.ranks)
-        states = given.get("encoder_hidden_states")
+        states = arguments.get("encoder_hidden_states")
         if states is None:
             return
         length = getattr(states, _LENGTH, None)
@@ -192,13 +192,13 @@ def _reads_a_mask(module: nn.Module) -> bool:
     return isinstance(module, nn.Embedding) and "attention_mask" in inspect.signature(module.forward).parameters
 
 
-def main_input(given: dict[str, Any]) -> Tensor | None:
+def main_input(arguments: dict[str, Any]) -> Tensor | None:
     """Return the tensor that the sequence is read from: ids or embeddings, or a plain model's first matrix of whole
     numbers."""
     for name in _MAIN:
-        if isinstance(given.get(name), Tensor):
-            return given[name]
-    for name, value in given.items():
+        if isinstance(arguments.get(name), Tensor):
+            return arguments[name]
+    for name, value in arguments.items():
         if isinstance(value, Tensor) and value.ndim == 2 and not value.is_floating_point() and name not in LABELS:
             return value
     return None
@@ -300,13 +300,13 @@ class LongestPosition:
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward pre-hook."""
-        call, given = CURRENT.get(), dict(zip(self._names, args)) | kwargs
-        positions = given.get(_POSITIONS)
+        call, arguments = CURRENT.get(), dict(zip(self._names, args)) | kwargs
+        positions = arguments.get(_POSITIONS)
         if call is None or call.parts.idle or not isinstance(positions, Tensor):
             self._tokens.append(None)
             return None
         self._tokens.append(positions.shape[-1])
-        return (), given | {_POSITIONS: _with_longest(positions, call)}
+        return (), arguments | {_POSITIONS: _with_longest(positions, call)}
 
     def after(self, module: nn.Module, args: object, output: object) -> Any:
         """The forward hook, also after an exception."""

@@ -44,13 +44,13 @@ def find_stacks(
         ValueError: nothing to cut, or something that mixes along the sequence and is no attention that can be given
             the keys of other ranks; it is named.
     """
-    found = find_layers(model) if layers is None else layers
+    stacks_layers = find_layers(model) if layers is None else layers
     # A model that says nothing of itself may be called with sequences of any kind.
-    words = [layer for layer in found if layer.group == "language"] or [
-        layer for layer in found if layer.group == "other"
+    words = [layer for layer in stacks_layers if layer.group == "language"] or [
+        layer for layer in stacks_layers if layer.group == "other"
     ]
     if not words:
-        groups = ", ".join(sorted({layer.group for layer in found}))
+        groups = ", ".join(sorted({layer.group for layer in stacks_layers}))
         raise ValueError(
             f"cp cuts sequences of tokens, and this {type(model).__name__} has no layers of a language model (found: "
             f"{groups}). Use cp=1."
@@ -120,10 +120,10 @@ def _check(model: nn.Module, stack: CutStack) -> None:
             f"and {stack.name or 'the model'} has none. Use cp=1."
         )
     config = getattr(stack.module, "config", None)
-    own = attention_of(config)
-    if own not in ("sdpa", "eager", "flex_attention", None):
+    attention = attention_of(config)
+    if attention not in ("sdpa", "eager", "flex_attention", None):
         raise ValueError(
-            f"{where}cp makes masks from positions, and the attention implementation is {own!r}, which takes none such. "
+            f"{where}cp makes masks from positions, and the attention implementation is {attention!r}, which takes none. "
             "Load the model with attn_implementation='sdpa' (or 'eager', 'flex_attention')."
         )
     file = sys.modules.get(type(stack.module).__module__)
@@ -201,8 +201,8 @@ def sequence_mixers(
                 yield name, module, "chooses among the keys of the whole sequence"
         elif getattr(module, "trigram_input", False) or cls.endswith("Compressor"):
             yield name, module, "combines neighbours along the sequence"
-        elif found := [state for state in _STATES if hasattr(module, state)]:
-            yield name, module, f"passes a state along the sequence ({found[0]})"
+        elif states := [state for state in _STATES if hasattr(module, state)]:
+            yield name, module, f"passes a state along the sequence ({states[0]})"
         elif transformers and uses_interface(module) and _counts(module) and not counts_positions(module):
             yield name, module, "counts the positions of its tokens itself, which are those of a part"
         elif transformers and _is_own_attention(name, module):
@@ -240,15 +240,15 @@ def positions_of_ids(stack: nn.Module, ids: Tensor | None) -> Tensor | None:
     Raises:
         ValueError: it would, and there are no ids.
     """
-    found = _counts_ids(stack)
-    if found is None:
+    counting = _counts_ids(stack)
+    if counting is None:
         return None
     if ids is None:
         raise ValueError(
             f"{type(stack).__name__} counts its positions from the ids that are no padding, and cp counts them before the "
             "cut: pass position_ids together with inputs_embeds."
         )
-    count, padding = found
+    count, padding = counting
     return count(ids, padding)
 
 
@@ -278,11 +278,11 @@ def over_whole_sequences(module: nn.Module, parts: Parts) -> Iterator[Any]:
     """If `module` has T5's ``compute_bias``, exchange it; yields what undoes that."""
     if not hasattr(module, "compute_bias") or not hasattr(module, BUCKET):
         return
-    own = module.compute_bias
+    compute = module.compute_bias
 
     def compute_bias(query_length: int, key_length: int, device: Any = None, **kwargs: Any) -> Tensor:
         if parts.idle:
-            return own(query_length, key_length, device=device, **kwargs)  # type: ignore[operator]
+            return compute(query_length, key_length, device=device, **kwargs)  # type: ignore[operator]
         table: Any = module.relative_attention_bias
         device = table.weight.device if device is None else device
         rows = parts.positions(query_length * parts.ranks, device)
@@ -295,9 +295,11 @@ def over_whole_sequences(module: nn.Module, parts: Parts) -> Iterator[Any]:
             "num_buckets": module.relative_attention_num_buckets,
             "max_distance": module.relative_attention_max_distance,
         }
-        asked = inspect.signature(bucket).parameters  # UMT5 reads them of itself
-        found = bucket(columns[None] - rows[:, None], **{name: settings[name] for name in asked if name in settings})
-        return table(found).permute(2, 0, 1)[None]
+        settings_read = inspect.signature(bucket).parameters  # UMT5 reads them of itself
+        buckets = bucket(
+            columns[None] - rows[:, None], **{name: settings[name] for name in settings_read if name in settings}
+        )
+        return table(buckets).permute(2, 0, 1)[None]
 
     module.compute_bias = compute_bias  # type: ignore[assignment]
     yield lambda: delattr(module, "compute_bias")
@@ -394,8 +396,8 @@ class OwnMasks:
             self._mapping[name] = functools.partial(_never_skipped, name)
 
     def put_back(self) -> None:
-        for name, own in self._before.items():
-            self._mapping[name] = own
+        for name, value in self._before.items():
+            self._mapping[name] = value
 
 
 def _never_skipped(implementation: str, *args: Any, **kwargs: Any) -> Any:

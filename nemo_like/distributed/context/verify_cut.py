@@ -56,7 +56,7 @@ def wanted(length: int, ranks: int) -> int | None:
 def verify_cut(
     model: nn.Module,
     parts: Parts,
-    given: Mapping[str, Any],
+    batch: Mapping[str, Any],
     tokens: int,
     look: Callable[[dict[str, Any], Any, int], None],
 ) -> None:
@@ -68,9 +68,9 @@ def verify_cut(
         look: called with the arguments of the call on whole sequences, what the model gave, and their length, before it is
             called on parts.
     """
-    main = main_input(dict(given))
+    main = main_input(dict(batch))
     assert main is not None  # the caller looked
-    inputs = first_tokens(given, sequence_length(main), tokens, parts.ranks, placeholders(model))
+    inputs = first_tokens(batch, sequence_length(main), tokens, parts.ranks, placeholders(model))
     main = main_input(inputs)
     assert main is not None
     shown, length = inputs.get("attention_mask"), sequence_length(main)
@@ -115,18 +115,18 @@ def _run(model: nn.Module, parts: Parts, inputs: Mapping[str, Any], word: str, a
     try:
         with as_it_was(model) as traces, chunked_in_evaluation(model):
             output = model(**inputs)
-            found = answers(output)
+            answer = answers(output)
             changed = traces.changed()
             if changed if again is None else again:
-                found += answers(model(**inputs))
-            return _Run(output, [*parts.seen, *found], changed, traces.drew())
+                answer += answers(model(**inputs))
+            return _Run(output, [*parts.seen, *answer], changed, traces.drew())
     finally:
         parts.verifying, parts.seen = None, []
         WHOLE.reset(token)
 
 
 def excess(
-    parts: Parts, found: Tensor, expected: Tensor, fewer_bits: bool = False, shown: Tensor | None = None
+    parts: Parts, actual: Tensor, expected: Tensor, fewer_bits: bool = False, shown: Tensor | None = None
 ) -> float:
     """Return how far what parts gave is off what whole sequences gave, as a multiple of what is allowed.
 
@@ -135,10 +135,10 @@ def excess(
         fewer_bits: something on the way was computed with less than float32.
         shown: (B, S) mask; tokens that it hides are not compared.
     """
-    found, expected = (each.full_tensor() if isinstance(each, DTensor) else each for each in (found, expected))
-    if found.ndim > 1 and found.shape != expected.shape:
-        found = parts.gather(found, 1)[:, : expected.shape[1]]
-    if found.shape != expected.shape:
+    actual, expected = (each.full_tensor() if isinstance(each, DTensor) else each for each in (actual, expected))
+    if actual.ndim > 1 and actual.shape != expected.shape:
+        actual = parts.gather(actual, 1)[:, : expected.shape[1]]
+    if actual.shape != expected.shape:
         return float("inf")
     allowed = _EXACT.get(expected.dtype)
     if allowed is None or fewer_bits:
@@ -147,10 +147,10 @@ def excess(
         kept = slice(None)
         if isinstance(shown, Tensor) and shown.shape == expected.shape[:2]:
             kept = shown.flatten() != 0  # type: ignore[assignment]
-        found, expected = (each.flatten(0, 1).flatten(1)[kept] for each in (found, expected))
-    found, expected = found.double(), expected.double()
-    same = (found == expected) | (found.isnan() & expected.isnan())
-    error, scale = (found - expected).masked_fill(same, 0), expected.nan_to_num()
+        actual, expected = (each.flatten(0, 1).flatten(1)[kept] for each in (actual, expected))
+    actual, expected = actual.double(), expected.double()
+    same = (actual == expected) | (actual.isnan() & expected.isnan())
+    error, scale = (actual - expected).masked_fill(same, 0), expected.nan_to_num()
     if expected.ndim == 2:
         order = error.norm(dim=1).argsort()[: len(error) - len(error) // _LEFT_OUT]
         error, scale = error[order], scale[order]
@@ -225,16 +225,16 @@ def sequence_length(main: Tensor) -> int:
 
 def placeholders(*models: nn.Module) -> list[int]:
     """The ids in whose places the states of pictures and sounds are put."""
-    found: set[int] = set()
+    ids: set[int] = set()
     for module in (module for model in models for module in model.modules()):
         for name, value in vars(getattr(module, "config", object)).items():
             if _PLACEHOLDER.match(name) and isinstance(value, int):
-                found.add(value)
-    return sorted(found)
+                ids.add(value)
+    return sorted(ids)
 
 
 def first_tokens(
-    given: Mapping[str, Any], length: int, tokens: int, ranks: int, placeholders: list[int] | None = None
+    batch: Mapping[str, Any], length: int, tokens: int, ranks: int, placeholders: list[int] | None = None
 ) -> dict[str, Any]:
     """`given` with the first tokens of its sequences of `length`: `tokens` for each of `ranks`; 0: all, as it is.
 
@@ -243,28 +243,28 @@ def first_tokens(
     shows none, all have and do.
     """
     if not tokens:
-        return dict(given)
-    made: dict[str, Any] = {}
-    for name, value in given.items():
+        return dict(batch)
+    cut: dict[str, Any] = {}
+    for name, value in batch.items():
         if "token_type" in name or not _MEDIA.search(name):
-            own = length if not _own_length(name, value) else value.shape[1]
-            few = tokens * ranks - (sequence_ops.padded_length(own, ranks) != own)
-            made[name] = _first(value, own, min(own, few))
-    for name, value in made.items():
+            kept = length if not _own_length(name, value) else value.shape[1]
+            few = tokens * ranks - (sequence_ops.padded_length(kept, ranks) != kept)
+            cut[name] = _first(value, kept, min(kept, few))
+    for name, value in cut.items():
         if not isinstance(value, Tensor) or value.is_floating_point():
             continue
         if name in LABELS and value.ndim > 1 and bool((value < 0).all()):
-            made[name] = torch.zeros_like(value)
+            cut[name] = torch.zeros_like(value)
         elif name == "attention_mask" and value.ndim == 2 and not bool(value.any(1).all()):
-            made[name] = torch.ones_like(value)
+            cut[name] = torch.ones_like(value)
         elif name == "mm_token_type_ids":
-            made[name] = torch.zeros_like(value)
+            cut[name] = torch.zeros_like(value)
         elif name in ("input_ids", "decoder_input_ids") and placeholders:
             hidden = torch.isin(value, torch.tensor(placeholders, device=value.device))
-            made[name] = value.masked_fill(
+            cut[name] = value.masked_fill(
                 hidden, next(i for i in range(len(placeholders) + 1) if i not in placeholders)
             )
-    return made
+    return cut
 
 
 def _own_length(name: str, value: object) -> bool:
@@ -337,16 +337,19 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def put_back(model: nn.Module) -> Iterator[None]:
     """The buffers and plain attributes of `model` are put back after it."""
-    plain = [(own, {k: v for k, v in own.items() if isinstance(v, _PLAIN)}) for own in map(vars, model.modules())]
+    plain = [
+        (attributes, {k: v for k, v in attributes.items() if isinstance(v, _PLAIN)})
+        for attributes in map(vars, model.modules())
+    ]
     slots = [(module._buffers, dict(module._buffers)) for module in model.modules()]
     buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in model.buffers() if _may_change(buffer)]
     try:
         yield
     finally:
-        for own, values in plain:
-            own.update(values)  # `training`, too
-        for own_buffers, found in slots:
-            own_buffers.update(found)
+        for attributes, values in plain:
+            attributes.update(values)  # `training`, too
+        for own_buffers, saved in slots:
+            own_buffers.update(saved)
         with torch.no_grad():
             for buffer, version, copy in buffers:
                 if buffer._version != version:

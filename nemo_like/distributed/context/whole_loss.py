@@ -57,41 +57,43 @@ class RootHooks:
 
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         names = self._names
-        given = dict(zip(names, args)) | kwargs
+        arguments = dict(zip(names, args)) | kwargs
         self._before.append((self.parts.idle, self.parts.whole_head))
         self._open.append(None)
-        self.parts.idle = given_cache((), (), given) is not None
+        self.parts.idle = given_cache((), (), arguments) is not None
         if self.parts.idle:
-            self._refuse_cache_in_training(given)
+            self._refuse_cache_in_training(arguments)
         if self.parts.verifying == "whole":
             self.parts.idle = True
             self._watched = WatchedLosses()
             self._watched.__enter__()
         if self.parts.idle:
             return None
-        if given.get("return_dict") is False or given.get(LOGITS_TO_KEEP) not in (None, 0):
+        if arguments.get("return_dict") is False or arguments.get(LOGITS_TO_KEEP) not in (None, 0):
             raise NotImplementedError(
                 f"cp cuts the sequence: call the model without return_dict=False and {LOGITS_TO_KEEP}; its outputs are this "
                 "rank's part."
             )
-        self._check_call(given)
-        names_given, others = self._labels(given)
+        self._check_call(arguments)
+        names_given, others = self._labels(arguments)
         self.parts.whole_head = not self._is_stack and (others or self._other_loss or (self._pools and not names_given))
-        rest, own = args[len(names) :], self._with_whole_gradients(given)
-        if rest and (own or (names_given and not self.parts.whole_head)):
+        rest, replaced = args[len(names) :], self._with_whole_gradients(arguments)
+        if rest and (replaced or (names_given and not self.parts.whole_head)):
             raise NotImplementedError(f"cp cannot tell what the {len(rest)} last positional arguments are; name them.")
-        given |= own
+        arguments |= replaced
         if self.parts.whole_head or not names_given:
-            return ((), given) if own else None
+            return ((), arguments) if replaced else None
         # Where the caller has shifted them, the model's loss reads those alone.
         name = "shift_labels" if "shift_labels" in names_given else names_given[0]
-        labels: Tensor = given[name]
-        self._make_decoder_inputs(given, labels)
-        loss = _Loss(self, labels, given.get("num_items_in_batch"), shifted=name == "shift_labels")
-        given |= {other: self.parts.cut(given[other], 1, IGNORED) for other in names_given} | {name: loss.labels}
+        labels: Tensor = arguments[name]
+        self._make_decoder_inputs(arguments, labels)
+        loss = _Loss(self, labels, arguments.get("num_items_in_batch"), shifted=name == "shift_labels")
+        arguments |= {other: self.parts.cut(arguments[other], 1, IGNORED) for other in names_given} | {
+            name: loss.labels
+        }
         self._open[-1] = loss
         loss.__enter__()
-        return (), given
+        return (), arguments
 
     def after(self, model: nn.Module, args: object, output: object) -> Any:
         if not self._open:
@@ -105,26 +107,26 @@ class RootHooks:
         loss.__exit__()
         return None if output is None else loss.put_sum(output)
 
-    def _with_whole_gradients(self, given: dict[str, Any]) -> dict[str, Tensor]:
+    def _with_whole_gradients(self, arguments: dict[str, Any]) -> dict[str, Tensor]:
         """The arguments that the caller takes gradients of (embeddings of its own): each rank gets the whole one, not
         that of its part, which counts as often as there are ranks."""
         if not torch.is_grad_enabled() or self.parts.planning or not self._whole:
             return {}
-        made = {}
-        for name, value in given.items():
+        whole = {}
+        for name, value in arguments.items():
             if isinstance(value, Tensor) and value.requires_grad:
-                made[name] = value.view_as(value)
-                made[name].register_hook(
+                whole[name] = value.view_as(value)
+                whole[name].register_hook(
                     lambda grad: sum_parts(grad, self.parts.ranks, self.parts.group) / self.parts.ranks
                 )
-        return made
+        return whole
 
-    def _labels(self, given: dict[str, Any]) -> tuple[list[str], bool]:
+    def _labels(self, arguments: dict[str, Any]) -> tuple[list[str], bool]:
         """The names of labels of tokens, and whether there are others (of rows; real numbers; places in the sequence)."""
-        tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
+        tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
         places = ("start_positions", "end_positions")
         named = [name for name in tensors if name in LABELS or "label" in name or name in places]
-        main = main_input(given)
+        main = main_input(arguments)
         read = None if main is None else main.shape[: 1 if self._decodes else 2]  # a decoder has tokens of its own
         of_tokens = [
             name
@@ -136,48 +138,52 @@ class RootHooks:
         ]
         return of_tokens, len(of_tokens) < len(named)
 
-    def _refuse_cache_in_training(self, given: dict[str, Any]) -> None:
+    def _refuse_cache_in_training(self, arguments: dict[str, Any]) -> None:
         if torch.is_grad_enabled() and self._model.training:
             raise ValueError(
                 "cp cuts sequences, and this call brings a key/value cache (or a prefix) of whole ones in training: use "
                 "cp=1, or train without it."
             )
 
-    def _check_call(self, given: dict[str, Any]) -> None:
+    def _check_call(self, arguments: dict[str, Any]) -> None:
         """In the calls of `_CHECKED`: what would give a wrong loss silently."""
-        main, mode = main_input(given), self._model.training
+        main, mode = main_input(arguments), self._model.training
         if self.parts.planning or self.parts.verifying or main is None or self._calls[mode] >= max(_CHECKED):
             return
         self._calls[mode] += 1
         tokens = wanted(sequence_length(main), self.parts.ranks)
         if self._calls[mode] in _CHECKED and tokens is not None and self._whole:  # a pipeline compares all its stages
-            verify_cut(self._model, self.parts, given, tokens, self._look)
+            verify_cut(self._model, self.parts, arguments, tokens, self._look)
 
-    def _look(self, given: dict[str, Any], output: object, length: int) -> None:
+    def _look(self, arguments: dict[str, Any], output: object, length: int) -> None:
         """At what the model gives for whole sequences of `length` tokens: outputs without a sequence, or a loss that is no
         cross entropy of labels of tokens."""
-        of_tokens, _ = self._labels(given)
+        of_tokens, _ = self._labels(arguments)
         if not of_tokens:
-            found = [tensor for tensor in tensors_of(output) if tensor.is_floating_point()]
-            self._pools = any(tensor.ndim < 2 or tensor.shape[1] != length for tensor in found)
+            floating = [tensor for tensor in tensors_of(output) if tensor.is_floating_point()]
+            self._pools = any(tensor.ndim < 2 or tensor.shape[1] != length for tensor in floating)
             return
         loss = next((tensor for tensor in tensors_of(output) if tensor.ndim == 0), None)
-        labels = given["shift_labels" if "shift_labels" in of_tokens else of_tokens[0]]
-        self._other_loss = loss is not None and not self._watched.make(loss, labels, given.get("num_items_in_batch"))
+        labels = arguments["shift_labels" if "shift_labels" in of_tokens else of_tokens[0]]
+        self._other_loss = loss is not None and not self._watched.make(
+            loss, labels, arguments.get("num_items_in_batch")
+        )
 
-    def _make_decoder_inputs(self, given: dict[str, Any], labels: Tensor) -> None:
+    def _make_decoder_inputs(self, arguments: dict[str, Any], labels: Tensor) -> None:
         """Make the decoder's input from whole labels, for an encoder-decoder that makes it from its labels."""
-        made = given.get("decoder_input_ids") is not None or given.get("decoder_inputs_embeds") is not None
-        if not self._decodes or made:
+        has_decoder_inputs = (
+            arguments.get("decoder_input_ids") is not None or arguments.get("decoder_inputs_embeds") is not None
+        )
+        if not self._decodes or has_decoder_inputs:
             return
         model: Any = base_model(self._model)
         prepare = getattr(model, PREPARE_DECODER, None)
         shift = getattr(sys.modules.get(class_of(model).__module__), SHIFT_RIGHT, None)
         if prepare is not None:
-            given["decoder_input_ids"] = prepare(labels)
+            arguments["decoder_input_ids"] = prepare(labels)
         elif shift is not None:
             start = model.config.decoder_start_token_id
-            given["decoder_input_ids"] = shift(labels, model.config.pad_token_id, start)
+            arguments["decoder_input_ids"] = shift(labels, model.config.pad_token_id, start)
         else:
             raise NotImplementedError(
                 f"cp cuts labels, and how {class_of(model).__name__} makes its decoder's input of them is not known: pass "

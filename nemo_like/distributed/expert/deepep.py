@@ -47,8 +47,8 @@ def _buffer(group: str, row_bytes: int = 0) -> Any:
         max(getattr(config, hint)(row_bytes, ranks.size()) for config in configs)
         for hint in ("get_nvl_buffer_size_hint", "get_rdma_buffer_size_hint")
     ]
-    made = _BUFFERS.get(group)
-    if made is None or made.num_nvl_bytes < sizes[0] or made.num_rdma_bytes < sizes[1]:
+    buffer = _BUFFERS.get(group)
+    if buffer is None or buffer.num_nvl_bytes < sizes[0] or buffer.num_rdma_bytes < sizes[1]:
         _BUFFERS[group] = package.Buffer(ranks, *sizes)
     return _BUFFERS[group]
 
@@ -149,10 +149,10 @@ class DeepEP(ByToken):
             raise ValueError(
                 f"dispatch='deepep' moves bfloat16 alone, and rows are {rows.dtype}: use precision='bf16', or 'all_to_all'."
             )
-        given = torch.ones(chosen.shape, device=rows.device) if weights is None else weights.float()
-        asked = torch.where(chosen < self.experts, chosen, -1).to(torch.int64)
+        weighted = torch.ones(chosen.shape, device=rows.device) if weights is None else weights.float()
+        targets = torch.where(chosen < self.experts, chosen, -1).to(torch.int64)
         row_bytes = rows.shape[1] * rows.element_size()
-        came, came_weights, counts, handle = deepep_route(asked, given, self.experts, row_bytes, self.group)
+        came, came_weights, counts, handle = deepep_route(targets, weighted, self.experts, row_bytes, self.group)
         flat = came.reshape(-1)
         places = torch.argsort(torch.where(flat < 0, self.experts, flat), stable=True)[: sum(counts.tolist())]
         return places, counts, None if weights is None else came_weights, handle

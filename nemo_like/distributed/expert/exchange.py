@@ -256,12 +256,12 @@ def gather_rows(rows: Tensor, most: int, group: str) -> Tensor:
 
 
 @torch.library.custom_op("nemo_like::sum_rows", mutates_args=())
-def sum_rows(rows: Tensor, own: int, group: str) -> Tensor:
+def sum_rows(rows: Tensor, rows_here: int, group: str) -> Tensor:
     """(ranks * most, D) of each rank → (own, D): summed over the ranks, the part of this one. A collective."""
     ranks = process_group(group)
     out = rows.new_empty(rows.shape[0] // ranks.size(), *rows.shape[1:])
     dist.reduce_scatter_tensor(out, rows.contiguous(), group=ranks)
-    return out[:own].clone()
+    return out[:rows_here].clone()
 
 
 def _setup_gather(ctx: Any, inputs: tuple, output: Tensor) -> None:

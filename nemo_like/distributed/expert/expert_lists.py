@@ -27,9 +27,9 @@ def check_list(fqn: str, experts: nn.Module) -> None:
             f"{fqn!r}, {a_or_an(experts)}, is a list of experts with a forward of its own, which is not understood: "
             "keep them in a plain nn.ModuleList that the block calls, or stack their weights. Or use ep=1."
         )
-    if own := next(iter([*experts._parameters, *experts._buffers]), None):
+    if tensor := next(iter([*experts._parameters, *experts._buffers]), None):
         raise ValueError(
-            f"{fqn!r}, a list of experts, has a tensor of its own, {own}, and only its modules are stacked: move it "
+            f"{fqn!r}, a list of experts, has a tensor of its own, {tensor}, and only its modules are stacked: move it "
             "into the module that has the list, or use ep=1."
         )
     members = [bare(module) for module in experts.children()]
@@ -77,12 +77,14 @@ class StackedExperts(nn.Module):
         self.names: dict[str, str] = {}
         """Names of parameters here → their names in one expert."""
         for name, parameter in members[0].named_parameters():
-            own = name.replace(".", "_")
-            if own in self.names:
-                raise ValueError(f"Two parameters of one expert would be called {own!r}: rename one of {name!r}'s.")
-            self.names[own] = name
+            attribute = name.replace(".", "_")
+            if attribute in self.names:
+                raise ValueError(
+                    f"Two parameters of one expert would be called {attribute!r}: rename one of {name!r}'s."
+                )
+            self.names[attribute] = name
             whole = torch.stack([member.get_parameter(name).detach() for member in members])
-            self.register_parameter(own, nn.Parameter(whole, parameter.requires_grad))
+            self.register_parameter(attribute, nn.Parameter(whole, parameter.requires_grad))
         # Not registered: its weights are stand-ins. In a tuple, which `nn.Module` does not look into.
         self._one = (copy.deepcopy(members[0]).to("meta"),)
         self.block_pass: _BlockPass | None = None
@@ -107,11 +109,13 @@ class StackedExperts(nn.Module):
 
         All of them run, some on no rows: so a replay has the operators of its forward, and each weight a gradient.
         """
-        own = [
+        outputs = [
             {self.names[name]: piece for name, piece in zip(weights, pieces)}
             for pieces in zip(*(weight.unbind(0) for weight in weights.values()))
         ]
-        outs = [torch.func.functional_call(self._one[0], w, (part,)) for w, part in zip(own, rows.split(list(counts)))]
+        outs = [
+            torch.func.functional_call(self._one[0], w, (part,)) for w, part in zip(outputs, rows.split(list(counts)))
+        ]
         return torch.cat(outs)
 
     # --- what is left of the list ---------------------------------------------------------------------------------
@@ -233,7 +237,7 @@ class BlockOfList:
         numbers = torch.tensor([number for number, _ in calls] or [0])
         chosen = numbers.repeat_interleave(torch.tensor(sizes)).to(like.device)
         out = self._stack(torch.cat(flat), chosen)
-        return [part.view(given.shape) for part, (_, given) in zip(out.split(sizes), calls)], out.sum()
+        return [part.view(rows.shape) for part, (_, rows) in zip(out.split(sizes), calls)], out.sum()
 
 
 def _tied(out: object, zero: Tensor) -> Any:
@@ -297,16 +301,16 @@ def own_experts(target: Tensor) -> slice | None:
 
 
 @torch.no_grad()
-def copy_own_experts(target: DTensor, own: Tensor) -> None:
+def copy_own_experts(target: DTensor, part: Tensor) -> None:
     """Copy `own`, the rows that `own_experts` names, into `target`: this rank's shard of them; no communication."""
     names = target.device_mesh.mesh_dim_names or ()
     kept = [(name, place) for name, place in zip(names, target.placements, strict=True) if name != "ep"]
-    own = own.detach().to(target.device)
+    part = part.detach().to(target.device)
     for name, place in kept:
         # What FSDP2 calls a strided shard of the whole weight is a plain one of this part of it.
         place = Replicate() if place.is_replicate() else Shard(place.dim)  # type: ignore[attr-defined]
-        own = distribute_tensor(own, target.device_mesh[name], [place], src_data_rank=None).to_local()
-    target.to_local().copy_(own)
+        part = distribute_tensor(part, target.device_mesh[name], [place], src_data_rank=None).to_local()
+    target.to_local().copy_(part)
 
 
 # Stacked experts under the names that they have in their list, so that a state dict is that of the bare model.
@@ -366,7 +370,7 @@ def optimizer_apart(state: dict[str, Any], pieces: Pieces) -> dict[str, Any]:
                 key: views[key][number] if key in views else value for key, value in entry.items()
             }
     groups = [
-        group | {"params": [own for name in group["params"] for own in pieces.get(name, [name])]}
+        group | {"params": [name_of_piece for name in group["params"] for name_of_piece in pieces.get(name, [name])]}
         for group in state.get("param_groups", [])
     ]
     return state | ({"state": made, "param_groups": groups} if state else {})
@@ -376,17 +380,17 @@ def optimizer_together(state: Mapping[str, Any], pieces: Pieces, like: Mapping[s
     """The opposite of `optimizer_apart`; like: the stacked weights by name."""
     if not state:
         return dict(state)
-    made = dict(state["state"])
-    stacked_as = {own: name for name, owned in pieces.items() for own in owned}
+    merged = dict(state["state"])
+    stacked_as = {piece: name for name, owned in pieces.items() for piece in owned}
     for name, owned in pieces.items():
-        found = [made.pop(own) for own in owned if own in made]
-        if found:
-            made[name] = {key: _stack([entry[key] for entry in found], like[name]) for key in found[0]}
+        states = [merged.pop(piece) for piece in owned if piece in merged]
+        if states:
+            merged[name] = {key: _stack([entry[key] for entry in states], like[name]) for key in states[0]}
     groups = [
         group | {"params": list(dict.fromkeys(stacked_as.get(name, name) for name in group["params"]))}
         for group in state["param_groups"]
     ]
-    return dict(state) | {"state": made, "param_groups": groups}
+    return dict(state) | {"state": merged, "param_groups": groups}
 
 
 def _stack(values: Sequence[Any], like: Tensor) -> Any:

@@ -37,18 +37,18 @@ def watch_expert_load(model: nn.Module, plan: Mapping[str, str] | None = None) -
         ValueError: the model has no such experts.
     """
     check_model(model)
-    found = [
+    routers = [
         experts
         for experts in find_experts(model, plan)
         if experts.call != EVERY and not isinstance(experts.module, nn.ModuleList | nn.ModuleDict)
     ]
-    if not found:
+    if not routers:
         raise ValueError(
             f"This {type(model).__name__} has no experts that are called with the routing (a list of experts is, once ep "
             "splits it)."
         )
     counts: dict[str, Tensor] = {}
-    hooks = [experts.module.register_forward_pre_hook(_Count(experts, counts), with_kwargs=True) for experts in found]
+    hooks = [experts.module.register_forward_pre_hook(_Count(experts, counts), with_kwargs=True) for experts in routers]
     try:
         yield counts
     finally:

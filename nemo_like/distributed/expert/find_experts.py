@@ -37,8 +37,8 @@ class Experts:
         if self.call == EACH:  # stacked, or to be: all are the experts' own
             return tuple(name for name, parameter in self.module._parameters.items() if parameter is not None)
         rows = _fused_rows(self.module)
-        own = self.module._parameters.items()
-        return tuple(name for name, p in own if p is not None and p.dim() and p.shape[0] == rows)
+        parameters = self.module._parameters.items()
+        return tuple(name for name, p in parameters if p is not None and p.dim() and p.shape[0] == rows)
 
     @property
     def weights(self) -> list[nn.Parameter]:
@@ -48,8 +48,12 @@ class Experts:
     @property
     def shared(self) -> dict[str, nn.Parameter]:
         """Parameters inside that belong to no single expert, such as a norm of what each gives: every rank has them."""
-        own = set(self.parameters)
-        return {name: p for name, p in self.module.named_parameters() if name not in own} if self.call != EACH else {}
+        parameters = set(self.parameters)
+        return (
+            {name: p for name, p in self.module.named_parameters() if name not in parameters}
+            if self.call != EACH
+            else {}
+        )
 
 
 def find_experts(model: nn.Module, plan: Mapping[str, str] | None = None) -> tuple[Experts, ...]:
@@ -72,9 +76,9 @@ def find_experts(model: nn.Module, plan: Mapping[str, str] | None = None) -> tup
         # The plan names modules below the base model, which may itself stand below a head or a multimodal model.
         regexes = [glob_to_regex(f"**.{pattern}") for pattern in patterns] + [glob_to_regex(p) for p in patterns]
         named = [(n, m) for n, m in bare_modules(model) if any(r.fullmatch(n) for r in regexes)]
-        found = tuple(_experts(name, m, ROUTED) for name, m in named if _fused_rows(m) is not None)
-        if found:
-            return found
+        experts = tuple(_experts(name, m, ROUTED) for name, m in named if _fused_rows(m) is not None)
+        if experts:
+            return experts
     return tuple(_by_structure(model))
 
 
@@ -135,8 +139,8 @@ def _fused_rows(module: nn.Module) -> int | None:
 def _all_fused(module: nn.Module) -> bool:
     """Return whether all of `module`'s own parameters have the first dim of its fused weights."""
     rows = _fused_rows(module)
-    own = [p for p in module._parameters.values() if p is not None]
-    return rows is not None and all(p.dim() and p.shape[0] == rows for p in own)
+    parameters = [p for p in module._parameters.values() if p is not None]
+    return rows is not None and all(p.dim() and p.shape[0] == rows for p in parameters)
 
 
 def _call_of(module: nn.Module) -> str | None:

@@ -300,12 +300,12 @@ def _local(parameter: Tensor | None) -> Tensor:
 
 def adapters_in(model: nn.Module) -> dict[int, tuple[nn.Module, ...]]:
     """The wrappers in `model` that adapt a weight of a module, from the outside in, by the id of that module."""
-    found: dict[int, tuple[nn.Module, ...]] = {}
+    adapters: dict[int, tuple[nn.Module, ...]] = {}
     for module in model.modules():
         if type(module).__name__ == "ParamWrapper":
             inside = id(module.get_base_layer())  # type: ignore[operator]
-            found[inside] = (*found.get(inside, ()), module)
-    return found
+            adapters[inside] = (*adapters.get(inside, ()), module)
+    return adapters
 
 
 def adapters_on(model: nn.Module, experts: nn.Module) -> tuple[nn.Module, ...]:

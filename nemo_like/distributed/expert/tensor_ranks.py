@@ -84,8 +84,8 @@ def _place(size: int, ranks: int, rank: int) -> tuple[int, int]:
 
 @rows_of_rank.register_fake
 def _(whole: Tensor, dim: int, ranks: int, rank: int, group: str) -> Tensor:
-    own = _place(whole.shape[dim], ranks, rank)[1]
-    return whole.new_empty([own if at == dim else size for at, size in enumerate(whole.shape)])
+    place = _place(whole.shape[dim], ranks, rank)[1]
+    return whole.new_empty([place if at == dim else size for at, size in enumerate(whole.shape)])
 
 
 @rows_of_all.register_fake

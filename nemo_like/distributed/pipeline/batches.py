@@ -47,14 +47,14 @@ def cut_batch(
             "count for nothing are added where the loss is a cross entropy of labels (its ignore_index), and here it is not."
         )
     size = (rows + missing) // count
-    made: list[dict[str, Any]] = [{**batch} for _ in range(count)]
+    parts: list[dict[str, Any]] = [{**batch} for _ in range(count)]
     for name, value in _by_row(batch).items():
         if missing and fill is not None:
             added = value[-1:].expand(missing, *value.shape[1:])
             value = torch.cat([value, torch.full_like(added, fill[name]) if name in fill else added])
-        for part, chunk in zip(made, value.split(size)):
+        for part, chunk in zip(parts, value.split(size)):
             part[name] = chunk
-    return made, size, tokens
+    return parts, size, tokens
 
 
 def repeated(microbatch: Mapping[str, Any], count: int) -> dict[str, Any]:
@@ -124,11 +124,11 @@ def targets_of(call: LossCall, batch: Mapping[str, Any]) -> list[Counted]:
         numbers = entries[_is_class(entries, call.ignore_index)].to(wanted.device)
         if numbers.shape != wanted.shape:
             continue
-        found = Counted(name, window, call.ignore_index)
+        counted_labels = Counted(name, window, call.ignore_index)
         if torch.equal(numbers, wanted):
-            ordered.append(found)
+            ordered.append(counted_labels)
         elif torch.equal(numbers.sort().values, wanted.sort().values):
-            others.append(found)
+            others.append(counted_labels)
     every = ordered or others
     return [one for one in every if one.name in LABELS] or every
 
@@ -136,31 +136,31 @@ def targets_of(call: LossCall, batch: Mapping[str, Any]) -> list[Counted]:
 def marks(batch: Mapping[str, Any]) -> set[tuple[str, int]]:
     """Numbers of `batch` by the name of their tensor that may say "does not count": the least, and what rows repeat at
     their ends."""
-    found = set()
+    marked = set()
     for name, value in _by_row(batch).items():
         if value.dtype == torch.bool or value.is_floating_point() or value.is_complex() or not value.numel():
             continue
         numbers = [value.min()[None]]
         if value.dim() == 2 and value.shape[1] > 1:
             numbers += [value[:, 0][value[:, 0] == value[:, 1]], value[:, -1][value[:, -1] == value[:, -2]]]
-        found |= {(name, number) for number in torch.cat(numbers).unique().tolist() if number >= 0}
-    return found
+        marked |= {(name, number) for number in torch.cat(numbers).unique().tolist() if number >= 0}
+    return marked
 
 
 def masks_and_classes(batch: Mapping[str, Any], marked: Collection[tuple[str, int]] = ()) -> list[Counted]:
     """Return what may count in a mean that no function of torch takes. That is entries of masks, and those of classes
     that exist, also without the numbers that are `marked`."""
-    found = []
+    masks = []
     for name, window, entries in _entries(batch):
         if entries.is_complex() or not entries.numel():
             continue
         number = entries.dtype != torch.bool and not entries.is_floating_point()
         if bool((entries >= 0).all()) and (not number or bool((entries <= 1).all())):
-            found.append(Counted(name, window, sums=True))
+            masks.append(Counted(name, window, sums=True))
         if number:
-            found.append(Counted(name, window))
-            found += [Counted(name, window, mark) for other, mark in sorted(marked) if other == name]
-    return found
+            masks.append(Counted(name, window))
+            masks += [Counted(name, window, mark) for other, mark in sorted(marked) if other == name]
+    return masks
 
 
 def _entries(batch: Mapping[str, Any]) -> Iterator[tuple[str, str, Tensor]]:
@@ -181,11 +181,11 @@ def counts_of_all(
 ) -> list[list[float]]:
     """For each of `counted`, what it counts in each microbatch; the device is waited for once."""
     weights = [None] * len(counted) if weights is None else weights
-    found = [[one.of(part, weight) for part in microbatches] for one, weight in zip(counted, weights)]
-    device = next((count.device for row in found for count in row if count.device.type != "cpu"), torch.device("cpu"))
-    if not found:
+    counts = [[one.of(part, weight) for part in microbatches] for one, weight in zip(counted, weights)]
+    device = next((count.device for row in counts for count in row if count.device.type != "cpu"), torch.device("cpu"))
+    if not counts:
         return []
-    return torch.stack([torch.stack([count.to(device) for count in row]) for row in found]).tolist()
+    return torch.stack([torch.stack([count.to(device) for count in row]) for row in counts]).tolist()
 
 
 # What the loss of each microbatch counts, so that all together are the loss of the whole batch.
@@ -236,14 +236,14 @@ class LossShares:
         """For each of `shares`, those of all microbatches."""
         counted = [share for share in self.shares if isinstance(share, Counted)]
         counts = dict(zip(counted, counts_of_all(counted, microbatches)))
-        found = []
+        numbers = []
         for share in self.shares:
             if isinstance(share, Counted):
                 total = sum(counts[share]) or 1
-                found.append([count / total for count in counts[share]])
+                numbers.append([count / total for count in counts[share]])
             else:
-                found.append([1.0 if share == SUM else 1 / len(microbatches)] * len(microbatches))
-        return found
+                numbers.append([1.0 if share == SUM else 1 / len(microbatches)] * len(microbatches))
+        return numbers
 
 
 class BatchShares:
@@ -252,8 +252,8 @@ class BatchShares:
     def __init__(self, known: LossShares, microbatches: Sequence[Mapping[str, Any]], shares: Sequence[float]) -> None:
         """shares: one of `known.of`."""
         self.shares = shares
-        found = [(mean[0], weight) for mean, weight in zip(known.means, known.class_weights) if mean]
-        counts = iter(counts_of_all([mean for mean, _ in found], microbatches, [weight for _, weight in found]))
+        weighted = [(mean[0], weight) for mean, weight in zip(known.means, known.class_weights) if mean]
+        counts = iter(counts_of_all([mean for mean, _ in weighted], microbatches, [weight for _, weight in weighted]))
         self._counts = [next(counts) if mean else None for mean in known.means]
         self._first: dict[int, Tensor] = {}
         self._off: list[Tensor] = []

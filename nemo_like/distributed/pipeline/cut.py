@@ -76,20 +76,20 @@ def cut(
     parameters in forward (FSDP2's ``param_dtype``), which those have that the stage has not got; None: their own.
     """
     received = Received()
-    own = {parts.layers[index] for index in stage.layers}
-    absent = {name: index for index, name in enumerate(parts.layers) if name not in own}
-    made: dict[int, nn.Module] = {}
+    names = {parts.layers[index] for index in stage.layers}
+    absent = {name: index for index, name in enumerate(parts.layers) if name not in names}
+    modules: dict[int, nn.Module] = {}
 
     def copied(module: nn.Module, name: str) -> nn.Module:
-        if name in own:
+        if name in names:
             return module
         if name in absent:
             index = absent.pop(name)
             layer = copied(module, name)
             return AbsentLayer(layer, received, parts.forms[index], parts.inputs[index], index >= stage.layers.stop)
-        if id(module) in made:
-            return made[id(module)]
-        twin = made[id(module)] = object.__new__(type(module))
+        if id(module) in modules:
+            return modules[id(module)]
+        twin = modules[id(module)] = object.__new__(type(module))
         twin.__dict__ = {key: value.copy() if type(value) in _TABLES else value for key, value in vars(module).items()}
         for key, child in module._modules.items():
             if child is not None:
@@ -117,17 +117,19 @@ def merged(trees: Sequence[nn.Module]) -> nn.Module:
     present = [tree for tree in trees if not isinstance(tree, AbsentLayer)]
     if len(present) <= 1 or all(tree is present[0] for tree in present):
         return (present or list(trees))[0]
-    made = nn.Module()
+    merged_module = nn.Module()
     for tree in map(bare, present):
         for table in ("_parameters", "_buffers"):
-            made.__dict__[table] |= {key: value for key, value in vars(tree)[table].items() if value is not None}
-        made._non_persistent_buffers_set |= tree._non_persistent_buffers_set
+            merged_module.__dict__[table] |= {
+                key: value for key, value in vars(tree)[table].items() if value is not None
+            }
+        merged_module._non_persistent_buffers_set |= tree._non_persistent_buffers_set
     names = dict.fromkeys(name for tree in present for name in bare(tree)._modules)
     for name in names:
         children = [child for tree in present if (child := bare(tree)._modules.get(name)) is not None]
         if children:
-            made._modules[name] = merged(children)
-    return made
+            merged_module._modules[name] = merged(children)
+    return merged_module
 
 
 _CALL = "_nemo_like_microbatch_call"
@@ -145,8 +147,8 @@ class MicrobatchCall(nn.Module):
 
 def call_of(model: nn.Module) -> nn.Module:
     """Whose hooks see what a model is called with: `model`, or the `MicrobatchCall` of a stage's tree."""
-    found: nn.Module = vars(model).get(_CALL, model)
-    return found
+    module: nn.Module = vars(model).get(_CALL, model)
+    return module
 
 
 class MicrobatchShares(Protocol):
@@ -182,11 +184,11 @@ class StageForward:
         self.shares: MicrobatchShares | None = None
         """Shares of the loss of the whole batch; None: there is one micro-batch."""
 
-    def __call__(self, *given: Tensor, microbatch: Tensor | None = None, **more: object) -> Any:
+    def __call__(self, *inputs: Tensor, microbatch: Tensor | None = None, **more: object) -> Any:
         """`given`: the number of the microbatch on the first stage; on others what the one before sent, as a rule the hidden
         states (rows, tokens, width)."""
-        number = int(given[0] if microbatch is None else microbatch)
-        self._received.tensors = () if self._stage.is_first else given
+        number = int(inputs[0] if microbatch is None else microbatch)
+        self._received.tensors = () if self._stage.is_first else inputs
         if torch.is_grad_enabled():
             for tensor in self._received.tensors:
                 # torch may detach what a stage has sent, in place: the buffer itself, where it is handed on as it came.
@@ -375,9 +377,12 @@ def deal(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 
                 if begin >= end:
                     continue
                 cost = cost_of(stage, begin, end)
-                found = ((round(max(dearest, cost), 9), round(squares + cost * cost, 9)), [*cuts, end - begin])
-                if end not in row or (found[0], [-n for n in found[1]]) < (row[end][0], [-n for n in row[end][1]]):
-                    row[end] = found
+                candidate = ((round(max(dearest, cost), 9), round(squares + cost * cost, 9)), [*cuts, end - begin])
+                if end not in row or (candidate[0], [-n for n in candidate[1]]) < (
+                    row[end][0],
+                    [-n for n in row[end][1]],
+                ):
+                    row[end] = candidate
         best.append(row)
     return best[-1][count][1]
 
@@ -409,8 +414,8 @@ def counts_of(parts: StageParts, pp: PipelineParallel) -> list[int]:
 
 def slices(counts: Sequence[int]) -> list[StageSlice]:
     """The stages for so many layers each."""
-    made, begin = [], 0
+    sizes, begin = [], 0
     for index, count in enumerate(counts):
-        made.append(StageSlice(index, len(counts), range(begin, begin + count)))
+        sizes.append(StageSlice(index, len(counts), range(begin, begin + count)))
         begin += count
-    return made
+    return sizes

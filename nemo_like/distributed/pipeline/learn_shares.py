@@ -107,11 +107,11 @@ class SharesByNames:
         if not (known.certain and known.told):
             differ = last and (self._is_new(key, batch, known) or known.differ(cut[0]))
             empty = last and not all(shares[0])
-            found = gather(torch.tensor([differ, empty]), pipeline.groups)
-            if bool(found[:, 0].any()):
+            flags = gather(torch.tensor([differ, empty]), pipeline.groups)
+            if bool(flags[:, 0].any()):
                 known = self._known[key] = learned(pipeline, batch, known)
                 shares = known.of(cut[0]) if last else []
-            elif bool(found[:, 1].any()):
+            elif bool(flags[:, 1].any()):
                 raise ValueError(
                     "A microbatch has nothing that counts, so its mean loss is no number. Give a batch in which every "
                     "microbatch has something, or fewer microbatches."
@@ -123,9 +123,9 @@ class SharesByNames:
         if known.told:
             return False
         calls, before = self._seen.get(key, (0, set()))
-        found = marks(batch)
-        self._seen[key] = calls + 1, before | found
-        return calls + 1 in _AGAIN or (calls > 0 and not found <= before)
+        marked = marks(batch)
+        self._seen[key] = calls + 1, before | marked
+        return calls + 1 in _AGAIN or (calls > 0 and not marked <= before)
 
 
 def learned(pipeline: StagesOfRank, batch: Mapping[str, Any], among: LossShares | None = None) -> LossShares:
@@ -137,40 +137,40 @@ def learned(pipeline: StagesOfRank, batch: Mapping[str, Any], among: LossShares 
         ValueError: on every rank: no share gives the loss of the whole batch.
     """
     answer: _Answer | str | None = None
-    own: Exception | None = None
+    failure: Exception | None = None
     weights: list[Tensor | None] = []
     if pipeline.stages[-1].slice.is_last:
         probe = _Probe(pipeline, pipeline.stages[-1], among)
         try:
             answer, weights = probe.answer(batch), probe.class_weights
         except Exception as error:  # noqa: BLE001  (raised below, once the other ranks know)
-            answer, own = f"{type(error).__name__}: {error}", error
+            answer, failure = f"{type(error).__name__}: {error}", error
     answers = [answer for _, answer in gather_objects((dist.get_rank(), answer), pipeline.groups)]
-    if own is not None:
-        raise own
+    if failure is not None:
+        raise failure
     failed = next((answer for answer in answers if isinstance(answer, str)), None)
     if failed is not None:
         raise ValueError(f"The last stage cannot compute the loss. {failed}")
-    found = [answer for answer in answers if isinstance(answer, _Answer)]
-    if not found:
+    good = [answer for answer in answers if isinstance(answer, _Answer)]
+    if not good:
         raise ValueError("Nothing counts in the batch: its loss gives no gradient. Give labels of which some count.")
-    if len({len(answer.means) for answer in found}) > 1:
+    if len({len(answer.means) for answer in good}) > 1:
         raise ValueError("The model computes its loss by more cross entropies on some ranks than on others.")
-    shares = [share for share in found[0].shares if all(share in answer.shares for answer in found)]
+    shares = [share for share in good[0].shares if all(share in answer.shares for answer in good)]
     if not shares:
         kind = type(pipeline.stages[-1].module).__name__.removeprefix("FSDP")
         raise ValueError(
             f"pp cannot add up the losses of this {kind}'s microbatches: its loss of two of them in one call is neither "
             "their sum nor their mean over rows, elements or what counts in labels and masks (its gradient is off by "
-            f"{max(answer.off for answer in found):.1e} of its norm). Train it with strategy='fsdp2' and tp or cp, or give "
+            f"{max(answer.off for answer in good):.1e} of its norm). Train it with strategy='fsdp2' and tp or cp, or give "
             "it a loss in which each row or token has a term of its own."
         )
     means = [
-        [one for one in mean if all(one in answer.means[number] for answer in found)]
-        for number, mean in enumerate(found[0].means)
+        [one for one in mean if all(one in answer.means[number] for answer in good)]
+        for number, mean in enumerate(good[0].means)
     ]
-    fill = found[0].fill if all(answer.fill is not None for answer in found) else None
-    return LossShares(means, shares, fill, weights, all(answer.told for answer in found))
+    fill = good[0].fill if all(answer.fill is not None for answer in good) else None
+    return LossShares(means, shares, fill, weights, all(answer.told for answer in good))
 
 
 @dataclass(frozen=True)
@@ -248,27 +248,27 @@ class _Probe:
         if tells and not self._shares:
             self._shares = dict.fromkeys(self._candidates(without, others), 0.0)
         known = LossShares(self._means(), list(self._shares) if tells else (), None, self.class_weights)
-        asked = {share: tuple(numbers) for share, numbers in zip(known.shares, known.of([first, second]))}
+        expected = {share: tuple(numbers) for share, numbers in zip(known.shares, known.of([first, second]))}
         measured: dict[tuple[float, ...], float] = {}
-        different = list(dict.fromkeys(asked.values()))
+        different = list(dict.fromkeys(expected.values()))
         for turn in range(self._most(len(different))):
             numbers = different[turn] if turn < len(different) else (1.0, 1.0)
             batch = BatchShares(known, [first, second], numbers)
             halves = zip(*(_halves(tensor, place) for tensor, place in zip(states, places)))
-            own, losses = [], []
+            singles, losses = [], []
             for at, (part, half) in enumerate(zip((first, second), halves)):
                 gradients, value = self._stage.gradients(part, half, batch.calls(at))
-                own.append([_times(gradient, numbers[at]) for gradient in gradients])
+                singles.append([_times(gradient, numbers[at]) for gradient in gradients])
                 losses.append(_times(value, numbers[at]))
             off = [
                 _norm([one - other]) / max(_norm([other]), 1e-3 * norm)
-                for wanted, place, *parts in zip(whole, places, *own)
+                for wanted, place, *parts in zip(whole, places, *singles)
                 for one, other in _pairs(parts, wanted, place)
             ]
             # A term that gives the hidden states no gradient shows in the loss alone.
             off.append(_norm([sum(losses) - loss]) / max(_norm([loss]), *(_norm([value]) for value in losses), 1e-30))
             measured[numbers] = max(map(_finite, off))
-        for share, numbers in asked.items():
+        for share, numbers in expected.items():
             self._shares[share] = max(self._shares[share], measured[numbers])
 
     def _most(self, count: int) -> int:
@@ -276,20 +276,20 @@ class _Probe:
         return int(gather(torch.tensor([count]), self._pipeline.groups_of_stage).max())
 
     def _look_up(self, seen: list[LossCall], both: Mapping[str, Any]) -> None:
-        found = [targets_of(call, both) for call in seen]
-        if self._seen and len(found) != len(self._targets):
+        targets = [targets_of(call, both) for call in seen]
+        if self._seen and len(targets) != len(self._targets):
             raise ValueError(
                 f"The model computes its loss by {len(self._targets)} cross entropies of some microbatches and by "
-                f"{len(found)} of others: what the whole batch's loss is made of is not known."
+                f"{len(targets)} of others: what the whole batch's loss is made of is not known."
             )
-        before = self._targets if self._seen else found
-        self._seen, self._targets = seen, [[one for one in now if one in old] for now, old in zip(found, before)]
+        before = self._targets if self._seen else targets
+        self._seen, self._targets = seen, [[one for one in now if one in old] for now, old in zip(targets, before)]
 
     def _means(self) -> list[list[Counted]]:
-        found = [targets for targets, call in zip(self._targets, self._seen) if call.reduction == "mean"]
-        if self._among is None or len(found) != len(self._among.means):
-            return found
-        return [[one for one in now if one in before] for now, before in zip(found, self._among.means)]
+        of_means = [targets for targets, call in zip(self._targets, self._seen) if call.reduction == "mean"]
+        if self._among is None or len(of_means) != len(self._among.means):
+            return of_means
+        return [[one for one in now if one in before] for now, before in zip(of_means, self._among.means)]
 
     def _candidates(self, without: Sequence[float], others: Sequence[Counted]) -> Sequence[Share]:
         """Return what the shares may be; note what rows are filled with, where cross entropies alone are in the loss.
@@ -394,15 +394,15 @@ class LastStage:
         try:
             with put_back(self._stage.module):  # or a schedule in the model would go on
                 loss = self._stage.module(*leaves, microbatch=torch.tensor([0])).sum()
-            given = torch.autograd.grad(loss * scale, leaves, allow_unused=True) if loss.requires_grad else leaves
+            inputs = torch.autograd.grad(loss * scale, leaves, allow_unused=True) if loss.requires_grad else leaves
         finally:
             forward.microbatches, forward.shares = before
         if alone.autocast or any(map(_is_low, (*leaves, loss))):
             self.fewer_bits = True
         if not loss.requires_grad:
             return [torch.zeros_like(leaf) for leaf in leaves], _whole(loss)
-        found = (torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, given))
-        return [(grad.float() if _is_low(grad) else grad) / scale for grad in found], _whole(loss)
+        grads = (torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, inputs))
+        return [(grad.float() if _is_low(grad) else grad) / scale for grad in grads], _whole(loss)
 
     @contextlib.contextmanager
     def undisturbed(self) -> Iterator[None]:

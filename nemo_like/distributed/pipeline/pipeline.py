@@ -131,15 +131,15 @@ class Pipeline(StagesOfRank):
             outputs: list[tuple[Tensor, ...]] = []
             for number in count:
                 if stage.slice.is_first:
-                    given: tuple[Tensor, ...] = (torch.tensor([number]),)
+                    inputs: tuple[Tensor, ...] = (torch.tensor([number]),)
                 elif before == mine:
-                    given = handed[number]
+                    inputs = handed[number]
                 else:
                     forms = self._received_by(stage.slice, *sizes)
-                    given = tuple(torch.empty(form.shape, dtype=form.dtype, device=self.device) for form in forms)
-                    for tensor in given:
+                    inputs = tuple(torch.empty(form.shape, dtype=form.dtype, device=self.device) for form in forms)
+                    for tensor in inputs:
                         dist.recv(tensor, group=self.group, group_src=before)
-                output = stage.module(*given, microbatch=torch.tensor([number]))
+                output = stage.module(*inputs, microbatch=torch.tensor([number]))
                 outputs.append(tuple(t.contiguous() for t in (output if isinstance(output, tuple) else (output,))))
                 if seen is not None and not stage.slice.is_last:
                     seen.extend(outputs[-1])
@@ -184,7 +184,7 @@ class Pipeline(StagesOfRank):
         key = tuple(forms)
         if key not in self._schedules:
             number, loss = torch.empty(1, dtype=torch.int64, device="meta"), torch.empty(1, device="meta")
-            made = [
+            schedules = [
                 _Stage(
                     stage.module,
                     stage.slice.index,
@@ -196,9 +196,9 @@ class Pipeline(StagesOfRank):
                 )
                 for stage, (received, sent) in zip(self.stages, forms)
             ]
-            for stage in made:
+            for stage in schedules:
                 stage.replay = self.options.replay
-            self._schedules = {key: make_schedule(self.options, made, _loss_of)}
+            self._schedules = {key: make_schedule(self.options, schedules, _loss_of)}
         return self._schedules[key]
 
     def _received_by(self, stage: StageSlice, rows: int, tokens: int) -> tuple[TensorForm, ...]:
@@ -238,12 +238,12 @@ class Pipeline(StagesOfRank):
         first, last = self.stages[0], self.stages[-1]
         if first is last or not (first.slice.is_first and last.slice.is_last):
             return
-        own = {name: slot.tensor for slot in find_slots(first.module) for name in slot.names}
+        tensors = {name: slot.tensor for slot in find_slots(first.module) for name in slot.names}
         for slot in find_slots(last.module):
             tied = self.parts.aliases.get(slot.name, slot.name)
-            if tied in self.parts.tied and slot.tensor is not own[tied]:
+            if tied in self.parts.tied and slot.tensor is not tensors[tied]:
                 for module, name in slot.places:
-                    module.register_parameter(name, cast("nn.Parameter", own[tied]))
+                    module.register_parameter(name, cast("nn.Parameter", tensors[tied]))
 
     @functools.cached_property
     def module(self) -> nn.Module:
@@ -356,12 +356,18 @@ class Pipeline(StagesOfRank):
 
         A parameter that two stages hold counts once.
         """
-        own = dict(self.named_parameters())
+        parameters = dict(self.named_parameters())
         twice: list[Tensor] = []
         if self._last_rank and self.stages[-1].slice.is_last and not self.stages[0].slice.is_first:
-            twice = [own[name] for name in (*self.parts.tied, *self.parts.aliases) if name in own]
+            twice = [parameters[name] for name in (*self.parts.tied, *self.parts.aliases) if name in parameters]
         return clip_stages_(
-            list(own.values()), max_norm, norm_type, error_if_nonfinite, foreach, elsewhere=twice, stages=self.group
+            list(parameters.values()),
+            max_norm,
+            norm_type,
+            error_if_nonfinite,
+            foreach,
+            elsewhere=twice,
+            stages=self.group,
         )
 
 

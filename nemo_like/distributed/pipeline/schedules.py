@@ -36,12 +36,12 @@ def rank_of(options: PipelineParallel, stage: int) -> int:
 def make_schedule(options: PipelineParallel, stages: Sequence[Any], loss_fn: Callable[..., Any]) -> Any:
     """torch's schedule for the stages of this rank. Gradients are not scaled: the losses are weighted."""
     facts = options.facts
-    given = list(stages) if facts.several else stages[0]
+    stages_here = list(stages) if facts.several else stages[0]
     rest: dict[str, Any] = {"loss_fn": loss_fn, "scale_grads": False}
     if facts.torch_class is None:
         assert options.microbatches is not None  # the file says how many
-        return schedule_from_file(options.schedule, given, options.microbatches, **rest)
-    return getattr(pipelining, facts.torch_class)(given, options.microbatches, **rest)
+        return schedule_from_file(options.schedule, stages_here, options.microbatches, **rest)
+    return getattr(pipelining, facts.torch_class)(stages_here, options.microbatches, **rest)
 
 
 # What each rank of a pipeline runs, in which order: read from torch's own schedules, without a process group.

@@ -104,11 +104,11 @@ def verify_stages(
     cut_batch(inputs)  # what it calls the last stage for is none of the answers
 
     def compare() -> tuple[float, bool]:
-        (expected, _), (found, drew) = (
+        (expected, _), (actual, drew) = (
             _answers(held, cut, lambda seen: forward(inputs, seen), word) for word in ("whole", "parts")
         )
         bits = any(fewer_bits(model, expected) for model in models)
-        return max(excess(cut[0], *pair, bits) for pair in zip(found, expected, strict=True)), drew
+        return max(excess(cut[0], *pair, bits) for pair in zip(actual, expected, strict=True)), drew
 
     refuse_others(models, cut[0], compare, [find_group(cut[0].group), held.group], held.device)
 

@@ -98,10 +98,10 @@ def check_stages(
             received.tensors = tuple(
                 run.like(torch.empty(form.shape, dtype=form.dtype, device="meta")) for form in sent
             )
-            state, given = run.state(tree, dtype), call_flags(tree, (), run.sample(batch, dtype))
+            state, flags = run.state(tree, dtype), call_flags(tree, (), run.sample(batch, dtype))
             stack.enter_context(run.casting())
             try:
-                call_with(tree, state, (), given)
+                call_with(tree, state, (), flags)
             except StageEnd:
                 continue
             except Exception as error:
@@ -174,12 +174,12 @@ class _UseWatch(TorchDispatchMode):
         def watching(*args: object, **kwargs: object) -> Any:
             if self.phase != 2 * index:
                 self.refuse(f"{layer.fqn} is called in {self.where(self.phase)}, and not once, in its place")
-            given = [t for t in tensors_in((args, kwargs)) if self.key(t) in self.made]
-            if index and (not given or any(t is not self.last_output for t in given)):
+            inputs = [t for t in tensors_in((args, kwargs)) if self.key(t) in self.made]
+            if index and (not inputs or any(t is not self.last_output for t in inputs)):
                 self.refuse(f"{layer.fqn} is not called with what {self.names[index - 1]} returned, and nothing else")
             places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-            self.inputs.append(next((place for place, value in places if given and value is given[0]), 0))
-            self.phase, self.passed = 2 * index + 1, {self.key(t) for t in given}
+            self.inputs.append(next((place for place, value in places if inputs and value is inputs[0]), 0))
+            self.phase, self.passed = 2 * index + 1, {self.key(t) for t in inputs}
             output = forward(*args, **kwargs)
             self.phase = 2 * index + 2
             self.returned(layer.fqn, output)
@@ -274,20 +274,20 @@ class SplitCall:
             return output
         raise StageEnd(output)
 
-    def run(self, given: tuple[Tensor, ...], batch: Mapping[str, Any]) -> Any:
+    def run(self, inputs: tuple[Tensor, ...], batch: Mapping[str, Any]) -> Any:
         """The stage's forward, of what the stage before sent and what it names of a microbatch.
 
         Raises:
             ValueError: a first stage that names nothing of it; a stage that returns what can't be sent.
         """
-        taken, free = self._names[: len(given)], self._names[len(given) :]
-        own = {k: v for k, v in batch.items() if k in free or (self._takes_all and k not in taken)}
-        if self._piece.is_first and not own:
+        taken, free = self._names[: len(inputs)], self._names[len(inputs) :]
+        arguments = {k: v for k, v in batch.items() if k in free or (self._takes_all and k not in taken)}
+        if self._piece.is_first and not arguments:
             raise ValueError(
                 f"{_ARGUMENT}: the first stage's forward takes {', '.join(self._names) or 'nothing'}, and a microbatch has "
                 f"{', '.join(batch)}. Name its arguments as the batch does."
             )
-        output = self._forward(*given, **own)
+        output = self._forward(*inputs, **arguments)
         if self._piece.is_last:
             return output
         tensors = output if isinstance(output, tuple) else (output,)
@@ -364,17 +364,17 @@ class SplitParts:
 
     def _run(self, microbatch: Mapping[str, Any]) -> list[tuple[TensorForm, ...]]:
         forms = []
-        given: tuple[Tensor, ...] = ()
+        inputs: tuple[Tensor, ...] = ()
         with FakeRun(self._autocast, model=nn.ModuleList(self._twins)) as run:
             batch = run.sample(dict(microbatch), self._dtype)
             for twin in self._twins:
                 with cache_off(twin), run.casting():
-                    output = run_forward(twin, run.state(twin, self._dtype), (given, batch), {}, STAGES)
+                    output = run_forward(twin, run.state(twin, self._dtype), (inputs, batch), {}, STAGES)
                 if twin is self._twins[-1]:
                     loss_of(output)
                     break
-                given = output if isinstance(output, tuple) else (output,)
-                forms.append(tuple(TensorForm(tuple(t.shape), t.dtype) for t in given))
+                inputs = output if isinstance(output, tuple) else (output,)
+                forms.append(tuple(TensorForm(tuple(t.shape), t.dtype) for t in inputs))
         return forms
 
 
@@ -435,10 +435,10 @@ def _shared(model: nn.Module, trees: Sequence[nn.Module]) -> tuple[tuple[str, ..
 
 def _layers_in(tree: nn.Module, index: int, layers: Sequence[Layer]) -> list[str]:
     names = {name for name, _ in tree.named_modules()}
-    found = [layer.fqn for layer in layers if layer.fqn in names]
-    if not found:
+    fqns = [layer.fqn for layer in layers if layer.fqn in names]
+    if not fqns:
         raise ValueError(
             f"{_ARGUMENT}: stage {index} has none of the model's layers ({layers[0].fqn}, ...). Give it one, or say with "
             "layers= what is to be checkpointed and sharded as one."
         )
-    return found
+    return fqns

@@ -113,8 +113,8 @@ def check_packed_weights(
     ranks = axis_size(mesh, "dp_shard") * axis_size(mesh, "cp")
     for rule in resolve_plan(model, plan, mesh["tp"].size(), whole):
         names = rule.module._parameters if rule.parameter is None else [rule.parameter]
-        found = [rule.module._parameters[name] for name in names] if rule.style_name == "packed_colwise" else []
-        for weight in found:
+        weights = [rule.module._parameters[name] for name in names] if rule.style_name == "packed_colwise" else []
+        for weight in weights:
             if weight is None or weight.dim() != 2 or ranks == 1:
                 continue
             if weight.shape[1] % ranks or not isinstance(reshard, bool | None):
@@ -201,14 +201,16 @@ def sequence_places(model: nn.Module, rules: Sequence[Rule], layers: Sequence[La
     partial: list[str] = []
     planned = {rule.fqn for rule in rules}
     for layer in layers:
-        found = {rule.fqn.rpartition(".")[0] for rule in rules if rule.fqn.startswith(layer.fqn + ".")}
-        found = {name for name in found if not any(name.startswith(other + ".") for other in found)}
+        places_found = {rule.fqn.rpartition(".")[0] for rule in rules if rule.fqn.startswith(layer.fqn + ".")}
+        places_found = {
+            name for name in places_found if not any(name.startswith(other + ".") for other in places_found)
+        }
         for name, module in layer.module.named_modules(prefix=layer.fqn):
-            if name in found:
+            if name in places_found:
                 owners[name] = all(
                     f"{name}.{inner}" in planned for inner, part in module.named_modules() if _is_linear(part)
                 )
-            elif not any(name.startswith(owner + ".") for owner in found) and any(
+            elif not any(name.startswith(owner + ".") for owner in places_found) and any(
                 parameter is not None for parameter in module._parameters.values()
             ):
                 partial.append(name)
@@ -377,7 +379,7 @@ def _ties(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 places.setdefault(id(parameter), []).append((module, name))
-    return [found for found in places.values() if len(found) > 1]
+    return [modules for modules in places.values() if len(modules) > 1]
 
 
 def _tie_again(model: nn.Module, ties: list[list[tuple[nn.Module, str]]]) -> None:

@@ -64,8 +64,8 @@ def resolve_plan(
             number of heads is not divisible by `tp_size`; tied weights that the plan would untie.
         TypeError: the plan is no mapping, or holds something that is no style.
     """
-    own = plan is None
-    wanted = _own_plan(model) if own else plan
+    is_default = plan is None
+    wanted = _own_plan(model) if is_default else plan
     if not isinstance(wanted, Mapping):
         raise TypeError(f"plan is {a_or_an(wanted)}; it must map FQN patterns to styles or their names.")
     if not wanted:
@@ -73,7 +73,7 @@ def resolve_plan(
             f"This {type(model).__name__} brings no tensor-parallel plan (tp_plan, config.base_model_tp_plan). Give "
             "one: tp_plan={'layers.*.q_proj': 'colwise', 'layers.*.o_proj': 'rowwise', ...}."
         )
-    rules = [rule for pattern, style in wanted.items() for rule in _rules(model, pattern, style, own)]
+    rules = [rule for pattern, style in wanted.items() for rule in _rules(model, pattern, style, is_default)]
     if not rules:
         raise ValueError(
             f"The tensor-parallel plan matches nothing in this {type(model).__name__}: {', '.join(wanted)}."
@@ -123,7 +123,7 @@ def _own_plan(model: nn.Module) -> Mapping[str, str]:
     return {f"{prefix}{pattern}": style for pattern, style in base_plan.items()}
 
 
-def _rules(model: nn.Module, pattern: str, style: object, own: bool) -> Iterator[Rule]:
+def _rules(model: nn.Module, pattern: str, style: object, is_default: bool) -> Iterator[Rule]:
     if not isinstance(style, str | ParallelStyle):
         raise TypeError(f"The style of {pattern!r} is {style!r}; it must be a ParallelStyle or the name of one.")
     name = style if isinstance(style, str) else type(style).__name__
@@ -134,21 +134,21 @@ def _rules(model: nn.Module, pattern: str, style: object, own: bool) -> Iterator
         )
     text_config = _text_config(model)
     regex = glob_to_regex(pattern)
-    found = False
+    matched = False
     for fqn, module in model.named_modules():
         if regex.fullmatch(fqn):
-            found = True
+            matched = True
             yield Rule(fqn, _made(style, text_config), name, module)
         for parameter in module._parameters:
             full = f"{fqn}.{parameter}" if fqn else parameter
             if regex.fullmatch(full) and module._parameters[parameter] is not None:
-                found = True
+                matched = True
                 yield _parameter_rule(full, module, parameter, style, name, text_config)
-    if not found and not own:
+    if not matched and not is_default:
         raise ValueError(
             f"The plan's pattern {pattern!r} matches no module and no parameter of this {type(model).__name__}."
         )
-    if not found:
+    if not matched:
         warn_once(
             f"The tensor-parallel plan of {type(model).__name__} has {pattern!r}, which this instance lacks: left out."
         )
@@ -156,20 +156,20 @@ def _rules(model: nn.Module, pattern: str, style: object, own: bool) -> Iterator
 
 def _parameter_rule(fqn: str, module: nn.Module, parameter: str, style: object, name: str, config: object) -> Rule:
     """A rule for a bare parameter (fused experts, attention sinks): only transformers' styles can cut one by itself."""
-    made = style if isinstance(style, InstalledStyle) else _installed(name, config)
-    if made is None:
+    style_made = style if isinstance(style, InstalledStyle) else _installed(name, config)
+    if style_made is None:
         raise ValueError(
             f"The plan gives the single parameter {fqn!r} the style {name!r}, which here applies to whole modules; "
             f"name {fqn.rpartition('.')[0]!r} instead."
         )
-    return Rule(fqn, made, name, module, parameter)
+    return Rule(fqn, style_made, name, module, parameter)
 
 
 def _made(style: str | ParallelStyle, config: object = None) -> ParallelStyle:
     """The style itself, where its name is known to be known."""
-    made = make_style(style, config) if isinstance(style, str) else style
-    assert made is not None
-    return made
+    built_style = make_style(style, config) if isinstance(style, str) else style
+    assert built_style is not None
+    return built_style
 
 
 def _installed(name: str, config: object) -> InstalledStyle | None:
@@ -310,15 +310,15 @@ class SummedGradients(ParallelStyle):
         forward = module.forward
 
         def forward_with_summed_gradients(*args: object, **kwargs: object) -> Any:
-            own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+            parameters = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
             # A plain tensor may stand where a Parameter stood while forward runs; both are put back even when a replay
             # stops early.
-            used: dict[str, Any] = {name: _summed(value, device_mesh) for name, value in own.items()}
+            used: dict[str, Any] = {name: _summed(value, device_mesh) for name, value in parameters.items()}
             module._parameters.update(used)
             try:
                 return forward(*args, **kwargs)
             finally:
-                module._parameters.update(own)
+                module._parameters.update(parameters)
 
         module.forward = forward_with_summed_gradients
         return module

@@ -81,8 +81,8 @@ class _OwnRows(torch.autograd.Function):
             others |= ids == padding_idx
         # Tokens of other ranks have a row of their own, behind this rank's, that nothing is added to.
         places.masked_fill_(others, count)
-        made = torch.ops.aten.embedding_dense_backward(grad, places, count + 1, count, by_count)
-        return made[:count], None, None, None, None
+        grads = torch.ops.aten.embedding_dense_backward(grad, places, count + 1, count, by_count)
+        return grads[:count], None, None, None, None
 
 
 def _places(ids: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:

@@ -135,13 +135,16 @@ class SharedRandom:
 def generators(device_type: str) -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
     """Return functions that read and set the state of each generator that a model may draw from: values to compare and
     to send."""
-    found: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    sources: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
         "torch": (lambda: _bytes(torch.get_rng_state()), lambda state: torch.set_rng_state(_tensor(state)))
     }
     if device_type != "cpu":
         device = torch.get_device_module(device_type)
-        found[device_type] = lambda: _bytes(device.get_rng_state()), lambda state: device.set_rng_state(_tensor(state))
-    return found | {"Python": (random.getstate, random.setstate), "NumPy": (_numpy_state, _set_numpy_state)}
+        sources[device_type] = (
+            lambda: _bytes(device.get_rng_state()),
+            lambda state: device.set_rng_state(_tensor(state)),
+        )
+    return sources | {"Python": (random.getstate, random.setstate), "NumPy": (_numpy_state, _set_numpy_state)}
 
 
 def _held_by(model: nn.Module) -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:

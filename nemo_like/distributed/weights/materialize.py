@@ -87,7 +87,7 @@ def materialize(
             source = ListedSource(source, pieces)
         if source is not None:
             check_names(slots, source, strict)
-        left = {id(s.tensor) for s in slots if s.tensor.is_meta and not (source is not None and s.saved)}
+        left = {id(slot.tensor) for slot in slots if slot.tensor.is_meta and not (source is not None and slot.saved)}
         return source, _initializers(model, left, init_fn), compute, torch.device(device) if device else place
 
     source, initializers, compute, place = _on_every_rank(prepare, sharded)
@@ -115,9 +115,9 @@ def _on_every_rank(action: Callable[[], T], together: bool) -> T:
     except (Exception, dcp.CheckpointException) as caught:  # noqa: BLE001  (raised again below, on every rank)
         error = caught
     if together and dist.is_initialized():
-        said: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(said, None if error is None else f"{type(error).__name__}: {error}")
-        failed = [(rank, message) for rank, message in enumerate(said) if message]
+        messages: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(messages, None if error is None else f"{type(error).__name__}: {error}")
+        failed = [(rank, message) for rank, message in enumerate(messages) if message]
         if error is None and failed:
             raise CheckpointUnreadableError(f"materialize failed on rank {failed[0][0]}: {failed[0][1]}")
     if error is not None:
@@ -146,7 +146,7 @@ def _device_type(slots: list[Slot]) -> str | None:
 
 def _read(slots: list[Slot], source: Source, place: torch.device, compute: torch.device) -> dict[Slot, Tensor]:
     values, targets = {}, {}
-    for slot in [s for s in slots if s.saved]:
+    for slot in [slot for slot in slots if slot.saved]:
         values[slot] = _empty(slot, place, compute)
         targets[next(name for name in slot.names if name in source.shapes)] = values[slot]
     try:
@@ -176,8 +176,8 @@ def _initializers(model: nn.Module, left: set[int], init_fn: InitFn | None) -> l
         around = getattr(module, "_init_weights", None) or around
         for child_name, child in module.named_children():
             visit(child, f"{name}.{child_name}" if name else child_name, around)
-        own = (*module._parameters.values(), *module._buffers.values())
-        if not any(id(t) in left for t in own if t is not None):
+        tensors = (*module._parameters.values(), *module._buffers.values())
+        if not any(id(t) in left for t in tensors if t is not None):
             return
         itself = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
         if init_fn is not None:

@@ -195,12 +195,12 @@ def _boxes(tensor: DTensor) -> Iterator[tuple[ChunkStorageMetadata, Tensor]]:
 
 def _runs(tensor: DTensor) -> list[list[tuple[int, int, int]]]:
     """For each dim, runs of indices that this rank holds: (first in the whole tensor, first in the local part, size)."""
-    found = []
+    runs = []
     for indices in _own_indices(tensor):
         starts = [0, *(indices.diff() != 1).nonzero().flatten().add(1).tolist()] if len(indices) else []
         ends = [*starts[1:], len(indices)]
-        found.append([(int(indices[start]), start, end - start) for start, end in zip(starts, ends)])
-    return found
+        runs.append([(int(indices[start]), start, end - start) for start, end in zip(starts, ends)])
+    return runs
 
 
 def _own_indices(tensor: DTensor) -> list[Tensor]:
@@ -212,6 +212,6 @@ def _own_indices(tensor: DTensor) -> list[Tensor]:
             continue
         rank, ranks = tensor.device_mesh.get_local_rank(axis), tensor.device_mesh.size(axis)
         parts = indices[dim].chunk(getattr(placement, "split_factor", 1))
-        own = [chunks[rank] for part in parts if rank < len(chunks := part.chunk(ranks))]
-        indices[dim] = torch.cat(own) if own else indices[dim][:0]
+        rows = [chunks[rank] for part in parts if rank < len(chunks := part.chunk(ranks))]
+        indices[dim] = torch.cat(rows) if rows else indices[dim][:0]
     return indices

@@ -190,11 +190,13 @@ class ListedSource:
     def __init__(self, source: Source, pieces: Mapping[str, Sequence[str]]) -> None:
         """pieces: name of a stack → the names of its experts' weights, in order."""
         self.label, self._source = source.label, source
-        self._pieces = {name: own for name, own in pieces.items() if all(one in source.shapes for one in own)}
-        single = {one for own in self._pieces.values() for one in own}
+        self._pieces = {
+            name: of_weight for name, of_weight in pieces.items() if all(one in source.shapes for one in of_weight)
+        }
+        single = {one for of_weight in self._pieces.values() for one in of_weight}
         self.shapes = {name: shape for name, shape in source.shapes.items() if name not in single}
-        for name, own in self._pieces.items():
-            self.shapes[name] = torch.Size((len(own), *source.shapes[own[0]]))
+        for name, of_weight in self._pieces.items():
+            self.shapes[name] = torch.Size((len(of_weight), *source.shapes[of_weight[0]]))
 
     def get(self, name: str) -> Tensor:
         if name not in self._pieces:
@@ -252,7 +254,7 @@ def open_source(
 
 def check_names(slots: list[Slot], source: Source, strict: bool) -> None:
     """Raise `ValueError` where `source` does not fit a model's tensors: names, shapes, ties. Changes nothing."""
-    missing = [s.name for s in slots if s.saved and not any(name in source.shapes for name in s.names)]
+    missing = [slot.name for slot in slots if slot.saved and not any(name in source.shapes for name in slot.names)]
     if missing:
         raise ValueError(
             f"{source.label} lacks {len(missing)} of the model's tensors: {list_names(missing)}. "
@@ -264,18 +266,18 @@ def check_names(slots: list[Slot], source: Source, strict: bool) -> None:
             f"{source.label} has {len(unknown)} tensor(s) that the model does not have: {list_names(unknown)}. "
             "Pass strict=False to leave them out."
         )
-    for slot in [s for s in slots if s.saved]:
-        given = [name for name in slot.names if name in source.shapes]
-        for name in given:
+    for slot in [slot for slot in slots if slot.saved]:
+        names = [name for name in slot.names if name in source.shapes]
+        for name in names:
             if source.shapes[name] != slot.tensor.shape:
                 raise ValueError(
                     f"{source.label} has {name} with shape {tuple(source.shapes[name])}; "
                     f"the model's has {tuple(slot.tensor.shape)}."
                 )
-        for name in given[1:]:
-            if not torch.equal(source.get(given[0]), source.get(name)):
+        for name in names[1:]:
+            if not torch.equal(source.get(names[0]), source.get(name)):
                 raise ValueError(
-                    f"{given[0]} and {name} are one tied parameter in the model, and differ in {source.label}: "
+                    f"{names[0]} and {name} are one tied parameter in the model, and differ in {source.label}: "
                     "untie them in the model, or drop one of the two from the source."
                 )
 
@@ -303,19 +305,19 @@ def fused_weights(shapes: Mapping[str, torch.Size]) -> dict[str, FusedWeight]:
     >>> sorted(fused_weights({f"mlp.experts.{e}.{n}.weight": one for e in (0, 1) for n in ("w1", "w3")}))
     ['mlp.experts.gate_up_proj']
     """
-    found: dict[str, dict[str, dict[int, str]]] = {}
+    weights: dict[str, dict[str, dict[int, str]]] = {}
     for name in shapes:
         match = _ONE.fullmatch(name)
         if match is not None:
-            found.setdefault(match["around"], {}).setdefault(match["name"], {})[int(match["number"])] = name
+            weights.setdefault(match["around"], {}).setdefault(match["name"], {})[int(match["number"])] = name
     made: dict[str, FusedWeight] = {}
-    for around, by_name in found.items():
+    for around, by_name in weights.items():
         for fused, wanted in (("gate_up_proj", (_GATES, _UPS)), ("down_proj", (_DOWNS,))):
             pieces = [next((by_name[n] for n in names if n in by_name), {}) for names in wanted]
             count = len(pieces[0])
             if not count or any(sorted(piece) != list(range(count)) for piece in pieces):
                 continue
-            parts = tuple(tuple(piece[e] for piece in pieces) for e in range(count))
+            parts = tuple(tuple(piece[expert] for piece in pieces) for expert in range(count))
             rows = sum(shapes[name][0] for name in parts[0])
             made[f"{in_the_model(around)}.{fused}"] = FusedWeight(
                 parts, torch.Size((count, rows, *shapes[parts[0][0]][1:]))

@@ -75,8 +75,8 @@ def get_model_state(model: nn.Module, *, full: bool = False) -> dict[str, Tensor
         if slot.name not in pieces:
             state |= dict.fromkeys(slot.names, in_boxes(tensor))
             continue
-        own = pieces[slot.name]  # on a rank without the others' experts, without their names
-        state |= {own[number]: view for number, view in own_views(tensor).items()}
+        part = pieces[slot.name]  # on a rank without the others' experts, without their names
+        state |= {part[number]: view for number, view in own_views(tensor).items()}
     return state
 
 
@@ -94,7 +94,7 @@ def set_model_state(model: nn.Module, state: Mapping[str, Tensor], *, strict: bo
     """
     check_model(model)
     pieces = list_pieces(model)
-    slots = [own for slot in _saved_slots(model) for own in _by_expert(slot, pieces)]
+    slots = [piece for slot in _saved_slots(model) for piece in _by_expert(slot, pieces)]
     here = {name for slot in slots for name in slot.names}
     elsewhere = {name for owned in pieces.values() for name in owned} - here
     state = {name: value for name, value in state.items() if name not in elsewhere}
@@ -154,7 +154,7 @@ def set_optimizer_state(
     set_optimizer_state_dict(model, optimizer, loaded)
 
 
-def _own_part(own: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
+def _own_part(part: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
     """`own`, this rank's state of an optimizer, with the values of `whole`, which rank 0 has; sent one tensor at a time."""
     sent = [tree_map_only(Tensor, lambda value: value.to("meta") if value.ndim else value, dict(whole))]
     if launch.world_size() > 1:
@@ -163,14 +163,14 @@ def _own_part(own: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any
         for key, value in entry.items():
             if isinstance(value, Tensor) and value.ndim:
                 value = _from_first(whole["state"][name][key] if launch.rank() == 0 else value)
-            if name not in own["state"]:
+            if name not in part["state"]:
                 continue  # of another rank's stage
-            target = own["state"][name].get(key)
+            target = part["state"][name].get(key)
             if isinstance(target, Tensor) and target.shape == value.shape:
                 copy_whole(target, value)
             else:
-                own["state"][name][key] = value
-    return {"state": own["state"], "param_groups": sent[0]["param_groups"]}
+                part["state"][name][key] = value
+    return {"state": part["state"], "param_groups": sent[0]["param_groups"]}
 
 
 def _from_first(value: Tensor) -> Tensor:
@@ -183,17 +183,17 @@ def _from_first(value: Tensor) -> Tensor:
     return value
 
 
-def _options_of(own: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _options_of(part: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The options of that one of `groups` that has the parameters of `own`."""
-    names = set(own["params"])
-    found = [group for group in groups if not names.isdisjoint(group["params"])]
-    if len({_options(group) for group in found}) != 1:
-        problem = f"are in {len(found)} groups with different options" if found else "are in no group"
+    names = set(part["params"])
+    options = [group for group in groups if not names.isdisjoint(group["params"])]
+    if len({_options(group) for group in options}) != 1:
+        problem = f"are in {len(options)} groups with different options" if options else "are in no group"
         raise ValueError(
             f"The parameters of one param group of the optimizer ({list_names(names)}) {problem} of the state to load: "
             "build the optimizer with the groups that it had."
         )
-    return {**found[0], "params": own["params"]}
+    return {**options[0], "params": part["params"]}
 
 
 def _options(group: Mapping[str, Any]) -> str:
@@ -211,7 +211,7 @@ def _groups_of_all_stages(model: nn.Module, groups: list[dict[str, Any]]) -> lis
     everyone: list[Any] = [None] * dist.get_world_size(stages)
     dist.all_gather_object(everyone, groups, group=stages)
     together: dict[str, dict[str, Any]] = {}
-    for group in (group for own in everyone for group in own):
+    for group in (group for of_rank in everyone for group in of_rank):
         first = together.setdefault(_options(group), {**group, "params": []})
         first["params"] = list(dict.fromkeys([*first["params"], *group["params"]]))
     return list(together.values())
@@ -234,9 +234,9 @@ def refuse_to_save_shards(model: nn.Module) -> None:
 
 def _save_pretrained(model: nn.Module, *args: object, **kwargs: object) -> Any:
     save = getattr(type(model), "save_pretrained").__get__(model)  # noqa: B009
-    given = inspect.signature(save).bind(*args, **kwargs).arguments
-    given |= given.pop("kwargs", {})
-    if given.get("state_dict") is None and not given.get("distributed_checkpoint"):
+    arguments = inspect.signature(save).bind(*args, **kwargs).arguments
+    arguments |= arguments.pop("kwargs", {})
+    if arguments.get("state_dict") is None and not arguments.get("distributed_checkpoint"):
         raise RuntimeError(
             f"save_pretrained was called without state_dict, and this rank holds only shards of the parameters of "
             f"{type(model).__name__.removeprefix('FSDP')}. Gather them on every rank with state = "

@@ -22,7 +22,7 @@ class GatherKeys(ContextMethod):
         self,
         parts: Parts,
         implementation: str,
-        own: Callable[..., Any],
+        function: Callable[..., Any],
         module: nn.Module,
         query: Tensor,
         key: Tensor,
@@ -37,23 +37,23 @@ class GatherKeys(ContextMethod):
         if causal and implementation == "sdpa" and kwargs.get("position_bias") is None:
             # Of one query, transformers asks its heads: so the triangles have four dims.
             out = _in_chunks(
-                parts, query, key, value, lambda q, k, v, bias: own(module, q, k, v, bias[None, None], **kwargs)[0]
+                parts, query, key, value, lambda q, k, v, bias: function(module, q, k, v, bias[None, None], **kwargs)[0]
             )
             return torch.cat(out, 1), None
         if causal:
             mask = masks.causal(parts, key.shape[2], query, additive=implementation == "eager")
-        return own(module, query, key, value, mask, **kwargs)
+        return function(module, query, key, value, mask, **kwargs)
 
     def attend_plain(
         self,
         parts: Parts,
-        own: Callable[..., Tensor],
+        function: Callable[..., Tensor],
         query: Tensor,
         key: Tensor,
         value: Tensor,
         mask: Tensor | None,
         causal: bool,
-        given: dict[str, Any],
+        arguments: dict[str, Any],
     ) -> Tensor:
         key, value = parts.gather(key, key.ndim - 2), parts.gather(value, value.ndim - 2)
         if mask is not None and mask.shape[-1] != key.shape[-2]:
@@ -62,15 +62,21 @@ class GatherKeys(ContextMethod):
                 f"{key.shape[-2]} keys. Pass the mask to the model for the whole sequence, use is_causal=True, or cp=1."
             )
         if not causal:
-            return own(query, key, value, attn_mask=without_padding(key) if mask is None else mask, **given)
-        out = _in_chunks(parts, query, key, value, lambda q, k, v, bias: own(q, k, v, attn_mask=bias, **given))
+            return function(query, key, value, attn_mask=without_padding(key) if mask is None else mask, **arguments)
+        out = _in_chunks(parts, query, key, value, lambda q, k, v, bias: function(q, k, v, attn_mask=bias, **arguments))
         return torch.cat(out, -2)
 
     def attend_flex(
-        self, call: StackCall, own: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, given: dict[str, Any]
+        self,
+        call: StackCall,
+        function: Callable[..., Any],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        arguments: dict[str, Any],
     ) -> Any:
         key, value = call.parts.gather(key, 2), call.parts.gather(value, 2)
-        return own(query, key, value, **over_whole(call, query, key, given))
+        return function(query, key, value, **over_whole(call, query, key, arguments))
 
 
 def _in_chunks(

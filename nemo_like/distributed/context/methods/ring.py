@@ -55,7 +55,7 @@ class Ring(ContextMethod):
         self,
         parts: Parts,
         implementation: str,
-        own: Callable[..., Any],
+        function: Callable[..., Any],
         module: nn.Module,
         query: Tensor,
         key: Tensor,
@@ -71,18 +71,26 @@ class Ring(ContextMethod):
     def attend_plain(
         self,
         parts: Parts,
-        own: Callable[..., Tensor],
+        function: Callable[..., Tensor],
         query: Tensor,
         key: Tensor,
         value: Tensor,
         mask: Tensor | None,
         causal: bool,
-        given: dict[str, Any],
+        arguments: dict[str, Any],
     ) -> Tensor:
-        return _attend(parts, query, key, value, causal and mask is None, given.get("dropout_p"), given.get("scale"))
+        return _attend(
+            parts, query, key, value, causal and mask is None, arguments.get("dropout_p"), arguments.get("scale")
+        )
 
     def attend_flex(
-        self, call: StackCall, own: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, given: dict[str, Any]
+        self,
+        call: StackCall,
+        function: Callable[..., Any],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        arguments: dict[str, Any],
     ) -> Any:
         raise NotImplementedError("method='ring' has no block masks: use method='all_gather' with flex attention.")
 

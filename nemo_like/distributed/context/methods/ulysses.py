@@ -38,9 +38,9 @@ class Ulysses(ContextMethod):
                 f"{heads}: use a divisor of it, or method='all_gather'."
             )
         for name, module in stack.module.named_modules():
-            if uses_interface(module) and (own := [name for name, _ in module.named_parameters(recurse=False)]):
+            if uses_interface(module) and (parameters := [name for name, _ in module.named_parameters(recurse=False)]):
                 raise ValueError(
-                    f"method='ulysses' gives each rank some heads, and {name}, {a_or_an(module)}, holds {own[0]} for "
+                    f"method='ulysses' gives each rank some heads, and {name}, {a_or_an(module)}, holds {parameters[0]} for "
                     "all of them (attention sinks): use method='all_gather'."
                 )
 
@@ -48,7 +48,7 @@ class Ulysses(ContextMethod):
         self,
         parts: Parts,
         implementation: str,
-        own: Callable[..., Any],
+        function: Callable[..., Any],
         module: nn.Module,
         query: Tensor,
         key: Tensor,
@@ -63,25 +63,25 @@ class Ulysses(ContextMethod):
         query, key, value = (heads_for_sequence(states, parts.ranks, parts.group) for states in (query, key, value))
         mine = slice(parts.rank * query.shape[1], (parts.rank + 1) * query.shape[1])
         for name, dim in (("s_aux", 0), ("position_bias", 1)):
-            given = kwargs.get(name)
-            if isinstance(given, Tensor) and given.shape[dim] > 1:
-                kwargs[name] = given[(slice(None),) * dim + (mine,)]
+            value_of_mask = kwargs.get(name)
+            if isinstance(value_of_mask, Tensor) and value_of_mask.shape[dim] > 1:
+                kwargs[name] = value_of_mask[(slice(None),) * dim + (mine,)]
         if isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[1] > 1:
             mask = mask[:, mine]
         with _groups(module, query.shape[1] // key.shape[1]):
-            out = own(module, query, key, value, mask, **kwargs)[0]  # (B, S, H / ranks, D)
+            out = function(module, query, key, value, mask, **kwargs)[0]  # (B, S, H / ranks, D)
         return sequence_for_heads(out.transpose(1, 2), parts.ranks, parts.group).transpose(1, 2).contiguous(), None
 
     def attend_plain(
         self,
         parts: Parts,
-        own: Callable[..., Tensor],
+        function: Callable[..., Tensor],
         query: Tensor,
         key: Tensor,
         value: Tensor,
         mask: Tensor | None,
         causal: bool,
-        given: dict[str, Any],
+        arguments: dict[str, Any],
     ) -> Tensor:
         if mask is not None or query.shape[1] % parts.ranks or key.shape[1] % parts.ranks:
             raise NotImplementedError(
@@ -90,20 +90,26 @@ class Ulysses(ContextMethod):
             )
         query, key, value = (heads_for_sequence(states, parts.ranks, parts.group) for states in (query, key, value))
         hidden = None if causal else without_padding(key)
-        attended = own(query, key, value, attn_mask=hidden, is_causal=causal, **given)
+        attended = function(query, key, value, attn_mask=hidden, is_causal=causal, **arguments)
         return sequence_for_heads(attended, parts.ranks, parts.group)
 
     def attend_flex(
-        self, call: StackCall, own: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, given: dict[str, Any]
+        self,
+        call: StackCall,
+        function: Callable[..., Any],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        arguments: dict[str, Any],
     ) -> Any:
         ranks, group = call.parts.ranks, call.parts.group
-        if query.shape[1] % ranks or key.shape[1] % ranks or given.get("return_lse") or given.get("return_aux"):
+        if query.shape[1] % ranks or key.shape[1] % ranks or arguments.get("return_lse") or arguments.get("return_aux"):
             raise NotImplementedError(
                 f"method='ulysses' needs heads that {ranks} ranks divide, and flex attention that returns no more than "
                 f"its output; this one has {query.shape[1]} heads, {key.shape[1]} of keys. Use method='all_gather'."
             )
         query, key, value = (heads_for_sequence(states, ranks, group) for states in (query, key, value))
-        return sequence_for_heads(own(query, key, value, **over_whole(call, query, key, given)), ranks, group)
+        return sequence_for_heads(function(query, key, value, **over_whole(call, query, key, arguments)), ranks, group)
 
 
 @contextlib.contextmanager
