@@ -1,21 +1,25 @@
-"""Write docs/reference/api.md from the docstrings of the public names; ``--check`` fails where the file is not current.
+"""Write the generated pages of docs/reference: api/ from the docstrings of the public names, cli.md from every ``--help``.
 
-    python .ci/api_docs.py [--check]
+    python .ci/api_docs.py [--check]      with --check: fail where a page is not current
 
-Public is what `nemo_like.__all__` names, and the `__all__` of each room that users import.
+Public is what `nemo_like.__all__` names, and the `__all__` of each folder that users import.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import dataclasses
 import enum
 import functools
 import importlib
 import inspect
+import io
+import os
 import pkgutil
 import re
+import shutil
 import sys
 import textwrap
 from pathlib import Path
@@ -25,36 +29,84 @@ from typing import Any
 import torch
 
 from nemo_like._util.field_docs import attribute_docs
+from nemo_like.cli import make_parser
+from nemo_like.commands import COMMANDS
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "reference" / "api.md"
-NOT_PUBLIC = {"bench", "cli", "commands", "recipes"}
-"""Programs, not libraries."""
+REFERENCE = ROOT / "docs" / "reference"
+NOT_PUBLIC = {"bench", "cli", "commands", "recipes", "torch_compat"}
+"""Programs, and the private names of torch."""
+FIRST = (
+    "parallelize",
+    "Job",
+    "StepSpec",
+    "predict",
+    "plan_for",
+    "fit",
+    "dry_run",
+    "Plan",
+    "CheckpointConfig",
+    "materialize",
+)
+"""The names that people need, in the order of a first job."""
 
-HEAD = """\
-# The public names
-
-Made from the docstrings by `python .ci/api_docs.py`: change the docstring, then run that. What is not named here may
-change without a word in the [changelog](../changelog.md).
-"""
+MADE = "Made by `python .ci/api_docs.py`: change the {source}, then run that."
 SECTION = re.compile(r"^(Args|Returns|Raises|Yields|Attributes|Examples?|Shapes?|Notes?):$")
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 ITEM = re.compile(r"^([\w*`., ]+): (.*)$")
 
 
-def page() -> str:
-    """The whole page."""
-    parts, seen = [HEAD], {}
-    for room in rooms():
-        parts.append(f"\n## `{room.__name__}`\n\n{first_paragraph(room)}\n")
-        for name in room.__all__:
-            value = getattr(room, name)
-            key = id(value) if inspect.isclass(value) or inspect.isroutine(value) else (room.__name__, name)
-            if key in seen:
-                parts.append(f"\n### `{name}`\n\nThe same as `{seen[key]}`.\n")
-                continue
-            seen[key] = f"{room.__name__}.{name}"
-            parts.append(f"\n### `{name}`\n\n{entry(room, name, value)}")
+def pages() -> dict[Path, str]:
+    """Return every generated page by its path."""
+    package, *others = rooms()
+    lines = [
+        f"# The public names\n\n{MADE.format(source='docstring')} What is not named here may change without a word in the",
+        "[changelog](../../changelog.md).\n\n## Read first\n",
+        *(f"- [`{name}`](nemo_like.md#{name.lower()}): {summary(getattr(package, name))}" for name in FIRST),
+        "\n## Every name\n",
+    ]
+    written, seen = {}, {}
+    for room in [package, *others]:
+        file = f"{room.__name__.removeprefix('nemo_like.')}.md"
+        lines.append(f"- [`{room.__name__}`]({file}): {' '.join(first_paragraph(room).split())}")
+        written[REFERENCE / "api" / file] = room_page(room, seen)
+    written[REFERENCE / "api" / "README.md"] = "\n".join(lines) + "\n"
+    written[REFERENCE / "cli.md"] = command_page()
+    return written
+
+
+def room_page(room: ModuleType, seen: dict[Any, str]) -> str:
+    """Return the page of one module; `seen`: the names on pages before it, which are not described again."""
+    parts = [f"# `{room.__name__}`\n\n{first_paragraph(room)}\n"]
+    again = []
+    names = [*(name for name in FIRST if room.__name__ == "nemo_like"), *room.__all__]
+    for name in dict.fromkeys(names):
+        value = getattr(room, name)
+        key = id(value) if inspect.isclass(value) or inspect.isroutine(value) else (room.__name__, name)
+        if key in seen:
+            again.append(f"`{name}`")
+            continue
+        seen[key] = name
+        parts.append(f"\n## `{name}`\n\n{entry(room, name, value)}")
+    if again:
+        parts.append(textwrap.fill(f"\nAlso importable from here: {', '.join(again)}.", 120) + "\n")
+    return "".join(parts)
+
+
+def summary(value: Any) -> str:
+    """Return the first sentence of a docstring."""
+    return re.split(r"(?<=[.:]) ", one_line(inspect.getdoc(value) or ""))[0].rstrip(":")
+
+
+def command_page() -> str:
+    """Return the page with the help of every command."""
+    os.environ["COLUMNS"] = "100"
+    parts = [f"# Commands\n\n{MADE.format(source='help')} `nemo-like COMMAND --help` prints the same.\n"]
+    for name in COMMANDS:
+        shown = io.StringIO()
+        with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
+            make_parser(name).parse_args([name, "--help"])
+        parts.append(f"\n## {name}\n\n```text\n{shown.getvalue()}```\n")
     return "".join(parts)
 
 
@@ -223,17 +275,19 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; fail where the page is not current")
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT))
-    text = page()
+    written = pages()
     if not options.check:
-        PAGE.write_text(text, encoding="utf-8")
+        shutil.rmtree(REFERENCE / "api", ignore_errors=True)
+        (REFERENCE / "api").mkdir()
+        for path, text in written.items():
+            path.write_text(text, encoding="utf-8")
         return 0
-    if PAGE.exists() and PAGE.read_text(encoding="utf-8") == text:
-        return 0
-    print(
-        f"{PAGE.name} is not current: the docstrings say something else. Run: python .ci/api_docs.py",
-        file=sys.stderr,
-    )
-    return 1
+    stale = [
+        path.name for path, text in written.items() if not path.exists() or path.read_text(encoding="utf-8") != text
+    ]
+    if stale:
+        print(f"{', '.join(stale)}: not current. Run: python .ci/api_docs.py", file=sys.stderr)
+    return bool(stale)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ import sys
 from collections.abc import Sequence
 
 from nemo_like import __version__
-from nemo_like._util.console import examples, start_logging
+from nemo_like._util.console import start_logging
+from nemo_like._util.help_parser import HelpParser
 from nemo_like._util.log import is_rank_zero
 from nemo_like.commands import COMMANDS
 
@@ -43,8 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_parser(command: str | None = None) -> argparse.ArgumentParser:
-    """The parser with the options of the command `asked`, which alone is imported; for ``completion``, of all commands."""
-    parser = argparse.ArgumentParser(
+    """Return the parser with the options of `command`, which alone is imported; for ``completion``, of all commands."""
+    parser = HelpParser(
         prog="nemo-like",
         description="Fit a model's training into GPU memory with FSDP2, at the least cost in speed.",
         epilog="nemo-like COMMAND --help has the options of a command, and examples.",
@@ -56,13 +57,7 @@ def make_parser(command: str | None = None) -> argparse.ArgumentParser:
             subparsers.add_parser(name, help=purpose)
             continue
         module = importlib.import_module(f"nemo_like.commands.{name}_command")
-        subparser = subparsers.add_parser(
-            name,
-            help=purpose,
-            description=purpose,
-            epilog=examples(f"nemo-like {name}", module.EXAMPLES),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
+        subparser = subparsers.add_parser(name, help=purpose, purpose=purpose, lines=module.EXAMPLES)
         module.add_arguments(subparser)
         first_line = getattr(module, "first_line", lambda arguments: "")
         subparser.set_defaults(run=module.run, first_line=first_line, parser=parser, own=subparser)

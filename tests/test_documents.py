@@ -69,9 +69,9 @@ def test_a_page_that_is_not_current_is_refused(tmp_path: Path) -> None:
         return subprocess.run([sys.executable, script, *options], cwd=ROOT, capture_output=True, check=False).returncode
 
     assert run() == 0
-    page = tmp_path / "docs" / "reference" / "api.md"
-    assert "### `parallelize`" in page.read_text(encoding="utf-8")
-    page.write_text(page.read_text(encoding="utf-8").replace("### `plan_for`", "### `plan`"), encoding="utf-8")
+    page = tmp_path / "docs" / "reference" / "api" / "nemo_like.md"
+    assert "## `parallelize`" in page.read_text(encoding="utf-8")
+    page.write_text(page.read_text(encoding="utf-8").replace("## `plan_for`", "## `plan`"), encoding="utf-8")
     assert run("--check") == 1
 
 
@@ -105,7 +105,7 @@ def test_the_readme_names_every_command_and_every_extra_for_a_user() -> None:
     assert not [name for name in COMMANDS if f"nemo-like {name}" not in text]
 
 
-@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "reference/how-it-works/design.md"])
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "reference/how-it-works/design.md", "reference/how-it-works/extending.md"])
 def test_every_name_that_the_map_or_the_design_uses_is_in_the_source(page: str) -> None:
     """Names with an underscore or of classes: words such as ``none`` say nothing."""
     files = [

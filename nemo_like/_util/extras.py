@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
+DISTRIBUTIONS = {"yaml": "pyyaml", "torchtitan.protocols.model_converter": "torchtitan"}
+"""The name to install of a module, where that is another one than its first word."""
+
 
 class MissingExtraError(ImportError):
     """An optional package is needed and not installed; the message names the extra to install."""
@@ -24,6 +27,8 @@ def require(module: str, extra: str, why: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is not None and module != error.name and not module.startswith(error.name + "."):
             raise  # the package is there, and one of *its* needs is missing: that message is the better one
+        distribution = DISTRIBUTIONS.get(module, module.partition(".")[0])
         raise MissingExtraError(
-            f"{module!r} is needed {why}, and is not installed. Install it with: pip install 'nemo_like[{extra}]'"
+            f"{module!r} is needed {why}, and is not installed. Install it with: "
+            f"pip install {distribution} (in a checkout of nemo_like: pip install '.[{extra}]')."
         ) from error

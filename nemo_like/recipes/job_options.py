@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from nemo_like._util.console import as_flag, check_new_folder, examples, flag
+from nemo_like._util.console import as_flag, check_new_folder, flag
 from nemo_like._util.extras import require
+from nemo_like._util.help_parser import HelpParser
 from nemo_like._util.words import a_or_an
 from nemo_like.options import SCHEDULES as PIPELINE_SCHEDULES
 from nemo_like.options import did_you_mean
@@ -191,12 +192,7 @@ def parse_command_line(
 
     A wrong option ends the process with code 2 and one line that says why.
     """
-    parser = argparse.ArgumentParser(
-        prog=program,
-        description=description,
-        epilog=examples(program, lines),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = HelpParser(prog=program, purpose=description, lines=lines)
     add_arguments(parser, kind_of_options)
     try:
         return read_options(kind_of_options, parser.parse_args(arguments))

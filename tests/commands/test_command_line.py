@@ -99,7 +99,7 @@ def test_without_its_package_completion_names_the_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, "shtab", None)
     assert main(["completion", "bash"]) == 2
-    assert "pip install 'nemo_like[completion]'" in capsys.readouterr().err
+    assert "pip install shtab (in a checkout of nemo_like: pip install '.[completion]')" in capsys.readouterr().err
 
 
 @pytest.mark.few(1)

@@ -38,7 +38,7 @@ def test_a_rank_is_run_and_compared(more: str, asked: dict, tmp_path: Path, caps
     assert (check["at"], sum(check["parts"].values())) == (found.at, found.peak_bytes)
     printed = capsys.readouterr().out
     assert f"Rank 0 of {asked['world_size']} with ac='none'" in printed and f"{found.at}." in printed
-    assert f"{found.against:,} bytes: {check['difference_bytes']:+,} bytes, {check['difference']:+.3%}." in printed
+    assert f"{found.against:,} bytes: {check['difference_bytes']:+,}, {check['difference']:+.3%}." in printed
 
 
 @pytest.mark.parametrize(

@@ -106,11 +106,17 @@ def test_what_is_not_planned_is_refused(setup: dict[str, Any], device: str, mess
 
 def test_without_torchao_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'nemo_like\[fp8\]'"):
+    with pytest.raises(
+        MissingExtraError, match=r"pip install torchao \(in a checkout of nemo_like: pip install '.\[fp8\]'\)"
+    ):
         plan_for(llama(), ac="4800KiB", sample_input=_sample(), gpu="cpu", precision="fp8")
-    with pytest.raises(MissingExtraError, match=r"pip install 'nemo_like\[fp8\]'"):
+    with pytest.raises(
+        MissingExtraError, match=r"pip install torchao \(in a checkout of nemo_like: pip install '.\[fp8\]'\)"
+    ):
         parallelize(llama(), "single", ac="4800KiB", precision="fp8", sample_input=_sample(), device="cpu")
-    with pytest.raises(MissingExtraError, match=r"pip install 'nemo_like\[fp8\]'"):
+    with pytest.raises(
+        MissingExtraError, match=r"pip install torchao \(in a checkout of nemo_like: pip install '.\[fp8\]'\)"
+    ):
         fit(llama(), gpus=1, gpu="cpu", seq_len=64, micro_batch=4, precision="fp8")
 
 

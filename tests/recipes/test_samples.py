@@ -226,5 +226,5 @@ def test_folders_and_parquet(tokenizer: Any, tmp_path: Path) -> None:
 def test_parquet_without_datasets_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
     (tmp_path / "data.parquet").write_bytes(b"PAR1")
-    with pytest.raises(ImportError, match=r"pip install 'nemo_like\[finetune\]'"):
+    with pytest.raises(ImportError, match=r"pip install datasets "):
         open_samples("--data", str(tmp_path / "data.parquet"))

@@ -1,0 +1,52 @@
+"""A parser of a command line whose help shows examples first, then the options in groups."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from typing import Any
+
+from nemo_like._util.console import examples
+
+GROUPS = {
+    "model": """model init dtype layers scope lora four_bit qlora lora_rank lora_alpha lora_dropout lora_targets train
+        tokenizer trust_remote_code vocab_size input_shape images image_size audio_seconds""",
+    "parallelism": """gpus world_size gpu device strategy dp_replicate dp_shard tp sequence_parallel loss_parallel cp ep
+        imbalance pp pp_schedule balance reshard_after_forward prefetch threads calibrate""",
+    "memory": """ac modes budget budgets memory fit fit_memory fit_host_memory loss offload cpu_offload host host_memory
+        no_skip alloc_conf measure""",
+    "training": """data eval_data pack skip_bad seq_len max_seq_len p99 lengths batch_size global_batch micro_batch
+        grad_accum steps epochs precision reduce_dtype compile optimizer lr schedule warmup_steps lr_floor
+        weight_decay beta1 beta2 clip sync drop_output zero_grad ema seed eval_every eval_samples""",
+    "output": """config suite runs repeats warmup no_peers count limit explain what_if check all_ops log_every wide json
+        markdown plot save checkpoint_dir save_every keep resume sync_save plain output export merge sample sample_every
+        sample_tokens tensorboard wandb""",
+}
+"""The options of each group in the help, by the attribute that they set."""
+_GROUP_OF = {option: title for title, options in GROUPS.items() for option in options.split()}
+
+
+class HelpParser(argparse.ArgumentParser):
+    """A parser whose help begins with its purpose and its `lines` of examples, and has its options in `GROUPS`."""
+
+    def __init__(self, *, purpose: str = "", lines: Iterable[str] = (), **settings: Any) -> None:
+        self._groups: dict[str, Any] = {}
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **settings)
+        self.description = "\n\n".join([purpose, examples(self.prog, lines)]) if purpose else self.description
+        if purpose:
+            self.usage = f"{self.prog} [options]"
+
+    def add_argument(self, *names: Any, **settings: Any) -> argparse.Action:
+        """Add an option to its group; a new one stands in `GROUPS` first (KeyError)."""
+        option = settings.get("dest") or str(names[0]).lstrip("-").replace("-", "_")
+        if option in ("h", "version") or not str(names[0]).startswith("-"):
+            return super().add_argument(*names, **settings)
+        title = _GROUP_OF[option]
+        if settings.get("type") in (int, float) and "metavar" not in settings:
+            settings["metavar"] = "N" if settings["type"] is int else "X"
+        if not self._groups:
+            self._groups = {group: self.add_argument_group(group) for group in GROUPS}
+        added: argparse.Action = self._groups[title].add_argument(*names, **settings)
+        if added.required:
+            self.usage = f"{self.prog} {names[0]} {added.metavar or added.dest.upper()} [options]"
+        return added
