@@ -105,7 +105,9 @@ def test_the_readme_names_every_command_and_every_extra_for_a_user() -> None:
     assert not [name for name in COMMANDS if f"nemo-like {name}" not in text]
 
 
-@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "reference/how-it-works/design.md", "reference/how-it-works/extending.md"])
+@pytest.mark.parametrize(
+    "page", ["CONTRIBUTING.md", *(f"reference/how-it-works/{name}.md" for name in ("design", "extending"))]
+)
 def test_every_name_that_the_map_or_the_design_uses_is_in_the_source(page: str) -> None:
     """Names with an underscore or of classes: words such as ``none`` say nothing."""
     files = [
