@@ -206,13 +206,32 @@ _ROWS: dict[str, OpFacts] = {
 """By overload. `_FREE_PACKETS` and `_FREE_NAMESPACES` hold what is free as a whole; a schema that says that an output
 aliases an input makes an operator free as well."""
 
-_FREE_PACKETS = frozenset((
-    "aten.empty", "aten.empty_like", "aten.empty_strided", "aten.empty_permuted", "aten.new_empty",
-    "aten.new_empty_strided", "aten.detach", "aten.alias", "aten.lift_fresh", "aten.size", "aten.sym_size",
-    "aten.stride", "aten.sym_stride", "aten.numel", "aten.sym_numel", "aten.storage_offset",
-    "aten.sym_storage_offset", "aten.dim", "aten.is_contiguous", "aten.sym_is_contiguous",
-    "aten.is_strides_like_format", "aten.is_non_overlapping_and_dense",
-))  # fmt: skip
+_FREE_PACKETS = frozenset(
+    (
+        "aten.empty",
+        "aten.empty_like",
+        "aten.empty_strided",
+        "aten.empty_permuted",
+        "aten.new_empty",
+        "aten.new_empty_strided",
+        "aten.detach",
+        "aten.alias",
+        "aten.lift_fresh",
+        "aten.size",
+        "aten.sym_size",
+        "aten.stride",
+        "aten.sym_stride",
+        "aten.numel",
+        "aten.sym_numel",
+        "aten.storage_offset",
+        "aten.sym_storage_offset",
+        "aten.dim",
+        "aten.is_contiguous",
+        "aten.sym_is_contiguous",
+        "aten.is_strides_like_format",
+        "aten.is_non_overlapping_and_dense",
+    )
+)
 # Among them FSDP2's own copies and collectives: of its work, forward and replay may do different parts.
 _FREE_NAMESPACES = frozenset(("profiler", "prim", "record_function", "fsdp", "c10d"))
 _COLLECTIVE_NAMESPACES = frozenset(("c10d", "_c10d_functional", "_c10d_functional_autograd"))

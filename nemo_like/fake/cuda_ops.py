@@ -53,9 +53,17 @@ class CudaOps(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _attention(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-        is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
-    ) -> Tensor:  # fmt: skip
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
         if _autocast_is_on():
             lower = functools.partial(_cast, dtype=torch.get_autocast_dtype("cpu"))
             query, key, value, attn_mask = map_tensors(lower, (query, key, value, attn_mask))
@@ -116,9 +124,17 @@ class _FusedRMSNorm(torch.autograd.Function):
 
 
 def _batch_norm(
-    func: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,
-    running_var: Tensor | None, training: bool, momentum: float, eps: float, cudnn_enabled: bool,
-) -> Tensor:  # fmt: skip
+    func: Any,
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Tensor:
     ours = training and cudnn_enabled and input.dim() > 2 and weight is not None and bias is not None
     if not ours or input.dtype not in (torch.float32, torch.float16):
         return func(input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled)
@@ -144,10 +160,34 @@ _OTHER_KERNELS = frozenset((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_rel
 # --- Autocast: the lists of ``ATen/autocast_mode.h`` ------------------------------------------------------------------
 
 _FLOAT32 = (
-    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh",
-    "tan", "pow", "softplus", "layer_norm", "native_layer_norm", "rms_norm", "group_norm", "cosine_similarity", "dist",
-    "cdist", "renorm", "logsumexp", "norm", "cross_entropy",
-)  # fmt: skip
+    "acos",
+    "asin",
+    "cosh",
+    "erfinv",
+    "exp",
+    "expm1",
+    "log",
+    "log10",
+    "log2",
+    "log1p",
+    "reciprocal",
+    "rsqrt",
+    "sinh",
+    "tan",
+    "pow",
+    "softplus",
+    "layer_norm",
+    "native_layer_norm",
+    "rms_norm",
+    "group_norm",
+    "cosine_similarity",
+    "dist",
+    "cdist",
+    "renorm",
+    "logsumexp",
+    "norm",
+    "cross_entropy",
+)
 _WITH_DTYPE = ("softmax", "log_softmax", "cumsum", "cumprod", "prod", "sum")
 _NAMES: dict[Any, str] = {
     function: name

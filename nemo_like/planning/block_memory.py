@@ -22,9 +22,16 @@ from nemo_like.planning.program.records import BlockEvents
 
 
 def block_memory(
-    kind: Kind, policy: Policy | None, run: FakeRun, used: Collection[int] | None = None, *, accumulate: bool = False,
-    layouts: Mapping[int, tuple[int, ...]] | None = None, received: bool = False, apart: Collection[nn.Module] = (),
-) -> BlockEvents:  # fmt: skip
+    kind: Kind,
+    policy: Policy | None,
+    run: FakeRun,
+    used: Collection[int] | None = None,
+    *,
+    accumulate: bool = False,
+    layouts: Mapping[int, tuple[int, ...]] | None = None,
+    received: bool = False,
+    apart: Collection[nn.Module] = (),
+) -> BlockEvents:
     """Run a block forward and backward on fake tensors under `policy` (None: no region) and watch its memory.
 
     It is the engine itself that runs, so a table that the engine would refuse is refused here.
@@ -60,9 +67,13 @@ def block_memory(
     meter = LiveBytes([*leaves, *replaced.values(), *before])
     ends: list[int] = []
     with (
-        needing_no_values(kind), with_state(kind.module, state), run, meter, SumsInPlace(),
+        needing_no_values(kind),
+        with_state(kind.module, state),
+        run,
+        meter,
+        SumsInPlace(),
         _backward_ends(kind.module, apart, lambda: ends.append(len(meter.log))),
-    ):  # fmt: skip
+    ):
         with run.casting(), torch.set_grad_enabled(kind.grad):
             if policy is None:
                 out = call(*args, **kwargs)
@@ -88,11 +99,14 @@ def block_memory(
         to_inputs = gradients_by_place(kind, replaced)
         backward = tuple(meter.log[begun:])
         return BlockEvents(
-            tuple(meter.log[:begun]), backward, outputs,
+            tuple(meter.log[:begun]),
+            backward,
+            outputs,
             dict(zip(given_to, (n for n, size in backward if size))),
-            {place: meter.number(grad) for place, grad in to_inputs.items()}, numbers_of(meter, state),
+            {place: meter.number(grad) for place, grad in to_inputs.items()},
+            numbers_of(meter, state),
             apart_end=ends[-1] - begun if ends else len(backward),
-        )  # fmt: skip
+        )
 
 
 @contextmanager

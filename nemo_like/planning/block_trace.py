@@ -206,13 +206,19 @@ class Recorder(TorchDispatchMode):
             s.writers.setdefault(key, []).append(index)
         self.ops.append(
             OpRecord(
-                op=func, nth=nth, shapes=tuple(tuple(t.shape) for t in outputs),
-                bytes=sum(s.size[key] for key in new), flops=0 if view else ops.kernel_flops(func, args, kwargs, out),
+                op=func,
+                nth=nth,
+                shapes=tuple(tuple(t.shape) for t in outputs),
+                bytes=sum(s.size[key] for key in new),
+                flops=0 if view else ops.kernel_flops(func, args, kwargs, out),
                 moved=0 if view else ops.moved_bytes(func, inputs, outputs),
-                reads=tuple(reads), writes=tuple(writes), view=view, random=ops.draws(func, args, kwargs),
+                reads=tuple(reads),
+                writes=tuple(writes),
+                view=view,
+                random=ops.draws(func, args, kwargs),
                 half=any(t.is_floating_point() and t.element_size() == 2 for t in inputs + outputs),
             )
-        )  # fmt: skip
+        )
 
     def needed(self) -> tuple[OpRecord, ...]:
         """The ops, with those marked whose storages autograd keeps."""
@@ -235,9 +241,13 @@ _BATCH_NORMS = ("aten.native_batch_norm", "aten.cudnn_batch_norm", "aten.miopen_
 
 
 def record(
-    call: Callable[[], Any], *, name: str, params: list[torch.Tensor], inputs: Mapping[Place, torch.Tensor],
+    call: Callable[[], Any],
+    *,
+    name: str,
+    params: list[torch.Tensor],
+    inputs: Mapping[Place, torch.Tensor],
     shared: list[torch.Tensor],
-) -> tuple[BlockTrace, Any]:  # fmt: skip
+) -> tuple[BlockTrace, Any]:
     """Run `call` once, with or without fake tensors around it, and return its trace and its result.
 
     Args:
@@ -280,10 +290,16 @@ def record(
 
 
 def trace_block(
-    module: nn.Module, args: tuple = (), kwargs: Mapping[str, Any] | None = None, *, name: str = "",
-    shared: tuple[torch.Tensor, ...] = (), run: FakeRun | None = None, state: Mapping[str, torch.Tensor] | None = None,
+    module: nn.Module,
+    args: tuple = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    name: str = "",
+    shared: tuple[torch.Tensor, ...] = (),
+    run: FakeRun | None = None,
+    state: Mapping[str, torch.Tensor] | None = None,
     dtype: torch.dtype | None = None,
-) -> BlockTrace:  # fmt: skip
+) -> BlockTrace:
     """Trace one call of `module` on fake tensors. Nothing is computed; the module may be on any device, `meta` included.
 
     Args:
@@ -318,9 +334,11 @@ def trace_block(
 
         trace, _ = record(
             call,
-            name=name or type(module).__name__, params=list(state.values()), inputs=own,
+            name=name or type(module).__name__,
+            params=list(state.values()),
+            inputs=own,
             shared=[replaced[id(t)] for t in shared if id(t) in replaced],
-        )  # fmt: skip
+        )
     return trace
 
 

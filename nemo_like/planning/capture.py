@@ -29,9 +29,14 @@ from nemo_like.transformers_compat import given_cache, parameter_names
 
 
 def trace_model(
-    model: nn.Module, layers: Sequence[Any], sample_input: Any, *, dtype: torch.dtype | None = None,
-    autocast: torch.dtype | None = None, cuda: tuple[int, int] | None = None,
-) -> ModelTrace:  # fmt: skip
+    model: nn.Module,
+    layers: Sequence[Any],
+    sample_input: Any,
+    *,
+    dtype: torch.dtype | None = None,
+    autocast: torch.dtype | None = None,
+    cuda: tuple[int, int] | None = None,
+) -> ModelTrace:
     """Run `model` on fake tensors and trace each distinct block as the model calls it.
 
     Args:
@@ -170,9 +175,13 @@ class _Watcher:
             )
 
     def finish(
-        self, run: FakeRun, state: dict[str, torch.Tensor], args: tuple, kwargs: dict[str, Any],
+        self,
+        run: FakeRun,
+        state: dict[str, torch.Tensor],
+        args: tuple,
+        kwargs: dict[str, Any],
         dtype: torch.dtype | None,
-    ) -> ModelTrace:  # fmt: skip
+    ) -> ModelTrace:
         if not self.calls:
             raise ValueError(
                 f"The forward pass of {type(self.model).__name__} called none of its {len(self.layers)} layers with "

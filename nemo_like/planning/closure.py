@@ -134,9 +134,12 @@ def closure_optimum(
         limits.append(optimize.LinearConstraint(matrix, least, 2.0))
     options = {"mip_rel_gap": within} | ({"time_limit": time_limit} if time_limit is not None else {})
     result = optimize.milp(
-        program.objective(tie), integrality=np.ones(2 * n), bounds=optimize.Bounds(*program.bounds()),
-        constraints=limits, options=options,
-    )  # fmt: skip
+        program.objective(tie),
+        integrality=np.ones(2 * n),
+        bounds=optimize.Bounds(*program.bounds()),
+        constraints=limits,
+        options=options,
+    )
     if result.x is None:
         return None
     keep = _drop_useless(ops, sum(1 << i for i in range(n) if result.x[i] > 0.5))
@@ -207,9 +210,12 @@ def _priced(program: _Program, price: float) -> Point | None:
 
     matrix, least = program.rows
     result = optimize.linprog(
-        program.objective(price * program.byte_unit / program.cost_unit), bounds=np.stack(program.bounds(), axis=1),
-        A_ub=-matrix if least else None, b_ub=[-value for value in least] if least else None, method="highs-ds",
-    )  # fmt: skip
+        program.objective(price * program.byte_unit / program.cost_unit),
+        bounds=np.stack(program.bounds(), axis=1),
+        A_ub=-matrix if least else None,
+        b_ub=[-value for value in least] if least else None,
+        method="highs-ds",
+    )
     if result.x is None:
         return None
     keep = sum(1 << i for i in range(len(program.ops)) if result.x[i] > 0.5)

@@ -163,11 +163,16 @@ def rates_file(device: Device) -> Path:
 
 
 RATES: Mapping[str, tuple[str, str | None]] = {
-    "matmul_half": ("matmul_flops", "half"), "matmul_single": ("matmul_flops", "single"),
-    "attention_half": ("attention_flops", "half"), "attention_single": ("attention_flops", "single"),
-    "bandwidth": ("bandwidth", None), "launch_seconds": ("launch_seconds", None), "host_link": ("host_link", None),
-    "nvlink": ("nvlink", None), "network": ("network", None),
-}  # fmt: skip
+    "matmul_half": ("matmul_flops", "half"),
+    "matmul_single": ("matmul_flops", "single"),
+    "attention_half": ("attention_flops", "half"),
+    "attention_single": ("attention_flops", "single"),
+    "bandwidth": ("bandwidth", None),
+    "launch_seconds": ("launch_seconds", None),
+    "host_link": ("host_link", None),
+    "nvlink": ("nvlink", None),
+    "network": ("network", None),
+}
 """What is measured: the field of `Device` that it replaces, and its entry there."""
 
 
@@ -235,8 +240,15 @@ _OPTIONAL: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
 
 
 _FIELDS = (
-    "memory_gb", "bf16_tflops", "fp32_tflops", "memory_gbps", "host_link_gbps", "matmul", "attention", "bandwidth",
-)  # fmt: skip
+    "memory_gb",
+    "bf16_tflops",
+    "fp32_tflops",
+    "memory_gbps",
+    "host_link_gbps",
+    "matmul",
+    "attention",
+    "bandwidth",
+)
 
 
 def op_seconds(op: OpRecord, device: Device) -> float:

@@ -77,9 +77,12 @@ def _holders(tensor: torch.Tensor) -> tuple[int, int, int]:
 
 def _like(into: Any, other: Any) -> bool:
     return (
-        isinstance(into, torch.Tensor) and isinstance(other, torch.Tensor)
-        and into.shape == other.shape and into.dtype == other.dtype and into.is_contiguous()
-    )  # fmt: skip
+        isinstance(into, torch.Tensor)
+        and isinstance(other, torch.Tensor)
+        and into.shape == other.shape
+        and into.dtype == other.dtype
+        and into.is_contiguous()
+    )
 
 
 class _CountHolders(TorchDispatchMode):

@@ -29,9 +29,12 @@ from nemo_like.torch_compat import backward_in_halves
 
 
 def backward_of_inputs(
-    outputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor] | None, inputs: Sequence[torch.Tensor],
-    params: Iterable[torch.Tensor], once: bool = True,
-) -> Callable[[], None]:  # fmt: skip
+    outputs: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor] | None,
+    inputs: Sequence[torch.Tensor],
+    params: Iterable[torch.Tensor],
+    once: bool = True,
+) -> Callable[[], None]:
     """Run the first half of a backward, which leaves its gradients in ``inputs[i].grad``; the second is returned.
 
     `once`: what was checkpointed is replayed in the first half for both.
@@ -60,9 +63,15 @@ class _Called(nn.Module):
 
 
 def halves_memory(
-    kind: Kind, policy: Policy | None, run: FakeRun, used: Collection[int], *, accumulate: bool, once: bool = True,
+    kind: Kind,
+    policy: Policy | None,
+    run: FakeRun,
+    used: Collection[int],
+    *,
+    accumulate: bool,
+    once: bool = True,
     received: bool = False,
-) -> BlockEvents:  # fmt: skip
+) -> BlockEvents:
     """Run a block forward and through both halves of its backward on fake tensors, as `block_memory` does in one piece.
 
     Args:
@@ -79,9 +88,17 @@ def halves_memory(
 
 
 def _run(
-    block: _Called, kind: Kind, state: Mapping[str, torch.Tensor], policy: Policy | None, run: FakeRun,
-    used: Collection[int], *, accumulate: bool, once: bool, received: bool,
-) -> BlockEvents:  # fmt: skip
+    block: _Called,
+    kind: Kind,
+    state: Mapping[str, torch.Tensor],
+    policy: Policy | None,
+    run: FakeRun,
+    used: Collection[int],
+    *,
+    accumulate: bool,
+    once: bool,
+    received: bool,
+) -> BlockEvents:
     replaced: dict[int, torch.Tensor] = {}
     leaves = list(dict.fromkeys(state.values()))
 

@@ -83,15 +83,19 @@ def model_input(model: nn.Module, text: Mapping[str, torch.Tensor], media: Media
     words = f"{batch} x {tokens} tokens"
     missing = []
     for kind, make, asked in (
-        ("pictures", builder.pictures, media.images), ("sound", builder.sound, media.audio_seconds != 0.0)
-    ):  # fmt: skip
+        ("pictures", builder.pictures, media.images),
+        ("sound", builder.sound, media.audio_seconds != 0.0),
+    ):
         if not (asked and _takes(model, kind)):
             continue
         said, problem = make()
         words += f", {said}" if said else ""
         missing += [f"{kind}: {problem}"] if problem else []
-    return ModelInput({k: v for k, v in builder.text.items() if k in names or k == "input_ids" or _open(names)}, words,
-                      "; ".join(missing))  # fmt: skip
+    return ModelInput(
+        {k: v for k, v in builder.text.items() if k in names or k == "input_ids" or _open(names)},
+        words,
+        "; ".join(missing),
+    )
 
 
 def _open(names: Mapping[str, inspect.Parameter]) -> bool:

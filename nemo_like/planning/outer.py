@@ -67,10 +67,18 @@ class OuterMemory:
 
 
 def outer_memory(
-    model: nn.Module, layers: Sequence[Any], traced: ModelTrace, step: StepSpec = StepSpec(),
-    chunks: ChunkedLoss | None = None, *, accumulate: bool = False, device: Device | None = None, halves: bool = False,
-    regions: bool = True, split_loss: bool = False,
-) -> OuterMemory:  # fmt: skip
+    model: nn.Module,
+    layers: Sequence[Any],
+    traced: ModelTrace,
+    step: StepSpec = StepSpec(),
+    chunks: ChunkedLoss | None = None,
+    *,
+    accumulate: bool = False,
+    device: Device | None = None,
+    halves: bool = False,
+    regions: bool = True,
+    split_loss: bool = False,
+) -> OuterMemory:
     """Run the model's step around its layers on fake tensors and watch its memory.
 
     Args:
@@ -124,11 +132,17 @@ def outer_memory(
     in_chunks = nullcontext(nothing) if chunks is None else chunked_calls(model, chunks)
     with (
         without_values(f"{type(model).__name__} cannot be planned: its step around the layers", model),
-        with_state(model, state), cache_off(model),
-        in_chunks as whole_logits, traced.run, meter, SumsInPlace(), timer or nullcontext(),
-        replaced_forwards(layers, stub), VocabularyParallelLoss() if split_loss else nullcontext(),
+        with_state(model, state),
+        cache_off(model),
+        in_chunks as whole_logits,
+        traced.run,
+        meter,
+        SumsInPlace(),
+        timer or nullcontext(),
+        replaced_forwards(layers, stub),
+        VocabularyParallelLoss() if split_loss else nullcontext(),
         ends.watching(model) if chunks is None else nullcontext(),
-    ):  # fmt: skip
+    ):
         with traced.run.casting():
             output = model(*traced.args, **traced.kwargs)
         forward_end = len(meter.log)
@@ -155,15 +169,33 @@ def outer_memory(
     named = {t: name for name, t in reversed(state.items())}  # a tied one by its first name
     numbers = {name: meter.number(t.grad) for t, name in named.items() if t.grad is not None}
     events = OuterEvents(
-        tuple(meter.log), tuple(calls), forward_end, loss_end, tuple(backs), backward_end, weights_end, numbers,
-        ends.returns, ends.goes_back, returned, input_grads,
-    )  # fmt: skip
+        tuple(meter.log),
+        tuple(calls),
+        forward_end,
+        loss_end,
+        tuple(backs),
+        backward_end,
+        weights_end,
+        numbers,
+        ends.returns,
+        ends.goes_back,
+        returned,
+        input_grads,
+    )
     idle, whole = frozenset(range(len(calls))) - {back.layer for back in backs}, tuple(whole_logits)
     return OuterMemory(
-        events, frozenset(numbers), tuple(map(frozenset, used)), tuple(layouts), whole, own_loss,
-        chunks is not None and not whole, 0.0 if timer is None else timer.seconds, idle, idle & gone,
+        events,
+        frozenset(numbers),
+        tuple(map(frozenset, used)),
+        tuple(layouts),
+        whole,
+        own_loss,
+        chunks is not None and not whole,
+        0.0 if timer is None else timer.seconds,
+        idle,
+        idle & gone,
         {} if timer is None else dict(timer.kinds),
-    )  # fmt: skip
+    )
 
 
 class _Ends:

@@ -32,10 +32,16 @@ def plan_of(planner: Planner, choices: Sequence[Choice], asked: str, gap: float,
         if choice.decisions:
             rows = {} if choice.is_full else problem.rows(choice, one_attention=True)
         layers[call.fqn] = LayerPlan(
-            call.fqn, layer_signature(modules[call.fqn]), choice.label, (choice.held_bytes - moved) * times,
-            (choice.host_bytes + moved) * times, problem.trace.none_bytes * times, choice.replay_flops * times,
-            (choice.replay_seconds + waits) * times, rows,
-        )  # fmt: skip
+            call.fqn,
+            layer_signature(modules[call.fqn]),
+            choice.label,
+            (choice.held_bytes - moved) * times,
+            (choice.host_bytes + moved) * times,
+            problem.trace.none_bytes * times,
+            choice.replay_flops * times,
+            (choice.replay_seconds + waits) * times,
+            rows,
+        )
     calls = [planner.problems[call.kind] for call in planner.traced.calls]
     if reserved is None and (found := planner.reserved(choices)) is not None:
         reserved = found.reserved

@@ -104,9 +104,13 @@ class Planner:
             self.model, self.experts = expert_twin(model, job.ep.size, planned_imbalance(job), job.ep.plan, job.tp.size)
         names = [experts.fqn for experts in self.experts]
         self.model = rank_twin(
-            self.model, job.tp.size, job.tp.plan, names,
-            sequence_parallel=job.tp.sequence_parallel, loss_parallel=job.tp.loss_parallel,
-        )  # fmt: skip
+            self.model,
+            job.tp.size,
+            job.tp.plan,
+            names,
+            sequence_parallel=job.tp.sequence_parallel,
+            loss_parallel=job.tp.loss_parallel,
+        )
         self.experts = tuple(replace(each, module=self.model.get_submodule(each.fqn)) for each in self.experts)
         if job.loss is not None:
             if self._splits_loss:
@@ -228,8 +232,10 @@ class Planner:
     def uniform(self, mode: str) -> list[Choice]:
         """``none``, ``full`` or ``selective`` for every layer."""
         makers: dict[str, Callable[[BlockProblem], Choice]] = {
-            "none": BlockProblem.none, "full": BlockProblem.full, "selective": self._selective,
-        }  # fmt: skip
+            "none": BlockProblem.none,
+            "full": BlockProblem.full,
+            "selective": self._selective,
+        }
         per_kind = [makers[mode](problem) for problem in self.problems]
         none = [problem.none() for problem in self.problems]
         return [(per_kind if call.fqn in self.chosen else none)[call.kind] for call in self.traced.calls]
@@ -308,9 +314,16 @@ class Planner:
         regions |= all(kind.kept_at == kind.shared_at for kind in self.traced.kinds)
         if (accumulate, regions) not in self.outers:
             made = outer_memory(
-                self.model, self.layers, self.traced, self.job.step, self.job.loss, accumulate=accumulate,
-                device=self.device, regions=regions, split_loss=self._splits_loss,
-            )  # fmt: skip
+                self.model,
+                self.layers,
+                self.traced,
+                self.job.step,
+                self.job.loss,
+                accumulate=accumulate,
+                device=self.device,
+                regions=regions,
+                split_loss=self._splits_loss,
+            )
             for reason in made.whole_logits:
                 say_whole_logits(self.whole, reason)
             self.outers[accumulate, regions] = made
@@ -369,12 +382,21 @@ class Planner:
         precision = Precision() if job.fsdp is None else job.precision
         alone = job.fsdp is not None and job.tp.size * job.dp_replicate > 1
         return sharding_of(
-            self.model, self.layers, shard_ranks=job.shard_ranks, precision=precision, fsdp=job.fsdp or FSDP2(),
-            trained=self.trained, experts=self.experts, expert_ranks=job.shard_ranks * job.tp.size // job.ep.size,
-            gloo=self.device.kind == "cpu", alone=alone, forms=self._forms(), replicas=job.dp_replicate,
+            self.model,
+            self.layers,
+            shard_ranks=job.shard_ranks,
+            precision=precision,
+            fsdp=job.fsdp or FSDP2(),
+            trained=self.trained,
+            experts=self.experts,
+            expert_ranks=job.shard_ranks * job.tp.size // job.ep.size,
+            gloo=self.device.kind == "cpu",
+            alone=alone,
+            forms=self._forms(),
+            replicas=job.dp_replicate,
             # Of a CPU, host memory is its own.
             host=job.fsdp is not None and job.fsdp.cpu_offload and self.device.kind != "cpu",
-        )  # fmt: skip
+        )
 
     def _forms(self) -> ParameterForms:
         """Found once for all copies of this planner."""
@@ -496,9 +518,15 @@ class Planner:
                 weights = () if experts is None else call.module.named_parameters()
                 own = frozenset(name for name, p in weights if id(p) in self.expert_weights)
                 known[key] = LayerCall(
-                    events, unit, experts, None if region else trace.kept_inputs, own,
-                    state + trace.state_bytes if region else 0, copied_in_forward(call.module) if region else 0, *copies,
-                )  # fmt: skip
+                    events,
+                    unit,
+                    experts,
+                    None if region else trace.kept_inputs,
+                    own,
+                    state + trace.state_bytes if region else 0,
+                    copied_in_forward(call.module) if region else 0,
+                    *copies,
+                )
             made.append(known[key])
         return made
 
@@ -508,9 +536,14 @@ class Planner:
         key = (self.block_number(kind), choice, accumulate, once, received)
         if key not in known:
             known[key] = halves_memory(
-                self.traced.kinds[kind], self.policy(kind, choice), self.traced.run, self.outer().used[kind],
-                accumulate=accumulate, once=once, received=received,
-            )  # fmt: skip
+                self.traced.kinds[kind],
+                self.policy(kind, choice),
+                self.traced.run,
+                self.outer().used[kind],
+                accumulate=accumulate,
+                once=once,
+                received=received,
+            )
         return known[key]
 
     @cached_property

@@ -380,9 +380,19 @@ def make_report(
         peak = balanced_peak(planner, best.choices)
         balanced = None if peak is None else peak.total
     return PlanReport(
-        tuple(rows), best, limit, planner.job, planner.device.name, about, tuple(unmet), tokens, balanced,
-        _padding(planner), takes_budget=takes_budget, pipeline=_pipeline(planner),
-    )  # fmt: skip
+        tuple(rows),
+        best,
+        limit,
+        planner.job,
+        planner.device.name,
+        about,
+        tuple(unmet),
+        tokens,
+        balanced,
+        _padding(planner),
+        takes_budget=takes_budget,
+        pipeline=_pipeline(planner),
+    )
 
 
 def _pipeline(planner: AnyPlanner) -> dict[str, Any] | None:

@@ -75,9 +75,14 @@ def replay(
 
 
 def replay_rank(
-    pipeline: PipelinePlanner, rank: int, choices: Sequence[Sequence[Choice]], config: AllocatorConfig | None = None,
-    memory: int | None = None, *, kept_outputs: Sequence[int] = (),
-) -> Reserved:  # fmt: skip
+    pipeline: PipelinePlanner,
+    rank: int,
+    choices: Sequence[Sequence[Choice]],
+    config: AllocatorConfig | None = None,
+    memory: int | None = None,
+    *,
+    kept_outputs: Sequence[int] = (),
+) -> Reserved:
     """`replay` of one rank of a pipeline, with `choices` for each stage. `kept_outputs`: as `RankSteps`."""
     replayed, storages = Replayed(config, memory, pipeline.device.cuda), Allocations()
     steps = RankSteps(pipeline, rank, choices, storages, kept_outputs=kept_outputs)

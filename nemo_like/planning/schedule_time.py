@@ -77,8 +77,10 @@ def timeline(
     ranks = {action.stage: rank for rank, own in enumerate(actions) for action in own}
     late = {
         (stage, other): sending if ranks[stage] != ranks[other] else 0.0
-        for stage in ranks for other in (stage - 1, stage, stage + 1) if other in ranks
-    }  # fmt: skip
+        for stage in ranks
+        for other in (stage - 1, stage, stage + 1)
+        if other in ranks
+    }
     while left:
         before = left
         for rank, own in enumerate(actions):

@@ -159,7 +159,7 @@ def _sums(columns: int) -> int:
 
 def _weight_backward_last(
     image: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor, groups: int, padding: int
-) -> int:  # fmt: skip
+) -> int:
     if _depthwise(weight, groups):
         # A kernel of its own for 3 x 3 on all but the smallest pictures; else whole blocks of both of its channels.
         direct = max(weight.shape[2:]) == 3 and min(grad.shape[2:]) > 2 * padding

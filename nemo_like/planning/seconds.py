@@ -143,20 +143,25 @@ class BlockSeconds:
             kernels = tuple(
                 max(op.flops / fp8_flops / wave_share(op.shapes, device.processors), op.moved / 2 / device.bandwidth)
                 + op.moved / device.bandwidth
-                if op.flops and op.half and not facts(op.op).attention else seconds
+                if op.flops and op.half and not facts(op.op).attention
+                else seconds
                 for op, seconds in zip(records, kernels)
-            )  # fmt: skip
+            )
         attends = tuple(facts(op.op).attention for op in records)
         back = sum(seconds * BACKWARD_TIMES[attention] for seconds, attention in zip(kernels, attends))
         return cls(
-            kernels, sum(kernels), back if problem.trace.saves_something else 0.0,
+            kernels,
+            sum(kernels),
+            back if problem.trace.saves_something else 0.0,
             sum(op.bytes for op in records if _sequence_op(op) and op.op.name() not in _NOT_OF_SEQUENCES),
             sum(op.moved // 2 for op in records if facts(op.op).exchange),
             _summed(records, problem.trace.input_bytes) // 2,
-            tuple("launch" if seconds == device.launch_seconds else kernel_kind(op.op, op.flops)
-                  for seconds, op in zip(kernels, records)),
+            tuple(
+                "launch" if seconds == device.launch_seconds else kernel_kind(op.op, op.flops)
+                for seconds, op in zip(kernels, records)
+            ),
             attends,
-        )  # fmt: skip
+        )
 
     def replay(self, choice: Choice, reachable: int) -> float:
         """Kernels that backward runs again."""
@@ -217,16 +222,25 @@ class Links:
         shards, ep = job.shard_ranks, job.ep.size
         inner = shards * tp
         return cls(
-            device, group_of(tp, 1, host), group_of(cp, tp, host), group_of(shards, tp, host),
-            group_of(job.dp_replicate, inner, host), group_of(ep, 1, host),
+            device,
+            group_of(tp, 1, host),
+            group_of(cp, tp, host),
+            group_of(shards, tp, host),
+            group_of(job.dp_replicate, inner, host),
+            group_of(ep, 1, host),
             group_of(max(1, inner // ep), ep, host),
-        )  # fmt: skip
+        )
 
 
 def step_seconds(
-    runs: Sequence[LayerRun], outside: Sequence[UnitBytes], links: Links, step: StepSpec, *, outer: float,
+    runs: Sequence[LayerRun],
+    outside: Sequence[UnitBytes],
+    links: Links,
+    step: StepSpec,
+    *,
+    outer: float,
     optimizer: float,
-) -> StepSeconds:  # fmt: skip
+) -> StepSeconds:
     """A whole step without pipeline stages.
 
     Args:
@@ -241,9 +255,21 @@ def step_seconds(
     reduced = turns if step.sync == "every" else 1
     summed = reduced - (0 if step.zero_grad == "zero" else 1)
     parts = dict.fromkeys(
-        ("forward", "backward", "replay", "head and embedding", "tensor-parallel sums", "sequence gathers",
-         "expert exchanges", "parameter gathers", "gradient reductions", "host copies", "gradient sums on the host"), 0.0,
-    )  # fmt: skip
+        (
+            "forward",
+            "backward",
+            "replay",
+            "head and embedding",
+            "tensor-parallel sums",
+            "sequence gathers",
+            "expert exchanges",
+            "parameter gathers",
+            "gradient reductions",
+            "host copies",
+            "gradient sums on the host",
+        ),
+        0.0,
+    )
     for run in runs:
         block, n = run.block, run.count * turns
         sums, gathered, sent = inside_seconds(run, links)
@@ -281,9 +307,13 @@ def planned_seconds(planner: Planner, choices: Sequence[Choice]) -> StepSeconds:
     trained = len(sharding.trained) + len(sharding.trained_on_host)  # the host's kernels are called as slowly
     loop = trained * KERNELS_PER_PARAMETER * device.launch_seconds
     return step_seconds(
-        layer_runs(planner, choices), units_outside(planner), Links.of(planner.job, device), step,
-        outer=planner.outer().seconds, optimizer=max(loop, update_seconds(sharding, step.optimizer, device)),
-    )  # fmt: skip
+        layer_runs(planner, choices),
+        units_outside(planner),
+        Links.of(planner.job, device),
+        step,
+        outer=planner.outer().seconds,
+        optimizer=max(loop, update_seconds(sharding, step.optimizer, device)),
+    )
 
 
 def units_outside(planner: Planner) -> list[UnitBytes]:
@@ -365,8 +395,18 @@ def waits_of(run: LayerRun, links: Links) -> Waits:
     late = min(gather, forward), min(gather, backward), min(store, reduction)
     adding = host_sum_seconds(units, links.device)
     summing = adding + reduce + store - reduction if adding else 0.0
-    return Waits(gather, reduce, late[0], late[1], reduction - late[2], forward - late[0], backward - late[1], late[2],
-                 copies, summing)  # fmt: skip
+    return Waits(
+        gather,
+        reduce,
+        late[0],
+        late[1],
+        reduction - late[2],
+        forward - late[0],
+        backward - late[1],
+        late[2],
+        copies,
+        summing,
+    )
 
 
 def _run_seconds(run: LayerRun, links: Links) -> tuple[float, float]:

@@ -163,9 +163,13 @@ class ParameterForms:
     """
 
     def __init__(
-        self, model: nn.Module, layers: Sequence[Any], plan: UnitPlan, trained: frozenset[int] | None,
+        self,
+        model: nn.Module,
+        layers: Sequence[Any],
+        plan: UnitPlan,
+        trained: frozenset[int] | None,
         experts: Sequence[Experts],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.plan, self.trained = plan, trained
         self._forms: dict[Any, int] = {}
         self._of: dict[int, int] = {}
@@ -204,11 +208,21 @@ class ParameterForms:
 
 
 def sharding_of(
-    model: nn.Module, layers: Sequence[Any], *, shard_ranks: int, precision: Precision, fsdp: FSDP2,
-    trained: frozenset[int] | None = None, experts: Sequence[Experts] = (), expert_ranks: int = 1,
-    gloo: bool = False, alone: bool = False, forms: ParameterForms | None = None, host: bool = False,
+    model: nn.Module,
+    layers: Sequence[Any],
+    *,
+    shard_ranks: int,
+    precision: Precision,
+    fsdp: FSDP2,
+    trained: frozenset[int] | None = None,
+    experts: Sequence[Experts] = (),
+    expert_ranks: int = 1,
+    gloo: bool = False,
+    alone: bool = False,
+    forms: ParameterForms | None = None,
+    host: bool = False,
     replicas: int = 1,
-) -> Sharding:  # fmt: skip
+) -> Sharding:
     """The units that `nemo_like.distributed.shard.shard_layers` would make, in bytes on one of `shard_ranks` ranks.
 
     `trained`: ids of the parameters that get a gradient; None: all that require one. `experts`: those of one
@@ -288,9 +302,15 @@ def units_for(model: nn.Module, layers: Sequence[Any], *, whole: bool, experts: 
 
 
 def _unit(
-    kind: str, params: Sequence[nn.Parameter], ranks: int, param_dtype: torch.dtype | None,
-    reduce_dtype: torch.dtype | None, reshard: bool, trains: frozenset[int] | None, host: bool,
-) -> UnitBytes:  # fmt: skip
+    kind: str,
+    params: Sequence[nn.Parameter],
+    ranks: int,
+    param_dtype: torch.dtype | None,
+    reduce_dtype: torch.dtype | None,
+    reshard: bool,
+    trains: frozenset[int] | None,
+    host: bool,
+) -> UnitBytes:
     dims = [_cut_dim(p, ranks, kind) for p in params]
     shards = [(_padded(p, ranks, dim) // ranks, p) for p, dim in zip(params, dims)]
     trained = [(n, p) for n, p in shards if p.requires_grad and (trains is None or id(p) in trains)]

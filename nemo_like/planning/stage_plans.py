@@ -173,20 +173,34 @@ def describe(planner: PipelinePlanner, choices: Choices, asked: str, reserved: S
     sums: dict[str, Any] = {
         name: sum(getattr(plan, name) for plan in plans)
         for name in (
-            "held_bytes", "none_bytes", "full_bytes", "forward_flops", "forward_seconds", "replay_flops", "replay_seconds",
+            "held_bytes",
+            "none_bytes",
+            "full_bytes",
+            "forward_flops",
+            "forward_seconds",
+            "replay_flops",
+            "replay_seconds",
             "gap_seconds",
         )
-    }  # fmt: skip
+    }
     pipeline = {
-        "pp": planner.pp.size, "schedule": planner.pp.schedule, "microbatches": planner.count, "replay": planner.pp.replay,
+        "pp": planner.pp.size,
+        "schedule": planner.pp.schedule,
+        "microbatches": planner.count,
+        "replay": planner.pp.replay,
         "balance": list(planner.counts),
-    }  # fmt: skip
+    }
     return replace(
-        plans[0], model=type(planner.whole).__name__, layers=tuple(layers),
+        plans[0],
+        model=type(planner.whole).__name__,
+        layers=tuple(layers),
         step_seconds=pipeline_seconds(planner, choices).total,
-        peak=peaks[rank].parts, peak_at=f"{peaks[rank].at}, on rank {rank}", step=dict(plans[0].step) | pipeline,
-        reserved_bytes=None if reserved is None else max(reserved), **sums,
-    )  # fmt: skip
+        peak=peaks[rank].parts,
+        peak_at=f"{peaks[rank].at}, on rank {rank}",
+        step=dict(plans[0].step) | pipeline,
+        reserved_bytes=None if reserved is None else max(reserved),
+        **sums,
+    )
 
 
 def reserved_on_ranks(

@@ -42,11 +42,14 @@ def action_seconds_of(stages: Sequence[Mapping[str, float]], pp: PipelineParalle
     """Seconds by kind of action and stage, of stages by their `layer_parts`."""
     made = (
         StageSeconds(
-            forward=parts["forward"], backward=parts["backward"], replay=parts["replay"],
-            outer=parts["head and embedding"], sent=sum(parts[name] for name in _SENT),
+            forward=parts["forward"],
+            backward=parts["backward"],
+            replay=parts["replay"],
+            outer=parts["head and embedding"],
+            sent=sum(parts[name] for name in _SENT),
         )
         for parts in stages
-    )  # fmt: skip
+    )
     return action_seconds(made, pp.replay)
 
 

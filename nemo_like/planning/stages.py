@@ -69,9 +69,15 @@ class PipelinePlanner:
     """One model in stages on one device type: answers for any number of budgets and modes without tracing again."""
 
     def __init__(
-        self, model: nn.Module, microbatch: Any, job: Job, *, parts: StageParts | None = None, parts_sent: int = 1,
+        self,
+        model: nn.Module,
+        microbatch: Any,
+        job: Job,
+        *,
+        parts: StageParts | None = None,
+        parts_sent: int = 1,
         known: KnownBlocks | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Cut and trace `model`, which is not changed.
 
         Args:
@@ -192,9 +198,11 @@ class PipelinePlanner:
         given = self.batch if piece.is_first else self.batch | {"given": self.hidden}
         step = replace(self.job.step, microbatches=1, keeps_output=True, loss_fn=None)
         job = replace(
-            job, loss=self.job.loss if piece.is_last else None, layers=names,
+            job,
+            loss=self.job.loss if piece.is_last else None,
+            layers=names,
             step=step if piece.is_last else replace(step, loss_fn=_sent),
-        )  # fmt: skip
+        )
         return Planner(planned_stage(tree, received), given, job, known=self._known)
 
     # --- memory ---------------------------------------------------------------------------------------------------

@@ -78,8 +78,10 @@ def host_optimizer_seconds(trained: Sequence[TrainedParameter], name: str, devic
     rate = device.host_bandwidth
     if not rate:
         rate = device.host_link
-        say_once(f"The bandwidth of host memory beside {device.name} is not known: the optimizer's step there is taken to "
-                 f"go at the rate of the bus, {rate / 1e9:g} GB/s.")  # fmt: skip
+        say_once(
+            f"The bandwidth of host memory beside {device.name} is not known: the optimizer's step there is taken to "
+            f"go at the rate of the bus, {rate / 1e9:g} GB/s."
+        )
     facts = OPTIMIZER_OBJECTS[name]
     passes = facts.passes if facts.host_passes is None else facts.host_passes
     return sum(param.size for param in trained) * passes / rate

@@ -20,9 +20,15 @@ from nemo_like.planning.planned_collectives import gathered, summed
 from nemo_like.planning.sequence_twin import PlannedCutSum, cut_sequences
 
 _CUT = {
-    "colwise": 0, "colwise_gather_output": 0, "colwise_rep": 0, "embedding_rowwise": 0,
-    "rowwise": 1, "rowwise_split_input": 1, "rowwise_rep": 1, "embedding_colwise": 1,
-}  # fmt: skip
+    "colwise": 0,
+    "colwise_gather_output": 0,
+    "colwise_rep": 0,
+    "embedding_rowwise": 0,
+    "rowwise": 1,
+    "rowwise_split_input": 1,
+    "rowwise_rep": 1,
+    "embedding_colwise": 1,
+}
 """By style: the dimension of a weight (out, in), or of an embedding (vocabulary, width), that is cut."""
 _EXPERTS = {"packed_colwise": -2, "rowwise": -1}
 """The same of experts' fused weights, (experts, out, in)."""
@@ -43,9 +49,14 @@ class UnknownStyleError(ValueError):
 
 
 def rank_twin(
-    model: nn.Module, tp: int, plan: Mapping[str, Any] | None = None, whole: Collection[str] = (), *,
-    sequence_parallel: bool = False, loss_parallel: bool = False,
-) -> nn.Module:  # fmt: skip
+    model: nn.Module,
+    tp: int,
+    plan: Mapping[str, Any] | None = None,
+    whole: Collection[str] = (),
+    *,
+    sequence_parallel: bool = False,
+    loss_parallel: bool = False,
+) -> nn.Module:
     """`model` as one of `tp` ranks has it: `tensor_twin`, or with one warning `local_twin` where a style is not known.
 
     The other arguments are those of `tensor_twin`; with one of them, a style that is not known raises UnknownStyleError.
@@ -101,9 +112,14 @@ def local_twin(model: nn.Module, tp: int) -> nn.Module:
 
 
 def tensor_twin(
-    model: nn.Module, tp: int, plan: Mapping[str, Any] | None = None, whole: Collection[str] = (), *,
-    sequence_parallel: bool = False, loss_parallel: bool = False,
-) -> nn.Module:  # fmt: skip
+    model: nn.Module,
+    tp: int,
+    plan: Mapping[str, Any] | None = None,
+    whole: Collection[str] = (),
+    *,
+    sequence_parallel: bool = False,
+    loss_parallel: bool = False,
+) -> nn.Module:
     """A twin of `model` with the weights that one of `tp` ranks holds, on the meta device.
 
     Modules that `plan` (default: the model's own) cuts run with their part, and their inputs and outputs go through the

@@ -97,9 +97,13 @@ def try_tensor_parallel(
     try:
         rules = known_rules(twin, ranks, options.plan, whole, exact=False)
         part = tensor_twin(
-            twin, ranks, options.plan, whole,
-            sequence_parallel=options.sequence_parallel, loss_parallel=options.loss_parallel,
-        )  # fmt: skip
+            twin,
+            ranks,
+            options.plan,
+            whole,
+            sequence_parallel=options.sequence_parallel,
+            loss_parallel=options.loss_parallel,
+        )
     except UnknownStyleError:
         return  # what a rank runs under that style is not known here
     watch = _OutsideReads(part, [rule.fqn for rule in rules if rule.parameter is None])

@@ -24,10 +24,27 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-PLAIN = frozenset({
-    bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, type, frozenset,
-    types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial,
-})  # fmt: skip
+PLAIN = frozenset(
+    {
+        bool,
+        int,
+        float,
+        complex,
+        str,
+        bytes,
+        type(None),
+        torch.dtype,
+        torch.device,
+        torch.Size,
+        range,
+        type,
+        frozenset,
+        types.FunctionType,
+        types.BuiltinFunctionType,
+        types.MethodType,
+        functools.partial,
+    }
+)
 _MOST = PLAIN | {list, dict, set}
 _SMALL = 1024
 """Entries up to which a container is copied before every forward."""

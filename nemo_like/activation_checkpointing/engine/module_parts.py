@@ -22,17 +22,28 @@ from nemo_like.activation_checkpointing.engine.halves import Halves
 from nemo_like.activation_checkpointing.engine.random_state import all_names, is_generator, names_of_globals
 
 HOOKS = (
-    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks",
-)  # fmt: skip
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
 _hooks_of: Callable[[dict[str, Any]], tuple[dict[int, Any], ...]] = itemgetter(*HOOKS)
 _REGISTERS = frozenset(vars(nn.Module()))
 """nn.Module's own attributes; of the containers among them, those in `_TABLES` are looked at."""
 _TABLES = ("_parameters", "_buffers", "_modules", *HOOKS)
 _tables_of: Callable[[dict[str, Any]], tuple[dict[Any, Any], ...]] = itemgetter(*_TABLES)
 _LEADING = (
-    "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
-)  # fmt: skip
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
 """The tables that are looked at even where they are empty. The others say more of some hook; `nn.Module`'s own forward does
 not look at them where there is none, and what only we look at has to be fetched from far away, region by region."""
 _leading_of: Callable[[dict[str, Any]], tuple[dict[Any, Any], ...]] = itemgetter(*_LEADING)
@@ -57,9 +68,18 @@ class ModulePart:
     """The things to look at in one module, or in one configuration that modules share."""
 
     __slots__ = (
-        "buffers", "deep", "generators", "get_looked_at", "get_watched", "kinds", "modules", "name", "names", "own",
+        "buffers",
+        "deep",
+        "generators",
+        "get_looked_at",
+        "get_watched",
+        "kinds",
+        "modules",
+        "name",
+        "names",
+        "own",
         "watched",
-    )  # fmt: skip
+    )
 
     def __init__(self, own: dict[str, Any], name: str, is_module: bool) -> None:
         self.own = own  # and not the module, which is a key of the table in which this is held
@@ -76,9 +96,10 @@ class ModulePart:
         free = [(name, kind) for name, kind in named if name not in _REGISTERS]
         # A module's own tensors are `BufferSnapshot`'s, and its configurations are parts themselves.
         self.deep = [
-            name for name, kind in free
+            name
+            for name, kind in free
             if (has_state(kind) and not (is_module and name in self.watched)) or (kind is Tensor and not is_module)
-        ]  # fmt: skip
+        ]
         """The attributes that `DeepState` looks into."""
         self.generators = [name for name, _ in free if is_generator(own[name])]
 
@@ -100,9 +121,12 @@ class ModulePart:
             return Taken(self, self.get_watched(attributes), {}, {}, None)
         hooks = _hooks_of(attributes)
         return Taken(
-            self, self.get_watched(attributes), attributes["_parameters"].copy(), attributes["_buffers"].copy(),
+            self,
+            self.get_watched(attributes),
+            attributes["_parameters"].copy(),
+            attributes["_buffers"].copy(),
             [hook.copy() for hook in hooks] if any(hooks) else None,
-        )  # fmt: skip
+        )
 
 
 def _getter(names: list[str]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
@@ -117,9 +141,23 @@ class Snapshot:
     """
 
     __slots__ = (
-        "_empty", "_entries", "_filled", "_filled_lengths", "_getters", "_keys", "_lengths", "_modules", "_others",
-        "_others_then", "_owns", "_tables", "_values", "counted", "parameters", "taken",
-    )  # fmt: skip
+        "_empty",
+        "_entries",
+        "_filled",
+        "_filled_lengths",
+        "_getters",
+        "_keys",
+        "_lengths",
+        "_modules",
+        "_others",
+        "_others_then",
+        "_owns",
+        "_tables",
+        "_values",
+        "counted",
+        "parameters",
+        "taken",
+    )
 
     def __init__(self, parts: list[ModulePart]) -> None:
         self._owns = [part.own for part in parts]

@@ -152,15 +152,49 @@ def _check_positions(where: str, stack: CutStack) -> None:
 # By structure and by name, before anything is changed: a module that is not known to be right is refused.
 
 _OPERATORS = (
-    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.RNNBase,
-    nn.RNNCellBase, nn.MaxPool1d, nn.AvgPool1d, nn.AdaptiveAvgPool1d, nn.ZeroPad1d, nn.ZeroPad2d, nn.BatchNorm1d,
-    nn.InstanceNorm1d, nn.GroupNorm,
-)  # fmt: skip
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+    nn.RNNBase,
+    nn.RNNCellBase,
+    nn.MaxPool1d,
+    nn.AvgPool1d,
+    nn.AdaptiveAvgPool1d,
+    nn.ZeroPad1d,
+    nn.ZeroPad2d,
+    nn.BatchNorm1d,
+    nn.InstanceNorm1d,
+    nn.GroupNorm,
+)
 """Modules of torch that combine neighbours on a dim that may be the sequence, or take statistics over it."""
-_WORDS = frozenset((
-    "mamba", "ssm", "rwkv", "retention", "lightning", "recurrent", "lstm", "gru", "slstm", "mlstm", "hyena",
-    "fourier", "xlstm", "griffin", "lru", "hawk", "deltanet", "fnet", "xlnet", "longformer", "reformer",
-))  # fmt: skip
+_WORDS = frozenset(
+    (
+        "mamba",
+        "ssm",
+        "rwkv",
+        "retention",
+        "lightning",
+        "recurrent",
+        "lstm",
+        "gru",
+        "slstm",
+        "mlstm",
+        "hyena",
+        "fourier",
+        "xlstm",
+        "griffin",
+        "lru",
+        "hawk",
+        "deltanet",
+        "fnet",
+        "xlnet",
+        "longformer",
+        "reformer",
+    )
+)
 _PHRASES = (
     "linear attention",
     "delta net",

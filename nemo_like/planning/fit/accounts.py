@@ -46,9 +46,10 @@ def account_of(shape: TracedShape | StagedShape, conf: Configuration, choices: A
     finer["optimizer"] = [Row("optimizer", _optimizer(sharding.trained, name, device, sharding.trained_on_host), took)]
     points = planner.points(choices)
     return Account(
-        byte_rows(planner, choices, highest(points)), rows_of(seconds.parts, finer, seconds.total * _NOTHING),
+        byte_rows(planner, choices, highest(points)),
+        rows_of(seconds.parts, finer, seconds.total * _NOTHING),
         lines={"": partial(planner.points, choices)},
-    )  # fmt: skip
+    )
 
 
 def _of_stages(shape: StagedShape, conf: Configuration, choices: Choices, seconds: StepSeconds) -> Account:
@@ -59,9 +60,11 @@ def _of_stages(shape: StagedShape, conf: Configuration, choices: Choices, second
     most = max(range(planner.pp.size), key=lambda rank: peaks[rank].total)
     point = highest(_rank_points(planner, choices, most))
     return Account(
-        staged_byte_rows(planner, choices, most, point), rows_of(seconds.parts, finer, seconds.total * _NOTHING),
-        tuple(RankPeak(tuple(planner.of_rank(rank)), peak.total, peak.at) for rank, peak in enumerate(peaks)), lines,
-    )  # fmt: skip
+        staged_byte_rows(planner, choices, most, point),
+        rows_of(seconds.parts, finer, seconds.total * _NOTHING),
+        tuple(RankPeak(tuple(planner.of_rank(rank)), peak.total, peak.at) for rank, peak in enumerate(peaks)),
+        lines,
+    )
 
 
 def _rank_points(planner: PipelinePlanner, choices: Choices, rank: int) -> list[StepPoint]:

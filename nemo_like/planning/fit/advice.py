@@ -23,10 +23,13 @@ from nemo_like.planning.seconds import Links
 MOST_GPUS = 1 << 17
 _GROWING = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 _NETWORK = {
-    "parameter gathers": "all-gather of parameters", "gradient reductions": "reduction of gradients",
-    "tensor-parallel sums": "sums of tensor parallelism", "sequence gathers": "all-gather of keys and values",
-    "expert exchanges": "all-to-all of experts' rows", "pipeline sends": "sends between stages",
-}  # fmt: skip
+    "parameter gathers": "all-gather of parameters",
+    "gradient reductions": "reduction of gradients",
+    "tensor-parallel sums": "sums of tensor parallelism",
+    "sequence gathers": "all-gather of keys and values",
+    "expert exchanges": "all-to-all of experts' rows",
+    "pipeline sends": "sends between stages",
+}
 
 
 def binds(candidate: Candidate, limit: int, device: Device) -> str:
@@ -70,9 +73,11 @@ def _spans_hosts(part: str, job: Job, device: Device) -> bool:
 
 
 def ways_out(
-    shape: TracedShape | StagedShape, candidate: Candidate, question: Question,
+    shape: TracedShape | StagedShape,
+    candidate: Candidate,
+    question: Question,
     remade: Callable[[ShapeKey, Question], TracedShape | StagedShape],
-) -> list[str]:  # fmt: skip
+) -> list[str]:
     """For a job that does not fit: single changes that make it fit, the smallest of each kind; then what lowers its need.
 
     Args:
@@ -116,9 +121,12 @@ def _fits(shape: TracedShape | StagedShape, conf: Configuration, limit: int) -> 
 
 
 def _under(
-    shape: TracedShape | StagedShape, conf: Configuration, job: Job, question: Question,
+    shape: TracedShape | StagedShape,
+    conf: Configuration,
+    job: Job,
+    question: Question,
     remade: Callable[[ShapeKey, Question], TracedShape | StagedShape],
-) -> TracedShape | StagedShape | None:  # fmt: skip
+) -> TracedShape | StagedShape | None:
     """Return `shape` for `conf` under another `job`; None where that is not known, or cannot be."""
     traced = isinstance(shape, TracedShape)
     if (job.loss != conf.job.loss and shape.chunked is None) or (job.offload != conf.job.offload and not traced):

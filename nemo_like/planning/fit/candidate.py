@@ -105,16 +105,29 @@ class Candidate:
         job = self.job
         return {
             **vars(self.layout),
-            "ac": self.ac, "loss": "model" if job.loss is None else "chunked", "offload": job.offload.mode,
-            "reshard_after_forward": self.conf.reshard, "cpu_offload": self.conf.cpu_offload,
-            "precision": precision_word(job.precision), "optimizer": job.step.optimizer,
-            "peak_bytes": self.peak_bytes, "peak_at": self.peak.at, "reserved_bytes": self.reserved,
-            "needed_bytes": self.need.bytes, "input_bytes": self.need.inputs, "judged_by": self.need.by,
+            "ac": self.ac,
+            "loss": "model" if job.loss is None else "chunked",
+            "offload": job.offload.mode,
+            "reshard_after_forward": self.conf.reshard,
+            "cpu_offload": self.conf.cpu_offload,
+            "precision": precision_word(job.precision),
+            "optimizer": job.step.optimizer,
+            "peak_bytes": self.peak_bytes,
+            "peak_at": self.peak.at,
+            "reserved_bytes": self.reserved,
+            "needed_bytes": self.need.bytes,
+            "input_bytes": self.need.inputs,
+            "judged_by": self.need.by,
             "host_bytes": self.host_bytes,
-            "parts": dict(self.peak.parts), "step_seconds": self.step_seconds, "seconds": dict(self.seconds.parts),
-            "tokens_per_second_per_gpu": self.tokens_per_second_per_gpu, "mfu": self.mfu, "fits": self.fits,
-            "call": self.call(), "explained": None if self.account is None else self.account.as_json(),
-        }  # fmt: skip
+            "parts": dict(self.peak.parts),
+            "step_seconds": self.step_seconds,
+            "seconds": dict(self.seconds.parts),
+            "tokens_per_second_per_gpu": self.tokens_per_second_per_gpu,
+            "mfu": self.mfu,
+            "fits": self.fits,
+            "call": self.call(),
+            "explained": None if self.account is None else self.account.as_json(),
+        }
 
 
 def precision_word(precision: Precision) -> str:

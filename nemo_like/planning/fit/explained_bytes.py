@@ -121,9 +121,10 @@ def _static_rows(planner: Planner) -> dict[str, list[Row]]:
     for param, own in zip(sharding.trained, memory.states):
         states[f"{name}, of layers" if param.in_layer else f"{name}, of what is around them"] += sum(own)
     return {
-        Part.PARAMETERS: _rows(Part.PARAMETERS, parameters), Part.OPTIMIZER_STATE: _rows(Part.OPTIMIZER_STATE, states),
+        Part.PARAMETERS: _rows(Part.PARAMETERS, parameters),
+        Part.OPTIMIZER_STATE: _rows(Part.OPTIMIZER_STATE, states),
         Part.OPTIMIZER_STEP: [Row(Part.OPTIMIZER_STEP, f"temporaries of {name}", memory.step)],
-    }  # fmt: skip
+    }
 
 
 def _running_rows(planner: Planner, choices: Sequence[Choice], point: StepPoint) -> list[Row]:
@@ -140,9 +141,11 @@ def _running_rows(planner: Planner, choices: Sequence[Choice], point: StepPoint)
     left = point.parts[Part.RUNNING_LAYER]
     rows = []
     for what, size in (
-        ("its inputs", held), ("what it kept", kept), ("gradients of its output", memory.output_grad),
+        ("its inputs", held),
+        ("what it kept", kept),
+        ("gradients of its output", memory.output_grad),
         ("what it runs again, makes on the way, and its gradients", left),
-    ):  # fmt: skip
+    ):
         rows.append(Row(Part.RUNNING_LAYER, f"layer {position}: {what}", min(size, left)))
         left -= min(size, left)
     return rows

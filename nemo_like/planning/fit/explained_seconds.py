@@ -117,15 +117,28 @@ def _unit_rows(run: LayerRun, links: Links, count: int, reductions: int, summed:
     assert run.unit is not None
     waits = waits_of(run, links)
     over = ranks("dp_shard", links.shards) + (f"; experts: {links.expert_shards.ranks}" if run.experts else "")
-    gathers = [Row("parameter gathers", f"all-gather of layers ({over}), forward", count * waits.forward,
-                   count * (waits.gather - waits.forward))]  # fmt: skip
+    gathers = [
+        Row(
+            "parameter gathers",
+            f"all-gather of layers ({over}), forward",
+            count * waits.forward,
+            count * (waits.gather - waits.forward),
+        )
+    ]
     if run.unit.reshard:
-        gathers.append(Row("parameter gathers", f"all-gather of layers ({over}), backward", count * waits.backward,
-                           count * (waits.gather - waits.backward)))  # fmt: skip
+        gathers.append(
+            Row(
+                "parameter gathers",
+                f"all-gather of layers ({over}), backward",
+                count * waits.backward,
+                count * (waits.gather - waits.backward),
+            )
+        )
     replicas = sum(
         network.reduce_seconds(unit.reduce_output, links.replicas, links.device)
-        for unit in (run.unit, run.experts) if unit is not None
-    )  # fmt: skip
+        for unit in (run.unit, run.experts)
+        if unit is not None
+    )
     # The replicas' sum comes after the reduce-scatter, so what is hidden is that one first.
     late = min(replicas, waits.reduction)
     first = waits.reduction - late
@@ -145,13 +158,26 @@ def _host_rows(waits: Waits, reshard: bool, count: int, reductions: int, summed:
     """Of layers whose parameters and gradients lie in host memory."""
     fetch, store = waits.copies
     beside = reductions - (summed if waits.summing else 0)
-    copies = [Row("host copies", "layers' parameters from host memory, forward", count * waits.fetch_forward,
-                  count * (fetch - waits.fetch_forward))]  # fmt: skip
+    copies = [
+        Row(
+            "host copies",
+            "layers' parameters from host memory, forward",
+            count * waits.fetch_forward,
+            count * (fetch - waits.fetch_forward),
+        )
+    ]
     if reshard:
-        copies.append(Row("host copies", "layers' parameters from host memory, backward", count * waits.fetch_backward,
-                          count * (fetch - waits.fetch_backward)))  # fmt: skip
-    copies.append(Row("host copies", "layers' gradients to host memory", reductions * waits.store,
-                      beside * (store - waits.store)))  # fmt: skip
+        copies.append(
+            Row(
+                "host copies",
+                "layers' parameters from host memory, backward",
+                count * waits.fetch_backward,
+                count * (fetch - waits.fetch_backward),
+            )
+        )
+    copies.append(
+        Row("host copies", "layers' gradients to host memory", reductions * waits.store, beside * (store - waits.store))
+    )
     return {
         "host copies": copies,
         _SUMS: [Row(_SUMS, "of layers, with their reductions and copies", summed * waits.summing)],
@@ -173,7 +199,10 @@ def _outside_rows(unit: UnitBytes, links: Links, gathers: int, reductions: int, 
         _SUMS: [Row(_SUMS, f"of {name}", summed * host_sum_seconds((unit,), links.device))],
         "gradient reductions": [
             Row("gradient reductions", f"reduce-scatter of {name} ({over})", reductions * (reduce - replicas)),
-            Row("gradient reductions", f"all-reduce of {name} ({ranks('dp_replicate', links.replicas)})",
-                reductions * replicas),
+            Row(
+                "gradient reductions",
+                f"all-reduce of {name} ({ranks('dp_replicate', links.replicas)})",
+                reductions * replicas,
+            ),
         ],
-    }  # fmt: skip
+    }

@@ -44,11 +44,22 @@ class Traces:
 
 
 def fit(
-    model: nn.Module | str, job: Job | None = None, *, gpus: int, seq_len: int | None = None,
-    global_batch: int | None = None, memory: int | str | None = None, dtype: Any = None,
-    sample: Callable[[int], Any] | None = None, count: int = 10, max_seq_len: int | None = None, p99: int | None = None,
-    lengths: Mapping[int, int] | None = None, progress: Say = silent, **pins: Unpack[FitKeywords],
-) -> FitReport:  # fmt: skip
+    model: nn.Module | str,
+    job: Job | None = None,
+    *,
+    gpus: int,
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+    memory: int | str | None = None,
+    dtype: Any = None,
+    sample: Callable[[int], Any] | None = None,
+    count: int = 10,
+    max_seq_len: int | None = None,
+    p99: int | None = None,
+    lengths: Mapping[int, int] | None = None,
+    progress: Say = silent,
+    **pins: Unpack[FitKeywords],
+) -> FitReport:
     """Find the fastest configurations of a training step that fit on `gpus` devices. Runs no kernel, needs no GPU.
 
     Args:
@@ -84,11 +95,16 @@ def fit(
     length, planned_for = planned_length(seq_len, max_seq_len, p99, lengths)
     questions = [
         Question(
-            each, gpus=gpus, seq_len=length, planned_for=planned_for, global_batch=global_batch,
-            limit=step_limit(device_of(each), memory), pins=pinned,
+            each,
+            gpus=gpus,
+            seq_len=length,
+            planned_for=planned_for,
+            global_batch=global_batch,
+            limit=step_limit(device_of(each), memory),
+            pins=pinned,
         )
         for each in asked
-    ]  # fmt: skip
+    ]
 
     def search() -> FitReport:
         with frozen_garbage():
@@ -124,11 +140,14 @@ def _best_of(reports: Sequence[FitReport], count: int) -> FitReport:
     counts = sum((Counter(report.rejected) for report in reports), Counter[str]())
     counts["slower than those of another precision or optimizer"] += max(0, len(every) - count)
     return replace(
-        reports[0], candidates=tuple(every[:count]), rejected=dict(+counts),
-        nearest=None if nearest is None else nearest.nearest, helps=() if nearest is None else nearest.helps,
+        reports[0],
+        candidates=tuple(every[:count]),
+        rejected=dict(+counts),
+        nearest=None if nearest is None else nearest.nearest,
+        helps=() if nearest is None else nearest.helps,
         searched={name: sum(report.searched[name] for report in reports) for name in reports[0].searched},
         interrupted=any(report.interrupted for report in reports),
-    )  # fmt: skip
+    )
 
 
 def _searched(
@@ -167,14 +186,21 @@ def _answer(
     found = search.run(count)
     helps = [] if found.best or found.nearest is None else _helps(search, found.nearest, model, question, sample)
     return FitReport(
-        question, name, sum(p.numel() for p in model.parameters()), tuple(found.best),
-        dict(rejected + found.rejected), None if found.best else found.nearest, tuple(helps),
+        question,
+        name,
+        sum(p.numel() for p in model.parameters()),
+        tuple(found.best),
+        dict(rejected + found.rejected),
+        None if found.best else found.nearest,
+        tuple(helps),
         {
-            "layouts": spread, "shapes": found.traced, "looked_at": found.looked_at,
+            "layouts": spread,
+            "shapes": found.traced,
+            "looked_at": found.looked_at,
             "seconds": round(time.perf_counter() - start, 2),
         },
         found.interrupted,
-    )  # fmt: skip
+    )
 
 
 def _helps(
@@ -243,12 +269,17 @@ def _room(model: nn.Module, question: Question) -> Room:
     host = question.device.gpus_per_host
     sizes = [n for n in range(1, min(question.gpus, host) + 1) if host % n == 0 and question.gpus % n == 0]
     return Room(
-        gpus=question.gpus, seq_len=question.seq_len, global_batch=question.global_batch, layers=len(layers),
-        gpus_per_host=host, experts=min(experts, default=0),
+        gpus=question.gpus,
+        seq_len=question.seq_len,
+        global_batch=question.global_batch,
+        layers=len(layers),
+        gpus_per_host=host,
+        experts=min(experts, default=0),
         tensor_sizes=tuple(size for size in sizes if _splits(model, size)),
         beside_experts=tuple(size for size in sizes if experts and _splits_beside_experts(model, size)),
-        stages=question.gpus > host, pins=question.pins,
-    )  # fmt: skip
+        stages=question.gpus > host,
+        pins=question.pins,
+    )
 
 
 def _splits(model: nn.Module, size: int) -> bool:

@@ -57,11 +57,17 @@ class Configuration:
     def __post_init__(self) -> None:
         job = self.job
         facts = {
-            "dp_replicate": job.dp_replicate, "dp_shard": job.dp_shard, "tp": job.tp.size, "cp": job.cp.size,
-            "ep": job.ep.size, "pp": job.pp.size, "schedule": job.pp.schedule if job.pp.size > 1 else None,
+            "dp_replicate": job.dp_replicate,
+            "dp_shard": job.dp_shard,
+            "tp": job.tp.size,
+            "cp": job.cp.size,
+            "ep": job.ep.size,
+            "pp": job.pp.size,
+            "schedule": job.pp.schedule if job.pp.size > 1 else None,
             "grad_accum": (job.pp.microbatches or 1) if job.pp.size > 1 else job.step.microbatches,
-            "gpus": job.ranks, "shard_ranks": job.shard_ranks,
-        }  # fmt: skip
+            "gpus": job.ranks,
+            "shard_ranks": job.shard_ranks,
+        }
         for name, value in facts.items():
             object.__setattr__(self, name, value)
         object.__setattr__(self, "layout", Layout(*(getattr(self, f.name) for f in fields(Layout))))
@@ -127,10 +133,14 @@ def configuration(job: Job, layout: Layout) -> Configuration:
         else PipelineParallel(layout.pp, layout.schedule or PipelineParallel.schedule, layout.grad_accum)
     )
     sized = job.on(
-        dp_shard=layout.dp_shard, dp_replicate=layout.dp_replicate, tp=replace(job.tp, size=layout.tp),
-        cp=replace(job.cp, size=layout.cp), ep=replace(job.ep, size=layout.ep), pp=stages,
+        dp_shard=layout.dp_shard,
+        dp_replicate=layout.dp_replicate,
+        tp=replace(job.tp, size=layout.tp),
+        cp=replace(job.cp, size=layout.cp),
+        ep=replace(job.ep, size=layout.ep),
+        pp=stages,
         step=replace(job.step, microbatches=layout.grad_accum if layout.pp == 1 else 1),
-    )  # fmt: skip
+    )
     return Configuration(sized, layout.micro_batch)
 
 

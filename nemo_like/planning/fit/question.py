@@ -35,8 +35,11 @@ MODES = ("none", "full", "selective", "plan")
 AXES = ("dp_replicate", "dp_shard", "tp", "cp", "ep", "pp", "micro_batch", "grad_accum")
 """Pins that are whole numbers."""
 _WORDS: dict[str, tuple[str, ...]] = {
-    "ac": MODES, "loss": LOSSES, "offload": ("none", "boundary"), "schedule": SCHEDULES,
-}  # fmt: skip
+    "ac": MODES,
+    "loss": LOSSES,
+    "offload": ("none", "boundary"),
+    "schedule": SCHEDULES,
+}
 _FLAGS = ("reshard_after_forward", "cpu_offload")
 PINS = (*AXES, *_WORDS, *_FLAGS)
 
@@ -191,10 +194,12 @@ def read_question(job: Job | None, given: Mapping[str, Any]) -> tuple[list[Job],
     read = read_pins({**_pinned_by(asked), **{name: value for name, value in pins.items() if value is not None}})
     base = replace(asked, **{name: getattr(_plain_job(), name) for name in _SEARCHED}, world_size=None)
     base = replace(
-        base, cp=replace(asked.cp, size=1), tp=replace(asked.tp, size=1),
+        base,
+        cp=replace(asked.cp, size=1),
+        tp=replace(asked.tp, size=1),
         ep=ExpertParallel(imbalance=asked.ep.imbalance if imbalance is None else imbalance),
         search=base.search if host_memory is None else replace(base.search, host_memory=host_memory),
-    )  # fmt: skip
+    )
     if precisions == [None] and "precision" not in asked.asked and device_of(base).kind == "cuda":
         precisions = ["bf16"]
     jobs = []

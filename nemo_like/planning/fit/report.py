@@ -58,9 +58,15 @@ _COLUMNS = (
     Column("MFU", 1),
 )
 _USUAL = {
-    "dp_replicate": "1", "tp": "1", "cp": "1", "ep": "1", "pp": "1", "offload": "none", "reshard": "default",
+    "dp_replicate": "1",
+    "tp": "1",
+    "cp": "1",
+    "ep": "1",
+    "pp": "1",
+    "offload": "none",
+    "reshard": "default",
     "cpu_offload": "no",
-}  # fmt: skip
+}
 """What a column has where nothing was done."""
 
 
@@ -209,16 +215,26 @@ class FitReport:
         question = self.question
         return {
             "verdict": self.verdict(),
-            "model": self.model, "parameters": self.parameters, "gpus": question.gpus, "gpu": question.device.name,
-            "seq_len": question.seq_len, "planned_for": question.planned_for,
-            "rates": question.device.rates, "global_batch": question.global_batch, "limit_bytes": question.limit,
+            "model": self.model,
+            "parameters": self.parameters,
+            "gpus": question.gpus,
+            "gpu": question.device.name,
+            "seq_len": question.seq_len,
+            "planned_for": question.planned_for,
+            "rates": question.device.rates,
+            "global_batch": question.global_batch,
+            "limit_bytes": question.limit,
             "host_memory_bytes": question.host_memory,
             "candidates": [candidate.to_dict() for candidate in self.candidates],
-            "rejected": dict(self.rejected), "problem": self.problem or None,
-            "binds": self.binds, "helps": list(self.helps), "checked_against": CHECKED,
-            "nearest": None if self.nearest is None else self.nearest.to_dict(), "searched": dict(self.searched),
+            "rejected": dict(self.rejected),
+            "problem": self.problem or None,
+            "binds": self.binds,
+            "helps": list(self.helps),
+            "checked_against": CHECKED,
+            "nearest": None if self.nearest is None else self.nearest.to_dict(),
+            "searched": dict(self.searched),
             "interrupted": self.interrupted,
-        }  # fmt: skip
+        }
 
 
 def _line(number: int, candidate: Candidate, unit: ByteUnit) -> tuple[str, ...]:
@@ -296,10 +312,13 @@ def recipe(report: FitReport, candidate: Candidate) -> str:
     """The command that trains so."""
     conf, job = candidate.conf, candidate.job
     said = {
-        "--model": report.model, "--seq-len": report.question.seq_len, "--batch-size": conf.sequences,
-        "--grad-accum": conf.grad_accum, "--ac": candidate.ac,
+        "--model": report.model,
+        "--seq-len": report.question.seq_len,
+        "--batch-size": conf.sequences,
+        "--grad-accum": conf.grad_accum,
+        "--ac": candidate.ac,
         "--precision": precision_word(job.precision),
-    }  # fmt: skip
+    }
     axes = {"--dp-replicate": conf.dp_replicate, "--tp": conf.tp, "--cp": conf.cp, "--ep": conf.ep, "--pp": conf.pp}
     said |= {name: size for name, size in axes.items() if size > 1}
     if conf.pp > 1:

@@ -497,11 +497,19 @@ class Search:
             if conf.mode == "plan":
                 conf, plan = conf.change(ac=resolved.budget), shape.plan(conf, resolved.choices, resolved.budget)
         return Candidate(
-            conf, host_bytes=self._on_host(shape, conf, resolved), peak=resolved.peak, need=resolved.need,
-            seconds=resolved.seconds, tokens=conf.sequences * question.seq_len,
-            model_flops=shape.flops() * conf.grad_accum / conf.pp, peak_flops=question.device.peak_flops,
-            fits=resolved.need.bytes <= question.limit, plan=plan, sample=shape.sample, account=account,
-        )  # fmt: skip
+            conf,
+            host_bytes=self._on_host(shape, conf, resolved),
+            peak=resolved.peak,
+            need=resolved.need,
+            seconds=resolved.seconds,
+            tokens=conf.sequences * question.seq_len,
+            model_flops=shape.flops() * conf.grad_accum / conf.pp,
+            peak_flops=question.device.peak_flops,
+            fits=resolved.need.bytes <= question.limit,
+            plan=plan,
+            sample=shape.sample,
+            account=account,
+        )
 
 
 Entry = tuple[Configuration, Resolved | None] | StateOnHost

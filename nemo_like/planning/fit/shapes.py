@@ -65,9 +65,13 @@ class ShapeKey:
     def job(self, asked: Job) -> Job:
         """Return what was `asked` in this shape, on as few ranks as have it, in one stage."""
         return asked.on(
-            dp_shard=1 if self.whole else 2 * self.ep, dp_replicate=1, tp=replace(asked.tp, size=self.tp),
-            cp=replace(asked.cp, size=self.cp), ep=replace(asked.ep, size=self.ep), pp=1,
-        )  # fmt: skip
+            dp_shard=1 if self.whole else 2 * self.ep,
+            dp_replicate=1,
+            tp=replace(asked.tp, size=self.tp),
+            cp=replace(asked.cp, size=self.cp),
+            ep=replace(asked.ep, size=self.ep),
+            pp=1,
+        )
 
     @classmethod
     def of(cls, conf: Configuration) -> ShapeKey:
@@ -97,9 +101,13 @@ class TracedShape:
     """One local shape of the model: seconds and bytes of any conf and conf that has it."""
 
     def __init__(
-        self, model: nn.Module, key: ShapeKey, question: Question, sample: Callable[[int], Any],
+        self,
+        model: nn.Module,
+        key: ShapeKey,
+        question: Question,
+        sample: Callable[[int], Any],
         shared: Shared,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Trace it; raises ValueError where the model cannot have that shape."""
         self.shared, self.given = shared, (model, sample)
         self.key, self.question, self.sample = key, question, sample(key.micro_batch)
@@ -164,9 +172,11 @@ class TracedShape:
             made = copy.copy(base)
             own = base.job
             made.job = replace(
-                conf.job, loss=own.loss, allocator=own.allocator,
+                conf.job,
+                loss=own.loss,
+                allocator=own.allocator,
                 step=replace(own.step, microbatches=conf.job.step.microbatches),
-            )  # fmt: skip
+            )
             made.runs = {}
             made.__dict__["sharding"] = self._sharding(made)
             self.planners[key] = made
@@ -341,10 +351,14 @@ class TracedShape:
                 self._least[kind] = least_seconds(self.base.problems[kind])
             forward, backward = (seconds * share for seconds in self._least[kind])
             block = replace(
-                run.block, kernels=(), forward=forward, backward=backward,
+                run.block,
+                kernels=(),
+                forward=forward,
+                backward=backward,
                 sequence_bytes=int(run.block.sequence_bytes * rows) if key.cp > 1 else 0,
-                expert_bytes=int(run.block.expert_bytes * share), boundary_bytes=int(run.block.boundary_bytes * share),
-            )  # fmt: skip
+                expert_bytes=int(run.block.expert_bytes * share),
+                boundary_bytes=int(run.block.boundary_bytes * share),
+            )
             known = key.ep == self.key.ep or (key.ep > 1 and self.key.ep > 1)
             unit, experts = (run.unit, run.experts) if known else (None, None)
             if experts is not None:

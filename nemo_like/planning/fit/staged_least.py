@@ -156,11 +156,13 @@ class StagedLeast:
             reduced = dtypes["reduce_dtype"] or dtypes["param_dtype"] or param.dtype
             found.append(
                 _Parameter(
-                    param.numel() * param.element_size(), id(param) in experts, trains,
+                    param.numel() * param.element_size(),
+                    id(param) in experts,
+                    trains,
                     param.numel() * (dtypes["param_dtype"] or param.dtype).itemsize if cut else 0,
                     param.numel() * reduced.itemsize if cut and trains else 0,
                 )
-            )  # fmt: skip
+            )
         return found
 
     def _places(self, pp: PipelineParallel, stages: Sequence[StageSlice], *, on: bool) -> list[tuple[int, ...]]:

@@ -71,9 +71,13 @@ def stage_step(planner: Planner, storages: Storages, **units: type) -> StageStep
     sharding = planner.sharding
     names = {id(p): name for name, p in planner.model.named_parameters(remove_duplicate=False)}
     return StageStep(
-        storages, sharding, frozenset(names[p] for p in sharding.tail_params if p in names), offload=planner.job.offload,
-        copies_at_once=planner.device.kind == "cpu", **units,
-    )  # fmt: skip
+        storages,
+        sharding,
+        frozenset(names[p] for p in sharding.tail_params if p in names),
+        offload=planner.job.offload,
+        copies_at_once=planner.device.kind == "cpu",
+        **units,
+    )
 
 
 def start_with_gradients(stage: StageStep, *, less: int = 0) -> None:

@@ -156,9 +156,14 @@ class RankSteps:
     """
 
     def __init__(
-        self, pipeline: PipelinePlanner, rank: int, choices: Sequence[Sequence[Choice]], storages: Storages, *,
+        self,
+        pipeline: PipelinePlanner,
+        rank: int,
+        choices: Sequence[Sequence[Choice]],
+        storages: Storages,
+        *,
         kept_outputs: Sequence[int] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.e, self.kept_outputs = storages, kept_outputs
         self.actions, self.once = pipeline.actions[rank], pipeline.held_once(rank)
         # What 1F1B has sent it lets go of; schedules with several stages on a rank do when the step ends.
@@ -262,8 +267,16 @@ class RankSteps:
         return sent
 
     def _sent(
-        self, stage: StageOfRank, output: list[int], grads: list[int], number: int, done: int, warmup: int, *, halves: bool
-    ) -> list[int]:  # fmt: skip
+        self,
+        stage: StageOfRank,
+        output: list[int],
+        grads: list[int],
+        number: int,
+        done: int,
+        warmup: int,
+        *,
+        halves: bool,
+    ) -> list[int]:
         """What stays of the output of a micro-batch, and of the gradient of its input. Of 1F1B's one each does, that the
         last send of its warm-up and a later one hold on to.
 
@@ -306,9 +319,12 @@ class RankSteps:
 
 
 def rank_peak(
-    pipeline: PipelinePlanner, rank: int, choices: Sequence[Sequence[Choice]], log: list[ActionBytes] | None = None,
+    pipeline: PipelinePlanner,
+    rank: int,
+    choices: Sequence[Sequence[Choice]],
+    log: list[ActionBytes] | None = None,
     points: list[StepPoint] | None = None,
-) -> Peak:  # fmt: skip
+) -> Peak:
     """The highest point of a later step of one rank. `log`: gets each action, `points`: every stretch, in order."""
     storages = Bytes(points)
     steps = RankSteps(pipeline, rank, choices, storages)

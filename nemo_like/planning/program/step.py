@@ -72,10 +72,15 @@ class StageStep:
     """
 
     def __init__(
-        self, storages: Storages, sharding: Sharding, tail_names: frozenset[str] = frozenset(), *,
-        units: Callable[[Storages, Sharding], Units] = Units, offload: OffloadConfig = OffloadConfig("none"),
+        self,
+        storages: Storages,
+        sharding: Sharding,
+        tail_names: frozenset[str] = frozenset(),
+        *,
+        units: Callable[[Storages, Sharding], Units] = Units,
+        offload: OffloadConfig = OffloadConfig("none"),
         copies_at_once: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.e, self.s, self.on = storages, sharding, sharding.on
         self.units = units(storages, sharding)
         self.tail_names, self.offload, self.copies_at_once = tail_names, offload, copies_at_once
