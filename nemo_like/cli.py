@@ -28,8 +28,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     program = f"nemo-like {command}" if command in COMMANDS else "nemo-like"
     if "" not in sys.path and not sys.flags.safe_path:
         sys.path.insert(0, "")  # as ``python -m`` has it: --model mymod:build is a file in the current folder
+    in_options = str
     try:
         arguments = make_parser(command).parse_args(argv)
+        in_options = arguments.own.in_options
         if is_rank_zero() and (line := arguments.first_line(arguments)):
             print(line, file=sys.stderr, flush=True)
         if arguments.command != "completion":  # which logs nothing, and needs no torch
@@ -39,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{program}: interrupted.", file=sys.stderr)
         return 130
     except (ValueError, TypeError, ImportError, OSError, NotImplementedError) as error:
-        print(f"{program}: {error}", file=sys.stderr)
+        print(f"{program}: {in_options(str(error))}", file=sys.stderr)
         return 2
 
 

@@ -187,9 +187,10 @@ class Job:
         given: dict[str, Any] = dict(zip(("strategy", "ac"), positional, strict=False)) | dict(asked)
         for name in given:
             if name not in KEYWORDS:
+                hint = f" Did you mean {_ELSEWHERE[name]}?" if name in _ELSEWHERE else did_you_mean(name, KEYWORDS)
                 raise TypeError(
-                    f"{name!r} is not a keyword of parallelize or Job.of; these are: {', '.join(KEYWORDS)}."
-                    + did_you_mean(name, KEYWORDS)
+                    f"parallelize() and Job.of() have no keyword {name!r}."
+                    + (hint or f" They have {', '.join(KEYWORDS)}.")
                 )
         job = given.get("strategy")
         if isinstance(job, Job):
@@ -370,6 +371,17 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
 """Functions that make the value of a field of what a caller writes. A value of the right class, and a `Plan`, stay as
 they are."""
 
+_ELSEWHERE = {
+    "activation_checkpointing": "ac='selective'",
+    "gradient_checkpointing": "ac='full'",
+    "activation_offloading": "offload='saved'",
+    "mixed_precision": "precision='bf16'",
+    "tensor_parallel": "tp=2",
+    "context_parallel": "cp=2",
+    "pipeline_parallel": "pp=2",
+    "expert_parallel": "ep=2",
+}
+"""Keywords of other libraries, and what is written here."""
 KEYWORDS: tuple[str, ...] = (*(f.name for f in dataclasses.fields(Job) if f.name != "asked"), "optimizer")
 """Keywords that `Job.of` takes."""
 
@@ -436,14 +448,25 @@ def _one_rank_has_no_axes(job: Job) -> str | None:
 def _axes_divide_the_ranks(job: Job) -> str | None:
     if job.world_size is None or isinstance(job.strategy, DDP):
         return None
-    used = math.prod(_sizes(job).values())
-    if job.world_size % used:
-        axes = " x ".join(f"{name} {size}" for name, size in _sizes(job).items() if size > 1)
-        return (
-            f"world_size is {job.world_size}, which is not divisible by {axes} = {used}. Change the sizes, or the "
-            "number of ranks."
-        )
-    return None
+    sizes = {name: size for name, size in _sizes(job).items() if size > 1}
+    return undivided(sizes, job.world_size, f"the {job.world_size} ranks")
+
+
+def undivided(sizes: Mapping[str, int], ranks: int, of_ranks: str) -> str | None:
+    """Return the message on axes whose product does not divide `ranks`, which it calls `of_ranks`; None where it does.
+
+    >>> undivided({"tp": 3}, 2, "the 2 ranks")
+    'tp=3 does not divide the 2 ranks. Use tp=1 or tp=2.'
+    """
+    used = math.prod(sizes.values())
+    if ranks % used == 0:
+        return None
+    if len(sizes) > 1:
+        axes = " x ".join(f"{name}={size}" for name, size in sizes.items())
+        return f"{axes} is {used}, which does not divide {of_ranks}. Change the sizes, or the number of ranks."
+    (name,) = sizes
+    *fewer, most = (f"{name}={size}" for size in range(1, ranks + 1) if ranks % size == 0)
+    return f"{name}={used} does not divide {of_ranks}. Use {', '.join(fewer)}{' or ' if fewer else ''}{most}."
 
 
 def _experts_divide_the_shards(job: Job) -> str | None:
@@ -461,7 +484,7 @@ def _tensor_options_need_ranks(job: Job) -> str | None:
         return None
     for name in ("sequence_parallel", "loss_parallel"):
         if getattr(job.tp, name):
-            return f"{name}=True splits tensors over the ranks of tp, and tp is 1. Use TensorParallel(2, {name}=True)."
+            return f"{name}=True splits tensors over the ranks of tp, and tp is 1. It needs tp=2 or more."
     return None
 
 

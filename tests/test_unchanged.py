@@ -106,7 +106,7 @@ ON_A_PLAIN_DECODER: dict[str, Refused] = {
     "mode is a number": (dict(ac=3), f"^ac is 3, an int; {_KINDS}"),
     "mode is a fraction": (dict(ac=3.5), f"^ac is 3.5, a float; {_KINDS}"),
     "mode is a list": (dict(ac=["full"]), rf"^ac is \['full'\], a list; {_KINDS}"),
-    "mode is a dict": (dict(ac={"strategy": "full"}), r"a dict; .*CheckpointConfig\.from_dict makes one of a mapping"),
+    "mode is a list of one": (dict(ac=["full"]), r"a list; it must be .* or a CheckpointConfig \(or its fields as a dict\)"),
     "mode is bytes": (dict(ac=b"full"), f"^ac is b'full', a bytes; {_KINDS}"),
     "mode is an object": (dict(ac=object()), f"^ac is <object object at .*>, an object; {_KINDS}"),
     "class of a policy": (dict(ac=SelectivePolicy), r"^ac is the class SelectivePolicy; .*: ac=SelectivePolicy\(\)"),

@@ -64,8 +64,8 @@ def _build(rank: int, world_size: int, sizes: dict[str, int]) -> None:
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"dp_replicate": 3}, "world size 4 is not divisible by dp_replicate 3 = 3"),
-        ({"dp_replicate": 2, "tp": 4}, "world size 4 is not divisible by dp_replicate 2 x tp 4 = 8"),
+        ({"dp_replicate": 3}, "dp_replicate=3 is 3, which does not divide the 4 ranks"),
+        ({"dp_replicate": 2, "tp": 4}, "dp_replicate=2 x tp=4 is 8, which does not divide the 4 ranks"),
         ({"tp": 0}, "tp is 0; it must be a whole number of ranks >= 1"),
         ({"dp_replicate": 2.0}, r"dp_replicate is 2\.0"),
         ({"world_size": 8}, r"world_size is 8, but this job has 4 rank\(s\)"),

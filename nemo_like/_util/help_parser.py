@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -35,6 +36,21 @@ class HelpParser(argparse.ArgumentParser):
         self.description = "\n\n".join([purpose, examples(self.prog, lines)]) if purpose else self.description
         if purpose:
             self.usage = f"{self.prog} [options]"
+
+    def in_options(self, message: str) -> str:
+        """Return an error's message with its keywords as the command line has them: ``--tp 3`` for ``tp=3``.
+
+        Python in it, such as ``StepSpec(optimizer='sgd')``, stays as it is.
+        """
+        words = {action.dest: action.option_strings[0] for action in self._actions if action.option_strings}
+
+        def option(found: re.Match[str]) -> str:
+            name, value = found[1], found[2].strip("'\"")
+            if name not in words or message.count("(", 0, found.start()) > message.count(")", 0, found.start()):
+                return found[0]
+            return words[name] if value == "True" else f"{words[name]} {value}"
+
+        return re.sub(r"(?<![\w.-])([a-z_0-9]+)=('[^']*'|[\w.%-]*\w%?)", option, message)
 
     def add_argument(self, *names: Any, **settings: Any) -> argparse.Action:
         """Add an option to its group; a new one stands in `GROUPS` first (KeyError)."""

@@ -216,8 +216,12 @@ class Plan:
         """The plan in the values of `as_json`."""
         if body.get("format") != FORMAT:
             raise PlanError(
-                f"The plan has format {body.get('format')!r}, and this version reads {FORMAT}. Make it again: "
-                "plan.save(...), or nemo-like plan --save."
+                (
+                    f"It has format {body['format']!r}, and this version reads {FORMAT}. Make it again: "
+                    if "format" in body
+                    else "It is not a plan. Plans are written by "
+                )
+                + "plan.save(...), or nemo-like plan --save."
             )
         tables = body["decisions"]
         layers = tuple(

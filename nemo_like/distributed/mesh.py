@@ -72,8 +72,8 @@ def build_mesh(
         )
     used = math.prod(sizes.values())
     if ranks % used:
-        axes = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
-        raise ValueError(f"The world size {ranks} is not divisible by {axes} = {used}, so no shard axis is left.")
+        axes = " x ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
+        raise ValueError(f"{axes} is {used}, which does not divide the {ranks} ranks, so no shard axis is left.")
     device = launch.init_distributed(device_type)
     shape = {name: sizes.get(name, ranks // used) for name in AXES}
     shape = {name: size for name, size in shape.items() if size > 1 or name == "dp_shard"}

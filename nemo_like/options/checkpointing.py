@@ -285,7 +285,8 @@ def parse_ac(ac: object) -> CheckpointConfig | MemoryBudget:
     it.
 
     Accepts ``None``/``False``/``"none"``, ``True``/``"full"``, ``"selective"``, ``"submodule"`` and ``"sequential"``.
-    Also a budget (``"40GiB"``, ``"50%"``, ``"auto"``), a policy object (``"selective"`` with it), or either dataclass.
+    Also a budget (``"40GiB"``, ``"50%"``, ``"auto"``), a policy object (``"selective"`` with it), either dataclass, or the
+    fields of a `CheckpointConfig` as a mapping.
 
     Raises:
         ValueError: an unknown word. TypeError: something else.
@@ -295,6 +296,8 @@ def parse_ac(ac: object) -> CheckpointConfig | MemoryBudget:
     """
     if isinstance(ac, CheckpointConfig | MemoryBudget):
         return ac
+    if isinstance(ac, Mapping):  # to write one is to ask for checkpointing
+        return CheckpointConfig.from_dict({"enabled": True, "profile_before_apply": False, **ac})
     if ac is None or ac is False:
         ac = "none"
     elif ac is True:
@@ -307,7 +310,7 @@ def parse_ac(ac: object) -> CheckpointConfig | MemoryBudget:
         raise TypeError(
             f"ac is {ac!r}, {a_or_an(ac)}; it must be None, a bool, one of {', '.join(AC_STRATEGIES)}, "
             "a budget such as '40GiB' or '50%', a MemoryBudget, a Plan, a policy object or a CheckpointConfig "
-            "(CheckpointConfig.from_dict makes one of a mapping)."
+            "(or its fields as a dict)."
         )
     word = normalise(ac)
     if word in AC_STRATEGIES:

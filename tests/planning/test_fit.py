@@ -221,11 +221,14 @@ def test_layouts_of_stages_and_experts_keep_to_what_can_run():
     ("asked", "message"),
     [
         ({"gpus": 0}, "gpus is 0"),
-        ({"gpus": 8, "tp": 3}, "gpus is 8, and tp 3 is 3"),
-        ({"gpus": 8, "dp_shard": 2, "dp_replicate": 1, "tp": 2, "cp": 1, "pp": 1}, "all five together"),
+        ({"gpus": 8, "tp": 3}, "tp=3 does not divide gpus=8. Use tp=1, tp=2, tp=4 or tp=8"),
+        (
+            {"gpus": 8, "dp_shard": 2, "dp_replicate": 1, "tp": 2, "cp": 1, "pp": 1},
+            "dp_replicate=1 x dp_shard=2 x tp=2 x cp=1 x pp=1 is 4, and gpus=8",
+        ),
         ({"gpus": 8, "global_batch": 9, "dp_shard": 8}, "global_batch is 9"),
         ({"gpus": 8, "gpu": "h1000"}, "h1000"),
-        ({"gpus": 8, "cp": 4, "pp": 4}, "gpus is 8, and cp 4 x pp 4 is 16"),
+        ({"gpus": 8, "cp": 4, "pp": 4}, "cp=4 x pp=4 is 16, which does not divide gpus=8"),
         ({"gpus": 8, "ac": "fulll"}, "Did you mean 'full'"),
         ({"gpus": 8, "tpp": 2}, "Did you mean 'tp'"),
         ({"gpus": 8, "memory": "40 apples"}, "40 apples"),

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from nemo_like._util.words import check_whole
-from nemo_like.job import KEYWORDS, Job, Strategy
+from nemo_like.job import KEYWORDS, Job, Strategy, undivided
 from nemo_like.options import (
     FSDP2,
     LOSSES,
@@ -152,13 +152,11 @@ class Question:
         one = {name: self.pins[name][0] for name in AXES if len(self.pins.get(name, ())) == 1}
         axes = [name for name in ("dp_replicate", "dp_shard", "tp", "cp", "pp") if name in one]
         product = math.prod(one[name] for name in axes)
-        said = " x ".join(f"{name} {one[name]}" for name in axes)
-        if axes and (self.gpus % product or (len(axes) == 5 and product != self.gpus)):
-            raise ValueError(
-                f"gpus is {self.gpus}, and {said} is {product}: it must divide them"
-                + (", and all five together be as many" if len(axes) == 5 else "")
-                + ". Leave one of them out, or change gpus."
-            )
+        if message := undivided({name: one[name] for name in axes}, self.gpus, f"gpus={self.gpus}"):
+            raise ValueError(message)
+        if len(axes) == 5 and product != self.gpus:
+            sizes = " x ".join(f"{name}={one[name]}" for name in axes)
+            raise ValueError(f"{sizes} is {product}, and gpus={self.gpus}. Leave one of them out, or change gpus.")
         shares = [name for name in ("dp_replicate", "dp_shard", "micro_batch", "grad_accum") if name in one]
         sequences = math.prod(one[name] for name in shares)
         if self.global_batch is not None and self.global_batch % sequences:
