@@ -24,7 +24,7 @@ def compile_layers(model: nn.Module, backend: str = "inductor", layers: Iterable
     """Compile each repeated layer of `model` in place with `nn.Module.compile`; no name changes (no ``_orig_mod``).
 
     A whole-layer selective wrapper is compiled itself, so that the partitioner reads the recompute tags. Any other
-    whole-layer wrapper is compiled inside: its replay runs the compiled layer again. A layer whose sub-modules are
+    whole-layer wrapper is compiled inside: its recomputation runs the compiled layer again. A layer whose sub-modules are
     wrapped is one graph: compiled piece by piece, gradients of the residual stream would be summed in another order.
     ``"eager"`` has no partitioner, so there every wrapper is compiled inside.
 

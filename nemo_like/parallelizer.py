@@ -135,8 +135,8 @@ def parallelize(
     """Make `model` ready to train: shard it, checkpoint its activations, compile its layers. Returns it.
 
     The model is changed in place and returned; ``ddp`` returns the `DistributedDataParallel` around it. Build the
-    optimizer afterwards: sharding replaces the parameters. Where something is replayed, calls with gradients on
-    go without a key/value cache (a replay would write it twice), unless layers hand states on through it; the config
+    optimizer afterwards: sharding replaces the parameters. Where something is recomputed, calls with gradients on
+    go without a key/value cache (recomputation would write it twice), unless layers hand states on through it; the config
     stays as it is. Packed rows (``position_ids`` that restart where there is no mask, ``cu_seqlens``, a mask of document
     numbers) of a Hugging Face model train as their documents one by one, under every ``ac``: no attention over an edge, no
     loss for a document's first token.

@@ -118,7 +118,7 @@ def cut_into_stages(model: nn.Module, job: Job, mesh: DeviceMesh, sample_input: 
     """
     if sample_input is None:
         raise ValueError(
-            "pp needs sample_input=, one microbatch as the model is called with it ({'input_ids': ..., 'labels': ...}): it "
+            "pp needs sample_input=, one micro-batch as the model is called with it ({'input_ids': ..., 'labels': ...}): it "
             "shows which parameters run before and after the layers, and the shape of what stages send."
         )
     layers_found, _ = layers_for(model, job)

@@ -95,7 +95,7 @@ def float8_linears(layers: Sequence[nn.Module], matmuls: str, device_type: str, 
     """Replace the linears in `layers` by torchao's, which multiply in float8 with scales of each call's own.
 
     In place: parameters keep their names, and stay the same unless they are to be gathered in float8. Linears with a side
-    that is no multiple of 16, which the kernels need, stay as they are.
+    that is not a multiple of 16, which the kernels need, stay as they are.
 
     Args:
         layers: what repeats; embedding and head are left alone.

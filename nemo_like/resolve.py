@@ -138,7 +138,7 @@ def config_specs(
     if through_cache and config.mode != "submodule":
         warn_once(
             f"ac={config.mode!r} was asked for, but this model's layers share keys and values through the cache, which a "
-            "replayed attention would write twice: checkpointing MLPs and norms only."
+            "recomputed attention would write twice: checkpointing MLPs and norms only."
         )
         how["policy"] = FullPolicy()
     if through_cache or config.mode == "submodule":
@@ -191,7 +191,7 @@ def _submodule_names(layers: Sequence[Layer], *, skip_attention: bool) -> list[s
     if len(without) == len(layers):
         raise ValueError(
             f"A {without[0]} has no MLP, attention or norm sub-module to checkpoint; use ac='full' or 'selective', which "
-            "replay whole layers."
+            "recompute whole layers."
         )
     if without:
         warn_once(
@@ -209,7 +209,7 @@ def _refuse_plan_through_cache(model: nn.Module, asked: MemoryBudget | Plan) -> 
     if kv_sharing.needs_cache(model):
         what = f"ac is {asked}" if isinstance(asked, MemoryBudget) else "ac is a plan"
         raise ValueError(
-            f"{what}, but this model's layers share keys and values through the cache, which a replay would write "
+            f"{what}, but this model's layers share keys and values through the cache, which recomputation would write "
             "twice, so whole layers can't follow a plan. Use ac='submodule'."
         )
 

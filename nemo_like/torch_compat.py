@@ -576,7 +576,7 @@ def as_dtensor_type(kind: type[DTensor], tensor: DTensor) -> DTensor:
 
 
 def fsdp_param_groups(module: nn.Module) -> Iterator[Any]:
-    """FSDP2's parameter groups at `module`; none where it is no unit."""
+    """FSDP2's parameter groups at `module`; none where it is not a unit."""
     state = getattr(module, "_get_fsdp_state", None)
     if state is not None:
         yield from state()._fsdp_param_groups
@@ -635,8 +635,8 @@ def read_dtypes_again(module: nn.Module) -> None:
 def free_last_gather(module: nn.Module) -> None:
     """Free the flat buffer that the FSDP2 unit at `module` was gathered into last, of which its parameters are copies.
 
-    FSDP2 keeps it until the next unit is gathered in forward, also where the forward is a replay in backward, behind which
-    there may be none before the next step. 2.15 has a method for it.
+    FSDP2 keeps it until the next unit is gathered in forward, also where the forward is recomputation in backward,
+    behind which there may be none before the next step. 2.15 has a method for it.
     """
     for group in fsdp_param_groups(module):
         comm: Any = getattr(group, "comm_ctx", None)  # set in the first forward

@@ -25,7 +25,7 @@ def check_model(model: object, name: str = "model") -> None:
     """Raise where `model`, the argument `name`, cannot be taken apart and changed.
 
     Raises:
-        TypeError: it is no module, or has a TorchScript one.
+        TypeError: it is not a module, or has a TorchScript one.
         ValueError: a parameter or a buffer of it has no shape yet.
     """
     if not isinstance(model, nn.Module):

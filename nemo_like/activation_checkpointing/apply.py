@@ -45,8 +45,8 @@ def apply_specs(
         model: the bare model; changed in place.
         specs: the regions, in any order; none of them changes nothing.
         compile: the layers will be compiled afterwards (`nemo_like.compile.compile_layers`).
-        without_cache: where something is replayed, call the model without a key/value cache while gradients are on (a
-            replay would write it twice), unless layers hand states on through it. False: the caller sees to that.
+        without_cache: where something is recomputed, call the model without a key/value cache while gradients are on (a
+            recomputation would write it twice), unless layers hand states on through it. False: the caller sees to that.
 
     Returns:
         What stands in the model now under each name that `specs` hold.
@@ -122,7 +122,7 @@ class _Tree:
         if module is None:
             near = get_close_matches(name, self._modules, n=1)
             raise ValueError(
-                f"A region names {name!r}, which is no module below this {type(self._model).__name__}."
+                f"A region names {name!r}, which is not a module below this {type(self._model).__name__}."
                 + (f" Did you mean {near[0]!r}?" if near else "")
             )
         return module
@@ -154,7 +154,7 @@ def _check(tree: _Tree, specs: Sequence[CheckpointSpec], compile: bool) -> None:
             module = tree.find(name)
             other = taken.setdefault(id(bare(module)), name)
             if other != name or name in seen:
-                raise ValueError(f"{name} is in two regions (there it is {other}): it would be replayed twice.")
+                raise ValueError(f"{name} is in two regions (there it is {other}): it would be recomputed twice.")
             seen.add(name)
             if not _makes_its_own_regions(module, spec):
                 check_wrappable(module, spec.policy, spec.use_reentrant, name)
@@ -195,18 +195,18 @@ def refuse_checkpointed(model: nn.Module, *, replays: bool = True) -> None:
     for name, module in model.named_modules():
         if isinstance(module, TorchCheckpointWrapper):
             raise ValueError(
-                f"{name or 'The model'} is checkpointed already: a second wrapper would replay it twice. "
+                f"{name or 'The model'} is checkpointed already: a second wrapper would recompute it twice. "
                 "Apply checkpointing once, to a freshly built model."
             )
         if not replays:
             continue
         if getattr(module, "gradient_checkpointing", False) is True:
             raise ValueError(
-                f"{name or 'The model'} has its own gradient checkpointing on, and would be replayed twice. "
+                f"{name or 'The model'} has its own gradient checkpointing on, and would be recomputed twice. "
                 f"Call model.{_switch_off(model)}() first (in a Trainer: gradient_checkpointing=False)."
             )
         if getattr(module, "grad_checkpointing", False) is True:  # timm's word
             raise ValueError(
                 f"{name or 'The model'} has its own gradient checkpointing on (grad_checkpointing=True), and would be "
-                "replayed twice. Call model.set_grad_checkpointing(False) first."
+                "recomputed twice. Call model.set_grad_checkpointing(False) first."
             )

@@ -31,7 +31,7 @@ class OpCall:
 
     op: str
     decision: Decision | None
-    """None: the operator is not tracked; replay always runs it."""
+    """None: the operator is not tracked; recomputation always runs it."""
     flops: int
     made: frozenset[int]
     """The storages it made."""
@@ -39,9 +39,9 @@ class OpCall:
     writes: frozenset[int]
     """Storages it changed in place."""
     reached: bool = False
-    """It ran before autograd saved its last tensor, so that a replay computes it."""
+    """It ran before autograd saved its last tensor, so that recomputation computes it."""
     read: bool = False
-    """Backward needs its output: autograd saved it, or something that replay makes of it."""
+    """Backward needs its output: autograd saved it, or something that recomputation makes of it."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class RegionTrace:
         return "; ".join(notes)
 
     def finish(self, last_call: int) -> None:
-        """Work out what replay reaches and backward reads: one sweep from the last call to the first."""
+        """Work out what recomputation reaches and backward reads: one sweep from the last call to the first."""
         needed = set(self.packed)
         for index in range(len(self.calls) - 1, -1, -1):
             call = self.calls[index]

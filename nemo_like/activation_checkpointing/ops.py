@@ -105,7 +105,7 @@ class OpFacts:
     saved: bool = False
     """Kept by ``ac="selective"`` unless the user takes it out."""
     pinned: bool = False
-    """Never replayed, whatever the policy: its second result may differ, or every rank would have to join in."""
+    """Never recomputed, whatever the policy: its second result may differ, or every rank would have to join in."""
     alternates: bool = False
     """A plain matmul, of which ``ac="selective"`` recomputes every second one."""
     attention: bool = False
@@ -139,7 +139,7 @@ _SDPA = OpFacts(saved=True, attention=True, flops=attention_heads_first)
 _FLASH = OpFacts(saved=True, attention=True, flops=attention_tokens_first)
 _MATMUL = OpFacts(saved=True, alternates=True)
 _GROUPED = OpFacts(saved=True, flops=grouped_mm)
-# Replaying a collective makes every rank join in once more.
+# Recomputing a collective makes every rank join in once more.
 _COLLECTIVE = OpFacts(saved=True, pinned=True, collective=True)
 # Every rank repeats the same ones in the same order, so a plan may choose to.
 _GATHER = OpFacts(saved=True, collective=True)
@@ -213,7 +213,7 @@ _FREE_PACKETS = frozenset((
     "aten.sym_storage_offset", "aten.dim", "aten.is_contiguous", "aten.sym_is_contiguous",
     "aten.is_strides_like_format", "aten.is_non_overlapping_and_dense",
 ))  # fmt: skip
-# Among them FSDP2's own copies and collectives: of its work, forward and replay may do different parts.
+# Among them FSDP2's own copies and collectives: of its work, forward and recomputation may do different parts.
 _FREE_NAMESPACES = frozenset(("profiler", "prim", "record_function", "fsdp", "c10d"))
 _COLLECTIVE_NAMESPACES = frozenset(("c10d", "_c10d_functional", "_c10d_functional_autograd"))
 
@@ -265,7 +265,7 @@ def default_save_ops() -> frozenset[Op]:
 
 
 def pinned_ops() -> frozenset[Op]:
-    """The operators that are never replayed, of those that this torch and the packages imported so far have."""
+    """The operators that are never recomputed, of those that this torch and the packages imported so far have."""
     return _present(name for name, row in _ROWS.items() if row.pinned)
 
 

@@ -2,9 +2,9 @@
 
 `torch.utils.checkpoint.checkpoint_sequential` needs a module that is a plain chain. A transformer's layers are called
 one by one by the model's own loop, each with masks and position tables. So the members of a segment record their
-calls here, and the first tensor that backward asks for replays all of them in order: an argument that *is* an earlier
-output of the segment is replayed, any other tensor is kept. Each member is called as the module that it is, hooks
-included, so that members which FSDP shards one by one gather their parameters in replay too.
+calls here, and the first tensor that backward asks for recomputes all of them in order: an argument that *is* an earlier
+output of the segment is recomputed, any other tensor is kept. Each member is called as the module that it is, hooks
+included, so that members which FSDP shards one by one gather their parameters in recomputation too.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Chunk(Segment):
 
 
 class SegmentMember(CheckpointWrapper):
-    """A layer in a `Segment`: the wrapper records the call, and the segment replays it."""
+    """A layer in a `Segment`: the wrapper records the call, and the segment recomputes it."""
 
     def __init__(
         self,
@@ -204,7 +204,7 @@ class _SegmentRegion(Region):
         """Tensors in objects that came in from outside, which the first call's arguments hold."""
 
     def stop_unless_waited_for(self) -> None:
-        """Stop early in the last call only: a layer that FSDP gathered for its replay must get to its end."""
+        """Stop early in the last call only: a layer that FSDP gathered for its recomputation must get to its end."""
         if self._again.in_last_call:
             super().stop_unless_waited_for()
 
@@ -222,7 +222,7 @@ class _SegmentRegion(Region):
         marked_args, marked_kwargs = map_leaves(self._marked, (args, kwargs))
         call = _Call(run, marked_args, marked_kwargs, self._preserve_rng_state)
         self.position_of_last = position
-        self.calls.append(call)  # now, and not at its end: the member may take a gradient itself, which replays
+        self.calls.append(call)  # now, and not at its end: the member may take a gradient itself, which recomputes
         generators = call.world.generators if call.world is not None else ()
         draws = watch_generators(call.ambient.generators, self.forward_mode, run, (*args, *kwargs.values()), generators)
         call.looker = as_watched(draws)
@@ -237,7 +237,7 @@ class _SegmentRegion(Region):
         # After each call, and not at the end alone, which may never come: a kept output holds its graph, and that holds
         # the region.
         self.cut_kept()
-        # Replay runs with copies of changed buffers, whose versions start anew.
+        # Recomputation runs with copies of changed buffers, whose versions start anew.
         copied = call.buffers is not None and call.buffers.changes
         self.watch_versions = self.watch_versions and not copied and not self.keeps_on_host()
         for index, tensor in enumerate(_tensors(out)):
@@ -261,7 +261,7 @@ class _SegmentRegion(Region):
         return leaf
 
     def end(self) -> None:
-        """No call comes any more: forget what no replay can reach."""
+        """No call comes any more: forget what no recomputation can reach."""
         if self.complete:
             return
         finish = getattr(self._decide, "finish", None)

@@ -174,7 +174,7 @@ def _scale(grads: list[Tensor], scale: Tensor, foreach: bool | None) -> None:
             foreach_mul(same, factor)
 
 
-# Gradient accumulation without communication, right also where microbatches use different parameters.
+# Gradient accumulation without communication, right also where micro-batches use different parameters.
 
 
 def set_gradient_sync(model: nn.Module, enabled: bool) -> None:

@@ -135,7 +135,7 @@ def init_distributed(device_type: str | None = None, *, timeout: timedelta | Non
 
     Raises:
         RuntimeError: ``WORLD_SIZE`` is above 1 and another variable of the launcher is missing.
-        ValueError: a variable is no number, or there is no CUDA device for this rank.
+        ValueError: a variable is not a number, or there is no CUDA device for this rank.
     """
     device = local_device(device_type)
     accelerated = device.type != "cpu"

@@ -56,7 +56,7 @@ def build_mesh(
         A mesh of shape ``(pp, dp_replicate, dp_shard, cp, tp)``, axes of size 1 left out except ``dp_shard``.
 
     Raises:
-        ValueError: a size that is no whole number >= 1, a product that does not divide the world size, or one rank.
+        ValueError: a size that is not a whole number >= 1, a product that does not divide the world size, or one rank.
     """
     sizes = {"pp": pp, "dp_replicate": dp_replicate, "cp": cp, "tp": tp}
     for name, size in sizes.items():

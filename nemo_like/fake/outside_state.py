@@ -254,7 +254,8 @@ def _of_a_model(cls: type) -> bool:
 
 
 def _remembers(value: object) -> bool:
-    return isinstance(value, Callable) and hasattr(value, "cache_parameters") and hasattr(value, "__wrapped__")  # type: ignore[arg-type]
+    # type: ignore[arg-type]
+    return isinstance(value, Callable) and hasattr(value, "cache_parameters") and hasattr(value, "__wrapped__")
 
 
 def _table_content(cell: CellType) -> Any:

@@ -86,13 +86,13 @@ def refuse_two_kinds_of_checkpointing(args: object) -> None:
     for name in ("activation_checkpointing", "gradient_checkpointing"):
         if getattr(args, name, False):
             raise ValueError(
-                f"{name}=True in the training arguments and ac= both checkpoint the model: it would be replayed twice. "
+                f"{name}=True in the training arguments and ac= both checkpoint the model: it would be recomputed twice. "
                 f"Set {name}=False, or ac='none'."
             )
     fsdp = getattr(args, "fsdp_config", None) or {}
     if fsdp.get("activation_checkpointing", False):
         raise ValueError(
-            "fsdp_config['activation_checkpointing'] and ac= both checkpoint the model: it would be replayed twice. "
+            "fsdp_config['activation_checkpointing'] and ac= both checkpoint the model: it would be recomputed twice. "
             "Remove it from fsdp_config, or set ac='none'."
         )
     if accelerate_settings().checkpoints:

@@ -1,7 +1,7 @@
 """A mean cross entropy of a part of a batch, as that part's share of the mean over the whole batch.
 
-A model divides its loss by the targets that it is called with. A microbatch of a pipeline, or a rank's part of the sequence,
-has some of them, so the sum over a part is divided by what counts in the whole.
+A model divides its loss by the targets that it is called with. A micro-batch of a pipeline, or a rank's part of the
+sequence, has some of them, so the sum over a part is divided by what counts in the whole.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def chunked_cross_entropy(
         A number or (with ``"none"``) the shape of `labels`; float32, or float64 for such a head.
 
     Raises:
-        ValueError, TypeError: any bad argument, labels of another shape than `hidden`, a label that is no token (on the
+        ValueError, TypeError: any bad argument, labels of another shape than `hidden`, a label that is not a token (on the
             CPU; an accelerator stops the program), a head whose output is not (tokens, V).
     """
     if reduction not in REDUCTIONS:

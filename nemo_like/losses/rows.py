@@ -173,7 +173,7 @@ class CrossEntropyRows:
         self._backend = backend
 
     def check(self, vocabulary: int) -> None:
-        """Raise ValueError for a label that is no token. On the CPU; on an accelerator, where looking would stop the
+        """Raise ValueError for a label that is not a token. On the CPU; on an accelerator, where looking would stop the
         host until the device has caught up, `gather` stops the program instead."""
         if self.labels.device.type != "cpu" or is_fake(self.labels):
             return

@@ -102,7 +102,8 @@ class StandIn(Tensor):
         return stand_in
 
     @classmethod
-    def __torch_dispatch__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> Any:  # type: ignore[override]
+    # type: ignore[override]
+    def __torch_dispatch__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> Any:
         # Whoever goes past `__torch_function__` would compute with nothing.
         raise RuntimeError(
             f"{func} met the stand-in for the logits of a chunked loss. Use loss='model' for this model."

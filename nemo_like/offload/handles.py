@@ -168,7 +168,7 @@ class ChosenHandle:
             )
         inner = self.start()
         tensor = inner.get()
-        # Whoever changes the source writes into it, in replay too: the next replay must find it as it was.
+        # Whoever changes the source writes into it, in recomputation too: the next recomputation must find it as it was.
         return tensor.clone() if self._source_changed and isinstance(inner, KeptHandle) else tensor
 
     def prefetch(self) -> None:

@@ -84,7 +84,7 @@ class Mover:
             storage: of this mover's device.
             lo, hi: the bytes that will be asked for.
             version: changes when the contents do; equal versions share one copy. The last of it is the version counter
-                that the bytes come back with, so that checks which compare it (in a replay) find what they know.
+                that the bytes come back with, so that checks which compare it (in recomputation) find what they know.
 
         Returns:
             the copy, with [lo, hi) entered as one more reader; None where the pool refused (see ``pool.refusal``).
@@ -268,7 +268,7 @@ class Mover:
                 continue
             backend.wait(backend.copy_back, segment.written)
             backend.copy(
-                buffer.data[start - span.lo : end - span.lo],  # a copy is no change: not to be counted as one
+                buffer.data[start - span.lo : end - span.lo],  # a copy is not a change: not to be counted as one
                 segment.block.bytes(start - segment.lo, end - segment.lo),
                 backend.copy_back,
             )
@@ -276,7 +276,7 @@ class Mover:
         for segment in copy.segments:
             if overlap((segment.lo, segment.hi), (span.lo, span.hi)):
                 segment.last_read = span.ready  # the host block may be written again only after this
-        # Checks in a replay compare version counters: the bytes come back with the counter that they left with.
+        # Checks in recomputation compare version counters: the bytes come back with the counter that they left with.
         at_version(buffer, copy.version)
         span.buffer, span.stream = buffer, stream
         span.buffer_version = version_of(buffer)

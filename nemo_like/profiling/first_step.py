@@ -315,7 +315,7 @@ class SizeWatch:
             self.see((args, kwargs))
 
     def see(self, batch: object, microbatches: int = 1) -> None:
-        """A batch that is trained on, as so many microbatches of equally many rows."""
+        """A batch that is trained on, as so many micro-batches of equally many rows."""
         if self.over:
             return
         tensors = tuple(tensors_in(batch))
@@ -323,7 +323,7 @@ class SizeWatch:
             return
         self.over = True  # the hook is not taken out here: torch goes through the hooks just now
         peak = f"the predicted peak of {write_bytes(self.peak_bytes)}" if self.peak_bytes else "was predicted"
-        each = f" in each of {microbatches} microbatches" if microbatches > 1 else ""
+        each = f" in each of {microbatches} micro-batches" if microbatches > 1 else ""
         warn_once(
             f"A batch is larger than the one that the plan was made for ({describe(tensors, {})}; planned: "
             f"{self.planned}{each}). It is trained on as it is, and takes more than {peak}. Plan for the "

@@ -57,7 +57,7 @@ class _Position:
     calls: int = 0
     running: list[int] = field(default_factory=list)
     backward_at: int | None = None
-    """In backward: the earliest call that has begun. A layer that runs now is a replay, not a call of its own."""
+    """In backward: the earliest call that has begun. A layer that runs now is recomputation, not a call of its own."""
 
 
 def _before(layer: int, state: _Position, listener: Listener) -> Callable[..., None]:

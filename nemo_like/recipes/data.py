@@ -186,7 +186,7 @@ class Sampler:
     seq_len: int
     """Tokens that the model sees per sample; a sample reads one byte more, the last target."""
     batch_size: int
-    """Samples per step over all ranks and microbatches."""
+    """Samples per step over all ranks and micro-batches."""
     seed: int
 
     def __post_init__(self) -> None:

@@ -46,7 +46,7 @@ class Fitted:
     """Plan as `Plan.as_json` of what each layer keeps, where ``ac`` is a budget."""
     predicted: Mapping[str, Any]
     """``peak_bytes`` of a rank and the ``limit_bytes`` for it, ``reserved_bytes`` or None, ``step_seconds``,
-    ``tokens_per_second_per_gpu``, ``mfu``, ``rows`` and ``width`` of the largest microbatch, whose ``rates``, and
+    ``tokens_per_second_per_gpu``, ``mfu``, ``rows`` and ``width`` of the largest micro-batch, whose ``rates``, and
     ``host_bytes`` that a rank has in host memory."""
     kept: bool = False
     """Read from an earlier run's file."""

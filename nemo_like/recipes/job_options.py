@@ -204,7 +204,7 @@ def read_config(path: str, kind_of_options: type[RunOptions]) -> dict[str, Any]:
     """The options in a YAML file, by field name.
 
     Raises:
-        ValueError: it cannot be read, is no mapping, or has a key or a type that no option has.
+        ValueError: it cannot be read, is not a mapping, or has a key or a type that no option has.
     """
     yaml = require("yaml", "yaml", "to read --config")
     try:
@@ -219,7 +219,9 @@ def read_config(path: str, kind_of_options: type[RunOptions]) -> dict[str, Any]:
     for key, value in loaded.items():
         name = str(key).replace("-", "_")
         if name not in fields:
-            raise ValueError(f"--config {path} has {key!r}, which is no option." + did_you_mean(name, tuple(fields)))
+            raise ValueError(
+                f"--config {path} has {key!r}, which is not an option." + did_you_mean(name, tuple(fields))
+            )
         settings[name] = _of_kind(
             path, name, fields[name].metadata["kind"], value, type(None) in typing.get_args(hints[name])
         )

@@ -106,7 +106,7 @@ def quantise_layers(model: nn.Module, dtype: torch.dtype) -> int:
                 count += 1
     if odd:
         warn_once(
-            f"--qlora: {len(odd)} linears keep {dtype} weights, since their inputs are no multiple of {BLOCK}, such as "
+            f"--qlora: {len(odd)} linears keep {dtype} weights, since their inputs are not a multiple of {BLOCK}, such as "
             f"{odd[0]}."
         )
     if not count:

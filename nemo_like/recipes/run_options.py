@@ -70,7 +70,7 @@ class RunOptions:
     )
     dp_replicate: int = job_option("dp_replicate")
     seq_len: int = option(256, "tokens per sample", int)
-    batch_size: int = option(8, "samples per step over all ranks and microbatches", int)
+    batch_size: int = option(8, "samples per step over all ranks and micro-batches", int)
     grad_accum: int = job_option("grad_accum")
     steps: int = option(200, "steps of the whole run, those before a resume included", int)
     lr: float = option(3e-3, "peak learning rate of AdamW", float)
@@ -142,7 +142,7 @@ class RunOptions:
         if self.batch_size % self.grad_accum:
             raise ValueError(
                 f"--grad-accum is {self.grad_accum}, which does not divide --batch-size {self.batch_size}; "
-                "a step's microbatches must be of equal size."
+                "a step's micro-batches must be of equal size."
             )
         if self.resume != "no" and self.checkpoint_dir is None:
             raise ValueError("--resume needs --checkpoint-dir: the folder that an earlier run wrote to.")
@@ -241,7 +241,7 @@ class RunOptions:
             check_own_loss(model)
 
     def planned_input(self, rows: int, width: int) -> Any:
-        """The shapes of a microbatch of so many rows of so many tokens, as the model is called with it."""
+        """The shapes of a micro-batch of so many rows of so many tokens, as the model is called with it."""
         import torch
 
         ids = torch.zeros(rows, width, dtype=torch.int64)

@@ -217,7 +217,7 @@ class SampleOrder:
     lengths: Sequence[int]
     """Tokens that the model reads of each sample."""
     batch_size: int
-    """Rows per step over all ranks and microbatches."""
+    """Rows per step over all ranks and micro-batches."""
     seed: int
     room: int | None = None
     """Tokens of a packed row; None: one sample a row. No sample is longer."""

@@ -67,7 +67,7 @@ class Trainer(TrainingJob):
             self.model = _build(self.source, options)
         if options.export is not None and not hasattr(self.model, "save_pretrained"):
             raise ValueError(
-                f"--export writes a folder of transformers, and {type(self.model).__name__} is no model of it."
+                f"--export writes a folder of transformers, and {type(self.model).__name__} is not a model of it."
             )
         if options.pack and "position_ids" not in inspect.signature(self.model.forward).parameters:
             raise ValueError(

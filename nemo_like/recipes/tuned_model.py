@@ -30,7 +30,7 @@ def find_model(options: FinetuneOptions) -> ModelSource:
     """The model in the folder ``--model``, not built yet.
 
     Raises:
-        ValueError: it is no folder of a causal language model with safetensors, or needs code that was not trusted.
+        ValueError: it is not a folder of a causal language model with safetensors, or needs code that was not trusted.
     """
     folder = Path(options.model)
     if not folder.is_dir():

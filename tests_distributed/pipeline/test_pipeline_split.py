@@ -293,7 +293,7 @@ def _refusals(rank: int, world_size: int) -> None:
     refused(changed(copied), "of stage 0 is none of the model's")
     refused(changed(without_middle), "no stage has 'middle.weight'")
     refused(changed(integers), "stage 0 returns torch.int64. A stage sends one floating-point tensor")
-    refused(changed(nameless), "the first stage's forward takes tokens, and a microbatch has input_ids, labels")
+    refused(changed(nameless), "the first stage's forward takes tokens, and a micro-batch has input_ids, labels")
     refused(changed(no_loss), "without a loss")
     refused(changed(headless), "stage 1 has none of the model's layers")
     four = PipelineParallel(2, "interleaved_1f1b", microbatches=MICROBATCHES, split=changed(twice))

@@ -284,7 +284,7 @@ _BUILT = (dict, UserDict, SimpleNamespace)
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
-    """`value` with `function` on everything in it that is no container; every container is a new one.
+    """`value` with `function` on everything in it that is not a container; every container is a new one.
 
     Containers are tuples, lists, dicts, sets and queues, named tuples, all kinds of dicts (the output classes of model
     libraries), namespaces and dataclasses; nested in any way. They are built without calling code of their classes.

@@ -1,7 +1,7 @@
-"""The two dispatch modes of a region: one decides and keeps in forward, the other puts back in replay.
+"""The two dispatch modes of a region: one decides and keeps in forward, the other puts back in recomputation.
 
 Both look at tracked operators only. What else runs in a region (profiler ranges, FSDP's copies and all-gathers,
-metadata calls) passes through uncounted, so that it may differ between forward and replay.
+metadata calls) passes through uncounted, so that it may differ between forward and recomputation.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class ForwardMode(_Mode):
                     "attention): it is computed again. A plan made with this model in training mode knows that.",
                     key=f"skipped call of {func} draws",  # once, not for each layer
                 )
-            elif self.keeps_rng:  # replay won't draw these numbers, and later calls must get the same ones
+            elif self.keeps_rng:  # recomputation won't draw these numbers, and later calls must get the same ones
                 entry.rng_after = rng_state(kwargs.get("generator"))
         return out
 
@@ -201,7 +201,7 @@ class ForwardMode(_Mode):
         return entry
 
     def replay_instead(self, ops: Collection[Op]) -> None:
-        """Decide anew, at the end of forward: compute what was to be skipped, and what `ops` made, in replay."""
+        """Decide anew, at the end of forward: compute what was to be skipped, and what `ops` made, in recomputation."""
         for entry in self.kept:
             if entry.decision is SKIP or entry.op in ops:
                 entry.recompute()
@@ -281,10 +281,10 @@ class ReplayMode(_Mode):
     def raise_mismatch(self, func: Op, position: int) -> None:
         wanted = self.kept[position].op if position < len(self.kept) else None
         raise RegionError(
-            f"Region {self.region_name!r}: replay and forward disagree. As tracked call {position}, forward ran "
-            f"{wanted if wanted is not None else 'nothing more'}, replay runs {func}. Something in the region depends "
-            "on state that changed since (a cache, a counter, a global switch). Keep that state out of the region, or "
-            "register it with nemo_like.activation_checkpointing.engine.ambient.register."
+            f"Region {self.region_name!r}: recomputation and forward disagree. As tracked call {position}, forward ran "
+            f"{wanted if wanted is not None else 'nothing more'}, recomputation runs {func}. Something in the region "
+            "depends on state that changed since (a cache, a counter, a global switch). Keep that state out of the "
+            "region, or register it with nemo_like.activation_checkpointing.engine.ambient.register."
         )
 
     def run_beside_placeholders(self, func: Op, kind: int, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -400,8 +400,8 @@ def watching(at_start: Callable[..., Any], at_end: Callable[[Any], None]) -> Ite
 
 # A forward that changes its own inputs in place, as Mixtral's router does with ``router_jitter_noise``.
 #
-# Replay needs such an input as it was. It is copied just before the operator that writes into it, so that a forward which
-# changes nothing pays nothing, but for a look at every operator in the first call of each module.
+# Recomputation needs such an input as it was. It is copied just before the operator that writes into it, so that a
+# forward which changes nothing pays nothing, but for a look at every operator in the first call of each module.
 
 _writes: weakref.WeakKeyDictionary[Any, dict[bool, bool]] = weakref.WeakKeyDictionary()
 """Module or code → whether it trains → whether its forward writes into its inputs; absent: not seen yet."""

@@ -18,24 +18,25 @@ from nemo_like.torch_compat import shape_only
 
 
 class RegionError(CheckpointError):
-    """Replay and forward of a region disagree, or a plan leaves out what backward needs."""
+    """Recomputation and forward of a region disagree, or a plan leaves out what backward needs."""
 
 
-# What stands for the output of a skipped call in a replay: shape, strides, dtype and device of a tensor, no numbers.
+# What stands for the output of a skipped call in recomputation: shape, strides, dtype and device of a tensor, no numbers.
 
 
 class Placeholder(Tensor):
     """Answers what can be asked of a tensor without its numbers.
 
     So ``x.to(placeholder.dtype)``, ``x.type_as(placeholder)`` and ``torch.ones(..., device=placeholder.device)`` give what
-    they gave in forward. Whatever computes with it is answered by the replay's dispatch mode.
+    they gave in forward. Whatever computes with it is answered by the recomputation's dispatch mode.
     """
 
     __torch_function__ = nn.Parameter.__torch_function__  # PyTorch's own: functions are not overridden
 
     @classmethod
-    def __torch_dispatch__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> Any:  # type: ignore[override]
-        raise RuntimeError(f"{func} was given a tensor that the plan skips, outside of the replay that skips it")
+    # type: ignore[override]
+    def __torch_dispatch__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> Any:
+        raise RuntimeError(f"{func} was given a tensor that the plan skips, outside of the recomputation that skips it")
 
 
 def placeholder(like: Tensor, device: torch.device | None = None) -> Placeholder:
@@ -143,7 +144,7 @@ class Kept:
         """The value is a copy of our own, made because the original was about to be changed in place."""
 
     def recompute(self) -> None:
-        """Drop what is kept: replay computes it, unless it must never run twice."""
+        """Drop what is kept: recomputation computes it, unless it must never run twice."""
         if self.decision is Decision.SKIP or not facts(self.op).pinned:
             self.decision, self.value, self.rng_after = Decision.RECOMPUTE, None, None
 

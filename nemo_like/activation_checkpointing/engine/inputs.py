@@ -67,7 +67,7 @@ class SavedInputs:
     def before_change(self, func: Op, args: Any, kwargs: Any) -> None:
         """The operator `func` is about to write: keep a copy of the input that it writes into.
 
-        Not where several inputs share that memory: their copies would not. Replay then says that it was changed.
+        Not where several inputs share that memory: their copies would not. Recomputation then says that it was changed.
         """
         if not self._originals:
             return
@@ -96,7 +96,7 @@ class SavedInputs:
                     raise
                 raise RegionError(
                     f"Region {region!r}: one of its inputs was changed in place between forward and backward, so it "
-                    "can't be replayed. Change a copy, or move the in-place operation out of the region."
+                    "can't be recomputed. Change a copy, or move the in-place operation out of the region."
                 ) from error
 
         def restore(value: Any) -> Any:

@@ -352,7 +352,7 @@ def _is_configuration(name: str, value: object) -> bool:
     return name.rpartition("_")[2] in _CONFIG and hasattr(value, "__dict__") and not isinstance(value, others)
 
 
-# Which of the tensors that autograd saves in a module's forward come from elsewhere: learned from its first replay.
+# Which of the tensors that autograd saves in a module's forward come from elsewhere: learned from its first recomputation.
 #
 # Of those a region keeps a weak reference to the memory, to notice a change in place before backward (see
 # `Region.check_same_version`). For the many that the forward makes itself that would take time and tell nothing.
@@ -380,7 +380,8 @@ class Outside:
             self.indices = None
 
     def learn(self, count: int, known: set[int]) -> None:
-        """After a replay of a forward that saved `count` tensors, of which those `known` were made in it, or are watched
+        """After a recomputation of a forward that saved `count` tensors, of which those `known` were made in it, or are
+        watched
         by others: parameters and buffers by `ModuleWorld`, arguments by `SavedInputs`."""
         self._count = count
         self.indices = frozenset(range(count)) - known

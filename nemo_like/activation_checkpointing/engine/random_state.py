@@ -1,4 +1,4 @@
-"""Generators of random numbers that a region has to itself: their states, put back for its replay.
+"""Generators of random numbers that a region has to itself: their states, put back for its recomputation.
 
 They are found among the attributes of the region's modules, among its arguments, and among the globals that the modules'
 methods name. A `torch.Generator` that comes from elsewhere is seen when an operator is given it. Where the policy keeps

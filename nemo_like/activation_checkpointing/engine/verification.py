@@ -1,16 +1,17 @@
-"""Verification: in the first step, what a replay rebuilds is compared with what autograd saved in forward.
+"""Verification: in the first step, what recomputation rebuilds is compared with what autograd saved in forward.
 
-Whatever a replay sees otherwise than forward did, known to us or not, ends in other saved tensors and so in other
+Whatever recomputation sees otherwise than forward did, known to us or not, ends in other saved tensors and so in other
 gradients. So a region keeps a summary of every tensor that autograd saves in its forward (some numbers, see
-`summaries`), and its replay is compared with them: tensors that differ raise a `RegionError`.
+`summaries`), and its recomputation is compared with them: tensors that differ raise a `RegionError`.
 
-The first step, for a module, is over with the first replay that was compared; for a function that is no module, for
-all of its calls under one name. Until then up to `CALLS` calls are looked at (several forwards may come before the first
-backward); from then on none is, and the engine runs not one operator more than without. The environment variable
-``NEMO_LIKE_VERIFY`` is looked at in every call: ``1`` verifies all of them, ``0`` none.
+The first step, for a module, is over with the first recomputation that was compared; for a function that is not a
+module, for all of its calls under one name. Until then up to `CALLS` calls are looked at (several forwards may come
+before the first backward); from then on none is, and the engine runs not one operator more than without. The
+environment variable ``NEMO_LIKE_VERIFY`` is looked at in every call: ``1`` verifies all of them, ``0`` none.
 
 Nothing is verified under `torch.compile` (PyTorch's own checkpoint runs there), on fake tensors, while a CUDA graph is
-captured, and where ``preserve_rng_state=False`` asks for other random numbers in replay, unless the variable is ``1``.
+captured, and where ``preserve_rng_state=False`` asks for other random numbers in recomputation, unless the variable is
+``1``.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ VARIABLE = "NEMO_LIKE_VERIFY"
 _ENVIRONMENT: Any = getattr(os.environ, "_data", os.environ)
 _KEY: Any = VARIABLE if _ENVIRONMENT is os.environ else os.environ.encodekey(VARIABLE)
 CALLS = 64
-"""Calls of one module that are looked at while none of them has been replayed."""
+"""Calls of one module that are looked at while none of them has been recomputed."""
 
 _calls: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
 """Module, or code of a function → name of the region → calls that were looked at; `CALLS` once one was compared."""
@@ -79,12 +80,12 @@ class Verification:
             self._tolerance = max(self._tolerance or 0.0, _TOLERANCES.get(tensor.dtype.to_real(), _COARSEST))
 
     def rebuilt(self, index: int, tensor: Tensor) -> None:
-        """The replay has come to the tensor that was saved as number `index`."""
+        """The recomputation has come to the tensor that was saved as number `index`."""
         if self._forward[index] is not None and (look := _look_at(tensor)) is not None:
             self._rebuilt[index] = look
 
     def compare(self) -> None:
-        """At the end of the replay: raises RegionError for the first tensor that is another one."""
+        """At the end of the recomputation: raises RegionError for the first tensor that is another one."""
         rebuilt, self._rebuilt = self._rebuilt, {}
         every = [saved for saved in self._forward if saved is not None]
         compared = [
@@ -122,9 +123,9 @@ class Verification:
         tolerance: float,
     ) -> None:
         raise RegionError(
-            f"Region {self._name!r}: replay and forward disagree, and gradients would be wrong without a word. Tensor "
-            f"{index} that autograd saved, {saved.dtype} of shape {tuple(saved.shape)}, at {saved.place()}: "
-            f"{_words(then)} in forward, {_words(now)} in replay; they differ by {worst:.2g} of the norm, where a "
+            f"Region {self._name!r}: recomputation and forward disagree, and gradients would be wrong without a word. "
+            f"Tensor {index} that autograd saved, {saved.dtype} of shape {tuple(saved.shape)}, at {saved.place()}: "
+            f"{_words(then)} in forward, {_words(now)} in recomputation; they differ by {worst:.2g} of the norm, where a "
             f"nondeterministic kernel explains {tolerance:.2g}. It is the first one that differs. Usual causes: random "
             "numbers from a generator that isn't torch's default one (Python's, NumPy's, a torch.Generator); a "
             "context variable or other context that was set around forward only; hooks, adapters, training flags or "
@@ -378,7 +379,7 @@ def _summary(tensor: Tensor) -> Tensor:
 
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """`tensor` in pieces of at most _PIECE elements, cut by its shape alone: strides may differ in replay."""
+    """`tensor` in pieces of at most _PIECE elements, cut by its shape alone: strides may differ in recomputation."""
     if tensor.numel() <= _PIECE:
         yield tensor
         return

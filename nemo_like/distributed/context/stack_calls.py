@@ -167,7 +167,7 @@ class StackHooks:
         stack = self._stack.module
         if arguments.get("attention_mask") is None and hasattr(sys.modules.get(type(stack).__module__), MASK_OF_IDS):
             raise ValueError(
-                f"{type(stack).__name__} makes its mask from the ids that are no padding, and cp makes it before the cut: "
+                f"{type(stack).__name__} makes its mask from the ids that are not padding, and cp makes it before the cut: "
                 "pass attention_mask (and decoder_attention_mask)."
             )
         # A mask that is there tells transformers how many keys there are, and that position_ids are no sign of packing.
@@ -205,7 +205,7 @@ def main_input(arguments: dict[str, Any]) -> Tensor | None:
 
 
 def _continued(positions: Tensor, ranks: int) -> Tensor:
-    """Positions (..., S) with padding that goes on counting, so that it is no document of its own."""
+    """Positions (..., S) with padding that goes on counting, so that it is not a document of its own."""
     missing = sequence_ops.padded_length(positions.shape[-1], ranks) - positions.shape[-1]
     if not missing:
         return positions

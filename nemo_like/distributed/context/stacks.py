@@ -235,7 +235,7 @@ def counts_ids(stack: nn.Module) -> bool:
 
 
 def positions_of_ids(stack: nn.Module, ids: Tensor | None) -> Tensor | None:
-    """The positions (B, S) that `stack` itself would give to `ids`, where it counts them over those that are no padding.
+    """The positions (B, S) that `stack` itself would give to `ids`, where it counts them over those that are not padding.
 
     Raises:
         ValueError: it would, and there are no ids.
@@ -245,7 +245,7 @@ def positions_of_ids(stack: nn.Module, ids: Tensor | None) -> Tensor | None:
         return None
     if ids is None:
         raise ValueError(
-            f"{type(stack).__name__} counts its positions from the ids that are no padding, and cp counts them before the "
+            f"{type(stack).__name__} counts its positions from the ids that are not padding, and cp counts them before the "
             "cut: pass position_ids together with inputs_embeds."
         )
     count, padding = counting

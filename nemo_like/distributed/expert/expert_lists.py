@@ -107,7 +107,7 @@ class StackedExperts(nn.Module):
     def compute(self, weights: dict[str, Tensor], rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Rows sorted by expert, `counts` of each of this rank's, through the experts' own forward.
 
-        All of them run, some on no rows: so a replay has the operators of its forward, and each weight a gradient.
+        All of them run, some on no rows: so recomputation has the operators of its forward, and each weight a gradient.
         """
         outputs = [
             {self.names[name]: piece for name, piece in zip(weights, pieces)}
@@ -348,7 +348,8 @@ def own_views(stacked: Tensor) -> dict[int, Tensor]:
     if rows or not others:
         return {first + at: view for at, view in enumerate(local.unbind(0))}
     rest = mesh[tuple(name for name, _ in others)]
-    placements = [place if place.is_replicate() else Shard(place.dim - 1) for _, place in others]  # type: ignore[attr-defined]
+    # type: ignore[attr-defined]
+    placements = [place if place.is_replicate() else Shard(place.dim - 1) for _, place in others]
     shape = stacked.shape[1:]
     stride = torch.empty(shape, device="meta").stride()
     return {

@@ -195,7 +195,8 @@ class SplitExperts:
     @torch.compiler.disable
     def __call__(self, hidden: Tensor, *routing: Any, **named: Any) -> Tensor:
         if in_backward():
-            free_last_gather(self.module)  # a replay: FSDP2 would hold it as in forward, beside backward's own memory
+            # Recomputation: FSDP2 would keep it as in forward, together with backward's own memory.
+            free_last_gather(self.module)
         if self.call == EVERY:
             return self.every(hidden)
         if self.call == EACH:

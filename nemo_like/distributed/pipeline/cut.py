@@ -54,7 +54,7 @@ class AbsentLayer(nn.Module):
     def __init__(self, layer: nn.Module, received: Received, form: int | None, place: int | str, ends: bool) -> None:
         super().__init__()
         self._received, self._form, self._place, self._ends = received, form, place, ends
-        self.__dict__["_layer"] = layer  # no child: its tensors are no state of this stage
+        self.__dict__["_layer"] = layer  # no child: its tensors are not state of this stage
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__.get("_layer"), name)
@@ -137,7 +137,7 @@ _CALL = "_nemo_like_microbatch_call"
 
 
 class MicrobatchCall(nn.Module):
-    """The model's own forward in a stage, as a module: hooks that a whole model would have see the microbatch here."""
+    """The model's own forward in a stage, as a module: hooks that a whole model would have see the micro-batch here."""
 
     def __init__(self, tree: nn.Module, forward: Callable[..., Any]) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class MicrobatchShares(Protocol):
     shares: Sequence[float]
 
     def calls(self, number: int) -> contextlib.AbstractContextManager[Any]:
-        """The context in which the loss of microbatch `number` is computed."""
+        """The context in which the loss of micro-batch `number` is computed."""
 
 
 class StageForward:
@@ -185,8 +185,8 @@ class StageForward:
         """Shares of the loss of the whole batch; None: there is one micro-batch."""
 
     def __call__(self, *inputs: Tensor, microbatch: Tensor | None = None, **more: object) -> Any:
-        """`given`: the number of the microbatch on the first stage; on others what the one before sent, as a rule the hidden
-        states (rows, tokens, width)."""
+        """`given`: the number of the micro-batch on the first stage; on others what the one before sent, as a rule the
+        hidden states (rows, tokens, width)."""
         number = int(inputs[0] if microbatch is None else microbatch)
         self._received.tensors = () if self._stage.is_first else inputs
         if torch.is_grad_enabled():

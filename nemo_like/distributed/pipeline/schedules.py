@@ -54,7 +54,7 @@ UNSHARD, RESHARD, REDUCE = "UNSHARD", "RESHARD", "REDUCE_GRAD"
 
 @dataclass(frozen=True)
 class Action:
-    """One rank runs one stage for one microbatch."""
+    """One rank runs one stage for one micro-batch."""
 
     kind: str
     stage: int

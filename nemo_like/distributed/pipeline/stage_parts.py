@@ -275,7 +275,7 @@ class SplitCall:
         raise StageEnd(output)
 
     def run(self, inputs: tuple[Tensor, ...], batch: Mapping[str, Any]) -> Any:
-        """The stage's forward, of what the stage before sent and what it names of a microbatch.
+        """The stage's forward, of what the stage before sent and what it names of a micro-batch.
 
         Raises:
             ValueError: a first stage that names nothing of it; a stage that returns what can't be sent.
@@ -284,7 +284,7 @@ class SplitCall:
         arguments = {k: v for k, v in batch.items() if k in free or (self._takes_all and k not in taken)}
         if self._piece.is_first and not arguments:
             raise ValueError(
-                f"{_ARGUMENT}: the first stage's forward takes {', '.join(self._names) or 'nothing'}, and a microbatch has "
+                f"{_ARGUMENT}: the first stage's forward takes {', '.join(self._names) or 'nothing'}, and a micro-batch has "
                 f"{', '.join(batch)}. Name its arguments as the batch does."
             )
         output = self._forward(*inputs, **arguments)
@@ -296,7 +296,7 @@ class SplitCall:
             raise ValueError(
                 f"{_ARGUMENT}: stage {self._piece.index} returns {kinds or 'nothing'}. A stage sends one floating-point "
                 "tensor or a tuple of them, through which gradients come back; what else the next one needs, it takes by "
-                "name from the microbatch."
+                "name from the micro-batch."
             )
         sent = tuple(t.contiguous() for t in tensors)
         return sent if isinstance(output, tuple) else sent[0]
@@ -353,7 +353,7 @@ class SplitParts:
         self._trees = []
 
     def sent(self, stage: int, microbatch: Mapping[str, Any], rows: int, tokens: int) -> tuple[TensorForm, ...]:
-        """As `StagesOfModel.sent`; found by running the stages on fake tensors, once for each shape of a microbatch."""
+        """As `StagesOfModel.sent`; found by running the stages on fake tensors, once for each shape of a micro-batch."""
         key = tuple((name, v.shape, v.dtype) for name, v in microbatch.items() if isinstance(v, Tensor))
         if key not in self._forms:
             self._forms[key] = self._run(microbatch)

@@ -62,7 +62,7 @@ def resolve_plan(
     Raises:
         ValueError: there is no plan; a style is unknown; a pattern of the caller's plan matches nothing; a size or a
             number of heads is not divisible by `tp_size`; tied weights that the plan would untie.
-        TypeError: the plan is no mapping, or holds something that is no style.
+        TypeError: the plan is not a mapping, or holds something that is not a style.
     """
     is_default = plan is None
     wanted = _own_plan(model) if is_default else plan
@@ -311,7 +311,7 @@ class SummedGradients(ParallelStyle):
 
         def forward_with_summed_gradients(*args: object, **kwargs: object) -> Any:
             parameters = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
-            # A plain tensor may stand where a Parameter stood while forward runs; both are put back even when a replay
+            # A plain tensor may stand where a Parameter stood while forward runs; both are put back even when recomputation
             # stops early.
             used: dict[str, Any] = {name: _summed(value, device_mesh) for name, value in parameters.items()}
             module._parameters.update(used)
@@ -412,7 +412,7 @@ def make_style(name: str, config: object = None) -> ParallelStyle | None:
 
 
 def installed_styles() -> Mapping[str, Any]:
-    """Adapter to transformers' registry of styles, which is no documented interface: absent or changed, it is empty.
+    """Adapter to transformers' registry of styles, which is not a documented interface: absent or changed, it is empty.
 
     A model with a plan has imported transformers already; this never does.
     """

@@ -159,7 +159,7 @@ def _inner(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         return
     if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) and hasattr(tensor, "__tensor_flatten__"):
         for attribute in tensor.__tensor_flatten__()[0]:
-            if isinstance(part := getattr(tensor, attribute), Tensor):  # some name objects that are no tensors, too
+            if isinstance(part := getattr(tensor, attribute), Tensor):  # some name objects that are not tensors, too
                 yield from _inner(f"{name}.{attribute}", part)
     elif tensor.numel():
         for axis, stride in enumerate(tensor.stride()):

@@ -92,7 +92,7 @@ class SafetensorsSource:
             files = sorted(path.glob("*.safetensors"))
         for file in files:
             with self._open(file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118  (a safe_open is no mapping)
+                for name in opened.keys():  # noqa: SIM118  (a safe_open is not a mapping)
                     self._file_of[name] = file
                     shapes[name] = torch.Size(opened.get_slice(name).get_shape())
         self._fused = fused_weights({name: shape for name, shape in shapes.items() if name not in apart})
