@@ -65,7 +65,7 @@ def _inside_of_regions(layer: nn.Module) -> list[nn.Module]:
 def _outermost(layer: nn.Module) -> nn.Module:
     """Return the modules of a layer to compile. One without a wrapper is compiled whole, wrapped sub-modules
     included."""
-    if isinstance(layer, OffloadWrapper):  # its hooks stand outside of the graph
+    if isinstance(layer, OffloadWrapper):  # its hooks are outside of the graph
         layer = wrapped_module(layer)
     return layer if getattr(layer, SELECTIVE_AC_WRAPPER_FLAG, False) else unwrap_checkpoint_wrapper(layer)
 

@@ -57,7 +57,7 @@ def autocast_forward(
 
 
 def _ignoring_self(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward that somebody set on the instance as a bare function, callable as a method."""
+    """A forward that was set on the instance as a bare function, callable as a method."""
     return functools.wraps(function)(lambda self, *args, **kwargs: function(*args, **kwargs))
 
 
@@ -135,7 +135,7 @@ def without_float8(tensor: Tensor) -> Tensor:
     local: Any = tensor.to_local() if isinstance(tensor, DTensor) else None
     if not isinstance(tensor, DTensor) or not type(local).__module__.startswith("torchao.float8"):
         return tensor
-    stored = getattr(local, local.__tensor_flatten__()[0][0])  # the weight; beside it there may be its scale
+    stored = getattr(local, local.__tensor_flatten__()[0][0])  # the weight; with it there may be its scale
     return DTensor.from_local(
         stored, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )

@@ -1,4 +1,4 @@
-"""`resolve`: whatever the caller said, as a list of `CheckpointSpec`. Nothing here changes the model."""
+"""`resolve`: whatever the caller wrote, as a list of `CheckpointSpec`. Nothing here changes the model."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def resolve(
     """
     if isinstance(job.ac, MemoryBudget):
         _check_budget(model, job.ac, sample_input)
-        from nemo_like.planning.planner import plan_for  # only a budget asks the planner
+        from nemo_like.planning.planner import plan_for  # only a budget uses the planner
 
         plan = plan_for(model, replace(job, layers=tuple(layer.fqn for layer in chosen)), sample_input=sample_input)
         if is_rank_zero():
@@ -181,7 +181,7 @@ def _policy(config: CheckpointConfig) -> Policy:
 
 
 def _submodule_names(layers: Sequence[Layer], *, skip_attention: bool) -> list[str]:
-    """Norms, attentions and MLPs of the layers, each module once; layers without any are left out (said once).
+    """Norms, attentions and MLPs of the layers, each module once; layers without any are left out (logged once).
 
     Raises:
         ValueError: no layer has any.
@@ -234,7 +234,7 @@ def _sharded(model: nn.Module) -> str | None:
 
 
 def _measured_bytes(model: nn.Module, config: CheckpointConfig, sample_input: object) -> dict[str, int] | None:
-    """Activation bytes by layer name, where the config asks for a measurement and there is an input for it."""
+    """Activation bytes by layer name, where the config requests a measurement and there is an input for it."""
     wanted = config.profile_before_apply or config.mode == "sequential"
     if config.mode == "none" or not wanted or sample_input is None:
         return None
@@ -264,7 +264,7 @@ def timestep_specs(model: nn.Module, config: CheckpointConfig) -> list[Checkpoin
     modules of `layer_classes`, or matched by `include_patterns`, or PyTorch's own (`nn.LSTMCell` and so on).
 
     Raises:
-        ValueError: there is no such module; the message says how to name it.
+        ValueError: there is no such module; the message states how to name it.
     """
     modules = [(name, module) for name, module in bare_modules(model) if name]
     unrolled = [name for name, module in modules if isinstance(bare(module), UnrolledCell)]
@@ -329,7 +329,7 @@ def choose_layers(
     measured = config.profile_before_apply and saved_bytes is not None
     if config.profile_before_apply and saved_bytes is None:
         warn_once(
-            "CheckpointConfig.profile_before_apply asks for a measurement, but there is neither a profile nor a sample "
+            "CheckpointConfig.profile_before_apply requests a measurement, but there is neither a profile nor a sample "
             "input: memory_threshold_mb is not used, and every layer that no pattern excludes is checkpointed. Pass a "
             "profile, or set profile_before_apply=False."
         )

@@ -87,7 +87,7 @@ def _inside(module: str, name: str) -> Any:
 
 
 def model_base() -> Any:
-    """The base class of transformers' models; None where nobody has imported transformers."""
+    """The base class of transformers' models; None where transformers is not imported."""
     return None if "transformers.modeling_utils" not in sys.modules else _inside("modeling_utils", "PreTrainedModel")
 
 
@@ -112,7 +112,7 @@ def mask_interface() -> Any:
 
 
 def causal_mask_function() -> Any:
-    """The function of places that stands for a plain causal mask."""
+    """The function of places that means a plain causal mask."""
     return _inside("masking_utils", "causal_mask_function")
 
 

@@ -82,7 +82,7 @@ def bare_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def bare_modules(module: nn.Module, fqn: str = "") -> Iterator[tuple[str, nn.Module]]:
     """(FQN in the bare model, registered module) in registration order, each object once under its first name.
 
-    Where a module stands in a wrapper, the outermost wrapper is yielded, once: it is what the parent calls.
+    Where a module is in a wrapper, the outermost wrapper is yielded, once: it is what the parent calls.
     """
     seen: set[int] = set()
     stack = [(fqn, module)]

@@ -39,7 +39,7 @@ def apply_specs(
 ) -> dict[str, nn.Module]:
     """Wrap the modules that `specs` name, in place.
 
-    A module that stands in several places (a looped block) gets one wrapper in all of them.
+    A module that is in several places (a looped block) gets one wrapper in all of them.
 
     Args:
         model: the bare model; changed in place.
@@ -49,7 +49,7 @@ def apply_specs(
             recomputation would write it twice), unless layers hand states on through it. False: the caller sees to that.
 
     Returns:
-        What stands in the model now under each name that `specs` hold.
+        What the model now has under each name that `specs` contain.
 
     Raises:
         ValueError: a name that is not in the model, or two regions with one module; the older form of checkpointing
@@ -128,7 +128,7 @@ class _Tree:
         return module
 
     def put(self, name: str, wrapper: nn.Module) -> None:
-        """Register `wrapper`, which holds the module of that name, wherever that module stands."""
+        """Register `wrapper`, which contains the module of that name, wherever that module is."""
         inner = bare(wrapper)
         for parent, key in self._slots[inner]:
             # The registered child itself, not `setattr`: a property of the same name may alias it.

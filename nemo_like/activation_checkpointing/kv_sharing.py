@@ -1,7 +1,7 @@
 """Key/value caches and checkpointing: when a model is called without its cache, and when a layer may be recomputed whole.
 
 A recomputed attention appends to a key/value cache a second time. Most models need no cache in training, so calls of a
-checkpointed model with gradients on go without (`call_without_cache`); its config keeps what it says. Models that
+checkpointed model with gradients on go without (`call_without_cache`); its config stays as it is. Models that
 hand keys and values from one layer to later ones (Gemma 3n, Gemma 4) do it in one of two ways:
 
 - through the cache: turning it off breaks the model, recomputing attention corrupts it, so attention is not recomputed;

@@ -21,7 +21,7 @@ def is_selective_activation_checkpointing(value: object) -> bool:
 
 
 def apply_full_layer_checkpointing_to_layers(model: nn.Module, layers: MutableSequence[nn.Module]) -> None:
-    """Recompute whole layers and keep nothing but their inputs. `layers` is changed in place to the wrappers.
+    """Recompute whole layers and save nothing but their inputs. `layers` is changed in place to the wrappers.
 
     Raises:
         ValueError: a layer is not in `model`. TypeError: a layer is already checkpointed. Both change nothing.
@@ -39,7 +39,7 @@ def apply_selective_checkpointing_to_layers(
     policy: Policy | None = None,
     preserve_rng_state: bool = True,
 ) -> None:
-    """Recompute whole layers and keep what `policy` says (default: `SelectivePolicy()`).
+    """Recompute whole layers and save what `policy` decides (default: `SelectivePolicy()`).
 
     Args:
         model: the model that holds the layers; changed in place.

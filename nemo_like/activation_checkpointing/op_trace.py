@@ -52,7 +52,7 @@ class OpRow:
     decision: str
     count: int
     kept_bytes: int
-    """Bytes of the calls that are kept and that the recomputation reaches; each storage once."""
+    """Bytes of the calls that are saved and that the recomputation reaches; each storage once."""
     flops: int
     read: int
     """Number of the calls that backward reads."""
@@ -151,7 +151,7 @@ class RegionTrace:
 
 
 class _Recorder(TorchDispatchMode):
-    """Stands innermost in one region's forward: every call passes here before the policy sees it."""
+    """Is innermost in one region's forward: every call passes here before the policy sees it."""
 
     supports_higher_order_operators = True
 
@@ -222,7 +222,7 @@ class Trace:
 
     @property
     def kept_bytes(self) -> int:
-        """Return the kept bytes of all regions."""
+        """Return the saved bytes of all regions."""
         return sum(region.kept_bytes for region in self.regions)
 
 
@@ -242,7 +242,7 @@ def trace_regions() -> Iterator[Trace]:
 
 
 def table_of(trace: RegionTrace) -> dict[str, Any]:
-    """One region as plain JSON values: its rows, and its totals beside those of the alternatives."""
+    """One region as plain JSON values: its rows, and its totals together with those of the alternatives."""
     tokens = max(trace.tokens, 1)
     return {
         "region": trace.name,

@@ -36,11 +36,11 @@ class LayerPlan:
     signature: str
     """Digest of its class and parameter shapes: what `Plan.check` compares."""
     label: str
-    """``none`` (not checkpointed) | ``full`` (inputs only) | ``plan`` (some outputs are kept)."""
+    """``none`` (not checkpointed) | ``full`` (inputs only) | ``plan`` (some outputs are saved)."""
     held_bytes: int
-    """Held on the device between its forward and its backward."""
+    """Kept on the device between its forward and its backward."""
     host_bytes: int
-    """Held in host memory meanwhile."""
+    """Kept in host memory meanwhile."""
     none_bytes: int
     """Bytes that it would save without checkpointing."""
     replay_flops: int
@@ -239,7 +239,7 @@ class Plan:
 def plan_specs(
     model: nn.Module, plan: Plan, device_type: str, transfer: Transfer | None = None
 ) -> list[CheckpointSpec]:
-    """The regions of `plan` on `model`, which is not changed. A layer that stands in several places is one region.
+    """The regions of `plan` on `model`, which is not changed. A layer that is in several places is one region.
 
     Raises:
         PlanError: the plan was made for another model.

@@ -2,8 +2,8 @@
 
 `torch.utils.checkpoint.checkpoint_sequential` needs a module that is a plain chain. A transformer's layers are called
 one by one by the model's own loop, each with masks and position tables. So the members of a segment record their
-calls here, and the first tensor that backward asks for recomputes all of them in order: an argument that *is* an earlier
-output of the segment is recomputed, any other tensor is kept. Each member is called as the module that it is, hooks
+calls here, and the first tensor that backward uses recomputes all of them in order: an argument that *is* an earlier
+output of the segment is recomputed, any other tensor is saved. Each member is called as the module that it is, hooks
 included, so that members which FSDP shards one by one gather their parameters in recomputation too.
 """
 
@@ -46,7 +46,7 @@ class Segment:
         return self.__dict__ | {"_open": None}
 
     def call(self, member: SegmentMember, run: Callable[..., Any], position: int, args: object, kwargs: object) -> Any:
-        """Run one member's call as part of the region that is open, or of a new one, as its first member says."""
+        """Run one member's call as part of the region that is open, or of a new one that begins with its first member."""
         region = self._open() if self._open is not None else None
         if region is None or region.complete or not self.continues(region, position, args, kwargs):
             if region is not None:
@@ -111,7 +111,7 @@ class SegmentMember(CheckpointWrapper):
 
 
 class _Earlier:
-    """Stands for an argument that is output tensor `index` of call `call` of the same segment."""
+    """Takes the place of an argument that is output tensor `index` of call `call` of the same segment."""
 
     __slots__ = ("call", "index")
 
@@ -179,7 +179,7 @@ class _CallsAgain:
 
 
 class _SegmentRegion(Region):
-    """A region whose forward comes in several calls. Keeps what enters from outside, and what its policy says."""
+    """A region whose forward comes in several calls. Saves what enters from outside, and what its policy decides."""
 
     def __init__(self, first: SegmentMember) -> None:
         self._again = _CallsAgain(first.region_name)
@@ -234,7 +234,7 @@ class _SegmentRegion(Region):
             self.complete = True
             raise
         call.forward_done()
-        # After each call, and not at the end alone, which may never come: a kept output holds its graph, and that holds
+        # After each call, and not at the end alone, which may never come: a saved output keeps its graph, and that keeps
         # the region.
         self.cut_kept()
         # Recomputation runs with copies of changed buffers, whose versions start anew.

@@ -1,4 +1,4 @@
-"""`CheckpointSpec`: what is recomputed as one, what is kept of it, where that waits. And the modes, as functions to specs.
+"""`CheckpointSpec`: what is recomputed as one, what is saved of it, where that waits. And the modes, as functions to specs.
 
 Nothing here looks into a model or changes one: `nemo_like.activation_checkpointing.apply` does.
 """
@@ -32,7 +32,7 @@ class CheckpointSpec:
     members: tuple[str, ...]
     """Names (in the bare model) of the modules that are recomputed as one, in the order in which they are called."""
     policy: Policy | None = KEEP_NOTHING
-    """Policy of what is saved inside the region; None: everything, so nothing is recomputed (the spec only says where
+    """Policy of what is saved inside the region; None: everything, so nothing is recomputed (the spec only states where
     it waits)."""
     transfer: Transfer | None = None
     """Transfer that moves tensors that wait in host memory. With ``policy=None``: a `Placement`, which encloses the
@@ -119,7 +119,7 @@ def segments_of(
 
 
 def chunks_of_calls(names: Iterable[str], chunk_size: int, **how: Unpack[How]) -> list[CheckpointSpec]:
-    """Modules called once a timestep, by somebody's own loop: every `chunk_size` consecutive calls are one region.
+    """Modules called once a timestep, by the caller's own loop: every `chunk_size` consecutive calls are one region.
 
     Backward then keeps the state at every `chunk_size`-th step, and the steps of one chunk at a time. A call that gets
     nothing from the chunk before it (a new sequence) begins a new chunk.
@@ -158,12 +158,12 @@ def segment_sizes(count: int, segments: int | None = None, weights: Sequence[flo
     return sizes[::-1]
 
 
-# Keep, in every mode, what says which token goes to which expert.
+# Save, in every mode, what determines which token goes to which expert.
 
 
 @dataclass(frozen=True, eq=False)
 class KeepRouting:
-    """`inner`, but that the results of routing are kept whatever it says: the chosen experts, and the numbers of tokens
+    """`inner`, but that the results of routing are saved whatever it decides: the chosen experts, and the numbers of tokens
     that ranks exchange. A recomputation that routed otherwise by one token would send other numbers of rows than forward.
     """
 

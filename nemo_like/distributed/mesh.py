@@ -48,7 +48,7 @@ def build_mesh(
         dp_replicate: groups of ranks that each hold one whole copy of the model (HSDP); 1: one copy over all ranks.
         tp: ranks that one tensor is split over.
         cp: ranks that one sequence is split over; for FSDP they are folded into ``dp_shard``.
-        pp: ranks that the layers are dealt out to.
+        pp: ranks that the layers are divided over.
         device_type: ``"cuda"`` or ``"cpu"``; None: CUDA where there is any.
         world_size: ranks that the caller counts on; None: whatever the job has.
 
@@ -81,7 +81,7 @@ def build_mesh(
 
 
 def validate_mesh(mesh: DeviceMesh) -> None:
-    """Check a mesh that somebody else built, before anything is done with it.
+    """Check a mesh that the caller built, before anything is done with it.
 
     Raises:
         TypeError: it is no `DeviceMesh`.

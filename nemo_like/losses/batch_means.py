@@ -41,13 +41,13 @@ class LossCall:
 
 
 def mean_of(total: Tensor, call: LossCall) -> Tensor:
-    """The mean of which `total` is the sum: over the targets of `call`, or over those that the `LossCalls` around it say."""
+    """The mean of which `total` is the sum: over the targets of `call`, or over those of the `LossCalls` around it."""
     calls = _current.get()
     return total / call.counted() if calls is None else calls.divided(total, call)
 
 
 class LossCalls:
-    """Within it, the cross entropies of a model are written down, and their means are over what `divisor` says."""
+    """Within it, the cross entropies of a model are written down, and their means are over `divisor`."""
 
     def __init__(
         self, divisor: Callable[[int, Tensor], Tensor | float] | None = None, left_out: Collection[str] = ()

@@ -205,7 +205,7 @@ def chosen(options: ChunkedLoss | None, chunk_tokens: int | None) -> ChunkedLoss
     if options is None:
         return ChunkedLoss(chunk_tokens=chunk_tokens)
     if chunk_tokens is not None:
-        raise ValueError("chunk_tokens and options are both given; say it in options=ChunkedLoss(chunk_tokens=...).")
+        raise ValueError("chunk_tokens and options are both given; write it in options=ChunkedLoss(chunk_tokens=...).")
     return options
 
 

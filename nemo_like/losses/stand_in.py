@@ -174,7 +174,7 @@ def _same(func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _cast(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """A cast says how precise the loss is to be; chunks compute it in float32 in any case."""
+    """A cast determines how precise the loss is to be; chunks compute it in float32 in any case."""
     like = torch.empty(0, dtype=args[0].dtype, device=args[0].device)
     rest = [torch.empty(0, dtype=a.dtype, device=a.device) if isinstance(a, StandIn) else a for a in args[1:]]
     result = func(like, *rest, **kwargs)
@@ -281,7 +281,7 @@ def _is_whole(item: object, width: int) -> bool:
 
 
 def _CROSS_ENTROPY(func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """`torch.nn.functional.cross_entropy` of a stand-in, in chunks; None where it asks for what chunks do not know."""
+    """`torch.nn.functional.cross_entropy` of a stand-in, in chunks; None where it requires what chunks do not know."""
     names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
     arguments = dict(zip(names, args)) | dict(kwargs)
     logits, labels = arguments["input"], arguments["target"]

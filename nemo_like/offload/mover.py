@@ -103,7 +103,7 @@ class Mover:
                 return None
             if not missing:
                 self.stats.shared += 1
-                self._join_group(copy)  # backward asks for it with the last of its groups
+                self._join_group(copy)  # backward requests it with the last of its groups
             self._copies[key] = copy
             self._enter_reader(copy, lo, hi)
             self._retire()
@@ -179,7 +179,7 @@ class Mover:
 
     def _join_group(self, copy: StorageCopy) -> None:
         group = self._group
-        # Where nobody opens groups, one ends when a handful of them would fill what prefetching may hold.
+        # Where no groups are opened, one ends when a handful of them would fill what prefetching may hold.
         if group is None or (not self._told_groups and group.nbytes > self.max_inflight_bytes // 8):
             group = self._group = Group(self._last_group() if self._last_group is not None else None)
             self._last_group = weakref.ref(group)
@@ -206,7 +206,7 @@ class Mover:
             self._retire()
             original = copy.original()
             if original is not None:
-                # Somebody else keeps it alive: the same bytes, and no copy to wait for.
+                # Another reference keeps it alive: the same bytes, and no copy to wait for.
                 self.stats.still_on_device += 1
                 self._read(copy.span_of(lo, hi), reader)
                 self._look_ahead(copy)
@@ -231,7 +231,7 @@ class Mover:
     def part_from_source(self, copy: StorageCopy) -> None:
         """The original is about to change: what the current stream does next comes after the copy's reading of it.
 
-        From here on the copy stands for itself: the original is neither read in its place nor shared with.
+        From here on the copy is on its own: the original is neither read in its place nor shared with.
         """
         with self._lock:
             stream = self.backend.current_stream()
@@ -289,7 +289,7 @@ class Mover:
         if span.waiting:
             span.waiting = False
             self._ahead_bytes -= span.hi - span.lo
-        # A reader that asks twice in one round (a backward that walks one node twice) counts once.
+        # A reader that reads twice in one round (a backward that walks one node twice) counts once.
         if reader.last_round != span.round:
             reader.last_round = span.round
             span.unread -= 1
@@ -305,7 +305,7 @@ class Mover:
 
     def _drop_buffer(self, span: Span) -> None:
         if span.waiting:
-            # Nobody waited for this copy, and the allocator may hand its memory to the current stream's next operator.
+            # This copy was not waited for, and the allocator may hand its memory to the current stream's next operator.
             span.waiting = False
             self._ahead_bytes -= span.hi - span.lo
             self.backend.wait(span.stream, span.ready)

@@ -15,7 +15,7 @@ import torch
 ALIGNMENT = 512
 """Bytes. CUDA's allocator gives the same alignment, and it is a multiple of every dtype's size."""
 SLAB_BYTES = 64 << 20
-"""Bytes of a slab, where neither the budget nor a larger block asks for another size."""
+"""Bytes of a slab, where neither the budget nor a larger block requires another size."""
 
 
 @dataclass(eq=False)
@@ -122,7 +122,7 @@ class HostPool:
         return None if best is None else best[1:]
 
     def _grow(self, size: int) -> Slab | None:
-        """A new slab with room for `size` bytes: the usual size, or the smallest that the budget still allows."""
+        """A new slab for `size` bytes: the usual size, or the smallest that the budget still allows."""
         room = None if self.budget_bytes is None else self.budget_bytes - self.reserved_bytes
         least = power_of_two(size)
         wanted = max(self.slab_bytes, least)

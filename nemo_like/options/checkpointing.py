@@ -60,9 +60,9 @@ class CheckpointConfig:
     layer_classes: Sequence[str] | None = None
     """Class names of the layers to checkpoint, such as ``["LlamaDecoderLayer"]``; None: found by structure."""
     ops_to_save: Sequence[str] | None = None
-    """Ops under ``torch.ops`` whose outputs are kept, such as ``"torch.ops.aten.mm.default"``; None: a built-in set."""
+    """Ops under ``torch.ops`` whose outputs are saved, such as ``"torch.ops.aten.mm.default"``; None: a built-in set."""
     policy: Any = None
-    """A policy object that says what is kept inside each region of ``selective``, ``submodule`` or ``sequential``.
+    """A policy object that decides what is saved inside each region of ``selective``, ``submodule`` or ``sequential``.
     None: `SelectivePolicy()` for ``selective``, nothing for the others."""
 
     def __post_init__(self) -> None:
@@ -311,7 +311,7 @@ def parse_ac(ac: object) -> CheckpointConfig | MemoryBudget:
         )
     word = normalise(ac)
     if word in AC_STRATEGIES:
-        # A bare word asks for the mode itself, everywhere; only a CheckpointConfig asks for profiling first.
+        # A bare word requests the mode itself, everywhere; only a CheckpointConfig requests profiling first.
         return CheckpointConfig(enabled=word != "none", strategy=word, profile_before_apply=False)
     if word == "auto" or re.match(r"\s*[\d.]", ac):
         return MemoryBudget.parse(ac)

@@ -26,7 +26,7 @@ class PipelineParallel:
     schedule: str = "1f1b"
     """The order of the micro-batches. ``gpipe`` | ``1f1b`` | ``interleaved_1f1b`` | ``interleaved_zero_bubble`` |
     ``zbv`` | ``dualpipev``: torch's; or a CSV file of torch's, with one line per rank (``0F0,0F1,,0B0``), which
-    says stages and micro-batches, too."""
+    has stages and micro-batches, too."""
     microbatches: int | None = None
     """Into how many parts `Pipeline.step` cuts a batch. None: twice the number of ranks."""
     stages_per_rank: int | None = None
@@ -82,8 +82,8 @@ class PipelineParallel:
             )
         if self.balance != "time":
             raise ValueError(
-                f"PipelineParallel.balance is {self.balance!r} beside split=, which says itself what each stage gets. Leave "
-                "one of them out."
+                f"PipelineParallel.balance is {self.balance!r} with split=, which itself defines what each stage gets. "
+                "Leave one of them out."
             )
 
     def _take_file(self, table: ScheduleFile) -> None:
@@ -245,7 +245,7 @@ def _check(path: str, table: ScheduleFile) -> None:
                     "and W)."
                 )
     if len(done) != len(seen):
-        raise ValueError(f"Schedule file {path!r}: {len(done) - len(seen)} action(s) stand there twice.")
+        raise ValueError(f"Schedule file {path!r}: {len(done) - len(seen)} action(s) are there twice.")
     _check_order(path, table)
 
 
@@ -277,7 +277,7 @@ def _can_run(cell: Cell, ran: set[Cell], stages: int) -> bool:
     return (stage, "F", number) in ran and back
 
 
-# The schedules of a pipeline: one object each, with all that anybody asks of one. To add a schedule, add an object.
+# The schedules of a pipeline: one object each, with all that is read of one. To add a schedule, add an object.
 
 
 def _no_check(ranks: int, microbatches: int) -> str | None:
@@ -294,7 +294,7 @@ def _equal_rounds(ranks: int, microbatches: int) -> str | None:
 def _one_for_each_rank(ranks: int, microbatches: int) -> str | None:
     if microbatches < ranks:
         return (
-            f"with fewer micro-batches than stages, stages stand idle all along: use at least {ranks}, or a smaller pp."
+            f"with fewer micro-batches than stages, stages are idle all along: use at least {ranks}, or a smaller pp."
         )
     return None
 
@@ -340,11 +340,11 @@ class Schedule:
     frees_sent: bool = False
     """The output of a stage is freed when it was sent; else when the step ends."""
     is_searched: bool = False
-    """`nemo_like.planning.fit` looks at it where nobody pins a schedule."""
+    """`nemo_like.planning.fit` looks at it where no schedule is pinned."""
 
     @property
     def default_per_rank(self) -> int:
-        """Stages on a rank where nobody says."""
+        """Stages on a rank where it is not set."""
         return (*self.stages_per_rank, 2)[0]
 
     @property

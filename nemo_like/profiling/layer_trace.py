@@ -213,7 +213,7 @@ def trace_bytes(
     state = [*model.parameters(), *model.buffers()]
     registry.ignore([*state, *gradients, *tensors_in(sample)])
     meter = CudaMeter(device) if device.type == "cuda" else CpuMeter(registry)
-    # The storages' Python objects are held by `registry`, so that their ids stay theirs.
+    # The storages' Python objects are referenced by `registry`, so that their ids stay theirs.
     listener = _ByteListener(registry, meter, {id(storage) for storage in storages_of(state)})
     with meter, torch.autograd.graph.saved_tensors_hooks(listener.saved, lambda tensor: tensor):
         watch_step(model, layers, sample, loss_fn, listener)

@@ -30,7 +30,7 @@ class LayerProfile:
     """Bytes it saves for backward: each storage once, at the layer that saves it first; parameters and buffers are not
     counted."""
     freed_bytes: int
-    """Bytes that are no longer kept when this layer is recomputed from its inputs."""
+    """Bytes that are no longer saved when this layer is recomputed from its inputs."""
     forward_ms: float
     """Milliseconds of its forward, which is what recomputation costs."""
     backward_ms: float
@@ -96,7 +96,7 @@ class ProfileReport:
         raise KeyError(f"No layer {name!r} in this profile; it has {', '.join(self.call_names)}.")
 
     def predict_peak_bytes(self, checkpointed: Collection[str]) -> int:
-        """`peak_bytes` as it will be when the layers named are recomputed whole (keep nothing but their inputs).
+        """`peak_bytes` as it will be when the layers named are recomputed whole (save nothing but their inputs).
 
         Raises:
             KeyError: a name is not in the profile.
@@ -217,7 +217,7 @@ class ProfileReport:
 class Moment:
     """A stretch of the training step and the most bytes alive in it when nothing is checkpointed.
 
-    `calls_before` says how many layer calls lie before it whose kept bytes are still alive: what recomputing those
+    `calls_before` is how many layer calls are before it whose saved bytes are still alive: what recomputing those
     layers frees comes off this peak.
     """
 
@@ -231,7 +231,7 @@ class ProfiledCall:
 
     layer: int
     freed: int
-    """Bytes that are not kept from forward to backward; negative where its inputs are larger than what it keeps."""
+    """Bytes that are not saved from forward to backward; negative where its inputs are larger than what it saves."""
     cost: float
     """Time that the recomputation takes, any unit."""
     replay_peak: int = 0

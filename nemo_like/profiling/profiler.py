@@ -1,4 +1,4 @@
-"""MemoryProfiler: real runs of a model, condensed into a report, and the layers that a budget asks for."""
+"""MemoryProfiler: real runs of a model, condensed into a report, and the layers that a budget requires."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from nemo_like.torch_compat import tree_map
 
 
 class BudgetUnmeetableError(ValueError):
-    """No set of layers meets the budget; the message says how low the peak can get."""
+    """No set of layers meets the budget; the message states how low the peak can get."""
 
 
 class MemoryProfiler:

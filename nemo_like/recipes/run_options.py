@@ -34,7 +34,7 @@ def option(default: object, help: str, kind: Callable[[str], Any] = str, **argum
 
 
 def job_option(name: str, default: object = None, **argument: object) -> Any:
-    """An `option` that is a field of the job: what `FLAGS` says of it; `default`: another one than there."""
+    """An `option` that is a field of the job: what `FLAGS` has for it; `default`: another one than there."""
     flag = FLAGS[name]
     return option(flag.default if default is None else default, flag.help.replace("%%", "%"), flag.kind, **argument)
 
@@ -95,7 +95,7 @@ class RunOptions:
         nargs="?",
         const="must",
     )
-    sync_save: bool = option(False, "write checkpoints before training goes on, rather than beside it", bool)
+    sync_save: bool = option(False, "write checkpoints before training goes on, rather than during training", bool)
     plain: bool = option(False, "print lines instead of a progress bar", bool)
 
     @property
@@ -185,7 +185,7 @@ class RunOptions:
 
     @property
     def read_beside(self) -> Iterable[tuple[bool, str, tuple[str, ...]]]:
-        """Options that are read only beside others: whether they are now, what it takes, and their names."""
+        """Options that are read only with others: whether they are now, what it takes, and their names."""
         return (
             (bool(self.free), "--fit", ("fit_memory", "fit_host_memory")),
             (self.checkpoint_dir is not None, "--checkpoint-dir", ("save_every", "keep", "sync_save")),
@@ -249,14 +249,14 @@ class RunOptions:
 
     @staticmethod
     def packed_input(inputs: Any, rows: int, width: int) -> dict[str, Any]:
-        """`planned_input` for rows of two documents each: the mask that keeps them apart is held as well."""
+        """`planned_input` for rows of two documents each: the mask that keeps them apart is stored as well."""
         import torch
 
         positions = (torch.arange(width) % -(-width // 2)).expand(rows, width).contiguous()
         return ({"input_ids": inputs} if isinstance(inputs, torch.Tensor) else inputs) | {"position_ids": positions}
 
     usual_warmup: ClassVar[int] = 20
-    """Steps of warm-up where nobody says."""
+    """Steps of warm-up where it is not set."""
 
     @property
     def warmup(self) -> int:
@@ -284,7 +284,7 @@ class RunOptions:
 
     @property
     def axes(self) -> Mapping[str, int]:
-        """Ranks that read the same samples, by the option that says so; their product must divide the ranks."""
+        """Ranks that read the same samples, by the option that sets it; their product must divide the ranks."""
         return {}
 
     def as_said(self) -> dict[str, Any]:

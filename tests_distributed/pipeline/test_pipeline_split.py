@@ -305,5 +305,5 @@ def test_stages_that_are_not_the_models_are_refused_and_the_model_left_unchanged
     run_ranks(2, _refusals)
     with pytest.raises(ValueError, match=r"split is 3; it must be a function \(model, stage, stages\)"):
         PipelineParallel(2, split=3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"balance is \(2, 2\) beside split="):
+    with pytest.raises(ValueError, match=r"balance is \(2, 2\) with split="):
         PipelineParallel(2, split=split, balance=[2, 2])  # type: ignore[arg-type]

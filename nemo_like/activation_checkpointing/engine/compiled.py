@@ -97,7 +97,7 @@ class _LeftToEager(AbstractContextManager[None]):
             raise RegionError(
                 "A checkpointed region was compiled by a backend that runs the graph as it is (eager, a function of your "
                 "own): its recompute would draw other random numbers, so gradients would be wrong. Use inductor or "
-                "aot_eager, whose partitioner follows what ac= says; or parallelize(compile='eager'), which compiles inside "
+                "aot_eager, whose partitioner follows ac=; or parallelize(compile='eager'), which compiles inside "
                 "of regions."
             )
 
@@ -122,7 +122,7 @@ def compiled_region(
 ) -> Any:
     """`run_region` for code that is being compiled. Dynamo traces this function.
 
-    Where Dynamo cannot trace what is inside the region, it calls `checkpoint` as it stands here, from code that is not
+    Where Dynamo cannot trace what is inside the region, it calls `checkpoint` as it is here, from code that is not
     compiled. Then `run_eagerly`, which is `run_region`, makes a region of ours with these `options`, and PyTorch's around
     it sees none of what is saved there: it has nothing to recompute.
     """
@@ -178,7 +178,7 @@ def make_selective_checkpoint_context_fn(policy: Policy | None = None) -> Callab
 
 
 class _ForwardContext(ForwardMode):
-    """`ForwardMode` that needs no `Region` to cut what it kept from the graph, nor to note where random numbers are."""
+    """`ForwardMode` that needs no `Region` to cut what it saved from the graph, nor to note where random numbers are."""
 
     def __enter__(self) -> _ForwardContext:
         self.rng = rng_state()
@@ -193,7 +193,7 @@ class _ForwardContext(ForwardMode):
 
 
 class _ReplayContext(ReplayMode):
-    """Starts over each time it is entered, so that every recomputation of the region finds what forward kept."""
+    """Starts over each time it is entered, so that every recomputation of the region finds what forward saved."""
 
     def __init__(self, forward: _ForwardContext) -> None:
         super().__init__(forward.kinds, forward.kept, [], forward.region_name)

@@ -46,7 +46,7 @@ class _Entry(NamedTuple):
     container: Any
     way: _Way
     contents: Any
-    """With tensors and arrays as they were; None: they can't be kept."""
+    """With tensors and arrays as they were; None: they can't be saved."""
     plain: bool
     """The contents have nothing in them that a recomputation could change in place."""
 
@@ -65,7 +65,7 @@ class DeepState:
         ]
 
     def restore(self, stack: contextlib.ExitStack) -> None:
-        """Set the attributes as they were, and until `stack` ends fill the containers with what they held."""
+        """Set the attributes as they were, and until `stack` ends fill the containers with what they contained."""
         present = [way.read(container) for container, way, *_ in self._entries]
         stack.callback(self._fill, present)
         copies: dict[int, Any] = {}
@@ -275,7 +275,7 @@ def _own_ways(kind: type) -> list[_Way]:
     return [*([_ATTRIBUTES] if kind.__dictoffset__ else ()), *([_SLOTS] if any(slots_of(kind)) else ())]
 
 
-# Containers among a call's arguments: kept as the call found them, whatever the layer writes into them afterwards.
+# Containers among a call's arguments: saved as the call found them, whatever the layer writes into them afterwards.
 
 COMMON_LEAVES = frozenset({type(None), bool, int, float, str, Tensor, nn.Parameter})
 """The types of most arguments; none is a container."""

@@ -1,4 +1,4 @@
-"""The two dispatch modes of a region: one decides and keeps in forward, the other puts back in recomputation.
+"""The two dispatch modes of a region: one decides and saves in forward, the other puts back in recomputation.
 
 Both look at tracked operators only. What else runs in a region (profiler ranges, FSDP's copies and all-gathers,
 metadata calls) passes through uncounted, so that it may differ between forward and recomputation.
@@ -128,7 +128,7 @@ class _Mode(TorchDispatchMode):
 
 
 class ForwardMode(_Mode):
-    """Asks the policy about each tracked call and keeps what it says."""
+    """Calls the policy for each tracked call, and saves what it decides."""
 
     def __init__(self, kinds: Kinds, decide: Any, packs: list[Any], transfer: Transfer, name: str) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ class ForwardMode(_Mode):
                 entry.recompute()
 
     def before_change(self, func: Op, args: Any, kwargs: Any) -> None:
-        """`func` is about to write: give whatever is kept of the written storages a copy of its own."""
+        """`func` is about to write: give whatever is saved of the written storages a copy of its own."""
         if self.inputs is not None:
             self.inputs.before_change(func, args, kwargs)
         if not self.kept:
@@ -228,7 +228,7 @@ class ForwardMode(_Mode):
 
 
 class ReplayMode(_Mode):
-    """Puts kept outputs in the place of the calls that made them, in forward's order."""
+    """Puts saved outputs in the place of the calls that made them, in forward's order."""
 
     def __init__(self, kinds: Kinds, kept: list[Kept], values: list[Any], name: str) -> None:
         super().__init__()
@@ -255,7 +255,7 @@ class ReplayMode(_Mode):
         return call(*args, **kwargs) if kwargs else call(*args)
 
     def next(self, func: Op) -> tuple[Kept, Any]:
-        """The forward's record of this call, and its output where kept (handed out once)."""
+        """The forward's record of this call, and its output where saved (handed out once)."""
         position = self.position
         self.position = position + 1
         if self.finished_at is not None:
@@ -377,17 +377,17 @@ def watch_generators(
     return _Watch(generators, key) if mode is None and are_given(key) else None
 
 
-# The one place where somebody may look on while regions run (`trace` does).
+# The one place where an observer may look on while regions run (`trace` does).
 
 start: Callable[..., Any] | None = None
-"""Makes, for one region's forward, a dispatch mode with a method ``packed(tensor)``; None: nobody looks on."""
+"""Makes, for one region's forward, a dispatch mode with a method ``packed(tensor)``; None: there is no observer."""
 done: Callable[[Any], None] | None = None
 """Called with that mode at the end of the region's forward."""
 
 
 @contextmanager
 def watching(at_start: Callable[..., Any], at_end: Callable[[Any], None]) -> Iterator[None]:
-    """Look on at every region whose forward starts inside; raises RuntimeError if somebody does already."""
+    """Observe every region whose forward starts inside; raises RuntimeError if an observer is set already."""
     global start, done
     if start is not None:
         raise RuntimeError("Regions are being traced already; end that trace first.")

@@ -21,7 +21,8 @@ class RegionError(CheckpointError):
     """Recomputation and forward of a region disagree, or a plan leaves out what backward needs."""
 
 
-# What stands for the output of a skipped call in recomputation: shape, strides, dtype and device of a tensor, no numbers.
+# What takes the place of the output of a skipped call in recomputation: shape, strides, dtype and device of a tensor,
+# no numbers.
 
 
 class Placeholder(Tensor):
@@ -73,7 +74,7 @@ def beside_placeholders(func: Callable[..., Any], args: tuple, kwargs: dict[str,
     return map_tensors(lambda t: placeholders[id(t)] if id(t) in placeholders else placeholder(t, target), output)
 
 
-# How a kept output gets to host memory and back: a protocol, and the simplest back end that fulfils it.
+# How a saved output gets to host memory and back: a protocol, and the simplest back end that fulfils it.
 
 
 class WaitingTensor(Protocol):
@@ -128,7 +129,7 @@ class SynchronousTransfer:
 
 
 class Kept:
-    """One tracked call of forward: what it was, what was decided, and its output where that was kept."""
+    """One tracked call of forward: what it was, what was decided, and its output where that was saved."""
 
     __slots__ = ("decision", "op", "packs_before", "private", "rng_after", "value", "version")
 
@@ -139,12 +140,12 @@ class Kept:
         self.value: Any = None
         self.version: Any = None
         self.rng_after: Any = None
-        """The random-number state after a call that drew and is kept."""
+        """The random-number state after a call that drew and is saved."""
         self.private = False
         """The value is a copy of our own, made because the original was about to be changed in place."""
 
     def recompute(self) -> None:
-        """Drop what is kept: recomputation computes it, unless it must never run twice."""
+        """Drop what is saved: recomputation computes it, unless it must never run twice."""
         if self.decision is Decision.SKIP or not facts(self.op).pinned:
             self.decision, self.value, self.rng_after = Decision.RECOMPUTE, None, None
 
@@ -202,7 +203,7 @@ def map_kept(function: Callable[[Any], Any], value: object) -> Any:
 
 
 def on_host(value: object) -> list[OnHost]:
-    """The parts of a kept output that wait in host memory."""
+    """The parts of a saved output that wait in host memory."""
     if isinstance(value, OnHost):
         return [value]
     return [item for part in value for item in on_host(part)] if isinstance(value, SEQUENCES) else []

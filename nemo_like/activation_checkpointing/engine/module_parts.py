@@ -33,7 +33,7 @@ _tables_of: Callable[[dict[str, Any]], tuple[dict[Any, Any], ...]] = itemgetter(
 _LEADING = (
     "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
 )  # fmt: skip
-"""The tables that are looked at even where they are empty. The others say more of some hook; `nn.Module`'s own forward does
+"""The tables that are looked at even where they are empty. The others tell more of some hook; `nn.Module`'s own forward does
 not look at them where there is none, and what only we look at has to be fetched from far away, region by region."""
 _leading_of: Callable[[dict[str, Any]], tuple[dict[Any, Any], ...]] = itemgetter(*_LEADING)
 _CONFIG = frozenset({"config", "cfg", "args", "hparams"})
@@ -62,7 +62,7 @@ class ModulePart:
     )  # fmt: skip
 
     def __init__(self, own: dict[str, Any], name: str, is_module: bool) -> None:
-        self.own = own  # and not the module, which is a key of the table in which this is held
+        self.own = own  # and not the module, which is a key of the table in which this is
         self.name = name
         self.names = list(own)
         self.kinds = list(map(type, own.values()))

@@ -103,8 +103,8 @@ class BufferSnapshot:
     def forward_done(self) -> bool:
         """Call after forward. Returns whether there is state to put back for recomputation.
 
-        Raises RegionError for a large buffer that changes for the first time after forwards that left it alone: there
-        is no copy of it to recompute from.
+        Raises RegionError for a large buffer that changes for the first time after forwards that left it alone.
+        Recomputation has no copy of it to start from.
         """
         if self._first is not None:
             _known.setdefault(self._module, {})[self._mode] = self._stamp, self._first
@@ -211,7 +211,7 @@ class ModuleWorld:
         self._versions = list(map(_parts_version, self._snapshot.counted))
 
     def check(self, region: str, put_back: Callable[[dict[str, Any], str], bool]) -> None:
-        """Raise RegionError for what was changed in place since forward, except where `put_back` says that it is."""
+        """Raise RegionError for what was changed in place since forward, except where `put_back` is true for it."""
         counted = self._snapshot.counted
         if list(map(_parts_version, counted)) == self._versions:
             return

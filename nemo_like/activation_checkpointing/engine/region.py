@@ -1,4 +1,4 @@
-"""One region call: what autograd holds in the place of its tensors, and the recomputation that brings them back."""
+"""One region call: what autograd saves in the place of its tensors, and the recomputation that brings them back."""
 
 from __future__ import annotations
 
@@ -73,9 +73,9 @@ class _Stop(Exception):
 
 
 class Region:
-    """One call: its inputs, the handles autograd keeps, and what the policy kept.
+    """One call: its inputs, the handles that autograd keeps, and what the policy saved.
 
-    Handles are held weakly (autograd owns them, and each knows nothing of the region); autograd's hooks hold the
+    Handles are referenced weakly (autograd owns them, and each knows nothing of the region); autograd's hooks hold the
     region. So everything goes when the graph goes, without a reference cycle.
 
     What autograd calls is left to Python: a compiled layer whose frame Dynamo gave up runs its hooks under Dynamo's eye,
@@ -236,7 +236,7 @@ class Region:
         self.cut_kept()
 
     def cut_kept(self) -> None:
-        """Cut what is kept from the graph; doing so again does no harm."""
+        """Cut what is saved from the graph; doing so again does no harm."""
         for entry in self.kept:
             if entry.decision is SAVE:
                 # Detached up here, above autograd, so that the version counter is shared with the original.
@@ -247,7 +247,7 @@ class Region:
         return HOST in map(decision_of, self.kept)
 
     def drop(self) -> None:
-        """Forget everything that is kept."""
+        """Forget everything that is saved."""
         self.consumed = self.consumed or bool(self.kept)
         self.kept = []
         self.forward_mode = None
@@ -299,7 +299,7 @@ class Region:
         keep = self.graph_kept or not self.complete
         if self.consumed:
             raise RegionError(
-                f"Region {self.name!r}: a second backward goes through it, and what was kept is gone: the first one "
+                f"Region {self.name!r}: a second backward goes through it, and what was saved is gone: the first one "
                 "was run without retain_graph=True, or its recomputation failed."
             )
         live = [index for index, reference in enumerate(self.handles) if reference() is not None]
@@ -422,7 +422,7 @@ class Region:
     def check_version(self, entry: Kept) -> None:
         if versions(entry.value) != entry.version:
             raise RegionError(
-                f"Region {self.name!r}: the kept output of {entry.op} was changed in place after the region ended, so "
+                f"Region {self.name!r}: the saved output of {entry.op} was changed in place after the region ended, so "
                 "backward can't use it. Write the change out of place (x = x + y for x += y), or take the operator "
                 "out of the policy's save set."
             )
@@ -465,7 +465,7 @@ class Region:
         """End the recomputation, unless a collective that it started has not been waited for, or the operator that saves has
         yet to write what it saves: the recomputation goes on to the next tensor that autograd saves, or to the region's end.
 
-        A collective that nobody waits for keeps its buffers for ever, and memory would grow with every step
+        A collective that is never waited for keeps its buffers for ever, and memory would grow with every step
         (torchtitan#1467).
         """
         if torch_compat.unwaited_collectives() <= self.unwaited and not _written_later(*self.lent[-2:]):

@@ -10,7 +10,7 @@ before the first backward); from then on none is, and the engine runs not one op
 environment variable ``NEMO_LIKE_VERIFY`` is looked at in every call: ``1`` verifies all of them, ``0`` none.
 
 Nothing is verified under `torch.compile` (PyTorch's own checkpoint runs there), on fake tensors, while a CUDA graph is
-captured, and where ``preserve_rng_state=False`` asks for other random numbers in recomputation, unless the variable is
+captured, and where ``preserve_rng_state=False`` requires other random numbers in recomputation, unless the variable is
 ``1``.
 """
 
@@ -109,7 +109,7 @@ class Verification:
         of_floats = _TOLERANCES[torch.float32] if self._tolerance is None else self._tolerance
         if dtype.is_floating_point or dtype.is_complex:
             return of_floats
-        # A mask or an index made from numbers flips where one of them lies that close to a threshold: that part of the
+        # A mask or an index made from numbers flips where one of them is that close to a threshold: that part of the
         # elements, whose square root is the part of the norm.
         return math.sqrt(of_floats)
 
@@ -130,7 +130,7 @@ class Verification:
             "numbers from a generator that isn't torch's default one (Python's, NumPy's, a torch.Generator); a "
             "context variable or other context that was set around forward only; hooks, adapters, training flags or "
             "requires_grad changed since; a parameter, buffer or argument changed in place; a counter or global "
-            "state that the region reads; memory that nobody wrote (torch.empty). Keep that out of the region, or "
+            "state that the region reads; memory that was never written (torch.empty). Keep that out of the region, or "
             "register it with nemo_like.activation_checkpointing.engine.ambient.register. "
             f"{VARIABLE}=0 turns this check off."
         )
@@ -306,7 +306,7 @@ def _call_text(code: CodeType, instruction: int) -> str:
 
 _COLUMNS, _ROWS = 1024, 2048
 _PIECE = _COLUMNS * _ROWS
-"""Elements that are looked at together: up to four float64 copies of them, 64 MiB, beside the tensor itself."""
+"""Elements that are looked at together: up to four float64 copies of them, 64 MiB, in addition to the tensor itself."""
 _NAN, _INF = 1.0, 2.0
 """Stand-ins for a value that is not finite in the signed sum of those."""
 
@@ -339,7 +339,7 @@ def _plain_parts(tensor: Tensor) -> Iterator[Tensor]:
         elif flatten is not None:
             parts = (getattr(tensor, name) for name in flatten()[0])
             for part in parts:
-                if isinstance(part, Tensor):  # a DTensor names its mesh beside them
+                if isinstance(part, Tensor):  # a DTensor names its mesh together with them
                     yield from _plain_parts(part)
     elif tensor.is_meta:
         return

@@ -1,6 +1,6 @@
 """Attention of a part's queries over the keys of the whole sequence.
 
-Models of transformers look their attention up by a name in their config. The names registered here stand for "gather,
+Models of transformers look their attention up by a name in their config. The names registered here mean "gather,
 then what the model had": so scales, soft caps, sinks, biases and dropout stay those of the model, and only keys, values
 and the mask are others. In plain models, `torch.nn.functional.scaled_dot_product_attention` is replaced while forward
 runs; recomputation in backward sees it again, because the engine puts back what forward saw.
@@ -47,7 +47,7 @@ def register(implementation: str) -> str:
 
 
 def unregistered(name: str) -> str:
-    """The implementation that a registered name stands for; any other name as it is."""
+    """The implementation that a registered name means; any other name as it is."""
     return name.removeprefix(_PREFIX)
 
 
@@ -258,7 +258,7 @@ def replace_flex(stack: nn.Module) -> Iterator[Callable[[], None]]:
     for owner in (*files, *classes, *inside):
         for name, value in list(getattr(owner, "__dict__", {}).items()):
             function = value.__func__ if isinstance(value, staticmethod) else value
-            # Of functions alone: any object may stand in a file, and some do things when they are asked for attributes.
+            # Of functions alone: any object may be in a file, and some run code when an attribute is read.
             known = vars(function) if isinstance(function, types.FunctionType) else {}
             compiled = known.get("__wrapped__") is flex.flex_attention and _OURS not in known
             if function is flex.flex_attention or compiled:

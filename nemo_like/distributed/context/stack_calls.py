@@ -170,7 +170,7 @@ class StackHooks:
                 f"{type(stack).__name__} makes its mask from the ids that are not padding, and cp makes it before the cut: "
                 "pass attention_mask (and decoder_attention_mask)."
             )
-        # A mask that is there tells transformers how many keys there are, and that position_ids are no sign of packing.
+        # A mask that is there tells transformers how many keys there are, and that position_ids are not a sign of packing.
         if "attention_mask" in names and cut.get("attention_mask") is None:
             real = torch.ones(main.shape[0], call.length, dtype=torch.long, device=main.device)
             cut["attention_mask"] = sequence_ops.pad(real, 1, parts.ranks)

@@ -231,7 +231,7 @@ class _Loss:
         mine = self.hooks.parts.cut(whole, 1, ignore_index).reshape(target.shape)
         if reduction not in ("mean", "sum"):
             raise NotImplementedError(
-                f"cp sums a model's loss over ranks, and this model asks for cross entropy with reduction={reduction!r}: "
+                f"cp sums a model's loss over ranks, and this model calls cross entropy with reduction={reduction!r}: "
                 "what it does with single losses is not known. Compute the loss outside, from shard_sequence's labels."
             )
         total = self._before(
@@ -281,7 +281,7 @@ class _Loss:
             raise NotImplementedError(
                 f"cp sums a model's cross entropy over ranks, and the loss of this {type(self.hooks._model).__name__} "
                 + (
-                    "has other terms beside it (an auxiliary loss of a router?). Turn them off, or compute"
+                    "has other terms in addition (an auxiliary loss of a router?). Turn them off, or compute"
                     if self.found
                     else "is none. Compute"
                 )

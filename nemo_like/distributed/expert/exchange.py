@@ -1,6 +1,6 @@
-"""The three operators of expert parallelism. As operators of their own, each can be kept, repeated, counted and priced.
+"""The three operators of expert parallelism. As operators of their own, each can be saved, repeated, counted and priced.
 
-`nemo_like::route` makes everything that says which token goes where, and is never run twice: a recomputation that
+`nemo_like::route` makes everything that determines which token goes where, and is never run twice: a recomputation that
 counted other tokens than forward would send other numbers of rows, and the other ranks would wait or read garbage.
 `exchange_rows` is the all-to-all of tokens, and of what comes back.
 """
@@ -91,8 +91,8 @@ exchange_rows.register_autograd(_backward, setup_context=_setup)
 
 # How rows travel to the experts that they chose, and how results come back: one interface, several implementations.
 #
-# `SplitExperts` knows nothing else of the other ranks. An implementation routes in operators whose results are kept in every
-# mode (`nemo_like.activation_checkpointing.ops.routing_ops`), and moves rows in others, which may be repeated in
+# `SplitExperts` knows nothing else of the other ranks. An implementation routes in operators whose results are saved in
+# every mode (`nemo_like.activation_checkpointing.ops.routing_ops`), and moves rows in others, which may be repeated in
 # recomputation.
 
 
@@ -212,7 +212,7 @@ class ByToken:
 
 # Experts reached without all-to-all: each rank gathers all tokens, and the results are summed where they belong.
 #
-# Sends as many bytes as there are ranks, whatever the router says: for few ranks, and for networks and back ends whose
+# Sends as many bytes as there are ranks, whatever the router decides: for few ranks, and for networks and back ends whose
 # all-to-all is slow or missing.
 
 

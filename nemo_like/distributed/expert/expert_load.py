@@ -113,7 +113,7 @@ def reduce_idle_experts(model: nn.Module, plan: Mapping[str, str] | None = None)
 
     Args:
         model: before it is checkpointed or sharded. plan: as `ExpertParallel.plan`; lists that it calls ``each`` are such
-            lists, beside those called ``experts``.
+            lists, in addition to those called ``experts``.
 
     Returns:
         The names of these lists: those whose experts are split are none of them.

@@ -134,7 +134,7 @@ def targets_of(call: LossCall, batch: Mapping[str, Any]) -> list[Counted]:
 
 
 def marks(batch: Mapping[str, Any]) -> set[tuple[str, int]]:
-    """Numbers of `batch` by the name of their tensor that may say "does not count": the least, and what rows repeat at
+    """Numbers of `batch` by the name of their tensor that may mean "does not count": the least, and what rows repeat at
     their ends."""
     marked = set()
     for name, value in _by_row(batch).items():

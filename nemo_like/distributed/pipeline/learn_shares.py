@@ -1,6 +1,6 @@
 """Find out, from the last stage's gradients, which share of the loss of a batch each micro-batch's loss is.
 
-No model says whether its loss is a sum, a mean over rows or elements, or a mean over what counts, and of what. So in the
+No model states whether its loss is a sum, a mean over rows or elements, or a mean over what counts, and of what. So in the
 first step the loss of two micro-batches in one call gives gradients to the hidden states of both, and these must be the
 gradients that the loss of each gives alone, times its share. Layers are left out of these calls, and hidden states are
 drawn: the loss is a function of what comes behind the layers. Shares that the first batch does not tell apart are compared

@@ -47,12 +47,12 @@ def stage_parts(
     dtype: torch.dtype | None = None,
     autocast: torch.dtype | None = None,
 ) -> StageParts:
-    """Run `model`, which is not changed, on fake tensors and say who uses what.
+    """Run `model`, which is not changed, on fake tensors and return which part uses what.
 
     Args:
         model: bare; on any device, `meta` included.
-        layers: those that are to be dealt out, from `find_layers`.
-        sample_input: one microbatch: what `model` is called with.
+        layers: those that are to be divided over stages, from `find_layers`.
+        sample_input: one micro-batch: what `model` is called with.
         dtype: dtype of floating-point parameters in forward (FSDP2's ``param_dtype``); default: their own.
         autocast: run the forward under autocast to this dtype.
 
@@ -202,7 +202,7 @@ class _UseWatch(TorchDispatchMode):
                 f"pp cannot cut {type(self.model).__name__} into stages: {name} returns hidden states of shape {form[0]} "
                 f"for a sample of {rows} rows and {tokens} tokens (its first tensor of two or more dimensions), so the "
                 "shape of what a stage sends is not known for other batches. Use strategy='fsdp2' for such a model (a tower "
-                "of pictures or sounds), or say with PipelineParallel(split=...) what each stage is."
+                "of pictures or sounds), or define each stage with PipelineParallel(split=...)."
             )
         self.hidden, self.last_output, self.passed = form, hidden, {self.key(hidden)}
         self.forms.append(None if whole else len(output))
@@ -323,7 +323,7 @@ class SplitParts:
             split: as in `PipelineParallel`.
             stages: how many.
             layers: of the whole model, from `find_layers`.
-            sample_input: one microbatch: what `model` is called with.
+            sample_input: one micro-batch: what `model` is called with.
             dtype, autocast: as for `nemo_like.distributed.pipeline.stage_parts.stage_parts`.
 
         Raises:
@@ -438,7 +438,7 @@ def _layers_in(tree: nn.Module, index: int, layers: Sequence[Layer]) -> list[str
     fqns = [layer.fqn for layer in layers if layer.fqn in names]
     if not fqns:
         raise ValueError(
-            f"{_ARGUMENT}: stage {index} has none of the model's layers ({layers[0].fqn}, ...). Give it one, or say with "
+            f"{_ARGUMENT}: stage {index} has none of the model's layers ({layers[0].fqn}, ...). Give it one, or name in "
             "layers= what is to be checkpointed and sharded as one."
         )
     return fqns

@@ -285,7 +285,7 @@ def check_names(slots: list[Slot], source: Source, strict: bool) -> None:
 # Experts that a file has one by one, under the names of fused weights that the model has.
 
 _ONE = re.compile(r"(?P<around>.+\.experts)\.(?P<number>\d+)\.(?P<name>\w+)\.weight")
-# Of one expert, by family: Mixtral's files say w1, w3 and w2.
+# Of one expert, by family: Mixtral's files name w1, w3 and w2.
 _GATES, _UPS, _DOWNS = ("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")
 _RENAMED = {".block_sparse_moe.": ".mlp."}
 
