@@ -69,13 +69,13 @@ def resolve(
     Args:
         model: the bare model.
         job: on its ranks (`Job.world_size`).
-        found, chosen: from `layers_for`; all of `found` are offloaded, `chosen` are checkpointed.
+        layers, chosen: from `layers_for`; all of `layers` are offloaded, `chosen` are checkpointed.
         sample_input: one batch, for a budget or a config that measures first.
 
     Raises:
-        ValueError, TypeError: a budget without a sample input or one that cannot be met (`BudgetError`), a plan for another
-            model, layers that share keys and values or a model that is sharded where a plan cannot, a config that does not
-            fit the model.
+        ValueError, TypeError: a budget without a sample input or one that cannot be met (`BudgetError`); a plan for another
+            model; a plan where layers share keys and values or the model is sharded, and a plan cannot be used; a config
+            that does not fit the model.
     """
     if isinstance(job.ac, MemoryBudget):
         _check_budget(model, job.ac, sample_input)
@@ -306,8 +306,8 @@ def choose_layers(
     """The layers that `config` wants checkpointed, in the model's order.
 
     `config.layer_classes` replaces the candidates by the modules of these classes in or among them. Then a layer is
-    in if an include pattern matches its name, out if an exclude pattern matches it or a module that holds it, and
-    otherwise in if it saves more than `config.memory_threshold_mb`, or if nothing was measured.
+    in if an include pattern matches its name. It is out if an exclude pattern matches it or a module that contains it.
+    Otherwise it is in if it saves more than `config.memory_threshold_mb`, or if nothing was measured.
 
     Args:
         model: the model that holds them; not changed.

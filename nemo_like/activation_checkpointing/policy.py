@@ -217,8 +217,8 @@ class DecisionTable:
 
     `strict` (the default): a region that runs a listed operator more or fewer times raises `PlanMismatchError`, and a
     recomputation that needs what was skipped raises `RegionError`. Otherwise such a call, of another batch than the
-    table was made for (its mask takes another branch), keeps what still fits, skips nothing, recomputes the rest, and
-    logs it once; and the row of an attention kernel counts for whichever kernel attention is given to.
+    table was made for (its mask takes another branch), saves what still fits, skips nothing and recomputes the rest.
+    That is logged once. The row of an attention kernel then counts for whichever kernel attention is given to.
 
     Raises:
         ValueError: an unknown operator; one that can't be tracked; SKIP of an operator that always draws;

@@ -3,8 +3,8 @@
 Callers state where documents begin in one of three ways: ``position_ids`` that restart in a call without an
 ``attention_mask``, ``cu_seqlens``, or an ``attention_mask`` of document numbers (0: padding). transformers reads the first
 (in some models, where there is no cache), its SDPA ignores the second and takes the third for ones. So all three become
-positions that restart, masks that keep documents apart (for flash attention, lengths), and labels of which each document's
-first, predicted from the document before, does not count.
+positions that restart, masks that keep documents apart (for flash attention, lengths), and labels. Each document's first
+label, predicted from the document before, does not count.
 
 Together with a mask of ones and zeros, positions that restart are positions: a row with padding on its left has them.
 """

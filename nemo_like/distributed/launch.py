@@ -4,7 +4,7 @@ Why the order matters. A gloo job aborts now and then at interpreter exit, all i
 an active exception", SIGABRT). What happens, from the debugger's stack: gloo's own threads (``pt_gloo_runloop``) wake
 whoever waits for a collective first and drop the collective's tensors afterwards, for which they need the GIL where a
 tensor was seen by Python. If the main thread begins to end the interpreter while one of them waits for the GIL, CPython
-ends that thread with ``pthread_exit``, which unwinds through a C++ destructor that may not throw, and C++ calls
+ends that thread with ``pthread_exit``. That unwinds through a C++ destructor that may not throw, and C++ calls
 ``std::terminate``. ``destroy_process_group`` joins gloo's threads only where nothing refers to the group any more; a model
 under DDP or FSDP2 does. So `shutdown` comes last on every rank, and waits until those threads are idle; and
 `init_distributed` registers the same for the interpreter's exit, where handlers still run before that point. The test

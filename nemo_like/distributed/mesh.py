@@ -41,8 +41,8 @@ def build_mesh(
 ) -> DeviceMesh:
     """A mesh over all ranks of the job, from the launcher's environment; joins the process group if there is none.
 
-    Every number is checked before anything is started, from values that all ranks share, so a wrong one is the same
-    error on every rank and no rank is left waiting.
+    Every number is checked before anything is started, from values that all ranks share. So a wrong one is the same
+    error on every rank, and no rank is left waiting.
 
     Args:
         dp_replicate: groups of ranks that each hold one whole copy of the model (HSDP); 1: one copy over all ranks.

@@ -254,8 +254,7 @@ def _of_a_model(cls: type) -> bool:
 
 
 def _remembers(value: object) -> bool:
-    # type: ignore[arg-type]
-    return isinstance(value, Callable) and hasattr(value, "cache_parameters") and hasattr(value, "__wrapped__")
+    return isinstance(value, Callable) and hasattr(value, "cache_parameters") and hasattr(value, "__wrapped__")  # type: ignore[arg-type]
 
 
 def _table_content(cell: CellType) -> Any:

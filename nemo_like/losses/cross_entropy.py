@@ -38,7 +38,7 @@ def chunked_cross_entropy(
     """Cross entropy of ``head(hidden)`` and `labels`, of which only a chunk of logits exists at a time.
 
     The gradients are made in forward, chunk by chunk, and scaled in backward, so that head and loss cost the FLOPs that
-    they always do (``reduction="none"``, whose weights only backward knows, runs the head twice). Losses and the head's
+    they always do. (``reduction="none"``, whose weights only backward knows, runs the head twice.) Losses and the head's
     gradients are added in float32. Second derivatives are not known.
 
     >>> head = torch.nn.Linear(8, 100)

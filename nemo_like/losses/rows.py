@@ -44,9 +44,9 @@ class RowLoss(Protocol):
 
 
 class Apart(NamedTuple):
-    """Entries of a gradient that are to be added to it, one per token. In addition to the label's, which is as large as
-    all others together, the others would lose bits in every sum over tokens or tokens of the vocabulary, and in
-    bfloat16 itself."""
+    """Entries of a gradient that are to be added to it, one per token. Summed together with the label's, which is as
+    large as all others together, the others would lose bits: in every sum over tokens or the vocabulary, and in bfloat16
+    itself."""
 
     column: Tensor
     """(tokens,) int64"""

@@ -1,10 +1,10 @@
 """A stand-in for logits: it notes what a model does with them, and lets `F.cross_entropy` compute in chunks.
 
-A model that is called with labels puts its hidden states through a head, changes the logits a little (a soft cap, a
-scale, a cast, a shift by one token), and gives them to a loss. Here nothing of that is looked up in a table of models: the
-head answers with a `StandIn`, each operator on it is written down, and when it reaches `torch.nn.functional.cross_entropy`
-the same is done to the logits of one chunk after the other. Whatever else is done with it, it first becomes the
-logits that the model would have had: the plain path.
+A model that is called with labels puts its hidden states through a head and gives the logits to a loss. In between it
+changes the logits a little (a soft cap, a scale, a cast, a shift by one token). Here nothing of that is looked up in a
+table of models: the head answers with a `StandIn`, and each operator on it is written down. When it reaches
+`torch.nn.functional.cross_entropy`, the same is done to the logits of one chunk after the other. Whatever
+else is done with it, it first becomes the logits that the model would have had: the plain path.
 """
 
 from __future__ import annotations
@@ -102,8 +102,7 @@ class StandIn(Tensor):
         return stand_in
 
     @classmethod
-    # type: ignore[override]
-    def __torch_dispatch__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> Any:
+    def __torch_dispatch__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> Any:  # type: ignore[override]
         # Whoever goes past `__torch_function__` would compute with nothing.
         raise RuntimeError(
             f"{func} met the stand-in for the logits of a chunked loss. Use loss='model' for this model."

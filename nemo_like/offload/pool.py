@@ -1,6 +1,6 @@
 """Host memory for what is offloaded: a few large slabs, cut into blocks, within a budget.
 
-Pinning memory costs milliseconds a call and PyTorch rounds each pinned allocation up to a power of two, so blocks are
+Pinning memory costs milliseconds a call, and PyTorch rounds each pinned allocation up to a power of two. So blocks are
 cut from slabs of such sizes and reused from step to step.
 """
 

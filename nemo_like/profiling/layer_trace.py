@@ -35,8 +35,8 @@ def watch_step(
 ) -> None:
     """Run one forward and backward and tell `listener` of every layer call, by hooks that are gone afterwards.
 
-    In backward, a call begins when the gradient of one of its outputs is there, and ends when the gradient of one of
-    its inputs is or the call before it begins.
+    In backward, a call begins when the gradient of one of its outputs is there. It ends when the gradient of one of its
+    inputs is there, or when the call before it begins.
     """
     handles = []
     state = _Position()

@@ -4,7 +4,7 @@ One token is one byte (0 to 255). Nothing is tokenised, cached or downloaded, an
 memory: a window is read from disk when a step uses it.
 
 The order of the samples is a pure function of (seed, sample index), and the sample index one of (step, place in the
-global batch). It does not depend on the number of ranks, so a run that resumes on another number of ranks sees the same
+global batch). It does not depend on the number of ranks. So a run that resumes on another number of ranks sees the same
 global batches, and no state has to be saved.
 """
 

@@ -4,8 +4,7 @@ How it works. Autograd's saved-tensor hooks give each tensor that autograd would
 first handle that backward opens recomputes the region: the function runs again on the saved inputs, and hooks of the
 recomputation give each live handle its tensor, up to the last one, where the recomputation stops. Policies with
 something to keep add a dispatch mode to both runs (see `dispatch`). The region's inputs are saved by autograd itself,
-*outside*
-our hooks: hooks further out (offloading, an outer region) get them, and a later in-place change is noticed.
+*outside* our hooks: hooks further out (offloading, an outer region) get them, and a later in-place change is noticed.
 
 The design is described in the comments of PyTorch's `torch/utils/checkpoint.py` ("Nestable Checkpoint"), whose rules
 for nesting hold here; nothing is taken from it.

@@ -35,8 +35,7 @@ class Placeholder(Tensor):
     __torch_function__ = nn.Parameter.__torch_function__  # PyTorch's own: functions are not overridden
 
     @classmethod
-    # type: ignore[override]
-    def __torch_dispatch__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> Any:
+    def __torch_dispatch__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> Any:  # type: ignore[override]
         raise RuntimeError(f"{func} was given a tensor that the plan skips, outside of the recomputation that skips it")
 
 

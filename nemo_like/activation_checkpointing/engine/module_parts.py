@@ -380,8 +380,7 @@ class Outside:
             self.indices = None
 
     def learn(self, count: int, known: set[int]) -> None:
-        """After a recomputation of a forward that saved `count` tensors, of which those `known` were made in it, or are
-        watched
-        by others: parameters and buffers by `ModuleWorld`, arguments by `SavedInputs`."""
+        """Learn from a recomputation of a forward that saved `count` tensors. Those in `known` were made in it, or are
+        watched by others: parameters and buffers by `ModuleWorld`, arguments by `SavedInputs`."""
         self._count = count
         self.indices = frozenset(range(count)) - known

@@ -2,8 +2,8 @@
 
 They are found among the attributes of the region's modules, among its arguments, and among the globals that the modules'
 methods name. A `torch.Generator` that comes from elsewhere is seen when an operator is given it. Where the policy keeps
-something, every operator is seen. Looking on costs time where it does not, so there it is done in the first forward of a
-module or function, and in later ones if that one found a generator.
+something, every operator is seen. Looking on costs time where it does not. There it is done in the first forward of a module
+or function, and in later ones if that one found a generator.
 """
 
 from __future__ import annotations

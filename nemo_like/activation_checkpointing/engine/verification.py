@@ -124,14 +124,16 @@ class Verification:
     ) -> None:
         raise RegionError(
             f"Region {self._name!r}: recomputation and forward disagree, and gradients would be wrong without a word. "
-            f"Tensor {index} that autograd saved, {saved.dtype} of shape {tuple(saved.shape)}, at {saved.place()}: "
-            f"{_words(then)} in forward, {_words(now)} in recomputation; they differ by {worst:.2g} of the norm, where a "
-            f"nondeterministic kernel explains {tolerance:.2g}. It is the first one that differs. Usual causes: random "
-            "numbers from a generator that isn't torch's default one (Python's, NumPy's, a torch.Generator); a "
-            "context variable or other context that was set around forward only; hooks, adapters, training flags or "
-            "requires_grad changed since; a parameter, buffer or argument changed in place; a counter or global "
-            "state that the region reads; memory that was never written (torch.empty). Keep that out of the region, or "
-            "register it with nemo_like.activation_checkpointing.engine.ambient.register. "
+            f"The first difference is in tensor {index} that autograd saved, {saved.dtype} of shape "
+            f"{tuple(saved.shape)}, at {saved.place()}.\n"
+            f"Values: {_words(then)} in forward, {_words(now)} in recomputation. They differ by {worst:.2g} of the norm; "
+            f"a nondeterministic kernel explains {tolerance:.2g}.\n"
+            "Usual causes: random numbers from a generator that isn't torch's default one (Python's, NumPy's, a "
+            "torch.Generator); a context variable or other context that was set around forward only; hooks, adapters, "
+            "training flags or requires_grad changed since; a parameter, buffer or argument changed in place; a counter "
+            "or global state that the region reads; memory that was never written (torch.empty).\n"
+            "Keep that out of the region, or register it with "
+            "nemo_like.activation_checkpointing.engine.ambient.register.\n"
             f"{VARIABLE}=0 turns this check off."
         )
 

@@ -320,7 +320,7 @@ class LongestPosition:
             if not isinstance(made, Tensor) or made.ndim < 2 or made.shape[-2] != tokens + 1:
                 raise NotImplementedError(
                     f"cp gives {type(module).__name__} the longest position of the whole sequence behind the {tokens} of a "
-                    f"part, and what it makes of them ({_shape(made)}) has no dim for it before its last. Use cp=1."
+                    f"part. What it makes of them ({_shape(made)}) has no dim for it before its last. Use cp=1."
                 )
             return made.narrow(-2, 0, tokens)
 

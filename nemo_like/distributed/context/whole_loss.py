@@ -1,11 +1,11 @@
 """One loss for all parts of a sequence: labels shifted before the cut, normalised by all counted tokens.
 
 The model computes its loss as it always does, from its part of the logits and of the labels. While it runs, the targets
-of its cross entropy are exchanged for the right ones (the label of a part's last token is another rank's first), and
-what a "mean" divides by is counted on the whole labels, which every rank has. The parts are summed over the ranks.
+of its cross entropy are exchanged for the right ones: the label of a part's last token is another rank's first. What a
+"mean" divides by is counted on the whole labels, which every rank has. The parts are summed over the ranks.
 
-A loss that is none of tokens (a class per row, where an answer starts), and outputs that are made of a row, are computed
-from whole sequences on every rank: what comes behind the layers is given them.
+Some losses are not of tokens (a class per row, where an answer starts), and some outputs are made of a row. They are
+computed from whole sequences on every rank: what comes behind the layers is given them.
 """
 
 from __future__ import annotations

@@ -348,8 +348,7 @@ def own_views(stacked: Tensor) -> dict[int, Tensor]:
     if rows or not others:
         return {first + at: view for at, view in enumerate(local.unbind(0))}
     rest = mesh[tuple(name for name, _ in others)]
-    # type: ignore[attr-defined]
-    placements = [place if place.is_replicate() else Shard(place.dim - 1) for _, place in others]
+    placements = [place if place.is_replicate() else Shard(place.dim - 1) for _, place in others]  # type: ignore[attr-defined]
     shape = stacked.shape[1:]
     stride = torch.empty(shape, device="meta").stride()
     return {

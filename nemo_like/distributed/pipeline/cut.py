@@ -1,9 +1,9 @@
 """One stage of a model: the same modules under the same names, without what other stages hold.
 
 The stage runs the model's own forward. Layers before its own return the hidden states that were received; the first layer
-after them ends the forward. What a stage does not have is taken out: those layers, and the parameters outside of layers,
-in whose place is a tensor of zeros in one element of memory, since the code in front of the layers runs on every stage
-(it makes masks and positions) and what it makes of such weights is dropped.
+after them ends the forward. What a stage does not have is taken out: those layers, and the parameters outside of layers.
+In the place of such a parameter is a tensor of zeros in one element of memory. The code in front of the layers runs on
+every stage (it makes masks and positions), and what it makes of such weights is dropped.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Find out, from the last stage's gradients, which share of the loss of a batch each micro-batch's loss is.
 
 No model states whether its loss is a sum, a mean over rows or elements, or a mean over what counts, and of what. So in the
-first step the loss of two micro-batches in one call gives gradients to the hidden states of both, and these must be the
+first step the loss of two micro-batches in one call gives gradients to the hidden states of both. These must be the
 gradients that the loss of each gives alone, times its share. Layers are left out of these calls, and hidden states are
 drawn: the loss is a function of what comes behind the layers. Shares that the first batch does not tell apart are compared
 in each step, and where they differ the last stage is asked again.
@@ -84,7 +84,7 @@ class SharesByNames:
         if off is not None and not self._trusted and off.item() > _COUNTED:
             raise ValueError(
                 "The cross entropies of the last step counted other targets than its batch has in the tensors that had them "
-                f"in the first one (off by {off.item():.1%}), so the loss was not the mean over the whole batch. Mark what "
+                f"in the first one (off by {off.item():.1%}). So the loss was not the mean over the whole batch. Mark what "
                 "does not count in the labels themselves, not in a mask that the model applies to them."
             )
 
@@ -162,8 +162,8 @@ def learned(pipeline: StagesOfRank, batch: Mapping[str, Any], among: LossShares 
         kind = type(pipeline.stages[-1].module).__name__.removeprefix("FSDP")
         raise ValueError(
             f"pp cannot add up the losses of this {kind}'s micro-batches: its loss of two of them in one call is neither "
-            "their sum nor their mean over rows, elements or what counts in labels and masks (its gradient is off by "
-            f"{max(answer.off for answer in good):.1e} of its norm). Train it with strategy='fsdp2' and tp or cp, or give "
+            "their sum nor their mean over rows, elements or what counts in labels and masks. (Its gradient is off by "
+            f"{max(answer.off for answer in good):.1e} of its norm.) Train it with strategy='fsdp2' and tp or cp, or give "
             "it a loss in which each row or token has a term of its own."
         )
     means = [

@@ -200,7 +200,7 @@ class _UseWatch(TorchDispatchMode):
             rows, tokens = self.rows_and_tokens or ("?", "?")
             raise ValueError(
                 f"pp cannot cut {type(self.model).__name__} into stages: {name} returns hidden states of shape {form[0]} "
-                f"for a sample of {rows} rows and {tokens} tokens (its first tensor of two or more dimensions), so the "
+                f"for a sample of {rows} rows and {tokens} tokens (its first tensor of two or more dimensions). So the "
                 "shape of what a stage sends is not known for other batches. Use strategy='fsdp2' for such a model (a tower "
                 "of pictures or sounds), or define each stage with PipelineParallel(split=...)."
             )

@@ -47,8 +47,8 @@ def apply_tensor_parallel(
         mesh: the one-dimensional tensor-parallel mesh, such as ``mesh["tp"]``. With one rank nothing is done.
         plan: FQN pattern (``*`` within one dotted segment) of modules to a `ParallelStyle` of torch or the name of a
             style (`tp_styles.known_styles`); None: the model's ``tp_plan``, else ``config.base_model_tp_plan``.
-        sequence_parallel: between attention and MLP, each rank keeps its part of the sequence (dim 1 of (B, S, D)), so
-            that norms and residuals are neither computed nor saved on every rank. S must be divisible by the ranks.
+        sequence_parallel: between attention and MLP, each rank keeps its part of the sequence (dim 1 of (B, S, D)).
+            So norms and residuals are neither computed nor saved on every rank. S must be divisible by the ranks.
             After Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022).
         loss_parallel: leave the logits cut by vocabulary, as a DTensor; compute the loss under
             `torch.distributed.tensor.parallel.loss_parallel`.

@@ -128,8 +128,7 @@ class StridedDTensor(DTensor):
     """A DTensor that DCP saves and loads as the boxes that it is; operators give one where they keep the placements."""
 
     @classmethod
-    # type: ignore[override]
-    def __torch_dispatch__(cls, func: Any, types: Any, args: object = (), kwargs: object = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: object = (), kwargs: object = None) -> Any:  # type: ignore[override]
         result = super().__torch_dispatch__(func, types, args, kwargs)
         # Copies on another device, as an asynchronous save makes them, are such tensors again.
         return result if func._schema.is_mutable else tree_map_only(DTensor, in_boxes, result)
