@@ -21,6 +21,15 @@ FIRST_WORDS = {"What", "Of", "Those", "Whether", "Where", "Not", "How", "Which"}
 """A docstring begins with a verb, or names the thing."""
 FILLERS = {"found", "own", "made", "given", "asked", "said", "e", "s"}
 """Names that do not say what a thing is."""
+NOT_WRITTEN = re.compile(
+    r"(?<![\w.'\"-])(?:replay(?:s|ed|ing)?|microbatch(?:es)?|says?|said|beside|asks|stands?|lies|dealt|twins?|"
+    r"(?:no|some|any)body(?:'s)?|(?:has|have|had) not got|room for|"
+    r"(?<!there )(?:is|are|was|were) no (?!longer\b|more\b|less\b|other\b|such\b|need\b)[a-z]+)"
+    r"(?![\w='\"-]|:| is\b)",
+    re.IGNORECASE,
+)
+"""Words of docstrings and messages in whose place the field has its own: recompute, micro-batch, states, next to, uses, is,
+is stored, divided over, no one, does not have, is not a ...; not where they are names in code (``microbatches=``)."""
 LIMITS = {
     "share of long sentences on the worst page, percent": 6,
     "paragraphs of pages above six lines": 0,
@@ -29,6 +38,7 @@ LIMITS = {
     "fmt: skip outside of planning": 0,
     "fmt: skip in planning": 0,
     "filler names outside of planning, per thousand": 2.8,
+    "words that are not written, outside of planning": 8,
 }
 """They may only fall."""
 
@@ -87,6 +97,20 @@ def docstrings(path: Path) -> Iterator[tuple[int, str]]:
                 yield statement.lineno, (re.findall(r"[\w']+", value.value) or [""])[0]
 
 
+def unwritten(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the line and the word of each match of `NOT_WRITTEN` in docstrings and messages.
+
+    A string without a space is a name, as is text between backticks; examples (``>>>``) are code.
+    """
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value.strip():
+            text = re.sub(
+                r"`[^`]*`|^ *(?:>>>|\.\.\.) .*$", lambda code: re.sub(r".", "`", code[0]), node.value, flags=re.M
+            )
+            for match in NOT_WRITTEN.finditer(text):
+                yield node.lineno + text.count("\n", 0, match.start()), match[0]
+
+
 def names(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the line and the name of each variable that is stored, and of each argument."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -97,7 +121,7 @@ def names(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def places(what: str) -> Iterator[str]:
-    """Yield every place that a count is of; `what`: sentence, paragraph, docstring, skip or filler."""
+    """Yield every place that a count is of; `what`: sentence, paragraph, docstring, skip, filler or word."""
     if what in ("sentence", "paragraph"):
         for page in pages():
             text, name = page.read_text(encoding="utf-8"), page.relative_to(ROOT)
@@ -114,6 +138,9 @@ def places(what: str) -> Iterator[str]:
         name = path.relative_to(ROOT)
         if what == "docstring":
             yield from (f"{name}:{line}: {word}" for line, word in docstrings(path) if word in FIRST_WORDS)
+        elif what == "word":
+            if not in_planning(path):
+                yield from (f"{name}:{line}: {word}" for line, word in unwritten(path))
         elif what == "filler":
             yield from (f"{name}:{line}: {word}" for line, word in names(path) if word in FILLERS)
         else:
@@ -139,6 +166,7 @@ def counts() -> dict[str, float]:
         found[f"docstrings that begin with a question word, {where}"] += questions
         found[f"fmt: skip {where}"] += path.read_text(encoding="utf-8").count("# fmt: skip")
         if not in_planning(path):
+            found["words that are not written, outside of planning"] += sum(1 for _ in unwritten(path))
             every_name = [name for _, name in names(path)]
             stored, fillers = stored + len(every_name), fillers + sum(name in FILLERS for name in every_name)
     found["share of long sentences on the worst page, percent"] = round(worst, 1)
@@ -151,7 +179,7 @@ def main() -> int:
     """Print what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pages", action="store_true", help="print a line for each page")
-    parser.add_argument("--list", choices=("sentence", "paragraph", "docstring", "skip", "filler"), dest="what")
+    parser.add_argument("--list", choices=("sentence", "paragraph", "docstring", "skip", "filler", "word"), dest="what")
     options = parser.parse_args()
     if options.what:
         print("\n".join(places(options.what)))

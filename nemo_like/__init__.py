@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from nemo_like._util.lazy import lazy_names
 
-if TYPE_CHECKING:  # what type checkers and editors see of the names below; "as" says that they are public
+if TYPE_CHECKING:  # what type checkers and editors see of the names below; "as" marks them as public
     from nemo_like.activation_checkpointing.apply import apply_specs as apply_specs
     from nemo_like.activation_checkpointing.engine import (
         make_selective_checkpoint_context_fn as make_selective_checkpoint_context_fn,
@@ -80,7 +80,7 @@ if TYPE_CHECKING:  # what type checkers and editors see of the names below; "as"
     from nemo_like.profiling import ProfileReport as ProfileReport
 
 __version__ = "0.1.0"
-"""The only place that says it: packaging reads this line, without importing the package."""
+"""The version's only place: packaging reads this line, without importing the package."""
 
 _WHERE = {
     "activation_checkpointing.apply": ("apply_specs",),

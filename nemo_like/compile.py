@@ -24,7 +24,7 @@ def compile_layers(model: nn.Module, backend: str = "inductor", layers: Iterable
     """Compile each repeated layer of `model` in place with `nn.Module.compile`; no name changes (no ``_orig_mod``).
 
     A whole-layer selective wrapper is compiled itself, so that the partitioner reads the recompute tags. Any other
-    whole-layer wrapper is compiled inside: its replay runs the compiled layer again. A layer whose sub-modules are
+    whole-layer wrapper is compiled inside: its recomputation runs the compiled layer again. A layer whose sub-modules are
     wrapped is one graph: compiled piece by piece, gradients of the residual stream would be summed in another order.
     ``"eager"`` has no partitioner, so there every wrapper is compiled inside.
 
@@ -65,7 +65,7 @@ def _inside_of_regions(layer: nn.Module) -> list[nn.Module]:
 def _outermost(layer: nn.Module) -> nn.Module:
     """Return the modules of a layer to compile. One without a wrapper is compiled whole, wrapped sub-modules
     included."""
-    if isinstance(layer, OffloadWrapper):  # its hooks stand outside of the graph
+    if isinstance(layer, OffloadWrapper):  # its hooks are outside of the graph
         layer = wrapped_module(layer)
     return layer if getattr(layer, SELECTIVE_AC_WRAPPER_FLAG, False) else unwrap_checkpoint_wrapper(layer)
 

@@ -1,4 +1,4 @@
-"""The command-line flags of a job: each stands here once, with the field of `Job` that it sets, its help and its words.
+"""The command-line flags of a job: each is here once, with the field of `Job` that it sets, its help and its words.
 
 Commands and recipes take the flags that they support by name (`add_flags`, `flag`), and make their `Job` with `job_of`. What
 a front does not take is not among its options, so that nothing is dropped without a word.
@@ -68,7 +68,7 @@ class Flag:
     words: str = ""
     """Values that it may have, for its help; default: its choices."""
     note: str = ""
-    """Its help where it says the opposite of its field."""
+    """Its help where it means the opposite of its field."""
 
     @property
     def word(self) -> str:
@@ -136,7 +136,7 @@ FLAGS: dict[str, Flag] = {
         Flag("reshard_after_forward", "strategy.reshard_after_forward", "default", words="default | yes | no | ranks"),
         Flag("prefetch", "strategy.forward_prefetch", FSDP2.forward_prefetch, int, least=0),
         Flag("alloc_conf", "allocator", None, on="plan fit"),
-        Flag("no_skip", "search.skip", False, bool, note="Recompute every op, also those that nobody reads."),
+        Flag("no_skip", "search.skip", False, bool, note="Recompute every op, also those that nothing reads."),
         Flag("host", "search.host", False, bool),
         Flag("host_memory", "search.host_memory", "64GiB", on="plan fit"),
         Flag("measure", "search.measure", False, bool),
@@ -189,7 +189,7 @@ def job_of(values: Mapping[str, Any], **fields: Any) -> Job:
 
     Args:
         values: by name of the flag; those that are absent mean the table's defaults.
-        fields: fields of `Job` that no flag says, such as ``layers``; they win.
+        fields: fields of `Job` that no flag sets, such as ``layers``; they win.
 
     Raises:
         ValueError, TypeError: as `Job.of`; the message names the flag.
@@ -219,7 +219,7 @@ def job_of(values: Mapping[str, Any], **fields: Any) -> Job:
 
 
 def changed_flags(job: Job, changed: Job) -> dict[str, Any]:
-    """Return the values, by name, of the flags that say something else of `changed` than of `job`."""
+    """Return the values, by name, of the flags that have another value in `changed` than in `job`."""
     flags = {}
     for flag in FLAGS.values():
         before, after = (functools.reduce(getattr, flag.field.split("."), each) for each in (job, changed))

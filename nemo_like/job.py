@@ -143,8 +143,8 @@ class Job:
     whether the output is dropped before backward, and the optimizer. Default: ``out = model(**batch);
     out.loss.backward()``, then one step of AdamW."""
     planned_tokens: int | None = None
-    """Tokens of the largest micro-batch of one rank that memory was planned for, as `nemo-like fit` says it where there
-    is no plan to know it. A larger batch is trained on, and a warning says so once."""
+    """Tokens of the largest micro-batch of one rank that memory was planned for. `nemo-like fit` reports it, for jobs
+    without a plan. A larger batch is trained on, and a warning is logged once."""
     device: torch.device | None = None
     """The device that the model goes to; None: this rank's accelerator if there is one, else the CPU."""
     gpu: Any = None
@@ -215,7 +215,7 @@ class Job:
 
     @property
     def ranks(self) -> int:
-        """Ranks of the job; 1 where nobody said."""
+        """Ranks of the job; 1 where it is not known."""
         return self.world_size or 1
 
     @property
@@ -252,7 +252,7 @@ class Job:
 
     @property
     def chunks(self) -> ChunkedLoss | None:
-        """`loss` with what it is compiled by: as the layers are, unless it says something else."""
+        """`loss` with what it is compiled by: as the layers are, unless it has its own setting."""
         if self.loss is None or self.loss.compile is not None:
             return self.loss
         return replace(self.loss, compile=self.compile)
@@ -281,14 +281,14 @@ class Job:
     # --- as code ---------------------------------------------------------------------------------------------------
 
     def as_call(self, *, model: str = "model", sample: str | None = None, plan: str = "plan.json") -> str:
-        """Return the line of Python that asks for this job.
+        """Return the line of Python that makes this job.
 
         Args:
             model, sample: what the line calls the model and its sample input.
             plan: the file that the line loads, where `ac` is a `Plan`.
 
         What only predictions read (`gpu`, `world_size`, `allocator`) is not in the line: the launcher and the environment
-        say it where the line runs.
+        write it where the line runs.
         """
         words = [f"{name}={text}" for name, text in self.words(plan).items()]
         if sample is not None:

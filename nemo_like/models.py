@@ -146,7 +146,7 @@ class ModelSource:
     def built(
         self, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
     ) -> tuple[nn.Module, ModelSource]:
-        """`build`, and this source with what the model of a ``module:function`` says: its sample input, and its config
+        """`build`, and this source with what the model of a ``module:function`` declares: its sample input, and its config
         where it is one of transformers."""
         with torch.device(device):
             made = self._made()
@@ -179,7 +179,7 @@ class ModelSource:
 
     @property
     def vocab_size(self) -> int | None:
-        """Return the number of token ids; None where the model does not say."""
+        """Return the number of token ids; None where the model does not state it."""
         return getattr(_text_config(self.config), "vocab_size", None)
 
     def sample_input(
@@ -206,7 +206,7 @@ def resolve_model(spec: str) -> ModelSource:
     path = Path(spec)
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ValueError(f"Model {spec!r} is a folder without a config.json, which says what to build.")
+            raise ValueError(f"Model {spec!r} is a folder without a config.json, which states what to build.")
         path = path / "config.json"
     if path.is_file():
         return _from_mapping(spec, read_config(path))
@@ -224,27 +224,27 @@ def resolve_model(spec: str) -> ModelSource:
 
 
 def most_positions(config: object) -> int | None:
-    """Return the tokens of the longest sequence that a model of `config` takes; None: the config does not say."""
+    """Return the tokens of the longest sequence that a model of `config` takes; None: the config does not state it."""
     text = _text_config(config)
     positions = getattr(text, "max_position_embeddings", None)
     if isinstance(positions, bool) or not isinstance(positions, int) or positions < 1:
         return None
     rope = getattr(text, "rope_parameters", None) or {}
     ropes = [rope, *(part for part in rope.values() if isinstance(part, Mapping))]  # one for each kind of layer
-    # Scaled (YaRN and others): the config says the length before it, the factor, or both.
+    # Scaled (YaRN and others): the config has the length before it, the factor, or both.
     scaled = [(part.get("factor") or 1) * (part.get("original_max_position_embeddings") or positions) for part in ropes]
     return int(max(positions, *scaled))
 
 
 def check_positions(config: object, option: str, tokens: int) -> None:
-    """Raise ValueError where sequences of `tokens` tokens, as `option` asks for, are longer than a model of `config` takes.
+    """Raise ValueError where sequences of `tokens` tokens, as `option` requires, are longer than a model of `config` takes.
 
     Without a word in `config` on its positions, nothing is checked.
     """
     most = most_positions(config)
     if most is not None and tokens > most:
         raise ValueError(
-            f"{option} asks for sequences of {tokens} tokens, and the model has positions for {most} "
+            f"{option} requires sequences of {tokens} tokens, and the model has positions for {most} "
             "(max_position_embeddings of its config). Give fewer, or a config with more."
         )
 
@@ -263,7 +263,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """Return the contents of a ``config.json``.
 
     Raises:
-        ValueError: it is not JSON, or says no ``model_type``.
+        ValueError: it is not JSON, or has no ``model_type``.
     """
     try:
         loaded = json.loads(path.read_text(encoding="utf-8"))
@@ -333,7 +333,7 @@ def _import_factory(spec: str) -> Callable[[], Any]:
             "model by itself."
         ) from error
     except ValueError:
-        pass  # a builtin, whose arguments nobody knows
+        pass  # a builtin, whose arguments are not known
 
     def build() -> Any:
         made = factory()

@@ -135,8 +135,8 @@ def parallelize(
     """Make `model` ready to train: shard it, checkpoint its activations, compile its layers. Returns it.
 
     The model is changed in place and returned; ``ddp`` returns the `DistributedDataParallel` around it. Build the
-    optimizer afterwards: sharding replaces the parameters. Where something is replayed, calls with gradients on
-    go without a key/value cache (a replay would write it twice), unless layers hand states on through it; the config
+    optimizer afterwards: sharding replaces the parameters. Where something is recomputed, calls with gradients on
+    go without a key/value cache (recomputation would write it twice), unless layers hand states on through it; the config
     stays as it is. Packed rows (``position_ids`` that restart where there is no mask, ``cu_seqlens``, a mask of document
     numbers) of a Hugging Face model train as their documents one by one, under every ``ac``: no attention over an edge, no
     loss for a document's first token.
@@ -162,7 +162,7 @@ def parallelize(
     check_model(model)
     settings: dict[str, Any] = {"strategy": strategy, "ac": ac, **keywords}
     if isinstance(strategy, Job):
-        settings.pop("ac")  # the default, unless somebody gave it too
+        settings.pop("ac")  # the default, unless it was given too
         settings |= {} if ac == "selective" else {"ac": ac}
     try:
         job = Job.of(**settings)
@@ -368,7 +368,7 @@ def _sized_by(job: Job, mesh: DeviceMesh) -> Job:
 
 
 def _comes_in_split(model: object) -> bool:
-    """Return whether transformers has split and sharded `model`, as its `DistributedConfig` says."""
+    """Return whether transformers has split and sharded `model`, by its `DistributedConfig`."""
     decided = getattr(getattr(model, "config", None), "distributed_config", None)
     return decided is not None and isinstance(model, FSDPModule) and not hasattr(model, _MARK)
 
@@ -386,7 +386,7 @@ def _checkpoint_as_it_came(model: nn.Module, job: Job, mesh: DeviceMesh | None, 
         wanted = job.words().get(name, getattr(job, name)) if differing else mesh
         raise ValueError(
             f"{name} is {wanted}, and this {type(model).__name__.removeprefix('FSDP')} was split and sharded by "
-            "transformers as its distributed_config says, and stays so. Say it there, or load the model without one."
+            "transformers by its distributed_config, and stays so. Set it there, or load the model without one."
         )
     model = checkpoint(model, replace(job, world_size=world_size()), sample_input)
     if job.compile is not None:
@@ -455,5 +455,5 @@ def _replicate(model: nn.Module, mesh: DeviceMesh | None, job: Job, place: torch
         process_group=group,
         find_unused_parameters=options.find_unused_parameters,
         bucket_cap_mb=options.bucket_cap_mb,  # None: torch's default
-        gradient_as_bucket_view=True,  # or every gradient would be held twice
+        gradient_as_bucket_view=True,  # or every gradient would be in memory twice
     )

@@ -118,7 +118,7 @@ def cut_into_stages(model: nn.Module, job: Job, mesh: DeviceMesh, sample_input: 
     """
     if sample_input is None:
         raise ValueError(
-            "pp needs sample_input=, one microbatch as the model is called with it ({'input_ids': ..., 'labels': ...}): it "
+            "pp needs sample_input=, one micro-batch as the model is called with it ({'input_ids': ..., 'labels': ...}): it "
             "shows which parameters run before and after the layers, and the shape of what stages send."
         )
     layers_found, _ = layers_for(model, job)
@@ -152,7 +152,7 @@ def _planned(model: nn.Module, job: Job, sample_input: object) -> Job:
     """Return `job` with its budget as a plan, and with what a plan decides of the pipeline."""
     pp = job.pp
     if isinstance(job.ac, MemoryBudget):
-        from nemo_like.planning.planner import plan_for  # only a budget asks the planner
+        from nemo_like.planning.planner import plan_for  # only a budget uses the planner
 
         job = replace(job, ac=plan_for(model, job, sample_input=sample_input))
     elif pp.balance == "memory":
@@ -177,7 +177,7 @@ def _refuse(model: nn.Module, layers: Any, pp: PipelineParallel) -> None:
     if len(groups) > 1 and pp.split is None:
         raise ValueError(
             f"pp cannot cut {kind}: it has layers in {len(groups)} groups ({', '.join(sorted(groups))}), and a pipeline is "
-            "one chain. Name one group's with layers=, say with PipelineParallel(split=...) what each stage is, or use "
+            "one chain. Name one group's with layers=, define each stage with PipelineParallel(split=...), or use "
             "strategy='fsdp2' with tp or cp."
         )
     if kv_sharing.has_kv_sharing(model):
@@ -187,11 +187,11 @@ def _refuse(model: nn.Module, layers: Any, pp: PipelineParallel) -> None:
     config = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False) and pp.split is None:
         raise ValueError(
-            f"pp cannot cut {kind}: encoder and decoder are two chains. Say with PipelineParallel(split=...) what each "
+            f"pp cannot cut {kind}: encoder and decoder are two chains. Define with PipelineParallel(split=...) what each "
             "stage is, or use strategy='fsdp2' with tp."
         )
     if getattr(config, "output_router_logits", False):
         raise ValueError(
             f"pp cannot cut {kind} with output_router_logits=True: the balance loss is made of all layers' routers, which "
-            "the last stage has not got. Set config.output_router_logits=False."
+            "the last stage does not have. Set config.output_router_logits=False."
         )

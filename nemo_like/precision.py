@@ -57,7 +57,7 @@ def autocast_forward(
 
 
 def _ignoring_self(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward that somebody set on the instance as a bare function, callable as a method."""
+    """A forward that was set on the instance as a bare function, callable as a method."""
     return functools.wraps(function)(lambda self, *args, **kwargs: function(*args, **kwargs))
 
 
@@ -95,7 +95,7 @@ def float8_linears(layers: Sequence[nn.Module], matmuls: str, device_type: str, 
     """Replace the linears in `layers` by torchao's, which multiply in float8 with scales of each call's own.
 
     In place: parameters keep their names, and stay the same unless they are to be gathered in float8. Linears with a side
-    that is no multiple of 16, which the kernels need, stay as they are.
+    that is not a multiple of 16, which the kernels need, stay as they are.
 
     Args:
         layers: what repeats; embedding and head are left alone.
@@ -135,7 +135,7 @@ def without_float8(tensor: Tensor) -> Tensor:
     local: Any = tensor.to_local() if isinstance(tensor, DTensor) else None
     if not isinstance(tensor, DTensor) or not type(local).__module__.startswith("torchao.float8"):
         return tensor
-    stored = getattr(local, local.__tensor_flatten__()[0][0])  # the weight; beside it there may be its scale
+    stored = getattr(local, local.__tensor_flatten__()[0][0])  # the weight; with it there may be its scale
     return DTensor.from_local(
         stored, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )

@@ -1,4 +1,4 @@
-"""`resolve`: whatever the caller said, as a list of `CheckpointSpec`. Nothing here changes the model."""
+"""`resolve`: whatever the caller wrote, as a list of `CheckpointSpec`. Nothing here changes the model."""
 
 from __future__ import annotations
 
@@ -69,17 +69,17 @@ def resolve(
     Args:
         model: the bare model.
         job: on its ranks (`Job.world_size`).
-        found, chosen: from `layers_for`; all of `found` are offloaded, `chosen` are checkpointed.
+        layers, chosen: from `layers_for`; all of `layers` are offloaded, `chosen` are checkpointed.
         sample_input: one batch, for a budget or a config that measures first.
 
     Raises:
-        ValueError, TypeError: a budget without a sample input or one that cannot be met (`BudgetError`), a plan for another
-            model, layers that share keys and values or a model that is sharded where a plan cannot, a config that does not
-            fit the model.
+        ValueError, TypeError: a budget without a sample input or one that cannot be met (`BudgetError`); a plan for another
+            model; a plan where layers share keys and values or the model is sharded, and a plan cannot be used; a config
+            that does not fit the model.
     """
     if isinstance(job.ac, MemoryBudget):
         _check_budget(model, job.ac, sample_input)
-        from nemo_like.planning.planner import plan_for  # only a budget asks the planner
+        from nemo_like.planning.planner import plan_for  # only a budget uses the planner
 
         plan = plan_for(model, replace(job, layers=tuple(layer.fqn for layer in chosen)), sample_input=sample_input)
         if is_rank_zero():
@@ -138,7 +138,7 @@ def config_specs(
     if through_cache and config.mode != "submodule":
         warn_once(
             f"ac={config.mode!r} was asked for, but this model's layers share keys and values through the cache, which a "
-            "replayed attention would write twice: checkpointing MLPs and norms only."
+            "recomputed attention would write twice: checkpointing MLPs and norms only."
         )
         how["policy"] = FullPolicy()
     if through_cache or config.mode == "submodule":
@@ -181,7 +181,7 @@ def _policy(config: CheckpointConfig) -> Policy:
 
 
 def _submodule_names(layers: Sequence[Layer], *, skip_attention: bool) -> list[str]:
-    """Norms, attentions and MLPs of the layers, each module once; layers without any are left out (said once).
+    """Norms, attentions and MLPs of the layers, each module once; layers without any are left out (logged once).
 
     Raises:
         ValueError: no layer has any.
@@ -191,7 +191,7 @@ def _submodule_names(layers: Sequence[Layer], *, skip_attention: bool) -> list[s
     if len(without) == len(layers):
         raise ValueError(
             f"A {without[0]} has no MLP, attention or norm sub-module to checkpoint; use ac='full' or 'selective', which "
-            "replay whole layers."
+            "recompute whole layers."
         )
     if without:
         warn_once(
@@ -209,7 +209,7 @@ def _refuse_plan_through_cache(model: nn.Module, asked: MemoryBudget | Plan) -> 
     if kv_sharing.needs_cache(model):
         what = f"ac is {asked}" if isinstance(asked, MemoryBudget) else "ac is a plan"
         raise ValueError(
-            f"{what}, but this model's layers share keys and values through the cache, which a replay would write "
+            f"{what}, but this model's layers share keys and values through the cache, which recomputation would write "
             "twice, so whole layers can't follow a plan. Use ac='submodule'."
         )
 
@@ -234,7 +234,7 @@ def _sharded(model: nn.Module) -> str | None:
 
 
 def _measured_bytes(model: nn.Module, config: CheckpointConfig, sample_input: object) -> dict[str, int] | None:
-    """Activation bytes by layer name, where the config asks for a measurement and there is an input for it."""
+    """Activation bytes by layer name, where the config requests a measurement and there is an input for it."""
     wanted = config.profile_before_apply or config.mode == "sequential"
     if config.mode == "none" or not wanted or sample_input is None:
         return None
@@ -264,7 +264,7 @@ def timestep_specs(model: nn.Module, config: CheckpointConfig) -> list[Checkpoin
     modules of `layer_classes`, or matched by `include_patterns`, or PyTorch's own (`nn.LSTMCell` and so on).
 
     Raises:
-        ValueError: there is no such module; the message says how to name it.
+        ValueError: there is no such module; the message states how to name it.
     """
     modules = [(name, module) for name, module in bare_modules(model) if name]
     unrolled = [name for name, module in modules if isinstance(bare(module), UnrolledCell)]
@@ -306,8 +306,8 @@ def choose_layers(
     """The layers that `config` wants checkpointed, in the model's order.
 
     `config.layer_classes` replaces the candidates by the modules of these classes in or among them. Then a layer is
-    in if an include pattern matches its name, out if an exclude pattern matches it or a module that holds it, and
-    otherwise in if it saves more than `config.memory_threshold_mb`, or if nothing was measured.
+    in if an include pattern matches its name. It is out if an exclude pattern matches it or a module that contains it.
+    Otherwise it is in if it saves more than `config.memory_threshold_mb`, or if nothing was measured.
 
     Args:
         model: the model that holds them; not changed.
@@ -329,7 +329,7 @@ def choose_layers(
     measured = config.profile_before_apply and saved_bytes is not None
     if config.profile_before_apply and saved_bytes is None:
         warn_once(
-            "CheckpointConfig.profile_before_apply asks for a measurement, but there is neither a profile nor a sample "
+            "CheckpointConfig.profile_before_apply requests a measurement, but there is neither a profile nor a sample "
             "input: memory_threshold_mb is not used, and every layer that no pattern excludes is checkpointed. Pass a "
             "profile, or set profile_before_apply=False."
         )

@@ -1,7 +1,7 @@
 """The private names of PyTorch that this package uses: the only module that imports or reads one, ordered by topic.
 
-They are those of torch 2.13.0, 2.14.1 and 2.15.0, unless it says otherwise, and are used as they are: in a release
-without one, the import or the call fails and names it. Where more can be said, the error says what needs it. Whoever
+They are those of torch 2.13.0, 2.14.1 and 2.15.0, unless noted otherwise, and are used as they are: in a release
+without one, the import or the call fails and names it. Where more is known, the error names what requires it. Whoever
 adds a release looks here first. Attributes of objects that everybody reads (`nn.Module._modules` and its like,
 `Tensor._version`, an operator's `_schema`) stay where they are used; `tests/test_torch_compat.py` has the list.
 """
@@ -362,7 +362,7 @@ _eval_frame: Any = torch._C._dynamo.eval_frame
 def disable_dynamo_lru_cache() -> None:
     """Make Dynamo try compiled graphs in the order they were made.
 
-    With several microbatches in flight, its most-recently-used order may pick a dynamic-shape graph for a region whose
+    With several micro-batches in flight, its most-recently-used order may pick a dynamic-shape graph for a region whose
     forward ran the static one.
     """
     _eval_frame._set_lru_cache(False)
@@ -438,7 +438,7 @@ def without_fsdp_hooks(module: object) -> Iterator[None]:
 def call_in_fsdp_unit(module: Any, inside: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
     """``inside(hidden)`` between the FSDP2 hooks of `module`, which run once however often `inside` calls it.
 
-    All other hooks of `module` run at each of these calls, and only then. Where `module` has no hooks of FSDP2 (it lies
+    All other hooks of `module` run at each of these calls, and only then. Where `module` has no hooks of FSDP2 (it is
     in another module's unit, or in none), this is ``inside(hidden)``.
     """
     pre = module._forward_pre_hooks if isinstance(module, nn.Module) else {}
@@ -576,7 +576,7 @@ def as_dtensor_type(kind: type[DTensor], tensor: DTensor) -> DTensor:
 
 
 def fsdp_param_groups(module: nn.Module) -> Iterator[Any]:
-    """FSDP2's parameter groups at `module`; none where it is no unit."""
+    """FSDP2's parameter groups at `module`; none where it is not a unit."""
     state = getattr(module, "_get_fsdp_state", None)
     if state is not None:
         yield from state()._fsdp_param_groups
@@ -635,8 +635,8 @@ def read_dtypes_again(module: nn.Module) -> None:
 def free_last_gather(module: nn.Module) -> None:
     """Free the flat buffer that the FSDP2 unit at `module` was gathered into last, of which its parameters are copies.
 
-    FSDP2 keeps it until the next unit is gathered in forward, also where the forward is a replay in backward, behind which
-    there may be none before the next step. 2.15 has a method for it.
+    FSDP2 keeps it until the next unit is gathered in forward, also where the forward is recomputation in backward,
+    behind which there may be none before the next step. 2.15 has a method for it.
     """
     for group in fsdp_param_groups(module):
         comm: Any = getattr(group, "comm_ctx", None)  # set in the first forward
@@ -695,7 +695,7 @@ class VotingStage(PipelineStage):
     """torch's pipeline stage, whose vote before the first step needs no other rank under the ``fake`` back end."""
 
     def _warmup_backward_result(self, received_result: Tensor | None = None) -> Tensor:
-        """Return whether all stages know what they send and receive: under the ``fake`` back end the others say
+        """Return whether all stages know what they send and receive: under the ``fake`` back end the others report
         nothing."""
         if torch.distributed.get_backend(self.group) == "fake":
             return torch.ones(1, dtype=torch.int32)
@@ -714,13 +714,13 @@ def backward_in_halves() -> tuple[Callable[..., Any], Callable[..., Any]]:
         return halves.stage_backward_input, halves.stage_backward_weight
     except (ImportError, AttributeError) as error:
         raise RuntimeError(
-            f"torch {torch.__version__} does not show how it cuts a backward in two, so that the bytes which are kept "
+            f"torch {torch.__version__} does not show how it cuts a backward in two, so that the bytes which are saved "
             "between the halves can't be predicted. Use a schedule that does not: 1f1b or interleaved_1f1b."
         ) from error
 
 
 def schedule_from_file(path: str, stages: object, microbatches: int, **options: object) -> Any:
-    """torch's schedule for what the CSV file at `path` says.
+    """torch's schedule from the CSV file at `path`.
 
     Raises:
         RuntimeError: this torch has no such schedule where we know it.

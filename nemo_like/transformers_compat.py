@@ -35,7 +35,7 @@ ATTENTION_LOOKUP = "ALL_ATTENTION_FUNCTIONS"
 TEMPERATURE_TUNING = "attn_temperature_tuning"
 """An attribute of Llama 4's attention, which then counts positions from its cache's length."""
 COUNT_IDS = "create_position_ids_from_input_ids"
-"""A function of RoBERTa and its kin: positions over the ids that are no padding."""
+"""A function of RoBERTa and its kin: positions over the ids that are not padding."""
 MASK_OF_IDS = "make_default_2d_attention_mask"
 """A function of T5Gemma's file, which is called where no mask is given."""
 SHIFT_RIGHT = "shift_tokens_right"
@@ -87,7 +87,7 @@ def _inside(module: str, name: str) -> Any:
 
 
 def model_base() -> Any:
-    """The base class of transformers' models; None where nobody has imported transformers."""
+    """The base class of transformers' models; None where transformers is not imported."""
     return None if "transformers.modeling_utils" not in sys.modules else _inside("modeling_utils", "PreTrainedModel")
 
 
@@ -112,7 +112,7 @@ def mask_interface() -> Any:
 
 
 def causal_mask_function() -> Any:
-    """The function of places that stands for a plain causal mask."""
+    """The function of places that means a plain causal mask."""
     return _inside("masking_utils", "causal_mask_function")
 
 

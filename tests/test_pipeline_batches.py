@@ -29,7 +29,7 @@ def test_rows_are_cut_filled_and_put_together_again() -> None:
     assert (rows, tokens) == (2, 4) and parts[1]["labels"].tolist() == [[6, 7, -100, 8], [-1] * 4]
     assert parts[1]["ids"].tolist() == [[6, 7, 100, 8]] * 2 and parts[0]["scale"] is batch["scale"]
     with pytest.raises(
-        ValueError, match="The batch has 3 rows and the pipeline 2 microbatches: give a multiple of 2 rows"
+        ValueError, match="The batch has 3 rows and the pipeline 2 micro-batches: give a multiple of 2 rows"
     ):
         cut_batch(batch, 2)
     with pytest.raises(ValueError, match="no tensor of shape"):

@@ -32,7 +32,7 @@ _NOISE = {
     # A kernel of bitsandbytes for generation, on CPUs that have AVX-512.
     "bitsandbytes.backends.cpu.ops": _Without("Failed to load CPU gemm_4bit_forward from kernels-community"),
 }
-"""By logger, what it says while it is imported."""
+"""By logger, what it reports while it is imported."""
 _PYTREE_NOISE = _Without("is an Enum subclass and is now natively supported")
 
 
@@ -47,7 +47,7 @@ def start_logging() -> None:
     logging.getLogger("nemo_like").setLevel(logging.INFO)
     for name, noise in (_NOISE | {PYTREE_LOGGER: _PYTREE_NOISE}).items():
         logging.getLogger(name).addFilter(noise)
-    # What peft asks transformers for.
+    # What peft uses of transformers.
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def attribute_docs(source: str, cls: str | None) -> dict[str, str]:
-    """Return names with the string that stands below their assignment: at the top level, or in the class `cls`."""
+    """Return names with the string below their assignment: at the top level, or in the class `cls`."""
     body: list[ast.stmt] = ast.parse(textwrap.dedent(source)).body
     if cls is not None:
         body = next(node.body for node in body if isinstance(node, ast.ClassDef) and node.name == cls)

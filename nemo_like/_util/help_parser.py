@@ -53,7 +53,7 @@ class HelpParser(argparse.ArgumentParser):
         return re.sub(r"(?<![\w.-])([a-z_0-9]+)=('[^']*'|[\w.%-]*\w%?)", option, message)
 
     def add_argument(self, *names: Any, **settings: Any) -> argparse.Action:
-        """Add an option to its group; a new one stands in `GROUPS` first (KeyError)."""
+        """Add an option to its group; a new group is added to `GROUPS` first (KeyError)."""
         option = settings.get("dest") or str(names[0]).lstrip("-").replace("-", "_")
         if option in ("h", "version") or not str(names[0]).startswith("-"):
             return super().add_argument(*names, **settings)

@@ -10,8 +10,8 @@ from pathlib import Path
 def write_json(path: str | Path, value: object) -> None:
     """Write `value` to `path`, indented: a reader finds the old file or the whole new one, never a part.
 
-    Each process writes beside it first, so that several may write the same file, the last of which stays. Where `value`
-    cannot be written, the old file stays and nothing lies beside it.
+    Each process writes a file next to it first, so that several may write the same file, the last of which stays. Where
+    `value` cannot be written, the old file stays and nothing is left next to it.
 
     Raises:
         TypeError, ValueError: `value` is not made of JSON values. OSError: the file cannot be written.

@@ -43,5 +43,5 @@ def unsaid() -> Iterator[None]:
 
 
 def forget_announcements() -> None:
-    """Let every message be said again (tests use this to look at each one)."""
+    """Let every message be logged again (tests use this to look at each one)."""
     _announced.clear()

@@ -25,7 +25,7 @@ def check_model(model: object, name: str = "model") -> None:
     """Raise where `model`, the argument `name`, cannot be taken apart and changed.
 
     Raises:
-        TypeError: it is no module, or has a TorchScript one.
+        TypeError: it is not a module, or has a TorchScript one.
         ValueError: a parameter or a buffer of it has no shape yet.
     """
     if not isinstance(model, nn.Module):
@@ -82,7 +82,7 @@ def bare_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def bare_modules(module: nn.Module, fqn: str = "") -> Iterator[tuple[str, nn.Module]]:
     """(FQN in the bare model, registered module) in registration order, each object once under its first name.
 
-    Where a module stands in a wrapper, the outermost wrapper is yielded, once: it is what the parent calls.
+    Where a module is in a wrapper, the outermost wrapper is yielded, once: it is what the parent calls.
     """
     seen: set[int] = set()
     stack = [(fqn, module)]

@@ -78,7 +78,7 @@ def resolve_op(name: str | Op, *, field: str = "") -> frozenset[Op]:
 
 
 def resolve_ops(names: Iterable[str | Op], *, field: str = "") -> frozenset[Op]:
-    """The overloads that `names` stand for together; raises as `resolve_op` does."""
+    """The overloads that `names` mean together; raises as `resolve_op` does."""
     return frozenset(op for name in names for op in resolve_op(name, field=field))
 
 
@@ -132,7 +132,7 @@ def _attribute(owner: object, name: str) -> Any:
 
 def _overloads(packet: Any) -> frozenset[Op]:
     overloads = [getattr(packet, name) for name in packet.overloads()]
-    # TorchScript's `aten.add.int` adds two Python numbers: nothing that could be kept.
+    # TorchScript's `aten.add.int` adds two Python numbers: nothing that could be saved.
     overloads = [op for op in overloads if "Tensor" in str(op._schema)] or overloads
     return frozenset([op for op in overloads if not op._schema.is_mutable] or overloads)
 

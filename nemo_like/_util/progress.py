@@ -16,7 +16,7 @@ _SECONDS = 10.0
 
 
 def silent(words: str) -> None:
-    """Say nothing."""
+    """Print nothing."""
 
 
 @contextmanager

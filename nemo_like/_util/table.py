@@ -101,7 +101,7 @@ class Table:
 
 
 def screen_width() -> int:
-    """Return the columns of the terminal, of ``COLUMNS``, or 80 where neither says."""
+    """Return the columns of the terminal, of ``COLUMNS``, or 80 where neither is known."""
     return shutil.get_terminal_size((80, 24)).columns
 
 

@@ -39,17 +39,17 @@ def apply_specs(
 ) -> dict[str, nn.Module]:
     """Wrap the modules that `specs` name, in place.
 
-    A module that stands in several places (a looped block) gets one wrapper in all of them.
+    A module that is in several places (a looped block) gets one wrapper in all of them.
 
     Args:
         model: the bare model; changed in place.
         specs: the regions, in any order; none of them changes nothing.
         compile: the layers will be compiled afterwards (`nemo_like.compile.compile_layers`).
-        without_cache: where something is replayed, call the model without a key/value cache while gradients are on (a
-            replay would write it twice), unless layers hand states on through it. False: the caller sees to that.
+        without_cache: where something is recomputed, call the model without a key/value cache while gradients are on (a
+            recomputation would write it twice), unless layers hand states on through it. False: the caller sees to that.
 
     Returns:
-        What stands in the model now under each name that `specs` hold.
+        What the model now has under each name that `specs` contain.
 
     Raises:
         ValueError: a name that is not in the model, or two regions with one module; the older form of checkpointing
@@ -122,13 +122,13 @@ class _Tree:
         if module is None:
             near = get_close_matches(name, self._modules, n=1)
             raise ValueError(
-                f"A region names {name!r}, which is no module below this {type(self._model).__name__}."
+                f"A region names {name!r}, which is not a module below this {type(self._model).__name__}."
                 + (f" Did you mean {near[0]!r}?" if near else "")
             )
         return module
 
     def put(self, name: str, wrapper: nn.Module) -> None:
-        """Register `wrapper`, which holds the module of that name, wherever that module stands."""
+        """Register `wrapper`, which contains the module of that name, wherever that module is."""
         inner = bare(wrapper)
         for parent, key in self._slots[inner]:
             # The registered child itself, not `setattr`: a property of the same name may alias it.
@@ -154,7 +154,7 @@ def _check(tree: _Tree, specs: Sequence[CheckpointSpec], compile: bool) -> None:
             module = tree.find(name)
             other = taken.setdefault(id(bare(module)), name)
             if other != name or name in seen:
-                raise ValueError(f"{name} is in two regions (there it is {other}): it would be replayed twice.")
+                raise ValueError(f"{name} is in two regions (there it is {other}): it would be recomputed twice.")
             seen.add(name)
             if not _makes_its_own_regions(module, spec):
                 check_wrappable(module, spec.policy, spec.use_reentrant, name)
@@ -195,18 +195,18 @@ def refuse_checkpointed(model: nn.Module, *, replays: bool = True) -> None:
     for name, module in model.named_modules():
         if isinstance(module, TorchCheckpointWrapper):
             raise ValueError(
-                f"{name or 'The model'} is checkpointed already: a second wrapper would replay it twice. "
+                f"{name or 'The model'} is checkpointed already: a second wrapper would recompute it twice. "
                 "Apply checkpointing once, to a freshly built model."
             )
         if not replays:
             continue
         if getattr(module, "gradient_checkpointing", False) is True:
             raise ValueError(
-                f"{name or 'The model'} has its own gradient checkpointing on, and would be replayed twice. "
+                f"{name or 'The model'} has its own gradient checkpointing on, and would be recomputed twice. "
                 f"Call model.{_switch_off(model)}() first (in a Trainer: gradient_checkpointing=False)."
             )
         if getattr(module, "grad_checkpointing", False) is True:  # timm's word
             raise ValueError(
                 f"{name or 'The model'} has its own gradient checkpointing on (grad_checkpointing=True), and would be "
-                "replayed twice. Call model.set_grad_checkpointing(False) first."
+                "recomputed twice. Call model.set_grad_checkpointing(False) first."
             )

@@ -1,12 +1,12 @@
-"""Key/value caches and checkpointing: when a model is called without its cache, and when a layer may be replayed whole.
+"""Key/value caches and checkpointing: when a model is called without its cache, and when a layer may be recomputed whole.
 
-A replayed attention appends to a key/value cache a second time. Most models need no cache in training, so calls of a
-checkpointed model with gradients on go without (`call_without_cache`); its config keeps what it says. Models that
+A recomputed attention appends to a key/value cache a second time. Most models need no cache in training, so calls of a
+checkpointed model with gradients on go without (`call_without_cache`); its config stays as it is. Models that
 hand keys and values from one layer to later ones (Gemma 3n, Gemma 4) do it in one of two ways:
 
-- through the cache: turning it off breaks the model, replaying attention corrupts it, so attention is not replayed;
-- through a dictionary passed to each layer (``shared_kv_states``, transformers 5.x): the replay writes the same
-  values under the same key, and every reader's replay comes before its writer's, so whole layers may be replayed
+- through the cache: turning it off breaks the model, recomputing attention corrupts it, so attention is not recomputed;
+- through a dictionary passed to each layer (``shared_kv_states``, transformers 5.x): the recomputation writes the same
+  values under the same key, and every reader's recomputation comes before its writer's, so whole layers may be recomputed
   and the cache is not needed. `tests/activation_checkpointing/test_kv_sharing.py` proves it for both models.
 """
 
@@ -63,7 +63,7 @@ def disable_cache(model: nn.Module) -> None:
             for other, value in changed:
                 other.use_cache = value
             raise ValueError(
-                f"{type(config).__name__}.use_cache is {before!r} and cannot be set to False ({error}): a replay would "
+                f"{type(config).__name__}.use_cache is {before!r} and cannot be set to False ({error}): recomputation would "
                 "write the cache a second time. Build the config with use_cache=False."
             ) from error
         changed.append((config, before))

@@ -21,7 +21,7 @@ def is_selective_activation_checkpointing(value: object) -> bool:
 
 
 def apply_full_layer_checkpointing_to_layers(model: nn.Module, layers: MutableSequence[nn.Module]) -> None:
-    """Replay whole layers and keep nothing but their inputs. `layers` is changed in place to the wrappers.
+    """Recompute whole layers and save nothing but their inputs. `layers` is changed in place to the wrappers.
 
     Raises:
         ValueError: a layer is not in `model`. TypeError: a layer is already checkpointed. Both change nothing.
@@ -39,15 +39,15 @@ def apply_selective_checkpointing_to_layers(
     policy: Policy | None = None,
     preserve_rng_state: bool = True,
 ) -> None:
-    """Replay whole layers and keep what `policy` says (default: `SelectivePolicy()`).
+    """Recompute whole layers and save what `policy` decides (default: `SelectivePolicy()`).
 
     Args:
         model: the model that holds the layers; changed in place.
         layers: changed in place, so that a caller who keeps the list sees the wrappers.
         has_kv_sharing: layers share keys and values through the cache: fall back to sub-modules, with a warning.
-        enable_compile: the layers will be compiled; prepares Dynamo for several microbatches.
+        enable_compile: the layers will be compiled; prepares Dynamo for several micro-batches.
         policy: what each region keeps.
-        preserve_rng_state: replay with the forward's random numbers.
+        preserve_rng_state: recompute with the forward's random numbers.
 
     Raises:
         ValueError: a layer is not in `model`. TypeError: a layer is already checkpointed. Both change nothing.
@@ -55,7 +55,7 @@ def apply_selective_checkpointing_to_layers(
     if has_kv_sharing:
         warn_once(
             "Selective activation checkpointing was asked for, but this model's layers share keys and values through "
-            "the cache, which a replayed attention would write twice: checkpointing MLPs and norms only."
+            "the cache, which a recomputed attention would write twice: checkpointing MLPs and norms only."
         )
         apply_submodule_checkpointing(layers, has_kv_sharing)
         return
@@ -69,11 +69,11 @@ def apply_selective_checkpointing_to_layers(
 
 
 def apply_submodule_checkpointing(layers: Sequence[nn.Module], has_kv_sharing: bool) -> None:
-    """Replay each layer's MLP, attention (or linear attention) and norms separately; residual sums stay.
+    """Recompute each layer's MLP, attention (or linear attention) and norms separately; residual sums stay.
 
     Args:
         layers: changed inside; the list itself stays.
-        has_kv_sharing: skip attention, because replaying it would write the shared cache twice.
+        has_kv_sharing: skip attention, because recomputing it would write the shared cache twice.
 
     Raises:
         ValueError: a layer has no such child. TypeError: a child is already checkpointed. Both change nothing.
@@ -84,7 +84,7 @@ def apply_submodule_checkpointing(layers: Sequence[nn.Module], has_kv_sharing: b
         if not submodules_to_checkpoint(layer):
             raise ValueError(
                 f"A {type(layer).__name__} has no MLP, attention or norm sub-module to checkpoint; use ac='full' or "
-                "'selective', which replay whole layers."
+                "'selective', which recompute whole layers."
             )
         regions[layer] = one_region_each(names)
         check_specs(layer, regions[layer])
@@ -96,7 +96,7 @@ def names_in(model: nn.Module, layers: Sequence[nn.Module]) -> list[str]:
     """The names in the bare `model` of the modules in `layers`.
 
     Raises:
-        ValueError: an entry is no registered sub-module of `model`.
+        ValueError: an entry is not a registered sub-module of `model`.
     """
     check_model(model)
     names = {bare(module): name for name, module in bare_modules(model) if name}

@@ -31,7 +31,7 @@ class OpCall:
 
     op: str
     decision: Decision | None
-    """None: the operator is not tracked; replay always runs it."""
+    """None: the operator is not tracked; recomputation always runs it."""
     flops: int
     made: frozenset[int]
     """The storages it made."""
@@ -39,9 +39,9 @@ class OpCall:
     writes: frozenset[int]
     """Storages it changed in place."""
     reached: bool = False
-    """It ran before autograd saved its last tensor, so that a replay computes it."""
+    """It ran before autograd saved its last tensor, so that recomputation computes it."""
     read: bool = False
-    """Backward needs its output: autograd saved it, or something that replay makes of it."""
+    """Backward needs its output: autograd saved it, or something that recomputation makes of it."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class OpRow:
     decision: str
     count: int
     kept_bytes: int
-    """Bytes of the calls that are kept and that the recomputation reaches; each storage once."""
+    """Bytes of the calls that are saved and that the recomputation reaches; each storage once."""
     flops: int
     read: int
     """Number of the calls that backward reads."""
@@ -140,7 +140,7 @@ class RegionTrace:
         return "; ".join(notes)
 
     def finish(self, last_call: int) -> None:
-        """Work out what replay reaches and backward reads: one sweep from the last call to the first."""
+        """Work out what recomputation reaches and backward reads: one sweep from the last call to the first."""
         needed = set(self.packed)
         for index in range(len(self.calls) - 1, -1, -1):
             call = self.calls[index]
@@ -151,7 +151,7 @@ class RegionTrace:
 
 
 class _Recorder(TorchDispatchMode):
-    """Stands innermost in one region's forward: every call passes here before the policy sees it."""
+    """Is innermost in one region's forward: every call passes here before the policy sees it."""
 
     supports_higher_order_operators = True
 
@@ -222,7 +222,7 @@ class Trace:
 
     @property
     def kept_bytes(self) -> int:
-        """Return the kept bytes of all regions."""
+        """Return the saved bytes of all regions."""
         return sum(region.kept_bytes for region in self.regions)
 
 
@@ -242,7 +242,7 @@ def trace_regions() -> Iterator[Trace]:
 
 
 def table_of(trace: RegionTrace) -> dict[str, Any]:
-    """One region as plain JSON values: its rows, and its totals beside those of the alternatives."""
+    """One region as plain JSON values: its rows, and its totals together with those of the alternatives."""
     tokens = max(trace.tokens, 1)
     return {
         "region": trace.name,

@@ -23,7 +23,7 @@ from nemo_like.torch_compat import async_tensor_parallel, partitioner_compute_in
 
 # FLOP rules of operators, by the shapes of their arguments; a multiply-add is two.
 #
-# Rules of our own stand only where PyTorch's registry (`torch.utils.flop_counter`) has none or reads the shapes of a
+# There are rules of our own only where PyTorch's registry (`torch.utils.flop_counter`) has none or reads the shapes of a
 # layout wrongly; for all else the registry's is used.
 
 FlopRule = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], int]
@@ -103,9 +103,9 @@ class OpFacts:
     """Facts about one operator. `facts` makes it, from the operator's row and its schema."""
 
     saved: bool = False
-    """Kept by ``ac="selective"`` unless the user takes it out."""
+    """Saved by ``ac="selective"`` unless the user takes it out."""
     pinned: bool = False
-    """Never replayed, whatever the policy: its second result may differ, or every rank would have to join in."""
+    """Never recomputed, whatever the policy: its second result may differ, or every rank would have to join in."""
     alternates: bool = False
     """A plain matmul, of which ``ac="selective"`` recomputes every second one."""
     attention: bool = False
@@ -117,7 +117,7 @@ class OpFacts:
     free: bool = False
     """An allocation, a view, a question about metadata, a range of the profiler: nothing is computed."""
     random: bool = False
-    """May draw random numbers; `draws` says whether one call does."""
+    """May draw random numbers; `draws` returns whether one call does."""
     mutating: bool = False
     """Writes into an argument (in-place and ``out=`` forms), so that it always runs again."""
     flops: FlopRule | None = None
@@ -130,7 +130,7 @@ class OpFacts:
 
     @property
     def tracked(self) -> bool:
-        """Return whether a decision on it has a meaning. An operator that is not tracked is never counted, kept or
+        """Return whether a decision on it has a meaning. An operator that is not tracked is never counted, saved or
         skipped."""
         return not (self.free or self.mutating)
 
@@ -139,7 +139,7 @@ _SDPA = OpFacts(saved=True, attention=True, flops=attention_heads_first)
 _FLASH = OpFacts(saved=True, attention=True, flops=attention_tokens_first)
 _MATMUL = OpFacts(saved=True, alternates=True)
 _GROUPED = OpFacts(saved=True, flops=grouped_mm)
-# Replaying a collective makes every rank join in once more.
+# Recomputing a collective makes every rank join in once more.
 _COLLECTIVE = OpFacts(saved=True, pinned=True, collective=True)
 # Every rank repeats the same ones in the same order, so a plan may choose to.
 _GATHER = OpFacts(saved=True, collective=True)
@@ -173,7 +173,7 @@ _ROWS: dict[str, OpFacts] = {
     # topk may break ties in another order the second time, and then an expert gets other tokens.
     "aten.topk.default": OpFacts(saved=True, pinned=True),
     "aten.max.default": OpFacts(saved=True),  # the scale of a low-precision matmul: one number
-    # Tensor parallelism's own sum of a row-wise linear is among the kept collectives. Its all-gather (sequence
+    # Tensor parallelism's own sum of a row-wise linear is among the saved collectives. Its all-gather (sequence
     # parallelism) is not: keeping the gathered sequence on every rank would undo what cutting it saves.
     "_c10d_functional.all_reduce.default": _COLLECTIVE,
     "_c10d_functional.reduce_scatter_tensor.default": _COLLECTIVE,
@@ -198,12 +198,12 @@ _ROWS: dict[str, OpFacts] = {
     "nemo_like.deepep_sum.default": _GATHER,
     # Reading a number of the device waits for the device, so it is not done twice.
     "aten._local_scalar_dense.default": OpFacts(saved=True, pinned=True),
-    # They return their input's storage, which their schemas don't say: keeping the input keeps the output.
+    # They return their input's storage, which their schemas don't state: saving the input saves the output.
     "aten._unsafe_view.default": _FREE,
     "aten._reshape_alias.default": _FREE,
     "_c10d_functional.wait_tensor.default": _FREE,
 }
-"""By overload. `_FREE_PACKETS` and `_FREE_NAMESPACES` hold what is free as a whole; a schema that says that an output
+"""By overload. `_FREE_PACKETS` and `_FREE_NAMESPACES` contain what is free as a whole; a schema that states that an output
 aliases an input makes an operator free as well."""
 
 _FREE_PACKETS = frozenset(
@@ -232,7 +232,7 @@ _FREE_PACKETS = frozenset(
         "aten.is_non_overlapping_and_dense",
     )
 )
-# Among them FSDP2's own copies and collectives: of its work, forward and replay may do different parts.
+# Among them FSDP2's own copies and collectives: of its work, forward and recomputation may do different parts.
 _FREE_NAMESPACES = frozenset(("profiler", "prim", "record_function", "fsdp", "c10d"))
 _COLLECTIVE_NAMESPACES = frozenset(("c10d", "_c10d_functional", "_c10d_functional_autograd"))
 
@@ -242,7 +242,7 @@ _NO_FACTS = OpFacts()
 
 @functools.cache
 def facts(op: Op) -> OpFacts:
-    """Return what the table and the operator's own schema say of `op`; any operator has facts."""
+    """Return what the table and the operator's own schema state about `op`; any operator has facts."""
     row = _ROWS.get(str(op), _NO_FACTS)
     schema = getattr(op, "_schema", None)
     namespace = getattr(op, "namespace", "")
@@ -277,24 +277,24 @@ def default_save_ops() -> frozenset[Op]:
     """
     ops = compute_intensive_ops() | _present(name for name, row in _ROWS.items() if row.saved)
     if async_tensor_parallel():
-        # A kept reduce-scatter can't be fused into its matmul (torchtitan#965).
+        # A saved reduce-scatter can't be fused into its matmul (torchtitan#965).
         ops -= _present((_REDUCE_SCATTER,))
         say_once("Async tensor parallel is on: reduce-scatter is left out of the save-op set, so that it can fuse.")
     return ops
 
 
 def pinned_ops() -> frozenset[Op]:
-    """The operators that are never replayed, of those that this torch and the packages imported so far have."""
+    """The operators that are never recomputed, of those that this torch and the packages imported so far have."""
     return _present(name for name, row in _ROWS.items() if row.pinned)
 
 
 def routing_ops() -> frozenset[Op]:
-    """The operators whose results say which token goes where; of those that there are."""
+    """The operators whose results determine which token goes where; of those that there are."""
     return _present(("aten.topk.default",)) | exchange_routing_ops()
 
 
 def exchange_routing_ops() -> frozenset[Op]:
-    """Return the exchange operators that say which token goes to which rank: of experts that are on several."""
+    """Return the exchange operators that determine which token goes to which rank: of experts that are on several."""
     return _present(f"nemo_like.{name}.default" for name in ("route", "route_gathered", "deepep_route"))
 
 
@@ -318,7 +318,7 @@ def draws(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
 
 
 def _writes_first(op: Op) -> bool:
-    """Return whether `op` is a collective that writes into its first argument. Schemas of ``c10d`` do not say so, and
+    """Return whether `op` is a collective that writes into its first argument. Schemas of ``c10d`` do not state it, and
     it changes no version counter."""
     return getattr(op, "namespace", "") == "c10d" and packet_name(op).endswith("_") and "barrier" not in packet_name(op)
 
@@ -359,7 +359,7 @@ COPY_OPS = _present(("aten._to_copy.default", "aten.to.dtype_layout", "aten.to.d
 
 
 def is_device_to_host_copy(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
-    """Return whether this call copies from an accelerator to the host: always kept, for recomputing it would wait
+    """Return whether this call copies from an accelerator to the host: always saved, for recomputing it would wait
     again."""
     device = kwargs.get("device") if kwargs else None
     if device is None or not args or not isinstance(args[0], torch.Tensor):

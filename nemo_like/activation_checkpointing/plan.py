@@ -36,22 +36,22 @@ class LayerPlan:
     signature: str
     """Digest of its class and parameter shapes: what `Plan.check` compares."""
     label: str
-    """``none`` (not checkpointed) | ``full`` (inputs only) | ``plan`` (some outputs are kept)."""
+    """``none`` (not checkpointed) | ``full`` (inputs only) | ``plan`` (some outputs are saved)."""
     held_bytes: int
-    """Held on the device between its forward and its backward."""
+    """Kept on the device between its forward and its backward."""
     host_bytes: int
-    """Held in host memory meanwhile."""
+    """Kept in host memory meanwhile."""
     none_bytes: int
     """Bytes that it would save without checkpointing."""
     replay_flops: int
     replay_seconds: float
     decisions: Mapping[str, Sequence[str]] | None
-    """Op name → decision of each invocation; None: the layer is no region. All attention kernels share one row."""
+    """Op name → decision of each invocation; None: the layer is not a region. All attention kernels share one row."""
 
     def policy(self) -> Policy | None:
         """The engine's policy for this layer; None: no region.
 
-        It is not strict: a batch with another mask than the sample's trains on, with more to replay.
+        It is not strict: a batch with another mask than the sample's trains on, with more to recompute.
         """
         if self.decisions is None:
             return None
@@ -107,12 +107,12 @@ class Plan:
 
     @property
     def replay_share(self) -> float:
-        """Replay time as a share of one forward pass of the layers (roofline)."""
+        """Recomputation time as a share of one forward pass of the layers (roofline)."""
         return self.replay_seconds / self.forward_seconds if self.forward_seconds else 0.0
 
     @property
     def step_time(self) -> float:
-        """Step time relative to no checkpointing: forward 1, backward 2, and the replay (roofline, layers only)."""
+        """Step time relative to no checkpointing: forward 1, backward 2, and the recomputation (roofline, layers only)."""
         return 1 + self.replay_share / 3
 
     def policies(self) -> dict[str, Policy | None]:
@@ -243,7 +243,7 @@ class Plan:
 def plan_specs(
     model: nn.Module, plan: Plan, device_type: str, transfer: Transfer | None = None
 ) -> list[CheckpointSpec]:
-    """The regions of `plan` on `model`, which is not changed. A layer that stands in several places is one region.
+    """The regions of `plan` on `model`, which is not changed. A layer that is in several places is one region.
 
     Raises:
         PlanError: the plan was made for another model.

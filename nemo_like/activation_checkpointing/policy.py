@@ -24,14 +24,14 @@ class Decision(enum.Enum):
     """The decision on one operator's output between forward and backward."""
 
     SAVE = "save"
-    """Kept on the device; replay takes it instead of computing it."""
+    """Kept on the device; recomputation takes it instead of computing it."""
     RECOMPUTE = "recompute"
-    """Dropped; replay computes it again."""
+    """Dropped; recomputation computes it again."""
     SKIP = "skip"
-    """Dropped, and replay puts a placeholder without numbers in its place: backward needs neither it nor what is made of
-    it."""
+    """Dropped, and recomputation puts a placeholder without numbers in its place: backward needs neither it nor what is
+    made of it."""
     HOST = "host"
-    """Kept in host memory; replay takes it back to the device."""
+    """Kept in host memory; recomputation takes it back to the device."""
 
 
 SAVE, RECOMPUTE, SKIP, HOST = Decision.SAVE, Decision.RECOMPUTE, Decision.SKIP, Decision.HOST
@@ -46,7 +46,7 @@ class PlanMismatchError(RuntimeError):
 
 @dataclass(frozen=True)
 class Misfit:
-    """Why the decisions of one region call can't all stand, told at the end of its forward."""
+    """Why the decisions of one region call can't all be followed, told at the end of its forward."""
 
     ops: frozenset[Op]
     """The operators whose outputs are to be computed again, unless they must never be."""
@@ -58,7 +58,7 @@ class Policy(Protocol):
     """The methods and attributes that the engine needs of a policy."""
 
     keeps_nothing: bool
-    """True: no operator's output is ever kept, and the engine need not look at operators at all."""
+    """True: no operator's output is ever saved, and the engine need not look at operators at all."""
 
     def tracked_ops(self) -> Collection[Op] | None:
         """The operators that have a decision; None: every one that the table calls tracked (`ops.OpFacts.tracked`)."""
@@ -74,7 +74,7 @@ class Policy(Protocol):
 
 @dataclass(frozen=True)
 class FullPolicy:
-    """Keep nothing but the region's inputs: replay computes everything again."""
+    """Save nothing but the region's inputs: recomputation computes everything again."""
 
     keeps_nothing = True
 
@@ -91,7 +91,7 @@ _log_decisions = os.environ.get("NEMO_LIKE_LOG_SAVE_OPS", "").strip().lower() no
 
 
 def log_decisions(enabled: bool = True) -> None:
-    """Log, once per operator, whether selective checkpointing says SAVE, RECOMPUTE or ALTERNATE.
+    """Log, once per operator, whether selective checkpointing decides SAVE, RECOMPUTE or ALTERNATE.
 
     The environment variable ``NEMO_LIKE_LOG_SAVE_OPS=1`` switches it on from the start.
     """
@@ -106,7 +106,7 @@ class SelectivePolicy:
     """Keep the outputs of expensive operators; of the plain matmuls, recompute every `every_nth_matmul`-th.
 
     The parity rule of this field (torchtitan, NeMo Automodel) is ``SelectivePolicy(every_nth_matmul=2)``, which is
-    the default. Whatever a policy says, the engine drops an output that no replay can reach (the last matmul of a
+    the default. Whatever a policy decides, the engine drops an output that no recomputation can reach (the last matmul of a
     block, as a rule). Override `get_save_ops` to change the set.
 
     Raises:
@@ -147,7 +147,7 @@ class SelectivePolicy:
         refused = sorted(str(op) for op in ops if not table.facts(op).tracked)
         if refused:
             raise ValueError(
-                f"SelectivePolicy can't keep {', '.join(refused)}: views and metadata cost nothing to replay, and "
+                f"SelectivePolicy can't keep {', '.join(refused)}: views and metadata cost nothing to recompute, and "
                 "in-place and out= forms must run again. Take them out of the list."
             )
         self._kinds.update({op: n is not None and table.facts(op).alternates for op in ops})
@@ -205,7 +205,7 @@ def _logged(decide: Decide, kinds: Mapping[Op, bool]) -> Decide:
 
 
 def named_ops_policy(names: Sequence[str | Op]) -> SelectivePolicy:
-    """The policy of ``ops_to_save``: exactly these operators are kept, without alternation."""
+    """The policy of ``ops_to_save``: exactly these operators are saved, without alternation."""
     return SelectivePolicy(every_nth_matmul=None, save_ops=tuple(names))
 
 
@@ -213,16 +213,16 @@ class DecisionTable:
     """A fixed decision for each invocation of each tracked operator: what a plan becomes.
 
     `decisions` maps an operator (or its name) to one `Decision` per invocation in the region. Operators that must never
-    be replayed (`ops.pinned_ops`) are kept even where the table does not list them.
+    be recomputed (`ops.pinned_ops`) are saved even where the table does not list them.
 
     `strict` (the default): a region that runs a listed operator more or fewer times raises `PlanMismatchError`, and a
-    replay that needs what was skipped raises `RegionError`. Otherwise such a call, of another batch than the table was
-    made for (its mask takes another branch), keeps what still fits, skips nothing, replays the rest, and says so once;
-    and the row of an attention kernel counts for whichever kernel attention is given to.
+    recomputation that needs what was skipped raises `RegionError`. Otherwise such a call, of another batch than the
+    table was made for (its mask takes another branch), saves what still fits, skips nothing and recomputes the rest.
+    That is logged once. The row of an attention kernel then counts for whichever kernel attention is given to.
 
     Raises:
         ValueError: an unknown operator; one that can't be tracked; SKIP of an operator that always draws;
-            anything but SAVE or HOST for one that must not be replayed.
+            anything but SAVE or HOST for one that must not be recomputed.
 
     >>> table = DecisionTable({"aten.mm.default": (SAVE, RECOMPUTE)})
     >>> DecisionTable.from_json(table.to_json()) == table
@@ -243,11 +243,11 @@ class DecisionTable:
         self._tracked = frozenset(self.decisions) | table.pinned_ops() | self._other_kernels()
 
     def _other_kernels(self) -> frozenset[Op]:
-        """The attention kernels that the one row of attention stands for, besides the listed one."""
+        """The attention kernels that the one row of attention is for, besides the listed one."""
         return table.attention_ops() if self._kernel is not None else frozenset()
 
     def tracked_ops(self) -> Collection[Op]:
-        """The operators that have a row, and those that must never be replayed."""
+        """The operators that have a row, and those that must never be recomputed."""
         return self._tracked
 
     def start(self) -> Decide:
@@ -290,7 +290,7 @@ def _as_decision(item: Decision | str) -> Decision:
         return Decision(normalise(item))
     except (ValueError, AttributeError) as error:
         raise ValueError(
-            f"{item!r} is no decision; it must be one of {', '.join(d.value for d in Decision)}."
+            f"{item!r} is not a decision; it must be one of {', '.join(d.value for d in Decision)}."
         ) from error
 
 
@@ -298,12 +298,12 @@ def _check_row(op: Op, row: tuple[Decision, ...]) -> None:
     known = table.facts(op)
     if not known.tracked:
         raise ValueError(f"DecisionTable lists {op}, a view, metadata or in-place operator: it always runs again.")
-    if SKIP in row and known.random and not known.attention:  # whether attention draws, only its calls say
+    if SKIP in row and known.random and not known.attention:  # whether attention draws, only its calls show
         raise ValueError(f"DecisionTable skips {op}, which draws random numbers: the later ones would change.")
     if SKIP in row and known.exchange:
         raise ValueError(
             f"DecisionTable skips {op}, which all ranks send or none: a rank whose call fits the table less well than the "
-            "others' would replay it alone. Use SAVE, HOST or RECOMPUTE."
+            "others' would recompute it alone. Use SAVE, HOST or RECOMPUTE."
         )
     if known.pinned and not set(row) <= {SAVE, HOST}:
         raise ValueError(
@@ -322,7 +322,7 @@ class _TableRun:
     def __call__(self, op: Op, index: int) -> Decision:
         row = self._rows.get(op)
         if row is None:
-            return SAVE  # only operators that must not be replayed are tracked without a row
+            return SAVE  # only operators that must not be recomputed are tracked without a row
         self._counts[op] = index + 1
         if index >= len(row):
             raise PlanMismatchError(
@@ -341,7 +341,7 @@ class _TableRun:
         return None
 
     def misfit(self) -> Misfit | None:
-        """The operators that ran more or fewer times than their rows say."""
+        """The operators that ran more or fewer times than their rows state."""
         wrong = [op for op, row in self._rows.items() if self._counts.get(op, 0) != len(row)]
         if not wrong:
             return None
@@ -395,7 +395,7 @@ _MEANING = {
 class TorchPolicy:
     """`policy_fn(context, op, *args, **kwargs) -> CheckpointPolicy | bool`, as PyTorch's selective contexts take it.
 
-    It is called once per operator of forward, views and in-place forms excepted, and never in replay. The decision
+    It is called once per operator of forward, views and in-place forms excepted, and never in recomputation. The decision
     to offload is honoured. `make`, if true, means that `policy_fn` is a factory that makes a fresh function for each
     region: needed for functions that count.
 

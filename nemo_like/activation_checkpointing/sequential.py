@@ -2,9 +2,9 @@
 
 `torch.utils.checkpoint.checkpoint_sequential` needs a module that is a plain chain. A transformer's layers are called
 one by one by the model's own loop, each with masks and position tables. So the members of a segment record their
-calls here, and the first tensor that backward asks for replays all of them in order: an argument that *is* an earlier
-output of the segment is replayed, any other tensor is kept. Each member is called as the module that it is, hooks
-included, so that members which FSDP shards one by one gather their parameters in replay too.
+calls here, and the first tensor that backward uses recomputes all of them in order: an argument that *is* an earlier
+output of the segment is recomputed, any other tensor is saved. Each member is called as the module that it is, hooks
+included, so that members which FSDP shards one by one gather their parameters in recomputation too.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Segment:
         return self.__dict__ | {"_open": None}
 
     def call(self, member: SegmentMember, run: Callable[..., Any], position: int, args: object, kwargs: object) -> Any:
-        """Run one member's call as part of the region that is open, or of a new one, as its first member says."""
+        """Run one member's call as part of the region that is open, or of a new one that begins with its first member."""
         region = self._open() if self._open is not None else None
         if region is None or region.complete or not self.continues(region, position, args, kwargs):
             if region is not None:
@@ -78,7 +78,7 @@ class Chunk(Segment):
 
 
 class SegmentMember(CheckpointWrapper):
-    """A layer in a `Segment`: the wrapper records the call, and the segment replays it."""
+    """A layer in a `Segment`: the wrapper records the call, and the segment recomputes it."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class SegmentMember(CheckpointWrapper):
 
 
 class _Earlier:
-    """Stands for an argument that is output tensor `index` of call `call` of the same segment."""
+    """Takes the place of an argument that is output tensor `index` of call `call` of the same segment."""
 
     __slots__ = ("call", "index")
 
@@ -179,7 +179,7 @@ class _CallsAgain:
 
 
 class _SegmentRegion(Region):
-    """A region whose forward comes in several calls. Keeps what enters from outside, and what its policy says."""
+    """A region whose forward comes in several calls. Saves what enters from outside, and what its policy decides."""
 
     def __init__(self, first: SegmentMember) -> None:
         self._again = _CallsAgain(first.region_name)
@@ -204,7 +204,7 @@ class _SegmentRegion(Region):
         """Tensors in objects that came in from outside, which the first call's arguments hold."""
 
     def stop_unless_waited_for(self) -> None:
-        """Stop early in the last call only: a layer that FSDP gathered for its replay must get to its end."""
+        """Stop early in the last call only: a layer that FSDP gathered for its recomputation must get to its end."""
         if self._again.in_last_call:
             super().stop_unless_waited_for()
 
@@ -222,7 +222,7 @@ class _SegmentRegion(Region):
         marked_args, marked_kwargs = map_leaves(self._marked, (args, kwargs))
         call = _Call(run, marked_args, marked_kwargs, self._preserve_rng_state)
         self.position_of_last = position
-        self.calls.append(call)  # now, and not at its end: the member may take a gradient itself, which replays
+        self.calls.append(call)  # now, and not at its end: the member may take a gradient itself, which recomputes
         generators = call.world.generators if call.world is not None else ()
         draws = watch_generators(call.ambient.generators, self.forward_mode, run, (*args, *kwargs.values()), generators)
         call.looker = as_watched(draws)
@@ -234,10 +234,10 @@ class _SegmentRegion(Region):
             self.complete = True
             raise
         call.forward_done()
-        # After each call, and not at the end alone, which may never come: a kept output holds its graph, and that holds
+        # After each call, and not at the end alone, which may never come: a saved output keeps its graph, and that keeps
         # the region.
         self.cut_kept()
-        # Replay runs with copies of changed buffers, whose versions start anew.
+        # Recomputation runs with copies of changed buffers, whose versions start anew.
         copied = call.buffers is not None and call.buffers.changes
         self.watch_versions = self.watch_versions and not copied and not self.keeps_on_host()
         for index, tensor in enumerate(_tensors(out)):
@@ -261,7 +261,7 @@ class _SegmentRegion(Region):
         return leaf
 
     def end(self) -> None:
-        """No call comes any more: forget what no replay can reach."""
+        """No call comes any more: forget what no recomputation can reach."""
         if self.complete:
             return
         finish = getattr(self._decide, "finish", None)

@@ -1,4 +1,4 @@
-"""`CheckpointSpec`: what is replayed as one, what is kept of it, where that waits. And the modes, as functions to specs.
+"""`CheckpointSpec`: what is recomputed as one, what is saved of it, where that waits. And the modes, as functions to specs.
 
 Nothing here looks into a model or changes one: `nemo_like.activation_checkpointing.apply` does.
 """
@@ -30,9 +30,9 @@ class CheckpointSpec:
     """
 
     members: tuple[str, ...]
-    """Names (in the bare model) of the modules that are replayed as one, in the order in which they are called."""
+    """Names (in the bare model) of the modules that are recomputed as one, in the order in which they are called."""
     policy: Policy | None = KEEP_NOTHING
-    """Policy of what is saved inside the region; None: everything, so nothing is recomputed (the spec only says where
+    """Policy of what is saved inside the region; None: everything, so nothing is recomputed (the spec only states where
     it waits)."""
     transfer: Transfer | None = None
     """Transfer that moves tensors that wait in host memory. With ``policy=None``: a `Placement`, which encloses the
@@ -42,7 +42,7 @@ class CheckpointSpec:
     use_reentrant: bool = False
     """The older autograd-function form of checkpointing."""
     preserve_rng_state: bool = True
-    """Replay with the forward's random numbers."""
+    """Recompute with the forward's random numbers."""
 
     def __post_init__(self) -> None:
         if isinstance(self.members, str) or not self.members or not all(isinstance(m, str) and m for m in self.members):
@@ -62,13 +62,13 @@ class CheckpointSpec:
         several = len(self.members) > 1 or self.calls is not None
         if self.policy is None and (self.transfer is None or several):
             raise ValueError(
-                f"CheckpointSpec of {', '.join(self.members)} has policy=None, which replays nothing: it must have one "
-                "member and a transfer. Give it a policy to replay it."
+                f"CheckpointSpec of {', '.join(self.members)} has policy=None, which recomputes nothing: it must have one "
+                "member and a transfer. Give it a policy to recompute it."
             )
         if self.use_reentrant and several:
             raise ValueError(
                 f"CheckpointSpec.use_reentrant is True for {', '.join(self.members)}: only a region of one call can be "
-                "replayed by the older form. Use use_reentrant=False."
+                "recomputed by the older form. Use use_reentrant=False."
             )
         if self.use_reentrant and self.keeps_something:
             raise ValueError(
@@ -119,7 +119,7 @@ def segments_of(
 
 
 def chunks_of_calls(names: Iterable[str], chunk_size: int, **how: Unpack[How]) -> list[CheckpointSpec]:
-    """Modules called once a timestep, by somebody's own loop: every `chunk_size` consecutive calls are one region.
+    """Modules called once a timestep, by the caller's own loop: every `chunk_size` consecutive calls are one region.
 
     Backward then keeps the state at every `chunk_size`-th step, and the steps of one chunk at a time. A call that gets
     nothing from the chunk before it (a new sequence) begins a new chunk.
@@ -158,13 +158,13 @@ def segment_sizes(count: int, segments: int | None = None, weights: Sequence[flo
     return sizes[::-1]
 
 
-# Keep, in every mode, what says which token goes to which expert.
+# Save, in every mode, what determines which token goes to which expert.
 
 
 @dataclass(frozen=True, eq=False)
 class KeepRouting:
-    """`inner`, but that the results of routing are kept whatever it says: the chosen experts, and the numbers of tokens
-    that ranks exchange. A replay that routed otherwise by one token would send other numbers of rows than forward.
+    """`inner`, but that the results of routing are saved whatever it decides: the chosen experts, and the numbers of tokens
+    that ranks exchange. A recomputation that routed otherwise by one token would send other numbers of rows than forward.
     """
 
     inner: Policy
@@ -220,13 +220,13 @@ def _holds(member: str, names: Collection[str]) -> bool:
     return any(name == member or name.startswith(f"{member}.") for name in names)
 
 
-# Which sub-modules of a layer are replayed one by one: its norms, attentions and MLPs.
+# Which sub-modules of a layer are recomputed one by one: its norms, attentions and MLPs.
 
 
 def submodules_to_checkpoint(layer: nn.Module, *, skip_attention: bool = False) -> list[str]:
     """Names within `layer` of its norms, attentions (or linear attentions) and MLPs, in registration order.
 
-    `skip_attention`: leave attentions out, because replaying one would write a shared key/value cache twice.
+    `skip_attention`: leave attentions out, because recomputing one would write a shared key/value cache twice.
     """
     return [name for name, child in _replayable(layer) if not (skip_attention and _is_attention(name, child))]
 
@@ -242,7 +242,7 @@ def _replayable(layer: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Mo
 
 
 def _is_replayable(name: str, child: nn.Module) -> bool:
-    """Norms, attentions and MLPs; not single projections and convolutions, which alone gain nothing from a replay."""
+    """Norms, attentions and MLPs; not single projections and convolutions, which alone gain nothing from recomputation."""
     if not any(True for _ in child.parameters()):
         return False
     return "norm" in type(child).__name__.lower() or _is_attention(name, child) or _is_composite(child)

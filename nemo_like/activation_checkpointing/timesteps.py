@@ -37,7 +37,7 @@ def checkpoint_timesteps(
     preserve_rng_state: bool = True,
     name: str = "timesteps",
 ) -> tuple[Any, Any]:
-    """Unroll `cell` over time and replay it in backward chunk by chunk. Gradients are bitwise those of a plain loop.
+    """Unroll `cell` over time and recompute it in backward chunk by chunk. Gradients are bitwise those of a plain loop.
 
     Args:
         cell: ``cell(x_t, state) -> (y_t, state)``; or an `nn.RNNCell`, `nn.GRUCell` or `nn.LSTMCell` as it is, whose
@@ -48,7 +48,7 @@ def checkpoint_timesteps(
         levels: 1: chunks; 2: chunks of chunks. None: 1 below `TWO_LEVELS_FROM` timesteps, else 2.
         lengths: (B,) integers: sample b has ``lengths[b]`` steps. After its end its state stays as it is and its
             outputs are zero. Every tensor of output and state then has the batch as dim 0.
-        preserve_rng_state: replay with the forward's random numbers (dropout, stochastic spikes).
+        preserve_rng_state: recompute with the forward's random numbers (dropout, stochastic spikes).
         name: the regions' name in errors.
 
     Returns:

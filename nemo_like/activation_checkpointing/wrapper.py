@@ -46,7 +46,7 @@ class Nameless(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """As `nn.Module.named_modules`, where the wrapper stands for itself and the module inside.
+        """As `nn.Module.named_modules`, where the wrapper counts as itself and the module inside.
 
         A module inside that is a unit of FSDP2 comes, too: torch looks for its units in this walk.
         """
@@ -66,7 +66,7 @@ class Nameless(nn.Module):
         yield from walk
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Nameless:
-        """As `nn.Module.apply`, where the wrapper stands for itself and the module inside."""
+        """As `nn.Module.apply`, where the wrapper counts as itself and the module inside."""
         for _, child in self.named_children():
             child.apply(fn)
         fn(self)
@@ -127,14 +127,14 @@ class Nameless(nn.Module):
 
     @__class__.setter
     def __class__(self, value: type) -> None:
-        # FSDP2 makes a class of what ``__class__`` says and itself; the wrapper's own forward must stay in it.
+        # FSDP2 makes a class of ``__class__`` and itself; the wrapper's own forward must stay in it.
         reported = self.__class__
         if reported is not type(self) and not issubclass(value, type(self)):
             value = _class_around(type(self), reported, value)
         _set_type(self, value)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """As for any object; said in another way, because pickle compares ``__class__`` with the real class."""
+        """As for any object; written in another way, because pickle compares ``__class__`` with the real class."""
         reduced = super().__reduce_ex__(protocol)
         kind, operators = vars(type(self)).get("_made_of", (type(self), ()))
         return _blank, (kind, operators), *reduced[2:]
@@ -206,7 +206,7 @@ SELECTIVE_AC_WRAPPER_FLAG = "_nemo_like_selective_ac"
 
 
 class CheckpointWrapper(Nameless, TorchCheckpointWrapper):
-    """A module whose activations are replayed in backward. Subclass of PyTorch's wrapper, so tools recognise it.
+    """A module whose activations are recomputed in backward. Subclass of PyTorch's wrapper, so tools recognise it.
 
     Parameter, buffer, module and state-dict names are those of the bare module: the wrapper adds no name of its own.
     Attributes of the bare module are read and set through it.
@@ -238,16 +238,16 @@ class CheckpointWrapper(Nameless, TorchCheckpointWrapper):
         """Wrap `module`.
 
         Args:
-            module: what is replayed as one region.
-            use_reentrant: the older autograd-function form (eager, nothing kept).
-            preserve_rng_state: replay with the forward's random numbers.
-            policy: what is kept inside the region; None keeps nothing.
+            module: what is recomputed as one region.
+            use_reentrant: the older autograd-function form (eager, nothing saved).
+            preserve_rng_state: recompute with the forward's random numbers.
+            policy: what is saved inside the region; None saves nothing.
             name: the module's name, for error messages; default: its class name.
-            early_stop: end the replay at the last tensor that backward needs; None: what `set_early_stop` says.
+            early_stop: end the recomputation at the last tensor that backward needs; None: as `set_early_stop` has set it.
             transfer: how outputs with the decision HOST move; None: synchronous copies.
 
         Raises:
-            TypeError: `module` is no module, or already such a wrapper.
+            TypeError: `module` is not a module, or already such a wrapper.
             ValueError: `use_reentrant` together with a policy that keeps something.
         """
         policy = FullPolicy() if policy is None else policy
@@ -303,9 +303,9 @@ class CheckpointWrapper(Nameless, TorchCheckpointWrapper):
         cache = given_cache(self._arguments, args, kwargs)
         if cache is not None:
             raise RuntimeError(
-                f"{self.region_name} was called with {cache}= while gradients are on: its replay would write "
+                f"{self.region_name} was called with {cache}= while gradients are on: its recomputation would write "
                 "that cache a second time. Call the model with use_cache=False in training, or under torch.no_grad(); a "
-                "model that makes a cache at every call, and cannot be told not to, cannot replay its attention."
+                "model that makes a cache at every call, and cannot be told not to, cannot recompute its attention."
             )
 
     def _forward_reentrant(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -342,7 +342,7 @@ def check_wrappable(module: nn.Module, policy: Policy, use_reentrant: bool, name
     check_model(module, name or "module")
     if isinstance(module, TorchCheckpointWrapper):
         raise TypeError(
-            f"{name or 'The module'} is already checkpointed: wrapping it twice would replay it twice. "
+            f"{name or 'The module'} is already checkpointed: wrapping it twice would recompute it twice. "
             "Apply checkpointing once, or pass unwrap_checkpoint_wrapper(module)."
         )
     if use_reentrant and not isinstance(policy, FullPolicy):
@@ -357,10 +357,10 @@ def unwrap_checkpoint_wrapper(module: nn.Module) -> nn.Module:
     return wrapped_module(module) if isinstance(module, TorchCheckpointWrapper) else module
 
 
-# Nobody else replays what we replay: found at the call that would switch it on, or else at the next forward.
+# No one else recomputes what we recompute: found at the call that would switch it on, or else at the next forward.
 #
-# Whoever checkpoints a model after us (a trainer's setting, accelerate's, the model's own) nests one replay in another:
-# everything is computed twice more, and what our policy keeps has no effect.
+# Whoever checkpoints a model after us (a trainer's setting, accelerate's, the model's own) nests one recomputation in
+# another: everything is computed twice more, and what our policy keeps has no effect.
 
 FLAGS = ("gradient_checkpointing", "grad_checkpointing")
 """Names of models' own checkpointing: transformers, timm."""
@@ -369,7 +369,7 @@ FLAGS = ("gradient_checkpointing", "grad_checkpointing")
 def second_replay(where: str, flag: str) -> ValueError:
     """The error for a module that is checkpointed by us and has its own checkpointing switched on."""
     return ValueError(
-        f"{where}.{flag} is True, and regions of nemo_like are in the model: it would be replayed twice. Use one of the "
+        f"{where}.{flag} is True, and regions of nemo_like are in the model: it would be recomputed twice. Use one of the "
         "two: leave gradient checkpointing off (model.gradient_checkpointing_disable(), set_grad_checkpointing(False), "
         "in a Trainer gradient_checkpointing=False), or ac='none'."
     )
@@ -413,7 +413,7 @@ def _refuse_nested(model: nn.Module) -> None:
         kinds = {
             issubclass(type(m), Nameless) for m in every_module(module) if issubclass(type(m), TorchCheckpointWrapper)
         }
-        if len(kinds) == 2:  # ours, and somebody else's
+        if len(kinds) == 2:  # ours, and another library's
             raise ValueError(
                 f"PyTorch's checkpoint_wrapper was put around or into {name or 'the model'} after nemo_like had "
                 "checkpointed it (accelerate does that for fsdp_activation_checkpointing: true, and for "

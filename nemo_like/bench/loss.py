@@ -138,7 +138,7 @@ def _run(options: BenchOptions) -> Measured:
     }
     note = (
         "peak: bytes beyond gradients; in chunks: as a multiple of one chunk of logits. step / whole: median over turns. "
-        "Errors are relative, against whole logits in a wider dtype. x: somebody else's code."
+        "Errors are relative, against whole logits in a wider dtype. x: another project's code."
     )
     return Measured("Head and loss", rows, about, [note])
 

@@ -91,7 +91,7 @@ def cpu_events(run: Callable[[], Any]) -> list[int]:
 
 
 def measure_flops(model: nn.Module, sample: object) -> tuple[int, int]:
-    """FLOPs of the forward, and of the whole step with replay and backward, as PyTorch's counter counts operators."""
+    """FLOPs of the forward, and of the whole step with recomputation and backward, as PyTorch's counter counts operators."""
     zero_gradients(model)
     with FlopCounterMode(display=False) as counter:
         loss = step_loss(model, sample)

@@ -80,7 +80,7 @@ def our_modes(budgets: Sequence[str]) -> list[Mode]:
 
 
 def offloaded(name: str, word: str, config: OffloadConfig) -> Mode:
-    """Checkpointing `word` with offloading as `config` says."""
+    """Checkpointing `word` with offloading by `config`."""
 
     def apply(model: nn.Module, sample: object) -> Copies:
         apply_activation_checkpointing(model, word)

@@ -17,7 +17,7 @@ SUITE_NAMES = ("memory", "offload", "loss")
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """One benchmark run, as `nemo-like bench` or a caller asks for it."""
+    """One benchmark run, as `nemo-like bench` or a caller requests it."""
 
     model: str = "llama-tiny"
     """A preset, a config.json or its folder, or ``module:function``."""

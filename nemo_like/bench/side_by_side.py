@@ -1,7 +1,7 @@
 """Suites ``memory`` and ``offload``: modes side by side on one model: step time, bytes, gradients.
 
 On a CPU both sides of offloading are main memory. The copying back end copies as a GPU's would, so the bytes are those of a
-GPU. The device's share is what PyTorch allocates besides the slabs. Step times say what the copies cost, not what overlaps.
+GPU. The device's share is what PyTorch allocates besides the slabs. Step times show what the copies cost, not what overlaps.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def tokens_of(options: BenchOptions) -> str:
 
 
 def choose_modes(options: BenchOptions, device: torch.device) -> list[Mode]:
-    """The modes that `options` asks for, ``none`` first.
+    """The modes that `options` requests, ``none`` first.
 
     Raises:
         ValueError: an unknown mode.
@@ -210,7 +210,7 @@ def _memory(options: BenchOptions) -> Measured:
     note = (
         "peak: bytes beyond parameters, gradients and inputs, from PyTorch's allocator; saved: of them, between forward and "
         "backward. step / none: median over turns; the modes take turns. recompute: FLOPs, as a share of a forward. "
-        "gradients: against those of none. x: somebody else's code."
+        "gradients: against those of none. x: another project's code."
     )
     rows = [candidate.row for candidate in candidates]
     return Measured(f"Modes of training {options.model}", rows, about, [*compared.notes, note])
@@ -294,7 +294,7 @@ def _offload(options: BenchOptions) -> Measured:
     note = (
         "peak: bytes on the device beyond parameters, gradients and inputs, from PyTorch's allocator, host slabs not "
         "counted; saved: of them, between forward and backward. moved: to the host in a step. host: its peak. stalls: in a "
-        "step. GB/s: bytes both ways over the step time. gradients: against those of none. x: somebody else's code."
+        "step. GB/s: bytes both ways over the step time. gradients: against those of none. x: another project's code."
     )
     if compared.device.type == "cpu":
         note += " On a CPU save_on_cpu copies nothing: what is moved is what a GPU would move."
@@ -302,7 +302,7 @@ def _offload(options: BenchOptions) -> Measured:
 
 
 OFFLOAD = Suite(
-    help="offloading modes on one model: bytes moved, device and host peaks, step time, beside save_on_cpu and TRL",
+    help="offloading modes on one model: bytes moved, device and host peaks, step time, together with save_on_cpu and TRL",
     reads=_READS,
     columns=(
         *_TIMES,

@@ -13,9 +13,9 @@ COMMANDS = {
     "layers": "print the layers of a model: its groups, the units to shard and to checkpoint, their parameters and bytes",
     "plan": "predict the peak memory of a training step and find the fastest plan that fits, without a GPU",
     "pretrain": JOBS["pretrain"],
-    "profile": "measure what each layer of a model saves for backward and how long it takes, and what to replay for a "
+    "profile": "measure what each layer of a model saves for backward and how long it takes, and what to recompute for a "
     "budget",
-    "trace": "print what a policy keeps and computes again, operator by operator, beside keeping all and keeping nothing",
+    "trace": "print what a policy saves and recomputes, operator by operator, next to saving all and saving nothing",
 }
 """The commands there are, by name, and what each is for."""
 

@@ -14,7 +14,7 @@ EXAMPLES = (
 )
 SHELLS = ("bash", "zsh", "fish", "tcsh")
 _FILES = ("PATH", "FILE")
-"""Words that stand for a file's name in the help of an option."""
+"""Words that mean a file's name in the help of an option."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

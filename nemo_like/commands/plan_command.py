@@ -243,14 +243,14 @@ def asked_job(args: argparse.Namespace) -> Job:
                 raise ValueError(f"{FLAGS[name].word} with --pp is not planned. Leave one of the two out.")
     stored, compute = parse_dtype("--dtype", args.dtype), flags["precision"]
     if compute not in FLOAT8 and parse_dtype("--precision", compute) == stored:
-        flags["precision"] = None  # a dtype that the parameters have anyway is no cast
+        flags["precision"] = None  # a dtype that the parameters have anyway is not a cast
     return job_of(flags, ac="none")
 
 
 def _check_rank(
     args: argparse.Namespace, job: Job, model: torch.nn.Module, sample: object, ac: str | None
 ) -> dict[str, Any]:
-    """Run `job` on rank 0 and say how far the plan is off; returned in JSON values. `ac`: None: nothing fits."""
+    """Run `job` on rank 0 and print how far the plan is off; returned in JSON values. `ac`: None: nothing fits."""
     from nemo_like.fake_rank import dry_run
 
     ac = ac or "full"
@@ -321,7 +321,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _frozen(model: torch.nn.Module, args: argparse.Namespace, job: Job) -> torch.nn.Module:
-    """The model as --lora and --four-bit say."""
+    """The model with --lora and --four-bit applied."""
     from nemo_like.planning.four_bit import four_bit_twin, with_adapters
 
     if args.four_bit and args.lora is None:

@@ -1,4 +1,4 @@
-"""Inputs that the commands give to the model: their options, what the model's config says, or its own sample input."""
+"""Inputs that the commands give to the model: their options, what the model's config states, or its own sample input."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def planner_with_inputs(
     text alone, with the reason in `ModelInput.missing`.
 
     Raises:
-        ValueError: an option asks for what the model does not take, or what the planner raises for text alone.
+        ValueError: an option requests what the model does not take, or what the planner raises for text alone.
     """
     media = _media(args)
     if args.input_shape:
@@ -91,7 +91,7 @@ def step_of(
 
 
 def own_sample(source: ModelSource, args: argparse.Namespace) -> Any:
-    """The sample input that ``module:function`` returned, with ``--batch-size`` sequences where that was said."""
+    """The sample input that ``module:function`` returned, with ``--batch-size`` sequences where that was given."""
     refuse_unread(args, ["seq_len", "vocab_size"], f"{source.name} returns its own sample input.")
     if args.batch_size < 1:
         raise ValueError(f"--batch-size is {args.batch_size}; it must be >= 1.")
@@ -104,7 +104,7 @@ def sample_for(
     """One training input for a built `source` on `device`: its own, random numbers of ``--input-shape``, or token ids.
 
     Raises:
-        ValueError: a size below 1, a shape that is not a list of sizes, or a model that does not say what it takes.
+        ValueError: a size below 1, a shape that is not a list of sizes, or a model that does not state what it takes.
     """
     for name, value in (("--batch-size", args.batch_size), ("--seq-len", args.seq_len)):
         check_whole(name, value, 1)

@@ -2,7 +2,7 @@
 share batches are called with the same one.
 
 A rank that shards with other options than its neighbour waits in another collective than its neighbour does. The job
-hangs, or gloo aborts it, and nothing says which option it was. Ranks of ``tp``, ``cp`` and ``pp`` with batches of their
+hangs, or gloo aborts it, and nothing names the option. Ranks of ``tp``, ``cp`` and ``pp`` with batches of their
 own hang as well, or train on a mixture. So ranks compare first: one number per rank, and the options or arguments
 themselves only where the numbers differ.
 """
@@ -49,8 +49,8 @@ def check_agreement(
     Args:
         model: compared by its parameters' and buffers' names, dtypes, shapes, and whether they train or are meta.
         job: what `parallelize` was asked on this rank, or what it raises for that: the other ranks hear of it.
-        device: of a call that is refused, as the caller wrote it: says which process group is made.
-        mesh: its ranks compare; default: all. With one rank, and for ``strategy="single"``, nobody does.
+        device: of a call that is refused, as the caller wrote it: decides which process group is made.
+        mesh: its ranks compare; default: all. With one rank, and for ``strategy="single"``, none does.
 
     Raises:
         ValueError: on every rank, naming the option or tensor and the ranks.
@@ -66,7 +66,7 @@ def check_agreement(
         launch.init_distributed(kind, timeout=None if seconds is None else timedelta(seconds=seconds))
     elif seconds is not None:
         warn_once(
-            f"{job.strategy} asks for a timeout; the process group was made before, and keeps "  # type: ignore[union-attr]
+            f"{job.strategy} sets a timeout; the process group was made before, and keeps "  # type: ignore[union-attr]
             "its own. Give it to nemo_like.distributed.init_distributed(timeout=...), or to init_process_group."
         )
     groups = mesh_groups(mesh if isinstance(mesh, DeviceMesh) else None)
@@ -295,7 +295,7 @@ def _describe(value: object, names: Mapping[nn.Module, str], contents: bool = Fa
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(said, value)) + "]"
     text = repr(value)
-    if " at 0x" in text or " object at " in text:  # an address says nothing
+    if " at 0x" in text or " object at " in text:  # an address means nothing
         name = getattr(value, "__qualname__", None) or type(value).__qualname__
         return f"{getattr(value, '__module__', None) or type(value).__module__}.{name}"
     return text

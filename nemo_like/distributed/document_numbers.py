@@ -34,7 +34,7 @@ def kept_apart() -> None:
 def documents_of(positions: object, batch: int) -> Tensor | None:
     """(B, S) numbers of the documents in each row, by where `positions` do not go on by one; None where they all do.
 
-    positions: (B, S) or (1, S), or (4, B, S) whose first stream counts tokens; other shapes say nothing.
+    positions: (B, S) or (1, S), or (4, B, S) whose first stream counts tokens; other shapes tell nothing.
 
     >>> documents_of(torch.tensor([[0, 1, 2, 0, 1]]), 1).tolist()
     [[0, 0, 0, 1, 1]]

@@ -1,12 +1,12 @@
 """Packed documents: several in one row, which must train as if each came alone.
 
-Callers say where documents begin in one of three ways: ``position_ids`` that restart in a call without an
+Callers state where documents begin in one of three ways: ``position_ids`` that restart in a call without an
 ``attention_mask``, ``cu_seqlens``, or an ``attention_mask`` of document numbers (0: padding). transformers reads the first
 (in some models, where there is no cache), its SDPA ignores the second and takes the third for ones. So all three become
-positions that restart, masks that keep documents apart (for flash attention, lengths), and labels of which each document's
-first, predicted from the document before, does not count.
+positions that restart, masks that keep documents apart (for flash attention, lengths), and labels. Each document's first
+label, predicted from the document before, does not count.
 
-Beside a mask of ones and zeros, positions that restart are positions: a row with padding on its left has them.
+Together with a mask of ones and zeros, positions that restart are positions: a row with padding on its left has them.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class PackedCalls:
                 return None
             if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
                 raise ValueError(
-                    f"This call says with {name} where documents begin, and with an attention_mask of another form than "
+                    f"This call states with {name} where documents begin, and with an attention_mask of another form than "
                     "(B, S) what each token sees: leave one of the two out."
                 )
             self._announced = True
@@ -176,7 +176,7 @@ class PackedCalls:
                 self._announced = True
                 warn_once(
                     f"position_ids restart in a row of this call of {kind}, at a token that its attention_mask shows "
-                    "together with the one before. Beside a mask they are read as positions, as transformers does, and the "
+                    "together with the one before. With a mask they are read as positions, as transformers does, and the "
                     "row is one document. If it is several: leave attention_mask out, or give their numbers in it."
                 )
             return None
@@ -252,7 +252,7 @@ def _restarts_in_sight(numbers: Tensor, shown: Tensor) -> bool:
 
 
 def _language(model: nn.Module) -> nn.Module:
-    """The module that runs the text, of a model that may have towers of pictures beside it."""
+    """The module that runs the text, of a model that may have towers of pictures next to it."""
     find = getattr(model, "get_decoder", None)
     language = find() if callable(find) else None
     return language if isinstance(language, nn.Module) else model

@@ -35,7 +35,7 @@ def clip_grad_norm_(
     """Scale gradients in place so that their norm over the *whole* model is at most `max_norm`.
 
     As `torch.nn.utils.clip_grad_norm_`, and right where that one is not: parameters sharded over different meshes
-    (FSDP beside FSDP x TP, HSDP) and plain tensors may be mixed. Each rank adds up what it holds, and one number per
+    (FSDP with FSDP x TP, HSDP) and plain tensors may be mixed. Each rank adds up what it holds, and one number per
     kind of sharding is reduced over the ranks that hold different parts. Sums are taken in float32 at least.
 
     A collective: every rank of the mesh calls it. It does not wait for the device: the norm stays a tensor there.
@@ -174,7 +174,7 @@ def _scale(grads: list[Tensor], scale: Tensor, foreach: bool | None) -> None:
             foreach_mul(same, factor)
 
 
-# Gradient accumulation without communication, right also where microbatches use different parameters.
+# Gradient accumulation without communication, right also where micro-batches use different parameters.
 
 
 def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
@@ -240,7 +240,7 @@ def with_unused_sample(batch: Mapping[str, Any], sample: Mapping[str, Any], *, p
 
     Raises:
         ValueError: no ``input_ids`` of these shapes; the batch has an image already; a tensor (B, T, ...) of another
-            name, of which nobody knows what to append.
+            name, of which it is not known what to append.
     """
     tokens, extra = batch.get(_TOKENS), sample.get(_TOKENS)
     if not isinstance(tokens, Tensor) or tokens.ndim != 2 or not isinstance(extra, Tensor) or extra.shape[:1] != (1,):

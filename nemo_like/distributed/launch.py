@@ -4,8 +4,8 @@ Why the order matters. A gloo job aborts now and then at interpreter exit, all i
 an active exception", SIGABRT). What happens, from the debugger's stack: gloo's own threads (``pt_gloo_runloop``) wake
 whoever waits for a collective first and drop the collective's tensors afterwards, for which they need the GIL where a
 tensor was seen by Python. If the main thread begins to end the interpreter while one of them waits for the GIL, CPython
-ends that thread with ``pthread_exit``, which unwinds through a C++ destructor that may not throw, and C++ calls
-``std::terminate``. ``destroy_process_group`` joins gloo's threads only where nobody holds the group any more; a model
+ends that thread with ``pthread_exit``. That unwinds through a C++ destructor that may not throw, and C++ calls
+``std::terminate``. ``destroy_process_group`` joins gloo's threads only where nothing refers to the group any more; a model
 under DDP or FSDP2 does. So `shutdown` comes last on every rank, and waits until those threads are idle; and
 `init_distributed` registers the same for the interpreter's exit, where handlers still run before that point. The test
 (`tests_distributed/test_launch.py`) makes gloo's threads slow and the main thread greedy: without the wait 4 of 4
@@ -50,7 +50,7 @@ def local_rank() -> int:
 
 
 def local_world_size() -> int:
-    """Ranks on this host (``LOCAL_WORLD_SIZE``); all of them without a launcher that says."""
+    """Ranks on this host (``LOCAL_WORLD_SIZE``); all of them without a launcher that sets it."""
     return _environment_number("LOCAL_WORLD_SIZE", world_size())
 
 
@@ -135,7 +135,7 @@ def init_distributed(device_type: str | None = None, *, timeout: timedelta | Non
 
     Raises:
         RuntimeError: ``WORLD_SIZE`` is above 1 and another variable of the launcher is missing.
-        ValueError: a variable is no number, or there is no CUDA device for this rank.
+        ValueError: a variable is not a number, or there is no CUDA device for this rank.
     """
     device = local_device(device_type)
     accelerated = device.type != "cpu"
@@ -158,7 +158,7 @@ def init_distributed(device_type: str | None = None, *, timeout: timedelta | Non
 def shutdown() -> None:
     """End the process group, if there is one: the last thing that every rank does.
 
-    Waits for the other ranks first, so that nobody leaves while another still talks to it; not when an exception is on
+    Waits for the other ranks first, so that none leaves while another still talks to it; not when an exception is on
     its way (``finally: shutdown()``), because a rank that failed must not wait for ranks that wait for it.
     """
     if not (dist.is_available() and dist.is_initialized()):
@@ -201,7 +201,7 @@ def _wait_for_gloo(patience: float) -> None:
 
 
 def _gloo_threads() -> dict[str, str]:
-    """Thread number to what the kernel says of it (state, how often it was switched); empty where there is no Linux."""
+    """Thread number to what the kernel reports of it (state, how often it was switched); empty where there is no Linux."""
     threads: dict[str, str] = {}
     for path in glob.glob("/proc/self/task/*/status"):
         try:

@@ -41,14 +41,14 @@ def build_mesh(
 ) -> DeviceMesh:
     """A mesh over all ranks of the job, from the launcher's environment; joins the process group if there is none.
 
-    Every number is checked before anything is started, from values that all ranks share, so a wrong one is the same
-    error on every rank and no rank is left waiting.
+    Every number is checked before anything is started, from values that all ranks share. So a wrong one is the same
+    error on every rank, and no rank is left waiting.
 
     Args:
         dp_replicate: groups of ranks that each hold one whole copy of the model (HSDP); 1: one copy over all ranks.
         tp: ranks that one tensor is split over.
         cp: ranks that one sequence is split over; for FSDP they are folded into ``dp_shard``.
-        pp: ranks that the layers are dealt out to.
+        pp: ranks that the layers are divided over.
         device_type: ``"cuda"`` or ``"cpu"``; None: CUDA where there is any.
         world_size: ranks that the caller counts on; None: whatever the job has.
 
@@ -56,7 +56,7 @@ def build_mesh(
         A mesh of shape ``(pp, dp_replicate, dp_shard, cp, tp)``, axes of size 1 left out except ``dp_shard``.
 
     Raises:
-        ValueError: a size that is no whole number >= 1, a product that does not divide the world size, or one rank.
+        ValueError: a size that is not a whole number >= 1, a product that does not divide the world size, or one rank.
     """
     sizes = {"pp": pp, "dp_replicate": dp_replicate, "cp": cp, "tp": tp}
     for name, size in sizes.items():
@@ -81,7 +81,7 @@ def build_mesh(
 
 
 def validate_mesh(mesh: DeviceMesh) -> None:
-    """Check a mesh that somebody else built, before anything is done with it.
+    """Check a mesh that the caller built, before anything is done with it.
 
     Raises:
         TypeError: it is no `DeviceMesh`.

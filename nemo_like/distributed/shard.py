@@ -53,7 +53,7 @@ def shard_layers(
             they are; layers inside them are theirs.
         layers: its repeated blocks in the order in which they run: modules, or objects with ``.module`` and
             ``.group`` (`nemo_like.layers.Layer`). A block inside a checkpoint wrapper is sharded with its wrapper: the
-            gather and the cast to the compute dtype stand outside of what is replayed, so that replay sees what
+            gather and the cast to the compute dtype are outside of what is recomputed, so that recomputation sees what
             forward saw and gathers nothing again. A block that is listed twice is one unit.
         mesh: axes as in `nemo_like.distributed.mesh`; FSDP shards over ``dp_shard`` (with ``cp`` folded in) and
             replicates over ``dp_replicate``.
@@ -118,7 +118,7 @@ def shard_layers(
 
 
 def ask_for_weights(model: nn.Module) -> None:
-    """Have the first forward of `model` say that parameters are on the meta device, where some still are."""
+    """Have the first forward of `model` report that parameters are on the meta device, where some still are."""
     model.register_forward_pre_hook(_MaterializeFirst(), prepend=True)
 
 
@@ -203,7 +203,7 @@ def check_reshard(value: bool | int | None, shard_size: int) -> None:
 
 def _reshard(unit: Unit, last_layer: Unit | None, asked: bool | int | None) -> bool | int:
     if unit.kind == "dtype":
-        return False  # a few norms: held, so that a replay which passes them gathers nothing
+        return False  # a few norms: kept gathered, so that a recomputation which passes them gathers nothing
     if isinstance(asked, bool):
         return asked
     if unit.kind != "layer" or unit is last_layer:

@@ -47,7 +47,7 @@ class UnitPlan:
     root: Unit
     by_dtype: list[Unit]
     replicated: list[nn.Parameter]
-    """Held whole by every rank: parameters that are not floating point, frozen scalars, what the caller left out."""
+    """Whole on every rank: parameters that are not floating point, frozen scalars, what the caller left out."""
     theirs: list[nn.Module]
     """Modules that the caller has sharded before: units inside these, with their own mesh, policy and parameters."""
     towers: list[nn.Module]
@@ -126,7 +126,7 @@ def shard_dim(param: torch.Tensor, ranks: int) -> int:
 
     Every rank holds equal parts, so 8 experts on dim 0 over 64 ranks take the memory of 64. Then it is the first dim that
     the ranks divide, if there is one: FSDP2 pads on dim 0 alone. A gather copies such a parameter once more than others.
-    The same for a packed weight that tensor parallelism has cut on dim 0: no placement says what a part of its part is.
+    The same for a packed weight that tensor parallelism has cut on dim 0: no placement describes a part of its part.
 
     >>> shard_dim(torch.empty(8, 14336, 4096, device="meta"), 64)
     1
@@ -164,7 +164,7 @@ def sharded_by_caller(model: nn.Module) -> list[nn.Module]:
         if not name:
             raise ValueError(
                 f"This {type(model).__name__} is sharded already: shard_layers must be called once, on a model that "
-                "nobody has called fully_shard on. Only parts of it may be sharded before."
+                "was not passed to fully_shard. Only parts of it may be sharded before."
             )
         sharded.append(module)
         inside.update(every_module(module))
@@ -199,7 +199,7 @@ def _layer_groups(model: nn.Module, layers: Sequence[Any], names: dict[nn.Module
     for module in groups:
         for inner in every_module(module):
             if inner is not module and inner in groups:
-                raise ValueError(f"Layer {names[inner]!r} lies inside layer {names[module]!r}; pass one of them.")
+                raise ValueError(f"Layer {names[inner]!r} is inside layer {names[module]!r}; pass one of them.")
     return groups
 
 

@@ -1,1 +1,1 @@
-"""Run a model without weights or memory: what predictions, the cut into stages and the trial of a split stand on."""
+"""Run a model without weights or memory: what predictions, the cut into stages and the trial of a split use."""

@@ -74,7 +74,7 @@ class CudaOps(TorchFunctionMode):
 
 @functools.cache
 def _body(func: types.FunctionType) -> Callable[..., Any]:
-    """A function of `torch.nn.functional` that no longer asks whether somebody overrides it: that was asked already."""
+    """A function of `torch.nn.functional` that no longer tests whether it is overridden: that was tested already."""
     never = {name: _never for name in func.__globals__ if name.startswith("has_torch_function")}
     copied = types.FunctionType(
         func.__code__, {**func.__globals__, **never}, func.__name__, func.__defaults__, func.__closure__
@@ -221,14 +221,14 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 # Which kernel CUDA gives attention to, and what `scaled_dot_product_attention` runs around it, on CPU tensors.
 #
 # The rules are those of PyTorch's ``sdp_utils.cpp`` (releases 2.13 to 2.15) for dense tensors on NVIDIA GPUs from compute
-# capability 8.0 on. Switches (`torch.nn.attention.sdpa_kernel`) count as they stand when attention is called.
+# capability 8.0 on. Switches (`torch.nn.attention.sdpa_kernel`) count as they are when attention is called.
 
 FLASH, EFFICIENT, MATH, CUDNN = "flash", "mem_efficient", "math", "cudnn"
 _NUMBERS = {1: FLASH, 2: EFFICIENT, 0: MATH, 3: CUDNN}
 """Kernels by their number in `torch.nn.attention.SDPBackend`."""
 _DEFAULT = (FLASH, EFFICIENT, MATH, CUDNN)
 _CUDNN_FIRST = 91500
-"""From the release of cuDNN after this one on, PyTorch asks it first on Hopper and Blackwell."""
+"""From the release of cuDNN after this one on, PyTorch tries it first on Hopper and Blackwell."""
 _RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
 _EFFICIENT_GROUPS = (2, 15)
 """The first release known to give grouped queries to the memory-efficient kernel."""
@@ -331,7 +331,7 @@ def _order(capability: tuple[int, int]) -> tuple[str, ...]:
 
 
 def _fits_all(call: Call, *, groups: bool) -> bool:
-    """Return whether the call meets what every fused kernel asks for."""
+    """Return whether the call meets what every fused kernel requires."""
     query, key, value = call.tensors
     if not all(t.dim() == 4 and t.shape[2] > 0 and t.stride(-1) == 1 for t in call.tensors):
         return False

@@ -158,7 +158,7 @@ def _by_parts(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _function(function: FunctionType, memo: dict[int, Any]) -> Callable[..., Any]:
-    """`function`, as a ``forward`` that somebody has put on one module, with copies of what its closure has."""
+    """`function`, as a ``forward`` that was put on one module, with copies of what its closure has."""
     if not function.__closure__:
         return function
     if id(function) not in memo:

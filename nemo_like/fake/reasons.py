@@ -31,7 +31,8 @@ STAGES = Aim("cannot be cut into stages by pp", "Use strategy='fsdp2' with tp, c
 
 
 def named_reason(model: nn.Module, reason: str, aim: Aim = PLAN) -> AbstractContextManager[None]:
-    """Errors of a forward pass of `model` without values as ValueErrors that say why, and what to do; `given`: its input."""
+    """Errors of a forward pass of `model` without values as ValueErrors that state why, and what to do; `given`: its
+    input."""
     return without_values(
         f"{type(model).__name__} {aim.cannot}: its forward",
         model,
@@ -76,7 +77,7 @@ def without_values(
 
 
 def in_a_line(error: Exception) -> str:
-    """The error's first line, with its class where that says the most: of a missing key, or of no text at all."""
+    """The error's first line, with its class where that tells the most: of a missing key, or of no text at all."""
     first = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {first}".rstrip(": ") if isinstance(error, KeyError) or not first else first
 

@@ -57,7 +57,7 @@ class FakeRun(TorchDispatchMode):
         self.cuda = None if cuda is None else CudaOps(cuda)
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.routed_by = ""
-        """For ranks that are there: the group of `planned_table` that says how rows go to them."""
+        """For ranks that are there: the group of `planned_table` that determines how rows go to them."""
         self._unknown: weakref.WeakSet[Any] = weakref.WeakSet()
         """Storages of real tensors that a fake one was written into: their values mean nothing any more."""
         self._random: list[AbstractContextManager[None]] = []
@@ -370,7 +370,7 @@ def replaced_forwards(layers: Sequence[Any], make: Callable[[Any, Callable], Cal
 
 
 def planned_table(rows: int, experts: int, group: str) -> torch.Tensor:
-    """Return what `nemo_like::route` says in a traced run of who sends how many of a rank's `rows` to whom."""
+    """Return what `nemo_like::route` returns in a traced run: who sends how many of a rank's `rows` to whom."""
     word, ranks, imbalance, sent = group.split(":")
     assert word == PLANNED
     rows = round(rows * float(sent))

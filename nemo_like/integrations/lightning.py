@@ -41,7 +41,7 @@ def parallelize_fn(**settings: Any) -> Callable[[nn.Module, DeviceMesh], nn.Modu
     for name in ("mesh", "strategy"):
         if name in settings:
             raise TypeError(
-                f"{name}= is Lightning's to say: its ModelParallelStrategy shards by FSDP2 on a mesh of its own."
+                f"{name}= is set by Lightning: its ModelParallelStrategy shards by FSDP2 on a mesh of its own."
             )
 
     def parallelize_on(model: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -56,7 +56,7 @@ def parallelize_fn(**settings: Any) -> Callable[[nn.Module, DeviceMesh], nn.Modu
 
 
 def _renamed(mesh: DeviceMesh) -> DeviceMesh:
-    """A mesh of the same ranks under our names, without an axis of one rank beside ``dp_shard``."""
+    """A mesh of the same ranks under our names, without an axis of one rank next to ``dp_shard``."""
     names = mesh.mesh_dim_names or ()
     if not names or any(name not in _AXES for name in names):
         raise ValueError(

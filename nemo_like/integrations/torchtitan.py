@@ -64,8 +64,8 @@ def _apply(model: nn.Module, config: Any) -> None:
     if not config.preserve_rng_state or config.debug or config.determinism_check != "default":
         raise ValueError(
             f"preserve_rng_state={config.preserve_rng_state}, determinism_check={config.determinism_check!r}, "
-            f"debug={config.debug}: these are settings of PyTorch's checkpointing. nemo_like always replays with the "
-            "forward's random numbers, and compares replay and forward in the first step. Leave them as they are."
+            f"debug={config.debug}: these are settings of PyTorch's checkpointing. nemo_like always recomputes with the "
+            "forward's random numbers, and compares recomputation and forward in the first step. Leave them as they are."
         )
     saved = isinstance(config.ac, str) and config.ac.endswith(".json")
     # torchtitan compiles the blocks afterwards, or does not; what is wrapped is the same.

@@ -41,7 +41,7 @@ _transformers = require("transformers", "hf", "for the Trainer integration")
 
 @dataclass
 class CheckpointingArguments:
-    """Fields for a class of training arguments, beside `transformers.TrainingArguments` or a class of TRL's.
+    """Fields for a class of training arguments, together with `transformers.TrainingArguments` or a class of TRL's.
 
     Raises:
         TypeError: where the class is made, one of these fields would hide a field of another base.
@@ -86,13 +86,13 @@ def refuse_two_kinds_of_checkpointing(args: object) -> None:
     for name in ("activation_checkpointing", "gradient_checkpointing"):
         if getattr(args, name, False):
             raise ValueError(
-                f"{name}=True in the training arguments and ac= both checkpoint the model: it would be replayed twice. "
+                f"{name}=True in the training arguments and ac= both checkpoint the model: it would be recomputed twice. "
                 f"Set {name}=False, or ac='none'."
             )
     fsdp = getattr(args, "fsdp_config", None) or {}
     if fsdp.get("activation_checkpointing", False):
         raise ValueError(
-            "fsdp_config['activation_checkpointing'] and ac= both checkpoint the model: it would be replayed twice. "
+            "fsdp_config['activation_checkpointing'] and ac= both checkpoint the model: it would be recomputed twice. "
             "Remove it from fsdp_config, or set ac='none'."
         )
     if accelerate_settings().checkpoints:
@@ -207,7 +207,7 @@ class CheckpointingMixin:
         if cp.size > 1:
             if _needs_sample(ac):
                 raise ValueError(
-                    f"ac is {ac!r} beside cp={cp.size}: in a Trainer, a budget plans for whole sequences. Use a mode."
+                    f"ac is {ac!r} with cp={cp.size}: in a Trainer, a budget plans for whole sequences. Use a mode."
                 )
             split_for_trainer(model, trainer, cp)
         if sample is None and _needs_sample(ac):
@@ -252,7 +252,7 @@ def share_batches(loader: object, cp: int) -> Any:
     """`loader` as accelerate prepared it, with the batches of the data-parallel rank, which is ``rank // cp``.
 
     Raises:
-        ValueError: batches are not dealt out by a sampler (a stream, or a loader that one rank reads for all).
+        ValueError: batches are not divided over ranks by a sampler (a stream, or a loader that one rank reads for all).
     """
     sampler: Any = getattr(loader, "batch_sampler", None)
     if cp == 1 or getattr(sampler, "nemo_like_shared", False):
@@ -374,7 +374,7 @@ class AccelerateSettings:
     compiler: str | None = None
     """The back end that it compiles with (``dynamo_backend``); None: it does not."""
     by_regions: bool = False
-    """It compiles each layer, and what stands beside the layers, instead of the whole model."""
+    """It compiles each layer, and what is outside the layers, instead of the whole model."""
     precision: str | None = None
     """``"bf16"`` or ``"fp16"``: the autocast that it runs the model's forward under."""
 
@@ -419,5 +419,5 @@ def takes_log_probs_in_chunks(model: nn.Module) -> bool:
     """
     get_base = getattr(model, "get_base_model", None)
     inner = get_base() if callable(get_base) else model
-    # The forward that it stands for is another signature, which `inspect` would look at first.
+    # The forward that it replaces has another signature, which `inspect` would look at first.
     return "fused_lm_head" in inspect.signature(inner.forward, follow_wrapped=False).parameters

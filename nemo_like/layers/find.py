@@ -30,10 +30,10 @@ from nemo_like.options import did_you_mean, normalise
 from nemo_like.transformers_compat import NO_SPLIT
 
 # Sibling modules of one class are stages (Swin stages), and their inner blocks are the layers, from this share of their
-# parameters on: inner blocks that the model declares say so themselves, others must be all but a little of the stages.
+# parameters on: inner blocks that the model declares are known, others must be all but a little of the stages.
 _STAGE_SHARE_DECLARED = 0.5
 _STAGE_SHARE = 0.9
-# Runs of plainer blocks (no norm, no mixer: a vocoder's residual blocks) beside strict ones count from this share of
+# Runs of plainer blocks (no norm, no mixer: a vocoder's residual blocks) next to strict ones count from this share of
 # the model's parameters on. Smaller ones are heads and predictors: not worth a sharding unit of their own.
 _PLAIN_SHARE = 0.02
 
@@ -63,7 +63,7 @@ def find_layers(
     Args:
         model: any module.
         layers: FQNs of the bare model, globs over them (``*`` within one dotted segment, ``**`` across segments) or
-            module objects; the name of a `ModuleList` or `ModuleDict` stands for its members.
+            module objects; the name of a `ModuleList` or `ModuleDict` means its members.
 
     Raises:
         LayersNotFoundError: (a ValueError) nothing was found, with the candidates and how to name one; or a name or
@@ -140,7 +140,7 @@ class _Finder:
     def _run(self, parent: nn.Module, series: list[Child]) -> list[Child]:
         """The layers among siblings: declared ones; else strict blocks; else plain blocks that hold enough."""
         declared = [child for child in series if self._is_declared(child.module)]
-        if declared:  # in one list, blocks of other kinds beside declared ones are layers, too
+        if declared:  # in one list, blocks of other kinds next to declared ones are layers, too
             return [c for c in series if c in declared or (is_container(parent) and is_strict_block(c.module))]
         strict = blocks_in_series(parent, series, strict=True)
         if strict:
@@ -183,7 +183,7 @@ class _Finder:
 
 
 def _no_split_names(model: nn.Module) -> frozenset[str]:
-    """Class names that any model or tower in the tree asks to keep in one piece."""
+    """Class names that any model or tower in the tree wants in one piece."""
     names: set[str] = set()
     for module in model.modules():
         declared = getattr(module, NO_SPLIT, None)
@@ -313,7 +313,7 @@ def select_layers(layers: Sequence[Layer], scope: str | Iterable[str] = "all") -
             or a list of these.
 
     Raises:
-        ValueError: a scope is unknown, or nothing is left; the message says what there is.
+        ValueError: a scope is unknown, or nothing is left; the message lists what there is.
         TypeError: `scope` is neither a string nor a list of strings.
     """
     words = _parse_scope(scope)

@@ -18,7 +18,7 @@ _WORDS = {
     "audio": re.compile(r"audio|speech|acoustic|wav|codec\b|\bmel\b|sound|vocoder", re.IGNORECASE),
     "language": re.compile(r"language|text|\bl?lm\b|thinker|talker", re.IGNORECASE),
 }
-# What a Hugging Face model says it takes, in its class attributes `input_modalities` and `main_input_name`.
+# What a Hugging Face model declares that it takes, in its class attributes `input_modalities` and `main_input_name`.
 _MODALITIES = {"image": "vision", "video": "vision", "text": "language", "audio": "audio", "time": "other"}
 _MAIN_INPUTS = {
     "pixel_values": "vision",
@@ -39,11 +39,11 @@ _TOKEN_EMBEDDING = re.compile(r"embed_tokens|wte|tok(en)?_emb.*|word_embeddings|
 def groups_of(root: nn.Module, fqns: Iterable[str]) -> list[str]:
     """The group of each of the layers `fqns` of `root`.
 
-    The ancestor nearest to the layer that says something decides: by the words in its name (``vision_tower``), by
+    The ancestor nearest to the layer that tells something decides: by the words in its name (``vision_tower``), by
     owning a token embedding (language: this tells a speech model's text decoder from its encoder), by what a Hugging
     Face tower declares to take, or by the words in its class name.
 
-    Where nothing says anything, the layer is ``language`` if its model takes text: the model or a part on the way has a
+    Where nothing tells anything, the layer is ``language`` if its model takes text: the model or a part on the way has a
     `vocab_size` or an `eos_token_id` in its config, takes ``input_ids``, or embeds ids. Else it is ``vision`` in a model
     that convolves in two or three dimensions, and ``other`` in any other.
     """

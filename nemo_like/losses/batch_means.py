@@ -1,7 +1,7 @@
 """A mean cross entropy of a part of a batch, as that part's share of the mean over the whole batch.
 
-A model divides its loss by the targets that it is called with. A microbatch of a pipeline, or a rank's part of the sequence,
-has some of them, so the sum over a part is divided by what counts in the whole.
+A model divides its loss by the targets that it is called with. A micro-batch of a pipeline, or a rank's part of the
+sequence, has some of them, so the sum over a part is divided by what counts in the whole.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class LossCall:
 
 
 def mean_of(total: Tensor, call: LossCall) -> Tensor:
-    """The mean of which `total` is the sum: over the targets of `call`, or over those that the `LossCalls` around it say."""
+    """The mean of which `total` is the sum: over the targets of `call`, or over those of the `LossCalls` around it."""
     calls = _current.get()
     return total / call.counted() if calls is None else calls.divided(total, call)
 
 
 class LossCalls:
-    """Within it, the cross entropies of a model are written down, and their means are over what `divisor` says."""
+    """Within it, the cross entropies of a model are written down, and their means are over `divisor`."""
 
     def __init__(
         self, divisor: Callable[[int, Tensor], Tensor | float] | None = None, left_out: Collection[str] = ()

@@ -38,7 +38,7 @@ def chunked_cross_entropy(
     """Cross entropy of ``head(hidden)`` and `labels`, of which only a chunk of logits exists at a time.
 
     The gradients are made in forward, chunk by chunk, and scaled in backward, so that head and loss cost the FLOPs that
-    they always do (``reduction="none"``, whose weights only backward knows, runs the head twice). Losses and the head's
+    they always do. (``reduction="none"``, whose weights only backward knows, runs the head twice.) Losses and the head's
     gradients are added in float32. Second derivatives are not known.
 
     >>> head = torch.nn.Linear(8, 100)
@@ -71,7 +71,7 @@ def chunked_cross_entropy(
         A number or (with ``"none"``) the shape of `labels`; float32, or float64 for such a head.
 
     Raises:
-        ValueError, TypeError: any bad argument, labels of another shape than `hidden`, a label that is no token (on the
+        ValueError, TypeError: any bad argument, labels of another shape than `hidden`, a label that is not a token (on the
             CPU; an accelerator stops the program), a head whose output is not (tokens, V).
     """
     if reduction not in REDUCTIONS:
@@ -205,7 +205,7 @@ def chosen(options: ChunkedLoss | None, chunk_tokens: int | None) -> ChunkedLoss
     if options is None:
         return ChunkedLoss(chunk_tokens=chunk_tokens)
     if chunk_tokens is not None:
-        raise ValueError("chunk_tokens and options are both given; say it in options=ChunkedLoss(chunk_tokens=...).")
+        raise ValueError("chunk_tokens and options are both given; write it in options=ChunkedLoss(chunk_tokens=...).")
     return options
 
 

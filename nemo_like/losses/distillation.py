@@ -43,8 +43,8 @@ def chunked_kl(
     Args:
         hidden, head, chunk_tokens, logit_softcap, logit_scale, options, parameters: the student's; as for
             `chunked_cross_entropy`.
-        teacher: the teacher's logits, (..., V); with `teacher_head`, its hidden states, (..., its width). Beside a head
-            that is cut by vocabulary, the teacher's logits may be whole or cut over the same ranks.
+        teacher: the teacher's logits, (..., V); with `teacher_head`, its hidden states, (..., its width). Together with
+            a head that is cut by vocabulary, the teacher's logits may be whole or cut over the same ranks.
         teacher_head: from the teacher's hidden states to logits, called on the same chunks (whose logits are the second
             chunk that then exists). The student's soft cap and scale are not applied to it.
         mask: (...) bool: the tokens that count; default: all.

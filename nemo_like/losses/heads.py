@@ -30,7 +30,7 @@ class GradientSums:
         return torch.float32 if self._in_float32 and dtype in (torch.bfloat16, torch.float16) else dtype
 
     def add(self, index: int, gradient: Tensor) -> None:
-        """Add one chunk's gradient, which may be kept."""
+        """Add one chunk's gradient, which may be saved."""
         total = self.sums[index]
         if total is None:
             self.sums[index] = gradient.to(self.dtype(index))
@@ -64,7 +64,7 @@ class AutogradHead:
             leaf = hidden.detach().requires_grad_()
             output = self._head(leaf)
         self._graph = (leaf, output)
-        # An op that saved its own result needs it in backward: then the gradient is made beside it. Else nobody looks
+        # An op that saved its own result needs it in backward: then the gradient is made next to it. Else nothing looks
         # at the logits again, and in-place changes need not be known to autograd (which refuses them for views).
         return output.detach().clone() if _storage(output) in seen else output.data
 
@@ -91,7 +91,7 @@ class AutogradHead:
 
 
 class LinearHead:
-    """A plain `nn.Linear`: its gradients by hand, so that no second gradient of the weight exists beside the sum."""
+    """A plain `nn.Linear`: its gradients by hand, so that no second gradient of the weight exists next to the sum."""
 
     def __init__(self, head: nn.Linear, params: Sequence[Tensor], block_bytes: int) -> None:
         self.params = params

@@ -38,14 +38,15 @@ class RowLoss(Protocol):
         """Losses of the tokens `rows`, (tokens,), float32 or, for such logits, float64.
 
         logits: (tokens, this shard's part of the vocabulary). With `weights`, (tokens,), they become the gradient of
-        ``(weights * losses).sum()``; without, nobody reads them again. apart: one entry per token may be left out of
+        ``(weights * losses).sum()``; without, they are not read again. apart: one entry per token may be left out of
         the gradient, and returned.
         """
 
 
 class Apart(NamedTuple):
-    """Entries of a gradient that are to be added to it, one per token. Beside the label's, which is as large as all others
-    together, the others would lose bits in every sum over tokens or tokens of the vocabulary, and in bfloat16 itself."""
+    """Entries of a gradient that are to be added to it, one per token. Summed together with the label's, which is as
+    large as all others together, the others would lose bits: in every sum over tokens or the vocabulary, and in bfloat16
+    itself."""
 
     column: Tensor
     """(tokens,) int64"""
@@ -71,7 +72,7 @@ def pieces(count: int, size: int, like: Tensor) -> Iterator[slice]:
 
 
 def new_losses(logits: Tensor, *kinds: int) -> Tensor:
-    """Room for `kinds` numbers per row of `logits`, in the dtype that losses are computed in: (*kinds, rows)."""
+    """Memory for `kinds` numbers per row of `logits`, in the dtype that losses are computed in: (*kinds, rows)."""
     return logits.new_empty(*kinds, len(logits), dtype=logits.dtype if in_place(logits) else torch.float32)
 
 
@@ -173,7 +174,7 @@ class CrossEntropyRows:
         self._backend = backend
 
     def check(self, vocabulary: int) -> None:
-        """Raise ValueError for a label that is no token. On the CPU; on an accelerator, where looking would stop the
+        """Raise ValueError for a label that is not a token. On the CPU; on an accelerator, where looking would stop the
         host until the device has caught up, `gather` stops the program instead."""
         if self.labels.device.type != "cpu" or is_fake(self.labels):
             return

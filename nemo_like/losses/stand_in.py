@@ -1,10 +1,10 @@
 """A stand-in for logits: it notes what a model does with them, and lets `F.cross_entropy` compute in chunks.
 
-A model that is called with labels puts its hidden states through a head, changes the logits a little (a soft cap, a
-scale, a cast, a shift by one token), and gives them to a loss. Here nothing of that is looked up in a table of models: the
-head answers with a `StandIn`, each operator on it is written down, and when it reaches `torch.nn.functional.cross_entropy`
-the same is done to the logits of one chunk after the other. Whatever else is done with it, it first becomes the
-logits that the model would have had: the plain path.
+A model that is called with labels puts its hidden states through a head and gives the logits to a loss. In between it
+changes the logits a little (a soft cap, a scale, a cast, a shift by one token). Here nothing of that is looked up in a
+table of models: the head answers with a `StandIn`, and each operator on it is written down. When it reaches
+`torch.nn.functional.cross_entropy`, the same is done to the logits of one chunk after the other. Whatever
+else is done with it, it first becomes the logits that the model would have had: the plain path.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def _same(func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _cast(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """A cast says how precise the loss is to be; chunks compute it in float32 in any case."""
+    """A cast determines how precise the loss is to be; chunks compute it in float32 in any case."""
     like = torch.empty(0, dtype=args[0].dtype, device=args[0].device)
     rest = [torch.empty(0, dtype=a.dtype, device=a.device) if isinstance(a, StandIn) else a for a in args[1:]]
     result = func(like, *rest, **kwargs)
@@ -280,7 +280,7 @@ def _is_whole(item: object, width: int) -> bool:
 
 
 def _CROSS_ENTROPY(func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """`torch.nn.functional.cross_entropy` of a stand-in, in chunks; None where it asks for what chunks do not know."""
+    """`torch.nn.functional.cross_entropy` of a stand-in, in chunks; None where it requires what chunks do not know."""
     names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
     arguments = dict(zip(names, args)) | dict(kwargs)
     logits, labels = arguments["input"], arguments["target"]

@@ -81,7 +81,7 @@ class AcceleratorBackend(Backend):
         Args:
             device: with its index.
             pin_memory: page-locked host memory; without it copies block the host.
-            use_streams: copy beside computing; False: on the stream that is current here and now.
+            use_streams: copy while computing; False: on the stream that is current here and now.
         """
         super().__init__(device)
         self._module = torch.get_device_module(device)
@@ -122,7 +122,7 @@ class AcceleratorBackend(Backend):
 
 
 class CopyingBackend(Backend):
-    """The CPU: "device" and host are both main memory, and streams are queues that run when somebody waits for them.
+    """The CPU: "device" and host are both main memory, and streams are queues that run when they are waited for.
 
     Operators on the CPU run at once, so the compute stream is always up to date. With `lazy`, copies wait as long as
     the events let them: a wait that is missing shows as bytes that are not there yet, which a fast copy would hide.
@@ -134,7 +134,7 @@ class CopyingBackend(Backend):
         self.copy_out = _Queue("copy-out")
         self.copy_back = _Queue("copy-back")
         self.stream = _Queue("compute")
-        """The stream that `current_stream` returns; tests put another one here to stand for the user's own side
+        """The stream that `current_stream` returns; tests put another one here to be the user's own side
         stream."""
 
     def current_stream(self) -> Any:
@@ -180,7 +180,7 @@ class CopyingBackend(Backend):
 
 
 class _Queue:
-    """A stream of the copying back end: work in order, run up to the event that somebody waits for."""
+    """A stream of the copying back end: work in order, run up to the event that is waited for."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -204,11 +204,11 @@ def default_backend(*, pin_memory: bool = True, use_streams: bool = True) -> Bac
     """The accelerator's back end where there is an accelerator, else the copying one."""
     if torch.accelerator.is_available():
         accelerator = torch.accelerator.current_accelerator()
-        assert accelerator is not None  # is_available() says so
+        assert accelerator is not None  # is_available() returned True
         device = torch.device(accelerator.type, torch.accelerator.current_device_index())
         return AcceleratorBackend(device, pin_memory=pin_memory, use_streams=use_streams)
     warn_once(
-        "Offloading was asked for and there is no accelerator: tensors are copied within host memory, which saves none. "
+        "Offloading was requested and there is no accelerator: tensors are copied within host memory, which saves none. "
         "That is of use for tests only."
     )
     return CopyingBackend()

@@ -47,7 +47,7 @@ class Span:
     ready: Event = None
     stream: Any = None
     waiting: bool = False
-    """Prefetched, and nobody has read it yet."""
+    """Prefetched, and not read yet."""
     was_read: bool = False
     """Every reader has had it once; whoever still holds on to it is not prefetched for."""
     last_buffer: weakref.ref[torch.Tensor] | None = None
@@ -89,7 +89,7 @@ class StorageCopy:
         self.group: Group | None = None
 
     def original(self) -> torch.UntypedStorage | None:
-        """The device storage, where somebody still keeps it alive and full."""
+        """The device storage, where it is still alive and full."""
         storage = self.storage()
         return storage if storage is not None and storage.nbytes() == self.nbytes else None
 

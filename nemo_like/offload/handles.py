@@ -163,12 +163,12 @@ class ChosenHandle:
         if not self._source_changed and source is not None and version_of(source) != self._version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{source.dtype} {list(source.shape)}], kept by activation checkpointing, was changed after its "
+                f"[{source.dtype} {list(source.shape)}], saved by activation checkpointing, was changed after its "
                 "region had ended. Change a copy instead (tensor.clone()), or use the out-of-place operator."
             )
         inner = self.start()
         tensor = inner.get()
-        # Whoever changes the source writes into it, in replay too: the next replay must find it as it was.
+        # Whoever changes the source writes into it, in recomputation too: the next recomputation must find it as it was.
         return tensor.clone() if self._source_changed and isinstance(inner, KeptHandle) else tensor
 
     def prefetch(self) -> None:
@@ -197,7 +197,7 @@ def _host_handles(handle: Handle) -> Iterator[HostHandle]:
 
 
 def is_wrapper_subclass(tensor: torch.Tensor) -> bool:
-    """Return whether `tensor` is made of other tensors and says how (PyTorch's traceable-subclass protocol)."""
+    """Return whether `tensor` is made of other tensors and tells how (PyTorch's traceable-subclass protocol)."""
     return hasattr(tensor, "__tensor_flatten__") and hasattr(type(tensor), "__tensor_unflatten__")
 
 

@@ -25,7 +25,7 @@ from nemo_like.torch_compat import OffloadWrapper as TorchOffloadWrapper
 class OffloadWrapper(Nameless, TorchOffloadWrapper):
     """A layer whose saved activations wait on the host. Adds no name to parameters, modules or state dicts.
 
-    It stands outside activation checkpointing and outside `torch.compile`, and inside FSDP2's unit.
+    It is outside activation checkpointing and outside `torch.compile`, and inside FSDP2's unit.
     """
 
     def __init__(self, module: nn.Module, offloader: Offloader) -> None:

@@ -84,7 +84,7 @@ class Mover:
             storage: of this mover's device.
             lo, hi: the bytes that will be asked for.
             version: changes when the contents do; equal versions share one copy. The last of it is the version counter
-                that the bytes come back with, so that checks which compare it (in a replay) find what they know.
+                that the bytes come back with, so that checks which compare it (in recomputation) find what they know.
 
         Returns:
             the copy, with [lo, hi) entered as one more reader; None where the pool refused (see ``pool.refusal``).
@@ -103,7 +103,7 @@ class Mover:
                 return None
             if not missing:
                 self.stats.shared += 1
-                self._join_group(copy)  # backward asks for it with the last of its groups
+                self._join_group(copy)  # backward requests it with the last of its groups
             self._copies[key] = copy
             self._enter_reader(copy, lo, hi)
             self._retire()
@@ -179,7 +179,7 @@ class Mover:
 
     def _join_group(self, copy: StorageCopy) -> None:
         group = self._group
-        # Where nobody opens groups, one ends when a handful of them would fill what prefetching may hold.
+        # Where no groups are opened, one ends when a handful of them would fill what prefetching may hold.
         if group is None or (not self._told_groups and group.nbytes > self.max_inflight_bytes // 8):
             group = self._group = Group(self._last_group() if self._last_group is not None else None)
             self._last_group = weakref.ref(group)
@@ -206,7 +206,7 @@ class Mover:
             self._retire()
             original = copy.original()
             if original is not None:
-                # Somebody else keeps it alive: the same bytes, and no copy to wait for.
+                # Another reference keeps it alive: the same bytes, and no copy to wait for.
                 self.stats.still_on_device += 1
                 self._read(copy.span_of(lo, hi), reader)
                 self._look_ahead(copy)
@@ -231,7 +231,7 @@ class Mover:
     def part_from_source(self, copy: StorageCopy) -> None:
         """The original is about to change: what the current stream does next comes after the copy's reading of it.
 
-        From here on the copy stands for itself: the original is neither read in its place nor shared with.
+        From here on the copy is on its own: the original is neither read in its place nor shared with.
         """
         with self._lock:
             stream = self.backend.current_stream()
@@ -268,7 +268,7 @@ class Mover:
                 continue
             backend.wait(backend.copy_back, segment.written)
             backend.copy(
-                buffer.data[start - span.lo : end - span.lo],  # a copy is no change: not to be counted as one
+                buffer.data[start - span.lo : end - span.lo],  # a copy is not a change: not to be counted as one
                 segment.block.bytes(start - segment.lo, end - segment.lo),
                 backend.copy_back,
             )
@@ -276,7 +276,7 @@ class Mover:
         for segment in copy.segments:
             if overlap((segment.lo, segment.hi), (span.lo, span.hi)):
                 segment.last_read = span.ready  # the host block may be written again only after this
-        # Checks in a replay compare version counters: the bytes come back with the counter that they left with.
+        # Checks in recomputation compare version counters: the bytes come back with the counter that they left with.
         at_version(buffer, copy.version)
         span.buffer, span.stream = buffer, stream
         span.buffer_version = version_of(buffer)
@@ -289,7 +289,7 @@ class Mover:
         if span.waiting:
             span.waiting = False
             self._ahead_bytes -= span.hi - span.lo
-        # A reader that asks twice in one round (a backward that walks one node twice) counts once.
+        # A reader that reads twice in one round (a backward that walks one node twice) counts once.
         if reader.last_round != span.round:
             reader.last_round = span.round
             span.unread -= 1
@@ -305,7 +305,7 @@ class Mover:
 
     def _drop_buffer(self, span: Span) -> None:
         if span.waiting:
-            # Nobody waited for this copy, and the allocator may hand its memory to the current stream's next operator.
+            # This copy was not waited for, and the allocator may hand its memory to the current stream's next operator.
             span.waiting = False
             self._ahead_bytes -= span.hi - span.lo
             self.backend.wait(span.stream, span.ready)

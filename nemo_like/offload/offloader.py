@@ -39,7 +39,7 @@ def offload_activations(
     left_out: Sequence[nn.Module] = (),
     backend: Backend | None = None,
 ) -> Offloader:
-    """A context manager: what autograd saves inside it waits on the host until backward asks.
+    """A context manager: what autograd saves inside it waits on the host until backward uses it.
 
     Make it once and enter it each step: it owns the host memory, which is reused.
 
@@ -191,7 +191,7 @@ def _rebuild(config: OffloadConfig) -> Offloader:
     return Offloader(config, needs_layers=False)
 
 
-# The engine's HOST decisions: what a policy says to keep waits on the host.
+# The engine's HOST decisions: what a policy decides to keep waits on the host.
 
 
 class HostPolicy:
@@ -222,7 +222,7 @@ class _HostDecide:
 
 
 def keep_on_host(layers: Iterable[nn.Module], transfer: Transfer) -> list[tuple[CheckpointWrapper, Policy, Any]]:
-    """Let the layers' regions keep on the host what their policies say to keep.
+    """Let the layers' regions keep on the host what their policies decide to keep.
 
     Returns:
         each region that was changed, with what it had before, for `keep_as_before`.
@@ -248,7 +248,7 @@ def moves_everything(layer: nn.Module, mode: str) -> bool:
     """Return whether all that `layer` saves outside of regions is to move in `mode`, and not only what it was called
     with.
 
-    In the mode ``saved``, it is where the layer is compiled, or checkpointed in pieces: that is what is kept of it. A
+    In the mode ``saved``, it is where the layer is compiled, or checkpointed in pieces: that is what is saved of it. A
     layer that is one region saves nothing outside but its inputs.
     """
     if mode != "saved" or is_compiled(layer):

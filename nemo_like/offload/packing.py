@@ -34,7 +34,7 @@ NOT_ASKED = "not a layer's input"
 
 
 class Packer:
-    """Turns saved tensors into handles and back. `Offloader` says when; this class says which, and counts."""
+    """Turns saved tensors into handles and back. `Offloader` decides when; this class decides which, and counts."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Packer:
         Args:
             config: the limits.
             backend: where and how bytes move; None: the accelerator's, else the copying one.
-            use_streams: copy beside computing.
+            use_streams: copy while computing.
             max_inflight_copies: see `Mover`.
         """
         self.config = config
@@ -66,10 +66,10 @@ class Packer:
 
     @left_to_python
     def pack(self, tensor: torch.Tensor) -> Handle:
-        """A handle that stands for `tensor` in the graph: on the host where it may go there, else as it is.
+        """A handle that replaces `tensor` in the graph: on the host where it may go there, else as it is.
 
         Raises:
-            RuntimeError: the tensor cannot be moved and the configuration says ``on_unsupported="raise"``.
+            RuntimeError: the tensor cannot be moved and the configuration has ``on_unsupported="raise"``.
         """
         with torch.no_grad():
             self.start_chosen()
@@ -104,7 +104,7 @@ class Packer:
     @staticmethod
     @left_to_python
     def unpack(handle: Handle) -> torch.Tensor:
-        """The tensor that `handle` stands for."""
+        """The tensor that `handle` replaces."""
         return handle.get()
 
     def _pack(self, tensor: torch.Tensor) -> Handle:
@@ -209,7 +209,7 @@ def _resolved(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def storages_in(values: object) -> dict[int, torch.UntypedStorage]:
-    """The storages of all tensors in nested tuples, lists and dicts, by id (and held, so that the ids stay theirs)."""
+    """The storages of all tensors in nested tuples, lists and dicts, by id (and referenced, so that the ids stay theirs)."""
     storages: dict[int, torch.UntypedStorage] = {}
     waiting = [values]
     while waiting:
@@ -294,7 +294,7 @@ def has_storage(tensor: torch.Tensor) -> bool:
 def unsupported(tensor: torch.Tensor) -> str | None:
     """Why a plain tensor cannot be rebuilt from bytes; None where it can."""
     if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
-        return f"{a_or_an(tensor)}, which does not say how to take it apart (__tensor_flatten__)"
+        return f"{a_or_an(tensor)}, which does not define how to take it apart (__tensor_flatten__)"
     if tensor.layout != torch.strided:
         return f"its layout is {tensor.layout}"
     if tensor.device.type == "meta":

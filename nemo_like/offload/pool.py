@@ -1,6 +1,6 @@
 """Host memory for what is offloaded: a few large slabs, cut into blocks, within a budget.
 
-Pinning memory costs milliseconds a call and PyTorch rounds each pinned allocation up to a power of two, so blocks are
+Pinning memory costs milliseconds a call, and PyTorch rounds each pinned allocation up to a power of two. So blocks are
 cut from slabs of such sizes and reused from step to step.
 """
 
@@ -15,7 +15,7 @@ import torch
 ALIGNMENT = 512
 """Bytes. CUDA's allocator gives the same alignment, and it is a multiple of every dtype's size."""
 SLAB_BYTES = 64 << 20
-"""Bytes of a slab, where neither the budget nor a larger block asks for another size."""
+"""Bytes of a slab, where neither the budget nor a larger block requires another size."""
 
 
 @dataclass(eq=False)
@@ -122,7 +122,7 @@ class HostPool:
         return None if best is None else best[1:]
 
     def _grow(self, size: int) -> Slab | None:
-        """A new slab with room for `size` bytes: the usual size, or the smallest that the budget still allows."""
+        """A new slab for `size` bytes: the usual size, or the smallest that the budget still allows."""
         room = None if self.budget_bytes is None else self.budget_bytes - self.reserved_bytes
         least = power_of_two(size)
         wanted = max(self.slab_bytes, least)

@@ -41,7 +41,7 @@ class CheckpointConfig:
     use_reentrant: bool = False
     """The older autograd-function form of checkpointing; refused where torch does not support it."""
     preserve_rng_state: bool = True
-    """Replay with the forward's random numbers, so that dropout gives the same gradients as without checkpointing."""
+    """Recompute with the forward's random numbers, so that dropout gives the same gradients as without checkpointing."""
     snn_timestep_checkpoint: bool = False
     """Checkpoint chunks of timesteps of modules that unroll a cell."""
     snn_chunk_size: int = 1
@@ -60,9 +60,9 @@ class CheckpointConfig:
     layer_classes: Sequence[str] | None = None
     """Class names of the layers to checkpoint, such as ``["LlamaDecoderLayer"]``; None: found by structure."""
     ops_to_save: Sequence[str] | None = None
-    """Ops under ``torch.ops`` whose outputs are kept, such as ``"torch.ops.aten.mm.default"``; None: a built-in set."""
+    """Ops under ``torch.ops`` whose outputs are saved, such as ``"torch.ops.aten.mm.default"``; None: a built-in set."""
     policy: Any = None
-    """A policy object that says what is kept inside each region of ``selective``, ``submodule`` or ``sequential``.
+    """A policy object that decides what is saved inside each region of ``selective``, ``submodule`` or ``sequential``.
     None: `SelectivePolicy()` for ``selective``, nothing for the others."""
 
     def __post_init__(self) -> None:
@@ -149,7 +149,7 @@ class CheckpointConfig:
         """The config that a mapping (a parsed YAML or JSON file, or ``dataclasses.asdict``) spells out.
 
         Raises:
-            TypeError: `values` is no mapping, or a value has the wrong kind.
+            TypeError: `values` is not a mapping, or a value has the wrong kind.
             ValueError: an unknown key, a wrong value, or two that contradict; the message names the field.
         """
         if not isinstance(values, Mapping):
@@ -169,7 +169,7 @@ class CheckpointConfig:
 
         Raises:
             MissingExtraError: PyYAML is not installed.
-            ValueError: the text is no YAML mapping, or `from_dict` refuses it.
+            ValueError: the text is not a YAML mapping, or `from_dict` refuses it.
         """
         yaml = require("yaml", "yaml", "to read a CheckpointConfig from YAML")
         is_text = isinstance(source, str) and ("\n" in source or ":" in source) and not os.path.exists(source)
@@ -177,7 +177,7 @@ class CheckpointConfig:
         try:
             values = yaml.safe_load(text)
         except yaml.YAMLError as error:
-            raise ValueError(f"{'The text' if is_text else source} is no YAML: {error}") from error
+            raise ValueError(f"{'The text' if is_text else source} is not YAML: {error}") from error
         if not isinstance(values, Mapping):
             raise ValueError(
                 f"{'The text' if is_text else source} holds {type(values).__name__}, not 'field: value' lines."
@@ -239,7 +239,7 @@ class MemoryBudget:
         (nine tenths of the device's memory). `name` is the argument's, for the error.
 
         Raises:
-            TypeError: `text` is no string. ValueError: it is none of the three, or a number without a unit.
+            TypeError: `text` is not a string. ValueError: it is none of the three, or a number without a unit.
         """
         if not isinstance(text, str):
             raise TypeError(f"budget is {text!r}; write it as '40GiB' or '50%', as 'auto', or as a MemoryBudget.")
@@ -314,7 +314,7 @@ def parse_ac(ac: object) -> CheckpointConfig | MemoryBudget:
         )
     word = normalise(ac)
     if word in AC_STRATEGIES:
-        # A bare word asks for the mode itself, everywhere; only a CheckpointConfig asks for profiling first.
+        # A bare word requests the mode itself, everywhere; only a CheckpointConfig requests profiling first.
         return CheckpointConfig(enabled=word != "none", strategy=word, profile_before_apply=False)
     if word == "auto" or re.match(r"\s*[\d.]", ac):
         return MemoryBudget.parse(ac)

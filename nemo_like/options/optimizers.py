@@ -1,4 +1,4 @@
-"""The optimizers: one object each, with all that anybody asks of one; what it holds on one rank is its state and the
+"""The optimizers: one object each, with all that is read of one; what it stores on one rank is its state and the
 temporaries of its step (of torch's: ``torch/optim/adam.py``, torch 2.13)."""
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class TrainedParameter:
 
     @property
     def by_muon(self) -> bool:
-        """Muon takes the matrices of layers; AdamW steps all else beside it (Jordan et al., ``KellerJordan/Muon``)."""
+        """Muon takes the matrices of layers; AdamW steps all else (Jordan et al., ``KellerJordan/Muon``)."""
         return self.in_layer and len(self.shape) == 2
 
 
@@ -114,7 +114,7 @@ def optimizer_memory(trained: Sequence[TrainedParameter], name: str, *, device: 
     Args:
         trained: the parameters, in the optimizer's order.
         name: a key of `OPTIMIZER_OBJECTS`.
-        device: the kind that the parameters are on: on ``cuda``, torch steps with ``foreach`` where nobody says.
+        device: the kind that the parameters are on: on ``cuda``, torch steps with ``foreach`` where it is not set.
     """
     return OPTIMIZER_OBJECTS[name].memory(trained, device)
 

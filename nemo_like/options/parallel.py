@@ -40,8 +40,8 @@ class FSDP2:
     cpu_offload: bool = False
     """Keep parameter shards, gradients and optimizer state in host memory."""
     frozen_sharding: str = "root"
-    """Frozen layers of a tower (vision, audio, or unnamed beside layers that train) that a rank without such an input
-    skips. ``root``: gathered with the root on every rank, so that nobody waits. ``replicate``: whole on every rank.
+    """Frozen layers of a tower (vision, audio, or unnamed next to layers that train) that a rank without such an input
+    skips. ``root``: gathered with the root on every rank, so that none waits. ``replicate``: whole on every rank.
     ``per_layer``: like any layer, least memory; it **hangs** as soon as one rank runs the tower and another does not."""
 
     timeout_seconds: float | None = None

@@ -26,7 +26,7 @@ class PipelineParallel:
     schedule: str = "1f1b"
     """The order of the micro-batches. ``gpipe`` | ``1f1b`` | ``interleaved_1f1b`` | ``interleaved_zero_bubble`` |
     ``zbv`` | ``dualpipev``: torch's; or a CSV file of torch's, with one line per rank (``0F0,0F1,,0B0``), which
-    says stages and microbatches, too."""
+    has stages and micro-batches, too."""
     microbatches: int | None = None
     """Into how many parts `Pipeline.step` cuts a batch. None: twice the number of ranks."""
     stages_per_rank: int | None = None
@@ -43,7 +43,7 @@ class PipelineParallel:
     """For a model that its list of layers does not cut: ``split(model, stage, stages)`` returns the module of one stage. It
     gets a copy of the model's modules with the model's own parameters, which it may take apart; parameters keep the names
     that they have in `model`. A stage's forward is called with what the stage before it returned (a floating-point tensor,
-    or a tuple of them), as positions, and with what it names of a microbatch; the last stage's returns the loss."""
+    or a tuple of them), as positions, and with what it names of a micro-batch; the last stage's returns the loss."""
 
     def __post_init__(self) -> None:
         check_whole("pp", self.size, 1, "ranks")
@@ -82,12 +82,12 @@ class PipelineParallel:
             )
         if self.balance != "time":
             raise ValueError(
-                f"PipelineParallel.balance is {self.balance!r} beside split=, which says itself what each stage gets. Leave "
-                "one of them out."
+                f"PipelineParallel.balance is {self.balance!r} with split=, which itself defines what each stage gets. "
+                "Leave one of them out."
             )
 
     def _take_file(self, table: ScheduleFile) -> None:
-        """Stages and microbatches are the file's."""
+        """Stages and micro-batches are the file's."""
         if len(table.ranks) != self.size:
             raise ValueError(
                 f"pp is {self.size}, and {self.schedule!r} has {len(table.ranks)} lines, one for each rank."
@@ -156,7 +156,7 @@ class PipelineParallel:
 _CELL = re.compile(r"(\d+)([FBIW])(\d+)")
 
 Cell = tuple[int, str, int]
-"""Stage; forward (F), backward (B) or its halves for inputs (I) and weights (W); microbatch."""
+"""Stage; forward (F), backward (B) or its halves for inputs (I) and weights (W); micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -214,8 +214,9 @@ def _read(path: str, changed: int) -> ScheduleFile:
             match = _CELL.fullmatch(cell)
             if match is None:
                 raise ValueError(
-                    f"Schedule file {path!r}, line {rank + 1}: {cell!r} is no action. An action is stage, F, B, I or W, and "
-                    'microbatch, such as 0F3 (torch writes that with format="compute_only").'
+                    f"Schedule file {path!r}, line {rank + 1}: {cell!r} is not an action. An action is stage, F, B, I "
+                    "or W, and "
+                    'micro-batch, such as 0F3 (torch writes that with format="compute_only").'
                 )
             cells.append((int(match[1]), match[2], int(match[3])))
         ranks.append(tuple(cells))
@@ -240,11 +241,11 @@ def _check(path: str, table: ScheduleFile) -> None:
             halves = {(stage, kind, number) for kind in "FIW"} <= seen
             if whole == halves:
                 raise ValueError(
-                    f"Schedule file {path!r}: stage {stage} must run microbatch {number} forward (F) and back (B, or I "
+                    f"Schedule file {path!r}: stage {stage} must run micro-batch {number} forward (F) and back (B, or I "
                     "and W)."
                 )
     if len(done) != len(seen):
-        raise ValueError(f"Schedule file {path!r}: {len(done) - len(seen)} action(s) stand there twice.")
+        raise ValueError(f"Schedule file {path!r}: {len(done) - len(seen)} action(s) are there twice.")
     _check_order(path, table)
 
 
@@ -276,7 +277,7 @@ def _can_run(cell: Cell, ran: set[Cell], stages: int) -> bool:
     return (stage, "F", number) in ran and back
 
 
-# The schedules of a pipeline: one object each, with all that anybody asks of one. To add a schedule, add an object.
+# The schedules of a pipeline: one object each, with all that is read of one. To add a schedule, add an object.
 
 
 def _no_check(ranks: int, microbatches: int) -> str | None:
@@ -293,7 +294,7 @@ def _equal_rounds(ranks: int, microbatches: int) -> str | None:
 def _one_for_each_rank(ranks: int, microbatches: int) -> str | None:
     if microbatches < ranks:
         return (
-            f"with fewer microbatches than stages, stages stand idle all along: use at least {ranks}, or a smaller pp."
+            f"with fewer micro-batches than stages, stages are idle all along: use at least {ranks}, or a smaller pp."
         )
     return None
 
@@ -328,22 +329,22 @@ class Schedule:
     splits_backward: bool = False
     """Gradients of inputs (dI) first, of weights (dW) later."""
     check: Callable[[int, int], str | None] = _no_check
-    """(ranks, microbatches): why it cannot run so many, and the way out; None: it can."""
+    """(ranks, micro-batches): why it cannot run so many, and the way out; None: it can."""
     in_flight: Callable[[int, int, int], float] = _one_a_rank
-    """(ranks, microbatches, stages per rank): at least so many microbatches the first rank has gone forward with and not
+    """(ranks, micro-batches, stages per rank): at least so many micro-batches the first rank has gone forward with and not
     back, in shares of its layers."""
     fill: float = 0.0
     """At least this share of a forward and backward through the other ranks is waited for at the ends of a step."""
     repeats_after: Callable[[int], int] | None = None
-    """(ranks): the microbatch from which on memory repeats itself; None: not known."""
+    """(ranks): the micro-batch from which on memory repeats itself; None: not known."""
     frees_sent: bool = False
     """The output of a stage is freed when it was sent; else when the step ends."""
     is_searched: bool = False
-    """`nemo_like.planning.fit` looks at it where nobody pins a schedule."""
+    """`nemo_like.planning.fit` looks at it where no schedule is pinned."""
 
     @property
     def default_per_rank(self) -> int:
-        """Stages on a rank where nobody says."""
+        """Stages on a rank where it is not set."""
         return (*self.stages_per_rank, 2)[0]
 
     @property

@@ -18,7 +18,7 @@ COMPILE_BACKENDS = ("inductor", "aot_eager", "eager")
 
 
 def parse_compile(compile: object) -> str | None:
-    """The backend that ``compile=`` asks for; None for no compilation.
+    """The backend that ``compile=`` requests; None for no compilation.
 
     Raises:
         ValueError: an unknown backend. TypeError: neither a bool, None nor a string.
@@ -130,7 +130,7 @@ class StepSpec:
     >>> StepSpec(microbatches=4, keeps_output=False).accumulates
     True
 
-    Clipping gradients in place takes no memory, so nothing has to be said of it.
+    Clipping gradients in place takes no memory, so it has no field.
 
     Raises:
         ValueError: an unknown word or a number out of range. TypeError: a value of the wrong kind.
@@ -184,7 +184,7 @@ class StepSpec:
         if optimizer is None:
             return cls() if step is None else step
         if step is not None and step.optimizer not in (cls.optimizer, optimizer):
-            raise ValueError(f"optimizer is {optimizer!r} and step has {step.optimizer!r}; say it once.")
+            raise ValueError(f"optimizer is {optimizer!r} and step has {step.optimizer!r}; give it once.")
         return replace(cls() if step is None else step, optimizer=optimizer)
 
     @property

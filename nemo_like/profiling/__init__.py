@@ -1,4 +1,4 @@
-"""Measured bytes and time per layer, and which layers to replay for a budget. Needs torch alone."""
+"""Measured bytes and time per layer, and which layers to recompute for a budget. Needs torch alone."""
 
 from nemo_like.profiling.meters import CpuMeter, CudaMeter, StorageRegistry
 from nemo_like.profiling.profile_report import LayerProfile, ProfileReport

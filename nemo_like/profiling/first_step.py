@@ -29,7 +29,7 @@ from nemo_like.profiling.meters import AllocatorEvents, storages_of
 
 VARIABLE = "NEMO_LIKE_COMPARE_PEAK"
 TOLERANCE = 0.03
-"""A difference of this share of the prediction is said."""
+"""A difference of this share of the prediction is reported."""
 _watches: list[_StepWatch] = []
 """Watches that are not over. One hook on all optimizers serves them: torch goes through the hooks while they run, so
 that none may take itself out."""
@@ -38,7 +38,7 @@ _NO_CAUSE = (
     "What the loop does is what was planned for; something else is alive, or the plan was made for another set-up."
 )
 _PATIENCE = 256
-"""Forward passes without an optimizer's step after which nobody watches any longer."""
+"""Forward passes without an optimizer's step after which the watch ends."""
 
 
 @dataclass
@@ -75,7 +75,7 @@ class _StepWatch:
     device: torch.device
     seen: Seen = field(default_factory=Seen)
     over: bool = True
-    """Its hooks do nothing: it is done, or stands in a copy of the model."""
+    """Its hooks do nothing: it is done, or is in a copy of the model."""
     handles: list[RemovableHandle] = field(default_factory=list)
 
     def install(self, model: nn.Module) -> None:
@@ -121,7 +121,7 @@ class _StepWatch:
         meter = _CudaPeak(self.device) if self.device.type == "cuda" else _CpuPeak()
         try:
             meter.start()
-        except RuntimeError as error:  # somebody else's profiler is on
+        except RuntimeError as error:  # another profiler is on
             logger.info(f"The first step is not compared with the plan: {str(error).splitlines()[0]}")
             self._close()
             return
@@ -150,7 +150,7 @@ class _StepWatch:
         self.seen.optimizer = optimizer_word(optimizer)
         self.seen.output_kept = any(ref() is not None for ref in self.output)
         between = bytes_between_steps(model, optimizer, gradients=self.seen.gradients_before)
-        between += self.plan.peak.get(Part.REMEMBERED_TABLES, 0)  # of the functions of its code: nobody's tensors
+        between += self.plan.peak.get(Part.REMEMBERED_TABLES, 0)  # of the functions of its code: no tensors
         peak = self.meter.stop(between)
         self._close()
         if peak is not None:
@@ -185,7 +185,7 @@ def _after_any_step(optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -
 
 
 def causes(planned: Mapping[str, Any], seen: Seen) -> list[str]:
-    """Return what the loop does otherwise than `planned` (`Plan.step`) says, in words, with what to write instead."""
+    """Return what the loop does otherwise than `planned` (`Plan.step`), in words, with what to write instead."""
     reasons = []
     if seen.forwards != planned.get("microbatches", seen.forwards):
         reasons.append(
@@ -242,7 +242,7 @@ class _CpuPeak:
 
 
 class _CudaPeak:
-    """The caching allocator's highest mark, which is not reset: it may be somebody else's."""
+    """The caching allocator's highest mark, which is not reset: it may be from other code."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -256,7 +256,7 @@ class _CudaPeak:
         return peak if peak > self.before else None
 
 
-# A batch larger than the one that a plan was made for: trained on all the same, and said once.
+# A batch larger than the one that a plan was made for: trained on all the same, and logged once.
 
 _WHOLE = ("torch.uint8", "torch.int8", "torch.int16", "torch.int32", "torch.int64")
 
@@ -294,7 +294,7 @@ def warn_of_larger_batches(model: nn.Module, watch: SizeWatch) -> None:
 
 @dataclass(eq=False)
 class SizeWatch:
-    """Says once that a batch is larger than the one that memory was planned for."""
+    """Logs once that a batch is larger than the one that memory was planned for."""
 
     planned: str
     """Description of what was planned for, for people."""
@@ -315,7 +315,7 @@ class SizeWatch:
             self.see((args, kwargs))
 
     def see(self, batch: object, microbatches: int = 1) -> None:
-        """A batch that is trained on, as so many microbatches of equally many rows."""
+        """A batch that is trained on, as so many micro-batches of equally many rows."""
         if self.over:
             return
         tensors = tuple(tensors_in(batch))
@@ -323,7 +323,7 @@ class SizeWatch:
             return
         self.over = True  # the hook is not taken out here: torch goes through the hooks just now
         peak = f"the predicted peak of {write_bytes(self.peak_bytes)}" if self.peak_bytes else "was predicted"
-        each = f" in each of {microbatches} microbatches" if microbatches > 1 else ""
+        each = f" in each of {microbatches} micro-batches" if microbatches > 1 else ""
         warn_once(
             f"A batch is larger than the one that the plan was made for ({describe(tensors, {})}; planned: "
             f"{self.planned}{each}). It is trained on as it is, and takes more than {peak}. Plan for the "

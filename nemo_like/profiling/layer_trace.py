@@ -35,8 +35,8 @@ def watch_step(
 ) -> None:
     """Run one forward and backward and tell `listener` of every layer call, by hooks that are gone afterwards.
 
-    In backward, a call begins when the gradient of one of its outputs is there, and ends when the gradient of one of
-    its inputs is or the call before it begins.
+    In backward, a call begins when the gradient of one of its outputs is there. It ends when the gradient of one of its
+    inputs is there, or when the call before it begins.
     """
     handles = []
     state = _Position()
@@ -57,7 +57,7 @@ class _Position:
     calls: int = 0
     running: list[int] = field(default_factory=list)
     backward_at: int | None = None
-    """In backward: the earliest call that has begun. A layer that runs now is a replay, not a call of its own."""
+    """In backward: the earliest call that has begun. A layer that runs now is recomputation, not a call of its own."""
 
 
 def _before(layer: int, state: _Position, listener: Listener) -> Callable[..., None]:
@@ -213,7 +213,7 @@ def trace_bytes(
     state = [*model.parameters(), *model.buffers()]
     registry.ignore([*state, *gradients, *tensors_in(sample)])
     meter = CudaMeter(device) if device.type == "cuda" else CpuMeter(registry)
-    # The storages' Python objects are held by `registry`, so that their ids stay theirs.
+    # The storages' Python objects are referenced by `registry`, so that their ids stay theirs.
     listener = _ByteListener(registry, meter, {id(storage) for storage in storages_of(state)})
     with meter, torch.autograd.graph.saved_tensors_hooks(listener.saved, lambda tensor: tensor):
         watch_step(model, layers, sample, loss_fn, listener)

@@ -30,9 +30,9 @@ class LayerProfile:
     """Bytes it saves for backward: each storage once, at the layer that saves it first; parameters and buffers are not
     counted."""
     freed_bytes: int
-    """Bytes that are no longer kept when this layer is replayed from its inputs."""
+    """Bytes that are no longer saved when this layer is recomputed from its inputs."""
     forward_ms: float
-    """Milliseconds of its forward, which is what a replay costs."""
+    """Milliseconds of its forward, which is what recomputation costs."""
     backward_ms: float
     """Milliseconds of its backward."""
     bytes_spread: float
@@ -96,7 +96,7 @@ class ProfileReport:
         raise KeyError(f"No layer {name!r} in this profile; it has {', '.join(self.call_names)}.")
 
     def predict_peak_bytes(self, checkpointed: Collection[str]) -> int:
-        """`peak_bytes` as it will be when the layers named are replayed whole (keep nothing but their inputs).
+        """`peak_bytes` as it will be when the layers named are recomputed whole (save nothing but their inputs).
 
         Raises:
             KeyError: a name is not in the profile.
@@ -210,14 +210,14 @@ class ProfileReport:
         return figure
 
 
-# The cheapest layers to replay for a peak in bytes. Pure functions over numbers; no tensors here.
+# The cheapest layers to recompute for a peak in bytes. Pure functions over numbers; no tensors here.
 
 
 @dataclass(frozen=True)
 class Moment:
     """A stretch of the training step and the most bytes alive in it when nothing is checkpointed.
 
-    `calls_before` says how many layer calls lie before it whose kept bytes are still alive: what replaying those
+    `calls_before` is how many layer calls are before it whose saved bytes are still alive: what recomputing those
     layers frees comes off this peak.
     """
 
@@ -227,19 +227,19 @@ class Moment:
 
 @dataclass(frozen=True)
 class ProfiledCall:
-    """One call of one layer, and what replaying it would do."""
+    """One call of one layer, and what recomputing it would do."""
 
     layer: int
     freed: int
-    """Bytes that are not kept from forward to backward; negative where its inputs are larger than what it keeps."""
+    """Bytes that are not saved from forward to backward; negative where its inputs are larger than what it saves."""
     cost: float
-    """Time that the replay takes, any unit."""
+    """Time that the recomputation takes, any unit."""
     replay_peak: int = 0
-    """The most bytes alive during the replay itself, before what earlier layers free comes off."""
+    """The most bytes alive during the recomputation itself, before what earlier layers free comes off."""
 
 
 def predict_peak(moments: Sequence[Moment], calls: Sequence[ProfiledCall], chosen: Collection[int]) -> int:
-    """The peak of the step in bytes when the layers `chosen` are replayed."""
+    """The peak of the step in bytes when the layers `chosen` are recomputed."""
     freed = [0]
     peak = 0
     for call in calls:
@@ -250,7 +250,7 @@ def predict_peak(moments: Sequence[Moment], calls: Sequence[ProfiledCall], chose
 
 
 def cheapest_layers(moments: Sequence[Moment], calls: Sequence[ProfiledCall], budget: int) -> list[int] | None:
-    """The layers of least total cost whose replay keeps the peak within `budget` bytes; None where none suffices.
+    """The layers of least total cost whose recomputation keeps the peak within `budget` bytes; None where none suffices.
 
     Exact: dynamic programming over the calls in forward order, keeping for each choice of layers that come again the
     Pareto points (bytes freed so far, cost so far). Every moment demands a number of bytes freed by the calls before
@@ -288,9 +288,9 @@ class _Point:
 def _decide(
     decided: dict[frozenset[int], list[_Point]], call: ProfiledCall, demand: int, *, first: bool, last: bool
 ) -> dict[frozenset[int], list[_Point]]:
-    """Every point with `call` replayed (where it meets the replay's `demand`) and not.
+    """Every point with `call` recomputed (where it meets the recomputation's `demand`) and not.
 
-    The key holds the replayed layers that are called again later.
+    The key holds the recomputed layers that are called again later.
     """
     grown: dict[frozenset[int], list[_Point]] = {}
     for key, points in decided.items():

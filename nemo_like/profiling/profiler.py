@@ -1,4 +1,4 @@
-"""MemoryProfiler: real runs of a model, condensed into a report, and the layers that a budget asks for."""
+"""MemoryProfiler: real runs of a model, condensed into a report, and the layers that a budget requires."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from nemo_like.torch_compat import tree_map
 
 
 class BudgetUnmeetableError(ValueError):
-    """No set of layers meets the budget; the message says how low the peak can get."""
+    """No set of layers meets the budget; the message states how low the peak can get."""
 
 
 class MemoryProfiler:
@@ -98,7 +98,7 @@ class MemoryProfiler:
         return self.report
 
     def recommend_layers(self, memory_budget_mb: float) -> list[str]:
-        """The layers to replay so that the peak of activations fits, at the least measured replay time.
+        """The layers to recompute so that the peak of activations fits, at the least measured recomputation time.
 
         The set is exact and minimal: no cheaper set meets the budget, and leaving out any of its layers misses it.
 
@@ -117,7 +117,7 @@ class MemoryProfiler:
         return recommend(self._profiled(), memory_budget_mb)
 
     def predict_peak_mb(self, layers: Sequence[str]) -> float:
-        """The peak of activations in MB (10**6 bytes) when `layers` are replayed whole."""
+        """The peak of activations in MB (10**6 bytes) when `layers` are recomputed whole."""
         return self._profiled().predict_peak_bytes(layers) / MB
 
     def _profiled(self) -> ProfileReport:
@@ -190,7 +190,7 @@ def recommend(report: ProfileReport, memory_budget_mb: float) -> list[str]:
         useful = [name for name in report.call_names if report[name].freed_bytes > 0]
         best = report.predict_peak_bytes(useful)
         raise BudgetUnmeetableError(
-            f"No choice of whole layers keeps the activations within {memory_budget_mb} MB: replaying all "
+            f"No choice of whole layers keeps the activations within {memory_budget_mb} MB: recomputing all "
             f"{len(useful)} layers leaves a peak of {best / MB:.3f} MB (without checkpointing: "
             f"{report.peak_bytes / MB:.3f} MB). Use a smaller batch or shorter sequences, or more devices."
         )

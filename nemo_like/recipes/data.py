@@ -1,10 +1,10 @@
 """Text as bytes: which files, which of them are held out, and which window of text each sample of each step reads.
 
 One token is one byte (0 to 255). Nothing is tokenised, cached or downloaded, and nothing but file sizes stays in
-memory: a window is read from disk when a step asks for it.
+memory: a window is read from disk when a step uses it.
 
 The order of the samples is a pure function of (seed, sample index), and the sample index one of (step, place in the
-global batch). It does not depend on the number of ranks, so a run that resumes on another number of ranks sees the same
+global batch). It does not depend on the number of ranks. So a run that resumes on another number of ranks sees the same
 global batches, and no state has to be saved.
 """
 
@@ -186,7 +186,7 @@ class Sampler:
     seq_len: int
     """Tokens that the model sees per sample; a sample reads one byte more, the last target."""
     batch_size: int
-    """Samples per step over all ranks and microbatches."""
+    """Samples per step over all ranks and micro-batches."""
     seed: int
 
     def __post_init__(self) -> None:
@@ -304,7 +304,7 @@ def train_bpe(corpus: Corpus, vocab_size: int) -> str:
     """A byte-level BPE tokenizer of up to `vocab_size` tokens, trained on the corpus's first 64 MiB, as JSON.
 
     Raises:
-        ValueError: `vocab_size` has no room for the 256 bytes and the end token.
+        ValueError: `vocab_size` is too small for the 256 bytes and the end token.
         MissingExtraError: `tokenizers` is not installed.
     """
     if vocab_size < 257:

@@ -18,7 +18,7 @@ class Encoded:
     counts: list[bool]
     """Flags, one for each token: predicting it counts. The first is never predicted."""
     cut: bool = False
-    """The sample was longer than there is room for."""
+    """The sample was longer than a row."""
 
     @property
     def inputs(self) -> int:
@@ -113,7 +113,7 @@ class Encoder:
                     before, after = render(index, prompt=True), render(index + 1)
                     if not (after.startswith(before) and text.startswith(after)):
                         raise BadSampleError(
-                            f"the chat template writes what stands before message {index + 1} otherwise when more "
+                            f"the chat template writes what is before message {index + 1} otherwise when more "
                             "follows, so the answer cannot be told from it. Cut the conversation after each answer"
                         )
                     spans.append((len(before), len(after)))
@@ -128,7 +128,7 @@ def load_tokenizer(folder: str, *, trust_remote_code: bool = False) -> Any:
     """The tokenizer in a folder.
 
     Raises:
-        ValueError: there is none that can be read, or it cannot say where in the text a token stands.
+        ValueError: there is none that can be read, or it cannot tell where in the text a token is.
     """
     import transformers
 
@@ -166,7 +166,7 @@ def check_form(encoder: Encoder, sample: dict[str, Any]) -> None:
         )
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(
-            f"The data has messages, and {a_or_an(tokenizer)} cannot say where in the text its tokens stand, so "
+            f"The data has messages, and {a_or_an(tokenizer)} cannot tell where in the text its tokens are, so "
             "answers cannot be told apart. Write prompt and completion, or use a fast tokenizer (tokenizer.json)."
         )
 

@@ -35,12 +35,10 @@ class FinetuneOptions(RunOptions):
         "JSONL file, or folder of them, whose lines have messages, or prompt and completion, or text; Parquet, or a "
         "folder that datasets saved, with the extra 'finetune'",
     )
-    output: str = option(
-        "finetuned", "folder for the result, the log and, unless --checkpoint-dir says where, checkpoints"
-    )
+    output: str = option("finetuned", "folder for the result, the log and, without --checkpoint-dir, checkpoints")
     tokenizer: str | None = option(None, "folder of the tokenizer (default: the model's)")
     trust_remote_code: bool = option(False, "run Python code that is in the model's folder", bool)
-    skip_bad: bool = option(False, "leave out lines that cannot be used, and say how many", bool)
+    skip_bad: bool = option(False, "leave out lines that cannot be used, and print how many", bool)
     pack: bool = option(
         False,
         "fill each row of --seq-len tokens with several samples, apart from each other in attention and loss",
@@ -50,8 +48,8 @@ class FinetuneOptions(RunOptions):
         None, "held-out samples (default: up to --eval-samples, and at most a tenth, of --data)"
     )
     export: str = option("last", "which weights are the result: last | best (of the evaluations)")
-    lora: bool = option(False, "train adapters beside frozen weights (peft)", bool)
-    qlora: bool = option(False, "--lora beside frozen weights of 4 bits (bitsandbytes)", bool)
+    lora: bool = option(False, "train adapters on frozen weights (peft)", bool)
+    qlora: bool = option(False, "--lora on frozen weights of 4 bits (bitsandbytes)", bool)
     lora_rank: int = option(16, "rank of the adapters", int)
     lora_alpha: float = option(32.0, "the adapters' output is scaled by this over the rank", float)
     lora_dropout: float = option(0.0, "dropout before the adapters", float)
@@ -114,7 +112,7 @@ class FinetuneOptions(RunOptions):
             raise ValueError("--export best takes the best of the evaluations, and --eval-samples 0 makes none.")
         if self.float8 and self.lora:
             raise ValueError(
-                f"--precision is {self.precision!r} beside adapters, whose frozen weights stay bfloat16. Use bf16."
+                f"--precision is {self.precision!r} with adapters, whose frozen weights stay bfloat16. Use bf16."
             )
 
     usual_warmup: ClassVar[int] = 10
@@ -148,7 +146,7 @@ class FinetuneOptions(RunOptions):
         return self.checkpoint_dir == self._own_checkpoints()
 
     def as_said(self) -> dict[str, Any]:
-        # Else a run from another's file would write into its checkpoints, whatever --output says.
+        # Else a run from another's file would write into its checkpoints, whatever --output is.
         return super().as_said() | ({"checkpoint_dir": None} if self._has_own_checkpoints else {})
 
     def _check_precision(self) -> None:
@@ -171,7 +169,7 @@ class FinetuneOptions(RunOptions):
 
 
 def parse_finetune_options(arguments: Sequence[str] | None = None) -> FinetuneOptions:
-    """The options on the command line; a wrong one ends the process with code 2 and one line that says why."""
+    """The options on the command line; a wrong one ends the process with code 2 and one line that states why."""
     return parse_command_line(
         FinetuneOptions,
         "python -m nemo_like.recipes.finetune",

@@ -174,7 +174,7 @@ class FineTuner(TrainingJob):
         options, step = self.options, self.step
         turn = step == options.steps or (options.sample_every > 0 and step % options.sample_every == 0)
         if loss is not None or (options.sample is not None and turn):
-            self.log.read()  # so that records stand in the order of their steps
+            self.log.read()  # so that records are in the order of their steps
         for number, losses in enumerate(self.log.losses[self._logged :], self.first_step + self._logged + 1):
             self.run_log.add(number, loss=losses, learning_rate=self.schedule.at(number - 1))
         self._logged = len(self.log.losses)

@@ -1,7 +1,7 @@
 """``--fit``: the options that are the fastest by prediction under the job's batch, chosen once at the start.
 
-Rank 0 decides and the others receive it. What was chosen lies beside the checkpoints, so that a resumed run has the same,
-unless it was started with other ranks, sizes or pins.
+Rank 0 decides and the others receive it. What was chosen is stored next to the checkpoints, so that a resumed run has
+the same, unless it was started with other ranks, sizes or pins.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Fitted:
     """Plan as `Plan.as_json` of what each layer keeps, where ``ac`` is a budget."""
     predicted: Mapping[str, Any]
     """``peak_bytes`` of a rank and the ``limit_bytes`` for it, ``reserved_bytes`` or None, ``step_seconds``,
-    ``tokens_per_second_per_gpu``, ``mfu``, ``rows`` and ``width`` of the largest microbatch, whose ``rates``, and
+    ``tokens_per_second_per_gpu``, ``mfu``, ``rows`` and ``width`` of the largest micro-batch, whose ``rates``, and
     ``host_bytes`` that a rank has in host memory."""
     kept: bool = False
     """Read from an earlier run's file."""
@@ -67,7 +67,7 @@ class Fitted:
         )
 
     def save(self, folder: Path) -> None:
-        """Write it beside the checkpoints in `folder`: a reader finds the old file or the whole new one."""
+        """Write it next to the checkpoints in `folder`: a reader finds the old file or the whole new one."""
         body = {name: value for name, value in vars(self).items() if name != "kept"}
         write_json(folder / FILE, {"format": FORMAT} | body)
 
@@ -118,12 +118,12 @@ def _check_state_on_host(options: RunOptions, ranks: Ranks, device: Device) -> N
         return
     if ranks.world_size == 1:
         raise ValueError(
-            "--cpu-offload beside --fit, and one rank was started, which keeps the model whole: what is sharded alone can "
+            "--cpu-offload with --fit, and one rank was started, which keeps the model whole: what is sharded alone can "
             "be in host memory. Start more ranks, or leave --cpu-offload out."
         )
     if not device.knows_host_rates:
         raise ValueError(
-            "--cpu-offload beside --fit: the optimizer then runs in host memory, and the bandwidth of that beside "
+            "--cpu-offload with --fit: the optimizer then runs in host memory, and the bandwidth of that next to "
             f"{device.name} is not known, so nothing can be predicted. Leave one of the two out."
         )
 

@@ -1,6 +1,6 @@
 """Common part of all training jobs: steps, their order, reports, evaluations, checkpoints, and how they end.
 
-A job says what it trains and on what. It fills the fields below while it is made, calls `_begin`, and overrides
+A job defines what it trains and on what. It fills the fields below while it is made, calls `_begin`, and overrides
 `_train`, `_evaluate` and `_introduce`.
 """
 
@@ -81,11 +81,11 @@ class TrainingJob:
         raise NotImplementedError
 
     def _evaluate(self) -> float | None:
-        """The loss on held-out samples, the same on every rank; None where nothing is held out. A collective."""
+        """The loss on held-out samples, the same on every rank; None where there are no held-out samples. A collective."""
         raise NotImplementedError
 
     def _introduce(self, progress: Progress) -> None:
-        """Say what is about to run."""
+        """Print what is about to run."""
         raise NotImplementedError
 
     def _step_lengths(self, step: int) -> Sequence[int]:
@@ -103,7 +103,7 @@ class TrainingJob:
         """After the last step: write what the job is for. A collective."""
 
     def _is_worth_saving(self) -> bool:
-        """Return whether the evaluation just made asks for a checkpoint of this step."""
+        """Return whether the evaluation just made requires a checkpoint of this step."""
         return False
 
     unit = "token"
@@ -130,7 +130,7 @@ class TrainingJob:
         return self._speed.per_second[1] / (self.utilisation.peak * self.ranks.world_size)
 
     def facts(self) -> dict[str, Any]:
-        """Return what the summary says of this kind of job in addition to what it says of every one; JSON values."""
+        """Return what the summary has of this kind of job in addition to what it has of every one; JSON values."""
         return {}
 
     def _state(self) -> dict[str, Any]:
@@ -207,7 +207,7 @@ class TrainingJob:
     # ------------------------------------------------------------------------------------------------------ the loop
 
     def run(self) -> None:
-        """Train to the last step, or until a signal asks to stop; then the last checkpoint is complete on disk.
+        """Train to the last step, or until a signal to stop; then the last checkpoint is complete on disk.
 
         Raises:
             DivergedError: the loss is not finite; on every rank, after the last sound checkpoint is complete.
@@ -350,7 +350,7 @@ class Interrupt:
         if threading.current_thread() is not threading.main_thread():
             warn_once(
                 "The training job runs outside of the main thread, where Python handles no signal: SIGTERM and Ctrl-C do "
-                "as whoever started it says, and save nothing. The last complete checkpoint stays."
+                "as set by whoever started it, and save nothing. The last complete checkpoint stays."
             )
             return self
         for number in _SIGNALS:

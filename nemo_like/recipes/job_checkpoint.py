@@ -42,7 +42,7 @@ class CheckpointError(RuntimeError):
 
 @contextlib.contextmanager
 def writing(what: str) -> Iterator[None]:
-    """Raise `CheckpointError`, which says that checkpoints are complete, where the file system refuses inside."""
+    """Raise `CheckpointError`, which states that checkpoints are complete, where the file system refuses inside."""
     try:
         yield
     except OSError as error:
@@ -58,7 +58,7 @@ class CheckpointStore:
     Args:
         folder: created if absent; on storage that all hosts share.
         keep: complete checkpoints to keep (>= 1); older ones are deleted after a newer one is complete.
-        background: write beside training. The tensors are copied to host memory before `save` returns.
+        background: write during training. The tensors are copied to host memory before `save` returns.
     """
 
     def __init__(self, folder: str | os.PathLike[str], ranks: Ranks, *, keep: int = 2, background: bool = True):
@@ -69,8 +69,8 @@ class CheckpointStore:
         self._writing: Future[None] | None = None
         self._writing_step = -1
         self.best: int | None = None
-        """A step whose checkpoint is kept beside the newest ones; None: no such."""
-        # DCP's writer thread runs collectives beside the training's own, so it needs a group of its own.
+        """A step whose checkpoint is kept in addition to the newest ones; None: no such."""
+        # DCP's writer thread runs collectives during the training's own, so it requires a group of its own.
         self._group = None if ranks.control is None else dist.new_group(backend="gloo")
         if self._group is None:  # DCP warns at each call that there is one process; here that is meant
             warnings.filterwarnings("ignore", message=".*torch.distributed is disabled, unavailable or uninitialized")
@@ -190,7 +190,7 @@ class CheckpointStore:
         return None
 
     def _set_aside(self, steps: Iterable[int]) -> None:
-        """Rename what cannot be read: it would stand in the way of this run's own, and count as one of those to keep."""
+        """Rename what cannot be read: it would be in the way of this run's own, and count as one of those to keep."""
         with self._ranks.together("setting damaged checkpoints aside"):
             if self._ranks.rank == 0:
                 for step in steps:
@@ -239,7 +239,7 @@ class CheckpointStore:
         try:
             files = sorted(target.glob(f"__{self._ranks.rank}_*"))
             _write_synced(target / f"{_SUMS}{self._ranks.rank}", json.dumps(_describe(files)))
-        finally:  # also where it failed: rank 0 then misses this file, and nobody waits for this rank
+        finally:  # also where it failed: rank 0 then misses this file, and no rank waits for this one
             if self._group is not None:
                 dist.barrier(self._group)
 

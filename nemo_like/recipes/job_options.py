@@ -106,12 +106,10 @@ class Options(RunOptions):
         for name, off in (("pack", False), ("init", "host"), ("cpu_offload", False)):
             if getattr(self, name) != off:
                 raise ValueError(
-                    f"{flag(name)} is {getattr(self, name)!r} beside --pp {self.pp}, which it cannot be yet."
+                    f"{flag(name)} is {getattr(self, name)!r} with --pp {self.pp}, which it cannot be yet."
                 )
         if self.strategy != "fsdp2":
-            raise ValueError(
-                f"--strategy is {self.strategy!r} beside --pp {self.pp}; a pipeline's stages take 'fsdp2'."
-            )
+            raise ValueError(f"--strategy is {self.strategy!r} with --pp {self.pp}; a pipeline's stages take 'fsdp2'.")
         try:
             self.job()
         except ValueError as error:
@@ -128,7 +126,7 @@ class Options(RunOptions):
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> Options:
-    """The options on the command line; a wrong one ends the process with code 2 and one line that says why.
+    """The options on the command line; a wrong one ends the process with code 2 and one line that states why.
 
     >>> parse_options(["--steps", "3"]).steps
     3
@@ -190,7 +188,7 @@ def parse_command_line(
 ) -> AnyOptions:
     """`read_options` of a program's own command line; `lines`: examples of it.
 
-    A wrong option ends the process with code 2 and one line that says why.
+    A wrong option ends the process with code 2 and one line that states why.
     """
     parser = HelpParser(prog=program, purpose=description, lines=lines)
     add_arguments(parser, kind_of_options)
@@ -204,7 +202,7 @@ def read_config(path: str, kind_of_options: type[RunOptions]) -> dict[str, Any]:
     """The options in a YAML file, by field name.
 
     Raises:
-        ValueError: it cannot be read, is no mapping, or has a key or a type that no option has.
+        ValueError: it cannot be read, is not a mapping, or has a key or a type that no option has.
     """
     yaml = require("yaml", "yaml", "to read --config")
     try:
@@ -219,7 +217,9 @@ def read_config(path: str, kind_of_options: type[RunOptions]) -> dict[str, Any]:
     for key, value in loaded.items():
         name = str(key).replace("-", "_")
         if name not in fields:
-            raise ValueError(f"--config {path} has {key!r}, which is no option." + did_you_mean(name, tuple(fields)))
+            raise ValueError(
+                f"--config {path} has {key!r}, which is not an option." + did_you_mean(name, tuple(fields))
+            )
         settings[name] = _of_kind(
             path, name, fields[name].metadata["kind"], value, type(None) in typing.get_args(hints[name])
         )

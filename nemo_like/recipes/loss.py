@@ -31,8 +31,8 @@ def check_own_loss(model: nn.Module) -> None:
     # Another loss might shift targets that are shifted already once more.
     if not predicts_next_token(model) or inspect.Parameter.VAR_KEYWORD not in kinds:
         raise ValueError(
-            f"--loss is 'chunked', and {type(model).__name__} is no causal language model of transformers, which computes "
-            "its loss from shifted labels. Use --loss model."
+            f"--loss is 'chunked', and {type(model).__name__} is not a causal language model of transformers, which "
+            "computes its loss from shifted labels. Use --loss model."
         )
 
 
@@ -70,7 +70,7 @@ class MeanLoss:
     def __call__(self, model: nn.Module, batch: Batch, counted: float | None = None) -> torch.Tensor:
         """Nats per token; its mean over the ranks is the loss of the batch.
 
-        counted: targets that count in this microbatch of one rank, where they are not all: the average over microbatches
+        counted: targets that count in this micro-batch of one rank, where they are not all: the average over micro-batches
         and ranks, so that every target of the step weighs the same.
         """
         target = batch.targets
@@ -121,8 +121,8 @@ def check_piped(model: nn.Module) -> None:
     """Raise ValueError unless the last stage of a pipeline of `model` can compute the loss."""
     if not predicts_next_token(model):
         raise ValueError(
-            f"--pp: {type(model).__name__} is no causal language model of transformers, which computes its loss in the last "
-            "stage. Train without --pp."
+            f"--pp: {type(model).__name__} is not a causal language model of transformers, which computes its loss in "
+            "the last stage. Train without --pp."
         )
 
 

@@ -123,7 +123,7 @@ class Progress:
 _BAR = 19
 """Characters of the bar, of the time that is left, and of the blanks after them."""
 _ESSENTIAL = 46
-"""Characters that loss, speed and the peak may take; what is beside them is shown where there is more room."""
+"""Characters that loss, speed and the peak may take; what is next to them is shown where the line is wide enough."""
 
 
 def _has_room(width: int) -> bool:

@@ -1,4 +1,4 @@
-"""Frozen linears with weights of 4 bits, for adapters beside them (QLoRA, arXiv 2305.14314), under FSDP2.
+"""Frozen linears with weights of 4 bits, for adapters on them (QLoRA, arXiv 2305.14314), under FSDP2.
 
 The operators are those of bitsandbytes (NF4 in blocks of 64 weights), which run on CPU and CUDA and work on plain tensors.
 Its own parameter class is not used: FSDP2 would shard the weights and leave their scales behind, and casts what it gathers
@@ -106,7 +106,7 @@ def quantise_layers(model: nn.Module, dtype: torch.dtype) -> int:
                 count += 1
     if odd:
         warn_once(
-            f"--qlora: {len(odd)} linears keep {dtype} weights, since their inputs are no multiple of {BLOCK}, such as "
+            f"--qlora: {len(odd)} linears keep {dtype} weights, since their inputs are not a multiple of {BLOCK}, such as "
             f"{odd[0]}."
         )
     if not count:

@@ -34,7 +34,7 @@ def option(default: object, help: str, kind: Callable[[str], Any] = str, **argum
 
 
 def job_option(name: str, default: object = None, **argument: object) -> Any:
-    """An `option` that is a field of the job: what `FLAGS` says of it; `default`: another one than there."""
+    """An `option` that is a field of the job: what `FLAGS` has for it; `default`: another one than there."""
     flag = FLAGS[name]
     return option(flag.default if default is None else default, flag.help.replace("%%", "%"), flag.kind, **argument)
 
@@ -70,7 +70,7 @@ class RunOptions:
     )
     dp_replicate: int = job_option("dp_replicate")
     seq_len: int = option(256, "tokens per sample", int)
-    batch_size: int = option(8, "samples per step over all ranks and microbatches", int)
+    batch_size: int = option(8, "samples per step over all ranks and micro-batches", int)
     grad_accum: int = job_option("grad_accum")
     steps: int = option(200, "steps of the whole run, those before a resume included", int)
     lr: float = option(3e-3, "peak learning rate of AdamW", float)
@@ -95,7 +95,7 @@ class RunOptions:
         nargs="?",
         const="must",
     )
-    sync_save: bool = option(False, "write checkpoints before training goes on, rather than beside it", bool)
+    sync_save: bool = option(False, "write checkpoints before training goes on, rather than during training", bool)
     plain: bool = option(False, "print lines instead of a progress bar", bool)
 
     @property
@@ -142,7 +142,7 @@ class RunOptions:
         if self.batch_size % self.grad_accum:
             raise ValueError(
                 f"--grad-accum is {self.grad_accum}, which does not divide --batch-size {self.batch_size}; "
-                "a step's microbatches must be of equal size."
+                "a step's micro-batches must be of equal size."
             )
         if self.resume != "no" and self.checkpoint_dir is None:
             raise ValueError("--resume needs --checkpoint-dir: the folder that an earlier run wrote to.")
@@ -185,7 +185,7 @@ class RunOptions:
 
     @property
     def read_beside(self) -> Iterable[tuple[bool, str, tuple[str, ...]]]:
-        """Options that are read only beside others: whether they are now, what it takes, and their names."""
+        """Options that are read only with others: whether they are now, what it takes, and their names."""
         return (
             (bool(self.free), "--fit", ("fit_memory", "fit_host_memory")),
             (self.checkpoint_dir is not None, "--checkpoint-dir", ("save_every", "keep", "sync_save")),
@@ -241,7 +241,7 @@ class RunOptions:
             check_own_loss(model)
 
     def planned_input(self, rows: int, width: int) -> Any:
-        """The shapes of a microbatch of so many rows of so many tokens, as the model is called with it."""
+        """The shapes of a micro-batch of so many rows of so many tokens, as the model is called with it."""
         import torch
 
         ids = torch.zeros(rows, width, dtype=torch.int64)
@@ -249,14 +249,14 @@ class RunOptions:
 
     @staticmethod
     def packed_input(inputs: Any, rows: int, width: int) -> dict[str, Any]:
-        """`planned_input` for rows of two documents each: the mask that keeps them apart is held as well."""
+        """`planned_input` for rows of two documents each: the mask that keeps them apart is stored as well."""
         import torch
 
         positions = (torch.arange(width) % -(-width // 2)).expand(rows, width).contiguous()
         return ({"input_ids": inputs} if isinstance(inputs, torch.Tensor) else inputs) | {"position_ids": positions}
 
     usual_warmup: ClassVar[int] = 20
-    """Steps of warm-up where nobody says."""
+    """Steps of warm-up where it is not set."""
 
     @property
     def warmup(self) -> int:
@@ -284,7 +284,7 @@ class RunOptions:
 
     @property
     def axes(self) -> Mapping[str, int]:
-        """Ranks that read the same samples, by the option that says so; their product must divide the ranks."""
+        """Ranks that read the same samples, by the option that sets it; their product must divide the ranks."""
         return {}
 
     def as_said(self) -> dict[str, Any]:

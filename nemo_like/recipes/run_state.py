@@ -20,7 +20,7 @@ from nemo_like.distributed import get_model_state
 from nemo_like.distributed.weights.slots import in_boxes
 from nemo_like.recipes.run_options import RunOptions
 
-# These may change on purpose (train longer, with another rate); the change is said.
+# These may change on purpose (train longer, with another rate); the change is logged.
 _MAY_CHANGE = (
     "steps",
     "lr",
@@ -77,7 +77,7 @@ def gather_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, frozen: 
 
 
 def about_run(options: Any, files: str, model: nn.Module) -> dict[str, Any]:
-    """The facts that go beside a checkpoint's tensors; `files` is the fingerprint of what ``--data`` names."""
+    """The facts that are saved with a checkpoint's tensors; `files` is the fingerprint of what ``--data`` names."""
     shapes = [f"{name} {tuple(tensor.shape)}" for name, tensor in sorted(get_model_state(model).items())]
     return {
         "model": options.model,
@@ -90,7 +90,7 @@ def about_run(options: Any, files: str, model: nn.Module) -> dict[str, Any]:
 
 
 def check_same_run(saved: Mapping[str, Any], now: Mapping[str, Any], way_out: str) -> None:
-    """Raise ValueError where the checkpoint belongs to another run; say once which optional facts changed."""
+    """Raise ValueError where the checkpoint belongs to another run; log once which optional facts changed."""
     # Options first: another one of them may change the samples and the shapes, too.
     for name, value in now["fixed"].items():
         before = saved.get("fixed", {}).get(name)

@@ -1,7 +1,7 @@
 """The samples of a fine-tuning run: looked through once before training, then read and encoded step by step.
 
 The look through every sample, which the ranks share, finds what is broken before anything heavy starts, and leaves 16 bytes
-a sample in memory: how long it is, and how many of its tokens count. That is enough to say which samples stand in which
+a sample in memory: how long it is, and how many of its tokens count. That is enough to know which samples are in which
 row, which step is the largest, and by what a step's loss is divided.
 """
 
@@ -73,7 +73,7 @@ class SampleSet:
                 at = end
             positions[number, at:] = torch.arange(width - at)
         packed = any(len(row) > 1 for row in rows)
-        # What fills a row up stands after everything that counts, where causal attention never looks.
+        # What fills a row up is after everything that counts, where causal attention never looks.
         return Batch(inputs, targets, positions if packed else None)
 
 
@@ -199,7 +199,7 @@ def _reason(files: SampleFiles, encoder: Encoder, number: int) -> str:
     return files.where(number)
 
 
-# Which samples stand in which rows of which step: pure functions of (lengths, seed, step), the same on every rank.
+# Which samples are in which rows of which step: pure functions of (lengths, seed, step), the same on every rank.
 #
 # They do not depend on the number of ranks, and no state has to be saved: a run that resumes, on as many ranks as before or
 # on others, goes on with the very next sample.
@@ -217,7 +217,7 @@ class SampleOrder:
     lengths: Sequence[int]
     """Tokens that the model reads of each sample."""
     batch_size: int
-    """Rows per step over all ranks and microbatches."""
+    """Rows per step over all ranks and micro-batches."""
     seed: int
     room: int | None = None
     """Tokens of a packed row; None: one sample a row. No sample is longer."""

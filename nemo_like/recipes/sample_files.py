@@ -1,6 +1,6 @@
 """Read training samples from files, one by one: lines of JSONL files here, Parquet and saved data sets by `datasets`.
 
-A file stays on disk; what is kept in memory is where each line begins, 8 bytes a line.
+A file stays on disk; what is stored in memory is where each line begins, 8 bytes a line.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class StepFlops:
     per_token: int
     """FLOPs of matrices. A matrix of N numbers takes 2 N forward, and 2 N for its own gradient if it trains. It takes 2
     N for its input's gradient if something that is registered before it trains. A token goes through as many experts as
-    the config says."""
+    the config states."""
     per_pair: tuple[tuple[int | None, int], ...]
     """FLOPs of attention, for each layer: the window (None: all tokens), and FLOPs for each pair of a token and one it
     sees."""

@@ -67,7 +67,7 @@ class Trainer(TrainingJob):
             self.model = _build(self.source, options)
         if options.export is not None and not hasattr(self.model, "save_pretrained"):
             raise ValueError(
-                f"--export writes a folder of transformers, and {type(self.model).__name__} is no model of it."
+                f"--export writes a folder of transformers, and {type(self.model).__name__} is not a model of it."
             )
         if options.pack and "position_ids" not in inspect.signature(self.model.forward).parameters:
             raise ValueError(
@@ -159,7 +159,7 @@ class Trainer(TrainingJob):
         return super()._clip(most) if self.pipeline is None else self.pipeline.clip_grad_norm_(most)
 
     def save_result(self) -> None:
-        """Write the folder that ``--export`` asks for. A collective."""
+        """Write the folder of ``--export``. A collective."""
         if self.options.export is not None:
             tokenizer = for_transformers(self.tokenizer) if self.tokenizer else None
             state = None if self.pipeline is None else self.pipeline.full_state_dict()

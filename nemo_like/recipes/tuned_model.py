@@ -30,7 +30,7 @@ def find_model(options: FinetuneOptions) -> ModelSource:
     """The model in the folder ``--model``, not built yet.
 
     Raises:
-        ValueError: it is no folder of a causal language model with safetensors, or needs code that was not trusted.
+        ValueError: it is not a folder of a causal language model with safetensors, or requires code that was not trusted.
     """
     folder = Path(options.model)
     if not folder.is_dir():
@@ -84,7 +84,7 @@ def build_on_meta(source: ModelSource, options: FinetuneOptions) -> nn.Module:
 def _with_adapters(model: nn.Module, options: FinetuneOptions) -> nn.Module:
     peft = require("peft", "finetune", "for --lora")
     targets: Any = options.lora_targets
-    setattr(model, "name_or_path", options.model)  # noqa: B010 - peft writes it beside the adapters
+    setattr(model, "name_or_path", options.model)  # noqa: B010 - peft writes it with the adapters
     if targets != "all-linear":
         targets = [name.strip() for name in targets.split(",") if name.strip()]
     config = peft.LoraConfig(

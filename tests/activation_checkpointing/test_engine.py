@@ -432,7 +432,7 @@ def test_a_region_whose_replay_differs_raises_and_names_region_and_operator():
 
     x = torch.randn(4, 4, requires_grad=True)
     y = checkpoint_region(fn, x, policy=SelectivePolicy(), name="layers.2")
-    with pytest.raises(RegionError, match=r"layers\.2.*aten\.mm\.default, replay runs aten\.addmm\.default"):
+    with pytest.raises(RegionError, match=r"layers\.2.*aten\.mm\.default, recomputation runs aten\.addmm\.default"):
         y.sum().backward()
 
 

@@ -82,7 +82,7 @@ def test_operators_that_must_run_again_are_refused():
     [
         ({"aten.mm": [SAVE]}, "overloads; name one"),
         ({"aten.mn.default": [SAVE]}, "is not an operator"),
-        ({"aten.mm.default": ["keep"]}, "is no decision"),
+        ({"aten.mm.default": ["keep"]}, "is not a decision"),
         ({"aten.native_dropout.default": [SKIP]}, "draws random numbers"),
         ({"aten.topk.default": [RECOMPUTE]}, "must not run twice"),
         ({"aten.topk.default": [SKIP]}, "must not run twice"),

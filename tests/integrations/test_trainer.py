@@ -231,7 +231,7 @@ def test_two_kinds_of_checkpointing_are_refused(tmp_path: Path) -> None:
     assert names
     for name in names:
         model = decoders.build("llama")
-        with pytest.raises(ValueError, match="replayed twice"):
+        with pytest.raises(ValueError, match="recomputed twice"):
             Trainer(model=model, args=_arguments(tmp_path, ac="full", **{name: True}), train_dataset=Rows())
         assert _regions(model) == 0
     arguments = _arguments(tmp_path, ac="full")

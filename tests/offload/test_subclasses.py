@@ -99,7 +99,7 @@ def test_a_subclass_that_cannot_be_taken_apart_stays_or_raises() -> None:
     offloader = offload_activations(config(), backend=CopyingBackend())
     assert offloader.pack(tensor).get() is tensor
     (reason,) = offloader.stats.kept_count
-    assert reason == "unsupported: an Opaque, which does not say how to take it apart (__tensor_flatten__)"
+    assert reason == "unsupported: an Opaque, which does not define how to take it apart (__tensor_flatten__)"
     strict = offload_activations(config(on_unsupported="raise"), backend=CopyingBackend())
     with pytest.raises(RuntimeError, match="on_unsupported='keep'"):
         strict.pack(tensor)

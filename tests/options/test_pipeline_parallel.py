@@ -32,7 +32,7 @@ def test_defaults() -> None:
         ({"schedule": "1f1c"}, "schedule is '1f1c'; it must be one of .* Did you mean '1f1b'"),
         ({"schedule": None}, "schedule is None"),
         ({"microbatches": 0}, "microbatches is 0"),
-        ({"microbatches": 1}, "fewer microbatches than stages"),
+        ({"microbatches": 1}, "fewer micro-batches than stages"),
         ({"stages_per_rank": 2}, "'1f1b' has 1 on each rank.*use 'interleaved_1f1b'"),
         ({"schedule": "zbv", "stages_per_rank": 3}, "'zbv' has 2 on each rank"),
         ({"schedule": "interleaved_1f1b", "microbatches": 5}, "goes 2 rounds of equal length: use 4 or 6"),

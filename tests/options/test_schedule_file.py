@@ -30,9 +30,9 @@ def test_a_file_says_stages_microbatches_and_order(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("0F0,0B0\n", "pp is 2, and .* has 1 lines"),
-        ("0F0,0SEND_F0,0B0\n1F0,1B0\n", "line 1: '0SEND_F0' is no action"),
-        ("0F0,0B0\n1F0,1I0\n", "stage 1 must run microbatch 0 forward"),
-        ("0F0,0B0,0B0\n1F0,1B0\n", "1 action.s. stand there twice"),
+        ("0F0,0SEND_F0,0B0\n1F0,1B0\n", "line 1: '0SEND_F0' is not an action"),
+        ("0F0,0B0\n1F0,1I0\n", "stage 1 must run micro-batch 0 forward"),
+        ("0F0,0B0,0B0\n1F0,1B0\n", "1 action.s. are there twice"),
         ("0F0,1F0,0B0\n1B0\n", "stage 1 is on ranks 0 and 1"),
         ("0B0,0F0\n1F0,1B0\n", "standstill: 0B0, 1F0 wait for each other"),
         ("0F0,0B0\n\n", "a line without an action"),

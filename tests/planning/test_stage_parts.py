@@ -107,7 +107,7 @@ def test_layers_are_dealt_out_so_that_the_dearest_stage_costs_least() -> None:
     assert deal([1.0, 1.0, 1.0, 9.0], 2) == [3, 1]
     assert deal([1.0] * 7, 4, last=3.0) == [2, 2, 2, 1]
     assert [piece.layers for piece in slices([2, 1])] == [range(2), range(2, 3)]
-    with pytest.raises(ValueError, match="2 layers cannot be dealt out to 3 stages"):
+    with pytest.raises(ValueError, match="2 layers cannot be divided over 3 stages"):
         deal([1.0, 1.0], 3)
 
 

@@ -95,7 +95,7 @@ def test_the_options_in_full_are_read_back(tmp_path: Path, capsys: pytest.Captur
     assert parse_finetune_options(["--config", str(path)]) == options
     assert parse_finetune_options(["--config", str(path), "--lr", "0.5"]) == dataclasses.replace(options, lr=0.5)
     wrong = {
-        "lora-ranks: 4": "has 'lora-ranks', which is no option. Did you mean 'lora_rank'?",
+        "lora-ranks: 4": "has 'lora-ranks', which is not an option. Did you mean 'lora_rank'?",
         "steps: many": "steps is 'many'; it must be of type int",
         "steps: 1.5": "steps is 1.5; it must be a whole number",
         "lora: 3": "lora is 3; it must be of type bool",

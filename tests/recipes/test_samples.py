@@ -123,7 +123,7 @@ def test_tokenizers_that_do_not_fit(tokenizer: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the tokenizer has no chat template"):
         read_samples(path, bare, skip_bad=True)
     bare.chat_template = "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    with pytest.raises(ValueError, match=r"line 1: the chat template writes what stands before message 2 otherwise"):
+    with pytest.raises(ValueError, match=r"line 1: the chat template writes what is before message 2 otherwise"):
         read_samples(path, bare)
     bare.chat_template = "{{ raise_exception('no roles here') }}"
     with pytest.raises(ValueError, match=r"line 1: the chat template refuses it: no roles here"):

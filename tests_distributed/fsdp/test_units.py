@@ -116,7 +116,7 @@ class _Scalar(Decoder):
         (lambda m: [Decoder().layers[0]], {}, ValueError, r"layers\[0\], a Block, is not in the model"),
         (lambda m: [m], {}, ValueError, r"layers\[0\] is the model itself"),
         (lambda m: [m.layers], {}, ValueError, r"layers\[0\], 'layers', is a container"),
-        (lambda m: [m.layers[0], m.layers[0].up], {}, ValueError, r"'layers\.0\.up' lies inside layer 'layers\.0'"),
+        (lambda m: [m.layers[0], m.layers[0].up], {}, ValueError, r"'layers\.0\.up' is inside layer 'layers\.0'"),
         (lambda m: ["layers.0"], {}, TypeError, r"layers\[0\] is a str"),
         (None, {"forward_prefetch": -1}, ValueError, "forward_prefetch is -1"),
         (None, {"backward_prefetch": True}, ValueError, "backward_prefetch is True"),

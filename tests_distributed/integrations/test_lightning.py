@@ -180,7 +180,7 @@ def _refused(rank: int, world_size: int) -> None:
     from nemo_like.integrations.lightning import parallelize_fn
 
     for name in ("mesh", "strategy"):
-        with pytest.raises(TypeError, match=f"{name}= is Lightning's to say"):
+        with pytest.raises(TypeError, match=f"{name}= is set by Lightning"):
             parallelize_fn(**{name: None})
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     with pytest.raises(ValueError, match=r"axes \('dp',\); Lightning's has data_parallel, tensor_parallel"):

@@ -305,7 +305,7 @@ def _refusals(rank: int, world_size: int) -> None:
     refused(_build("llama"), "pp needs sample_input=", sample_input=None)
     refused(
         _build("llama"),
-        "4 layers cannot be dealt out to 6 stages",
+        "4 layers cannot be divided over 6 stages",
         pp=PipelineParallel(2, "interleaved_1f1b", stages_per_rank=3),
     )
     refused(_build("llama"), "pp is 2 with strategy='ddp'", strategy="ddp")

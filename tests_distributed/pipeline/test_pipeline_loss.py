@@ -178,7 +178,7 @@ def _what_no_share_gives(rank: int, world_size: int) -> None:
     for name, loss in WRONG.items():
         pipeline = _pipeline(_plain(loss), _batch(True))
         before = {key: value.clone() for key, value in pipeline.state_dict().items()}
-        with pytest.raises(ValueError, match="pp cannot add up the losses of this Decoder's microbatches"):
+        with pytest.raises(ValueError, match="pp cannot add up the losses of this Decoder's micro-batches"):
             pipeline.step(**_batch(True))
         assert all(parameter.grad is None for parameter in pipeline.parameters()), name
         assert all(torch.equal(value, before[key]) for key, value in pipeline.state_dict().items())
@@ -192,7 +192,7 @@ def _later(rank: int, world_size: int) -> None:
     """Two counts that are the same in the first batch: refused where they differ."""
     pipeline = _pipeline(_plain(WRONG["two counts by hand"]), _batch(False))
     pipeline.step(**_batch(False))
-    with pytest.raises(ValueError, match="pp cannot add up the losses of this Decoder's microbatches"):
+    with pytest.raises(ValueError, match="pp cannot add up the losses of this Decoder's micro-batches"):
         pipeline.step(**_batch(True))
     # Targets that the mask beside the labels takes away: seen in the next step.
     masked = _plain(lambda logits, batch: _ce(logits, batch["labels"].masked_fill(batch["loss_mask"] < 1, -100)))
@@ -377,7 +377,7 @@ def _missing_rows(rank: int, world_size: int) -> list[str]:
     for name in ("sum / numel", "regression", "by hand", "and a mean term"):
         pipeline = _pipeline(_plain(RIGHT[name]), _batch(True))
         with pytest.raises(
-            ValueError, match="The batch has 6 rows and the pipeline 4 microbatches: give a multiple of 4"
+            ValueError, match="The batch has 6 rows and the pipeline 4 micro-batches: give a multiple of 4"
         ):
             pipeline.step(**{key: value[:6] for key, value in _batch(True).items()})
     return off
@@ -395,7 +395,7 @@ def _empty_parts(rank: int, world_size: int) -> list[str]:
         _pipeline(_plain(RIGHT["the plainest GPT"]), batch), _plain(RIGHT["the plainest GPT"]), batch, ""
     )
     pipeline = _pipeline(_plain(RIGHT["by hand"]), batch)
-    with pytest.raises(ValueError, match="A microbatch has nothing that counts"):
+    with pytest.raises(ValueError, match="A micro-batch has nothing that counts"):
         pipeline.step(**batch)
     pipeline = _pipeline(_plain(RIGHT["mean over labels"]), batch)
     with pytest.raises(ValueError, match="Nothing counts in the batch"):

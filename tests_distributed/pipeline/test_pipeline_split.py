@@ -293,7 +293,7 @@ def _refusals(rank: int, world_size: int) -> None:
     refused(changed(copied), "of stage 0 is none of the model's")
     refused(changed(without_middle), "no stage has 'middle.weight'")
     refused(changed(integers), "stage 0 returns torch.int64. A stage sends one floating-point tensor")
-    refused(changed(nameless), "the first stage's forward takes tokens, and a microbatch has input_ids, labels")
+    refused(changed(nameless), "the first stage's forward takes tokens, and a micro-batch has input_ids, labels")
     refused(changed(no_loss), "without a loss")
     refused(changed(headless), "stage 1 has none of the model's layers")
     four = PipelineParallel(2, "interleaved_1f1b", microbatches=MICROBATCHES, split=changed(twice))
@@ -305,5 +305,5 @@ def test_stages_that_are_not_the_models_are_refused_and_the_model_left_unchanged
     run_ranks(2, _refusals)
     with pytest.raises(ValueError, match=r"split is 3; it must be a function \(model, stage, stages\)"):
         PipelineParallel(2, split=3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"balance is \(2, 2\) beside split="):
+    with pytest.raises(ValueError, match=r"balance is \(2, 2\) with split="):
         PipelineParallel(2, split=split, balance=[2, 2])  # type: ignore[arg-type]

@@ -247,7 +247,7 @@ def test_bad_input_is_a_clear_error_on_every_rank(base: list[str], tmp_path: Pat
         "where nothing can be written": ["--output", str(tmp_path / "file")],
         "--lora-targets is 'nothing'": ["--lora", "--lora-targets", "nothing"],
         "--train 'nothing' matches no parameter": ["--train", "nothing"],
-        "A held-out sample asks for sequences of 150 tokens, and the model has positions for 128": [
+        "A held-out sample requires sequences of 150 tokens, and the model has positions for 128": [
             "--eval-data",
             str(long),
             "--eval-samples",
@@ -258,7 +258,7 @@ def test_bad_input_is_a_clear_error_on_every_rank(base: list[str], tmp_path: Pat
         "fewer than --batch-size 64": ["--batch-size", "64"],
         "--resume finds no checkpoint": ["--resume"],
         "--sample is '', of which the tokenizer makes no token": ["--sample", ""],
-        "--sample with --sample-tokens asks for sequences of 501 tokens": ["--sample", "?", "--sample-tokens", "500"],
+        "--sample with --sample-tokens requires sequences of 501 tokens": ["--sample", "?", "--sample-tokens", "500"],
     }
     lines = [
         [*base, *(["--output", str(tmp_path / f"o{i}")] if "--output" not in case else []), *case]

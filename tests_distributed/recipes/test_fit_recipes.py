@@ -318,8 +318,8 @@ def test_what_fit_cannot_do_is_refused(asked: dict[str, str], message: str) -> N
 @pytest.mark.parametrize(
     ("world_size", "device", "message"),
     [
-        (1, "h100-80gb", "--cpu-offload beside --fit, and one rank was started.*Start more ranks, or leave"),
-        (2, "rtx-4090", "--cpu-offload beside --fit.*beside rtx-4090 is not known.*Leave one of the two out"),
+        (1, "h100-80gb", "--cpu-offload with --fit, and one rank was started.*Start more ranks, or leave"),
+        (2, "rtx-4090", "--cpu-offload with --fit.*next to rtx-4090 is not known.*Leave one of the two out"),
     ],
 )
 def test_state_on_the_host_is_refused_where_it_cannot_be_or_nobody_knows_its_seconds(

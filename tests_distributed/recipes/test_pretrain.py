@@ -118,7 +118,7 @@ def test_fifty_steps_in_chunks_are_those_of_whole_logits(base: list[str], tmp_pa
     torch.testing.assert_close(torch.tensor(chunked), torch.tensor(whole), rtol=1e-5, atol=0)
     held_out = [found["eval_losses"][-1]["loss"] for found in every]
     assert held_out[1] == pytest.approx(held_out[0], rel=1e-5)
-    with pytest.raises(ValueError, match="is no causal language model of transformers"):
+    with pytest.raises(ValueError, match="is not a causal language model of transformers"):
         check_own_loss(plain_model())
 
 

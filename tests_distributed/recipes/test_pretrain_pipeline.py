@@ -81,9 +81,9 @@ def test_stages_train_as_one_process_and_resume_on_another_number_of_them(job: l
     ("line", "message"),
     [
         ("--pp 3", "--pp is 3, which does not divide the 2 rank"),
-        ("--pp 2 --grad-accum 1 --batch-size 8 --pack", "--pack is True beside --pp 2"),
+        ("--pp 2 --grad-accum 1 --batch-size 8 --pack", "--pack is True with --pp 2"),
         ("--pp 2 --pp-schedule dualpipev --grad-accum 2", "--pp, --pp-schedule and --grad-accum: microbatches is 2"),
-        ("--pp 2 --strategy ddp", "--strategy is 'ddp' beside --pp 2"),
+        ("--pp 2 --strategy ddp", "--strategy is 'ddp' with --pp 2"),
     ],
 )
 def test_what_a_pipeline_cannot_have(job: list[str], line: str, message: str, tmp_path: Path) -> None:

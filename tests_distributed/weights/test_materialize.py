@@ -242,7 +242,7 @@ def test_a_buffer_that_nobody_computes_is_an_error() -> None:
     with torch.device("meta"):
         mystery, careless = _Mystery(), _Careless()
     state = nn.Linear(2, 2).state_dict(prefix="linear.")
-    with pytest.raises(ValueError, match="Nobody can compute scale of 'the model', a _Mystery"):
+    with pytest.raises(ValueError, match="Nothing can compute scale of 'the model', a _Mystery"):
         materialize(mystery, state_dict=state)
     with pytest.raises(ValueError, match="scale was not set"):
         materialize(careless, state_dict=state)

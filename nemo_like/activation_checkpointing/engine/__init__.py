@@ -1,17 +1,17 @@
-"""The eager engine: one region of the forward pass that backward replays, keeping what a policy says.
+"""The eager engine: one region of the forward pass that backward recomputes, saving what a policy decides.
 
 How it works. Autograd's saved-tensor hooks give each tensor that autograd would keep a small `_Handle` instead. The
-first handle that backward opens replays the region: the function runs again on the saved inputs, and hooks of the
-replay give each live handle its tensor, up to the last one, where the replay stops. Policies with something to keep
-add a dispatch mode to both runs (see `dispatch`). The region's inputs are saved by autograd itself, *outside*
-our hooks: hooks further out (offloading, an outer region) get them, and a later in-place change is noticed.
+first handle that backward opens recomputes the region: the function runs again on the saved inputs, and hooks of the
+recomputation give each live handle its tensor, up to the last one, where the recomputation stops. Policies with
+something to keep add a dispatch mode to both runs (see `dispatch`). The region's inputs are saved by autograd itself,
+*outside* our hooks: hooks further out (offloading, an outer region) get them, and a later in-place change is noticed.
 
 The design is described in the comments of PyTorch's `torch/utils/checkpoint.py` ("Nestable Checkpoint"), whose rules
 for nesting hold here; nothing is taken from it.
 
 Higher-order use, as tested in `tests/activation_checkpointing/test_engine_higher_order.py`:
 
-- ``retain_graph=True`` and double backward work: each further backward replays again, and kept outputs stay.
+- ``retain_graph=True`` and double backward work: each further backward recomputes again, and saved outputs stay.
 - Two forwards before one backward, nested regions, and a backward inside a region work.
 - Under `torch.no_grad` the function simply runs. `torch.func` transforms are refused.
 """
@@ -66,13 +66,13 @@ def checkpoint_region(
     transfer: Transfer | None = None,
     **kwargs: object,
 ) -> Any:
-    """Run ``fn(*args, **kwargs)`` as one region and return its result; backward will replay it.
+    """Run ``fn(*args, **kwargs)`` as one region and return its result; backward will recompute it.
 
-    `policy` says what is kept; `name` is the region's in errors. `transfer` moves outputs with the decision HOST
+    `policy` decides what is saved; `name` is the region's in errors. `transfer` moves outputs with the decision HOST
     (default: synchronous copies). A `fn` with keywords of the same names: use `run_region`.
 
     Raises:
-        RegionError: in backward, if replay and forward disagree, or a plan skips what backward needs.
+        RegionError: in backward, if recomputation and forward disagree, or a plan skips what backward needs.
         PlanMismatchError: at the end of forward, if a `DecisionTable` does not fit.
         RuntimeError: inside a `torch.func` transform.
 
@@ -101,7 +101,7 @@ def run_region(
 ) -> Any:
     """`checkpoint_region` with the function's arguments as a tuple and a dict.
 
-    `early_stop=False` replays the region to its end (default: what `set_early_stop` says). `owner` is the module or
+    `early_stop=False` recomputes the region to its end (default: as `set_early_stop` has set it). `owner` is the module or
     function whose first step is verified (default: `fn`); see `verification`.
     """
     if torch.compiler.is_compiling():

@@ -1,4 +1,4 @@
-"""Everything around a region that steers its results and is no argument: taken at forward, put back for replay.
+"""Everything around a region that steers its results and is not an argument: taken at forward, put back for recomputation.
 
 Random numbers (torch's, Python's, NumPy's, a generator of one's own), context variables, autocast, the choice of SDPA
 back end, a replaced `F.scaled_dot_product_attention`, function modes (a context-parallel patch,
@@ -39,10 +39,10 @@ _registered: dict[str, Capture] = {}
 
 
 def register(name: str, capture: Capture) -> None:
-    """Make a state of your own part of what forward and replay share.
+    """Make a state of your own part of what forward and recomputation share.
 
     `capture` runs at the start of every region's forward. It returns None (nothing to keep), or a function that
-    makes a context manager; replay runs within that. Raises ValueError for a name that is taken.
+    makes a context manager; recomputation runs within that. Raises ValueError for a name that is taken.
 
     >>> register("my-flag", lambda: None)
     >>> unregister("my-flag")
@@ -127,7 +127,7 @@ def set_rng_state(state: RngState) -> None:
 class Ambient:
     """One snapshot of it all, of the moment of its creation.
 
-    `preserve_rng_state=False` leaves the random-number state out: dropout then differs between forward and replay.
+    `preserve_rng_state=False` leaves the random-number state out: dropout then differs between forward and recomputation.
     """
 
     __slots__ = (
@@ -228,9 +228,9 @@ _TE_ATTENTION = (
 
 
 def _transformer_engine_attention_cache() -> Restore | None:
-    """Replay chooses as forward did: the cache is put back as forward found it (NeMo Automodel#3330).
+    """Recomputation chooses as forward did: the cache is put back as forward found it (NeMo Automodel#3330).
 
-    Only where Transformer Engine has been imported by somebody; its cache is private, and absent means nothing to keep.
+    Only where Transformer Engine has been imported; its cache is private, and absent means nothing to keep.
     """
     for name in _TE_ATTENTION:
         cache = getattr(sys.modules.get(name), "_attention_backends", None)
@@ -255,9 +255,9 @@ def _dict_contents(target: dict[Any, Any], contents: dict[Any, Any]) -> Iterator
 register("transformer-engine attention back end", _transformer_engine_attention_cache)
 
 
-# Context variables: a replay runs in the context that forward ran in, and what it sets or collects there is dropped.
+# Context variables: recomputation runs in the context that forward ran in, and what it sets or collects there is dropped.
 #
-# What a variable holds is kept as a region's arguments are: tensors saved by autograd, containers as they were. So a
+# The value of a variable is saved as a region's arguments are: tensors saved by autograd, containers as they were. So a
 # list in which forward collects something (as transformers collects hidden states) gets nothing a second time.
 
 _BUILT_IN = (list, dict, set)
@@ -278,14 +278,14 @@ class ContextVariables:
             if is_container(value):
                 if not value and type(value) in _BUILT_IN:
                     self._empty.append((variable, type(value)))
-                elif type(value) is not tuple or not all(map(is_plain, map(type, value))):  # which nobody can change
+                elif type(value) is not tuple or not all(map(is_plain, map(type, value))):  # which cannot change
                     held[variable] = value
             elif isinstance(value, Tensor):
                 held[variable] = value
         if held:
             self._held = tuple(held)
             self._saved = SavedInputs(map_leaves(_without_graph, tuple(held.values())), {})
-            self._context.run(_set, self._held, [None] * len(held))  # else they would be held twice
+            self._context.run(_set, self._held, [None] * len(held))  # else they would be in memory twice
 
     def run(self, region: str, function: Callable[..., Any], *args: object, **kwargs: object) -> Any:
         """Call `function` in a copy of the context; raises RegionError if a tensor in it was changed in place."""
@@ -298,7 +298,7 @@ class ContextVariables:
 
 
 def _without_graph(leaf: object) -> Any:
-    # A region that held the graph of a tensor which an earlier call of it put there would never be freed.
+    # A region that keeps the graph of a tensor which an earlier call of it put there would never be freed.
     return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
 

@@ -97,7 +97,7 @@ class _LeftToEager(AbstractContextManager[None]):
             raise RegionError(
                 "A checkpointed region was compiled by a backend that runs the graph as it is (eager, a function of your "
                 "own): its recompute would draw other random numbers, so gradients would be wrong. Use inductor or "
-                "aot_eager, whose partitioner follows what ac= says; or parallelize(compile='eager'), which compiles inside "
+                "aot_eager, whose partitioner follows ac=; or parallelize(compile='eager'), which compiles inside "
                 "of regions."
             )
 
@@ -122,9 +122,9 @@ def compiled_region(
 ) -> Any:
     """`run_region` for code that is being compiled. Dynamo traces this function.
 
-    Where Dynamo cannot trace what is inside the region, it calls `checkpoint` as it stands here, from code that is not
+    Where Dynamo cannot trace what is inside the region, it calls `checkpoint` as it is here, from code that is not
     compiled. Then `run_eagerly`, which is `run_region`, makes a region of ours with these `options`, and PyTorch's around
-    it sees none of what is saved there: it has nothing to replay.
+    it sees none of what is saved there: it has nothing to recompute.
     """
 
     def body(*args: object, **kwargs: object) -> Any:
@@ -137,7 +137,7 @@ def compiled_region(
             return run_eagerly(fn, args, kwargs, **options)
 
     rng, policy = options["preserve_rng_state"], options["policy"]
-    if policy.keeps_nothing:  # Dynamo may trace where it is made, and then it is no constant
+    if policy.keeps_nothing:  # Dynamo may trace where it is made, and then it is not a constant
         contexts: Callable[[], ContextPair] = _contexts_of_nothing
     else:
         contexts = functools.partial(_contexts_under_dynamo, policy)
@@ -149,7 +149,7 @@ def say_left_to_eager(region: str) -> None:
     warn_once(
         f"The layer of checkpointed region {region!r} was to be compiled. Dynamo cannot trace what is inside (run with "
         "TORCH_LOGS=graph_breaks to see why), and a checkpointed region is traced whole or not at all: it runs eagerly. "
-        "ac='full' replays from outside of the compiled layer, and compiles its pieces.",
+        "ac='full' recomputes from outside of the compiled layer, and compiles its pieces.",
         key="checkpointed region left to eager",
     )
 
@@ -157,8 +157,8 @@ def say_left_to_eager(region: str) -> None:
 def make_selective_checkpoint_context_fn(policy: Policy | None = None) -> Callable[[], ContextPair]:
     """A ``context_fn`` for `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`.
 
-    Each call of it makes the contexts of one region, with matmul counts of their own for forward and for replay.
-    In eager mode they count tracked operators only, and give replay forward's random numbers, since a compiled graph
+    Each call of it makes the contexts of one region, with matmul counts of their own for forward and for recomputation.
+    In eager mode they count tracked operators only, and give recomputation forward's random numbers, since a compiled graph
     that a backend runs as it is does not; under `torch.compile` they are PyTorch's, which the partitioner reads.
     `policy` defaults to `SelectivePolicy()`.
 
@@ -178,7 +178,7 @@ def make_selective_checkpoint_context_fn(policy: Policy | None = None) -> Callab
 
 
 class _ForwardContext(ForwardMode):
-    """`ForwardMode` that needs no `Region` to cut what it kept from the graph, nor to note where random numbers are."""
+    """`ForwardMode` that needs no `Region` to cut what it saved from the graph, nor to note where random numbers are."""
 
     def __enter__(self) -> _ForwardContext:
         self.rng = rng_state()
@@ -193,7 +193,7 @@ class _ForwardContext(ForwardMode):
 
 
 class _ReplayContext(ReplayMode):
-    """Starts over each time it is entered, so that every replay of the region finds what forward kept."""
+    """Starts over each time it is entered, so that every recomputation of the region finds what forward saved."""
 
     def __init__(self, forward: _ForwardContext) -> None:
         super().__init__(forward.kinds, forward.kept, [], forward.region_name)
@@ -218,6 +218,6 @@ class _ReplayContext(ReplayMode):
 
 
 def eager_contexts(policy: Policy) -> tuple[ForwardMode, ReplayMode]:
-    """Forward and replay contexts of one region under `policy`."""
+    """Forward and recomputation contexts of one region under `policy`."""
     forward = _ForwardContext(kinds_for(policy), policy.start(), [], SynchronousTransfer(), "torch.utils.checkpoint")
     return forward, _ReplayContext(forward)

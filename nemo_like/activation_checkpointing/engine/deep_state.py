@@ -63,7 +63,7 @@ class _Entry(NamedTuple):
     container: Any
     way: _Way
     contents: Any
-    """With tensors and arrays as they were; None: they can't be kept."""
+    """With tensors and arrays as they were; None: they can't be saved."""
     plain: bool
     """The contents have nothing in them that a recomputation could change in place."""
 
@@ -82,7 +82,7 @@ class DeepState:
         ]
 
     def restore(self, stack: contextlib.ExitStack) -> None:
-        """Set the attributes as they were, and until `stack` ends fill the containers with what they held."""
+        """Set the attributes as they were, and until `stack` ends fill the containers with what they contained."""
         present = [way.read(container) for container, way, *_ in self._entries]
         stack.callback(self._fill, present)
         copies: dict[int, Any] = {}
@@ -292,7 +292,7 @@ def _own_ways(kind: type) -> list[_Way]:
     return [*([_ATTRIBUTES] if kind.__dictoffset__ else ()), *([_SLOTS] if any(slots_of(kind)) else ())]
 
 
-# Containers among a call's arguments: kept as the call found them, whatever the layer writes into them afterwards.
+# Containers among a call's arguments: saved as the call found them, whatever the layer writes into them afterwards.
 
 COMMON_LEAVES = frozenset({type(None), bool, int, float, str, Tensor, nn.Parameter})
 """The types of most arguments; none is a container."""
@@ -301,7 +301,7 @@ _BUILT = (dict, UserDict, SimpleNamespace)
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
-    """`value` with `function` on everything in it that is no container; every container is a new one.
+    """`value` with `function` on everything in it that is not a container; every container is a new one.
 
     Containers are tuples, lists, dicts, sets and queues, named tuples, all kinds of dicts (the output classes of model
     libraries), namespaces and dataclasses; nested in any way. They are built without calling code of their classes.

@@ -1,7 +1,7 @@
-"""The two dispatch modes of a region: one decides and keeps in forward, the other puts back in replay.
+"""The two dispatch modes of a region: one decides and saves in forward, the other puts back in recomputation.
 
 Both look at tracked operators only. What else runs in a region (profiler ranges, FSDP's copies and all-gathers,
-metadata calls) passes through uncounted, so that it may differ between forward and replay.
+metadata calls) passes through uncounted, so that it may differ between forward and recomputation.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class _Mode(TorchDispatchMode):
 
 
 class ForwardMode(_Mode):
-    """Asks the policy about each tracked call and keeps what it says."""
+    """Calls the policy for each tracked call, and saves what it decides."""
 
     def __init__(self, kinds: Kinds, decide: Any, packs: list[Any], transfer: Transfer, name: str) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class ForwardMode(_Mode):
                     "attention): it is computed again. A plan made with this model in training mode knows that.",
                     key=f"skipped call of {func} draws",  # once, not for each layer
                 )
-            elif self.keeps_rng:  # replay won't draw these numbers, and later calls must get the same ones
+            elif self.keeps_rng:  # recomputation won't draw these numbers, and later calls must get the same ones
                 entry.rng_after = rng_state(kwargs.get("generator"))
         return out
 
@@ -201,13 +201,13 @@ class ForwardMode(_Mode):
         return entry
 
     def replay_instead(self, ops: Collection[Op]) -> None:
-        """Decide anew, at the end of forward: compute what was to be skipped, and what `ops` made, in replay."""
+        """Decide anew, at the end of forward: compute what was to be skipped, and what `ops` made, in recomputation."""
         for entry in self.kept:
             if entry.decision is SKIP or entry.op in ops:
                 entry.recompute()
 
     def before_change(self, func: Op, args: Any, kwargs: Any) -> None:
-        """`func` is about to write: give whatever is kept of the written storages a copy of its own."""
+        """`func` is about to write: give whatever is saved of the written storages a copy of its own."""
         if self.inputs is not None:
             self.inputs.before_change(func, args, kwargs)
         if not self.kept:
@@ -228,7 +228,7 @@ class ForwardMode(_Mode):
 
 
 class ReplayMode(_Mode):
-    """Puts kept outputs in the place of the calls that made them, in forward's order."""
+    """Puts saved outputs in the place of the calls that made them, in forward's order."""
 
     def __init__(self, kinds: Kinds, kept: list[Kept], values: list[Any], name: str) -> None:
         super().__init__()
@@ -255,7 +255,7 @@ class ReplayMode(_Mode):
         return call(*args, **kwargs) if kwargs else call(*args)
 
     def next(self, func: Op) -> tuple[Kept, Any]:
-        """The forward's record of this call, and its output where kept (handed out once)."""
+        """The forward's record of this call, and its output where saved (handed out once)."""
         position = self.position
         self.position = position + 1
         if self.finished_at is not None:
@@ -281,10 +281,10 @@ class ReplayMode(_Mode):
     def raise_mismatch(self, func: Op, position: int) -> None:
         wanted = self.kept[position].op if position < len(self.kept) else None
         raise RegionError(
-            f"Region {self.region_name!r}: replay and forward disagree. As tracked call {position}, forward ran "
-            f"{wanted if wanted is not None else 'nothing more'}, replay runs {func}. Something in the region depends "
-            "on state that changed since (a cache, a counter, a global switch). Keep that state out of the region, or "
-            "register it with nemo_like.activation_checkpointing.engine.ambient.register."
+            f"Region {self.region_name!r}: recomputation and forward disagree. As tracked call {position}, forward ran "
+            f"{wanted if wanted is not None else 'nothing more'}, recomputation runs {func}. Something in the region "
+            "depends on state that changed since (a cache, a counter, a global switch). Keep that state out of the "
+            "region, or register it with nemo_like.activation_checkpointing.engine.ambient.register."
         )
 
     def run_beside_placeholders(self, func: Op, kind: int, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -377,17 +377,17 @@ def watch_generators(
     return _Watch(generators, key) if mode is None and are_given(key) else None
 
 
-# The one place where somebody may look on while regions run (`trace` does).
+# The one place where an observer may look on while regions run (`trace` does).
 
 start: Callable[..., Any] | None = None
-"""Makes, for one region's forward, a dispatch mode with a method ``packed(tensor)``; None: nobody looks on."""
+"""Makes, for one region's forward, a dispatch mode with a method ``packed(tensor)``; None: there is no observer."""
 done: Callable[[Any], None] | None = None
 """Called with that mode at the end of the region's forward."""
 
 
 @contextmanager
 def watching(at_start: Callable[..., Any], at_end: Callable[[Any], None]) -> Iterator[None]:
-    """Look on at every region whose forward starts inside; raises RuntimeError if somebody does already."""
+    """Observe every region whose forward starts inside; raises RuntimeError if an observer is set already."""
     global start, done
     if start is not None:
         raise RuntimeError("Regions are being traced already; end that trace first.")
@@ -400,8 +400,8 @@ def watching(at_start: Callable[..., Any], at_end: Callable[[Any], None]) -> Ite
 
 # A forward that changes its own inputs in place, as Mixtral's router does with ``router_jitter_noise``.
 #
-# Replay needs such an input as it was. It is copied just before the operator that writes into it, so that a forward which
-# changes nothing pays nothing, but for a look at every operator in the first call of each module.
+# Recomputation needs such an input as it was. It is copied just before the operator that writes into it, so that a
+# forward which changes nothing pays nothing, but for a look at every operator in the first call of each module.
 
 _writes: weakref.WeakKeyDictionary[Any, dict[bool, bool]] = weakref.WeakKeyDictionary()
 """Module or code → whether it trains → whether its forward writes into its inputs; absent: not seen yet."""

@@ -1,6 +1,6 @@
-"""A backward that a pipeline schedule cuts in two: gradients of inputs first, of weights later. One replay for both.
+"""A backward that a pipeline schedule cuts in two: gradients of inputs first, of weights later. One recomputation for both.
 
-The first half replays a region, and what the second half still needs stays in the handles that autograd holds. Which
+The first half recomputes a region, and what the second half still needs stays in the handles that autograd holds. Which
 handles these are, and how often each is opened in the first half, is learned from the first backward of a module; from then
 on a tensor goes as soon as the first half has used it, unless the second one needs it.
 """
@@ -76,7 +76,7 @@ class SplitBackward:
         return known is not None and index not in known.needed and self._opened[index] >= known.opened[index]
 
     def was_wrong(self) -> None:
-        """A tensor is opened that was not to be: this backward is another one. The region is replayed once more."""
+        """A tensor is opened that was not to be: this backward is another one. The region is recomputed once more."""
         if self._learned is not None:
             self._learned.count = -1
 

@@ -18,24 +18,25 @@ from nemo_like.torch_compat import shape_only
 
 
 class RegionError(CheckpointError):
-    """Replay and forward of a region disagree, or a plan leaves out what backward needs."""
+    """Recomputation and forward of a region disagree, or a plan leaves out what backward needs."""
 
 
-# What stands for the output of a skipped call in a replay: shape, strides, dtype and device of a tensor, no numbers.
+# What takes the place of the output of a skipped call in recomputation: shape, strides, dtype and device of a tensor,
+# no numbers.
 
 
 class Placeholder(Tensor):
     """Answers what can be asked of a tensor without its numbers.
 
     So ``x.to(placeholder.dtype)``, ``x.type_as(placeholder)`` and ``torch.ones(..., device=placeholder.device)`` give what
-    they gave in forward. Whatever computes with it is answered by the replay's dispatch mode.
+    they gave in forward. Whatever computes with it is answered by the recomputation's dispatch mode.
     """
 
     __torch_function__ = nn.Parameter.__torch_function__  # PyTorch's own: functions are not overridden
 
     @classmethod
     def __torch_dispatch__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> Any:  # type: ignore[override]
-        raise RuntimeError(f"{func} was given a tensor that the plan skips, outside of the replay that skips it")
+        raise RuntimeError(f"{func} was given a tensor that the plan skips, outside of the recomputation that skips it")
 
 
 def placeholder(like: Tensor, device: torch.device | None = None) -> Placeholder:
@@ -72,7 +73,7 @@ def beside_placeholders(func: Callable[..., Any], args: tuple, kwargs: dict[str,
     return map_tensors(lambda t: placeholders[id(t)] if id(t) in placeholders else placeholder(t, target), output)
 
 
-# How a kept output gets to host memory and back: a protocol, and the simplest back end that fulfils it.
+# How a saved output gets to host memory and back: a protocol, and the simplest back end that fulfils it.
 
 
 class WaitingTensor(Protocol):
@@ -127,7 +128,7 @@ class SynchronousTransfer:
 
 
 class Kept:
-    """One tracked call of forward: what it was, what was decided, and its output where that was kept."""
+    """One tracked call of forward: what it was, what was decided, and its output where that was saved."""
 
     __slots__ = ("decision", "op", "packs_before", "private", "rng_after", "value", "version")
 
@@ -138,12 +139,12 @@ class Kept:
         self.value: Any = None
         self.version: Any = None
         self.rng_after: Any = None
-        """The random-number state after a call that drew and is kept."""
+        """The random-number state after a call that drew and is saved."""
         self.private = False
         """The value is a copy of our own, made because the original was about to be changed in place."""
 
     def recompute(self) -> None:
-        """Drop what is kept: replay computes it, unless it must never run twice."""
+        """Drop what is saved: recomputation computes it, unless it must never run twice."""
         if self.decision is Decision.SKIP or not facts(self.op).pinned:
             self.decision, self.value, self.rng_after = Decision.RECOMPUTE, None, None
 
@@ -201,7 +202,7 @@ def map_kept(function: Callable[[Any], Any], value: object) -> Any:
 
 
 def on_host(value: object) -> list[OnHost]:
-    """The parts of a kept output that wait in host memory."""
+    """The parts of a saved output that wait in host memory."""
     if isinstance(value, OnHost):
         return [value]
     return [item for part in value for item in on_host(part)] if isinstance(value, SEQUENCES) else []

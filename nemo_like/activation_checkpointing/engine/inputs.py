@@ -1,4 +1,4 @@
-"""A region's arguments: the tensors among them are saved by autograd, containers kept as they were."""
+"""A region's arguments: the tensors among them are saved by autograd, containers as they were."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class SavedInputs:
 
     Tensors directly among the arguments, or in containers of them (see `map_leaves`), are saved as autograd saves a
     tensor: hooks that are active outside the region see them, and a change in place before backward is an error.
-    Containers are kept as they are now. Anything else (a cache object, a flag) is held by reference. What the call
+    Containers are saved as they are now. Anything else (a cache object, a flag) is a reference. What the call
     itself changes in place is copied before, see `before_change`.
     """
 
@@ -67,7 +67,7 @@ class SavedInputs:
     def before_change(self, func: Op, args: Any, kwargs: Any) -> None:
         """The operator `func` is about to write: keep a copy of the input that it writes into.
 
-        Not where several inputs share that memory: their copies would not. Replay then says that it was changed.
+        Not where several inputs share that memory: their copies would not. Recomputation then reports that it was changed.
         """
         if not self._originals:
             return
@@ -96,7 +96,7 @@ class SavedInputs:
                     raise
                 raise RegionError(
                     f"Region {region!r}: one of its inputs was changed in place between forward and backward, so it "
-                    "can't be replayed. Change a copy, or move the in-place operation out of the region."
+                    "can't be recomputed. Change a copy, or move the in-place operation out of the region."
                 ) from error
 
         def restore(value: Any) -> Any:

@@ -44,7 +44,7 @@ _LEADING = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
-"""The tables that are looked at even where they are empty. The others say more of some hook; `nn.Module`'s own forward does
+"""The tables that are looked at even where they are empty. The others tell more of some hook; `nn.Module`'s own forward does
 not look at them where there is none, and what only we look at has to be fetched from far away, region by region."""
 _leading_of: Callable[[dict[str, Any]], tuple[dict[Any, Any], ...]] = itemgetter(*_LEADING)
 _CONFIG = frozenset({"config", "cfg", "args", "hparams"})
@@ -82,7 +82,7 @@ class ModulePart:
     )
 
     def __init__(self, own: dict[str, Any], name: str, is_module: bool) -> None:
-        self.own = own  # and not the module, which is a key of the table in which this is held
+        self.own = own  # and not the module, which is a key of the table in which this is
         self.name = name
         self.names = list(own)
         self.kinds = list(map(type, own.values()))
@@ -390,7 +390,7 @@ def _is_configuration(name: str, value: object) -> bool:
     return name.rpartition("_")[2] in _CONFIG and hasattr(value, "__dict__") and not isinstance(value, others)
 
 
-# Which of the tensors that autograd saves in a module's forward come from elsewhere: learned from its first replay.
+# Which of the tensors that autograd saves in a module's forward come from elsewhere: learned from its first recomputation.
 #
 # Of those a region keeps a weak reference to the memory, to notice a change in place before backward (see
 # `Region.check_same_version`). For the many that the forward makes itself that would take time and tell nothing.
@@ -418,7 +418,7 @@ class Outside:
             self.indices = None
 
     def learn(self, count: int, known: set[int]) -> None:
-        """After a replay of a forward that saved `count` tensors, of which those `known` were made in it, or are watched
-        by others: parameters and buffers by `ModuleWorld`, arguments by `SavedInputs`."""
+        """Learn from a recomputation of a forward that saved `count` tensors. Those in `known` were made in it, or are
+        watched by others: parameters and buffers by `ModuleWorld`, arguments by `SavedInputs`."""
         self._count = count
         self.indices = frozenset(range(count)) - known

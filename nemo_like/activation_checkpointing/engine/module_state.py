@@ -1,6 +1,6 @@
-"""State that a module changes while it runs: replay must start from what forward started from, and change nothing.
+"""State that a module changes while it runs: recomputation must start from what forward started from, and change nothing.
 
-Delayed FP8 scaling appends to an amax history, batch norm moves its running statistics: with a plain replay such
+Delayed FP8 scaling appends to an amax history, batch norm moves its running statistics: with a plain recomputation such
 buffers are updated twice, and the second pass may compute with other scales than the first (TransformerEngine#1190).
 """
 
@@ -101,10 +101,10 @@ class BufferSnapshot:
         `ModuleWorld` has the buffers."""
 
     def forward_done(self) -> bool:
-        """Call after forward. Returns whether there is state to put back for a replay.
+        """Call after forward. Returns whether there is state to put back for recomputation.
 
-        Raises RegionError for a large buffer that changes for the first time after forwards that left it alone: there
-        is no copy of it to replay from.
+        Raises RegionError for a large buffer that changes for the first time after forwards that left it alone.
+        Recomputation has no copy of it to start from.
         """
         if self._first is not None:
             _known.setdefault(self._module, {})[self._mode] = self._stamp, self._first
@@ -121,7 +121,7 @@ class BufferSnapshot:
             if copy is None and _version(buffer) != version:
                 raise RegionError(
                     f"Buffer {known.name!r}, of {_bytes(buffer)} bytes, was changed in place inside a checkpointed region, "
-                    "and earlier forwards had left it alone, so no copy was made to replay from. Run this step again "
+                    "and earlier forwards had left it alone, so no copy was made to recompute from. Run this step again "
                     "(the buffer is copied from now on), or change the buffer outside of the layer."
                 )
             self._copies.append((known.owner, known.name, buffer.detach() if copy is None else copy))
@@ -167,7 +167,8 @@ def _differs(now: Tensor | None, before: Tensor) -> bool:
     return len(ours) != len(theirs) or not all(map(torch.equal, ours, theirs))
 
 
-# What of a module steers its forward and is no argument: taken at forward, put back for replay, or its change named.
+# What of a module steers its forward and is not an argument: taken at forward, put back for recomputation, or its
+# change named.
 #
 # Put back: training flags, hooks, sub-modules that were exchanged, plain attributes and small plain containers (LoRA's
 # active adapter and scale, a counter), those of a configuration too, parameters and buffers that were exchanged
@@ -210,7 +211,7 @@ class ModuleWorld:
         self._versions = list(map(_parts_version, self._snapshot.counted))
 
     def check(self, region: str, put_back: Callable[[dict[str, Any], str], bool]) -> None:
-        """Raise RegionError for what was changed in place since forward, except where `put_back` says that it is."""
+        """Raise RegionError for what was changed in place since forward, except where `put_back` is true for it."""
         counted = self._snapshot.counted
         if list(map(_parts_version, counted)) == self._versions:
             return
@@ -223,8 +224,8 @@ class ModuleWorld:
                 what = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
                 raise RegionError(
                     f"Region {region!r}: the {what} {name!r} of a {holder} was changed in place between forward and "
-                    f"backward (version {version}, now {tensor._version}), so replay would compute with other values. "
-                    "Change it after backward, or run forward again after the change."
+                    f"backward (version {version}, now {tensor._version}), so recomputation would compute with other "
+                    "values. Change it after backward, or run forward again after the change."
                 )
 
     @property
@@ -262,7 +263,7 @@ class ModuleWorld:
 
 
 def _revert_all(snapshot: Snapshot, others: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
-    """`_revert` for all parts, after a replay that began with the very same ones."""
+    """`_revert` for all parts, after a recomputation that began with the very same ones."""
     for attributes, before in others:
         _revert(attributes, before)
     if not snapshot.has_same_attributes():
@@ -287,7 +288,7 @@ def _restore(state: Taken, stack: contextlib.ExitStack) -> None:
         for name in attributes.keys() - set(part.names):
             stack.callback(
                 attributes.__setitem__, name, attributes.pop(name)
-            )  # whatever the replay makes under this name
+            )  # whatever the recomputation makes under this name
     elif all(map(is_, part.get_watched(attributes), state.values)):
         return
     for name, value in zip(part.watched, state.values):
@@ -302,7 +303,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _revert(attributes: dict[str, Any], before: dict[str, Any]) -> None:
-    """Take back what the replay and its preparation wrote into a module."""
+    """Take back what the recomputation and its preparation wrote into a module."""
     if len(attributes) == len(before) and all(map(is_, attributes.values(), before.values())):
         return
     for name in attributes.keys() - before.keys():

@@ -1,9 +1,9 @@
-"""Generators of random numbers that a region has to itself: their states, put back for its replay.
+"""Generators of random numbers that a region has to itself: their states, put back for its recomputation.
 
 They are found among the attributes of the region's modules, among its arguments, and among the globals that the modules'
 methods name. A `torch.Generator` that comes from elsewhere is seen when an operator is given it. Where the policy keeps
-something, every operator is seen. Looking on costs time where it does not, so there it is done in the first forward of a
-module or function, and in later ones if that one found a generator.
+something, every operator is seen. Looking on costs time where it does not. There it is done in the first forward of a module
+or function, and in later ones if that one found a generator.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Generators:
         self._states: dict[int, tuple[Any, Any]] = {}
 
     def note(self, generator: object) -> bool:
-        """Keep the state of `generator`, unless it is none or was seen before; returns whether it is kept now."""
+        """Keep the state of `generator`, unless it is none or was seen before; returns whether it is saved now."""
         kind = _kinds.get(type(generator), _UNSEEN)
         if kind is None or (kind is _UNSEEN and not is_generator(generator)):
             return False
@@ -177,9 +177,9 @@ def key_of(function: object) -> Key:
 # torch's random numbers on the CPU: the state at a region's entry, where its forward drew from them.
 #
 # That state is 5,056 bytes, which every region would copy and compare at its entry and at its end, though next to none
-# draws. So a mark of it is read where it lies: the position, the second number of a pair of normals, and the first of the
+# draws. So a mark of it is read where it is: the position, the second number of a pair of normals, and the first of the
 # 624 words, which are exchanged all at once. The state itself is asked for where the mark is another one. That the mark
-# lies there, and is another one after every kind of number, is tried with a generator of our own; where it is not, the
+# is there, and is another one after every kind of number, is tried with a generator of our own; where it is not, the
 # states are compared.
 
 _CPU_WORDS = 624
@@ -325,7 +325,7 @@ class _Python:
 
 
 class _NumPy:
-    """The functions of `numpy.random`, where somebody has imported it."""
+    """The functions of `numpy.random`, where it has been imported."""
 
     def __init__(self, numpy_random: Any) -> None:
         self._random = numpy_random

@@ -1,4 +1,4 @@
-"""One region call: what autograd holds in the place of its tensors, and the replay that brings them back."""
+"""One region call: what autograd saves in the place of its tensors, and the recomputation that brings them back."""
 
 from __future__ import annotations
 
@@ -59,28 +59,28 @@ class _Handle:
     value: Tensor | None
     """The tensor that the recomputation made in the place of the forward's."""
     replayed: int
-    """The version of `value` when the replay came to it."""
+    """The version of `value` when the recomputation came to it."""
     index: int
     """Its number; where backward is cut in two."""
 
 
 class _Stop(Exception):
-    """Replay has given every live handle its tensor. An Exception, so that ``always_call`` module hooks still run."""
+    """Recomputation has given every live handle its tensor. An Exception, so that ``always_call`` module hooks still run."""
 
     def __init__(self, region: Region) -> None:
-        super().__init__("replay is complete (a signal of the checkpointing engine; please don't catch it)")
+        super().__init__("recomputation is complete (a signal of the checkpointing engine; please don't catch it)")
         self.region = region
 
 
 class Region:
-    """One call: its inputs, the handles autograd keeps, and what the policy kept.
+    """One call: its inputs, the handles that autograd keeps, and what the policy saved.
 
-    Handles are held weakly (autograd owns them, and each knows nothing of the region); autograd's hooks hold the
+    Handles are referenced weakly (autograd owns them, and each knows nothing of the region); autograd's hooks hold the
     region. So everything goes when the graph goes, without a reference cycle.
 
     What autograd calls is left to Python: a compiled layer whose frame Dynamo gave up runs its hooks under Dynamo's eye,
-    which would compile them. So is `forward`: backward runs without Dynamo, and replay must run as forward did. A module
-    inside that was compiled by itself is compiled in both.
+    which would compile them. So is `forward`: backward runs without Dynamo, and recomputation must run as forward did.
+    A module inside that was compiled by itself is compiled in both.
     """
 
     __slots__ = (
@@ -196,7 +196,7 @@ class Region:
         if self.world is not None:
             self.world.forward_done()
             self.world.outside.forward_done(len(self.handles), self.outside)
-        # Replay hands out copies of such things, whose versions start anew.
+        # Recomputation hands out copies of such things, whose versions start anew.
         self.watch_versions = not (self.buffers is not None and self.buffers.changes) and not self.keeps_on_host()
         if self.kept:
             self.drop_unreachable()
@@ -225,9 +225,9 @@ class Region:
                 pass
 
     def drop_unreachable(self) -> None:
-        """At the end of forward: drop what no replay can reach, and cut the rest from the graph.
+        """At the end of forward: drop what no recomputation can reach, and cut the rest from the graph.
 
-        Replay stops where autograd packed its last tensor, so a call that ran after it is never replayed.
+        Recomputation stops where autograd packed its last tensor, so a call that ran after it is never recomputed.
         """
         kept, packs = self.kept, len(self.handles)
         if self.early_stop:
@@ -236,7 +236,7 @@ class Region:
         self.cut_kept()
 
     def cut_kept(self) -> None:
-        """Cut what is kept from the graph; again is no harm."""
+        """Cut what is saved from the graph; doing so again does no harm."""
         for entry in self.kept:
             if entry.decision is SAVE:
                 # Detached up here, above autograd, so that the version counter is shared with the original.
@@ -247,7 +247,7 @@ class Region:
         return HOST in map(decision_of, self.kept)
 
     def drop(self) -> None:
-        """Forget everything that is kept."""
+        """Forget everything that is saved."""
         self.consumed = self.consumed or bool(self.kept)
         self.kept = []
         self.forward_mode = None
@@ -271,7 +271,7 @@ class Region:
                 value = handle.value
             if value is None:
                 raise RegionError(
-                    f"Region {self.name!r}: replay ended without a tensor of {handle.dtype} and shape "
+                    f"Region {self.name!r}: recomputation ended without a tensor of {handle.dtype} and shape "
                     f"{tuple(handle.shape)} that backward needs: fewer tensors were saved than in forward. Something in "
                     "the region depends on state that changed since."
                 )
@@ -294,12 +294,13 @@ class Region:
         self.graph_kept = torch_compat.graph_is_kept() is not False
         if self.graph_kept and self.complete and current_half() == "inputs":
             self.split = SplitBackward(None if self.world is None else self.world.halves, len(self.handles))
-            self.graph_kept = False  # there is one more backward, and it opens what this replay leaves in the handles
+            # There is one more backward, and it opens what this recomputation leaves in the handles.
+            self.graph_kept = False
         keep = self.graph_kept or not self.complete
         if self.consumed:
             raise RegionError(
-                f"Region {self.name!r}: a second backward goes through it, and what was kept is gone: the first one "
-                "was run without retain_graph=True, or its replay failed."
+                f"Region {self.name!r}: a second backward goes through it, and what was saved is gone: the first one "
+                "was run without retain_graph=True, or its recomputation failed."
             )
         live = [index for index, reference in enumerate(self.handles) if reference() is not None]
         self.last = live[-1]
@@ -331,7 +332,7 @@ class Region:
                 self.world.outside.learn(len(self.handles), self.made_inside | watched)
         except BaseException as error:
             self.drop()
-            error.add_note(f"(raised in the replay of checkpointed region {self.name!r}, in backward)")
+            error.add_note(f"(raised in the recomputation of checkpointed region {self.name!r}, in backward)")
             raise
         finally:
             self.lent.clear()
@@ -353,7 +354,7 @@ class Region:
         return mode
 
     def skip_nothing(self) -> None:
-        """Decide anew, after a replay that needed what was skipped: compute that, and what is gone since."""
+        """Decide anew, after a recomputation that needed what was skipped: compute that, and what is gone since."""
         for entry in self.kept:
             if entry.decision is SKIP or (entry.decision in (SAVE, HOST) and entry.value is None):
                 entry.recompute()
@@ -377,22 +378,22 @@ class Region:
                 if isinstance(error, RegionError) or not skipped:
                     raise
                 raise RegionError(
-                    f"Region {self.name!r}: the plan skips {skipped}, and replay failed after that, probably because "
+                    f"Region {self.name!r}: the plan skips {skipped}, and recomputation failed after that, probably because "
                     f"it needs what was skipped: {error}. Take the SKIP out of the plan (RECOMPUTE or SAVE)."
                 ) from error
         if mode is not None:
             self.check_count(mode)
 
     def check_count(self, mode: ReplayMode) -> None:
-        """Before anything is used: as many tracked calls must have been replayed as forward had made by then."""
+        """Before anything is used: as many tracked calls must have been recomputed as forward had made by then."""
         if not self.early_stop or self.position <= self.last:
             return
         expected = len([entry for entry in self.kept if entry.packs_before <= self.last])
         if mode.finished_at != expected:
             raise RegionError(
-                f"Region {self.name!r}: replay and forward disagree: forward had run {expected} tracked operators at "
-                f"the point where replay stopped, replay ran {mode.finished_at}. Something in the region depends on "
-                "state that changed since."
+                f"Region {self.name!r}: recomputation and forward disagree: forward had run {expected} tracked operators at "
+                f"the point where recomputation stopped, recomputation ran {mode.finished_at}. Something in the region "
+                "depends on state that changed since."
             )
 
     def values_for_replay(self, keep: bool) -> list[Any]:
@@ -406,11 +407,11 @@ class Region:
                     self.transfer.prefetch(item.handle)
         for entry in self.kept:
             value = entry.value
-            # The list hands it out once. After a replay that fails, a second try can't run a pinned operator again.
+            # The list hands it out once. After a recomputation that fails, a second try can't run a pinned operator again.
             stays = keep or (skips and facts(entry.op).pinned)
             if entry.decision is SAVE:
                 self.check_version(entry)
-                if stays:  # what is handed out becomes part of replay's graph, which knows this region
+                if stays:  # what is handed out becomes part of recomputation's graph, which knows this region
                     value = map_output(private_copy if entry.private else Tensor.detach, value)
             values.append(value)
             if not stays:
@@ -421,7 +422,7 @@ class Region:
     def check_version(self, entry: Kept) -> None:
         if versions(entry.value) != entry.version:
             raise RegionError(
-                f"Region {self.name!r}: the kept output of {entry.op} was changed in place after the region ended, so "
+                f"Region {self.name!r}: the saved output of {entry.op} was changed in place after the region ended, so "
                 "backward can't use it. Write the change out of place (x = x + y for x += y), or take the operator "
                 "out of the policy's save set."
             )
@@ -430,8 +431,8 @@ class Region:
     def repack(self, tensor: Tensor) -> int:
         index = self.position
         self.position = index + 1
-        # What replay's own graph keeps: a number, good for a backward inside the region. Not the tensor: for an operator
-        # that saves its own result (exp), that graph would hold itself for ever.
+        # What recomputation's own graph keeps: a number, good for a backward inside the region. Not the tensor: for an
+        # operator that saves its own result (exp), that graph would hold itself for ever.
         self.lent.append(tensor)
         if index > self.last:
             if self.early_stop:
@@ -461,10 +462,10 @@ class Region:
         return index
 
     def stop_unless_waited_for(self) -> None:
-        """End the replay, unless a collective that it started has not been waited for, or the operator that saves has
-        yet to write what it saves: the replay goes on to the next tensor that autograd saves, or to the region's end.
+        """End the recomputation, unless a collective that it started has not been waited for, or the operator that saves has
+        yet to write what it saves: the recomputation goes on to the next tensor that autograd saves, or to the region's end.
 
-        A collective that nobody waits for keeps its buffers for ever, and memory would grow with every step
+        A collective that is never waited for keeps its buffers for ever, and memory would grow with every step
         (torchtitan#1467).
         """
         if torch_compat.unwaited_collectives() <= self.unwaited and not _written_later(*self.lent[-2:]):
@@ -494,9 +495,9 @@ class Region:
                 f"saved it as tensor {index} of the region, of shape {tuple(shape)}. Take the SKIP out."
             )
         raise RegionError(
-            f"Region {self.name!r}: replay and forward disagree: tensor {index} that autograd saved had shape "
+            f"Region {self.name!r}: recomputation and forward disagree: tensor {index} that autograd saved had shape "
             f"{tuple(shape)} and {dtype} in forward, and has {tuple(tensor.shape)} and {tensor.dtype} in "
-            "replay. Something in the region depends on state that changed since."
+            "recomputation. Something in the region depends on state that changed since."
         )
 
 

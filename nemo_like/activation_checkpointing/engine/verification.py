@@ -1,16 +1,17 @@
-"""Verification: in the first step, what a replay rebuilds is compared with what autograd saved in forward.
+"""Verification: in the first step, what recomputation rebuilds is compared with what autograd saved in forward.
 
-Whatever a replay sees otherwise than forward did, known to us or not, ends in other saved tensors and so in other
+Whatever recomputation sees otherwise than forward did, known to us or not, ends in other saved tensors and so in other
 gradients. So a region keeps a summary of every tensor that autograd saves in its forward (some numbers, see
-`summaries`), and its replay is compared with them: tensors that differ raise a `RegionError`.
+`summaries`), and its recomputation is compared with them: tensors that differ raise a `RegionError`.
 
-The first step, for a module, is over with the first replay that was compared; for a function that is no module, for
-all of its calls under one name. Until then up to `CALLS` calls are looked at (several forwards may come before the first
-backward); from then on none is, and the engine runs not one operator more than without. The environment variable
-``NEMO_LIKE_VERIFY`` is looked at in every call: ``1`` verifies all of them, ``0`` none.
+The first step, for a module, is over with the first recomputation that was compared; for a function that is not a
+module, for all of its calls under one name. Until then up to `CALLS` calls are looked at (several forwards may come
+before the first backward); from then on none is, and the engine runs not one operator more than without. The
+environment variable ``NEMO_LIKE_VERIFY`` is looked at in every call: ``1`` verifies all of them, ``0`` none.
 
 Nothing is verified under `torch.compile` (PyTorch's own checkpoint runs there), on fake tensors, while a CUDA graph is
-captured, and where ``preserve_rng_state=False`` asks for other random numbers in replay, unless the variable is ``1``.
+captured, and where ``preserve_rng_state=False`` requires other random numbers in recomputation, unless the variable is
+``1``.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ VARIABLE = "NEMO_LIKE_VERIFY"
 _ENVIRONMENT: Any = getattr(os.environ, "_data", os.environ)
 _KEY: Any = VARIABLE if _ENVIRONMENT is os.environ else os.environ.encodekey(VARIABLE)
 CALLS = 64
-"""Calls of one module that are looked at while none of them has been replayed."""
+"""Calls of one module that are looked at while none of them has been recomputed."""
 
 _calls: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
 """Module, or code of a function → name of the region → calls that were looked at; `CALLS` once one was compared."""
@@ -79,12 +80,12 @@ class Verification:
             self._tolerance = max(self._tolerance or 0.0, _TOLERANCES.get(tensor.dtype.to_real(), _COARSEST))
 
     def rebuilt(self, index: int, tensor: Tensor) -> None:
-        """The replay has come to the tensor that was saved as number `index`."""
+        """The recomputation has come to the tensor that was saved as number `index`."""
         if self._forward[index] is not None and (look := _look_at(tensor)) is not None:
             self._rebuilt[index] = look
 
     def compare(self) -> None:
-        """At the end of the replay: raises RegionError for the first tensor that is another one."""
+        """At the end of the recomputation: raises RegionError for the first tensor that is another one."""
         rebuilt, self._rebuilt = self._rebuilt, {}
         every = [saved for saved in self._forward if saved is not None]
         compared = [
@@ -108,7 +109,7 @@ class Verification:
         of_floats = _TOLERANCES[torch.float32] if self._tolerance is None else self._tolerance
         if dtype.is_floating_point or dtype.is_complex:
             return of_floats
-        # A mask or an index made from numbers flips where one of them lies that close to a threshold: that part of the
+        # A mask or an index made from numbers flips where one of them is that close to a threshold: that part of the
         # elements, whose square root is the part of the norm.
         return math.sqrt(of_floats)
 
@@ -122,15 +123,17 @@ class Verification:
         tolerance: float,
     ) -> None:
         raise RegionError(
-            f"Region {self._name!r}: replay and forward disagree, and gradients would be wrong without a word. Tensor "
-            f"{index} that autograd saved, {saved.dtype} of shape {tuple(saved.shape)}, at {saved.place()}: "
-            f"{_words(then)} in forward, {_words(now)} in replay; they differ by {worst:.2g} of the norm, where a "
-            f"nondeterministic kernel explains {tolerance:.2g}. It is the first one that differs. Usual causes: random "
-            "numbers from a generator that isn't torch's default one (Python's, NumPy's, a torch.Generator); a "
-            "context variable or other context that was set around forward only; hooks, adapters, training flags or "
-            "requires_grad changed since; a parameter, buffer or argument changed in place; a counter or global "
-            "state that the region reads; memory that nobody wrote (torch.empty). Keep that out of the region, or "
-            "register it with nemo_like.activation_checkpointing.engine.ambient.register. "
+            f"Region {self._name!r}: recomputation and forward disagree, and gradients would be wrong without a word. "
+            f"The first difference is in tensor {index} that autograd saved, {saved.dtype} of shape "
+            f"{tuple(saved.shape)}, at {saved.place()}.\n"
+            f"Values: {_words(then)} in forward, {_words(now)} in recomputation. They differ by {worst:.2g} of the norm; "
+            f"a nondeterministic kernel explains {tolerance:.2g}.\n"
+            "Usual causes: random numbers from a generator that isn't torch's default one (Python's, NumPy's, a "
+            "torch.Generator); a context variable or other context that was set around forward only; hooks, adapters, "
+            "training flags or requires_grad changed since; a parameter, buffer or argument changed in place; a counter "
+            "or global state that the region reads; memory that was never written (torch.empty).\n"
+            "Keep that out of the region, or register it with "
+            "nemo_like.activation_checkpointing.engine.ambient.register.\n"
             f"{VARIABLE}=0 turns this check off."
         )
 
@@ -305,7 +308,7 @@ def _call_text(code: CodeType, instruction: int) -> str:
 
 _COLUMNS, _ROWS = 1024, 2048
 _PIECE = _COLUMNS * _ROWS
-"""Elements that are looked at together: up to four float64 copies of them, 64 MiB, beside the tensor itself."""
+"""Elements that are looked at together: up to four float64 copies of them, 64 MiB, in addition to the tensor itself."""
 _NAN, _INF = 1.0, 2.0
 """Stand-ins for a value that is not finite in the signed sum of those."""
 
@@ -338,7 +341,7 @@ def _plain_parts(tensor: Tensor) -> Iterator[Tensor]:
         elif flatten is not None:
             parts = (getattr(tensor, name) for name in flatten()[0])
             for part in parts:
-                if isinstance(part, Tensor):  # a DTensor names its mesh beside them
+                if isinstance(part, Tensor):  # a DTensor names its mesh together with them
                     yield from _plain_parts(part)
     elif tensor.is_meta:
         return
@@ -378,7 +381,7 @@ def _summary(tensor: Tensor) -> Tensor:
 
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """`tensor` in pieces of at most _PIECE elements, cut by its shape alone: strides may differ in replay."""
+    """`tensor` in pieces of at most _PIECE elements, cut by its shape alone: strides may differ in recomputation."""
     if tensor.numel() <= _PIECE:
         yield tensor
         return

@@ -64,7 +64,7 @@ def check_context_parallel(
     config = getattr(bare(model), "config", None)
     if getattr(config, "output_router_logits", False):
         raise ValueError(
-            "config.output_router_logits is True: the auxiliary loss of the routers is no sum over tokens, and a part of "
+            "config.output_router_logits is True: the auxiliary loss of the routers is not a sum over tokens, and a part of "
             "the sequence does not give its part of it. Set it to False, or use cp=1."
         )
     method = method_of(options.method)

@@ -1,9 +1,9 @@
 """Attention of a part's queries over the keys of the whole sequence.
 
-Models of transformers look their attention up by a name in their config. The names registered here stand for "gather,
+Models of transformers look their attention up by a name in their config. The names registered here mean "gather,
 then what the model had": so scales, soft caps, sinks, biases and dropout stay those of the model, and only keys, values
 and the mask are others. In plain models, `torch.nn.functional.scaled_dot_product_attention` is replaced while forward
-runs; a replay in backward sees it again, because the engine puts back what forward saw.
+runs; recomputation in backward sees it again, because the engine puts back what forward saw.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def register(implementation: str) -> str:
 
 
 def unregistered(name: str) -> str:
-    """The implementation that a registered name stands for; any other name as it is."""
+    """The implementation that a registered name means; any other name as it is."""
     return name.removeprefix(_PREFIX)
 
 
@@ -139,7 +139,7 @@ def uses_interface(module: nn.Module) -> bool:
 
 
 class AttentionHooks:
-    """`scaled_dot_product_attention` is another function while the model runs; a replay gets the one of its forward."""
+    """`scaled_dot_product_attention` is another function while the model runs; recomputation gets the one of its forward."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts, self._attend = parts, plain_attention(parts)
@@ -236,8 +236,8 @@ class OwnPositions:
 
 # Flex attention of plain models, which import the function itself: every place that holds it gets another one.
 #
-# The other function does what the first did but while a plain model runs on parts of sequences. A replay in backward is such
-# a time, too: the engine puts back what `CURRENT` was in forward.
+# The other function does what the first did but while a plain model runs on parts of sequences. Recomputation in
+# backward is such a time, too: the engine puts back what `CURRENT` was in forward.
 
 _OTHERS = ("torch", "transformers", "nemo_like")
 """Packages whose files are left alone: those of transformers reach flex attention by its interface."""
@@ -258,7 +258,7 @@ def replace_flex(stack: nn.Module) -> Iterator[Callable[[], None]]:
     for owner in (*files, *classes, *inside):
         for name, value in list(getattr(owner, "__dict__", {}).items()):
             function = value.__func__ if isinstance(value, staticmethod) else value
-            # Of functions alone: any object may stand in a file, and some do things when they are asked for attributes.
+            # Of functions alone: any object may be in a file, and some run code when an attribute is read.
             known = vars(function) if isinstance(function, types.FunctionType) else {}
             compiled = known.get("__wrapped__") is flex.flex_attention and _OURS not in known
             if function is flex.flex_attention or compiled:

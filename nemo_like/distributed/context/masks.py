@@ -79,7 +79,7 @@ def make(
 
 
 def _mask(batch: int, rows: Tensor, columns: int, looks: Callable[..., Any]) -> Tensor:
-    """(B, 1, rows, columns), True where `looks` says that a query may look."""
+    """(B, 1, rows, columns), True where a query may look, by `looks`."""
     b, q = torch.arange(batch, device=rows.device)[:, None, None, None], rows[None, None, :, None]
     k = torch.arange(columns, device=rows.device)[None, None, None, :]
     mask = torch.as_tensor(looks(b, torch.zeros_like(b), q, k), device=rows.device)
@@ -145,7 +145,7 @@ FLEX = "torch.nn.attention.flex_attention"
 _DONE = "_nemo_like_over_whole"
 """Set on a ``mask_mod`` that takes positions of a part already."""
 _KEPT = 8
-"""Block masks of a part that are kept: one for each kind of layer, and some to spare."""
+"""Block masks of a part that are cached: one for each kind of layer, and some to spare."""
 _AT_ONCE = 2**28
 """Pairs of positions that a function is asked for at a time, one byte each."""
 
@@ -192,7 +192,7 @@ def of_part(parts: Parts, mask: Any, shape: tuple[int, int, int, int], length: i
         length: tokens of the whole sequence, before padding.
 
     Raises:
-        NotImplementedError: a mask whose function says less than its blocks, or reads tensors of a part.
+        NotImplementedError: a mask whose function excludes less than its blocks, or reads tensors of a part.
     """
     if mask is not None and getattr(mask.mask_mod, _DONE, False):
         return mask
@@ -279,7 +279,7 @@ def first_tokens(mask: Any, few: int) -> Any:
 
 
 def _refuse_unreadable(mask: Any) -> None:
-    """A mask whose blocks leave out more than its function does: of a part, nothing would say which."""
+    """A mask whose blocks leave out more than its function does: of a part, nothing would tell which."""
     rebuilt = build(mask.mask_mod, mask.shape, mask.kv_num_blocks.device, tuple(mask.BLOCK_SIZE))
     whole_blocks = [each.full_kv_num_blocks for each in (mask, rebuilt)]
     more = whole_blocks[0] is not None and int(whole_blocks[0].sum()) > int(whole_blocks[1].sum())
@@ -297,7 +297,7 @@ def _refuse_tensors_of_a_part(mod: Mod, part: int, whole: int) -> None:
     for captured in _captured(mod, 4):
         if part in captured.shape:
             raise NotImplementedError(
-                f"cp asks a mask_mod or score_mod about positions of the whole sequence, and this one reads a tensor "
+                f"cp calls a mask_mod or score_mod with positions of the whole sequence, and this one reads a tensor "
                 f"{tuple(captured.shape)} that is as long as this rank's part ({part} tokens): make the block mask before "
                 "the call, from tensors of the whole sequence, and pass it to the model; or use cp=1."
             )

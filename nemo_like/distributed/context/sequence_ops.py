@@ -142,7 +142,7 @@ heads_for_sequence.register_autograd(_heads_backward, setup_context=_keep_argume
 sequence_for_heads.register_autograd(_sequence_backward, setup_context=_keep_arguments)
 sum_parts.register_autograd(_sum_backward, setup_context=_keep_arguments)
 
-# Kept, unless a plan repeats them or puts their results on the host. Gathering, a rank receives what it does not have, into
+# Saved, unless a plan repeats them or puts their results on the host. Gathering, a rank receives what it does not have, into
 # a buffer of the whole; by all-to-all, at most as much as it has, from one copy into another.
 declare(
     "nemo_like.gather_sequence.default",

@@ -167,10 +167,10 @@ class StackHooks:
         stack = self._stack.module
         if arguments.get("attention_mask") is None and hasattr(sys.modules.get(type(stack).__module__), MASK_OF_IDS):
             raise ValueError(
-                f"{type(stack).__name__} makes its mask from the ids that are no padding, and cp makes it before the cut: "
+                f"{type(stack).__name__} makes its mask from the ids that are not padding, and cp makes it before the cut: "
                 "pass attention_mask (and decoder_attention_mask)."
             )
-        # A mask that is there tells transformers how many keys there are, and that position_ids are no sign of packing.
+        # A mask that is there tells transformers how many keys there are, and that position_ids are not a sign of packing.
         if "attention_mask" in names and cut.get("attention_mask") is None:
             real = torch.ones(main.shape[0], call.length, dtype=torch.long, device=main.device)
             cut["attention_mask"] = sequence_ops.pad(real, 1, parts.ranks)
@@ -205,7 +205,7 @@ def main_input(arguments: dict[str, Any]) -> Tensor | None:
 
 
 def _continued(positions: Tensor, ranks: int) -> Tensor:
-    """Positions (..., S) with padding that goes on counting, so that it is no document of its own."""
+    """Positions (..., S) with padding that goes on counting, so that it is not a document of its own."""
     missing = sequence_ops.padded_length(positions.shape[-1], ranks) - positions.shape[-1]
     if not missing:
         return positions
@@ -320,7 +320,7 @@ class LongestPosition:
             if not isinstance(made, Tensor) or made.ndim < 2 or made.shape[-2] != tokens + 1:
                 raise NotImplementedError(
                     f"cp gives {type(module).__name__} the longest position of the whole sequence behind the {tokens} of a "
-                    f"part, and what it makes of them ({_shape(made)}) has no dim for it before its last. Use cp=1."
+                    f"part. What it makes of them ({_shape(made)}) has no dim for it before its last. Use cp=1."
                 )
             return made.narrow(-2, 0, tokens)
 

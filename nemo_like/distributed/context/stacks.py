@@ -41,11 +41,11 @@ def find_stacks(
         call: whose hooks see what `model` is called with; None: its own.
 
     Raises:
-        ValueError: nothing to cut, or something that mixes along the sequence and is no attention that can be given
+        ValueError: nothing to cut, or something that mixes along the sequence and is not attention that can be given
             the keys of other ranks; it is named.
     """
     stacks_layers = find_layers(model) if layers is None else layers
-    # A model that says nothing of itself may be called with sequences of any kind.
+    # A model that states nothing about itself may be called with sequences of any kind.
     words = [layer for layer in stacks_layers if layer.group == "language"] or [
         layer for layer in stacks_layers if layer.group == "other"
     ]
@@ -77,7 +77,7 @@ def find_stacks(
 
 
 def _stack_name(model: nn.Module, fqn: str) -> str:
-    """The innermost ancestor of a layer that takes token ids or embeddings; empty (the model) where none says so."""
+    """The innermost ancestor of a layer that takes token ids or embeddings; empty (the model) where none does."""
     name = fqn
     while "." in name:
         name = name.rpartition(".")[0]
@@ -116,8 +116,8 @@ def _check(model: nn.Module, stack: CutStack) -> None:
             )
     if stack.cached and not (any(asks_a_cache(m) for m in stack.module.modules()) and stack.cache_argument):
         raise ValueError(
-            f"{where}cp needs attention that goes through transformers' AttentionInterface or asks a cache for its keys, "
-            f"and {stack.name or 'the model'} has none. Use cp=1."
+            f"{where}cp requires attention that goes through transformers' AttentionInterface or reads its keys from a "
+            f"cache, and {stack.name or 'the model'} has none. Use cp=1."
         )
     config = getattr(stack.module, "config", None)
     attention = attention_of(config)
@@ -219,7 +219,7 @@ def sequence_mixers(
     Args:
         transformers: whether attention must be reached through its interface; else SDPA is replaced, and a module with
             attention of another make is seen by `nn.MultiheadAttention` alone.
-        cached: keys reach attention that asks no interface through a cache.
+        cached: keys reach attention that uses no interface through a cache.
         masked: rows are whole, and it is enough that a module takes the mask that its stack made.
     """
     for name, module in bare_modules(stack):
@@ -269,7 +269,7 @@ def counts_ids(stack: nn.Module) -> bool:
 
 
 def positions_of_ids(stack: nn.Module, ids: Tensor | None) -> Tensor | None:
-    """The positions (B, S) that `stack` itself would give to `ids`, where it counts them over those that are no padding.
+    """The positions (B, S) that `stack` itself would give to `ids`, where it counts them over those that are not padding.
 
     Raises:
         ValueError: it would, and there are no ids.
@@ -279,7 +279,7 @@ def positions_of_ids(stack: nn.Module, ids: Tensor | None) -> Tensor | None:
         return None
     if ids is None:
         raise ValueError(
-            f"{type(stack).__name__} counts its positions from the ids that are no padding, and cp counts them before the "
+            f"{type(stack).__name__} counts its positions from the ids that are not padding, and cp counts them before the "
             "cut: pass position_ids together with inputs_embeds."
         )
     count, padding = counting

@@ -1,6 +1,6 @@
 """A call on parts of sequences compared with the same call on whole ones, on the same weights.
 
-Nothing in a model's structure says for certain where positions come from, that no other function than attention looks along
+Nothing in a model's structure tells for certain where positions come from, that no other function than attention looks along
 the sequence, or what its loss is made of. So the first tokens of a model's first batch are run twice, and the hidden states,
 the outputs and the loss compared: in training without dropout, and as many tokens as a rank's part has. A model that draws
 other random numbers in training, too, is compared in evaluation mode. ``NEMO_LIKE_VERIFY=1`` compares the whole first batch
@@ -80,7 +80,7 @@ def verify_cut(
         look(inputs, whole.output, length)
         try:
             part = _run(model, parts, inputs, "parts", whole.changed)
-        except NotImplementedError:  # cp's own refusal, which says more
+        except NotImplementedError:  # cp's own refusal, which tells more
             raise
         except (RuntimeError, IndexError) as error:
             kind = type(model).__name__.removeprefix("FSDP")
@@ -219,7 +219,7 @@ def _without_dropout() -> Iterator[None]:
 
 
 def sequence_length(main: Tensor) -> int:
-    """Tokens per row of ids (B, S), or with choices or codebooks beside them, or of embeddings (B, S, D)."""
+    """Tokens per row of ids (B, S), or with choices or codebooks in addition, or of embeddings (B, S, D)."""
     return main.shape[1] if main.is_floating_point() else max(main.shape[1:])
 
 

@@ -1,11 +1,11 @@
 """One loss for all parts of a sequence: labels shifted before the cut, normalised by all counted tokens.
 
 The model computes its loss as it always does, from its part of the logits and of the labels. While it runs, the targets
-of its cross entropy are exchanged for the right ones (the label of a part's last token is another rank's first), and
-what a "mean" divides by is counted on the whole labels, which every rank has. The parts are summed over the ranks.
+of its cross entropy are exchanged for the right ones: the label of a part's last token is another rank's first. What a
+"mean" divides by is counted on the whole labels, which every rank has. The parts are summed over the ranks.
 
-A loss that is none of tokens (a class per row, where an answer starts), and outputs that are made of a row, are computed
-from whole sequences on every rank: what comes behind the layers is given them.
+Some losses are not of tokens (a class per row, where an answer starts), and some outputs are made of a row. They are
+computed from whole sequences on every rank: what comes behind the layers is given them.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ class _Loss:
         mine = self.hooks.parts.cut(whole, 1, ignore_index).reshape(target.shape)
         if reduction not in ("mean", "sum"):
             raise NotImplementedError(
-                f"cp sums a model's loss over ranks, and this model asks for cross entropy with reduction={reduction!r}: "
+                f"cp sums a model's loss over ranks, and this model calls cross entropy with reduction={reduction!r}: "
                 "what it does with single losses is not known. Compute the loss outside, from shard_sequence's labels."
             )
         total = self._before(
@@ -281,7 +281,7 @@ class _Loss:
             raise NotImplementedError(
                 f"cp sums a model's cross entropy over ranks, and the loss of this {type(self.hooks._model).__name__} "
                 + (
-                    "has other terms beside it (an auxiliary loss of a router?). Turn them off, or compute"
+                    "has other terms in addition (an auxiliary loss of a router?). Turn them off, or compute"
                     if self.found
                     else "is none. Compute"
                 )

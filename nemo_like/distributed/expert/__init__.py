@@ -1,7 +1,7 @@
 """Expert parallelism: each rank of ``ep`` holds some of a layer's experts, and tokens travel to them and back.
 
-`find_experts` says which modules hold experts, `check_experts` refuses what cannot be split before anything is changed,
-`split_experts` keeps this rank's part of the weights and sends tokens, `shard_experts` puts FSDP2 around that part.
+`find_experts` finds which modules contain experts. `check_experts` refuses what cannot be split before anything is changed.
+`split_experts` keeps this rank's part of the weights and sends tokens. `shard_experts` puts FSDP2 around that part.
 """
 
 from nemo_like.distributed.expert.expert_load import (

@@ -1,8 +1,8 @@
 """Experts reached by DeepEP's kernels (https://github.com/deepseek-ai/DeepEP), where that package is installed. CUDA only.
 
 After `get_dispatch_layout`, `dispatch` and `combine` of its `Buffer`. A layer's first dispatch moves 256 numbers for each
-token and brings the handle, which is kept: the rows then travel in the cached mode, which waits for no device, and in replay
-again. **Not run on a GPU**: tested on the CPU, against a stand-in for the package.
+token and brings the handle, which is saved: the rows then travel in the cached mode, which waits for no device, and in
+recomputation again. **Not run on a GPU**: tested on the CPU, against a stand-in for the package.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def deepep_route(
 
 @torch.library.custom_op("nemo_like::deepep_spread", mutates_args=())
 def deepep_spread(rows: Tensor, handle: list[Tensor], group: str) -> Tensor:
-    """(N, D) → (tokens that came, D), as the handle says. A collective."""
+    """(N, D) → (tokens that came, D), by the handle. A collective."""
     return _buffer(group, rows.shape[1] * rows.element_size()).dispatch(rows.contiguous(), handle=tuple(handle))[0]
 
 

@@ -1,8 +1,8 @@
-"""The three operators of expert parallelism. As operators of their own, each can be kept, repeated, counted and priced.
+"""The three operators of expert parallelism. As operators of their own, each can be saved, repeated, counted and priced.
 
-`nemo_like::route` makes everything that says which token goes where, and is never run twice: a replay that counted other
-tokens than forward would send other numbers of rows, and the other ranks would wait or read garbage. `exchange_rows` is
-the all-to-all of tokens, and of what comes back.
+`nemo_like::route` makes everything that determines which token goes where, and is never run twice: a recomputation that
+counted other tokens than forward would send other numbers of rows, and the other ranks would wait or read garbage.
+`exchange_rows` is the all-to-all of tokens, and of what comes back.
 """
 
 from __future__ import annotations
@@ -91,8 +91,9 @@ exchange_rows.register_autograd(_backward, setup_context=_setup)
 
 # How rows travel to the experts that they chose, and how results come back: one interface, several implementations.
 #
-# `SplitExperts` knows nothing else of the other ranks. An implementation routes in operators whose results are kept in every
-# mode (`nemo_like.activation_checkpointing.ops.routing_ops`), and moves rows in others, which may be repeated in replay.
+# `SplitExperts` knows nothing else of the other ranks. An implementation routes in operators whose results are saved in
+# every mode (`nemo_like.activation_checkpointing.ops.routing_ops`), and moves rows in others, which may be repeated in
+# recomputation.
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ class AllToAll:
     def send(self, rows: Tensor, chosen: Tensor, weights: Tensor | None) -> tuple[Tensor, Sent]:
         """As `Dispatch.send`."""
         order, table, arrange, ends = route(chosen.reshape(-1), self.experts, self.group)
-        # Added up in Python: a sum of the table would be an operator, which a plan might replay or leave out.
+        # Added up in Python: a sum of the table would be an operator, which a plan might recompute or leave out.
         to, of = table.tolist()
         sent, received, counts = [sum(row) for row in to], [sum(row) for row in of], [sum(row) for row in zip(*of)]
         # Not `rows[...]`, which may copy the index first; nor index_select, whose gradient adds in no fixed order where a
@@ -211,7 +212,7 @@ class ByToken:
 
 # Experts reached without all-to-all: each rank gathers all tokens, and the results are summed where they belong.
 #
-# Sends as many bytes as there are ranks, whatever the router says: for few ranks, and for networks and back ends whose
+# Sends as many bytes as there are ranks, whatever the router decides: for few ranks, and for networks and back ends whose
 # all-to-all is slow or missing.
 
 

@@ -107,7 +107,7 @@ class StackedExperts(nn.Module):
     def compute(self, weights: dict[str, Tensor], rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Rows sorted by expert, `counts` of each of this rank's, through the experts' own forward.
 
-        All of them run, some on no rows: so a replay has the operators of its forward, and each weight a gradient.
+        All of them run, some on no rows: so recomputation has the operators of its forward, and each weight a gradient.
         """
         outputs = [
             {self.names[name]: piece for name, piece in zip(weights, pieces)}
@@ -343,7 +343,7 @@ def own_views(stacked: Tensor) -> dict[int, Tensor]:
     first = mesh["ep"].get_local_rank() * each
     others = [(name, place) for name, place in zip(names, stacked.placements, strict=True) if name != "ep"]
     rows = [name for name, place in others if getattr(place, "dim", None) == 0]
-    if rows:  # whole experts, further dealt out
+    if rows:  # whole experts, divided further over ranks
         first += mesh[rows[0]].get_local_rank() * -(-each // mesh[rows[0]].size())
     if rows or not others:
         return {first + at: view for at, view in enumerate(local.unbind(0))}

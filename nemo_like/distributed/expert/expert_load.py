@@ -24,7 +24,7 @@ from nemo_like.torch_compat import in_backward
 def watch_expert_load(model: nn.Module, plan: Mapping[str, str] | None = None) -> Iterator[dict[str, Tensor]]:
     """Count, within the context, the tokens that the router of each layer gives to each expert on this rank.
 
-    Works with and without ``ep``, before or after `parallelize`. A replay counts nothing.
+    Works with and without ``ep``, before or after `parallelize`. Recomputation counts nothing.
 
     Args:
         model: with experts that are called with the routing. plan: as `ExpertParallel.plan`.
@@ -113,7 +113,7 @@ def reduce_idle_experts(model: nn.Module, plan: Mapping[str, str] | None = None)
 
     Args:
         model: before it is checkpointed or sharded. plan: as `ExpertParallel.plan`; lists that it calls ``each`` are such
-            lists, beside those called ``experts``.
+            lists, in addition to those called ``experts``.
 
     Returns:
         The names of these lists: those whose experts are split are none of them.

@@ -91,8 +91,8 @@ def shard_experts(
     leaves them out (``apart=``) and takes what these modules have for all experts (`Experts.shared`): FSDP2 does not look
     into units for parameters of a larger one.
 
-    The gradient of an expert is the sum over all ranks that sent it tokens, divided by the number of ranks with data of
-    their own, as that of any other parameter. FSDP2 alone would divide by the ranks that hold the same experts.
+    The gradient of an expert is the sum over all ranks that sent it tokens. As that of any other parameter, it is divided
+    by the number of ranks with data of their own. FSDP2 alone would divide by the ranks that hold the same experts.
     """
     options = FSDP2() if options is None else options
     policy = dataclasses.replace(mp_policy or MixedPrecisionPolicy(), output_dtype=None, cast_forward_inputs=False)

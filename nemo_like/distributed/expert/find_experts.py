@@ -73,7 +73,7 @@ def find_experts(model: nn.Module, plan: Mapping[str, str] | None = None) -> tup
         return tuple(_planned(model, plan))
     patterns = _config_plan(model)
     if patterns:
-        # The plan names modules below the base model, which may itself stand below a head or a multimodal model.
+        # The plan names modules below the base model, which may itself be below a head or a multimodal model.
         regexes = [glob_to_regex(f"**.{pattern}") for pattern in patterns] + [glob_to_regex(p) for p in patterns]
         named = [(n, m) for n, m in bare_modules(model) if any(r.fullmatch(n) for r in regexes)]
         experts = tuple(_experts(name, m, ROUTED) for name, m in named if _fused_rows(m) is not None)
@@ -83,7 +83,7 @@ def find_experts(model: nn.Module, plan: Mapping[str, str] | None = None) -> tup
 
 
 def experts_per_token(model: nn.Module) -> int | None:
-    """Experts that a token goes to, by the model's config; None: it does not say."""
+    """Experts that a token goes to, by the model's config; None: it is not there."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     chosen = getattr(text, "num_experts_per_tok", None)
@@ -106,7 +106,7 @@ def _planned(model: nn.Module, plan: Mapping[str, str]) -> Iterator[Experts]:
                 raise ValueError(
                     f"ExpertParallel.plan names {name!r}, {a_or_an(module)}, whose own parameters are not fused "
                     "weights: it must have some of three dims, with the experts as the first, as many in all of them. For "
-                    "a list of experts, say 'each'."
+                    "a list of experts, write 'each'."
                 )
             yield _experts(name, module, call)
 
@@ -125,7 +125,7 @@ def _listed(name: str, module: nn.Module) -> Experts:
     if isinstance(module, StackedExperts):
         return Experts(name, module, len(module), EACH)
     if not isinstance(module, nn.ModuleList | nn.ModuleDict) or not len(module):
-        raise ValueError(f"ExpertParallel.plan says 'each' for {name!r}, {a_or_an(module)}: it must be a list.")
+        raise ValueError(f"ExpertParallel.plan has 'each' for {name!r}, {a_or_an(module)}: it must be a list.")
     check_list(name, module)
     return Experts(name, module, len(module), EACH)
 

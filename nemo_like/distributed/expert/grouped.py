@@ -42,7 +42,7 @@ def zero_rows_stay_zero(module: nn.Module) -> bool:
     if names != {"gate_up_proj", "down_proj"} or not callable(activation) or hasattr(module, "is_transposed"):
         return False
     if _has_more_inside(module) or not type(module).forward.__module__.startswith("transformers."):
-        return False  # names say little of what a module that is not known computes
+        return False  # names tell little of what a module that is not known computes
     up, down = (module.get_parameter(name).shape for name in ("gate_up_proj", "down_proj"))
     return up[1:] == (down[2], 2 * down[1]) and float(activation(torch.zeros(1))) == 0.0
 

@@ -66,8 +66,8 @@ def check_experts(model: nn.Module, mesh: DeviceMesh, parallel: ExpertParallel) 
             )
         if axis_size(mesh, "tp") > 1 and adapters_on(model, experts.module):
             raise ValueError(
-                f"ep is {parallel.size} beside tp, and there are adapters on the weights of {experts.fqn!r}, whose "
-                "gradients would be those of one rank of tp. Adapt the linears beside them (target_modules), or use tp=1."
+                f"ep is {parallel.size} with tp, and there are adapters on the weights of {experts.fqn!r}, whose "
+                "gradients would be those of one rank of tp. Adapt the linears next to them (target_modules), or use tp=1."
             )
     return found
 
@@ -195,7 +195,8 @@ class SplitExperts:
     @torch.compiler.disable
     def __call__(self, hidden: Tensor, *routing: Any, **named: Any) -> Tensor:
         if in_backward():
-            free_last_gather(self.module)  # a replay: FSDP2 would hold it as in forward, beside backward's own memory
+            # Recomputation: FSDP2 would keep it as in forward, together with backward's own memory.
+            free_last_gather(self.module)
         if self.call == EVERY:
             return self.every(hidden)
         if self.call == EACH:
@@ -295,7 +296,7 @@ def _local(parameter: Tensor | None) -> Tensor:
 # PEFT's adapters on the fused weights of experts (``LoraConfig(target_parameters=...)``), where ep splits the experts.
 #
 # Such an adapter holds the low-rank factors of all experts. They stay whole, and are sharded with their layer: each rank
-# adds to the experts that it has what their part of the factors says, instead of PEFT's own sum over all experts.
+# adds to the experts that it has what their part of the factors adds, instead of PEFT's own sum over all experts.
 
 
 def adapters_in(model: nn.Module) -> dict[int, tuple[nn.Module, ...]]:

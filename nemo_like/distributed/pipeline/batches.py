@@ -1,4 +1,4 @@
-"""A batch cut into microbatches, and what counts in each of them."""
+"""A batch cut into micro-batches, and what counts in each of them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def size_of(batch: Mapping[str, Any]) -> tuple[int, int]:
 def cut_batch(
     batch: Mapping[str, Any], count: int, fill: Mapping[str, int] | None = None
 ) -> tuple[list[dict[str, Any]], int, int]:
-    """`count` microbatches of equal size, their rows and their tokens.
+    """`count` micro-batches of equal size, their rows and their tokens.
 
     Rows that are missing for that are copies of the last one, with the numbers of `fill` in the tensors that it names.
 
@@ -43,7 +43,7 @@ def cut_batch(
     missing = -rows % count
     if missing and fill is None:
         raise ValueError(
-            f"The batch has {rows} rows and the pipeline {count} microbatches: give a multiple of {count} rows. Rows that "
+            f"The batch has {rows} rows and the pipeline {count} micro-batches: give a multiple of {count} rows. Rows that "
             "count for nothing are added where the loss is a cross entropy of labels (its ignore_index), and here it is not."
         )
     size = (rows + missing) // count
@@ -58,7 +58,7 @@ def cut_batch(
 
 
 def repeated(microbatch: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """A batch of `count` times the same microbatch."""
+    """A batch of `count` times the same micro-batch."""
     return {**microbatch} | {name: torch.cat([value] * count) for name, value in _by_row(microbatch).items()}
 
 
@@ -68,7 +68,7 @@ def first_rows(batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
 
 
 def joined(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """Two microbatches of one batch as one of twice the rows."""
+    """Two micro-batches of one batch as one of twice the rows."""
     return {**first} | {name: torch.cat([value, second[name]]) for name, value in _by_row(first).items()}
 
 
@@ -97,7 +97,7 @@ class Counted:
     window: str
     """A key of `_WINDOWS`."""
     ignored: int | None = None
-    """The number that is no class, as no negative one is."""
+    """The number that is not a class, as no negative one is."""
     sums: bool = False
     """The entries are those of a mask, and added up."""
 
@@ -134,7 +134,7 @@ def targets_of(call: LossCall, batch: Mapping[str, Any]) -> list[Counted]:
 
 
 def marks(batch: Mapping[str, Any]) -> set[tuple[str, int]]:
-    """Numbers of `batch` by the name of their tensor that may say "does not count": the least, and what rows repeat at
+    """Numbers of `batch` by the name of their tensor that may mean "does not count": the least, and what rows repeat at
     their ends."""
     marked = set()
     for name, value in _by_row(batch).items():
@@ -179,7 +179,7 @@ def counts_of_all(
     microbatches: Sequence[Mapping[str, Any]],
     weights: Sequence[Tensor | None] | None = None,
 ) -> list[list[float]]:
-    """For each of `counted`, what it counts in each microbatch; the device is waited for once."""
+    """For each of `counted`, what it counts in each micro-batch; the device is waited for once."""
     weights = [None] * len(counted) if weights is None else weights
     counts = [[one.of(part, weight) for part in microbatches] for one, weight in zip(counted, weights)]
     device = next((count.device for row in counts for count in row if count.device.type != "cpu"), torch.device("cpu"))
@@ -188,12 +188,12 @@ def counts_of_all(
     return torch.stack([torch.stack([count.to(device) for count in row]) for row in counts]).tolist()
 
 
-# What the loss of each microbatch counts, so that all together are the loss of the whole batch.
+# What the loss of each micro-batch counts, so that all together are the loss of the whole batch.
 #
-# Cross entropies of torch that are means are divided by what counts in all microbatches (`LossCalls`), as far as their
+# Cross entropies of torch that are means are divided by what counts in all micro-batches (`LossCalls`), as far as their
 # targets are found in the batch; whether as much counts there as was looked up is compared in every step. All else is
-# multiplied with a share: one (a sum), one over the number of microbatches (a mean over rows or elements, of which all have
-# equally many), or what counts in a microbatch over what counts in all. Which of them it is, `learn_shares` finds out.
+# multiplied with a share: one (a sum), one over the number of micro-batches (a mean over rows or elements, of which all have
+# equally many), or what counts in a micro-batch over what counts in all. Which of them it is, `learn_shares` finds out.
 
 SUM, MEAN = "sum", "mean"
 Share = str | Counted
@@ -207,7 +207,7 @@ class LossShares:
 
     means: Sequence[Sequence[Counted]]
     """For each cross entropy that is a mean, what may count in it, the first of which is taken; where there is nothing, it
-    was not found in the batch, and each microbatch has as much of it."""
+    was not found in the batch, and each micro-batch has as much of it."""
     shares: Sequence[Share]
     """Candidates for the shares, the first of which is taken."""
     fill: Mapping[str, int] | None = None
@@ -233,7 +233,7 @@ class LossShares:
         )
 
     def of(self, microbatches: Sequence[Mapping[str, Any]]) -> list[list[float]]:
-        """For each of `shares`, those of all microbatches."""
+        """For each of `shares`, those of all micro-batches."""
         counted = [share for share in self.shares if isinstance(share, Counted)]
         counts = dict(zip(counted, counts_of_all(counted, microbatches)))
         numbers = []
@@ -247,7 +247,7 @@ class LossShares:
 
 
 class BatchShares:
-    """The shares of one batch's microbatches, on a rank with the last stage."""
+    """The shares of one batch's micro-batches, on a rank with the last stage."""
 
     def __init__(self, known: LossShares, microbatches: Sequence[Mapping[str, Any]], shares: Sequence[float]) -> None:
         """shares: one of `known.of`."""
@@ -259,13 +259,13 @@ class BatchShares:
         self._off: list[Tensor] = []
 
     def calls(self, number: int) -> LossCalls:
-        """The context in which the loss of microbatch `number` is computed."""
+        """The context in which the loss of micro-batch `number` is computed."""
         return LossCalls(partial(self._divisor, number))
 
     def _divisor(self, number: int, mean: int, own: Tensor) -> Tensor | float:
         if mean >= len(self._counts):
             raise ValueError(
-                f"The loss of microbatch {number} has more mean cross entropies than the {len(self._counts)} of the first "
+                f"The loss of micro-batch {number} has more mean cross entropies than the {len(self._counts)} of the first "
                 "batch: what counts in the whole batch is not known of the others."
             )
         counts, share = self._counts[mean], self.shares[number]

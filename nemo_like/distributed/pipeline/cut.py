@@ -1,9 +1,9 @@
 """One stage of a model: the same modules under the same names, without what other stages hold.
 
 The stage runs the model's own forward. Layers before its own return the hidden states that were received; the first layer
-after them ends the forward. What a stage has not got is taken out: those layers, and the parameters outside of layers,
-in whose place stands a tensor of zeros in one element of memory, since the code in front of the layers runs on every stage
-(it makes masks and positions) and what it makes of such weights is dropped.
+after them ends the forward. What a stage does not have is taken out: those layers, and the parameters outside of layers.
+In the place of such a parameter is a tensor of zeros in one element of memory. The code in front of the layers runs on
+every stage (it makes masks and positions), and what it makes of such weights is dropped.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class AbsentLayer(nn.Module):
     def __init__(self, layer: nn.Module, received: Received, form: int | None, place: int | str, ends: bool) -> None:
         super().__init__()
         self._received, self._form, self._place, self._ends = received, form, place, ends
-        self.__dict__["_layer"] = layer  # no child: its tensors are no state of this stage
+        self.__dict__["_layer"] = layer  # no child: its tensors are not state of this stage
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__.get("_layer"), name)
@@ -73,7 +73,7 @@ def cut(
     """The stage's own tree of modules, and where it looks for what it was sent. `model` itself is not changed.
 
     The stage's layers are `model`'s; all modules around them are new ones with the same tensors. `dtype`: of floating-point
-    parameters in forward (FSDP2's ``param_dtype``), which those have that the stage has not got; None: their own.
+    parameters in forward (FSDP2's ``param_dtype``), which those have that the stage does not have; None: their own.
     """
     received = Received()
     names = {parts.layers[index] for index in stage.layers}
@@ -137,7 +137,7 @@ _CALL = "_nemo_like_microbatch_call"
 
 
 class MicrobatchCall(nn.Module):
-    """The model's own forward in a stage, as a module: hooks that a whole model would have see the microbatch here."""
+    """The model's own forward in a stage, as a module: hooks that a whole model would have see the micro-batch here."""
 
     def __init__(self, tree: nn.Module, forward: Callable[..., Any]) -> None:
         super().__init__()
@@ -157,13 +157,13 @@ class MicrobatchShares(Protocol):
     shares: Sequence[float]
 
     def calls(self, number: int) -> contextlib.AbstractContextManager[Any]:
-        """The context in which the loss of microbatch `number` is computed."""
+        """The context in which the loss of micro-batch `number` is computed."""
 
 
 class StageForward:
     """The forward of a stage's tree: the model's own, from what was received to what is sent, or the loss.
 
-    Hooks of the tree see what the stage is called with, and not the microbatch: those that want that are put on `call`.
+    Hooks of the tree see what the stage is called with, and not the micro-batch: those that want that are put on `call`.
     """
 
     def __init__(
@@ -185,8 +185,8 @@ class StageForward:
         """Shares of the loss of the whole batch; None: there is one micro-batch."""
 
     def __call__(self, *inputs: Tensor, microbatch: Tensor | None = None, **more: object) -> Any:
-        """`given`: the number of the microbatch on the first stage; on others what the one before sent, as a rule the hidden
-        states (rows, tokens, width)."""
+        """`given`: the number of the micro-batch on the first stage; on others what the one before sent, as a rule the
+        hidden states (rows, tokens, width)."""
         number = int(inputs[0] if microbatch is None else microbatch)
         self._received.tensors = () if self._stage.is_first else inputs
         if torch.is_grad_enabled():
@@ -248,7 +248,7 @@ def loss_of(output: object) -> Tensor:
     )
 
 
-# What a cut into stages must know of a model, and how its layers are dealt out.
+# What a cut into stages must know of a model, and how its layers are divided over stages.
 
 
 class TensorForm(NamedTuple):
@@ -360,7 +360,7 @@ def deal(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 
     """
     count = len(costs)
     if stages > count:
-        raise ValueError(f"{count} layers cannot be dealt out to {stages} stages: each needs one. Use fewer stages.")
+        raise ValueError(f"{count} layers cannot be divided over {stages} stages: each requires one. Use fewer stages.")
     sums = [0.0]
     for cost in costs:
         sums.append(sums[-1] + cost)
@@ -389,12 +389,12 @@ def deal(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 
 
 @functools.lru_cache(maxsize=64)
 def _dealt(costs: tuple[float, ...], stages: int, first: float, last: float) -> tuple[int, ...]:
-    """A search asks for the same ones again and again."""
+    """A search uses the same ones again and again."""
     return tuple(deal(costs, stages, first, last))
 
 
 def counts_of(parts: StageParts, pp: PipelineParallel) -> list[int]:
-    """Return how many layers each stage gets, as `PipelineParallel.balance` says.
+    """Return how many layers each stage gets, by `PipelineParallel.balance`.
 
     Raises:
         ValueError: counts that are not the model's, or more stages than layers.

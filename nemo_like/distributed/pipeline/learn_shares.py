@@ -1,7 +1,7 @@
-"""Find out, from the last stage's gradients, which share of the loss of a batch each microbatch's loss is.
+"""Find out, from the last stage's gradients, which share of the loss of a batch each micro-batch's loss is.
 
-No model says whether its loss is a sum, a mean over rows or elements, or a mean over what counts, and of what. So in the
-first step the loss of two microbatches in one call gives gradients to the hidden states of both, and these must be the
+No model states whether its loss is a sum, a mean over rows or elements, or a mean over what counts, and of what. So in the
+first step the loss of two micro-batches in one call gives gradients to the hidden states of both. These must be the
 gradients that the loss of each gives alone, times its share. Layers are left out of these calls, and hidden states are
 drawn: the loss is a function of what comes behind the layers. Shares that the first batch does not tell apart are compared
 in each step, and where they differ the last stage is asked again.
@@ -70,7 +70,7 @@ class SharesByNames:
         self._trusted = False
 
     def trust(self, names: Iterable[str]) -> None:
-        """Take the loss of batches with these names for a sum over microbatches, and each mean cross entropy in it for one
+        """Take the loss of batches with these names for a sum over micro-batches, and each mean cross entropy in it for one
         over equally many targets, without asking: their tensors have no values."""
         self._trusted = True
         self._known[frozenset(names)] = LossShares([()] * _MOST_MEANS, [SUM], None, [None] * _MOST_MEANS, told=True)
@@ -84,12 +84,13 @@ class SharesByNames:
         if off is not None and not self._trusted and off.item() > _COUNTED:
             raise ValueError(
                 "The cross entropies of the last step counted other targets than its batch has in the tensors that had them "
-                f"in the first one (off by {off.item():.1%}), so the loss was not the mean over the whole batch. Mark what "
+                f"in the first one (off by {off.item():.1%}). So the loss was not the mean over the whole batch. Mark what "
                 "does not count in the labels themselves, not in a mask that the model applies to them."
             )
 
     def cut(self, batch: Mapping[str, Any]) -> tuple[list[dict[str, Any]], int, int, BatchShares | None]:
-        """Cut `batch` into microbatches; with their rows, tokens, and shares (None: one microbatch, or no last stage here).
+        """Cut `batch` into micro-batches; with their rows, tokens, and shares (None: one micro-batch, or no last stage
+        here).
 
         In the first call with such names, and where shares may differ, a collective of all ranks of the mesh.
         """
@@ -113,8 +114,8 @@ class SharesByNames:
                 shares = known.of(cut[0]) if last else []
             elif bool(flags[:, 1].any()):
                 raise ValueError(
-                    "A microbatch has nothing that counts, so its mean loss is no number. Give a batch in which every "
-                    "microbatch has something, or fewer microbatches."
+                    "A micro-batch has nothing that counts, so its mean loss is not a number. Give a batch in which every "
+                    "micro-batch has something, or fewer micro-batches."
                 )
         return *cut, BatchShares(known, cut[0], shares[0]) if last else None
 
@@ -160,9 +161,9 @@ def learned(pipeline: StagesOfRank, batch: Mapping[str, Any], among: LossShares 
     if not shares:
         kind = type(pipeline.stages[-1].module).__name__.removeprefix("FSDP")
         raise ValueError(
-            f"pp cannot add up the losses of this {kind}'s microbatches: its loss of two of them in one call is neither "
-            "their sum nor their mean over rows, elements or what counts in labels and masks (its gradient is off by "
-            f"{max(answer.off for answer in good):.1e} of its norm). Train it with strategy='fsdp2' and tp or cp, or give "
+            f"pp cannot add up the losses of this {kind}'s micro-batches: its loss of two of them in one call is neither "
+            "their sum nor their mean over rows, elements or what counts in labels and masks. (Its gradient is off by "
+            f"{max(answer.off for answer in good):.1e} of its norm.) Train it with strategy='fsdp2' and tp or cp, or give "
             "it a loss in which each row or token has a term of its own."
         )
     means = [
@@ -207,7 +208,7 @@ class _Probe:
         """`_fills` is for a sum only."""
 
     def answer(self, batch: Mapping[str, Any]) -> _Answer | None:
-        """Compare microbatches in one call with each alone; None where nothing counts in any."""
+        """Compare micro-batches in one call with each alone; None where nothing counts in any."""
         with self._stage.undisturbed():
             batch = {k: v.clone() if isinstance(v, Tensor) and v.is_inference() else v for k, v in batch.items()}
             rows, _ = size_of(batch)
@@ -216,7 +217,7 @@ class _Probe:
             self._marks = marks(batch)
             others = masks_and_classes(parts[0], self._marks)
             keys = [tuple(key) for key in zip(*counts_of_all(others, parts))] or [()] * count
-            # One microbatch of each kind: those in which as much counts as in another tell nothing more.
+            # One micro-batch of each kind: those in which as much counts as in another tell nothing more.
             distinct = {key: number for number, key in reversed(list(enumerate(keys))) if number}
             numbers = sorted(distinct.values()) or [0]
             for turn in range(self._most(len(numbers))):
@@ -233,7 +234,7 @@ class _Probe:
     def _compare(
         self, first: Mapping[str, Any], second: Mapping[str, Any], others: Sequence[Counted], rows: int, tokens: int
     ) -> None:
-        """Note by how much each share is off for two microbatches."""
+        """Note by how much each share is off for two micro-batches."""
         both = joined(first, second)
         states, places = self._stage.states(first, both, rows, tokens)
         context = LossCalls()
@@ -279,7 +280,7 @@ class _Probe:
         targets = [targets_of(call, both) for call in seen]
         if self._seen and len(targets) != len(self._targets):
             raise ValueError(
-                f"The model computes its loss by {len(self._targets)} cross entropies of some microbatches and by "
+                f"The model computes its loss by {len(self._targets)} cross entropies of some micro-batches and by "
                 f"{len(targets)} of others: what the whole batch's loss is made of is not known."
             )
         before = self._targets if self._seen else targets
@@ -322,7 +323,7 @@ def _halves(tensor: Tensor, place: int | None) -> Sequence[Tensor]:
 
 
 def _pairs(parts: Sequence[Tensor], whole: Tensor, place: int | None) -> list[tuple[Tensor, Tensor]]:
-    """The gradients of both microbatches, each with the one that it has to be."""
+    """The gradients of both micro-batches, each with the one that it has to be."""
     if place is None:
         return [(parts[0] + parts[1], whole)]
     return list(zip(parts, whole.chunk(2, place)))
@@ -347,7 +348,7 @@ def _finite(number: float) -> float:
 
 @dataclass
 class _Alone:
-    """`BatchShares` of one microbatch, whose loss is not part of another's."""
+    """`BatchShares` of one micro-batch, whose loss is not part of another's."""
 
     context: LossCalls
     shares: Sequence[float] = (1.0,)
@@ -372,7 +373,7 @@ class LastStage:
     def states(
         self, first: Mapping[str, Any], both: Mapping[str, Any], rows: int, tokens: int
     ) -> tuple[list[Tensor], list[int | None]]:
-        """Draw what the stage before might send for `both`; and the dimension along which two microbatches have it."""
+        """Draw what the stage before might send for `both`; and the dimension along which two micro-batches have it."""
         pipeline, index = self._pipeline, self._stage.slice.index - 1
         states, places = [], []
         sent = zip(pipeline.parts.sent(index, both, 2 * rows, tokens), pipeline.parts.sent(index, first, rows, tokens))

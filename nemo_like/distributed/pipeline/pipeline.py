@@ -54,24 +54,24 @@ class Pipeline(StagesOfRank):
         self._verified = False
         self._by_microbatch = ByMicrobatch([stage.module for stage in self.stages], options.microbatches or 1)
         self.sees: Callable[[Mapping[str, Any], int], None] | None = None
-        """Called with each batch that `step` trains on, and how many microbatches it becomes."""
+        """Called with each batch that `step` trains on, and how many micro-batches it becomes."""
         self.tie()
 
     # --- a step ---------------------------------------------------------------------------------------------------
 
     def step(self, **batch: object) -> Tensor:
-        """Forward and backward of all microbatches; gradients are added to those that are there.
+        """Forward and backward of all micro-batches; gradients are added to those that are there.
 
         Args:
-            batch: what the model is called with, for all microbatches together: tensors with as many rows as there are
-                are cut along them, all else goes to every microbatch. The rows must be a multiple of the microbatches,
+            batch: what the model is called with, for all micro-batches together: tensors with as many rows as there are
+                are cut along them, all else goes to every micro-batch. The rows must be a multiple of the micro-batches,
                 or the loss must be a cross entropy of labels: then rows are added that count for nothing.
 
         Returns:
             The model's loss of the whole batch, 0-dim, the same on every rank of the pipeline.
 
         Raises:
-            ValueError: a batch that cannot be cut; a loss that is not made of those of microbatches, in the first step with
+            ValueError: a batch that cannot be cut; a loss that is not made of those of micro-batches, in the first step with
                 such a batch.
         """
         if self.sees is not None:
@@ -116,9 +116,9 @@ class Pipeline(StagesOfRank):
 
     @torch.no_grad()
     def forward(self, batch: Mapping[str, Any], seen: list[Tensor] | None = None) -> Sequence[Tensor]:
-        """The losses of all microbatches where this rank has the last stage, else nothing.
+        """The losses of all micro-batches where this rank has the last stage, else nothing.
 
-        seen: gets the hidden states, (rows, tokens, width), that this rank's other stages give for each microbatch.
+        seen: gets the hidden states, (rows, tokens, width), that this rank's other stages give for each micro-batch.
         """
         sizes = self.cut(batch)
         count = range(self.options.microbatches or 1)
@@ -151,7 +151,7 @@ class Pipeline(StagesOfRank):
         return [loss for (loss,) in handed] if self.stages[-1].slice.is_last else ()
 
     def cut(self, batch: Mapping[str, Any]) -> tuple[int, int]:
-        """Give the stages the batch's microbatches; returns rows and tokens of each, those of one rank of ``cp``."""
+        """Give the stages the batch's micro-batches; returns rows and tokens of each, those of one rank of ``cp``."""
         batch = self.stages[0].forward.whole_batch(batch)
         microbatches, rows, tokens, shares = self._shares.cut(batch)
         for stage in self.stages:
@@ -161,7 +161,7 @@ class Pipeline(StagesOfRank):
         return rows, tokens if whole else padded_length(tokens, cut[0].ranks) // cut[0].ranks
 
     def _mean(self, losses: Sequence[Tensor]) -> Tensor:
-        """The sum of what the last stage made of all microbatches, on every rank."""
+        """The sum of what the last stage made of all micro-batches, on every rank."""
         shares = self.stages[-1].forward.shares if losses else None
         for stage in self.stages:
             stage.forward.microbatches, stage.forward.shares = (), None
@@ -176,7 +176,7 @@ class Pipeline(StagesOfRank):
         return total[0]
 
     def _schedule(self, rows: int, tokens: int) -> Any:
-        """torch's schedule for microbatches of this shape; the receiving buffers are made for it."""
+        """torch's schedule for micro-batches of this shape; the receiving buffers are made for it."""
         forms = [
             (self._received_by(stage.slice, rows, tokens), self._sent_by(stage.slice, rows, tokens))
             for stage in self.stages
@@ -391,7 +391,7 @@ class _Stage(VotingStage):
 
 
 def _loss_of(output: Tensor, target: Tensor) -> Tensor:
-    """The last stage returns the microbatch's share of the loss."""
+    """The last stage returns the micro-batch's share of the loss."""
     return output.sum()
 
 

@@ -39,7 +39,7 @@ def make_schedule(options: PipelineParallel, stages: Sequence[Any], loss_fn: Cal
     stages_here = list(stages) if facts.several else stages[0]
     rest: dict[str, Any] = {"loss_fn": loss_fn, "scale_grads": False}
     if facts.torch_class is None:
-        assert options.microbatches is not None  # the file says how many
+        assert options.microbatches is not None  # the file states how many
         return schedule_from_file(options.schedule, stages_here, options.microbatches, **rest)
     return getattr(pipelining, facts.torch_class)(stages_here, options.microbatches, **rest)
 
@@ -54,7 +54,7 @@ UNSHARD, RESHARD, REDUCE = "UNSHARD", "RESHARD", "REDUCE_GRAD"
 
 @dataclass(frozen=True)
 class Action:
-    """One rank runs one stage for one microbatch."""
+    """One rank runs one stage for one micro-batch."""
 
     kind: str
     stage: int
@@ -94,7 +94,7 @@ def _made(pp: PipelineParallel) -> tuple[tuple[Action, ...], ...]:
 
 
 _made_once = functools.lru_cache(maxsize=32)(_made)
-"""A search asks for the same ones again and again. Not for files, which may have changed."""
+"""A search uses the same ones again and again. Not for files, which may have changed."""
 
 
 def _one_stage(rank: int, count: int, ahead: int) -> Iterator[Action]:

@@ -82,7 +82,7 @@ def verify_stages(
 ) -> None:
     """Raise ValueError, on every rank, where the stages answer otherwise on parts than on whole sequences.
 
-    Compared is what `nemo_like.distributed.context.verify_cut.wanted` says: the first tokens, and with
+    Compared is what `nemo_like.distributed.context.verify_cut.wanted` returns: the first tokens, and with
     ``NEMO_LIKE_VERIFY=1`` the whole batch.
 
     Args:
@@ -100,7 +100,7 @@ def verify_stages(
     inputs = first_tokens(batch, length, tokens, cut[0].ranks, placeholders(*models))
     mask = inputs.get("attention_mask")
     if isinstance(mask, Tensor) and mask.ndim == 2 and not bool((mask > 1).any()):  # of documents, all are compared
-        inputs["attention_mask"] = torch.ones_like(mask)  # what a hidden token computes is nobody's
+        inputs["attention_mask"] = torch.ones_like(mask)  # what a hidden token computes is not used
     cut_batch(inputs)  # what it calls the last stage for is none of the answers
 
     def compare() -> tuple[float, bool]:

@@ -47,12 +47,12 @@ def stage_parts(
     dtype: torch.dtype | None = None,
     autocast: torch.dtype | None = None,
 ) -> StageParts:
-    """Run `model`, which is not changed, on fake tensors and say who uses what.
+    """Run `model`, which is not changed, on fake tensors and return which part uses what.
 
     Args:
         model: bare; on any device, `meta` included.
-        layers: those that are to be dealt out, from `find_layers`.
-        sample_input: one microbatch: what `model` is called with.
+        layers: those that are to be divided over stages, from `find_layers`.
+        sample_input: one micro-batch: what `model` is called with.
         dtype: dtype of floating-point parameters in forward (FSDP2's ``param_dtype``); default: their own.
         autocast: run the forward under autocast to this dtype.
 
@@ -200,9 +200,9 @@ class _UseWatch(TorchDispatchMode):
             rows, tokens = self.rows_and_tokens or ("?", "?")
             raise ValueError(
                 f"pp cannot cut {type(self.model).__name__} into stages: {name} returns hidden states of shape {form[0]} "
-                f"for a sample of {rows} rows and {tokens} tokens (its first tensor of two or more dimensions), so the "
+                f"for a sample of {rows} rows and {tokens} tokens (its first tensor of two or more dimensions). So the "
                 "shape of what a stage sends is not known for other batches. Use strategy='fsdp2' for such a model (a tower "
-                "of pictures or sounds), or say with PipelineParallel(split=...) what each stage is."
+                "of pictures or sounds), or define each stage with PipelineParallel(split=...)."
             )
         self.hidden, self.last_output, self.passed = form, hidden, {self.key(hidden)}
         self.forms.append(None if whole else len(output))
@@ -275,7 +275,7 @@ class SplitCall:
         raise StageEnd(output)
 
     def run(self, inputs: tuple[Tensor, ...], batch: Mapping[str, Any]) -> Any:
-        """The stage's forward, of what the stage before sent and what it names of a microbatch.
+        """The stage's forward, of what the stage before sent and what it names of a micro-batch.
 
         Raises:
             ValueError: a first stage that names nothing of it; a stage that returns what can't be sent.
@@ -284,7 +284,7 @@ class SplitCall:
         arguments = {k: v for k, v in batch.items() if k in free or (self._takes_all and k not in taken)}
         if self._piece.is_first and not arguments:
             raise ValueError(
-                f"{_ARGUMENT}: the first stage's forward takes {', '.join(self._names) or 'nothing'}, and a microbatch has "
+                f"{_ARGUMENT}: the first stage's forward takes {', '.join(self._names) or 'nothing'}, and a micro-batch has "
                 f"{', '.join(batch)}. Name its arguments as the batch does."
             )
         output = self._forward(*inputs, **arguments)
@@ -296,7 +296,7 @@ class SplitCall:
             raise ValueError(
                 f"{_ARGUMENT}: stage {self._piece.index} returns {kinds or 'nothing'}. A stage sends one floating-point "
                 "tensor or a tuple of them, through which gradients come back; what else the next one needs, it takes by "
-                "name from the microbatch."
+                "name from the micro-batch."
             )
         sent = tuple(t.contiguous() for t in tensors)
         return sent if isinstance(output, tuple) else sent[0]
@@ -323,7 +323,7 @@ class SplitParts:
             split: as in `PipelineParallel`.
             stages: how many.
             layers: of the whole model, from `find_layers`.
-            sample_input: one microbatch: what `model` is called with.
+            sample_input: one micro-batch: what `model` is called with.
             dtype, autocast: as for `nemo_like.distributed.pipeline.stage_parts.stage_parts`.
 
         Raises:
@@ -353,7 +353,7 @@ class SplitParts:
         self._trees = []
 
     def sent(self, stage: int, microbatch: Mapping[str, Any], rows: int, tokens: int) -> tuple[TensorForm, ...]:
-        """As `StagesOfModel.sent`; found by running the stages on fake tensors, once for each shape of a microbatch."""
+        """As `StagesOfModel.sent`; found by running the stages on fake tensors, once for each shape of a micro-batch."""
         key = tuple((name, v.shape, v.dtype) for name, v in microbatch.items() if isinstance(v, Tensor))
         if key not in self._forms:
             self._forms[key] = self._run(microbatch)
@@ -438,7 +438,7 @@ def _layers_in(tree: nn.Module, index: int, layers: Sequence[Layer]) -> list[str
     fqns = [layer.fqn for layer in layers if layer.fqn in names]
     if not fqns:
         raise ValueError(
-            f"{_ARGUMENT}: stage {index} has none of the model's layers ({layers[0].fqn}, ...). Give it one, or say with "
+            f"{_ARGUMENT}: stage {index} has none of the model's layers ({layers[0].fqn}, ...). Give it one, or name in "
             "layers= what is to be checkpointed and sharded as one."
         )
     return fqns

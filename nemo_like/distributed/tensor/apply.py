@@ -47,8 +47,8 @@ def apply_tensor_parallel(
         mesh: the one-dimensional tensor-parallel mesh, such as ``mesh["tp"]``. With one rank nothing is done.
         plan: FQN pattern (``*`` within one dotted segment) of modules to a `ParallelStyle` of torch or the name of a
             style (`tp_styles.known_styles`); None: the model's ``tp_plan``, else ``config.base_model_tp_plan``.
-        sequence_parallel: between attention and MLP, each rank keeps its part of the sequence (dim 1 of (B, S, D)), so
-            that norms and residuals are neither computed nor kept on every rank. S must be divisible by the ranks.
+        sequence_parallel: between attention and MLP, each rank keeps its part of the sequence (dim 1 of (B, S, D)).
+            So norms and residuals are neither computed nor saved on every rank. S must be divisible by the ranks.
             After Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022).
         loss_parallel: leave the logits cut by vocabulary, as a DTensor; compute the loss under
             `torch.distributed.tensor.parallel.loss_parallel`.
@@ -245,7 +245,7 @@ class _Edges:
         self.handles: list[Any] = []
 
     def put(self, model: nn.Module) -> None:
-        """On what stands at these places now."""
+        """On what is at these places now."""
         for handle in self.handles:
             handle.remove()
         first, last = (map(model.get_submodule, names) for names in (self.places.first, self.places.last))
@@ -321,7 +321,7 @@ def _gather_output(mesh: DeviceMesh) -> Any:
 
 
 def _name_mixture(module: nn.Module, _args: object, output: object) -> None:
-    """Say of torch's error for a cut weight among plain tensors where it comes from, and what to do."""
+    """Add to torch's error for a cut weight among plain tensors where it comes from, and what to do."""
     error = sys.exc_info()[1]
     if output is None and isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in str(error):
         error.add_note(

@@ -62,7 +62,7 @@ def resolve_plan(
     Raises:
         ValueError: there is no plan; a style is unknown; a pattern of the caller's plan matches nothing; a size or a
             number of heads is not divisible by `tp_size`; tied weights that the plan would untie.
-        TypeError: the plan is no mapping, or holds something that is no style.
+        TypeError: the plan is not a mapping, or holds something that is not a style.
     """
     is_default = plan is None
     wanted = _own_plan(model) if is_default else plan
@@ -282,7 +282,7 @@ def _check_heads(model: nn.Module, rule: Rule, module: nn.Linear, tp_size: int) 
 # The tensor-parallel styles that a plan may name, as torch's `ParallelStyle` objects.
 #
 # torch has the two basic cuts; the names are those that Hugging Face models use in their plans, so that a model's own
-# plan works as it stands. A ``Linear`` weight is (out, in): *colwise* cuts it along dim 0 (each rank computes some output
+# plan works as it is. A ``Linear`` weight is (out, in): *colwise* cuts it along dim 0 (each rank computes some output
 # features), *rowwise* along dim 1 (each rank sums over some input features, and the sums are reduced).
 
 COLWISE = frozenset({"colwise", "colwise_gather_output", "colwise_rep"})
@@ -311,7 +311,7 @@ class SummedGradients(ParallelStyle):
 
         def forward_with_summed_gradients(*args: object, **kwargs: object) -> Any:
             parameters = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
-            # A plain tensor may stand where a Parameter stood while forward runs; both are put back even when a replay
+            # A plain tensor may be where a Parameter was while forward runs; both are put back even when recomputation
             # stops early.
             used: dict[str, Any] = {name: _summed(value, device_mesh) for name, value in parameters.items()}
             module._parameters.update(used)
@@ -366,7 +366,7 @@ _IN_PLACE = frozenset({"add_", "sub_", "mul_", "div_"})
 def own_outputs(model: nn.Module, modules: Collection[nn.Module]) -> None:
     """Give each of `modules`, which are cut, an output of its own memory where a module around it changes that in place.
 
-    What a cut module returns is a view that autograd lets nobody change (Llama 4 adds its experts to its shared expert).
+    What a cut module returns is a view that autograd does not let change (Llama 4 adds its experts to its shared expert).
     """
     chosen = {id(module): module for module in modules}
     for around in model.modules():
@@ -412,7 +412,7 @@ def make_style(name: str, config: object = None) -> ParallelStyle | None:
 
 
 def installed_styles() -> Mapping[str, Any]:
-    """Adapter to transformers' registry of styles, which is no documented interface: absent or changed, it is empty.
+    """Adapter to transformers' registry of styles, which is not a documented interface: absent or changed, it is empty.
 
     A model with a plan has imported transformers already; this never does.
     """

@@ -168,7 +168,7 @@ def _tensor(state: bytes) -> torch.Tensor:
 
 
 def _numpy_state() -> Any:
-    """NumPy's global state; None where nobody has imported it, or put a generator of another kind in its place."""
+    """NumPy's global state; None where it is not imported, or a generator of another kind is in its place."""
     state = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
     return (state[0], state[1].tolist(), *state[2:]) if isinstance(state, tuple) else None
 

@@ -133,7 +133,7 @@ def _refuse_unfit(model: nn.Module, slots: list[Slot]) -> None:
             if isinstance(value, Tensor) and value.is_meta:
                 raise ValueError(
                     f"{name}.{attribute} is a tensor on the meta device, but neither a parameter nor a buffer, so "
-                    "nobody can fill it: register it with register_buffer(..., persistent=False)."
+                    "nothing can fill it: register it with register_buffer(..., persistent=False)."
                 )
 
 
@@ -189,7 +189,7 @@ def _initializers(model: nn.Module, left: set[int], init_fn: InitFn | None) -> l
         else:
             names = [n for n, t in (*module._parameters.items(), *module._buffers.items()) if id(t) in left]
             raise ValueError(
-                f"Nobody can compute {', '.join(names)} of {name or 'the model'!r}, {a_or_an(module)}: it has "
+                f"Nothing can compute {', '.join(names)} of {name or 'the model'!r}, {a_or_an(module)}: it has "
                 "no reset_parameters(). Give it one, or pass init_fn."
             )
 

@@ -23,7 +23,7 @@ from nemo_like.distributed.agreement import gather, mesh_groups, wire_device
 
 _Reference = weakref.ref[nn.Parameter]
 _replaced: dict[int, tuple[_Reference, str]] = {}
-"""By id, what replaced parameters were called; empty again once nobody has any of them."""
+"""By id, what replaced parameters were called; empty again once none of them is referenced."""
 _watching = False
 
 
@@ -94,7 +94,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def start_from_the_same_weights(model: nn.Module, mesh: DeviceMesh | None) -> bool:
-    """Give every rank the first rank's parameters and buffers, where they differ; says so once. A collective.
+    """Give every rank the first rank's parameters and buffers, where they differ; logs it once. A collective.
 
     Tensors on the meta device have no values yet (`materialize` gives every rank the same), and DTensors are another's
     to care for: both are left out.
@@ -159,7 +159,7 @@ def _inner(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         return
     if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) and hasattr(tensor, "__tensor_flatten__"):
         for attribute in tensor.__tensor_flatten__()[0]:
-            if isinstance(part := getattr(tensor, attribute), Tensor):  # some name objects that are no tensors, too
+            if isinstance(part := getattr(tensor, attribute), Tensor):  # some name objects that are not tensors, too
                 yield from _inner(f"{name}.{attribute}", part)
     elif tensor.numel():
         for axis, stride in enumerate(tensor.stride()):
@@ -169,7 +169,7 @@ def _inner(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def _checksum(tensor: Tensor) -> int:
-    """A number out of every bit of `tensor` and where it stands; exact, so the same bits give it on every machine."""
+    """A number out of every bit of `tensor` and its position; exact, so the same bits give it on every machine."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     bits = tensor.detach()

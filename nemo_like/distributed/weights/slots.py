@@ -19,7 +19,7 @@ from nemo_like.torch_compat import as_dtensor_type, tree_map_only
 _ADDED_BY_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 CPU_OFFLOAD_MARK = "_nemo_like_cpu_offload"
-"""Set on a root whose shards wait in host memory, which FSDP2 tells nobody in public."""
+"""Set on a root whose shards wait in host memory, which FSDP2 does not tell in public."""
 
 STAGES_MARK = "_nemo_like_stages"
 """The attribute of a module with the stages of one rank of a pipeline that has the pipeline's process group."""
@@ -120,7 +120,7 @@ def list_names(names: Iterable[str], limit: int = 5) -> str:
 # DTensors whose local part is several boxes of the whole tensor, told to `torch.distributed.checkpoint` box by box.
 #
 # A packed weight (gate and up projection in one) is cut so that a rank has rows of each projection, one behind the other.
-# Its placement says so, and DTensor gathers it right, but describes every local part to DCP as one box (torch 2.13): DCP
+# Its placement has it, and DTensor gathers it right, but describes every local part to DCP as one box (torch 2.13): DCP
 # then saves chunks that overlap, or reads other rows without an error.
 
 

@@ -92,7 +92,7 @@ class SafetensorsSource:
             files = sorted(path.glob("*.safetensors"))
         for file in files:
             with self._open(file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118  (a safe_open is no mapping)
+                for name in opened.keys():  # noqa: SIM118  (a safe_open is not a mapping)
                     self._file_of[name] = file
                     shapes[name] = torch.Size(opened.get_slice(name).get_shape())
         self._fused = fused_weights({name: shape for name, shape in shapes.items() if name not in apart})
@@ -285,7 +285,7 @@ def check_names(slots: list[Slot], source: Source, strict: bool) -> None:
 # Experts that a file has one by one, under the names of fused weights that the model has.
 
 _ONE = re.compile(r"(?P<around>.+\.experts)\.(?P<number>\d+)\.(?P<name>\w+)\.weight")
-# Of one expert, by family: Mixtral's files say w1, w3 and w2.
+# Of one expert, by family: Mixtral's files name w1, w3 and w2.
 _GATES, _UPS, _DOWNS = ("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")
 _RENAMED = {".block_sparse_moe.": ".mlp."}
 

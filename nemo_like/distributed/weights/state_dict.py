@@ -201,7 +201,7 @@ def _options(group: Mapping[str, Any]) -> str:
 
 
 def _groups_of_all_stages(model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The param groups of an optimizer whose parameters are dealt out to the ranks of a pipeline, the same on each rank.
+    """The param groups of an optimizer whose parameters are divided over the ranks of a pipeline, the same on each rank.
 
     Each rank has written its own to a checkpoint otherwise, of which one is read.
     """

@@ -2,7 +2,7 @@
 `ContextParallel.method`.
 
 The object of a word is ``METHOD`` of the file in this folder that is called as the word. The operators that it sends with
-say for themselves what plans count for them (`sequence_ops`).
+define what plans count for them (`sequence_ops`).
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class GatherKeys(ContextMethod):
         causal = mask is None and is_causal(module, kwargs)
         kwargs = with_whole_bias(kwargs, keys, key.shape[2]) | {"is_causal": False}
         if causal and implementation == "sdpa" and kwargs.get("position_bias") is None:
-            # Of one query, transformers asks its heads: so the triangles have four dims.
+            # With one query, transformers tests its heads: so the triangles have four dims.
             out = _in_chunks(
                 parts, query, key, value, lambda q, k, v, bias: function(module, q, k, v, bias[None, None], **kwargs)[0]
             )

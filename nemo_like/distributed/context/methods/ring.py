@@ -111,7 +111,7 @@ def _attend(
     ):
         raise NotImplementedError(
             "method='ring' has causal self-attention alone, without a mask (padding, packed documents, sliding windows), "
-            f"bias, soft cap or dropout, with values as wide as keys; this layer asks for more (queries {tuple(query.shape)}"
+            f"bias, soft cap or dropout, with values as wide as keys; this layer requires more (queries {tuple(query.shape)}"
             f", values {tuple(value.shape)}). Use method='all_gather'."
         )
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
