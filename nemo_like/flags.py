@@ -120,7 +120,13 @@ FLAGS: dict[str, Flag] = {
         Flag("pp_schedule", "pp.schedule", PipelineParallel.schedule, words=" | ".join(SCHEDULES), on="plan pins"),
         Flag("balance", "pp.balance", "time", words="time | memory | counts such as 8,8,7,7"),
         Flag("precision", "precision.param_dtype", "float32", words=_DTYPES),
-        Flag("reduce_dtype", "precision.reduce_dtype", "float32"),
+        Flag(
+            "reduce_dtype",
+            "precision.reduce_dtype",
+            None,
+            note="The dtype to reduce gradients in (FSDP2); default: float32, and that of the parameters where "
+            "--precision is their dtype.",
+        ),
         Flag("optimizer", "step.optimizer", StepSpec.optimizer, choices=OPTIMIZERS),
         Flag("grad_accum", "step.microbatches", 1, int, least=1, on="plan pins"),
         Flag("loss", "loss", "model", choices=LOSSES, on="plan pins"),
@@ -279,7 +285,7 @@ def _precision(values: Mapping[str, Any]) -> Precision:
     if matmuls in FLOAT8:
         return Precision.of(matmuls)
     compute = parse_dtype("--precision", word)
-    return Precision(compute, None if compute is None else parse_dtype("--reduce-dtype", values["reduce_dtype"]))
+    return Precision(compute, parse_dtype("--reduce-dtype", values["reduce_dtype"]))
 
 
 def _balance(value: Any) -> str | tuple[int, ...]:

@@ -242,7 +242,7 @@ def asked_job(args: argparse.Namespace) -> Job:
             if flags[name] != FLAGS[name].default:
                 raise ValueError(f"{FLAGS[name].word} with --pp is not planned. Leave one of the two out.")
     stored, compute = parse_dtype("--dtype", args.dtype), flags["precision"]
-    if compute not in FLOAT8 and parse_dtype("--precision", compute) == stored:
+    if compute not in FLOAT8 and parse_dtype("--precision", compute) == stored and flags["reduce_dtype"] is None:
         flags["precision"] = None  # a dtype that the parameters have anyway is not a cast
     return job_of(flags, ac="none")
 
