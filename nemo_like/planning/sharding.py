@@ -51,6 +51,8 @@ class UnitBytes:
     """Its parameters that are cut on another dim than 0, gathered: copied once more in each gather."""
     held_in_reduce: int
     """The last such parameter's gradient: alive until the unit's gradients are reduced."""
+    cut_last: bool
+    """It is the last parameter of all that has a gradient; else that one's gradient is alive as long, too."""
     reshard: bool
     """Freed after forward."""
     stack: str = ""
@@ -335,6 +337,7 @@ def _unit(
         held_in_reduce=next(
             (p.numel() * (param_dtype or p.dtype).itemsize for p in reversed(cut) if p.requires_grad), 0
         ),
+        cut_last=bool(trained) and any(trained[-1][1] is p for p in cut),
         whole_grad=sum(p.numel() * (reduce_dtype or param_dtype or p.dtype).itemsize for _, p in trained),
         reshard=reshard,
         shard_gathered=sum(n * size for n, size in compute),

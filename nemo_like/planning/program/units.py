@@ -135,9 +135,11 @@ class Units:
         e.drop(self.reducing)
         e.mark("copying gradients")
         self.reducing = e.make(unit.reduce_input, Part.REDUCE_BUFFERS)
-        held = e.make(unit.held_in_reduce, Part.REDUCE_BUFFERS)
+        grads = [*grads, *self.whole.pop(key, ())]
+        held = [e.make(unit.held_in_reduce, Part.REDUCE_BUFFERS)]
+        if grads and not unit.cut_last:  # `foreach_reduce` has a name for it until it returns
+            held.append(e.hold(grads[-1]))
         e.drop_all(grads)
-        e.drop_all(self.whole.pop(key, ()))
         e.mark("reducing gradients")
         out = e.make(unit.reduce_output, Part.REDUCE_BUFFERS, REDUCE)
         copy = e.make(self._copied_by_gloo(unit, unit.reduce_input), Part.REDUCE_BUFFERS)
@@ -149,7 +151,7 @@ class Units:
             e.drop(out)
             out = cast
         e.drop(copy)
-        e.drop(held)
+        e.drop_all(held)
         if turn.adds or not unit.grad:  # or it is copied to the host
             e.drop(out)
         else:
