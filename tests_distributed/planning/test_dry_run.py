@@ -248,7 +248,7 @@ def test_a_step_is_told_by_its_moments_and_what_there_is_in_each() -> None:
         ({"world_size": 0}, ValueError, "world_size is 0; it must be a whole number >= 1"),
         ({"world_size": 2, "layers": 2}, ValueError, "layers is 2; it must be a whole number >= 3"),
         ({"world_size": 2, "strategy": "ddp"}, NotImplementedError, "strategy='ddp' is not run without ranks"),
-        ({"world_size": 2, "devices": "cpu"}, TypeError, "'devices' is not a keyword"),
+        ({"world_size": 2, "devices": "cpu"}, TypeError, "have no keyword 'devices'"),
     ],
 )
 def test_what_cannot_be_run_is_refused(given: dict[str, Any], error: type[Exception], said: str) -> None:
