@@ -11,7 +11,6 @@ import copy
 import gc
 import inspect
 import os
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -51,7 +50,7 @@ from nemo_like.planning.planned_rank import PlannedRank, plan_rank
 from nemo_like.planning.step_loss import loss_of
 from nemo_like.planning.storage_ledger import PARAMETERS, Level, StepMoment, StorageLedger
 from nemo_like.resolve import layers_for
-from nemo_like.torch_compat import fake_store, forget_meshes
+from nemo_like.torch_compat import fake_ranks
 
 _UNCHECKED = {"NEMO_LIKE_VERIFY": "0", "NEMO_LIKE_COMPARE_PEAK": "0"}
 """Environment that turns off what the first step of a real job compares, by values."""
@@ -111,8 +110,7 @@ def dry_run(
             run, which is logged. None, and with ``pp``: all run.
 
     Raises:
-        ValueError, TypeError: as `parallelize`; a rank that the job does not have; a model whose step depends on values; a
-            process group that is up.
+        ValueError, TypeError: as `parallelize`; a rank that the job does not have; a model whose step depends on values.
         NotImplementedError: what cannot be run so: stages of the caller's own, ``cp`` by ring, DDP, compilation, offloading,
             other dispatches of experts than all-to-all, a step with an optimizer that torch does not bring, averaged
             weights.
@@ -142,7 +140,7 @@ def dry_run(
     cpu_job = replace(cpu_job, ac=planned.job.ac)
 
     def run(skipped: Mapping[str, Kind]) -> dict[StepMoment, Level]:
-        with unsaid(), _environment(_UNCHECKED), torch.random.fork_rng(devices=[]), _fake_ranks(rank, job.ranks):
+        with unsaid(), _environment(_UNCHECKED), torch.random.fork_rng(devices=[]), fake_ranks(rank, job.ranks):
             return _run(model, sample_input, cpu_job, skipped)
 
     reason = None
@@ -301,25 +299,6 @@ def _check_numbers(rank: int, world_size: int, layers: int | None) -> None:
         check_whole("layers", layers, 3)
     if rank >= world_size:
         raise ValueError(f"rank is {rank}, and the job has {world_size}: 0 to {world_size - 1}.")
-    if dist.is_available() and dist.is_initialized():
-        raise ValueError(
-            f"A process group of {dist.get_world_size()} rank(s) is up (back end {dist.get_backend()!r}), and a dry run "
-            "makes one of its own: call dry_run before init_process_group, or in a process of its own."
-        )
-
-
-@contextmanager
-def _fake_ranks(rank: int, world_size: int) -> Iterator[None]:
-    """This process is `rank` of `world_size` inside, and nobody else is there."""
-    forget_meshes()
-    hook = sys.excepthook
-    dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=world_size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-        forget_meshes()
-        sys.excepthook = hook  # torch puts one around it that names the rank
 
 
 class _Sent:

@@ -691,6 +691,44 @@ def fake_store() -> Any:
         raise RuntimeError(f"torch {torch.__version__} has no fake process group where we know it.") from error
 
 
+@contextlib.contextmanager
+def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
+    """This process is `rank` of `world_size` ranks inside, and the others are not there.
+
+    Process groups that are up are set aside, and work again afterwards, also after an error or Ctrl-C: torch keeps them in
+    tables of its module and, by name, in C++, where those of the fake ranks get names of their own.
+    """
+    c10d: Any = torch.distributed.distributed_c10d
+    tables = [getattr(c10d, name) for name in _TABLES_OF_GROUPS]
+    contents, hook = [dict(table) for table in tables], sys.excepthook
+    default, count, names = c10d._world.default_pg, c10d._world.group_count, dict(c10d._world.pg_names)
+    forget_meshes()
+    for table in tables:
+        table.clear()
+    c10d._update_default_pg(None)
+    c10d._world.group_count = count + _NAMES_APART
+    try:
+        torch.distributed.init_process_group("fake", store=fake_store(), rank=rank, world_size=world_size)
+        yield
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        for table, content in zip(tables, contents):
+            table.clear()
+            table.update(content)
+        for group, name in names.items():  # to destroy the fake ones has unregistered all
+            torch._C._distributed_c10d._register_process_group(name, group)
+        c10d._update_default_pg(default)
+        c10d._world.group_count = count
+        forget_meshes()
+        sys.excepthook = hook  # torch puts one around it that names the rank
+
+
+_TABLES_OF_GROUPS = ("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_pg_to_tag", "_tags_to_pg")
+_NAMES_APART = 1_000_000
+"""More groups than a job makes."""
+
+
 class VotingStage(PipelineStage):
     """torch's pipeline stage, whose vote before the first step needs no other rank under the ``fake`` back end."""
 

@@ -1,7 +1,6 @@
 """Only `torch_compat` uses private names of torch, and they do what it says of them."""
 
 import ast
-import contextlib
 import importlib
 import operator
 import re
@@ -438,23 +437,14 @@ def test_the_compilers_budget_names_what_it_misses(monkeypatch):
 # --- Ranks ------------------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def four_fake_ranks():
-    torch.distributed.init_process_group("fake", store=torch_compat.fake_store(), rank=0, world_size=4)
-    try:
-        yield
-    finally:
-        torch.distributed.destroy_process_group()
-
-
 def test_no_collective_is_under_way():
     assert torch_compat.unwaited_collectives() == 0
-    with four_fake_ranks():
+    with torch_compat.fake_ranks(0, 4):
         assert torch_compat.unwaited_collectives() == 0
 
 
 def test_meshes():
-    with four_fake_ranks():
+    with torch_compat.fake_ranks(0, 4):
         mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
         assert torch_compat.root_mesh(mesh["tp"]) == mesh
         assert torch_compat.flatten_mesh(mesh, "all", None).size() == 4

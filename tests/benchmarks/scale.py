@@ -8,13 +8,11 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch.distributed as dist
-
 from nemo_like.bench import BenchOptions, Column, Measured, Suite
 from nemo_like.layers import find_layers
 from nemo_like.models import PRESETS, resolve_model
 from nemo_like.parallelizer import parallelize
-from nemo_like.torch_compat import fake_store
+from nemo_like.torch_compat import fake_ranks
 
 SHAPES = (("llama3-8b", 8), ("llama3-70b", 64), ("llama3-405b", 512))
 """(preset, ranks)."""
@@ -60,19 +58,15 @@ def fake_process_group(ranks: int) -> Iterator[None]:
     """This process as rank 0 of `ranks`, with a back end that sends nothing.
 
     Raises:
-        RuntimeError: a process group exists already, or this torch has no fake back end.
+        RuntimeError: this torch has no fake back end.
     """
-    if dist.is_initialized():
-        raise RuntimeError("The scale suite makes a fake process group of its own: run it without torchrun.")
-    store = fake_store()
     variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks)}
     before = {key: os.environ.get(key) for key in variables}
     os.environ.update(variables)
-    dist.init_process_group("fake", store=store, rank=0, world_size=ranks)
     try:
-        yield
+        with fake_ranks(0, ranks):
+            yield
     finally:
-        dist.destroy_process_group()
         for key, value in before.items():
             if value is None:
                 os.environ.pop(key)

@@ -1,0 +1,66 @@
+"""Ranks that are not there, next to ranks that are: `torch_compat.fake_ranks` and `dry_run` in a job of two gloo ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import distribute_tensor
+
+from nemo_like import Job, dry_run
+from nemo_like.torch_compat import fake_ranks
+from tests.models.decoders import build
+from tests_distributed.spawn import run_ranks
+
+
+def _sums(mesh: DeviceMesh, group: dist.ProcessGroup) -> list[float]:
+    """What two ranks add up: by the group of all, a group of their own, the mesh, and as a DTensor."""
+    plain, own = torch.ones(1), torch.ones(1)
+    dist.all_reduce(plain)
+    dist.all_reduce(own, group=group)
+    by_mesh = functional.all_reduce(torch.ones(1), "sum", mesh.get_group())
+    parts = distribute_tensor(torch.ones(4, 2), mesh)
+    return [plain.item(), own.item(), by_mesh.item(), float((parts.sum() + parts.mean()).full_tensor())]
+
+
+def _next_to_real_ones(rank: int, world_size: int) -> tuple[list[list[float]], list[int]]:
+    mesh, group = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",)), dist.new_group([0, 1])
+    sums, sizes = [_sums(mesh, group)], []
+    with fake_ranks(3, 64):
+        inside = init_device_mesh("cpu", (8, 8), mesh_dim_names=("dp_shard", "tp"))
+        functional.all_reduce(torch.ones(2), "sum", inside["tp"].get_group())
+        sizes += [dist.get_world_size(), dist.get_rank(), inside["tp"].size()]
+        with fake_ranks(0, 2):
+            sizes.append(dist.get_world_size())
+        sizes.append(dist.get_world_size())
+    sums.append(_sums(mesh, group))
+    for error in (RuntimeError, KeyboardInterrupt):
+        with pytest.raises(error), fake_ranks(0, 4):
+            raise error
+        sums.append(_sums(mesh, group))
+    again = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
+    sums.append(_sums(again, dist.new_group([0, 1])))
+    return sums, [*sizes, dist.get_world_size(), dist.get_rank()]
+
+
+@pytest.mark.compat
+def test_fake_ranks_leave_the_real_ones_as_they_were() -> None:
+    for rank, (sums, sizes) in enumerate(run_ranks(2, _next_to_real_ones)):
+        assert sums == [[2.0, 2.0, 2.0, 9.0]] * 5
+        assert sizes == [64, 3, 8, 2, 64, 2, rank]
+
+
+def _dry_run(rank: int, world_size: int) -> tuple[int, float]:
+    batch = torch.zeros(2, 8, dtype=torch.long)
+    found = dry_run(build("llama"), Job.of(ac="full", world_size=64, tp=2), {"input_ids": batch, "labels": batch})
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return found.peak_bytes, total.item()
+
+
+def test_a_dry_run_in_a_job_is_that_of_a_process_of_its_own() -> None:
+    batch = torch.zeros(2, 8, dtype=torch.long)
+    alone = dry_run(build("llama"), Job.of(ac="full", world_size=64, tp=2), {"input_ids": batch, "labels": batch})
+    assert run_ranks(2, _dry_run) == [(alone.peak_bytes, 2.0)] * 2
