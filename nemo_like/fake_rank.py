@@ -13,7 +13,7 @@ import inspect
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -38,12 +38,12 @@ from nemo_like.fake.run import FakeRun
 from nemo_like.job import Job
 from nemo_like.layers import find_layers
 from nemo_like.models import source_of
-from nemo_like.options import DDP, ExpertParallel, MemoryBudget, StepSpec
+from nemo_like.options import DDP, FSDP2, ExpertParallel, MemoryBudget, StepSpec
 from nemo_like.options.optimizers import OPTIMIZER_OBJECTS
 from nemo_like.parallelizer import parallelize
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.expert_twin import planned_group, planned_imbalance
-from nemo_like.planning.fewer_layers import grown, leave_out, longest_repeats
+from nemo_like.planning.fewer_layers import Stretch, leave_out, repeats, whole_levels
 from nemo_like.planning.gradient_sums import SumsInPlace
 from nemo_like.planning.kinds import Kind, ModelTrace
 from nemo_like.planning.planned_rank import PlannedRank, plan_rank
@@ -54,6 +54,10 @@ from nemo_like.torch_compat import fake_ranks
 
 _UNCHECKED = {"NEMO_LIKE_VERIFY": "0", "NEMO_LIKE_COMPARE_PEAK": "0"}
 """Environment that turns off what the first step of a real job compares, by values."""
+
+
+SAME = 256
+"""Bytes: numbers and counters of a step, which a plan does not have one by one."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,7 @@ class DryRun:
 
 
 def dry_run(
-    model_or_config: object, job: Job, sample_input: object, *, rank: int = 0, layers: int | None = 3
+    model_or_config: object, job: Job, sample_input: object, *, rank: int = 0, layers: int | None = 5
 ) -> DryRun:
     """Run `parallelize` and two training steps as one rank would, without its weights, its GPU and the other ranks.
 
@@ -105,9 +109,9 @@ def dry_run(
         sample_input: what one microbatch of one rank gives to the model. With ``pp``, a step has
             ``PipelineParallel.microbatches`` of them.
         rank: which of them this process stands for.
-        layers: of the layers that repeat (of periods, where several kinds alternate), run one, two and three more than so
-            many, 3 or more; where each adds the same bytes in every moment of a step, the rest is extrapolated, else all
-            run, which is logged. None, and with ``pp``: all run.
+        layers: how many layers of each stretch of equal ones run, 5 or more (periods, where several kinds alternate). The
+            others add what their neighbours add, event by event. Where two neighbours differ, or the peak is another than
+            the plan's, all run, which is logged. None, with ``pp``, and where no plan is made: all run.
 
     Raises:
         ValueError, TypeError: as `parallelize`; a rank that the job does not have; a model whose step depends on values.
@@ -139,14 +143,24 @@ def dry_run(
         planned = PlannedRank(cpu_job, None, None)
     cpu_job = replace(cpu_job, ac=planned.job.ac)
 
-    def run(skipped: Mapping[str, Kind]) -> dict[StepMoment, Level]:
+    def run(shortened: _Shortened) -> dict[StepMoment, Level] | None:
         with unsaid(), _environment(_UNCHECKED), torch.random.fork_rng(devices=[]), fake_ranks(rank, job.ranks):
-            return _run(model, sample_input, cpu_job, skipped)
+            return _run(model, sample_input, cpu_job, shortened)
 
-    reason = None
-    if layers is not None and planned.traced is not None:
-        reason = _extrapolated(run, planned.traced, cpu_job.ac, layers + 1)
-    return DryRun(run({}) if reason is None else reason, planned.peak_bytes)
+    shortened, levels = _Shortened(), None
+    if layers is not None and planned.traced is not None and planned.peak_bytes is not None:
+        ahead = max(1, cpu_job.strategy.forward_prefetch) if isinstance(cpu_job.strategy, FSDP2) else 1
+        # A layer gathers so many behind it: those around the gap gather layers.
+        shortened = _shortened(planned.traced, cpu_job.ac, max(layers, 3 + 2 * ahead))
+    if shortened.kinds:
+        levels = run(shortened)
+        off = None if levels is None else max(level.total for level in levels.values()) - (planned.peak_bytes or 0)
+        if off is None or abs(off) > SAME:
+            say_once("Few layers do not tell what all of them take (another peak than the plan's): all layers run.")
+            levels = None
+    levels = run(_Shortened()) if levels is None else levels
+    assert levels is not None  # all layers are there
+    return DryRun(levels, planned.peak_bytes)
 
 
 def _model(model_or_config: object) -> nn.Module:
@@ -160,30 +174,35 @@ def _model(model_or_config: object) -> nn.Module:
     return source_of(type(model_or_config).__name__, model_or_config).build("meta")
 
 
-def _extrapolated(
-    run: Callable[[Mapping[str, Kind]], dict[StepMoment, Level]], traced: ModelTrace, ac: object, least: int
-) -> dict[StepMoment, Level] | None:
-    """Return what each moment of a step of the whole model reaches, by three runs of few layers, the first one of
-    `least`; None: it is not known."""
+@dataclass(frozen=True)
+class _Shortened:
+    """A model with fewer of the layers that repeat."""
+
+    kinds: Mapping[str, Kind] = field(default_factory=dict)
+    """By the name of a layer that is left out, what it returns."""
+    gaps: tuple[tuple[int, tuple[tuple[str, ...], ...]], ...] = ()
+    """Of each stretch: periods that are left out, and names of the layers of the periods around the gap."""
+
+
+def _shortened(traced: ModelTrace, ac: object, kept: int) -> _Shortened:
+    """Return what to leave out of a model, so that `kept` periods of each stretch of equal ones are run."""
     names = [call.fqn for call in traced.calls]
     if len(set(names)) < len(names):
         say_once("A layer is called several times in one forward: all layers run.")
-        return None
-    kinds = {call.fqn: traced.kinds[call.kind] for call in traced.calls}
-    kept = {layer.fqn: repr(layer.decisions) for layer in ac.layers} if isinstance(ac, Plan) else {}
-    repeats = longest_repeats([(call.kind, kept.get(call.fqn)) for call in traced.calls])
-    if repeats.count <= least + 2:
-        return None
-    runs = [run({names[at]: kinds[names[at]] for at in repeats.without(count)}) for count in range(least, least + 3)]
-    extrapolated = grown(runs, repeats.count - least)
-    if extrapolated is None:
-        say_once(f"{least} to {least + 2} layers do not grow evenly: all of them run.")
-    return extrapolated
+        return _Shortened()
+    decisions = {layer.fqn: repr(layer.decisions) for layer in ac.layers} if isinstance(ac, Plan) else {}
+    gaps = []
+    kinds: dict[str, Kind] = {}
+    for stretch in repeats([(call.kind, decisions.get(call.fqn)) for call in traced.calls], kept):
+        kinds |= {names[at]: traced.kinds[traced.calls[at].kind] for at in stretch.left_out(kept)}
+        around = tuple(tuple(names[at] for at in period) for period in stretch.between(kept))
+        gaps.append((stretch.count - kept, around))
+    return _Shortened(kinds, tuple(gaps))
 
 
-def _run(model: nn.Module, sample_input: object, job: Job, skipped: Mapping[str, Kind]) -> dict[StepMoment, Level]:
-    """The levels of a step without the layers in `skipped`."""
-    mine, loop = _on_meta(model), job.step
+def _run(model: nn.Module, sample_input: object, job: Job, shortened: _Shortened) -> dict[StepMoment, Level] | None:
+    """Return the levels of a step, of which the layers that are left out do not run; None: they are not known."""
+    mine, loop, skipped = _on_meta(model), job.step, shortened.kinds
     names = [layer.fqn for layer in find_layers(model, job.layers) if layer.fqn not in skipped]
     leave_out(mine, skipped)
     if skipped or job.layers is not None:
@@ -208,16 +227,36 @@ def _run(model: nn.Module, sample_input: object, job: Job, skipped: Mapping[str,
     assert make is not None  # `refuse_dry_run`
     optimizer = make(list(parallelized.parameters()))
     told = without_values(f"{type(model).__name__} cannot be run without values: its step", model)
-    with told, run, ledger, SumsInPlace(), ledger.watching(_layers_of(modules, names)), _sends_hold(), _no_collector():
+    by_name = _layers_of(modules, names)
+    with told, run, ledger, SumsInPlace(), ledger.watching(by_name), _sends_hold(), _no_collector():
         for _ in range(2):  # the second one begins with the optimizer's state
             gc.collect()
             ledger.own(map(_local, parallelized.parameters()), PARAMETERS)
             ledger.begin()
+            stretches = [_stretch(*gap, by_name, optimizer, ledger) for gap in shortened.gaps]
             go()
             ledger.phase = "optimizer step"
             optimizer.step()
             optimizer.zero_grad(set_to_none=loop.zero_grad == "free")
-        return ledger.levels()
+        return whole_levels(ledger, stretches)
+
+
+def _stretch(
+    missing: int,
+    around: tuple[tuple[str, ...], ...],
+    layers: Mapping[str, nn.Module],
+    optimizer: torch.optim.Optimizer,
+    ledger: StorageLedger,
+) -> Stretch:
+    """Return what is known of a stretch of layers when a step begins."""
+    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    here = [parameter for name in around[1] for parameter in layers[name].parameters()]
+    tensors = (
+        each for p in here for each in (p, p.grad, *optimizer.state.get(p, {}).values()) if torch.is_tensor(each)
+    )
+    numbers = {id(parameter): number for number, parameter in enumerate(trained)}
+    base = ledger.parts_of(map(_local, tensors))
+    return Stretch(missing, around, base, frozenset(numbers[id(p)] for p in here if id(p) in numbers))
 
 
 def _layers_of(modules: Sequence[nn.Module], names: Collection[str]) -> dict[str, nn.Module]:
@@ -296,7 +335,7 @@ def refuse_dry_run(job: Job) -> None:
 def _check_numbers(rank: int, world_size: int, layers: int | None) -> None:
     check_whole("rank", rank, 0)
     if layers is not None:
-        check_whole("layers", layers, 3)
+        check_whole("layers", layers, 5)
     if rank >= world_size:
         raise ValueError(f"rank is {rank}, and the job has {world_size}: 0 to {world_size - 1}.")
 

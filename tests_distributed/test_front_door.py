@@ -95,7 +95,7 @@ def _refused(rank: int, world_size: int, arguments: dict, message: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (dict(dp_replicate=3), "not divisible by dp_replicate 3"),
+        (dict(dp_replicate=3), "dp_replicate=3 does not divide the 2 ranks"),
         (dict(strategy=FSDP2(reshard_after_forward=3)), "reshard_after_forward is 3"),
         (dict(tp=2.0), "tp is 2.0"),
         (dict(precision="bf17"), "precision is 'bf17'"),

@@ -49,14 +49,6 @@ class Level:
     """What was made last."""
     parts: Counter[str]
 
-    def plus(self, other: Level, times: int) -> Level:
-        """`other` added as many times."""
-        parts = {part: self.parts[part] + times * other.parts[part] for part in PARTS}
-        return Level(self.total + times * other.total, self.op, Counter(parts))
-
-    def less(self, other: Level) -> Level:
-        return self.plus(other, -1)
-
 
 @dataclass(eq=False)
 class Storage:
@@ -64,6 +56,8 @@ class Storage:
 
     size: int
     part: str
+    position: int = -1
+    """Of one that an operator of the optimizer over all parameters made: the parameter's number."""
 
 
 @dataclass(frozen=True)
@@ -154,16 +148,43 @@ class StorageLedger(TorchDispatchMode):
         self.steps += 1
         self._marks = ([], [])
 
-    def levels(self) -> dict[StepMoment, Level]:
-        """The most bytes alive in each moment of the step, in order."""
-        now: Counter[str] = Counter()
+    def parts_before(self) -> Counter[str]:
+        """Return the bytes alive when the step begins, by what they are."""
+        parts: Counter[str] = Counter()
         for storage, size in self._before.items():
-            now[storage.part] += size
+            parts[storage.part] += size
+        return parts
+
+    def parts_of(self, tensors: Iterable[torch.Tensor]) -> Counter[str]:
+        """Return the bytes of these `tensors` that were alive when the step began, by what they are."""
+        parts: Counter[str] = Counter()
+        for storage in {
+            self.seen[storage] for storage in (t.untyped_storage() for t in tensors) if storage in self.seen
+        }:
+            parts[storage.part] += self._before.get(storage, 0)
+        return parts
+
+    def levels(
+        self, inserted: Mapping[int, Counter[str]] | None = None, times: Mapping[int, int] | None = None
+    ) -> dict[StepMoment, Level]:
+        """Return the most bytes alive in each moment of the step, in order.
+
+        Args:
+            inserted: bytes that are alive from an event on, by its number, though nothing of this run made them.
+            times: how often what the optimizer makes for a parameter is counted, by the parameter's number; default: once.
+        """
+        inserted, times = inserted or {}, times or {}
+        now = self.parts_before()
+        now.update(inserted.get(-1, Counter()))
         total = sum(now.values())
         stretches = [("start of the step", Level(total, "", Counter(now)))]
-        for event in self.events:
-            now[event.storage.part] += event.size
-            total += event.size
+        for number, event in enumerate(self.events):
+            if number in inserted:
+                now.update(inserted[number])
+                total += sum(inserted[number].values())
+            size = event.size * times.get(event.storage.position, 1)
+            now[event.storage.part] += size
+            total += size
             if event.where != stretches[-1][0]:
                 stretches.append((event.where, Level(total, event.op, Counter(now))))
             elif total > stretches[-1][1].total:
@@ -228,11 +249,12 @@ class StorageLedger(TorchDispatchMode):
             with unseen():
                 torch.rand(())  # so that states of the generator differ where they would
         out = func(*args, **(kwargs or {}))
-        for tensor in tensors_in(out):
+        tensors = tensors_in(out)
+        for position, tensor in enumerate(tensors):
             storage = tensor.untyped_storage()
             if not tensor.is_meta and storage not in self.seen:
                 made = _part_of_fsdp() or part
-                self.made(storage, made, str(func), where)
+                self.made(storage, made, str(func), where, position if len(tensors) > 1 else -1)
         scratch = scratch_bytes(func, args, kwargs or {}, out) + (_copied_by_gloo(func, args) if self.on_cpu else 0)
         if scratch:
             self.changed(held := Storage(scratch, part), scratch, str(func), where)
@@ -261,8 +283,8 @@ class StorageLedger(TorchDispatchMode):
         where = f"{self.phase} of {self._layer}" if self._layer else self.phase + _OUTSIDE
         return where, GRADIENTS if accumulates else ACTIVATIONS if self._layer else AROUND
 
-    def made(self, storage: Any, part: str, op: str, where: str = "") -> None:
-        made = self.seen[storage] = Storage(storage.nbytes(), part)
+    def made(self, storage: Any, part: str, op: str, where: str = "", position: int = -1) -> None:
+        made = self.seen[storage] = Storage(storage.nbytes(), part, position if part == OPTIMIZER else -1)
         if made.size:
             self.changed(made, made.size, op, where)
         weakref.finalize(storage, self._freed, made).atexit = False

@@ -46,7 +46,7 @@ def test_a_rank_is_run_and_compared(more: str, asked: dict, tmp_path: Path, caps
     [
         ("--ema", "StepSpec.ema=True"),
         ("--optimizer adamw-8bit", "StepSpec.optimizer='adamw-8bit'"),
-        ("--offload all", "offload='all'"),
+        ("--offload all", "--offload all"),
     ],
 )
 def test_what_cannot_be_run_is_named(more: str, named: str, capsys: pytest.CaptureFixture[str]) -> None:

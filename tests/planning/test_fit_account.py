@@ -129,7 +129,7 @@ def test_what_is_kept_is_told_by_the_operators_that_made_it():
 def test_a_picture_without_matplotlib_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     asked = {"gpus": 1, "gpu": "cpu", "seq_len": 64, "micro_batch": 1, "ac": "full", "loss": "model", "offload": "none"}
-    with pytest.raises(MissingExtraError, match=r"nemo_like\[plot\]"):
+    with pytest.raises(MissingExtraError, match=r"pip install matplotlib "):
         draw(fit(llama(1), **asked))
 
 

@@ -492,7 +492,7 @@ def test_command_says_when_nothing_fits(capsys):
 @pytest.mark.parametrize(
     ("words", "match"),
     [
-        ("--model llama-tiny --world-size 6 --tp 4", "not divisible"),
+        ("--model llama-tiny --world-size 6 --tp 4", "--tp 4 does not divide the 6 ranks"),
         ("--model llama-tiny --seq-len 0", "seq-len"),
         ("--model llama-tiny --gpu h900", "h900"),
         ("--model llama-nano", "llama-nano"),

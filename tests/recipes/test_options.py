@@ -57,7 +57,7 @@ def test_every_option_is_explained(capsys: pytest.CaptureFixture[str]):
     assert ended.value.code == 0
     text = capsys.readouterr().out
     for field in dataclasses.fields(Options):
-        assert f"--{field.name.replace('_', '-')} " in text.replace("\n", " ")
+        assert re.search(rf"--{field.name.replace('_', '-')}[ ,\n]", text)
         assert len(field.metadata["help"]) > 10
 
 

@@ -34,7 +34,7 @@ def _refused(rank: int, world_size: int) -> None:
     model = build("llama")
     before = dict(model.named_modules())
     for arguments, message in (
-        (dict(tp=3), "not divisible"),
+        (dict(tp=3), "tp=3 does not divide the 2 ranks"),
         (
             dict(
                 tp=TensorParallel(2, loss_parallel=True),
