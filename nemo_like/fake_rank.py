@@ -41,7 +41,7 @@ from nemo_like.models import source_of
 from nemo_like.options import DDP, FSDP2, ExpertParallel, MemoryBudget, StepSpec
 from nemo_like.options.optimizers import OPTIMIZER_OBJECTS
 from nemo_like.parallelizer import parallelize
-from nemo_like.planning.devices import resolve_device
+from nemo_like.planning.devices import Device, resolve_device
 from nemo_like.planning.expert_twin import planned_group, planned_imbalance
 from nemo_like.planning.fewer_layers import Stretch, leave_out, repeats, whole_levels
 from nemo_like.planning.gradient_sums import SumsInPlace
@@ -70,8 +70,8 @@ class DryRun:
     """The most bytes alive in each moment of the step, in order, and by what they are
     (`nemo_like.planning.storage_ledger.PARTS`)."""
     against: int | None
-    """The bytes that the planner predicts for the same rank of the same job, by the same rules (the CPU's); None where no
-    plan is made of such a job, as of ``ac="submodule"``."""
+    """The bytes that the planner predicts for the same rank of the same job, by the same rules; None where no plan is made
+    of such a job, as of ``ac="submodule"``."""
 
     @property
     def peak(self) -> tuple[StepMoment, Level]:
@@ -100,7 +100,7 @@ def dry_run(
 ) -> DryRun:
     """Run `parallelize` and two training steps as one rank would, without its weights, its GPU and the other ranks.
 
-    Collectives and attention are those of a CPU (gloo's), as in a plan for ``gpu="cpu"``, whatever ``Job.gpu`` is.
+    Operators, collectives and the optimizer are those of ``Job.gpu``, as in a plan; of the CPU and gloo where it is None.
 
     Args:
         model_or_config: a bare model on any device, `meta` included, of which a copy runs; or a transformers config.
@@ -127,31 +127,32 @@ def dry_run(
     if sample_input is None:
         raise ValueError("sample_input is None; give what one microbatch of one rank gives to the model.")
     model = _model(model_or_config)
-    cpu_job = replace(job, world_size=job.ranks, gpu=resolve_device("cpu"), device=torch.device("cpu"))
-    refuse_dry_run(cpu_job)
+    gpu = resolve_device("cpu" if job.gpu is None else job.gpu)
+    job = replace(job, world_size=job.ranks, gpu=gpu, device=torch.device("cpu"))  # where the fake tensors are
+    refuse_dry_run(job)
     _check_numbers(rank, job.ranks, layers)
-    if cpu_job.pp.size == 1 and cpu_job.ac_scope != "all":
-        planned_for = replace(cpu_job, layers=tuple(layer.fqn for layer in layers_for(model, cpu_job)[1]))
+    if job.pp.size == 1 and job.ac_scope != "all":
+        planned_for = replace(job, layers=tuple(layer.fqn for layer in layers_for(model, job)[1]))
     else:
-        planned_for = cpu_job
+        planned_for = job
     try:  # here, where no rank waits for what another one plans
         planned = plan_rank(model, sample_input, planned_for, rank)
     except ValueError as error:
-        if isinstance(cpu_job.ac, MemoryBudget):
+        if isinstance(job.ac, MemoryBudget):
             raise
         say_once(f"No plan is made of this job, so all layers run and nothing is compared: {error}")
-        planned = PlannedRank(cpu_job, None, None)
-    cpu_job = replace(cpu_job, ac=planned.job.ac)
+        planned = PlannedRank(job, None, None)
+    job = replace(job, ac=planned.job.ac)
 
     def run(shortened: _Shortened) -> dict[StepMoment, Level] | None:
         with unsaid(), _environment(_UNCHECKED), torch.random.fork_rng(devices=[]), fake_ranks(rank, job.ranks):
-            return _run(model, sample_input, cpu_job, shortened)
+            return _run(model, sample_input, job, shortened)
 
     shortened, levels = _Shortened(), None
     if layers is not None and planned.traced is not None and planned.peak_bytes is not None:
-        ahead = max(1, cpu_job.strategy.forward_prefetch) if isinstance(cpu_job.strategy, FSDP2) else 1
+        ahead = max(1, job.strategy.forward_prefetch) if isinstance(job.strategy, FSDP2) else 1
         # A layer gathers so many behind it: those around the gap gather layers.
-        shortened = _shortened(planned.traced, cpu_job.ac, max(layers, 3 + 2 * ahead))
+        shortened = _shortened(planned.traced, job.ac, max(layers, 3 + 2 * ahead))
     if shortened.kinds:
         levels = run(shortened)
         off = None if levels is None else max(level.total for level in levels.values()) - (planned.peak_bytes or 0)
@@ -211,11 +212,12 @@ def _run(model: nn.Module, sample_input: object, job: Job, shortened: _Shortened
         job = replace(job, ac=job.ac.only([layer.fqn for layer in job.ac.layers if layer.fqn not in skipped]))
     parallelized = parallelize(mine, job, sample_input=sample_input)
     modules = [stage.module for stage in parallelized.stages] if isinstance(parallelized, Pipeline) else [parallelized]
-    run = FakeRun(model=model)
+    run = FakeRun(cuda=job.gpu.cuda, model=model)
     run.routed_by = _routing(model, job)
     _give_memory(modules, run)
     args, kwargs = run.sample(split_sample(sample_input))
-    ledger = StorageLedger(on_cpu=True)
+    device: Device = job.gpu
+    ledger = StorageLedger(on_cpu=device.kind == "cpu")
     if isinstance(parallelized, Pipeline):
         parallelized.tie()
         given_by_name = dict(zip(inspect.signature(model.forward).parameters, args)) | kwargs
@@ -223,9 +225,13 @@ def _run(model: nn.Module, sample_input: object, job: Job, shortened: _Shortened
     else:
         split_loss = job.loss is None and job.tp.loss_parallel
         go = _loop(parallelized, args, kwargs, loop, ledger, loss_parallel if split_loss else nullcontext)
-    make = OPTIMIZER_OBJECTS[loop.optimizer].make
+    parameters = list(parallelized.parameters())
+    word = loop.optimizer
+    if word == "adamw" and device.kind == "cuda" and not any(isinstance(each, DTensor) for each in parameters):
+        word = "adamw-foreach"  # as torch takes it there, which it does not for DTensors
+    make = OPTIMIZER_OBJECTS[word].make
     assert make is not None  # `refuse_dry_run`
-    optimizer = make(list(parallelized.parameters()))
+    optimizer = make(parameters)
     told = without_values(f"{type(model).__name__} cannot be run without values: its step", model)
     by_name = _layers_of(modules, names)
     with told, run, ledger, SumsInPlace(), ledger.watching(by_name), _sends_hold(), _no_collector():
@@ -237,6 +243,8 @@ def _run(model: nn.Module, sample_input: object, job: Job, shortened: _Shortened
             go()
             ledger.phase = "optimizer step"
             optimizer.step()
+            if device.kind == "cuda" and not optimizer.defaults.get("fused"):  # torch counts steps on the host
+                ledger.disown(state["step"] for state in optimizer.state.values() if "step" in state)
             optimizer.zero_grad(set_to_none=loop.zero_grad == "free")
         return whole_levels(ledger, stretches)
 

@@ -102,9 +102,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--check",
         action="store_true",
-        help="also run the job on rank 0, without memory and without the other ranks, and "
-        "compare its peak with the plan's; by a CPU's rules (gloo's copies, the CPU's attention), whatever --gpu is, and so "
-        "is the plan that it is compared with",
+        help="also run the job on rank 0, without memory and without the other ranks, by the operators of --gpu, and "
+        "compare its peak with the plan's",
     )
     add("--json", metavar="PATH", help="write the numbers here ('-': standard output)")
     add("--plot", metavar="PATH", help="write a picture here: memory against step time")
@@ -260,15 +259,13 @@ def _check_rank(
     off = None if checked.against is None else checked.against - checked.peak_bytes
     if args.json != "-":
         print(
-            f"\nRank 0 of {job.ranks} with ac={ac!r}, run without memory by a CPU's rules in {seconds:.1f} s, peaks at "
+            f"\nRank 0 of {job.ranks} with ac={ac!r}, run without memory in {seconds:.1f} s, peaks at "
             f"{checked.peak_bytes:,} bytes\n({checked.peak_bytes / 2**30:.3f} GiB): {checked.at}."
         )
         if checked.against is None or off is None:
             print("No plan is made of that, so nothing is compared.")
         else:
-            print(
-                f"The plan by the same rules has {checked.against:,} bytes: {off:+,}, {off / checked.peak_bytes:+.3%}."
-            )
+            print(f"The plan has {checked.against:,} bytes: {off:+,}, {off / checked.peak_bytes:+.3%}.")
     return {
         "ac": ac,
         "rank": 0,

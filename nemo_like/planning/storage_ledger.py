@@ -141,6 +141,11 @@ class StorageLedger(TorchDispatchMode):
             else:
                 known.part = part
 
+    def disown(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count the storages of `tensors` no longer: they are on another device."""
+        for tensor in tensors:
+            self.seen[tensor.untyped_storage()].part = ""
+
     def begin(self) -> None:
         """Forget what happened so far, but for what is alive."""
         alive = {storage: storage.size for storage in self.seen.values() if storage.part}

@@ -31,7 +31,7 @@ def test_a_rank_is_run_and_compared(more: str, asked: dict, tmp_path: Path, caps
     body = json.loads(path.read_text())
     check = body["check"]
     source = resolve_model("llama-tiny")
-    found = dry_run(source.build("meta"), Job.of(ac=check["ac"], **asked), source.sample_input(1, 64))
+    found = dry_run(source.build("meta"), Job.of(ac=check["ac"], gpu="h100-80gb", **asked), source.sample_input(1, 64))
     assert (check["peak_bytes"], check["planned_bytes"]) == (found.peak_bytes, found.against)
     assert check["difference_bytes"] == found.against - found.peak_bytes and abs(check["difference"]) < 0.005
     assert check["ac"] == "none" and check["rank"] == 0 and check["seconds"] > 0

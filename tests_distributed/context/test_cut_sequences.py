@@ -37,6 +37,19 @@ def test_families(name: str) -> None:
     assert run_ranks(2, _modes, name, 2, MODES) == [[], []]
 
 
+def _under_a_function_mode(rank: int, world_size: int, name: str) -> list[str]:
+    torch.set_default_device("cpu")
+    try:
+        return wrong_in_modes(build(name), batch(name), 2, ("full",))
+    finally:
+        torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("name", ["llama", "nanogpt"])
+def test_a_default_device_does_not_cut_the_labels_twice(name: str) -> None:
+    assert run_ranks(2, _under_a_function_mode, name) == [[], []]
+
+
 @pytest.mark.few(4)
 @pytest.mark.parametrize("name", MORE_NAMES)
 def test_more_families(name: str) -> None:

@@ -122,6 +122,12 @@ def _dry_run(model: Any, **asked: Any) -> DryRun:
         pytest.param("deepseek_v3", "none", 2, 0, {}, marks=pytest.mark.long),
         ("deepseek_v3", "selective", 8, 0, {"ep": FULLEST, "loss": "chunked"}),
         ("llama", "none", 8, 0, {"pp": STAGES}),
+        # By a GPU's operators and optimizer, without gloo.
+        ("llama", "full", 64, 0, {"gpu": "h100-80gb", "precision": "bf16"}),
+        ("llama", "50%", 1, 0, {"gpu": "h100-80gb"}),
+        ("mixtral", "full", 8, 0, {"gpu": "a100-80gb", "ep": 2, "precision": "bf16"}),
+        ("llama", "selective", 8, 0, {"gpu": "h100-80gb", "cp": 2, "tp": 2}),
+        ("llama", "full", 8, 0, {"gpu": "h100-80gb", "pp": 2, "precision": "bf16"}),
     ],
 )
 def test_the_planner_predicts_what_a_dry_run_finds(

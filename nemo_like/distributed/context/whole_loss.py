@@ -208,6 +208,8 @@ class _Loss:
         self.labels = hooks.parts.cut(whole, 1, IGNORED)
         self.found: list[Tensor] = []
         self._before: Callable[..., Tensor] = F.cross_entropy
+        self._inside = False
+        """Under a function mode, as `torch.set_default_device` is one, torch looks the function up by its name again."""
 
     def __enter__(self) -> None:
         self._before = F.cross_entropy
@@ -227,6 +229,8 @@ class _Loss:
         reduction: str = "mean",
         label_smoothing: float = 0.0,
     ) -> Tensor:
+        if self._inside:
+            return self._before(input, target, weight, None, ignore_index, None, reduction, label_smoothing)
         whole = self._targets(target, ignore_index)
         mine = self.hooks.parts.cut(whole, 1, ignore_index).reshape(target.shape)
         if reduction not in ("mean", "sum"):
@@ -234,9 +238,13 @@ class _Loss:
                 f"cp sums a model's loss over ranks, and this model calls cross entropy with reduction={reduction!r}: "
                 "what it does with single losses is not known. Compute the loss outside, from shard_sequence's labels."
             )
-        total = self._before(
-            input, mine, weight, ignore_index=ignore_index, reduction="sum", label_smoothing=label_smoothing
-        )
+        self._inside = True
+        try:
+            total = self._before(
+                input, mine, weight, ignore_index=ignore_index, reduction="sum", label_smoothing=label_smoothing
+            )
+        finally:
+            self._inside = False
         if reduction == "mean":
             total = mean_of(total, LossCall(whole, ignore_index, weight, reduction))
         self.found.append(total)
@@ -307,6 +315,7 @@ class WatchedLosses:
 
     def __init__(self) -> None:
         self._found: list[tuple[Tensor, int]] = []
+        self._inside = False
         self._before: Callable[..., Tensor] = F.cross_entropy
 
     def __enter__(self) -> None:
@@ -317,7 +326,13 @@ class WatchedLosses:
         F.cross_entropy = self._before
 
     def _cross_entropy(self, input: Tensor, target: Tensor, *args: object, **kwargs: object) -> Tensor:
-        loss = self._before(input, target, *args, **kwargs)
+        if self._inside:  # as in `_Loss`
+            return self._before(input, target, *args, **kwargs)
+        self._inside = True
+        try:
+            loss = self._before(input, target, *args, **kwargs)
+        finally:
+            self._inside = False
         self._found.append((loss, target.numel()))
         return loss
 
