@@ -123,6 +123,8 @@ class TracedShape:
         self.planners: dict[Any, Planner] = {}
         self.peaks: dict[Any, Peak] = {}
         self.plans: dict[Any, tuple[list[Choice], Peak] | None] = {}
+        self.mixed: dict[Any, tuple[list[Choice], Peak]] = {}
+        """By what a peak depends on, and a place in the row of mixes: the choices, and their peak."""
         self.states_on_host: dict[Any, int] = {}
 
     def for_job(self, **changed: Any) -> TracedShape:
@@ -253,14 +255,14 @@ class TracedShape:
         if key not in self.plans:
             planner, mixes = self.planner(conf), self.stack.mixes
 
-            def peak_of(mix: solver.Mix) -> Peak:
-                return planner.peak(planner.proved_all(self.stack.assignment(mix)))
+            def planned_at(at: int) -> tuple[list[Choice], Peak]:
+                if (*key[:3], at) not in self.mixed:
+                    choices = planner.proved_all(self.stack.assignment(mixes[at]))
+                    self.mixed[*key[:3], at] = choices, planner.peak(choices)
+                return self.mixed[*key[:3], at]
 
-            fits = last_within(limit, lambda at: peak_of(mixes[at]).total, [mix.bytes for mix in mixes])
-            if fits < 0:
-                self.plans[key] = None
-            else:
-                self.plans[key] = planner.proved_all(self.stack.assignment(mixes[fits])), peak_of(mixes[fits])
+            fits = last_within(limit, lambda at: planned_at(at)[1].total, [mix.bytes for mix in mixes])
+            self.plans[key] = None if fits < 0 else planned_at(fits)
         return self.plans[key]
 
     def refined(self, conf: Configuration, limit: int) -> tuple[list[Choice], Peak] | None:
