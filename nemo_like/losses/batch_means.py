@@ -52,8 +52,13 @@ class LossCalls:
     def __init__(
         self, divisor: Callable[[int, Tensor], Tensor | float] | None = None, left_out: Collection[str] = ()
     ) -> None:
-        """divisor: called with the number of a mean, counted from 0, and with what counts among its own targets; None: a
-        mean is over its own targets. left_out: the reductions whose losses and gradients become zero."""
+        """Begin with no call.
+
+        Args:
+            divisor: called with the number of a mean, counted from 0, and with what counts among its own targets. None: a
+                mean is over its own targets, and `seen` has the calls.
+            left_out: the reductions whose losses and gradients become zero.
+        """
         self.seen: list[LossCall] = []
         self._divisor, self._left_out = divisor, left_out
         self._means, self._inside = 0, False
@@ -86,7 +91,8 @@ class LossCalls:
             if self._inside or old_words or target.is_floating_point():
                 return function(*args, **kwargs)
             call = LossCall(target, arguments.get("ignore_index", IGNORED), arguments.get("weight"), reduction)
-            self.seen.append(call)
+            if self._divisor is None:  # else nobody reads them, and a target would live as long as this
+                self.seen.append(call)
             self._inside = True
             try:
                 if reduction in self._left_out:

@@ -128,6 +128,7 @@ def _dry_run(model: Any, **asked: Any) -> DryRun:
         ("mixtral", "full", 8, 0, {"gpu": "a100-80gb", "ep": 2, "precision": "bf16"}),
         ("llama", "selective", 8, 0, {"gpu": "h100-80gb", "cp": 2, "tp": 2}),
         ("llama", "full", 8, 0, {"gpu": "h100-80gb", "pp": 2, "precision": "bf16"}),
+        ("llama", "full", 8, 7, {"gpu": "h100-80gb", "pp": 2, "precision": "bf16"}),
     ],
 )
 def test_the_planner_predicts_what_a_dry_run_finds(
