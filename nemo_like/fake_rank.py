@@ -182,7 +182,7 @@ class _Shortened:
     kinds: Mapping[str, Kind] = field(default_factory=dict)
     """By the name of a layer that is left out, what it returns."""
     gaps: tuple[tuple[int, tuple[tuple[str, ...], ...]], ...] = ()
-    """Of each stretch: periods that are left out, and names of the layers of the periods around the gap."""
+    """For each stretch, periods that are left out, and names of the layers of the periods around the gap."""
 
 
 def _shortened(traced: ModelTrace, ac: object, kept: int) -> _Shortened:
