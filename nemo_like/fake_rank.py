@@ -212,11 +212,11 @@ def _run(model: nn.Module, sample_input: object, job: Job, shortened: _Shortened
         job = replace(job, ac=job.ac.only([layer.fqn for layer in job.ac.layers if layer.fqn not in skipped]))
     parallelized = parallelize(mine, job, sample_input=sample_input)
     modules = [stage.module for stage in parallelized.stages] if isinstance(parallelized, Pipeline) else [parallelized]
-    run = FakeRun(cuda=job.gpu.cuda, model=model)
+    device: Device = job.gpu
+    run = FakeRun(cuda=device.cuda, model=model)
     run.routed_by = _routing(model, job)
     _give_memory(modules, run)
     args, kwargs = run.sample(split_sample(sample_input))
-    device: Device = job.gpu
     ledger = StorageLedger(on_cpu=device.kind == "cpu")
     if isinstance(parallelized, Pipeline):
         parallelized.tie()
@@ -225,13 +225,9 @@ def _run(model: nn.Module, sample_input: object, job: Job, shortened: _Shortened
     else:
         split_loss = job.loss is None and job.tp.loss_parallel
         go = _loop(parallelized, args, kwargs, loop, ledger, loss_parallel if split_loss else nullcontext)
-    parameters = list(parallelized.parameters())
-    word = loop.optimizer
-    if word == "adamw" and device.kind == "cuda" and not any(isinstance(each, DTensor) for each in parameters):
-        word = "adamw-foreach"  # as torch takes it there, which it does not for DTensors
-    make = OPTIMIZER_OBJECTS[word].make
+    make = OPTIMIZER_OBJECTS[OPTIMIZER_OBJECTS[loop.optimizer].form_on(device.kind)].make
     assert make is not None  # `refuse_dry_run`
-    optimizer = make(parameters)
+    optimizer = make(list(parallelized.parameters()))
     told = without_values(f"{type(model).__name__} cannot be run without values: its step", model)
     by_name = _layers_of(modules, names)
     with told, run, ledger, SumsInPlace(), ledger.watching(by_name), _sends_hold(), _no_collector():

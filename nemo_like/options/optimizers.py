@@ -107,6 +107,10 @@ class OptimizerFacts:
     lighter: str | None = None
     """The word of one that trains as well with less state."""
 
+    def form_on(self, device: str) -> str:
+        """Return the word of the form that torch takes on this kind of device: foreach on ``cuda``, also for DTensors."""
+        return self.forms[device == "cuda"] if self.forms else self.name
+
 
 def optimizer_memory(trained: Sequence[TrainedParameter], name: str, *, device: str) -> OptimizerMemory:
     """The memory of an optimizer on one rank.
@@ -123,6 +127,7 @@ def optimizer_word(optimizer: torch.optim.Optimizer) -> str:
     """The key of `OPTIMIZER_OBJECTS` that `optimizer` is; empty: none."""
     import torch
     from torch import nn
+    from torch.distributed.tensor import DTensor
 
     chosen = optimizer.param_groups[0]
     if isinstance(optimizer, torch.optim.SGD):
@@ -132,9 +137,10 @@ def optimizer_word(optimizer: torch.optim.Optimizer) -> str:
     if chosen.get("fused"):
         return "adamw-fused"
     param = chosen["params"][0]
-    plain = type(param) in (torch.Tensor, nn.Parameter) and param.device.type == "cuda"
-    foreach = plain if chosen.get("foreach") is None else chosen["foreach"]
-    return "adamw-foreach" if foreach else "adamw-loop"
+    if chosen.get("foreach") is not None:
+        return "adamw-foreach" if chosen["foreach"] else "adamw-loop"
+    known = type(param) in (torch.Tensor, nn.Parameter, DTensor)
+    return OPTIMIZER_OBJECTS["adamw"].form_on(param.device.type if known else "cpu")
 
 
 def _adamw(passes: Callable[[Sequence[TrainedParameter]], tuple[StepTemporaries, ...]], fused: bool = False) -> Memory:

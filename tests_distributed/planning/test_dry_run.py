@@ -151,6 +151,7 @@ def _deep(family: str, layers: int) -> Any:
     ("family", "layers", "asked"),
     [
         ("llama", 12, {"ac": "full"}),
+        ("llama", 24, {"ac": "full", "gpu": "h100-80gb"}),  # a step of the optimizer over all parameters is the peak
         ("deepseek_v3", 8, {"ac": "none", "ep": FULLEST}),  # one dense layer, then experts
         # Two kinds that alternate.
         pytest.param("gpt_oss", 14, {"ac": "selective", "tp": 2}, marks=pytest.mark.long),
