@@ -11,7 +11,8 @@ computed from whole sequences on every rank: what comes behind the layers is giv
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -199,6 +200,20 @@ class RootHooks:
         return bool(seen[0]), bool(seen[1])
 
 
+@contextmanager
+def _put_back(function: Callable[..., Tensor]) -> Iterator[None]:
+    """Within it, `function` is torch's cross entropy again, and then what was.
+
+    Under a function mode, as `torch.set_default_device` is one, torch looks a function that runs up by its name again.
+    """
+    replaced = F.cross_entropy
+    F.cross_entropy = function
+    try:
+        yield
+    finally:
+        F.cross_entropy = replaced
+
+
 class _Loss:
     """The loss of one call."""
 
@@ -208,8 +223,6 @@ class _Loss:
         self.labels = hooks.parts.cut(whole, 1, IGNORED)
         self.found: list[Tensor] = []
         self._before: Callable[..., Tensor] = F.cross_entropy
-        self._inside = False
-        """Under a function mode, as `torch.set_default_device` is one, torch looks the function up by its name again."""
 
     def __enter__(self) -> None:
         self._before = F.cross_entropy
@@ -229,8 +242,6 @@ class _Loss:
         reduction: str = "mean",
         label_smoothing: float = 0.0,
     ) -> Tensor:
-        if self._inside:
-            return self._before(input, target, weight, None, ignore_index, None, reduction, label_smoothing)
         whole = self._targets(target, ignore_index)
         mine = self.hooks.parts.cut(whole, 1, ignore_index).reshape(target.shape)
         if reduction not in ("mean", "sum"):
@@ -238,13 +249,10 @@ class _Loss:
                 f"cp sums a model's loss over ranks, and this model calls cross entropy with reduction={reduction!r}: "
                 "what it does with single losses is not known. Compute the loss outside, from shard_sequence's labels."
             )
-        self._inside = True
-        try:
+        with _put_back(self._before):
             total = self._before(
                 input, mine, weight, ignore_index=ignore_index, reduction="sum", label_smoothing=label_smoothing
             )
-        finally:
-            self._inside = False
         if reduction == "mean":
             total = mean_of(total, LossCall(whole, ignore_index, weight, reduction))
         self.found.append(total)
@@ -315,7 +323,6 @@ class WatchedLosses:
 
     def __init__(self) -> None:
         self._found: list[tuple[Tensor, int]] = []
-        self._inside = False
         self._before: Callable[..., Tensor] = F.cross_entropy
 
     def __enter__(self) -> None:
@@ -326,13 +333,8 @@ class WatchedLosses:
         F.cross_entropy = self._before
 
     def _cross_entropy(self, input: Tensor, target: Tensor, *args: object, **kwargs: object) -> Tensor:
-        if self._inside:  # as in `_Loss`
-            return self._before(input, target, *args, **kwargs)
-        self._inside = True
-        try:
+        with _put_back(self._before):
             loss = self._before(input, target, *args, **kwargs)
-        finally:
-            self._inside = False
         self._found.append((loss, target.numel()))
         return loss
 
