@@ -701,7 +701,7 @@ def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
     c10d: Any = torch.distributed.distributed_c10d
     tables = [getattr(c10d, name) for name in _TABLES_OF_GROUPS]
     contents, hook = [dict(table) for table in tables], sys.excepthook
-    default, count, names = c10d._world.default_pg, c10d._world.group_count, dict(c10d._world.pg_names)
+    default, count = c10d._world.default_pg, c10d._world.group_count
     forget_meshes()
     for table in tables:
         table.clear()
@@ -716,7 +716,7 @@ def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
         for table, content in zip(tables, contents):
             table.clear()
             table.update(content)
-        for group, name in names.items():  # to destroy the fake ones has unregistered all
+        for group, name in c10d._world.pg_names.items():  # to destroy the fake ones has unregistered all
             torch._C._distributed_c10d._register_process_group(name, group)
         c10d._update_default_pg(default)
         c10d._world.group_count = count

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-DISTRIBUTIONS = {"yaml": "pyyaml", "torchtitan.protocols.model_converter": "torchtitan"}
+DISTRIBUTIONS = {"yaml": "pyyaml"}
 """The name to install of a module, where that is another one than its first word."""
 
 

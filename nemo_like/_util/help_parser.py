@@ -33,8 +33,8 @@ class HelpParser(argparse.ArgumentParser):
     def __init__(self, *, purpose: str = "", lines: Iterable[str] = (), **settings: Any) -> None:
         self._groups: dict[str, Any] = {}
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **settings)
-        self.description = "\n\n".join([purpose, examples(self.prog, lines)]) if purpose else self.description
         if purpose:
+            self.description = f"{purpose}\n\n{examples(self.prog, lines)}"
             self.usage = f"{self.prog} [options]"
 
     def in_options(self, message: str) -> str:
@@ -53,7 +53,7 @@ class HelpParser(argparse.ArgumentParser):
         return re.sub(r"(?<![\w.-])([a-z_0-9]+)=('[^']*'|[\w.%-]*\w%?)", option, message)
 
     def add_argument(self, *names: Any, **settings: Any) -> argparse.Action:
-        """Add an option to its group; a new group is added to `GROUPS` first (KeyError)."""
+        """Add an option to its group; one that `GROUPS` does not have is a KeyError."""
         option = settings.get("dest") or str(names[0]).lstrip("-").replace("-", "_")
         if option in ("h", "version") or not str(names[0]).startswith("-"):
             return super().add_argument(*names, **settings)

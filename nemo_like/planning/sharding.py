@@ -348,8 +348,9 @@ def _unit(
 
 def joined(a: UnitBytes, b: UnitBytes) -> UnitBytes:
     """Both as one unit, of the kind of the first."""
-    numbers = {k: getattr(a, k) + getattr(b, k) for k in vars(a) if k not in ("kind", "reshard", "stack")}
-    return UnitBytes(kind=a.kind, reshard=a.reshard, stack=a.stack, **numbers)
+    numbers = {k: getattr(a, k) + getattr(b, k) for k in vars(a) if k not in ("kind", "reshard", "stack", "cut_last")}
+    cut_last = (b if b.reduce_input else a).cut_last
+    return UnitBytes(kind=a.kind, reshard=a.reshard, stack=a.stack, cut_last=cut_last, **numbers)
 
 
 def _cut_dim(param: nn.Parameter, ranks: int, kind: str) -> int:
