@@ -7,7 +7,6 @@ counts.
 
 from __future__ import annotations
 
-import copy
 import gc
 import inspect
 import os
@@ -33,6 +32,7 @@ from nemo_like.distributed.expert import find_experts
 from nemo_like.distributed.gradients import set_gradient_sync
 from nemo_like.distributed.pipeline import Pipeline
 from nemo_like.distributed.pipeline.batches import repeated
+from nemo_like.fake.model_copy import copy_on_meta
 from nemo_like.fake.reasons import without_values
 from nemo_like.fake.run import FakeRun
 from nemo_like.job import Job
@@ -203,7 +203,7 @@ def _shortened(traced: ModelTrace, ac: object, kept: int) -> _Shortened:
 
 def _run(model: nn.Module, sample_input: object, job: Job, shortened: _Shortened) -> dict[StepMoment, Level] | None:
     """Return the levels of a step, of which the layers that are left out do not run; None: they are not known."""
-    mine, loop, skipped = _on_meta(model), job.step, shortened.kinds
+    mine, loop, skipped = copy_on_meta(model), job.step, shortened.kinds
     names = [layer.fqn for layer in find_layers(model, job.layers) if layer.fqn not in skipped]
     leave_out(mine, skipped)
     if skipped or job.layers is not None:
@@ -397,14 +397,6 @@ def _no_collector() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def _on_meta(model: nn.Module) -> nn.Module:
-    """A copy of `model` without weights; buffers with their values."""
-    memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-    return copy.deepcopy(model, memo)
 
 
 def _give_memory(models: Sequence[nn.Module], run: FakeRun) -> None:

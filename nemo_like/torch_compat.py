@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from operator import attrgetter, methodcaller
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
@@ -344,11 +347,17 @@ def fake_tensor_types() -> tuple[type[Any], type[Any]]:
 def fake_parameter(mode: Any, like: Tensor, dtype: torch.dtype) -> Any:
     """A parameter of the fake `mode` on the CPU, with the shape, strides and `requires_grad` of `like`.
 
-    The public way goes through every active mode three times, and a model has thousands of parameters.
+    Of a DTensor, one with such a part. The public way goes through every active mode three times, and a model has thousands
+    of parameters.
     """
+    part = local_part(like)
     with unseen():
-        elements = torch.empty_strided(like.shape, like.stride(), dtype=dtype, device="meta")
+        elements = torch.empty_strided(part.shape, part.stride(), dtype=dtype, device="meta")
         parameter = fake_tensor_types()[0](mode, elements, torch.device("cpu"))
+        if isinstance(like, DTensor):
+            layout: Any = like._spec
+            meta = layout.tensor_meta._replace(dtype=dtype)
+            parameter = DTensor(parameter, replace(layout, tensor_meta=meta), requires_grad=False)
         parameter._is_param = True
         return parameter.requires_grad_(like.requires_grad)
 
@@ -691,42 +700,114 @@ def fake_store() -> Any:
         raise RuntimeError(f"torch {torch.__version__} has no fake process group where we know it.") from error
 
 
+class FakeRanks:
+    """A world in which this process is `rank` of `world_size` ranks, and the others are not there; to be entered often.
+
+    Process groups that are up are set aside inside, and work again afterwards, also after an error or Ctrl-C: torch keeps
+    them in tables of its module and, by name, in C++, where those of fake ranks get names of their own. Dispatch modes do
+    not see how DTensor finds out shapes, which it does once for each call.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._inside: Any = None
+        self._outside: list[Any] = []
+
+    def __enter__(self) -> FakeRanks:
+        self._outside.append(_groups())
+        if self._inside is not None:
+            _put_groups(self._inside)
+            return self
+        _put_groups(_NO_GROUPS)
+        torch.distributed.distributed_c10d._world.group_count = next(_first_names)
+        try:
+            torch.distributed.init_process_group("fake", store=fake_store(), rank=self.rank, world_size=self.world_size)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._inside = _groups()
+        _put_groups(self._outside.pop())
+
+    def forget(self) -> None:
+        """Leave nothing of these ranks: they are not entered again."""
+        for name in self._inside.tables[_NAMES].values():
+            torch._C._distributed_c10d._unregister_process_group(name)
+        forget_meshes()
+
+
 @contextlib.contextmanager
 def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
-    """This process is `rank` of `world_size` ranks inside, and the others are not there.
-
-    Process groups that are up are set aside, and work again afterwards, also after an error or Ctrl-C: torch keeps them in
-    tables of its module and, by name, in C++, where those of the fake ranks get names of their own.
-    """
-    c10d: Any = torch.distributed.distributed_c10d
-    tables = [getattr(c10d, name) for name in _TABLES_OF_GROUPS]
-    contents, hook = [dict(table) for table in tables], sys.excepthook
-    default, count = c10d._world.default_pg, c10d._world.group_count
+    """This process is `rank` of `world_size` ranks inside, as in `FakeRanks`, whose meshes may be those of real ranks."""
+    ranks = FakeRanks(rank, world_size)
     forget_meshes()
-    for table in tables:
-        table.clear()
-    c10d._update_default_pg(None)
-    c10d._world.group_count = count + _NAMES_APART
     try:
-        torch.distributed.init_process_group("fake", store=fake_store(), rank=rank, world_size=world_size)
-        yield
+        with ranks:
+            yield
     finally:
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
-        for table, content in zip(tables, contents):
-            table.clear()
-            table.update(content)
-        for group, name in c10d._world.pg_names.items():  # to destroy the fake ones has unregistered all
+        ranks.forget()
+
+
+_shapes: Any = DTensor._op_dispatcher.sharding_propagator
+_find_shape: Any = type(_shapes)._propagate_tensor_meta_non_cached
+
+
+def _find_shape_unseen(schema: Any) -> Any:
+    with without_dispatch_modes():
+        return _find_shape(_shapes, schema)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, what a tensor that is still being sent will be, or any other tensor itself."""
+    part = getattr(tensor, "_local_tensor", tensor)
+    return getattr(part, "elem", part) if type(part) is AsyncCollectiveTensor else part
+
+
+class _Groups(NamedTuple):
+    """All that torch has of process groups."""
+
+    tables: tuple[dict[Any, Any], ...]
+    default: Any
+    next_name: int
+    """A number."""
+    excepthook: Any
+    """torch puts one around it that names the rank."""
+    shapes: Any
+    """The function that finds out shapes for DTensor; None: its own."""
+
+
+def _groups() -> _Groups:
+    c10d: Any = torch.distributed.distributed_c10d
+    tables = tuple(dict(getattr(c10d, name)) for name in _TABLES_OF_GROUPS)
+    return _Groups(
+        tables, c10d._world.default_pg, c10d._world.group_count, sys.excepthook, vars(_shapes).get(_find_shape.__name__)
+    )
+
+
+def _put_groups(groups: _Groups) -> None:
+    c10d: Any = torch.distributed.distributed_c10d
+    for name, content in zip(_TABLES_OF_GROUPS, groups.tables):
+        getattr(c10d, name).clear()
+        getattr(c10d, name).update(content)
+    for group, name in groups.tables[_NAMES].items():
+        try:
+            torch._C._distributed_c10d._resolve_process_group(name)
+        except RuntimeError:  # torch.distributed.destroy_process_group() forgets the names of all
             torch._C._distributed_c10d._register_process_group(name, group)
-        c10d._update_default_pg(default)
-        c10d._world.group_count = count
-        forget_meshes()
-        sys.excepthook = hook  # torch puts one around it that names the rank
+    c10d._update_default_pg(groups.default)
+    c10d._world.group_count, sys.excepthook = groups.next_name, groups.excepthook or sys.excepthook
+    vars(_shapes).pop(_find_shape.__name__, None)
+    if groups.shapes is not None:
+        vars(_shapes)[_find_shape.__name__] = groups.shapes
 
 
 _TABLES_OF_GROUPS = ("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_pg_to_tag", "_tags_to_pg")
-_NAMES_APART = 1_000_000
-"""More groups than a job makes."""
+_NAMES = _TABLES_OF_GROUPS.index("_pg_names")
+_NO_GROUPS = _Groups(({},) * len(_TABLES_OF_GROUPS), None, 0, None, _find_shape_unseen)
+_first_names = itertools.count(1_000_000, 1_000_000)
+"""Each fake world begins its names at another number: more than the groups that a job makes."""
 
 
 class VotingStage(PipelineStage):

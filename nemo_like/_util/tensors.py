@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -51,6 +51,12 @@ def _find(value: object, tensors: list[Tensor]) -> None:
         for leaf in tree_leaves(value):
             if leaf is not value:
                 _find(leaf, tensors)
+
+
+def is_wrapped(types: Iterable[type]) -> bool:
+    """Return whether an operator was called with a tensor that is made of others, by the types that its dispatch is given:
+    a DTensor, or torchao's float8. A mode that returns ``NotImplemented`` then sees what the operator runs inside."""
+    return any(hasattr(kind, "__tensor_flatten__") for kind in types)
 
 
 def by_argument(args: tuple, kwargs: Mapping[str, Any]) -> dict[Place, Tensor]:

@@ -202,6 +202,7 @@ _ROWS: dict[str, OpFacts] = {
     "aten._unsafe_view.default": _FREE,
     "aten._reshape_alias.default": _FREE,
     "_c10d_functional.wait_tensor.default": _FREE,
+    "_c10d_functional._wrap_tensor_autograd.default": _FREE,
 }
 """By overload. `_FREE_PACKETS` and `_FREE_NAMESPACES` contain what is free as a whole; a schema that states that an output
 aliases an input makes an operator free as well."""

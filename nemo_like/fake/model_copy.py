@@ -52,6 +52,14 @@ def model_copy(model: nn.Module, *, runs_kernels: bool = False) -> nn.Module:
     return copied
 
 
+def copy_on_meta(model: nn.Module) -> nn.Module:
+    """A copy of `model` with parameters on the meta device, tied ones once; its buffers are the model's."""
+    memo: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+    return copy.deepcopy(model, memo)
+
+
 @contextmanager
 def with_state(module: nn.Module, state: Mapping[str, Tensor]) -> Iterator[None]:
     """Within it, `module` has the tensors of `state`, by name, in the place of its own; shared ones under every name.

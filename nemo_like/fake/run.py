@@ -17,11 +17,12 @@ from torch import nn
 
 from nemo_like._util.module_tree import bare
 from nemo_like._util.op_lookup import packet_name
-from nemo_like._util.tensors import describe, map_tensors, tensors_in
+from nemo_like._util.tensors import describe, is_wrapped, map_tensors, tensors_in
 from nemo_like.activation_checkpointing import kv_sharing, ops
 from nemo_like.fake.cuda_ops import CudaOps
 from nemo_like.fake.model_copy import SMALL, call_with, random_numbers_put_back
 from nemo_like.fake.outside_state import OutsideState, RememberedTables
+from nemo_like.fake.ranks import ranks_of
 from nemo_like.fake.reasons import PLAN, Aim, named_reason
 from nemo_like.torch_compat import TorchDispatchMode, fake_parameter, fake_tensor_types
 from nemo_like.transformers_compat import USE_CACHE, parameter_names
@@ -44,13 +45,18 @@ class FakeRun(TorchDispatchMode):
     With `cuda`, a compute capability, the tensors are on the CPU all the same, but the operators are those that such a GPU
     would run (see `CudaOps`). What the functions of `model` remember from call to call is the run's own (`tables`), and
     random numbers of Python, NumPy and torch that are drawn inside are drawn again outside. Nor does what the model's code
-    changes outside of the model stay (see `OutsideState`).
+    changes outside of the model stay (see `OutsideState`). Where weights of `model` are split over a
+    `nemo_like.fake.ranks.fake_mesh`, it is its first rank that runs.
     """
 
     def __init__(
-        self, autocast: torch.dtype | None = None, cuda: tuple[int, int] | None = None, model: nn.Module | None = None
+        self,
+        autocast: torch.dtype | None = None,
+        cuda: tuple[int, int] | None = None,
+        model: nn.Module | None = None,
     ) -> None:
         super().__init__()
+        self.ranks = (None if model is None else ranks_of(model)) or nullcontext()
         self.tables = RememberedTables(model)
         self._outside = OutsideState(model)
         self.autocast = autocast
@@ -65,6 +71,7 @@ class FakeRun(TorchDispatchMode):
     def __enter__(self) -> Any:
         self._random.append(random_numbers_put_back())
         self._random[-1].__enter__()
+        self.ranks.__enter__()
         self._outside.__enter__()
         self.tables.__enter__()
         if self.cuda is not None:
@@ -77,11 +84,16 @@ class FakeRun(TorchDispatchMode):
             self.cuda.__exit__(*error)
         self.tables.__exit__(*error)
         self._outside.__exit__(*error)
+        self.ranks.__exit__(*error)
         self._random.pop().__exit__(*error)
 
     def __torch_dispatch__(
-        self, func: Callable, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
+        self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if is_wrapped(types):
+            return NotImplemented
+        if func._schema.name in ALIASES:
+            return args[0]
         kwargs = dict(kwargs or {})
         inputs = tensors_in((args, kwargs))
         check_layouts(inputs)
@@ -262,6 +274,8 @@ _LAYER_NORM = torch.ops.aten.native_layer_norm.default
 _LAYER_NORM_BACKWARD = torch.ops.aten.native_layer_norm_backward.default
 _GROUPED_MM = torch.ops.aten._grouped_mm.default
 _ROUTE = "nemo_like.route"
+ALIASES = ("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd")
+"""These return what they are given; torch's rules for fake tensors make another one."""
 _BINCOUNT = torch.ops.aten.bincount.default
 _INDEXED = frozenset((torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default))
 _DRAWS = frozenset((torch.ops.aten.rand.default, torch.ops.aten.randn.default))

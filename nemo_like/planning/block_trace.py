@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from nemo_like._util.op_lookup import argument, packet_name
-from nemo_like._util.tensors import Place, by_argument, map_tensors, tensors_in
+from nemo_like._util.tensors import Place, by_argument, is_wrapped, map_tensors, tensors_in
 from nemo_like.activation_checkpointing import ops
 from nemo_like.fake.model_copy import call_with
 from nemo_like.fake.run import FakeRun, FakeTensor
-from nemo_like.torch_compat import OpOverload, TorchDispatchMode
+from nemo_like.torch_compat import OpOverload, TorchDispatchMode, local_part
 
 
 class TraceMismatchError(RuntimeError):
@@ -124,7 +124,7 @@ class _Storages:
     size: dict[int, int] = field(default_factory=dict)
 
     def key(self, tensor: torch.Tensor) -> int:
-        storage = tensor.untyped_storage()
+        storage = local_part(tensor).untyped_storage()
         if id(storage) not in self.size:
             self.held.append(storage)
             self.size[id(storage)] = storage.nbytes()
@@ -178,16 +178,17 @@ class Recorder(TorchDispatchMode):
         self, func: OpOverload, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        inputs = tensors_in((args, kwargs))
+        made = func(*args, **kwargs)
+        # An operator of a DTensor is one for the engine, too, which decides on it. Its bytes are those of this rank's part.
+        args, kwargs, out = map_tensors(local_part, (args, kwargs, made)) if is_wrapped(types) else (args, kwargs, made)
+        inputs, outputs = tensors_in((args, kwargs)), tensors_in(out)
         for tensor in inputs:
             if not self.storages.known(tensor):
                 self.storages.origin[self.storages.key(tensor)] = "constant"
-        out = func(*args, **kwargs)
-        outputs = tensors_in(out)
         if not outputs and not ops.written_tensors(func, args, kwargs):
-            return out  # a question (a device, a value), not an op
+            return made  # a question (a device, a value), not an op
         self._record(func, args, kwargs, inputs, out, outputs)
-        return out
+        return made
 
     def _record(self, func: OpOverload, args: tuple, kwargs: dict, inputs: list, out: Any, outputs: list) -> None:
         s, index = self.storages, len(self.ops)

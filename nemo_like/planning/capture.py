@@ -19,6 +19,7 @@ from nemo_like._util.module_tree import bare
 from nemo_like._util.tensors import by_argument, describe, map_tensors, split_sample, tensors_in
 from nemo_like._util.words import a_or_an
 from nemo_like.activation_checkpointing.kv_sharing import has_kv_sharing
+from nemo_like.distributed.tensor.apply import edges
 from nemo_like.fake.reasons import named_reason
 from nemo_like.fake.run import FakeRun, cache_off, call_flags, replaced_forwards, run_forward
 from nemo_like.planning.block_trace import trace_block
@@ -56,7 +57,7 @@ def trace_model(
         state = run.state(model, dtype)
         args, kwargs = run.sample(split_sample(sample_input), dtype)
         kwargs = call_flags(model, args, kwargs)
-        with watcher.installed(state), run.casting():
+        with watcher.installed(state), run.casting(), edges(model):
             run_forward(model, state, args, kwargs)
         if late := sorted(_parts(model) - parts):
             raise ValueError(

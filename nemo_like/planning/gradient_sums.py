@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from nemo_like._util.tensors import is_wrapped
 from nemo_like.torch_compat import TorchDispatchMode, storage_use_count, use_count, without_dispatch_modes
 
 _ADD = torch.ops.aten.add.Tensor
@@ -48,7 +49,7 @@ class SumsInPlace(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         in_place = _IN_PLACE.get(func)
-        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+        if is_wrapped(types):
             in_place = None  # into a tensor made of others (DTensor) autograd adds nothing
         if in_place is not None and self.counts is not None and _by_the_engine(inspect.currentframe()):
             into = args[0]

@@ -18,7 +18,7 @@ from nemo_like._util.tensors import Place, by_argument, map_tensors, tensors_in
 from nemo_like.fake.run import FakeRun
 from nemo_like.planning.block_trace import BlockTrace
 from nemo_like.planning.recorded import Record
-from nemo_like.torch_compat import tree_flatten
+from nemo_like.torch_compat import local_part, tree_flatten
 
 _OWN_INDEX = ("idx", "index", "layer_id", "layer_number", "layer_num", "block_id")
 
@@ -107,7 +107,7 @@ def settings_of(module: nn.Module) -> tuple:
         )
         found.append((name, type(part), plain))
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        found.append((name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad))
+        found.append((name, tuple(local_part(tensor).shape), tensor.dtype, tensor.requires_grad))
     return tuple(found)
 
 

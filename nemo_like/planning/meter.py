@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from nemo_like._util.tensors import map_tensors, tensors_in
+from nemo_like._util.tensors import is_wrapped, map_tensors, tensors_in
 from nemo_like.fake.model_copy import call_with
 from nemo_like.fake.run import check_layouts
 from nemo_like.planning.block_trace import TraceMismatchError
 from nemo_like.planning.kinds import Kind
 from nemo_like.planning.scratch import scratch_bytes
-from nemo_like.torch_compat import TorchDispatchMode
+from nemo_like.torch_compat import TorchDispatchMode, local_part
 
 
 class LiveBytes(TorchDispatchMode):
@@ -36,7 +36,7 @@ class LiveBytes(TorchDispatchMode):
         self._made = 0
         self._seen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         for tensor in known:
-            self._seen[tensor.untyped_storage()] = 0
+            self._seen[local_part(tensor).untyped_storage()] = 0
         self._collects = False
 
     def __enter__(self) -> LiveBytes:
@@ -54,8 +54,8 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # a tensor made of others (torchao's float8): what its op runs inside comes here
+        if is_wrapped(types):
+            return NotImplemented
         for tensor in tensors_in((args, kwargs)):
             self._seen.setdefault(tensor.untyped_storage(), 0)  # made outside: not ours to count
         out = func(*args, **(kwargs or {}))
@@ -84,7 +84,7 @@ class LiveBytes(TorchDispatchMode):
 
     def number(self, tensor: torch.Tensor) -> int:
         """Of the storage of `tensor`, in `log`; 0: it was made outside."""
-        return self._seen.get(tensor.untyped_storage(), 0)
+        return self._seen.get(local_part(tensor).untyped_storage(), 0)
 
     def _next(self) -> int:
         self._made += 1

@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor.parallel import loss_parallel
 
 from nemo_like._util.module_tree import bare
 from nemo_like._util.tensors import Place, by_argument, tensors_in
+from nemo_like.distributed.tensor.apply import edges
 from nemo_like.fake.model_copy import leaves_of, with_state
 from nemo_like.fake.reasons import without_values
 from nemo_like.fake.run import cache_off, replaced_forwards
@@ -34,7 +36,6 @@ from nemo_like.planning.program.records import BackwardCall, ForwardCall, OuterE
 from nemo_like.planning.recorded import record_again
 from nemo_like.planning.step_loss import loss_of
 from nemo_like.planning.step_time import OpSeconds
-from nemo_like.planning.vocabulary_loss import VocabularyParallelLoss
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,8 @@ def outer_memory(
         SumsInPlace(),
         timer or nullcontext(),
         replaced_forwards(layers, stub),
-        VocabularyParallelLoss() if split_loss else nullcontext(),
+        loss_parallel() if split_loss else nullcontext(),
+        edges(model),
         ends.watching(model) if chunks is None else nullcontext(),
     ):
         with traced.run.casting():

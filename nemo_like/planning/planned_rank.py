@@ -17,7 +17,6 @@ from nemo_like.planning.planner import MODES, Planner, as_choice
 from nemo_like.planning.stage_balance import balanced
 from nemo_like.planning.stage_plans import plan_pipeline
 from nemo_like.planning.stages import PipelinePlanner
-from nemo_like.planning.tensor_twin import check_tensor_budget
 
 
 @dataclass(frozen=True)
@@ -40,8 +39,6 @@ def plan_rank(model: nn.Module, sample_input: Any, job: Job, rank: int) -> Plann
     """
     if job.pp.size > 1:
         return _in_stages(model, sample_input, job, rank)
-    if isinstance(job.ac, MemoryBudget):
-        check_tensor_budget(model, job)
     with Planner(model, sample_input, job) as planner:
         if isinstance(job.ac, MemoryBudget):
             choices, gap = planner.choose(job.ac, str(job.ac))

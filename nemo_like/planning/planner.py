@@ -12,6 +12,7 @@ from typing import Any, Unpack
 
 import torch
 from torch import nn
+from torch.distributed.tensor.parallel import loss_parallel
 
 from nemo_like._util.extras import MissingExtraError, require
 from nemo_like._util.log import warn_once
@@ -29,6 +30,7 @@ from nemo_like.distributed.context.parts import MasksOfAllLayers
 from nemo_like.distributed.expert.split_experts import has_experts
 from nemo_like.distributed.launch import pick_device_type, world_size
 from nemo_like.distributed.pipeline.cut import STAGE_MARK, call_of
+from nemo_like.distributed.tensor.first_rank import first_of_tensor_ranks
 from nemo_like.fake.model_copy import model_copy
 from nemo_like.job import AllKeywords, Job, as_code
 from nemo_like.layers import find
@@ -69,8 +71,6 @@ from nemo_like.planning.sharding import (
 )
 from nemo_like.planning.stack import ChoiceGroup, Stack
 from nemo_like.planning.step_time import exposed_seconds
-from nemo_like.planning.tensor_twin import check_tensor_budget, has_known_rules, rank_twin
-from nemo_like.planning.vocabulary_loss import VocabularyParallelLoss
 from nemo_like.precision import effective_matmuls
 
 MODES = ("none", "full", "selective")
@@ -103,14 +103,8 @@ class Planner:
         if job.ep.size > 1 and not (hasattr(model, STAGE_MARK) and not has_experts(model, job.ep.plan)):
             self.model, self.experts = expert_twin(model, job.ep.size, planned_imbalance(job), job.ep.plan, job.tp.size)
         names = [experts.fqn for experts in self.experts]
-        self.model = rank_twin(
-            self.model,
-            job.tp.size,
-            job.tp.plan,
-            names,
-            sequence_parallel=job.tp.sequence_parallel,
-            loss_parallel=job.tp.loss_parallel,
-        )
+        if job.tp.size > 1:
+            self.model = first_of_tensor_ranks(self.model, job.tp, names)
         self.experts = tuple(replace(each, module=self.model.get_submodule(each.fqn)) for each in self.experts)
         if job.loss is not None:
             if self._splits_loss:
@@ -153,7 +147,7 @@ class Planner:
                 f"Operators can't be measured for {device.name} ({device.kind}): this process has {at_hand} only, which "
                 "runs others. Leave measuring out (measure=False; no --measure), or plan for the device at hand."
             )
-        with VocabularyParallelLoss() if self._splits_loss else contextlib.nullcontext():
+        with loss_parallel() if self._splits_loss else contextlib.nullcontext():
             self.traced: ModelTrace = trace_model(
                 self.model, self.layers, sample_input, dtype=dtype, autocast=lower, cuda=device.cuda
             )
@@ -169,12 +163,6 @@ class Planner:
         self._proved: dict[tuple[int, Choice], Choice] = {}
         self._known_forms: dict[tuple[bool, int], ParameterForms] = {}
         self._optimizers: dict[tuple[int, str], tuple[Sharding, OptimizerMemory]] = {}
-
-    @property
-    def takes_budget(self) -> bool:
-        """Whether `parallelize` takes a budget with this set-up: not beside weights that are split in an unknown way."""
-        names = [experts.fqn for experts in self.experts]
-        return self.job.tp.size == 1 or has_known_rules(self.whole, self.job.tp.size, self.job.tp.plan, names)
 
     def __enter__(self) -> Planner:
         return self
@@ -668,7 +656,6 @@ def plan_for(
     """
     check_model(model)
     made = asked_job(job, asked, sample_input)
-    check_tensor_budget(model, made)
     if made.pp.size > 1:
         from nemo_like.planning.stage_plans import plan_pipeline
 

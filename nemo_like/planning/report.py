@@ -130,8 +130,6 @@ class PlanReport:
     """Bytes of parameters, gradients and optimizer state on a rank that belong to no weight."""
     answer: str = ""
     """What ``"min"`` or ``"max"`` came to, in a sentence."""
-    takes_budget: bool = True
-    """Whether `nemo_like.parallelize` takes a budget for this job."""
     pipeline: Mapping[str, Any] | None = None
     """Of a pipeline: its stages, schedule, micro-batches, layers and micro-batches in flight of each stage."""
     what_if: tuple[WhatIf, ...] = ()
@@ -266,10 +264,6 @@ class PlanReport:
     def _warnings(self) -> list[str]:
         """Return what a reader must know of the numbers, a sentence each."""
         lines = []
-        if self.best is not None and self.best.ac in MODES and not self.takes_budget:
-            lines.append(
-                "parallelize takes no budget with this tp=; of what fits, this is the fastest that it can run."
-            )
         if self.balanced is not None and self.best is not None:
             peaks = (write_bytes(self.best.plan.peak_bytes), write_bytes(self.balanced))
             lines.append(
@@ -372,9 +366,8 @@ def make_report(
     fastest = rows[0] if rows[0].fits else _planned_within(planner, limit)
     if fastest is not None and fastest.ac not in {row.ac for row in rows}:
         rows.append(fastest)
-    takes_budget = isinstance(planner, PipelinePlanner) or planner.takes_budget
-    runnable = [row for row in rows if row.fits and (takes_budget or row.ac in MODES)]
-    best = min(runnable, key=lambda row: (row.seconds, row.plan.peak_bytes)) if runnable else None
+    fitting = [row for row in rows if row.fits]
+    best = min(fitting, key=lambda row: (row.seconds, row.plan.peak_bytes)) if fitting else None
     balanced = None
     if best is not None and isinstance(planner, Planner) and planner.job.ep.size > 1:
         peak = balanced_peak(planner, best.choices)
@@ -390,7 +383,6 @@ def make_report(
         tokens,
         balanced,
         _padding(planner),
-        takes_budget=takes_budget,
         pipeline=_pipeline(planner),
     )
 

@@ -25,7 +25,7 @@ from nemo_like.distributed.expert.expert_mesh import expert_shard_dim
 from nemo_like.distributed.units import UnitPlan, padded_rows, plan_units, shard_dim
 from nemo_like.options import FSDP2, Precision
 from nemo_like.options.optimizers import TrainedParameter
-from nemo_like.planning.tensor_twin import PartOfWeight
+from nemo_like.torch_compat import local_part
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ class ParameterForms:
         known = self._of.get(id(param))
         if known is None:
             trains = param.requires_grad and (self.trained is None or id(param) in self.trained)
-            key = (type(param), param.shape, param.dtype, trains)
+            key = (getattr(param, "placements", None), local_part(param).shape, param.dtype, trains)
             known = self._of[id(param)] = self._forms.setdefault(key, len(self._forms))
             if known == len(self.first):
                 self.first.append(param)
@@ -261,7 +261,7 @@ def sharding_of(
     def trains_as(form: int, in_layer: bool, own: bool) -> TrainedParameter:
         param, ranks = forms.first[form], expert_ranks if own else shard_ranks
         elements = _padded(param, ranks, _cut_dim(param, ranks, "experts" if own else "")) // ranks
-        return TrainedParameter(tuple(param.shape), elements, param.element_size(), in_layer)
+        return TrainedParameter(tuple(local_part(param).shape), elements, param.element_size(), in_layer)
 
     reshard = asked if isinstance(asked, bool) else True
     inner = {layer: made("experts", of, expert_ranks, reshard) for layer, of in forms.experts.items()}
@@ -271,7 +271,7 @@ def sharding_of(
     for form, count in forms.sharded.items():
         param = forms.first[form]
         whole = _padded(param, shard_ranks, _cut_dim(param, shard_ranks, ""))
-        padding += count * (whole - param.numel()) * param.element_size()
+        padding += count * (whole - local_part(param).numel()) * param.element_size()
     root = unit(plan.root)
     for extra in plan.by_dtype:
         root = joined(root, unit(extra))
@@ -280,7 +280,7 @@ def sharding_of(
         modules=tuple(id(bare(source.modules[0])) for source in plan.layers),
         tail=unit(plan.tail) if plan.tail else None,
         root=root,
-        replicated=sum(p.numel() * p.element_size() for p in plan.replicated),
+        replicated=sum(local_part(p).nbytes for p in plan.replicated),
         experts=inner,
         world=shard_ranks,
         gloo=gloo,
@@ -333,12 +333,12 @@ def _unit(
         reduce_output=sum(n * size for n, size in reduce),
         grad=0 if host else grads,
         host_grad=grads if host else 0,
-        copied=sum(p.numel() * (param_dtype or p.dtype).itemsize for p in cut),
+        copied=sum(local_part(p).numel() * (param_dtype or p.dtype).itemsize for p in cut),
         held_in_reduce=next(
-            (p.numel() * (param_dtype or p.dtype).itemsize for p in reversed(cut) if p.requires_grad), 0
+            (local_part(p).numel() * (param_dtype or p.dtype).itemsize for p in reversed(cut) if p.requires_grad), 0
         ),
         cut_last=bool(trained) and any(trained[-1][1] is p for p in cut),
-        whole_grad=sum(p.numel() * (reduce_dtype or param_dtype or p.dtype).itemsize for _, p in trained),
+        whole_grad=sum(local_part(p).numel() * (reduce_dtype or param_dtype or p.dtype).itemsize for _, p in trained),
         reshard=reshard,
         shard_gathered=sum(n * size for n, size in compute),
         each_shard=tuple(stored),
@@ -357,14 +357,15 @@ def _cut_dim(param: nn.Parameter, ranks: int, kind: str) -> int:
     """The dim that FSDP2 cuts `param` on, of a unit of this kind."""
     if kind == "experts":
         return expert_shard_dim(param, ranks)
-    return 0 if isinstance(param, PartOfWeight) else shard_dim(param, ranks)
+    return shard_dim(param, ranks)
 
 
 def _padded(param: torch.Tensor, ranks: int, dim: int) -> int:
-    """Elements over all ranks, with padding."""
-    if param.dim() == 0:
-        return param.numel() * ranks
-    return param.numel() if dim else padded_rows(param, ranks) * math.prod(param.shape[1:])
+    """Elements over all ranks that share this rank's part of it, with padding."""
+    part = local_part(param)
+    if part.dim() == 0:
+        return part.numel() * ranks
+    return part.numel() if dim else padded_rows(part, ranks) * math.prod(part.shape[1:])
 
 
 T = TypeVar("T")

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nemo_like._util.log import say_once
-from nemo_like._util.tensors import tensors_in
+from nemo_like._util.tensors import is_wrapped, tensors_in
 from nemo_like.activation_checkpointing import ops
+from nemo_like.fake.run import ALIASES
 from nemo_like.options.optimizers import OPTIMIZER_OBJECTS, TrainedParameter
 from nemo_like.planning.devices import Device
 from nemo_like.planning.sharding import Sharding
@@ -27,6 +28,8 @@ class OpSeconds(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if is_wrapped(types):
+            return NotImplemented
         kwargs = dict(kwargs or {})
         out = func(*args, **kwargs)
         inputs, outputs = tensors_in((args, kwargs)), tensors_in(out)
@@ -48,6 +51,8 @@ def kernel_kind(op: Any, flops: int) -> str:
 
 def _views(func: Any) -> bool:
     """Returns its input, looked at otherwise: nothing is computed."""
+    if func._schema.name in ALIASES:
+        return True
     aliases = [result.alias_info for result in func._schema.returns]
     return any(alias is not None and not alias.is_write for alias in aliases)
 

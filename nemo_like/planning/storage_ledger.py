@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from nemo_like._util.tensors import tensors_in
+from nemo_like._util.tensors import is_wrapped, tensors_in
 from nemo_like.activation_checkpointing.ops import draws
 from nemo_like.planning.scratch import scratch_bytes
 from nemo_like.torch_compat import TorchDispatchMode, autograd_node, next_sequence_number, sequence_number, unseen
@@ -26,8 +26,6 @@ PARTS = (PARAMETERS, GATHERED, GRADIENTS, OPTIMIZER, ACTIVATIONS, AROUND, OTHER)
 ``optimizer``: state, and temporaries of its step. ``outside of layers``: embedding, masks, norm, head and loss."""
 _OUTSIDE = " outside of layers"
 _FSDP = "torch.distributed.fsdp"
-_ALIASES = ("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd")
-"""These return what they are given; torch's rules for fake tensors make another one."""
 _LIFT = torch.ops.aten.lift_fresh.default
 
 
@@ -239,10 +237,8 @@ class StorageLedger(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # a tensor made of others (DTensor): what its op runs inside comes here
-        if func._schema.name in _ALIASES:
-            return args[0]
+        if is_wrapped(types):
+            return NotImplemented
         if func is not _LIFT:  # which is given what torch.tensor() has just made
             for tensor in tensors_in((args, kwargs)):
                 if not tensor.is_meta:

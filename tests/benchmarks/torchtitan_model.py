@@ -11,25 +11,47 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
 
-from nemo_like.planning.sequence_twin import PlannedCutSum, PlannedWhole
-from nemo_like.planning.tensor_twin import known_rules, with_parts
+from nemo_like.fake.model_copy import copy_on_meta
+from nemo_like.fake.ranks import fake_mesh
 
 
 def tensor_parallel_rank(model: nn.Module, tp: int) -> nn.Module:
-    """`model` itself for one rank; else a twin. It is changed by hooks alone, so that stages of it can be cut out."""
+    """`model` itself for one rank; else a copy, split by torch's styles on ranks that are not there."""
     if tp == 1:
         return model
-    twin = with_parts(model, known_rules(model, tp), tp)
-    inner: Any = twin.get_submodule("model")
-    _sum_output(inner.embed_tokens, tp)
+    part, (ranks, mesh) = copy_on_meta(model), fake_mesh(tp=tp)
+    inner: Any = part.get_submodule("model")
+    part_of_sequence, whole, vocabulary = Shard(1), Replicate(), Shard(-1)
+    owner = {
+        "input_kwarg_layouts": {"hidden_states": part_of_sequence},
+        "desired_input_kwarg_layouts": {"hidden_states": whole},
+    }
+    ends = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=whole, output_layouts=part_of_sequence),
+        "lm_head": ColwiseParallel(input_layouts=part_of_sequence, output_layouts=vocabulary, use_local_output=False),
+    }
+    layer = {
+        "self_attn": PrepareModuleInput(**owner),
+        "mlp": PrepareModuleInput(input_layouts=(part_of_sequence,), desired_input_layouts=(whole,)),
+        **{f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"},
+        **{f"mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")},
+        **{name: RowwiseParallel(output_layouts=part_of_sequence) for name in ("self_attn.o_proj", "mlp.down_proj")},
+    }
+    with ranks:
+        parallelize_module(part, mesh, ends, src_data_rank=None)
+        for each in inner.layers:
+            parallelize_module(each, mesh, layer, src_data_rank=None)
+    for name in ends:
+        _where_its_weight_is(part.get_submodule(name))
+    # On the other stages it says how long a sequence is, and nothing of it is used.
+    inner.embed_tokens.register_forward_hook(
+        lambda module, _, out: None if isinstance(module.weight, DTensor) else out.chunk(tp, 1)[0]
+    )
     inner.rotary_emb.register_forward_pre_hook(_positions_of_all(tp), with_kwargs=True)
-    for layer in inner.layers:
-        for owner, last in ((layer.self_attn, layer.self_attn.o_proj), (layer.mlp, layer.mlp.down_proj)):
-            _gather_input(owner, tp)
-            _sum_output(last, tp)
-    _gather_input(twin.get_submodule("lm_head"), tp)
-    return twin
+    return part
 
 
 def with_ring(model: nn.Module, cp: int) -> nn.Module:
@@ -38,7 +60,7 @@ def with_ring(model: nn.Module, cp: int) -> nn.Module:
         inner: Any = model.get_submodule("model")
         for layer in inner.layers:
             layer.self_attn.o_proj.register_forward_pre_hook(
-                lambda _module, args: (_Ring.apply(args[0], cp), *args[1:])
+                lambda _module, args: (_Ring.apply(args[0], cp), *args[1:]), prepend=True
             )
     return model
 
@@ -70,21 +92,14 @@ def _hold(like: Tensor, *times: int) -> None:
     del held
 
 
-def _sum_output(module: nn.Module, tp: int) -> None:
-    module.register_forward_hook(lambda _module, _args, output: PlannedCutSum.apply(output, tp))
+def _where_its_weight_is(module: nn.Module) -> None:
+    """Have the styles of `module` act on the stage of a pipeline that has its weight."""
 
+    def guarded(hook: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda module, *given: hook(module, *given) if isinstance(module.weight, DTensor) else None
 
-def _gather_input(module: nn.Module, tp: int) -> None:
-    def hook(_module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        if args:
-            return (_whole(args[0], tp), *args[1:]), kwargs
-        return args, kwargs | {"hidden_states": _whole(kwargs["hidden_states"], tp)}
-
-    module.register_forward_pre_hook(hook, with_kwargs=True)
-
-
-def _whole(x: Tensor, tp: int) -> Tensor:
-    return PlannedWhole.apply(x, tp, True)
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        hooks.update({key: guarded(hook) for key, hook in hooks.items()})
 
 
 def _positions_of_all(tp: int) -> Callable[..., Any]:

@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.distributed.tensor.parallel import loss_parallel
 
 from nemo_like.distributed.pipeline.schedules import actions_of
+from nemo_like.fake.model_copy import model_copy
 from nemo_like.job import Job
 from nemo_like.models import resolve_model
 from nemo_like.options import PipelineParallel
@@ -24,7 +26,7 @@ from nemo_like.planning.schedule_time import StageSeconds, action_seconds, timel
 from nemo_like.planning.seconds import KERNELS_PER_PARAMETER, Links, unit_seconds
 from nemo_like.planning.stages import PipelinePlanner, parts_of
 from nemo_like.planning.step_time import optimizer_seconds
-from nemo_like.planning.vocabulary_loss import VocabularyParallelLoss
+from nemo_like.torch_compat import local_part
 from tests.benchmarks import torchtitan_step
 from tests.benchmarks.torchtitan_model import tensor_parallel_rank, with_ring
 from tests.benchmarks.torchtitan_seconds import HowRun, LayerSeconds, layer_seconds
@@ -103,14 +105,14 @@ class StepPrediction:
 
 def plan_step(step: PublishedStep, device: Device) -> StepPrediction:
     """Bytes and seconds of `step` on `device`; nothing runs."""
-    with VocabularyParallelLoss() if step.tp > 1 else nullcontext():
+    with loss_parallel() if step.tp > 1 else nullcontext():
         return _Stages(step, device).planned() if step.pp > 1 else _Whole(step, device).planned()
 
 
 class _Step:
     def __init__(self, step: PublishedStep, device: Device) -> None:
         self.step, self.device, self.links = step, device, Links.of(step.layout.job, device)
-        self.whole = resolve_model(step.model).build("meta")
+        self.whole = model_copy(resolve_model(step.model).build("meta"))  # which is planned with its hooks
         self.model = with_ring(tensor_parallel_rank(self.whole, step.tp), step.cp)
         rate = device.matmul_flops["float8"] if step.fp8 else 0.0
         self.how = HowRun(step.compiled, rate, step.async_tp, step.tp, step.cp)
@@ -186,7 +188,7 @@ class _Stages(_Step):
         head: Any = self.model.get_submodule("lm_head")
         rows = self.step.layout.micro_batch * self.step.seq_len // self.step.cp
         kept = [planner.hidden_bytes] * len(planner.stages)
-        kept[-1] = rows * head.weight.shape[0] * torch.bfloat16.itemsize
+        kept[-1] = rows * local_part(head.weight).shape[0] * torch.bfloat16.itemsize
         return torchtitan_step.reserved_on_rank(planner, rank, choices, kept)
 
     def _seconds(self, planner: PipelinePlanner, choices: Any) -> dict[str, float]:

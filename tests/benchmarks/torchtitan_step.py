@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from nemo_like.activation_checkpointing.ops import facts
 from nemo_like.distributed.pipeline.schedules import RESHARD, UNSHARD
@@ -56,7 +57,8 @@ class _CompiledCrossEntropy(torch.autograd.Function):
 
 def compiled_loss(output: Any) -> torch.Tensor:
     """The same where ``torch.compile`` takes it: ``build_cross_entropy_loss``, in 2025."""
-    return _CompiledCrossEntropy.apply(output.logits)
+    logits = output.logits
+    return _CompiledCrossEntropy.apply(logits.to_local() if isinstance(logits, DTensor) else logits)
 
 
 STEP = StepSpec(keeps_output=False, optimizer="adamw", loss_fn=loop_loss)

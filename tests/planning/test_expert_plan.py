@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_like import Job, TensorParallel
+from nemo_like import Job
 from nemo_like.fake.run import planned_table
 from nemo_like.layers import find_layers
 from nemo_like.models import resolve_model
@@ -167,8 +167,6 @@ def test_what_cannot_be_planned_says_so() -> None:
         ExpertParallel(2, imbalance=0.5)
     with pytest.raises(ValueError, match="ep is 4, which does not divide the 2 ranks that hold one copy"):
         _planner(1.0, ep=4, shard_ranks=2)
-    with pytest.raises(ValueError, match=r"gives 'model\.norm' the style 'sequence_parallel', of which the bytes"):
-        _planner(1.0, tp=TensorParallel(2, {"model.norm": "sequence_parallel"}), shard_ranks=8)
     with pytest.raises(ValueError, match="does not divide the 4 experts"):
         _planner(1.0, ep=3, shard_ranks=3)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -228,9 +229,9 @@ def _cut_sequences(model: nn.Module, places: SequencePlaces, mesh: DeviceMesh) -
     Inside a layer, the modules that own cut linears (attention, MLP) see the whole sequence; all others see a part, so
     the gradients of their parameters are summed over the ranks.
     """
-    edges = _Edges(places, mesh)
-    edges.put(model)
-    setattr(model, _EDGES, edges)
+    ends = _Edges(places, mesh)
+    ends.put(model)
+    setattr(model, _EDGES, ends)
     for name, keep in places.owners.items():
         model.get_submodule(name).register_forward_pre_hook(on_first_tensor(_Gather(mesh, keep=keep)), with_kwargs=True)
     for name in places.partial:
@@ -244,10 +245,13 @@ class _Edges:
         self.places, self.mesh = places, mesh
         self.handles: list[Any] = []
 
+    def remove(self) -> None:
+        while self.handles:
+            self.handles.pop().remove()
+
     def put(self, model: nn.Module) -> None:
         """On what is at these places now."""
-        for handle in self.handles:
-            handle.remove()
+        self.remove()
         first, last = (map(model.get_submodule, names) for names in (self.places.first, self.places.last))
         self.handles = [m.register_forward_pre_hook(on_first_tensor(_Cut(self.mesh)), with_kwargs=True) for m in first]
         self.handles += [m.register_forward_hook(_gather_output(self.mesh)) for m in last]
@@ -256,9 +260,30 @@ class _Edges:
 def cut_outside_of_regions(model: nn.Module) -> None:
     """Once layers are checkpointed: move the cuts of `sequence_parallel` out of the first and last region, so that the first
     one holds a part of the sequence alone."""
-    edges = getattr(model, _EDGES, None)
-    if edges is not None:
-        edges.put(model)
+    ends = getattr(model, _EDGES, None)
+    if ends is not None:
+        ends.put(model)
+
+
+def set_edges_aside(model: nn.Module) -> None:
+    """Let the cuts of `sequence_parallel` where stacks of layers begin and end act within `edges` alone: a planner runs
+    layers by themselves, too."""
+    if hasattr(model, _EDGES):
+        getattr(model, _EDGES).remove()
+
+
+@contextmanager
+def edges(model: nn.Module) -> Iterator[None]:
+    """Within it, what `set_edges_aside` took off acts, for a run of the whole model."""
+    ends = getattr(model, _EDGES, None)
+    if ends is None:
+        yield
+        return
+    ends.put(model)
+    try:
+        yield
+    finally:
+        ends.remove()
 
 
 class _Cut:

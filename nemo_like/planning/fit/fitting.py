@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Unpack
@@ -17,6 +17,7 @@ from nemo_like._util.module_tree import check_model
 from nemo_like._util.progress import Say, silent
 from nemo_like.distributed.expert import find_experts
 from nemo_like.distributed.expert.find_experts import EACH
+from nemo_like.distributed.tensor.plan import resolve_plan
 from nemo_like.job import Job
 from nemo_like.layers import find_layers
 from nemo_like.models import check_positions, resolve_model, text_batch
@@ -32,7 +33,6 @@ from nemo_like.planning.fit.search import Search, Shape, quietly
 from nemo_like.planning.fit.shapes import ShapeKey, Shared, TracedShape
 from nemo_like.planning.fit.staged import StagedShape
 from nemo_like.planning.sharding import same_on_all_ranks
-from nemo_like.planning.tensor_twin import has_known_rules, local_twin
 
 
 @dataclass
@@ -267,6 +267,7 @@ def _room(model: nn.Module, question: Question) -> Room:
             f"imbalance is {imbalance!r}, and {type(model).__name__} has no experts that ep could split. Leave it out."
         )
     host = question.device.gpus_per_host
+    apart = [found.fqn for found in find_experts(model)] if experts else []
     sizes = [n for n in range(1, min(question.gpus, host) + 1) if host % n == 0 and question.gpus % n == 0]
     return Room(
         gpus=question.gpus,
@@ -276,29 +277,16 @@ def _room(model: nn.Module, question: Question) -> Room:
         gpus_per_host=host,
         experts=min(experts, default=0),
         tensor_sizes=tuple(size for size in sizes if _splits(model, size)),
-        beside_experts=tuple(size for size in sizes if experts and _splits_beside_experts(model, size)),
+        beside_experts=tuple(size for size in sizes if experts and _splits(model, size, apart)),
         stages=question.gpus > host,
         pins=question.pins,
     )
 
 
-def _splits(model: nn.Module, size: int) -> bool:
-    if size == 1:
-        return True
-    config: Any = getattr(model, "config", None)
-    if not getattr(config, "base_model_tp_plan", None):
-        return False
+def _splits(model: nn.Module, size: int, whole: Collection[str] = ()) -> bool:
+    """Whether `tp` ranks can split its weights by its own plan; `whole`: as for `resolve_plan`."""
     try:
-        if not has_known_rules(model, size):
-            local_twin(model, size)
-    except ValueError:
-        return False
-    return True
-
-
-def _splits_beside_experts(model: nn.Module, size: int) -> bool:
-    try:
-        return size == 1 or has_known_rules(model, size, whole=[experts.fqn for experts in find_experts(model)])
+        return size == 1 or bool(resolve_plan(model, None, size, whole))
     except ValueError:
         return False
 

@@ -366,7 +366,7 @@ class Search:
             offloads = pins.get("offload", ("none",))
             # A budget for each stage takes long to plan: where nobody asks for one, the winner alone gets it.
             assert isinstance(shape, StagedShape)
-            modes = tuple(mode for mode in modes if mode != "plan" or ("ac" in pins and shape.takes_budget))
+            modes = tuple(mode for mode in modes if mode != "plan" or "ac" in pins)
             states = tuple(state for state in states if not state)
             if not modes or not states:
                 self.found.rejected[_NOT_BESIDE_PP] += 1
@@ -478,7 +478,7 @@ class Search:
         shape = self._traced(ShapeKey.of(conf))
         if isinstance(shape, str):
             return best
-        if isinstance(shape, StagedShape) and shape.takes_budget and "ac" not in self.question.pins:
+        if isinstance(shape, StagedShape) and "ac" not in self.question.pins:
             conf = conf.change(ac=MemoryBudget(peak_bytes=self.question.limit))
         elif best.plan is None:
             return best

@@ -12,7 +12,6 @@ from torch import nn
 
 from nemo_like._util.tensors import tensors_in
 from nemo_like.activation_checkpointing.plan import BudgetError, Plan
-from nemo_like.distributed.expert.find_experts import find_experts
 from nemo_like.distributed.pipeline.cut import StageParts
 from nemo_like.job import Job
 from nemo_like.losses.model_loss import find_head
@@ -26,7 +25,6 @@ from nemo_like.planning.seconds import StepSeconds
 from nemo_like.planning.stage_plans import choose, describe
 from nemo_like.planning.stage_seconds import pipeline_seconds
 from nemo_like.planning.stages import Choices, PipelinePlanner, hidden_of, parts_of
-from nemo_like.planning.tensor_twin import has_known_rules
 from nemo_like.planning.verdict import Need, verdict
 
 
@@ -37,13 +35,6 @@ class StagedShape:
         self, model: nn.Module, key: ShapeKey, question: Question, sample: Callable[[int], Any], shared: Shared
     ) -> None:
         """Nothing is traced yet, but for the model as a whole; raises ValueError where it cannot be cut."""
-        apart = [experts.fqn for experts in find_experts(model)] if key.ep > 1 else []
-        if key.tp > 1 and not has_known_rules(model, key.tp, whole=apart, exact=False):
-            raise ValueError(
-                "tp beside pp: the bytes of one rank are not known, where weights are split by unknown rules"
-            )
-        self.takes_budget = key.tp == 1 or has_known_rules(model, key.tp, whole=apart)
-        """Whether plans can be made: not of experts' weights that `tp` splits inside, of which bytes alone are known."""
         self.shared = shared
         self.key, self.question, self.sample = key, question, sample(key.micro_batch)
         self.model = model if key.cp == 1 else copy.deepcopy(model)  # stages cut the layers that they trace for good
