@@ -28,7 +28,6 @@ from nemo_like._util.tensors import split_sample
 from nemo_like._util.words import a_or_an, check_whole
 from nemo_like.activation_checkpointing.plan import Plan
 from nemo_like.distributed.context.methods import method_of
-from nemo_like.distributed.expert import find_experts
 from nemo_like.distributed.gradients import set_gradient_sync
 from nemo_like.distributed.pipeline import Pipeline
 from nemo_like.distributed.pipeline.batches import repeated
@@ -42,11 +41,11 @@ from nemo_like.options import DDP, FSDP2, ExpertParallel, MemoryBudget, StepSpec
 from nemo_like.options.optimizers import OPTIMIZER_OBJECTS
 from nemo_like.parallelizer import parallelize
 from nemo_like.planning.devices import Device, resolve_device
-from nemo_like.planning.expert_twin import planned_group, planned_imbalance
 from nemo_like.planning.fewer_layers import Stretch, leave_out, repeats, whole_levels
 from nemo_like.planning.gradient_sums import SumsInPlace
 from nemo_like.planning.kinds import Kind, ModelTrace
 from nemo_like.planning.planned_rank import PlannedRank, plan_rank
+from nemo_like.planning.planned_routing import routing_of
 from nemo_like.planning.step_loss import loss_of
 from nemo_like.planning.storage_ledger import PARAMETERS, Level, StepMoment, StorageLedger
 from nemo_like.resolve import layers_for
@@ -214,7 +213,7 @@ def _run(model: nn.Module, sample_input: object, job: Job, shortened: _Shortened
     modules = [stage.module for stage in parallelized.stages] if isinstance(parallelized, Pipeline) else [parallelized]
     device: Device = job.gpu
     run = FakeRun(cuda=device.cuda, model=model)
-    run.routed_by = _routing(model, job)
+    run.routing = routing_of(model, job)
     _give_memory(modules, run)
     args, kwargs = run.sample(split_sample(sample_input))
     ledger = StorageLedger(on_cpu=device.kind == "cpu")
@@ -426,9 +425,3 @@ def _give_memory(models: Sequence[nn.Module], run: FakeRun) -> None:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _routing(model: nn.Module, job: Job) -> str:
-    if job.ep.size == 1:
-        return ""
-    return planned_group(model, find_experts(model, job.ep.plan)[0], job.ep.size, planned_imbalance(job))

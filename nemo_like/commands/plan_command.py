@@ -319,11 +319,11 @@ def _check(args: argparse.Namespace) -> None:
 
 def _frozen(model: torch.nn.Module, args: argparse.Namespace, job: Job) -> torch.nn.Module:
     """The model with --lora and --four-bit applied."""
-    from nemo_like.planning.four_bit import four_bit_twin, with_adapters
+    from nemo_like.planning.four_bit import with_adapters, with_four_bit_weights
 
     if args.four_bit and args.lora is None:
         raise ValueError("--four-bit keeps frozen weights in 4 bits, and all train here: give --lora RANK as well.")
     if args.lora is None:
         return model
     adapted = with_adapters(model.train(), args.lora, job.param_dtype or parse_dtype("--dtype", args.dtype))
-    return four_bit_twin(adapted) if args.four_bit else adapted
+    return with_four_bit_weights(adapted) if args.four_bit else adapted

@@ -18,8 +18,8 @@ from nemo_like._util.module_tree import base_model
 from nemo_like._util.tensors import split_sample
 from nemo_like.distributed.context import cut_for_planning
 from nemo_like.distributed.context.methods import method_of
+from nemo_like.distributed.first_rank import first_rank
 from nemo_like.distributed.tensor.apply import edges
-from nemo_like.distributed.tensor.first_rank import first_of_tensor_ranks
 from nemo_like.fake.model_copy import call_with, model_copy
 from nemo_like.fake.reasons import in_place
 from nemo_like.fake.run import FakeRun, cache_off, call_flags
@@ -92,7 +92,7 @@ def try_tensor_parallel(
     copied, sample = _copied(model), _sample(model, sample_input, options.size)
     if copied is None or sample is None:
         return
-    part = first_of_tensor_ranks(copied, options, whole)
+    part, _ = first_rank(copied, options, whole=whole)
     with edges(part), loss_parallel() if options.loss_parallel else contextlib.nullcontext():
         error = _failure(part, sample)
     if error is not None and _runs_whole(model, sample):

@@ -45,8 +45,8 @@ def model_copy(model: nn.Module, *, runs_kernels: bool = False) -> nn.Module:
         for tensor in tensors_in([*vars(module).values()]):
             memo.setdefault(id(tensor), _tensor(tensor, whole=runs_kernels))
     for module in modules:
-        twin = memo[id(module)]
-        twin.__dict__.update({name: _attribute(module, name, value, memo) for name, value in vars(module).items()})
+        fresh = memo[id(module)]
+        fresh.__dict__.update({name: _attribute(module, name, value, memo) for name, value in vars(module).items()})
     copied: nn.Module = memo[id(model)]
     copied.__dict__[_MARK] = True
     return copied

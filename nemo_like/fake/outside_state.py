@@ -100,7 +100,7 @@ def _apart(value: Any, memo: dict[int, Any]) -> Any:
     if id(value) in memo:
         return memo[id(value)]
     if kind in (Tensor, torch.Generator):
-        copied = _twin(value)
+        copied = _own_copy(value)
     elif kind in _COUNTERS:
         copied = copy.copy(value)
     elif kind in _CONTAINERS and len(value) <= _MOST:
@@ -116,7 +116,7 @@ def _apart(value: Any, memo: dict[int, Any]) -> Any:
     return copied
 
 
-def _twin(value: Any) -> Any:
+def _own_copy(value: Any) -> Any:
     if isinstance(value, torch.Generator):
         return value.clone_state()
     return value.detach().clone().requires_grad_(value.requires_grad) if value.numel() <= SMALL else value

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -28,8 +28,16 @@ from nemo_like.torch_compat import TorchDispatchMode, fake_parameter, fake_tenso
 from nemo_like.transformers_compat import USE_CACHE, parameter_names
 
 FakeTensor, FakeTensorMode = fake_tensor_types()
-PLANNED = "planned"
-"""Begins the name of a group of ranks that are not there; see `planned_table`."""
+
+
+class PlannedRouting(NamedTuple):
+    """How the rows of tokens go to experts that are split over ranks."""
+
+    ranks: int
+    imbalance: float
+    """Rows that come to the experts of this rank, as a multiple of those that came to them if all got alike."""
+    sent: float
+    """The share of an expert's rows that are sent: a module that is called with all rows sends those that were chosen."""
 
 
 class FakeRun(TorchDispatchMode):
@@ -62,8 +70,8 @@ class FakeRun(TorchDispatchMode):
         self.autocast = autocast
         self.cuda = None if cuda is None else CudaOps(cuda)
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self.routed_by = ""
-        """For ranks that are there: the group of `planned_table` that determines how rows go to them."""
+        self.routing: PlannedRouting | None = None
+        """Of experts that are split."""
         self._unknown: weakref.WeakSet[Any] = weakref.WeakSet()
         """Storages of real tensors that a fake one was written into: their values mean nothing any more."""
         self._random: list[AbstractContextManager[None]] = []
@@ -157,8 +165,8 @@ class FakeRun(TorchDispatchMode):
         """PyTorch's rule for the shape of a grouped product refuses all but bfloat16, though kernels take more types."""
         if a.dtype == torch.bfloat16:
             return _GROUPED_MM(a, b, *args, **kwargs)
-        twins = (torch.empty_strided(t.shape, _strides_in_bfloat16(t), dtype=torch.bfloat16) for t in (a, b))
-        out = _GROUPED_MM(*twins, *args, **kwargs)
+        alike = (torch.empty_strided(t.shape, _strides_in_bfloat16(t), dtype=torch.bfloat16) for t in (a, b))
+        out = _GROUPED_MM(*alike, *args, **kwargs)
         pad = 16 // a.element_size()  # rows of the result are aligned to 16 bytes
         width = -(-out.shape[-1] // pad) * pad
         strides = (*((width * out.shape[-2],) if out.dim() == 3 else ()), width, 1)
@@ -166,7 +174,8 @@ class FakeRun(TorchDispatchMode):
 
     def _route(self, chosen: torch.Tensor, experts: int, group: str) -> tuple[torch.Tensor, ...]:
         """Who sends how many rows to whom is a plan's, and real; which rows has no values."""
-        table = planned_table(chosen.shape[0], experts, self.routed_by or group)
+        assert self.routing is not None
+        table = planned_table(chosen.shape[0], experts, self.routing)
         sizes = [chosen.shape[0], int(table[1].sum())]
         with self.fake:
             order, arrange = (torch.empty(size, dtype=torch.int64) for size in sizes)
@@ -383,13 +392,11 @@ def replaced_forwards(layers: Sequence[Any], make: Callable[[Any, Callable], Cal
                 module.forward = forward
 
 
-def planned_table(rows: int, experts: int, group: str) -> torch.Tensor:
+def planned_table(rows: int, experts: int, routing: PlannedRouting) -> torch.Tensor:
     """Return what `nemo_like::route` returns in a traced run: who sends how many of a rank's `rows` to whom."""
-    word, ranks, imbalance, sent = group.split(":")
-    assert word == PLANNED
-    rows = round(rows * float(sent))
-    received = round(rows * float(imbalance))
-    return torch.stack([_spread(rows, int(ranks), experts), _spread(received, int(ranks), experts)])
+    rows = round(rows * routing.sent)
+    received = round(rows * routing.imbalance)
+    return torch.stack([_spread(rows, routing.ranks, experts), _spread(received, routing.ranks, experts)])
 
 
 def _spread(rows: int, ranks: int, experts: int) -> torch.Tensor:

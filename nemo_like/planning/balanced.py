@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from nemo_like.planning.block import Choice
-from nemo_like.planning.expert_twin import planned_imbalance
+from nemo_like.planning.planned_routing import planned_imbalance
 from nemo_like.planning.planner import Planner, as_choice
 from nemo_like.planning.program.readers import Peak
 

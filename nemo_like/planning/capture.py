@@ -21,7 +21,7 @@ from nemo_like._util.words import a_or_an
 from nemo_like.activation_checkpointing.kv_sharing import has_kv_sharing
 from nemo_like.distributed.tensor.apply import edges
 from nemo_like.fake.reasons import named_reason
-from nemo_like.fake.run import FakeRun, cache_off, call_flags, replaced_forwards, run_forward
+from nemo_like.fake.run import FakeRun, PlannedRouting, cache_off, call_flags, replaced_forwards, run_forward
 from nemo_like.planning.block_trace import trace_block
 from nemo_like.planning.kinds import Kind, ModelTrace, TracedCall, call_key, handed_on, settings_of
 from nemo_like.planning.recorded import record_again, recording
@@ -37,6 +37,7 @@ def trace_model(
     dtype: torch.dtype | None = None,
     autocast: torch.dtype | None = None,
     cuda: tuple[int, int] | None = None,
+    routing: PlannedRouting | None = None,
 ) -> ModelTrace:
     """Run `model` on fake tensors and trace each distinct block as the model calls it.
 
@@ -48,12 +49,14 @@ def trace_model(
         dtype: dtype of floating-point parameters in forward (FSDP2's ``param_dtype``); default: their own.
         autocast: run forward passes under autocast to this dtype; default: without.
         cuda: trace the operators of a GPU of this compute capability; default: those of the CPU.
+        routing: how tokens go to experts, where these are split over ranks.
 
     Raises:
         ValueError: no layer was called, or a layer's behaviour cannot be traced without real values.
     """
     watcher, parts = _Watcher(model, layers), _parts(model)
     with cache_off(model), FakeRun(autocast, cuda, model) as run:
+        run.routing = routing
         state = run.state(model, dtype)
         args, kwargs = run.sample(split_sample(sample_input), dtype)
         kwargs = call_flags(model, args, kwargs)

@@ -1,4 +1,4 @@
-"""Weights in 4 bits, as QLoRA trains adapters beside them (Dettmers et al., arXiv 2305.14314): a twin to plan with.
+"""Weights in 4 bits, as QLoRA trains adapters beside them (Dettmers et al., arXiv 2305.14314): a copy to plan with.
 
 The bytes are those of ``bitsandbytes.nn.Linear4bit`` (bitsandbytes 0.50) with nested scales: half a byte per weight; for
 each 64 weights a scale in one byte; for each 256 scales one in float32; two tables of 16 and 256 float32, and an offset. A
@@ -68,7 +68,7 @@ def _whole(packed: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype) -> 
     return packed.new_zeros(shape, dtype=dtype)
 
 
-def four_bit_twin(model: nn.Module) -> nn.Module:
+def with_four_bit_weights(model: nn.Module) -> nn.Module:
     """A copy of `model` whose frozen linear layers have their weights in 4 bits; its head stays as it is.
 
     Parameters and values of all else are shared with `model`, so that it may be on the meta device or have weights.
@@ -77,12 +77,12 @@ def four_bit_twin(model: nn.Module) -> nn.Module:
         ValueError: no linear layer is frozen.
     """
     memo = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    twin = copy.deepcopy(model, memo)
-    head_of: Any = getattr(twin, "get_output_embeddings", lambda: None)
+    copied = copy.deepcopy(model, memo)
+    head_of: Any = getattr(copied, "get_output_embeddings", lambda: None)
     head = head_of()
     found = [
         (parent, name, child)
-        for parent in twin.modules()
+        for parent in copied.modules()
         for name, child in parent.named_children()
         if type(child) is nn.Linear and child is not head and not child.weight.requires_grad
     ]
@@ -93,7 +93,7 @@ def four_bit_twin(model: nn.Module) -> nn.Module:
         )
     for parent, name, child in found:
         setattr(parent, name, FourBitLinear(child))
-    return twin
+    return copied
 
 
 def with_adapters(model: nn.Module, rank: int, frozen: torch.dtype | None = None) -> nn.Module:
@@ -119,4 +119,4 @@ def with_adapters(model: nn.Module, rank: int, frozen: torch.dtype | None = None
     return adapted
 
 
-__all__ = ["FourBitLinear", "four_bit_twin", "with_adapters"]
+__all__ = ["FourBitLinear", "with_adapters", "with_four_bit_weights"]

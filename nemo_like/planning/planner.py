@@ -27,10 +27,12 @@ from nemo_like.activation_checkpointing.policy import Decision, DecisionTable, F
 from nemo_like.activation_checkpointing.spec import KeepRouting
 from nemo_like.distributed.context import cut_for_planning
 from nemo_like.distributed.context.parts import MasksOfAllLayers
+from nemo_like.distributed.expert import Experts
+from nemo_like.distributed.expert.find_experts import EACH, find_experts
 from nemo_like.distributed.expert.split_experts import has_experts
+from nemo_like.distributed.first_rank import first_rank
 from nemo_like.distributed.launch import pick_device_type, world_size
 from nemo_like.distributed.pipeline.cut import STAGE_MARK, call_of
-from nemo_like.distributed.tensor.first_rank import first_of_tensor_ranks
 from nemo_like.fake.model_copy import model_copy
 from nemo_like.job import AllKeywords, Job, as_code
 from nemo_like.layers import find
@@ -38,6 +40,7 @@ from nemo_like.losses.model_loss import check_head, find_head, say_whole_logits
 from nemo_like.options import (
     FSDP2,
     ChunkedLoss,
+    ExpertParallel,
     MemoryBudget,
     Precision,
     parse_ac,
@@ -48,14 +51,14 @@ from nemo_like.planning.block import BlockProblem, Choice
 from nemo_like.planning.block_memory import block_memory
 from nemo_like.planning.capture import trace_model
 from nemo_like.planning.devices import device_of
-from nemo_like.planning.expert_twin import Experts, expert_twin, planned_imbalance
-from nemo_like.planning.float8_twin import check_float8_plan, convert, of_layers
+from nemo_like.planning.float8 import check_float8_plan, convert, of_layers
 from nemo_like.planning.halves_memory import halves_memory
 from nemo_like.planning.kinds import ModelTrace
 from nemo_like.planning.known_blocks import KnownBlocks
 from nemo_like.planning.meter import measured_seconds
 from nemo_like.planning.outer import OuterMemory, outer_memory
 from nemo_like.planning.plan_of_choices import plan_of
+from nemo_like.planning.planned_routing import routing_of
 from nemo_like.planning.program.loop import peak_of
 from nemo_like.planning.program.readers import Peak, StepPoint
 from nemo_like.planning.program.records import BlockEvents
@@ -100,12 +103,10 @@ class Planner:
         check_float8_plan(model, job, self.device)
         self.experts: tuple[Experts, ...] = ()
         # A stage of a pipeline may be one without experts.
-        if job.ep.size > 1 and not (hasattr(model, STAGE_MARK) and not has_experts(model, job.ep.plan)):
-            self.model, self.experts = expert_twin(model, job.ep.size, planned_imbalance(job), job.ep.plan, job.tp.size)
-        names = [experts.fqn for experts in self.experts]
-        if job.tp.size > 1:
-            self.model = first_of_tensor_ranks(self.model, job.tp, names)
-        self.experts = tuple(replace(each, module=self.model.get_submodule(each.fqn)) for each in self.experts)
+        ep = ExpertParallel() if hasattr(model, STAGE_MARK) and not has_experts(model, job.ep.plan) else job.ep
+        if job.tp.size * ep.size > 1:
+            _refuse_lists(model, ep)
+            self.model, self.experts = first_rank(model, job.tp, ep)
         if job.loss is not None:
             if self._splits_loss:
                 raise ValueError(
@@ -149,7 +150,13 @@ class Planner:
             )
         with loss_parallel() if self._splits_loss else contextlib.nullcontext():
             self.traced: ModelTrace = trace_model(
-                self.model, self.layers, sample_input, dtype=dtype, autocast=lower, cuda=device.cuda
+                self.model,
+                self.layers,
+                sample_input,
+                dtype=dtype,
+                autocast=lower,
+                cuda=device.cuda,
+                routing=routing_of(self.whole, self.job),
             )
         rates = of_layers(device, self.job)
         self.problems = [
@@ -704,6 +711,15 @@ def _found_and_chosen(model: nn.Module, layers: Any) -> tuple[tuple[find.Layer, 
     except find.LayersNotFoundError:
         return asked, names  # only the caller knows the layers
     return (found if names <= {layer.fqn for layer in found} else asked), names
+
+
+def _refuse_lists(model: nn.Module, ep: ExpertParallel) -> None:
+    experts = find_experts(model, ep.plan) if ep.size > 1 else ()
+    if listed := next((each.fqn for each in experts if each.call == EACH), None):
+        raise ValueError(
+            f"ep is {ep.size}, and {listed!r} is a list of experts, whose block decides in Python how many rows each gets: "
+            "no plan can be made. Use a mode (ac='full', 'selective'), or stack the weights of the list."
+        )
 
 
 def _can_skip() -> bool:

@@ -25,7 +25,7 @@ from nemo_like.options import MemoryBudget, PlanSearch, StepSpec
 from nemo_like.planning import stage_plans
 from nemo_like.planning.balanced import balanced_peak
 from nemo_like.planning.devices import step_limit
-from nemo_like.planning.expert_twin import planned_imbalance
+from nemo_like.planning.planned_routing import planned_imbalance
 from nemo_like.planning.planner import MODES, Planner
 from nemo_like.planning.program.readers import Peak
 from nemo_like.planning.stage_seconds import times

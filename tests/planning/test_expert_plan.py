@@ -8,16 +8,17 @@ import pytest
 import torch
 
 from nemo_like import Job
-from nemo_like.fake.run import planned_table
+from nemo_like.distributed.first_rank import first_rank
+from nemo_like.fake.run import PlannedRouting, planned_table
 from nemo_like.layers import find_layers
 from nemo_like.models import resolve_model
-from nemo_like.options import FSDP2, ExpertParallel, MemoryBudget, Precision
+from nemo_like.options import FSDP2, ExpertParallel, MemoryBudget, Precision, TensorParallel
 from nemo_like.planning.balanced import balanced_peak
 from nemo_like.planning.devices import resolve_device
-from nemo_like.planning.expert_twin import expert_twin
 from nemo_like.planning.planner import Planner
 from nemo_like.planning.report import make_report
 from nemo_like.planning.sharding import sharding_of
+from nemo_like.torch_compat import local_part
 from tests.models.expert_families import NAMES, build, tokens
 
 EXCHANGE = "nemo_like.exchange_rows.default"
@@ -25,9 +26,9 @@ EXCHANGE = "nemo_like.exchange_rows.default"
 
 def test_parameter_bytes_of_deepseek_v3_on_1024_ranks() -> None:
     whole = resolve_model("deepseek-v3").build("meta")
-    twin, experts = expert_twin(whole, 64, 1.5)
+    part, experts = first_rank(whole, TensorParallel(), ExpertParallel(64))
     sharding = sharding_of(
-        twin, find_layers(twin), shard_ranks=1024, precision=Precision("bf16"), fsdp=FSDP2(),
+        part, find_layers(part), shard_ranks=1024, precision=Precision("bf16"), fsdp=FSDP2(),
         experts=experts, expert_ranks=16,
     )  # fmt: skip
     # 58 layers of 256 experts: gate, up and down of 7168 x 2048, float32. 4 experts for each of 64, over 16 ranks.
@@ -93,7 +94,7 @@ def test_a_report_has_the_peak_of_balanced_routers_too(ac: str) -> None:
 
 
 def test_the_table_of_a_plan_adds_up() -> None:
-    table = planned_table(10, 6, "planned:3:1.5:1.0")
+    table = planned_table(10, 6, PlannedRouting(3, 1.5, 1.0))
     assert table.shape == (2, 3, 2) and table.sum((1, 2)).tolist() == [10, 15]
     assert table.max() - table[0].min() <= 2
 
@@ -174,9 +175,9 @@ def test_what_cannot_be_planned_says_so() -> None:
 def test_a_model_is_not_changed() -> None:
     model = build("mixtral")
     before = {name: (p, p.shape) for name, p in model.named_parameters()}
-    twin, _ = expert_twin(model, 2, 1.0)
+    part, _ = first_rank(model, TensorParallel(), ExpertParallel(2))
     assert all(model.get_parameter(name) is p and p.shape == shape for name, (p, shape) in before.items())
     assert "forward" not in vars(model.model.layers[0].mlp.experts)
-    assert all(p.is_meta for p in twin.parameters())
-    assert sum(p.numel() for p in twin.parameters()) < sum(p.numel() for p in model.parameters())
-    torch.testing.assert_close(twin.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
+    assert all(p.is_meta for p in part.parameters())
+    assert sum(local_part(p).numel() for p in part.parameters()) < sum(p.numel() for p in model.parameters())
+    torch.testing.assert_close(part.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)

@@ -13,7 +13,7 @@ from nemo_like.cli import main
 from nemo_like.options import Precision
 from nemo_like.planning import Planner
 from nemo_like.planning.devices import resolve_device
-from nemo_like.planning.four_bit import FourBitLinear, four_bit_twin
+from nemo_like.planning.four_bit import FourBitLinear, with_four_bit_weights
 
 
 def _bytes(module: nn.Module) -> int:
@@ -51,11 +51,11 @@ class _Adapted(nn.Module):
 
 def test_only_frozen_linear_layers_are_packed():
     model = nn.Sequential(_Adapted(64, 4), nn.LayerNorm(64))
-    twin = four_bit_twin(model)
+    twin = with_four_bit_weights(model)
     assert type(twin[0].base_layer) is FourBitLinear and type(model[0].base_layer) is nn.Linear
     assert twin[0].down.weight is model[0].down.weight
     with pytest.raises(ValueError, match="no frozen linear layer"):
-        four_bit_twin(nn.Linear(2, 2))
+        with_four_bit_weights(nn.Linear(2, 2))
 
 
 def test_a_plan_with_adapters_beside_packed_weights():
@@ -66,7 +66,7 @@ def test_a_plan_with_adapters_beside_packed_weights():
     setup = Job.of(precision=Precision())
     plain, packed = (
         Planner(m, sample, setup.change(gpu=resolve_device("a100-80gb"), layers=[str(i) for i in range(layers)]))
-        for m in (model, four_bit_twin(model))
+        for m in (model, with_four_bit_weights(model))
     )
     before, after = (planner.peak(planner.uniform("none")) for planner in (plain, packed))
     adapters = layers * 2 * 4 * width * rank

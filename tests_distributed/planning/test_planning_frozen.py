@@ -9,7 +9,7 @@ from torch import nn
 from nemo_like import Job, StepSpec, parallelize
 from nemo_like.planning import Planner
 from nemo_like.planning.devices import resolve_device
-from nemo_like.planning.four_bit import four_bit_twin
+from nemo_like.planning.four_bit import with_four_bit_weights
 from tests_distributed.allocated import step_peak_bytes
 from tests_distributed.spawn import run_ranks
 
@@ -45,7 +45,7 @@ def _half_frozen() -> nn.Module:
 
 
 def _in_four_bits() -> nn.Module:
-    return four_bit_twin(_adapted())
+    return with_four_bit_weights(_adapted())
 
 
 MODELS = {

@@ -89,18 +89,18 @@ def cut(
             return AbsentLayer(layer, received, parts.forms[index], parts.inputs[index], index >= stage.layers.stop)
         if id(module) in modules:
             return modules[id(module)]
-        twin = modules[id(module)] = object.__new__(type(module))
-        twin.__dict__ = {key: value.copy() if type(value) in _TABLES else value for key, value in vars(module).items()}
+        part = modules[id(module)] = object.__new__(type(module))
+        part.__dict__ = {key: value.copy() if type(value) in _TABLES else value for key, value in vars(module).items()}
         for key, child in module._modules.items():
             if child is not None:
-                twin._modules[key] = copied(child, join(name, key))
+                part._modules[key] = copied(child, join(name, key))
         for key, parameter in module._parameters.items():
             if parameter is not None and not _belongs(join(name, key), parts, stage):
-                del twin._parameters[key]
+                del part._parameters[key]
                 kind = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
                 zero = torch.zeros((), dtype=kind, device=device)
-                twin.__dict__[key] = zero.expand(parameter.shape)  # a plain attribute: no parameter of this stage
-        return twin
+                part.__dict__[key] = zero.expand(parameter.shape)  # a plain attribute: no parameter of this stage
+        return part
 
     return copied(model, ""), received
 

@@ -335,9 +335,9 @@ class SplitParts:
         dealt = [_layers_in(tree, index, layers) for index, tree in enumerate(trees)]
         self.layers = tuple(chain.from_iterable(dealt))
         self.slices = slices([len(names) for names in dealt])
-        self._twins = list(model_copy(nn.ModuleList(trees)).children())
-        for twin, piece in zip(self._twins, self.slices):
-            twin.forward = SplitCall(twin, Received(), piece).run
+        self._copies = list(model_copy(nn.ModuleList(trees)).children())
+        for copied, piece in zip(self._copies, self.slices):
+            copied.forward = SplitCall(copied, Received(), piece).run
         self._forms: dict[Any, list[tuple[TensorForm, ...]]] = {}
         args, batch = split_sample(sample_input)
         self.sent(0, dict(zip(inspect.signature(model.forward).parameters, args)) | dict(batch), 0, 0)
@@ -365,12 +365,12 @@ class SplitParts:
     def _run(self, microbatch: Mapping[str, Any]) -> list[tuple[TensorForm, ...]]:
         forms = []
         inputs: tuple[Tensor, ...] = ()
-        with FakeRun(self._autocast, model=nn.ModuleList(self._twins)) as run:
+        with FakeRun(self._autocast, model=nn.ModuleList(self._copies)) as run:
             batch = run.sample(dict(microbatch), self._dtype)
-            for twin in self._twins:
-                with cache_off(twin), run.casting():
-                    output = run_forward(twin, run.state(twin, self._dtype), (inputs, batch), {}, STAGES)
-                if twin is self._twins[-1]:
+            for copied in self._copies:
+                with cache_off(copied), run.casting():
+                    output = run_forward(copied, run.state(copied, self._dtype), (inputs, batch), {}, STAGES)
+                if copied is self._copies[-1]:
                     loss_of(output)
                     break
                 inputs = output if isinstance(output, tuple) else (output,)
