@@ -31,7 +31,7 @@ FakeTensor, FakeTensorMode = fake_tensor_types()
 
 
 class PlannedRouting(NamedTuple):
-    """How the rows of tokens go to experts that are split over ranks."""
+    """Numbers by which the rows of tokens go to experts that are split over ranks."""
 
     ranks: int
     imbalance: float
@@ -71,7 +71,7 @@ class FakeRun(TorchDispatchMode):
         self.cuda = None if cuda is None else CudaOps(cuda)
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.routing: PlannedRouting | None = None
-        """Of experts that are split."""
+        """The way of rows to experts, where these are split."""
         self._unknown: weakref.WeakSet[Any] = weakref.WeakSet()
         """Storages of real tensors that a fake one was written into: their values mean nothing any more."""
         self._random: list[AbstractContextManager[None]] = []
