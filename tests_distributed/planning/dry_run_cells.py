@@ -97,8 +97,6 @@ def cells() -> Iterator[Cell]:
                 cell = cell._replace(words=tuple(word for word in cell.words if word != "reshard"))
             if family == "gpt_oss":  # attention sinks
                 cell = cell._replace(words=tuple(word for word in cell.words if word != "ulysses"))
-            if "tp" in axes and "ep" not in axes and family in EXPERTS and cell.ac.endswith("%"):
-                cell = cell._replace(ac="selective")  # of experts that are split inside, no plan is made
             yield cell
 
 
