@@ -26,10 +26,8 @@ from bisect import bisect_left, insort
 from collections.abc import Hashable
 
 from nemo_like.options.memory import AllocatorConfig
-from nemo_like.planning.memory_blocks import BlockPool, MemoryBlock, can_become
+from nemo_like.planning.memory_blocks import MIN_BLOCK, SMALL_REQUEST, BlockPool, MemoryBlock, can_become
 
-MIN_BLOCK = 512
-SMALL_REQUEST = 1 << 20
 SMALL_SEGMENT = 2 << 20
 LARGE_REQUEST = 10 << 20
 LARGE_STEP = 2 << 20
@@ -62,6 +60,7 @@ class CachingAllocator:
         """Bytes in blocks in use, as ``torch.cuda.memory_allocated`` counts them, and in segments; now, and most."""
         self.retries = 0
         """How often segments were given back, because memory had run out."""
+        self._plain = self.config.max_split_size is None and not self.config.expandable_segments
         self._limit = float("inf") if self.config.max_split_size is None else self.config.max_split_size
         self._pools: dict[tuple[Hashable, bool], BlockPool] = {}
         self._rounded: dict[int, int] = {}
@@ -81,14 +80,18 @@ class CachingAllocator:
         pool = self._pools.get((stream, small))
         if pool is None:
             pool = self._pools[stream, small] = BlockPool(small=small)
-        block = self._cached(pool, wanted)
-        if block is None:
-            block = self._reserve(pool, wanted)
-        if block.size != wanted and self._splits(block, wanted):
+        if self._plain:  # the same as below, without asking for what is not there
+            at = bisect_left(pool.free, (wanted,))
+            block = pool.free.pop(at)[2] if at < len(pool.free) else self._reserve(pool, wanted)
+            splits = block.size - wanted >= pool.least_rest
+        else:
+            block = self._cached(pool, wanted) or self._reserve(pool, wanted)
+            splits = block.size != wanted and self._splits(block, wanted)
+        if splits:
             rest = MemoryBlock(block.address + wanted, block.size - wanted, pool)
             block.insert_behind(rest)
             block.size = wanted
-            pool.add(rest)
+            insort(pool.free, (rest.size, rest.address, rest))
         block.used = True
         self.allocated += block.size
         if self.allocated > self.peak_allocated:
@@ -104,7 +107,7 @@ class CachingAllocator:
             self._merge(block, block.prev)
         if block.next is not None and not block.next.used:
             self._merge(block, block.next)
-        block.pool.add(block)
+        insort(block.pool.free, (block.size, block.address, block))
 
     def rounded(self, size: int) -> int:
         """The bytes of a request for `size`."""

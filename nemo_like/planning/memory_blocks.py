@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 
+MIN_BLOCK = 512
+SMALL_REQUEST = 1 << 20
+
 
 class MemoryBlock:
     """A piece of a segment; `pool.free` has it while it is free and mapped."""
@@ -32,6 +35,8 @@ class BlockPool:
 
     def __init__(self, *, small: bool) -> None:
         self.small = small
+        self.least_rest = MIN_BLOCK if small else SMALL_REQUEST + 1
+        """Bytes from which on what is left of a block becomes one of its own."""
         self.free: list[tuple[int, int, MemoryBlock]] = []
         self.unmapped: list[tuple[int, MemoryBlock]] = []
         """Of growing segments, what has no memory behind it, by address."""

@@ -63,7 +63,7 @@ from nemo_like.planning.program.loop import peak_of
 from nemo_like.planning.program.readers import Peak, StepPoint
 from nemo_like.planning.program.records import BlockEvents
 from nemo_like.planning.program.step import Around, LayerCall
-from nemo_like.planning.reserved import Reserved, replay
+from nemo_like.planning.reserved import Reserved, StepLogs, replay
 from nemo_like.planning.seconds import BlockSeconds, planned_seconds
 from nemo_like.planning.sharding import (
     ParameterForms,
@@ -476,7 +476,9 @@ class Planner:
 
     def reserved(self, choices: Sequence[Choice]) -> Reserved | None:
         """What CUDA's caching allocator reserves for such steps; None: another one runs (the CPU's)."""
-        return None if self.device.cuda is None else replay(self, choices, self.job.allocator)
+        if self.device.cuda is None:
+            return None
+        return replay(StepLogs.of(self, choices), self.device, self.job.allocator)
 
     def staying(self, received: bool) -> list[bool]:
         """Of each layer call, whether the gradient of what it returns comes into a buffer that stays; `received`: as for

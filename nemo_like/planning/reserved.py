@@ -9,7 +9,7 @@ Nobody has compared these bytes with ``torch.cuda.memory_reserved`` on a GPU yet
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,13 +21,15 @@ from nemo_like.planning.program.rank import RankSteps
 from nemo_like.planning.program.readers import Allocations
 
 if TYPE_CHECKING:
+    from nemo_like.planning.devices import Device
     from nemo_like.planning.memory_blocks import MemoryBlock
     from nemo_like.planning.planner import Planner
     from nemo_like.planning.stages import PipelinePlanner
 
 MOST_STEPS = 4
-_STEPS_OF_RANK = 3
-"""In the second one the optimizer's state is there from the beginning; the third one reserves nothing more, as a rule."""
+STEPS_OF_RANK = 3
+"""Of a pipeline. In the second one the optimizer's state is there from the beginning; the third one reserves nothing more,
+as a rule."""
 
 
 @dataclass(frozen=True)
@@ -46,49 +48,80 @@ class Reserved:
     """How often in the last step free segments went back to the device, because its memory had run out."""
 
 
+class StepLogs:
+    """The allocations of a rank's steps: of the first one, in which the optimizer's state is made, and of any later one."""
+
+    def __init__(self, storages: Allocations, write: Callable[[bool], None]) -> None:
+        """Write both. `write`: writes a step into `storages`, the first one or a later one."""
+        write(True)
+        self.first, storages.log = storages.log, []
+        before = dict(storages.sizes)
+        write(False)
+        self.later = storages.log
+        gone = {number: size for number, size in before.items() if number not in storages.sizes}
+        new = {number: size for number, size in storages.sizes.items() if number not in before}
+        assert list(gone.values()) == list(new.values()), "a step does not end as it begins"
+        self.renewed = dict(zip(new, gone))
+        """The storages that are there when a later step ends, by number, and those that were there when it began in their
+        places."""
+
+    @classmethod
+    def of(cls, planner: Planner, choices: Sequence[Choice]) -> StepLogs:
+        """Those of a rank that holds the whole model; `choices`: one for each layer call."""
+        storages = Allocations()
+        loop = Loop(planner, choices, storages)
+
+        def write(first: bool) -> None:
+            loop.run(loop.turns(first=first))
+            if first:
+                make_optimizer_state(storages, planner)
+            loop.update()
+
+        return cls(storages, write)
+
+    @classmethod
+    def of_rank(
+        cls,
+        pipeline: PipelinePlanner,
+        rank: int,
+        choices: Sequence[Sequence[Choice]],
+        *,
+        kept_outputs: Sequence[int] = (),
+    ) -> StepLogs:
+        """Those of one rank of a pipeline, with `choices` for each stage. `kept_outputs`: as `RankSteps`."""
+        storages = Allocations()
+        steps = RankSteps(pipeline, rank, choices, storages, kept_outputs=kept_outputs)
+        return cls(storages, lambda first: steps.run(first=first))
+
+
 def replay(
-    planner: Planner, choices: Sequence[Choice], config: AllocatorConfig | None = None, memory: int | None = None
+    logs: StepLogs,
+    device: Device,
+    config: AllocatorConfig | None = None,
+    memory: int | None = None,
+    *,
+    steps: int = MOST_STEPS,
 ) -> Reserved:
-    """Run the allocations of `planner`'s steps under `choices` through the allocator.
+    """Run the allocations of a rank's steps through the allocator, until one reserves nothing more.
 
     Args:
-        planner: of a CUDA device.
-        choices: one for each layer call.
+        logs: the steps.
+        device: a CUDA device.
         config: the allocator's settings; None: torch's defaults.
         memory: bytes of the device; None: as many as are asked for.
+        steps: how many at most.
 
     Raises:
         DeviceMemoryError: `memory` does not suffice.
     """
-    replayed, storages = Replayed(config, memory, planner.device.cuda), Allocations()
-    loop = Loop(planner, choices, storages)
-    for number in range(MOST_STEPS):
+    replayed = _Replayed(config, memory, device.cuda)
+    for number in range(steps):
         before = replayed.allocator.reserved
-        loop.run(loop.turns(first=number == 0))
-        if number == 0:
-            make_optimizer_state(storages, planner)
-        loop.update()
-        replayed.play(storages)
+        replayed.play(logs.first if number == 0 else logs.later)
+        if number > 0:
+            replayed.rename(logs.renewed)
         if number > 1 and replayed.allocator.reserved == before and not replayed.given_back:
             break
-    return replayed.found()
-
-
-def replay_rank(
-    pipeline: PipelinePlanner,
-    rank: int,
-    choices: Sequence[Sequence[Choice]],
-    config: AllocatorConfig | None = None,
-    memory: int | None = None,
-    *,
-    kept_outputs: Sequence[int] = (),
-) -> Reserved:
-    """`replay` of one rank of a pipeline, with `choices` for each stage. `kept_outputs`: as `RankSteps`."""
-    replayed, storages = Replayed(config, memory, pipeline.device.cuda), Allocations()
-    steps = RankSteps(pipeline, rank, choices, storages, kept_outputs=kept_outputs)
-    for number in range(_STEPS_OF_RANK):
-        steps.run(first=number == 0)
-        replayed.play(storages)
     return replayed.found()
 
 
@@ -105,7 +138,7 @@ def ranks_to_replay(pipeline: PipelinePlanner, choices: Sequence[Sequence[Choice
     ]
 
 
-class Replayed:
+class _Replayed:
     """An allocator through which steps go, one after the other.
 
     Args:
@@ -122,11 +155,11 @@ class Replayed:
         for size in self._workspaces:
             self.allocator.allocate(size)
 
-    def play(self, events: Allocations) -> None:
-        """A step's events, which are forgotten then."""
+    def play(self, log: Sequence[tuple[int, int, str]]) -> None:
+        """A step's events."""
         retries, live, sizes = self.allocator.retries, self._live, self._sizes
         allocate, free, now, most = self.allocator.allocate, self.allocator.free, self._now, self._tensors
-        for storage, size, stream in events.log:
+        for storage, size, stream in log:
             if size:
                 live[storage] = allocate(size, stream)
                 sizes[storage] = size
@@ -137,8 +170,13 @@ class Replayed:
                 free(live.pop(storage))
                 now -= sizes.pop(storage)
         self._now, self._tensors = now, most
-        events.log.clear()
         self.given_back = self.allocator.retries - retries
+
+    def rename(self, numbers: Mapping[int, int]) -> None:
+        """Know storages by other numbers from now on."""
+        live, sizes = self._live, self._sizes
+        live.update({other: live.pop(number) for number, other in numbers.items()})
+        sizes.update({other: sizes.pop(number) for number, other in numbers.items()})
 
     def found(self) -> Reserved:
         """Of all steps so far; `Reserved.given_back` of the last."""

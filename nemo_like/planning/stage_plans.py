@@ -16,7 +16,7 @@ from nemo_like.options import MemoryBudget
 from nemo_like.planning.block import Choice
 from nemo_like.planning.planner import asked_job
 from nemo_like.planning.program.readers import Peak
-from nemo_like.planning.reserved import ranks_to_replay, replay_rank
+from nemo_like.planning.reserved import STEPS_OF_RANK, StepLogs, ranks_to_replay, replay
 from nemo_like.planning.sharding import same_on_all_ranks
 from nemo_like.planning.stage_balance import balanced
 from nemo_like.planning.stage_seconds import pipeline_seconds
@@ -67,8 +67,8 @@ def best_replay(planner: PipelinePlanner, budget: MemoryBudget, asked: str) -> P
     if planner.pp.replay != "auto" or not planner.pp.facts.splits_backward:
         return describe(planner, choose(planner, budget, asked), asked)
     plans, errors = [], []
-    for replay in ("once", "twice"):
-        other = planner.replaying(replay)
+    for word in ("once", "twice"):
+        other = planner.replaying(word)
         try:
             plans.append(describe(other, choose(other, budget, asked), asked))
         except BudgetError as error:
@@ -210,4 +210,5 @@ def reserved_on_ranks(
     if planner.device.cuda is None:
         return None
     every = range(planner.pp.size) if ranks is None else ranks
-    return [replay_rank(planner, rank, choices, planner.job.allocator).reserved for rank in every]
+    how = planner.device, planner.job.allocator
+    return [replay(StepLogs.of_rank(planner, rank, choices), *how, steps=STEPS_OF_RANK).reserved for rank in every]

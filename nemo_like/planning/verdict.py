@@ -17,7 +17,7 @@ from nemo_like.planning.allocator_model import DeviceMemoryError
 from nemo_like.planning.block import Choice
 from nemo_like.planning.planner import Planner
 from nemo_like.planning.program.readers import Peak
-from nemo_like.planning.reserved import Reserved, ranks_to_replay, replay, replay_rank
+from nemo_like.planning.reserved import STEPS_OF_RANK, Reserved, StepLogs, ranks_to_replay, replay
 from nemo_like.planning.stages import Choices, PipelinePlanner
 
 RESERVED, ALLOCATED = "reserved", "allocated"
@@ -112,8 +112,7 @@ def reserved_within(planner: PipelinePlanner, choices: Choices, limit: int) -> l
 def _on_one(planner: Any, choices: Sequence[Choice], limit: int) -> int:
     """Bytes that are reserved on a device with `limit`, or, where it does not have them, those that would be on a larger
     one."""
-    config = planner.job.allocator
-    return _within(limit, lambda memory: replay(planner, choices, config, memory))
+    return _within(limit, partial(replay, StepLogs.of(planner, choices), planner.device, planner.job.allocator))
 
 
 def _on_ranks(planner: Any, choices: Choices, limit: int) -> int:
@@ -122,8 +121,9 @@ def _on_ranks(planner: Any, choices: Choices, limit: int) -> int:
 
 
 def _of_ranks(planner: PipelinePlanner, choices: Choices, ranks: Iterable[int], limit: int) -> list[int]:
-    config = planner.job.allocator
-    return [_within(limit, partial(replay_rank, planner, rank, choices, config)) for rank in ranks]
+    how = planner.device, planner.job.allocator
+    every = (StepLogs.of_rank(planner, rank, choices) for rank in ranks)
+    return [_within(limit, partial(replay, logs, *how, steps=STEPS_OF_RANK)) for logs in every]
 
 
 def _within(limit: int, replayed: Callable[[int | None], Reserved]) -> int:

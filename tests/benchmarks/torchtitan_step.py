@@ -27,7 +27,7 @@ from nemo_like.options.memory import AllocatorConfig
 from nemo_like.planning.block import BlockProblem, Choice
 from nemo_like.planning.planner import Planner
 from nemo_like.planning.program.step import LayerCall
-from nemo_like.planning.reserved import Reserved, replay, replay_rank
+from nemo_like.planning.reserved import STEPS_OF_RANK, Reserved, StepLogs, replay
 from nemo_like.planning.sharding import Sharding, joined
 from nemo_like.planning.stages import PipelinePlanner
 
@@ -90,7 +90,7 @@ def reserved(planner: Planner, choices: Sequence[Choice], *, eager_selective: bo
             _with(layer, more[call.kind])
             for layer, call in zip(planner.layer_calls(choices, accumulates), planner.traced.calls)
         ]
-    return replay(own, choices, ALLOCATOR)
+    return replay(StepLogs.of(own, choices), own.device, ALLOCATOR)
 
 
 def reserved_on_rank(
@@ -103,7 +103,8 @@ def reserved_on_rank(
     own.actions = tuple(
         tuple(each for each in actions if each.kind not in (UNSHARD, RESHARD)) for actions in planner.actions
     )
-    return replay_rank(own, rank, choices, ALLOCATOR, kept_outputs=kept_outputs)
+    logs = StepLogs.of_rank(own, rank, choices, kept_outputs=kept_outputs)
+    return replay(logs, own.device, ALLOCATOR, steps=STEPS_OF_RANK)
 
 
 def _with(layer: LayerCall, size: int) -> LayerCall:

@@ -12,7 +12,7 @@ from nemo_like.options.memory import AllocatorConfig
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.fit import fit
 from nemo_like.planning.fit.advice import _spans_hosts
-from nemo_like.planning.reserved import replay_rank
+from nemo_like.planning.reserved import STEPS_OF_RANK, StepLogs, replay
 from nemo_like.planning.stages import PipelinePlanner
 from tests.models.fit_models import llama
 
@@ -80,7 +80,12 @@ def test_growing_segments_are_named_for_a_pipeline_where_its_ranks_reserve_less_
         ),
     )
     whole, growing = (
-        max(replay_rank(planner, rank, planner.uniform("full"), config).reserved for rank in range(2))
+        max(
+            replay(
+                StepLogs.of_rank(planner, rank, planner.uniform("full")), planner.device, config, steps=STEPS_OF_RANK
+            ).reserved
+            for rank in range(2)
+        )
         for config in (AllocatorConfig(), AllocatorConfig(expandable_segments=True))
     )
     assert report.nearest.reserved == whole > 875 << 20 and growing < 875 << 20

@@ -17,7 +17,7 @@ from nemo_like.planning import Plan, Planner
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.program.readers import COMPUTE, Allocations
 from nemo_like.planning.report import make_report
-from nemo_like.planning.reserved import replay
+from nemo_like.planning.reserved import StepLogs, replay
 
 pytest.importorskip("transformers")
 
@@ -108,8 +108,9 @@ def test_settings_of_the_allocator_count():
     planner = _planner(SETUPS["sharded"])
     choices = planner.uniform("full")
     plain = planner.reserved(choices)
-    growing = replay(planner, choices, AllocatorConfig(expandable_segments=True))
-    steps = replay(planner, choices, AllocatorConfig(roundup_power2_divisions=2))
+    logs = StepLogs.of(planner, choices)
+    growing = replay(logs, planner.device, AllocatorConfig(expandable_segments=True))
+    steps = replay(logs, planner.device, AllocatorConfig(roundup_power2_divisions=2))
     assert plain.tensors == growing.tensors == steps.tensors
     assert len({plain.reserved, growing.reserved, steps.reserved}) > 1
     assert steps.allocated > plain.allocated

@@ -10,7 +10,7 @@ import torch
 from nemo_like import Job
 from nemo_like.options import PipelineParallel, StepSpec
 from nemo_like.planning.devices import resolve_device
-from nemo_like.planning.reserved import ranks_to_replay, replay_rank
+from nemo_like.planning.reserved import STEPS_OF_RANK, Reserved, StepLogs, ranks_to_replay, replay
 from nemo_like.planning.stage_plans import describe
 from nemo_like.planning.stages import PipelinePlanner
 
@@ -34,17 +34,21 @@ def _planner(
     return PipelinePlanner(model, {"input_ids": ids, "labels": ids}, job)
 
 
+def _replayed(planner: PipelinePlanner, rank: int, choices: Any, **more: Any) -> Reserved:
+    return replay(StepLogs.of_rank(planner, rank, choices, **more), planner.device, steps=STEPS_OF_RANK)
+
+
 def test_outputs_that_stay_are_counted() -> None:
     planner = _planner("1f1b")
     choices = planner.uniform("full")
-    plain, kept = (replay_rank(planner, 1, choices, kept_outputs=more) for more in ((), (0, 1 << 20)))
+    plain, kept = (_replayed(planner, 1, choices, kept_outputs=more) for more in ((), (0, 1 << 20)))
     assert 3 << 20 <= kept.tensors - plain.tensors <= 4 << 20
     plan = describe(planner, choices, "full")
     assert plan.reserved_bytes == max(_reserved(planner, choices).values())
 
 
 def _reserved(planner: PipelinePlanner, choices: Any) -> dict[int, int]:
-    found = {rank: replay_rank(planner, rank, choices) for rank in range(planner.pp.size)}
+    found = {rank: _replayed(planner, rank, choices) for rank in range(planner.pp.size)}
     return {rank: one.reserved for rank, one in found.items()}
 
 
