@@ -229,7 +229,7 @@ def _run(model: nn.Module, sample_input: object, job: Job, shortened: _Shortened
     optimizer = make(list(parallelized.parameters()))
     told = without_values(f"{type(model).__name__} cannot be run without values: its step", model)
     by_name = _layers_of(modules, names)
-    with told, run, ledger, SumsInPlace(), ledger.watching(by_name), _sends_hold(), _no_collector():
+    with told, run, ledger, SumsInPlace(), ledger.watching(by_name), _sends_hold():
         for _ in range(2):  # the second one begins with the optimizer's state
             gc.collect()
             ledger.own(map(_local, parallelized.parameters()), PARAMETERS)
@@ -384,18 +384,6 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-@contextmanager
-def _no_collector() -> Iterator[None]:
-    """Let what hangs in cycles stay, instead of going when Python happens to look."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _give_memory(models: Sequence[nn.Module], run: FakeRun) -> None:

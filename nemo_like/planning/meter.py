@@ -7,7 +7,7 @@ import statistics
 import time
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -19,12 +19,15 @@ from nemo_like.planning.kinds import Kind
 from nemo_like.planning.scratch import scratch_bytes
 from nemo_like.torch_compat import TorchDispatchMode, local_part
 
+_LIFT = torch.ops.aten.lift_fresh.default
+
 
 class LiveBytes(TorchDispatchMode):
     """Bytes of the storages made inside it that are alive, and their peak. For real and for fake tensors.
 
     A storage counts from the op that makes it to the moment its memory would be returned. Memory that a kernel takes
-    and gives back within one op is not seen; the peak has what `scratch_bytes` says of it.
+    and gives back within one op is not seen; the peak has what `scratch_bytes` says of it. Of a tensor that is made of
+    others (DTensor, torchao's float8), what its ops run inside counts.
     """
 
     def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
@@ -33,13 +36,15 @@ class LiveBytes(TorchDispatchMode):
         self.peak = 0
         self.log: list[tuple[int, int]] = []
         """Storages in the order in which they were made and freed: (its number from 1 on, its bytes; 0: freed)."""
+        self.sizes: dict[int, int] = {}
+        """Bytes of what is alive, by number."""
         self._made = 0
-        self._seen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         for tensor in known:
-            self._seen[local_part(tensor).untyped_storage()] = 0
+            self._numbers[local_part(tensor).untyped_storage()] = 0
         self._collects = False
 
-    def __enter__(self) -> LiveBytes:
+    def __enter__(self) -> Self:
         # Cycles would be freed at another place in each run, and ranks would find other plans.
         self._collects = gc.isenabled()
         gc.disable()
@@ -56,43 +61,59 @@ class LiveBytes(TorchDispatchMode):
     ) -> Any:
         if is_wrapped(types):
             return NotImplemented
-        for tensor in tensors_in((args, kwargs)):
-            self._seen.setdefault(tensor.untyped_storage(), 0)  # made outside: not ours to count
+        if func is not _LIFT:  # which is given what torch.tensor() has just made
+            for tensor in tensors_in((args, kwargs)):
+                self._numbers.setdefault(tensor.untyped_storage(), 0)  # made outside: not ours to count
         out = func(*args, **(kwargs or {}))
-        for tensor in tensors_in(out):
-            self.count(tensor)
-        scratch = scratch_bytes(func, args, kwargs or {}, out)
+        tensors = tensors_in(out)
+        for position, tensor in enumerate(tensors):
+            if not tensor.is_meta:
+                self.count(tensor, position if len(tensors) > 1 else -1)
+        scratch = self.scratch(func, args, kwargs or {}, out)
         if scratch:
-            self.peak = max(self.peak, self.live + scratch)
-            self.log += [(self._next(), scratch), (self._made, 0)]
+            number = self._next()
+            self.changed(number, scratch)
+            self.changed(number, 0)
         return out
 
-    def count(self, tensor: torch.Tensor) -> None:
-        """Count the storage of `tensor` from now on, unless it is known already."""
+    def scratch(self, func: Any, args: tuple, kwargs: Mapping[str, Any], out: Any) -> int:
+        """Bytes that an operator takes and gives back."""
+        return scratch_bytes(func, args, kwargs, out)
+
+    def count(self, tensor: torch.Tensor, position: int = -1) -> int:
+        """Count the storage of `tensor` from now on, unless it is known already; returns its number. `position`: among what
+        an operator returned, where that are several."""
         check_layouts([tensor])
         storage = tensor.untyped_storage()
-        if tensor.is_meta or storage in self._seen:
-            return
-        size = storage.nbytes()
-        number = self._seen[storage] = self._next()
-        if not size:
-            return
-        self.log.append((number, size))
-        self.live += size
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._freed, number, size).atexit = False
+        number = self._numbers.get(storage)
+        if number is None:
+            number = self._numbers[storage] = self._next()
+            weakref.finalize(storage, self._freed, number).atexit = False
+            if storage.nbytes():
+                self.changed(number, storage.nbytes())
+        return number
 
     def number(self, tensor: torch.Tensor) -> int:
         """Of the storage of `tensor`, in `log`; 0: it was made outside."""
-        return self._seen.get(local_part(tensor).untyped_storage(), 0)
+        return self._numbers.get(local_part(tensor).untyped_storage(), 0)
+
+    def changed(self, number: int, size: int) -> None:
+        """A storage has so many bytes from now on; 0: it is freed."""
+        self.live += size - self.sizes.get(number, 0)
+        if size:
+            self.sizes[number] = size
+            self.peak = max(self.peak, self.live)
+        else:
+            del self.sizes[number]
+        self.log.append((number, size))
 
     def _next(self) -> int:
         self._made += 1
         return self._made
 
-    def _freed(self, number: int, size: int) -> None:
-        self.live -= size
-        self.log.append((number, 0))
+    def _freed(self, number: int) -> None:
+        if number in self.sizes:
+            self.changed(number, 0)
 
     def lap(self) -> int:
         """The peak since the last lap."""

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import inspect
-import weakref
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
 
 from nemo_like._util.tensors import is_wrapped, tensors_in
 from nemo_like.activation_checkpointing.ops import draws
-from nemo_like.planning.scratch import scratch_bytes
-from nemo_like.torch_compat import TorchDispatchMode, autograd_node, next_sequence_number, sequence_number, unseen
+from nemo_like.planning.meter import LiveBytes
+from nemo_like.torch_compat import autograd_node, next_sequence_number, sequence_number, unseen
 
 PARAMETERS, GATHERED, GRADIENTS, OPTIMIZER = "parameters", "gathered", "gradients", "optimizer"
 ACTIVATIONS, AROUND, OTHER = "activations", "outside of layers", "other"
@@ -26,7 +25,7 @@ PARTS = (PARAMETERS, GATHERED, GRADIENTS, OPTIMIZER, ACTIVATIONS, AROUND, OTHER)
 ``optimizer``: state, and temporaries of its step. ``outside of layers``: embedding, masks, norm, head and loss."""
 _OUTSIDE = " outside of layers"
 _FSDP = "torch.distributed.fsdp"
-_LIFT = torch.ops.aten.lift_fresh.default
+_RESIZE = "resize_"
 
 
 class StepMoment(NamedTuple):
@@ -52,7 +51,6 @@ class Level:
 class Storage:
     """One of those that were made."""
 
-    size: int
     part: str
     position: int = -1
     """Of one that an operator of the optimizer over all parameters made: the parameter's number."""
@@ -68,11 +66,10 @@ class Event:
     op: str
 
 
-class StorageLedger(TorchDispatchMode):
-    """Counts the bytes of all storages that are made inside it, from the op that makes one to its end.
+class StorageLedger(LiveBytes):
+    """Tells what the bytes of all storages are that are made inside it, and where in the step they are made.
 
-    What FSDP2 frees and allocates again through `UntypedStorage.resize_` is followed. Memory that a kernel takes and gives
-    back within one op is counted where `scratch_bytes` knows it.
+    What FSDP2 frees and allocates again through `UntypedStorage.resize_` is followed.
 
     Enter it around everything that runs, outside of the fake mode, so that it sees operators first. Storages that come
     in from outside count nothing, but for those that `own` was called with.
@@ -83,43 +80,47 @@ class StorageLedger(TorchDispatchMode):
 
     def __init__(self, *, on_cpu: bool) -> None:
         super().__init__()
-        self.live = 0
         self.events: list[Event] = []
         """Since `begin`."""
         self.phase = OTHER
         """``forward`` | ``backward`` | ``optimizer step``: where the loop is."""
         self.on_cpu, self.steps = on_cpu, 0
-        self._before: dict[Storage, int] = {}
-        self.seen: weakref.WeakKeyDictionary[Any, Storage] = weakref.WeakKeyDictionary()
+        self._storages: dict[int, Storage] = {}
+        self._before: dict[int, int] = {}
         self._layers: list[str] = []
         """The layers whose forward runs, the innermost last."""
         self._layer = ""
         """The one that ran last, in forward or backward; empty: what is around them."""
         self._marks: tuple[list[int], list[str]] = ([], [])
         """From which number on autograd's nodes belong to which layer; ``""``: to none."""
+        self._running: tuple[str, str, str] | None = None
+        """Of the operator that runs: where, what it makes, its name."""
+        self._position = -1
+        """Of what is counted, among what the operator returned."""
         self._originals: tuple[Callable[..., Any], Callable[..., Any]] = (
             torch.UntypedStorage.resize_,
             torch.get_rng_state,
         )
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> Self:
         resize, state = self._originals
         ledger = self
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
-            found = resize(storage, size)
-            known = ledger.seen.get(storage)
-            if known is not None and known.part:
-                ledger.changed(known, size - known.size, "resize_")
-                known.size = size
-            return found
+            result, number = resize(storage, size), ledger._numbers.get(storage)
+            if number and size != ledger.sizes.get(number, 0):
+                ledger._running = (*ledger.place(), _RESIZE)
+                ledger.changed(number, size)
+                ledger._running = None
+            return result
 
         def told_state() -> torch.Tensor:
-            found: torch.Tensor = state()
+            result: torch.Tensor = state()
             if ledger.on_cpu and ledger.steps > 1:  # of the first step, the engine goes on to know the last one
-                where, part = ledger.place()
-                ledger.made(found.untyped_storage(), part, "get_rng_state", where)
-            return found
+                ledger._running = (*ledger.place(), "get_rng_state")
+                ledger.count(result)
+                ledger._running = None
+            return result
 
         torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign,assignment]
         torch.get_rng_state = told_state
@@ -132,39 +133,37 @@ class StorageLedger(TorchDispatchMode):
     def own(self, tensors: Iterable[torch.Tensor], part: str) -> None:
         """Count the storages of `tensors`, whatever made them, as this part."""
         for tensor in tensors:
-            storage = tensor.untyped_storage()
-            known = self.seen.get(storage)
-            if known is None or not known.part:
-                self.made(storage, part, "")
-            else:
-                known.part = part
+            if not self.number(tensor):
+                self._numbers.pop(tensor.untyped_storage(), None)
+            self._running = "", part, ""
+            self._storages.setdefault(self.count(tensor), Storage(part)).part = part
+            self._running = None
 
     def disown(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count the storages of `tensors` no longer: they are on another device."""
         for tensor in tensors:
-            self.seen[tensor.untyped_storage()].part = ""
+            number = self.number(tensor)
+            self._numbers[tensor.untyped_storage()] = 0
+            self.live -= self.sizes.pop(number, 0)
 
     def begin(self) -> None:
         """Forget what happened so far, but for what is alive."""
-        alive = {storage: storage.size for storage in self.seen.values() if storage.part}
-        self._before, self.events = alive, []
+        self._before, self.events = dict(self.sizes), []
         self.steps += 1
         self._marks = ([], [])
 
     def parts_before(self) -> Counter[str]:
         """Return the bytes alive when the step begins, by what they are."""
-        parts: Counter[str] = Counter()
-        for storage, size in self._before.items():
-            parts[storage.part] += size
-        return parts
+        return self._parts(self._before)
 
     def parts_of(self, tensors: Iterable[torch.Tensor]) -> Counter[str]:
         """Return the bytes of these `tensors` that were alive when the step began, by what they are."""
+        return self._parts({self.number(tensor) for tensor in tensors} & self._before.keys())
+
+    def _parts(self, numbers: Iterable[int]) -> Counter[str]:
         parts: Counter[str] = Counter()
-        for storage in {
-            self.seen[storage] for storage in (t.untyped_storage() for t in tensors) if storage in self.seen
-        }:
-            parts[storage.part] += self._before.get(storage, 0)
+        for number in numbers:
+            parts[self._storages[number].part] += self._before[number]
         return parts
 
     def levels(
@@ -239,32 +238,39 @@ class StorageLedger(TorchDispatchMode):
     ) -> Any:
         if is_wrapped(types):
             return NotImplemented
-        if func is not _LIFT:  # which is given what torch.tensor() has just made
-            for tensor in tensors_in((args, kwargs)):
-                if not tensor.is_meta:
-                    self.seen.setdefault(tensor.untyped_storage(), Storage(0, ""))
-        where, part = self.place()
-        if part is GRADIENTS:
+        self._running = (*self.place(), str(func))
+        if self._running[1] is GRADIENTS:
             self._become_gradients((args, kwargs))
         if draws(func, args, dict(kwargs or {})):
             with unseen():
                 torch.rand(())  # so that states of the generator differ where they would
-        out = func(*args, **(kwargs or {}))
-        tensors = tensors_in(out)
-        for position, tensor in enumerate(tensors):
-            storage = tensor.untyped_storage()
-            if not tensor.is_meta and storage not in self.seen:
-                made = _part_of_fsdp() or part
-                self.made(storage, made, str(func), where, position if len(tensors) > 1 else -1)
-        scratch = scratch_bytes(func, args, kwargs or {}, out) + (_copied_by_gloo(func, args) if self.on_cpu else 0)
-        if scratch:
-            self.changed(held := Storage(scratch, part), scratch, str(func), where)
-            self.changed(held, -scratch, "", where)
-        return out
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        finally:
+            self._running = None
+
+    def scratch(self, func: Any, args: tuple, kwargs: Mapping[str, Any], out: Any) -> int:
+        """Bytes that an operator takes and gives back, gloo's own copies among them."""
+        return super().scratch(func, args, kwargs, out) + (_copied_by_gloo(func, args) if self.on_cpu else 0)
+
+    def count(self, tensor: torch.Tensor, position: int = -1) -> int:
+        """As in `LiveBytes`."""
+        self._position = position
+        return super().count(tensor)
+
+    def changed(self, number: int, size: int) -> None:
+        """As in `LiveBytes`, with where that is."""
+        where, part, op = (*self.place(), "") if self._running is None else self._running
+        more = size - self.sizes.get(number, 0)
+        if number not in self._storages:
+            position = self._position if part == OPTIMIZER else -1
+            self._storages[number] = Storage(part if part == PARAMETERS else _part_of_fsdp() or part, position)
+        super().changed(number, size)
+        self.events.append(Event(self._storages[number], more, where, op if more > 0 or op == _RESIZE else ""))
 
     def _become_gradients(self, value: Any) -> None:
         for tensor in tensors_in(value):
-            known = None if tensor.is_meta else self.seen.get(tensor.untyped_storage())
+            known = self._storages.get(0 if tensor.is_meta else self.number(tensor))
             if known is not None and known.part in (ACTIVATIONS, AROUND):
                 known.part = GRADIENTS
 
@@ -283,20 +289,6 @@ class StorageLedger(TorchDispatchMode):
                 self._layer = names[at] if at >= 0 else ""
         where = f"{self.phase} of {self._layer}" if self._layer else self.phase + _OUTSIDE
         return where, GRADIENTS if accumulates else ACTIVATIONS if self._layer else AROUND
-
-    def made(self, storage: Any, part: str, op: str, where: str = "", position: int = -1) -> None:
-        made = self.seen[storage] = Storage(storage.nbytes(), part, position if part == OPTIMIZER else -1)
-        if made.size:
-            self.changed(made, made.size, op, where)
-        weakref.finalize(storage, self._freed, made).atexit = False
-
-    def _freed(self, storage: Storage) -> None:
-        if storage.size:
-            self.changed(storage, -storage.size, "")
-
-    def changed(self, storage: Storage, size: int, op: str, where: str | None = None) -> None:
-        self.live += size
-        self.events.append(Event(storage, size, self.place()[0] if where is None else where, op))
 
 
 def _part_of_fsdp() -> str:
