@@ -115,8 +115,7 @@ def dry_run(
     Raises:
         ValueError, TypeError: as `parallelize`; a rank that the job does not have; a model whose step depends on values.
         NotImplementedError: what cannot be run so: stages of the caller's own, ``cp`` by ring, DDP, compilation, offloading,
-            other dispatches of experts than all-to-all, a step with an optimizer that torch does not bring, averaged
-            weights.
+            other dispatches of experts than all-to-all, a step with an optimizer that torch does not bring.
 
     >>> found = dry_run(model, Job.of(ac="full", tp=8, world_size=4096), batch)  # doctest: +SKIP
     >>> found.peak_bytes, found.at, found.parts, found.against  # doctest: +SKIP
@@ -227,14 +226,16 @@ def _run(model: nn.Module, sample_input: object, job: Job, shortened: _Shortened
     make = OPTIMIZER_OBJECTS[OPTIMIZER_OBJECTS[loop.optimizer].form_on(device.kind)].make
     assert make is not None  # `refuse_dry_run`
     optimizer = make(list(parallelized.parameters()))
+    with run.fake:
+        averaged = {p: torch.empty_like(_local(p), device="cpu") for p in parallelized.parameters() if loop.ema}
     told = without_values(f"{type(model).__name__} cannot be run without values: its step", model)
     by_name = _layers_of(modules, names)
     with told, run, ledger, SumsInPlace(), ledger.watching(by_name), _sends_hold():
         for _ in range(2):  # the second one begins with the optimizer's state
             gc.collect()
-            ledger.own(map(_local, parallelized.parameters()), PARAMETERS)
+            ledger.own([*map(_local, parallelized.parameters()), *averaged.values()], PARAMETERS)
             ledger.begin()
-            stretches = [_stretch(*gap, by_name, optimizer, ledger) for gap in shortened.gaps]
+            stretches = [_stretch(*gap, by_name, optimizer, averaged, ledger) for gap in shortened.gaps]
             go()
             ledger.phase = "optimizer step"
             optimizer.step()
@@ -249,13 +250,17 @@ def _stretch(
     around: tuple[tuple[str, ...], ...],
     layers: Mapping[str, nn.Module],
     optimizer: torch.optim.Optimizer,
+    averaged: Mapping[torch.Tensor, torch.Tensor],
     ledger: StorageLedger,
 ) -> Stretch:
-    """Return what is known of a stretch of layers when a step begins."""
+    """Return what is known of a stretch of layers when a step begins. `averaged`: weights, by their parameters."""
     trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     here = [parameter for name in around[1] for parameter in layers[name].parameters()]
     tensors = (
-        each for p in here for each in (p, p.grad, *optimizer.state.get(p, {}).values()) if torch.is_tensor(each)
+        each
+        for p in here
+        for each in (p, p.grad, averaged.get(p), *optimizer.state.get(p, {}).values())
+        if torch.is_tensor(each)
     )
     numbers = {id(parameter): number for number, parameter in enumerate(trained)}
     base = ledger.parts_of(map(_local, tensors))
@@ -325,7 +330,6 @@ def refuse_dry_run(job: Job) -> None:
         f"compile={job.compile!r}": job.compile is not None,
         f"offload={job.offload.mode!r}": job.offload.mode != "none",
         f"StepSpec.optimizer={job.step.optimizer!r}": OPTIMIZER_OBJECTS[job.step.optimizer].make is None,
-        "StepSpec.ema=True": job.step.ema,
     }
     for name, is_there in refused.items():
         if is_there:

@@ -44,7 +44,6 @@ def test_a_rank_is_run_and_compared(more: str, asked: dict, tmp_path: Path, caps
 @pytest.mark.parametrize(
     ("more", "named"),
     [
-        ("--ema", "StepSpec.ema=True"),
         ("--optimizer adamw-8bit", "StepSpec.optimizer='adamw-8bit'"),
         ("--offload all", "--offload all"),
     ],

@@ -158,7 +158,7 @@ def _deep(family: str, layers: int) -> Any:
         pytest.param("llama", 14, {"ac": "50%", "world_size": 64}, marks=pytest.mark.long),
         pytest.param("mixtral", 9, {"ac": "full"}, marks=pytest.mark.long),
         pytest.param("qwen3_moe", 9, {"ac": "selective", "cp": 2}, marks=pytest.mark.long),
-        pytest.param("llama", 12, {"ac": "none", "step": StepSpec(microbatches=2)}, marks=pytest.mark.long),
+        pytest.param("llama", 12, {"ac": "none", "step": StepSpec(microbatches=2, ema=True)}, marks=pytest.mark.long),
     ],
 )
 def test_few_layers_say_what_all_of_them_take(family: str, layers: int, asked: dict[str, Any]) -> None:
