@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
+from nemo_like import parallelizer
 from nemo_like._util.log import say_once, unsaid
 from nemo_like._util.module_tree import bare, bare_modules
 from nemo_like._util.tensors import split_sample
@@ -48,6 +49,7 @@ from nemo_like.planning.planned_rank import PlannedRank, plan_rank
 from nemo_like.planning.planned_routing import routing_of
 from nemo_like.planning.step_loss import loss_of
 from nemo_like.planning.storage_ledger import PARAMETERS, Level, StepMoment, StorageLedger
+from nemo_like.precision import float8_linears
 from nemo_like.resolve import layers_for
 from nemo_like.torch_compat import fake_ranks
 
@@ -208,7 +210,8 @@ def _run(model: nn.Module, sample_input: object, job: Job, shortened: _Shortened
         job = replace(job, layers=tuple(names))
     if isinstance(job.ac, Plan):
         job = replace(job, ac=job.ac.only([layer.fqn for layer in job.ac.layers if layer.fqn not in skipped]))
-    parallelized = parallelize(mine, job, sample_input=sample_input)
+    with _float8_of(job.gpu):
+        parallelized = parallelize(mine, job, sample_input=sample_input)
     modules = [stage.module for stage in parallelized.stages] if isinstance(parallelized, Pipeline) else [parallelized]
     device: Device = job.gpu
     run = FakeRun(cuda=device.cuda, model=model)
@@ -374,6 +377,20 @@ def _sends_hold() -> Iterator[None]:
     finally:
         for place in places:
             place.isend = isend
+
+
+@contextmanager
+def _float8_of(device: Device) -> Iterator[None]:
+    """Within it, `parallelize` makes the linears that multiply in float8 on `device`: those of the CPU emulate that."""
+
+    def made(layers: Sequence[nn.Module], matmuls: str, _: str, *, sharded: bool) -> None:
+        float8_linears(layers, matmuls, device.kind, sharded=sharded)
+
+    parallelizer.float8_linears = made  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        parallelizer.float8_linears = float8_linears
 
 
 @contextmanager

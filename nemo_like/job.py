@@ -527,9 +527,6 @@ def _plans_know_all_to_all(job: Job) -> str | None:
 def _budget_of_stages(job: Job) -> str | None:
     if not isinstance(job.ac, MemoryBudget) or job.pp.size == 1:
         return None
-    for name in ("sequence_parallel", "loss_parallel"):
-        if getattr(job.tp, name):
-            return f"ac is {job.ac} with {name}=True and pp: no plan is made for that. Use a mode: ac='selective'."
     if isinstance(job.strategy, FSDP2) and job.strategy.cpu_offload:
         return f"ac is {job.ac} with cpu_offload=True and pp: no plan is made for that. Use a mode: ac='selective'."
     return None

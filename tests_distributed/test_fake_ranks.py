@@ -9,8 +9,8 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
-from nemo_like import Job, dry_run
-from nemo_like.torch_compat import fake_ranks
+from nemo_like import Job, dry_run, parallelize
+from nemo_like.torch_compat import FakeRanks, fake_ranks
 from tests.models.decoders import build
 from tests_distributed.spawn import run_ranks
 
@@ -64,3 +64,33 @@ def test_a_dry_run_in_a_job_is_that_of_a_process_of_its_own() -> None:
     batch = torch.zeros(2, 8, dtype=torch.long)
     alone = dry_run(build("llama"), Job.of(ac="full", world_size=64, tp=2), {"input_ids": batch, "labels": batch})
     assert run_ranks(2, _dry_run) == [(alone.peak_bytes, 2.0)] * 2
+
+
+def _budgets(rank: int, world_size: int) -> list[list[float]]:
+    ids, found = torch.arange(32).view(2, 16) % 50, []
+    for family, axis in (("llama", "tp"), ("llama", "cp"), ("mixtral", "ep")):
+        torch.manual_seed(0)
+        batch = {"input_ids": ids, "labels": ids}
+        model = parallelize(build(family), ac="50%", sample_input=batch, device="cpu", **{axis: 2})
+        model(**batch, use_cache=False).loss.backward()
+        mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
+        found.append(_sums(mesh, dist.new_group([0, 1])))
+    return found
+
+
+# A process for each rank, and three models that are planned, split and run (6 s).
+def test_a_budget_is_planned_on_fake_ranks_in_a_job_whose_ranks_work_afterwards() -> None:
+    assert run_ranks(2, _budgets) == [[[2.0, 2.0, 2.0, 9.0]] * 3] * 2
+
+
+def test_fake_ranks_are_entered_again_after_real_groups_were_destroyed() -> None:
+    ranks = FakeRanks(0, 4)
+    with ranks:
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.destroy_process_group()
+    assert not dist.is_initialized()
+    with ranks:
+        assert dist.get_world_size() == 4
+        functional.wait_tensor(functional.all_reduce(torch.ones(2), "sum", mesh.get_group()))
+    ranks.forget()

@@ -6,10 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
-
 from nemo_like._util.module_tree import bare
-from nemo_like.distributed.pipeline.cut import STAGE_MARK
 from nemo_like.job import Job
 from nemo_like.planning.devices import Device
 from nemo_like.precision import check_float8, float8_linears
@@ -18,7 +15,7 @@ _LEAST = (8, 9)
 """Compute capability of the first GPUs that multiply in float8."""
 
 
-def check_float8_plan(model: nn.Module, job: Job, device: Device) -> None:
+def check_float8_plan(job: Job, device: Device) -> None:
     """Raise where layers multiply in float8, and no plan is made of that.
 
     Raises:
@@ -28,13 +25,6 @@ def check_float8_plan(model: nn.Module, job: Job, device: Device) -> None:
     word = job.precision.matmuls
     if word is None:
         return
-    split = next((f"{name}={size}" for name, size in (("tp", job.tp.size), ("ep", job.ep.size)) if size > 1), None)
-    split = "pp" if hasattr(model, STAGE_MARK) else split
-    if split is not None:
-        raise ValueError(
-            f"precision is {word!r} beside {split}: no plan is made of float8 there. Leave one of the two out, or use "
-            "precision='bf16'."
-        )
     if word == "fp8-gather" and job.fsdp is not None:
         raise ValueError(
             "precision is 'fp8-gather': the bytes of weights that FSDP2 gathers in float8 are not known, so no plan is "

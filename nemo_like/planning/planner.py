@@ -100,7 +100,7 @@ class Planner:
             # Of the copy, then.
             job = self.job = replace(job, layers=tuple(layer.fqn for layer in find.find_layers(model, job.layers)))
         model = self.model = self.whole = model_copy(model)
-        check_float8_plan(model, job, self.device)
+        check_float8_plan(job, self.device)
         self.experts: tuple[Experts, ...] = ()
         # A stage of a pipeline may be one without experts.
         ep = ExpertParallel() if hasattr(model, STAGE_MARK) and not has_experts(model, job.ep.plan) else job.ep
@@ -108,10 +108,6 @@ class Planner:
             _refuse_lists(model, ep)
             self.model, self.experts = first_rank(model, job.tp, ep)
         if job.loss is not None:
-            if self._splits_loss:
-                raise ValueError(
-                    "No plan is made for loss='chunked' with loss_parallel=True: use ac='selective', or loss='model'."
-                )
             check_head(self.model)
         self.layers, self.chosen = _found_and_chosen(self.model, job.layers)
         convert(self.layers, job, self.device)

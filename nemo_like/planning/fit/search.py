@@ -515,7 +515,7 @@ class Search:
 Entry = tuple[Configuration, Resolved | None] | StateOnHost
 _HOST_MEMORY = "host memory"
 _SLOWER = "slower than the best, not looked at"
-_NOT_BESIDE_PP = "not planned beside pp: cpu_offload, a budget with experts that tp splits inside"
+_NOT_BESIDE_PP = "not planned beside pp: cpu_offload"
 
 
 def _is_resolved(item: object) -> bool:
