@@ -270,7 +270,7 @@ def folders() -> Any:
         if number:
             _arrow(axes, (left + 0.35, y + step), (left + 0.35, y + height))
         if band == "execution":
-            note = "only a budget and the trial of a split go down to planning"
+            note = "only a budget goes down to planning"
         else:
             note = "an arrow: imports; any folder below is allowed" if number == 0 else ""
         axes.text(left + 3.0, y - 0.225, note, va="center", fontsize=8)
