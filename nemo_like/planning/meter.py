@@ -39,9 +39,9 @@ class LiveBytes(TorchDispatchMode):
         self.sizes: dict[int, int] = {}
         """Bytes of what is alive, by number."""
         self._made = 0
-        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self.numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         for tensor in known:
-            self._numbers[local_part(tensor).untyped_storage()] = 0
+            self.numbers[local_part(tensor).untyped_storage()] = 0
         self._collects = False
 
     def __enter__(self) -> Self:
@@ -63,7 +63,7 @@ class LiveBytes(TorchDispatchMode):
             return NotImplemented
         if func is not _LIFT:  # which is given what torch.tensor() has just made
             for tensor in tensors_in((args, kwargs)):
-                self._numbers.setdefault(tensor.untyped_storage(), 0)  # made outside: not ours to count
+                self.numbers.setdefault(tensor.untyped_storage(), 0)  # made outside: not ours to count
         out = func(*args, **(kwargs or {}))
         tensors = tensors_in(out)
         for position, tensor in enumerate(tensors):
@@ -85,9 +85,9 @@ class LiveBytes(TorchDispatchMode):
         an operator returned, where that are several."""
         check_layouts([tensor])
         storage = tensor.untyped_storage()
-        number = self._numbers.get(storage)
+        number = self.numbers.get(storage)
         if number is None:
-            number = self._numbers[storage] = self._next()
+            number = self.numbers[storage] = self._next()
             weakref.finalize(storage, self._freed, number).atexit = False
             if storage.nbytes():
                 self.changed(number, storage.nbytes())
@@ -95,7 +95,7 @@ class LiveBytes(TorchDispatchMode):
 
     def number(self, tensor: torch.Tensor) -> int:
         """Of the storage of `tensor`, in `log`; 0: it was made outside."""
-        return self._numbers.get(local_part(tensor).untyped_storage(), 0)
+        return self.numbers.get(local_part(tensor).untyped_storage(), 0)
 
     def changed(self, number: int, size: int) -> None:
         """A storage has so many bytes from now on; 0: it is freed."""

@@ -93,7 +93,7 @@ class StorageLedger(LiveBytes):
         """The one that ran last, in forward or backward; empty: what is around them."""
         self._marks: tuple[list[int], list[str]] = ([], [])
         """From which number on autograd's nodes belong to which layer; ``""``: to none."""
-        self._running: tuple[str, str, str] | None = None
+        self.running: tuple[str, str, str] | None = None
         """Of the operator that runs: where, what it makes, its name."""
         self._position = -1
         """Of what is counted, among what the operator returned."""
@@ -107,19 +107,19 @@ class StorageLedger(LiveBytes):
         ledger = self
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
-            result, number = resize(storage, size), ledger._numbers.get(storage)
+            result, number = resize(storage, size), ledger.numbers.get(storage)
             if number and size != ledger.sizes.get(number, 0):
-                ledger._running = (*ledger.place(), _RESIZE)
+                ledger.running = (*ledger.place(), _RESIZE)
                 ledger.changed(number, size)
-                ledger._running = None
+                ledger.running = None
             return result
 
         def told_state() -> torch.Tensor:
             result: torch.Tensor = state()
             if ledger.on_cpu and ledger.steps > 1:  # of the first step, the engine goes on to know the last one
-                ledger._running = (*ledger.place(), "get_rng_state")
+                ledger.running = (*ledger.place(), "get_rng_state")
                 ledger.count(result)
-                ledger._running = None
+                ledger.running = None
             return result
 
         torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign,assignment]
@@ -134,16 +134,16 @@ class StorageLedger(LiveBytes):
         """Count the storages of `tensors`, whatever made them, as this part."""
         for tensor in tensors:
             if not self.number(tensor):
-                self._numbers.pop(tensor.untyped_storage(), None)
-            self._running = "", part, ""
+                self.numbers.pop(tensor.untyped_storage(), None)
+            self.running = "", part, ""
             self._storages.setdefault(self.count(tensor), Storage(part)).part = part
-            self._running = None
+            self.running = None
 
     def disown(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count the storages of `tensors` no longer: they are on another device."""
         for tensor in tensors:
             number = self.number(tensor)
-            self._numbers[tensor.untyped_storage()] = 0
+            self.numbers[tensor.untyped_storage()] = 0
             self.live -= self.sizes.pop(number, 0)
 
     def begin(self) -> None:
@@ -238,8 +238,8 @@ class StorageLedger(LiveBytes):
     ) -> Any:
         if is_wrapped(types):
             return NotImplemented
-        self._running = (*self.place(), str(func))
-        if self._running[1] is GRADIENTS:
+        self.running = (*self.place(), str(func))
+        if self.running[1] is GRADIENTS:
             self._become_gradients((args, kwargs))
         if draws(func, args, dict(kwargs or {})):
             with unseen():
@@ -247,7 +247,7 @@ class StorageLedger(LiveBytes):
         try:
             return super().__torch_dispatch__(func, types, args, kwargs)
         finally:
-            self._running = None
+            self.running = None
 
     def scratch(self, func: Any, args: tuple, kwargs: Mapping[str, Any], out: Any) -> int:
         """Bytes that an operator takes and gives back, gloo's own copies among them."""
@@ -260,7 +260,7 @@ class StorageLedger(LiveBytes):
 
     def changed(self, number: int, size: int) -> None:
         """As in `LiveBytes`, with where that is."""
-        where, part, op = (*self.place(), "") if self._running is None else self._running
+        where, part, op = (*self.place(), "") if self.running is None else self.running
         more = size - self.sizes.get(number, 0)
         if number not in self._storages:
             position = self._position if part == OPTIMIZER else -1

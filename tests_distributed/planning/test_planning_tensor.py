@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor.parallel import loss_parallel
 
 from nemo_like import Job, parallelize
-from nemo_like.options import ChunkedLoss, MemoryBudget, PipelineParallel, StepSpec, TensorParallel
+from nemo_like.options import MemoryBudget, PipelineParallel, StepSpec, TensorParallel
 from nemo_like.planning import Planner
 from nemo_like.planning.devices import resolve_device
 from tests_distributed.allocated import local, pipeline_peak_bytes, step_peak_bytes
@@ -158,27 +158,21 @@ def test_modes_beside_sequences_or_logits_in_parts(sequence: bool, loss: bool) -
     _assert_near(run_ranks(2, _parts, options, ("none", "selective", "40%"), timeout=280))
 
 
-def _refused(rank: int, world_size: int) -> list[str]:
-    messages = []
-    for options in (TensorParallel(2, sequence_parallel=True), TensorParallel(2, loss_parallel=True)):
-        with pytest.raises(ValueError) as caught:
-            parallelize(_build("LlamaConfig"), ac="40%", tp=options, pp=2, sample_input=_batch())
-        messages.append(str(caught.value))
-    return messages
+def _in_stages(rank: int, world_size: int) -> list[list[bool]]:
+    found, ids = [], _batch()["input_ids"].repeat(2, 1)
+    batch = {"input_ids": ids, "labels": ids}
+    pp = PipelineParallel(2, microbatches=2)
+    for options in (TensorParallel(2, sequence_parallel=True), TensorParallel(2)):
+        grads = []
+        for ac in ("40%", "none"):
+            pipeline = parallelize(_build("LlamaConfig"), ac=ac, tp=options, pp=pp, sample_input=batch, device="cpu")
+            pipeline.step(**batch)
+            grads.append([p.grad.to_local() for p in pipeline.parameters() if p.grad is not None])
+        found.append([bool(grads[0]), *map(torch.equal, *grads)])
+    return found
 
 
-def test_chunks_of_logits_in_parts_are_refused() -> None:
-    with pytest.raises(ValueError, match="loss='chunked' with loss_parallel=True"):
-        Planner(
-            _build("LlamaConfig"),
-            _batch(),
-            Job.of(
-                world_size=2, tp=TensorParallel(2, loss_parallel=True), loss=ChunkedLoss(), gpu=resolve_device("cpu")
-            ),
-        )
-
-
-def test_what_no_plan_is_made_for_is_refused() -> None:
-    """Stages of layers whose sequences or logits are in parts."""
-    messages = run_ranks(4, _refused, timeout=60)[0]
-    assert "sequence_parallel=True" in messages[0] and "loss_parallel=True" in messages[1]
+# Two plans and four steps on four ranks (20 s).
+@pytest.mark.long
+def test_budgets_of_stages_with_sequences_in_parts_give_the_same_gradients() -> None:
+    assert all(all(equal) for ranks in run_ranks(4, _in_stages, timeout=120) for equal in ranks)
