@@ -51,7 +51,7 @@ from nemo_like.planning.step_loss import loss_of
 from nemo_like.planning.storage_ledger import PARAMETERS, Level, StepMoment, StorageLedger
 from nemo_like.precision import float8_linears
 from nemo_like.resolve import layers_for
-from nemo_like.torch_compat import fake_ranks
+from nemo_like.torch_compat import fake_ranks, local_part
 
 _UNCHECKED = {"NEMO_LIKE_VERIFY": "0", "NEMO_LIKE_COMPARE_PEAK": "0"}
 """Environment that turns off what the first step of a real job compares, by values."""
@@ -230,13 +230,13 @@ def _run(model: nn.Module, sample_input: object, job: Job, shortened: _Shortened
     assert make is not None  # `refuse_dry_run`
     optimizer = make(list(parallelized.parameters()))
     with run.fake:
-        averaged = {p: torch.empty_like(_local(p), device="cpu") for p in parallelized.parameters() if loop.ema}
+        averaged = {p: torch.empty_like(local_part(p), device="cpu") for p in parallelized.parameters() if loop.ema}
     told = without_values(f"{type(model).__name__} cannot be run without values: its step", model)
     by_name = _layers_of(modules, names)
     with told, run, ledger, SumsInPlace(), ledger.watching(by_name), _sends_hold():
         for _ in range(2):  # the second one begins with the optimizer's state
             gc.collect()
-            ledger.own([*map(_local, parallelized.parameters()), *averaged.values()], PARAMETERS)
+            ledger.own([*map(local_part, parallelized.parameters()), *averaged.values()], PARAMETERS)
             ledger.begin()
             stretches = [_stretch(*gap, by_name, optimizer, averaged, ledger) for gap in shortened.gaps]
             go()
@@ -266,7 +266,7 @@ def _stretch(
         if torch.is_tensor(each)
     )
     numbers = {id(parameter): number for number, parameter in enumerate(trained)}
-    base = ledger.parts_of(map(_local, tensors))
+    base = ledger.parts_of(map(local_part, tensors))
     return Stretch(missing, around, base, frozenset(numbers[id(p)] for p in here if id(p) in numbers))
 
 
@@ -430,7 +430,3 @@ def _give_memory(models: Sequence[nn.Module], run: FakeRun) -> None:
     for model in models:
         if isinstance(model, FSDPModule):  # which pads its own
             model._apply(lambda tensor: one(tensor) if tensor.is_meta else tensor)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

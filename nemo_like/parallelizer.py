@@ -45,7 +45,6 @@ from nemo_like.distributed.tensor.apply import (
     check_packed_weights,
     cut_outside_of_regions,
 )
-from nemo_like.distributed.trial import try_split
 from nemo_like.distributed.units import sharded_by_caller
 from nemo_like.distributed.weights.replaced import (
     parameters_of,
@@ -279,6 +278,8 @@ def _check(
     if job.cp.size > 1:
         check_context_parallel(model, job.cp, layers, call_of(model))
     if (job.cp.size > 1 or job.tp.size > 1) and not hasattr(model, STAGE_MARK):  # stages are cut from what was tried
+        from nemo_like.distributed.trial import try_split  # which no other job needs
+
         try_split(model, job, layers, whole, sample_input)
     if ranks is not None:
         check_sharding(model, layers, ranks, options=job.fsdp)

@@ -31,7 +31,6 @@ from nemo_like.distributed.pipeline.cut import (
 from nemo_like.distributed.pipeline.schedules import stages_of
 from nemo_like.distributed.pipeline.stage import Stage
 from nemo_like.distributed.pipeline.stage_parts import SplitParts, check_stages, stage_parts
-from nemo_like.distributed.trial import try_split
 from nemo_like.job import Job
 from nemo_like.losses.model_loss import check_head
 from nemo_like.options import CheckpointConfig, MemoryBudget, PipelineParallel
@@ -130,6 +129,8 @@ def cut_into_stages(model: nn.Module, job: Job, mesh: DeviceMesh, sample_input: 
         check_context_parallel(model, job.cp, layers_found)
     whole = [each.fqn for each in find_experts(model, job.ep.plan)] if job.ep.size > 1 else []
     if job.cp.size > 1 or job.tp.size > 1:
+        from nemo_like.distributed.trial import try_split  # which no other job needs
+
         try_split(model, job, layers_found, whole, sample_input)
     if job.loss is not None:
         check_head(model)

@@ -58,10 +58,7 @@ class FakeRun(TorchDispatchMode):
     """
 
     def __init__(
-        self,
-        autocast: torch.dtype | None = None,
-        cuda: tuple[int, int] | None = None,
-        model: nn.Module | None = None,
+        self, autocast: torch.dtype | None = None, cuda: tuple[int, int] | None = None, model: nn.Module | None = None
     ) -> None:
         super().__init__()
         self.ranks = (None if model is None else ranks_of(model)) or nullcontext()

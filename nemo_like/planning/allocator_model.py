@@ -26,8 +26,10 @@ from bisect import bisect_left, insort
 from collections.abc import Hashable
 
 from nemo_like.options.memory import AllocatorConfig
-from nemo_like.planning.memory_blocks import MIN_BLOCK, SMALL_REQUEST, BlockPool, MemoryBlock, can_become
+from nemo_like.planning.memory_blocks import BlockPool, MemoryBlock, can_become
 
+MIN_BLOCK = 512
+SMALL_REQUEST = 1 << 20
 SMALL_SEGMENT = 2 << 20
 LARGE_REQUEST = 10 << 20
 LARGE_STEP = 2 << 20
@@ -60,7 +62,6 @@ class CachingAllocator:
         """Bytes in blocks in use, as ``torch.cuda.memory_allocated`` counts them, and in segments; now, and most."""
         self.retries = 0
         """How often segments were given back, because memory had run out."""
-        self._plain = self.config.max_split_size is None and not self.config.expandable_segments
         self._limit = float("inf") if self.config.max_split_size is None else self.config.max_split_size
         self._pools: dict[tuple[Hashable, bool], BlockPool] = {}
         self._rounded: dict[int, int] = {}
@@ -79,19 +80,16 @@ class CachingAllocator:
         small = wanted <= SMALL_REQUEST
         pool = self._pools.get((stream, small))
         if pool is None:
-            pool = self._pools[stream, small] = BlockPool(small=small)
-        if self._plain:  # the same as below, without asking for what is not there
-            at = bisect_left(pool.free, (wanted,))
-            block = pool.free.pop(at)[2] if at < len(pool.free) else self._reserve(pool, wanted)
-            splits = block.size - wanted >= pool.least_rest
-        else:
-            block = self._cached(pool, wanted) or self._reserve(pool, wanted)
-            splits = block.size != wanted and self._splits(block, wanted)
-        if splits:
+            fine = small or self.config.expandable_segments
+            least_rest = MIN_BLOCK if fine else SMALL_REQUEST + 1
+            pool = BlockPool(small=small, least_rest=least_rest, most_split=float("inf") if fine else self._limit)
+            self._pools[stream, small] = pool
+        block = self._cached(pool, wanted) or self._reserve(pool, wanted)
+        if block.size - wanted >= pool.least_rest and wanted < pool.most_split:
             rest = MemoryBlock(block.address + wanted, block.size - wanted, pool)
             block.insert_behind(rest)
             block.size = wanted
-            insort(pool.free, (rest.size, rest.address, rest))
+            pool.add(rest)
         block.used = True
         self.allocated += block.size
         if self.allocated > self.peak_allocated:
@@ -107,7 +105,7 @@ class CachingAllocator:
             self._merge(block, block.prev)
         if block.next is not None and not block.next.used:
             self._merge(block, block.next)
-        insort(block.pool.free, (block.size, block.address, block))
+        block.pool.add(block)
 
     def rounded(self, size: int) -> int:
         """The bytes of a request for `size`."""
@@ -145,12 +143,6 @@ class CachingAllocator:
             return None
         del free[at]
         return found
-
-    def _splits(self, block: MemoryBlock, size: int) -> bool:
-        rest = block.size - size
-        if block.pool.small or self.config.expandable_segments:
-            return rest >= MIN_BLOCK
-        return size < self._limit and rest > SMALL_REQUEST
 
     def _reserve(self, pool: BlockPool, size: int) -> MemoryBlock:
         block = self._new(pool, size)

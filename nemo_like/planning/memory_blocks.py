@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 
-MIN_BLOCK = 512
-SMALL_REQUEST = 1 << 20
-
 
 class MemoryBlock:
     """A piece of a segment; `pool.free` has it while it is free and mapped."""
@@ -33,10 +30,10 @@ class MemoryBlock:
 class BlockPool:
     """The free blocks of one stream, of one kind, smallest first."""
 
-    def __init__(self, *, small: bool) -> None:
+    def __init__(self, *, small: bool, least_rest: int, most_split: float) -> None:
         self.small = small
-        self.least_rest = MIN_BLOCK if small else SMALL_REQUEST + 1
-        """Bytes from which on what is left of a block becomes one of its own."""
+        self.least_rest, self.most_split = least_rest, most_split
+        """Bytes from which on what is left of a block becomes one of its own, for requests below so many bytes."""
         self.free: list[tuple[int, int, MemoryBlock]] = []
         self.unmapped: list[tuple[int, MemoryBlock]] = []
         """Of growing segments, what has no memory behind it, by address."""

@@ -115,11 +115,6 @@ class LiveBytes(TorchDispatchMode):
         if number in self.sizes:
             self.changed(number, 0)
 
-    def lap(self) -> int:
-        """The peak since the last lap."""
-        peak, self.peak = self.peak, self.live
-        return peak
-
 
 class _OpClock(TorchDispatchMode):
     """Time of each op, in order, with its name."""

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from nemo_like.planning.planner import Planner
     from nemo_like.planning.stages import PipelinePlanner
 
-MOST_STEPS = 4
-STEPS_OF_RANK = 3
+_MOST_STEPS = 4
+_STEPS_OF_RANK = 3
 """Of a pipeline. In the second one the optimizer's state is there from the beginning; the third one reserves nothing more,
 as a rule."""
 
@@ -51,8 +51,9 @@ class Reserved:
 class StepLogs:
     """The allocations of a rank's steps: of the first one, in which the optimizer's state is made, and of any later one."""
 
-    def __init__(self, storages: Allocations, write: Callable[[bool], None]) -> None:
-        """Write both. `write`: writes a step into `storages`, the first one or a later one."""
+    def __init__(self, storages: Allocations, write: Callable[[bool], None], most: int) -> None:
+        """Write both. `write`: writes a step into `storages`, the first one or a later one. `most`: steps to replay."""
+        self.most = most
         write(True)
         self.first, storages.log = storages.log, []
         before = dict(storages.sizes)
@@ -77,7 +78,7 @@ class StepLogs:
                 make_optimizer_state(storages, planner)
             loop.update()
 
-        return cls(storages, write)
+        return cls(storages, write, _MOST_STEPS)
 
     @classmethod
     def of_rank(
@@ -91,7 +92,7 @@ class StepLogs:
         """Those of one rank of a pipeline, with `choices` for each stage. `kept_outputs`: as `RankSteps`."""
         storages = Allocations()
         steps = RankSteps(pipeline, rank, choices, storages, kept_outputs=kept_outputs)
-        return cls(storages, lambda first: steps.run(first=first))
+        return cls(storages, lambda first: steps.run(first=first), _STEPS_OF_RANK)
 
 
 def replay(
@@ -99,8 +100,6 @@ def replay(
     device: Device,
     config: AllocatorConfig | None = None,
     memory: int | None = None,
-    *,
-    steps: int = MOST_STEPS,
 ) -> Reserved:
     """Run the allocations of a rank's steps through the allocator, until one reserves nothing more.
 
@@ -109,13 +108,12 @@ def replay(
         device: a CUDA device.
         config: the allocator's settings; None: torch's defaults.
         memory: bytes of the device; None: as many as are asked for.
-        steps: how many at most.
 
     Raises:
         DeviceMemoryError: `memory` does not suffice.
     """
     replayed = _Replayed(config, memory, device.cuda)
-    for number in range(steps):
+    for number in range(logs.most):
         before = replayed.allocator.reserved
         replayed.play(logs.first if number == 0 else logs.later)
         if number > 0:

@@ -16,7 +16,7 @@ from nemo_like.options import MemoryBudget
 from nemo_like.planning.block import Choice
 from nemo_like.planning.planner import asked_job
 from nemo_like.planning.program.readers import Peak
-from nemo_like.planning.reserved import STEPS_OF_RANK, StepLogs, ranks_to_replay, replay
+from nemo_like.planning.reserved import StepLogs, ranks_to_replay, replay
 from nemo_like.planning.sharding import same_on_all_ranks
 from nemo_like.planning.stage_balance import balanced
 from nemo_like.planning.stage_seconds import pipeline_seconds
@@ -211,4 +211,4 @@ def reserved_on_ranks(
         return None
     every = range(planner.pp.size) if ranks is None else ranks
     how = planner.device, planner.job.allocator
-    return [replay(StepLogs.of_rank(planner, rank, choices), *how, steps=STEPS_OF_RANK).reserved for rank in every]
+    return [replay(StepLogs.of_rank(planner, rank, choices), *how).reserved for rank in every]

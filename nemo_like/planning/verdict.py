@@ -17,7 +17,7 @@ from nemo_like.planning.allocator_model import DeviceMemoryError
 from nemo_like.planning.block import Choice
 from nemo_like.planning.planner import Planner
 from nemo_like.planning.program.readers import Peak
-from nemo_like.planning.reserved import STEPS_OF_RANK, Reserved, StepLogs, ranks_to_replay, replay
+from nemo_like.planning.reserved import Reserved, StepLogs, ranks_to_replay, replay
 from nemo_like.planning.stages import Choices, PipelinePlanner
 
 RESERVED, ALLOCATED = "reserved", "allocated"
@@ -123,7 +123,7 @@ def _on_ranks(planner: Any, choices: Choices, limit: int) -> int:
 def _of_ranks(planner: PipelinePlanner, choices: Choices, ranks: Iterable[int], limit: int) -> list[int]:
     how = planner.device, planner.job.allocator
     every = (StepLogs.of_rank(planner, rank, choices) for rank in ranks)
-    return [_within(limit, partial(replay, logs, *how, steps=STEPS_OF_RANK)) for logs in every]
+    return [_within(limit, partial(replay, logs, *how)) for logs in every]
 
 
 def _within(limit: int, replayed: Callable[[int | None], Reserved]) -> int:

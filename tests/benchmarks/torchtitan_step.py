@@ -27,7 +27,7 @@ from nemo_like.options.memory import AllocatorConfig
 from nemo_like.planning.block import BlockProblem, Choice
 from nemo_like.planning.planner import Planner
 from nemo_like.planning.program.step import LayerCall
-from nemo_like.planning.reserved import STEPS_OF_RANK, Reserved, StepLogs, replay
+from nemo_like.planning.reserved import Reserved, StepLogs, replay
 from nemo_like.planning.sharding import Sharding, joined
 from nemo_like.planning.stages import PipelinePlanner
 
@@ -104,7 +104,7 @@ def reserved_on_rank(
         tuple(each for each in actions if each.kind not in (UNSHARD, RESHARD)) for actions in planner.actions
     )
     logs = StepLogs.of_rank(own, rank, choices, kept_outputs=kept_outputs)
-    return replay(logs, own.device, ALLOCATOR, steps=STEPS_OF_RANK)
+    return replay(logs, own.device, ALLOCATOR)
 
 
 def _with(layer: LayerCall, size: int) -> LayerCall:

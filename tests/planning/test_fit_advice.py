@@ -12,7 +12,7 @@ from nemo_like.options.memory import AllocatorConfig
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.fit import fit
 from nemo_like.planning.fit.advice import _spans_hosts
-from nemo_like.planning.reserved import STEPS_OF_RANK, StepLogs, replay
+from nemo_like.planning.reserved import StepLogs, replay
 from nemo_like.planning.stages import PipelinePlanner
 from tests.models.fit_models import llama
 
@@ -81,9 +81,7 @@ def test_growing_segments_are_named_for_a_pipeline_where_its_ranks_reserve_less_
     )
     whole, growing = (
         max(
-            replay(
-                StepLogs.of_rank(planner, rank, planner.uniform("full")), planner.device, config, steps=STEPS_OF_RANK
-            ).reserved
+            replay(StepLogs.of_rank(planner, rank, planner.uniform("full")), planner.device, config).reserved
             for rank in range(2)
         )
         for config in (AllocatorConfig(), AllocatorConfig(expandable_segments=True))

@@ -10,7 +10,7 @@ import torch
 from nemo_like import Job
 from nemo_like.options import PipelineParallel, StepSpec
 from nemo_like.planning.devices import resolve_device
-from nemo_like.planning.reserved import STEPS_OF_RANK, Reserved, StepLogs, ranks_to_replay, replay
+from nemo_like.planning.reserved import Reserved, StepLogs, ranks_to_replay, replay
 from nemo_like.planning.stage_plans import describe
 from nemo_like.planning.stages import PipelinePlanner
 
@@ -35,7 +35,7 @@ def _planner(
 
 
 def _replayed(planner: PipelinePlanner, rank: int, choices: Any, **more: Any) -> Reserved:
-    return replay(StepLogs.of_rank(planner, rank, choices, **more), planner.device, steps=STEPS_OF_RANK)
+    return replay(StepLogs.of_rank(planner, rank, choices, **more), planner.device)
 
 
 def test_outputs_that_stay_are_counted() -> None:
