@@ -290,8 +290,8 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "planning/allocator_model.py",
-        "            return rest >= MIN_BLOCK\n",
-        "            return rest > MIN_BLOCK\n",
+        "least_rest = MIN_BLOCK if fine",
+        "least_rest = MIN_BLOCK + 1 if fine",
         "tests/planning/test_allocator_model.py",
     ),
     Fault(
