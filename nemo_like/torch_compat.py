@@ -26,6 +26,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel.loss import _disable_custom_loss_ops, _enable_custom_loss_ops
 
 # --- Documented for users, though the module is underscored: aliases. ---------------------------------------------
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket  # isort: skip
@@ -559,6 +560,19 @@ def loss_is_parallel() -> bool:
     The context registers its operators with the dispatcher of `DTensor`.
     """
     return torch.ops.aten.nll_loss_forward.default in DTensor._op_dispatcher._custom_op_handlers
+
+
+@contextlib.contextmanager
+def under_loss_parallel(wanted: bool) -> Iterator[None]:
+    """Do as `loss_parallel` does if `wanted`, but leave the caller's own on, and end after an error, too."""
+    if not wanted or loss_is_parallel():
+        yield
+        return
+    _enable_custom_loss_ops()
+    try:
+        yield
+    finally:
+        _disable_custom_loss_ops()
 
 
 def unwaited_collectives() -> int:

@@ -517,6 +517,18 @@ def test_whether_a_loss_is_parallel():
     assert torch_compat.loss_is_parallel() is False
     with loss_parallel():
         assert torch_compat.loss_is_parallel() is True
+        with torch_compat.under_loss_parallel(True):
+            assert torch_compat.loss_is_parallel() is True
+        assert torch_compat.loss_is_parallel() is True
+    assert torch_compat.loss_is_parallel() is False
+
+
+def test_a_loss_is_parallel_until_the_context_ends_by_an_error_too():
+    with torch_compat.under_loss_parallel(False):
+        assert torch_compat.loss_is_parallel() is False
+    with pytest.raises(KeyError), torch_compat.under_loss_parallel(True):
+        assert torch_compat.loss_is_parallel() is True
+        raise KeyError
     assert torch_compat.loss_is_parallel() is False
 
 

@@ -6,13 +6,11 @@ whole, too (for want of values, or of the right input), says nothing about the s
 
 from __future__ import annotations
 
-import contextlib
 import traceback
 from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor.parallel import loss_parallel
 
 from nemo_like._util.module_tree import base_model
 from nemo_like._util.tensors import split_sample
@@ -26,7 +24,7 @@ from nemo_like.fake.run import FakeRun, cache_off, call_flags
 from nemo_like.job import Job
 from nemo_like.layers import Layer, find_layers
 from nemo_like.options import ContextParallel, TensorParallel
-from nemo_like.torch_compat import quiet_fake_tensors
+from nemo_like.torch_compat import quiet_fake_tensors, under_loss_parallel
 
 _TOKENS = 8
 """The length of a sample, for each rank."""
@@ -93,7 +91,7 @@ def try_tensor_parallel(
     if copied is None or sample is None:
         return
     part, _ = first_rank(copied, options, whole=whole)
-    with edges(part), loss_parallel() if options.loss_parallel else contextlib.nullcontext():
+    with edges(part), under_loss_parallel(options.loss_parallel):
         error = _failure(part, sample)
     if error is not None and _runs_whole(model, sample):
         raise ValueError(

@@ -95,13 +95,13 @@ class FakeRun(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        kwargs = dict(kwargs or {})
+        inputs = tensors_in((args, kwargs))
+        check_layouts(inputs)
         if is_wrapped(types):
             return NotImplemented
         if func._schema.name in ALIASES:
             return args[0]
-        kwargs = dict(kwargs or {})
-        inputs = tensors_in((args, kwargs))
-        check_layouts(inputs)
         if packet_name(func) == _ROUTE:
             return self._route(*args, **kwargs)
         written = ops.written_tensors(func, args, kwargs)

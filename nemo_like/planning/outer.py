@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor.parallel import loss_parallel
 
 from nemo_like._util.module_tree import bare
 from nemo_like._util.tensors import Place, by_argument, tensors_in
@@ -36,6 +35,7 @@ from nemo_like.planning.program.records import BackwardCall, ForwardCall, OuterE
 from nemo_like.planning.recorded import record_again
 from nemo_like.planning.step_loss import loss_of
 from nemo_like.planning.step_time import OpSeconds
+from nemo_like.torch_compat import under_loss_parallel
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def outer_memory(
         SumsInPlace(),
         timer or nullcontext(),
         replaced_forwards(layers, stub),
-        loss_parallel() if split_loss else nullcontext(),
+        under_loss_parallel(split_loss),
         edges(model),
         ends.watching(model) if chunks is None else nullcontext(),
     ):

@@ -12,7 +12,6 @@ from typing import Any, Unpack
 
 import torch
 from torch import nn
-from torch.distributed.tensor.parallel import loss_parallel
 
 from nemo_like._util.extras import MissingExtraError, require
 from nemo_like._util.log import warn_once
@@ -75,6 +74,7 @@ from nemo_like.planning.sharding import (
 from nemo_like.planning.stack import ChoiceGroup, Stack
 from nemo_like.planning.step_time import exposed_seconds
 from nemo_like.precision import effective_matmuls
+from nemo_like.torch_compat import under_loss_parallel
 
 MODES = ("none", "full", "selective")
 """Modes that are planned without a budget: those that `Planner.uniform` takes."""
@@ -144,7 +144,7 @@ class Planner:
                 f"Operators can't be measured for {device.name} ({device.kind}): this process has {at_hand} only, which "
                 "runs others. Leave measuring out (measure=False; no --measure), or plan for the device at hand."
             )
-        with loss_parallel() if self._splits_loss else contextlib.nullcontext():
+        with under_loss_parallel(self._splits_loss):
             self.traced: ModelTrace = trace_model(
                 self.model,
                 self.layers,

@@ -35,15 +35,6 @@ def _refused(rank: int, world_size: int) -> None:
     before = dict(model.named_modules())
     for arguments, message in (
         (dict(tp=3), "tp=3 does not divide the 2 ranks"),
-        (
-            dict(
-                tp=TensorParallel(2, loss_parallel=True),
-                ac="50%",
-                loss="chunked",
-                sample_input={"input_ids": batch(2), "labels": batch(2)},
-            ),
-            "loss_parallel",
-        ),
         (dict(tp=TensorParallel(1, sequence_parallel=True)), "tp is 1"),
     ):
         with pytest.raises(ValueError, match=message):
