@@ -75,7 +75,6 @@ if TYPE_CHECKING:  # what type checkers and editors see of the names below; "as"
     from nemo_like.planning.planner import plan_for as plan_for
     from nemo_like.planning.predict import predict as predict
     from nemo_like.planning.report import PlanReport as PlanReport
-    from nemo_like.planning.stage_plans import plan_pipeline as plan_pipeline
     from nemo_like.profiling import MemoryProfiler as MemoryProfiler
     from nemo_like.profiling import ProfileReport as ProfileReport
 
@@ -157,7 +156,6 @@ _WHERE = {
     "planning.planner": ("plan_for",),
     "planning.predict": ("predict",),
     "planning.report": ("PlanReport",),
-    "planning.stage_plans": ("plan_pipeline",),
     "profiling": (
         "MemoryProfiler",
         "ProfileReport",

@@ -156,7 +156,7 @@ def _planned(model: nn.Module, job: Job, sample_input: object) -> Job:
 
         job = replace(job, ac=plan_for(model, job, sample_input=sample_input))
     elif pp.balance == "memory":
-        from nemo_like.planning.stage_plans import balance_for_memory
+        from nemo_like.planning.planner import balance_for_memory
 
         mode = job.ac.mode if isinstance(job.ac, CheckpointConfig) and job.ac.mode in ("none", "selective") else "full"
         counts = balance_for_memory(model, sample_input, job, mode)

@@ -25,9 +25,10 @@ from nemo_like.activation_checkpointing.policy import HOST, SAVE
 from nemo_like.job import Job
 from nemo_like.models import resolve_model
 from nemo_like.parallelizer import parallelize
+from nemo_like.planning.planner import query_of
 from nemo_like.planning.predict import text_of
+from nemo_like.planning.program.rank import points_of
 from nemo_like.planning.report import make_report
-from nemo_like.planning.what_if import planner_of
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -48,8 +49,8 @@ MIB = 2**20
 def memory_of_a_step() -> Any:
     """Draw the planner's bytes over a step, stacked by part, for three modes and a budget."""
     model, _ = resolve_model(MODEL).built("meta", torch.float32)
-    planner = planner_of(model, text_of(model, BATCH, TOKENS), Job.of(gpu="cpu"))
-    rows = {row.ac: row for row in make_report(planner, ["50%"]).rows}
+    query = query_of(model, text_of(model, BATCH, TOKENS), Job.of(gpu="cpu"))
+    rows = {row.ac: row for row in make_report(query, ["50%"]).rows}
     groups = {
         "parameters, optimizer state": (GREY, (Part.PARAMETERS, Part.OPTIMIZER_STATE, Part.OPTIMIZER_STEP)),
         "gradients": (VIOLET, (Part.GRADIENTS,)),
@@ -59,7 +60,7 @@ def memory_of_a_step() -> Any:
     }
     figure, every = pyplot.subplots(2, 2, figsize=(8.5, 5.4), sharex=True, sharey=True)
     for axes, ac in zip(every.flat, ("none", "selective", "50%", "full")):
-        points = planner.points(rows[ac].choices)
+        points = points_of(query, 0, rows[ac].choices)
         if unknown := {name for point in points for name, size in point.parts.items() if size} - {
             part for _, parts in groups.values() for part in parts
         }:

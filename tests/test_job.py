@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from nemo_like import FSDP2, ChunkedLoss, Job, PipelineParallel, StepSpec, fit
-from nemo_like.planning import Planner
 from nemo_like.planning.devices import resolve_device
+from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.report import make_report
-from nemo_like.planning.stages import PipelinePlanner
 from nemo_like.recipes.agree import Ranks
 from nemo_like.recipes.fitted import best_of
 from nemo_like.recipes.job_options import Options
@@ -69,12 +68,8 @@ def _planned(job: Job, limit: int, sample: Any = None) -> tuple[Any, ...]:
     """What ``nemo-like plan`` has in the row of the job's mode."""
     sample = _sample(ROWS) if sample is None else sample
     mode = job.ac.mode  # type: ignore[union-attr]
-    if job.pp.size > 1:
-        with PipelinePlanner(_model(), sample, job) as staged:
-            stages = next(row for row in make_report(staged, [], limit).rows if row.ac == mode)
-        return stages.plan.peak_bytes, stages.need.reserved, stages.plan.step_seconds, stages.fits
-    with Planner(_model(), sample, job) as planner:
-        row = next(row for row in make_report(planner, [], limit).rows if row.ac == mode)
+    report = make_report(PlanQuery.of(_model(), sample, job), [], limit)
+    row = next(row for row in report.rows if row.ac == mode)
     return row.plan.peak_bytes, row.need.reserved, row.plan.step_seconds, row.fits
 
 

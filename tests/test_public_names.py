@@ -51,7 +51,7 @@ PATHS = {
         "StepSpec",
         "TensorParallel",
     ),
-    "nemo_like.planning": ("Plan", "plan_for", "plan_pipeline"),
+    "nemo_like.planning": ("Plan", "plan_for"),
     "nemo_like.planning.fit": ("FitReport", "fit"),
     "nemo_like.profiling": ("MemoryProfiler", "ProfileReport"),
 }

@@ -94,8 +94,9 @@ def _words(text: str) -> str | list[str]:
 
 def run(args: argparse.Namespace) -> int:
     """Search and report. Returns 0; 1 where nothing fits."""
-    from nemo_like.planning.fit import fit, picture
+    from nemo_like.planning.fit import fit
     from nemo_like.planning.fit.lengths import read_histogram
+    from nemo_like.planning.pictures import plot_fit
 
     if args.calibrate and args.model is None:
         others = set(vars(args)) - {"command", "run", "parser", "own", "calibrate"}
@@ -148,7 +149,7 @@ def run(args: argparse.Namespace) -> int:
     if not report.candidates:
         return 1
     if args.plot:
-        picture.plot(report, args.plot, min(args.explain or 1, len(report.candidates)))
+        plot_fit(report, args.plot, min(args.explain or 1, len(report.candidates)))
     if not args.save:
         return 0
     if report.best.plan is None:

@@ -19,10 +19,9 @@ if TYPE_CHECKING:  # the command imports torch and the planner only when it runs
     import torch
 
     from nemo_like.job import Job
-    from nemo_like.planning.model_inputs import ModelInput
-    from nemo_like.planning.planner import Planner
+    from nemo_like.planning.model.inputs import ModelInput
     from nemo_like.planning.predict import Question
-    from nemo_like.planning.stages import PipelinePlanner
+    from nemo_like.planning.query import PlanQuery
 
 EXAMPLES = (
     "--model llama3-8b --gpus 64 --seq-len 8192 --gpu h100-80gb",
@@ -122,10 +121,10 @@ def run(args: argparse.Namespace) -> int:
     from nemo_like.models import resolve_model
     from nemo_like.planning.devices import device_of
     from nemo_like.planning.pictures import plot
-    from nemo_like.planning.planner import Planner
+    from nemo_like.planning.planner import query_of
     from nemo_like.planning.predict import Question, answered
     from nemo_like.planning.report import WhatIf
-    from nemo_like.planning.what_if import planner_of, what_if
+    from nemo_like.planning.what_if import what_if
 
     question = Question.of(args.world_size, args.seq_len, args.batch_size)
     _check(args)
@@ -142,19 +141,17 @@ def run(args: argparse.Namespace) -> int:
     model, source = source.built("meta", parse_dtype("--dtype", args.dtype))
     model = _frozen(model, args, job)
     limit = parse_bytes(args.memory, "--memory") if args.memory else None
-    planner, inputs = plan_inputs.planner_with_inputs(
-        lambda sample: planner_of(model, sample, job), model, source, args
-    )
-    step = plan_inputs.step_of(planner, model, source, args, inputs.words)
-    step, planner, report = answered(step, question, args.model, args.budget, limit, planner)
+    query, inputs = plan_inputs.query_with_inputs(lambda sample: query_of(model, sample, job), model, source, args)
+    step = plan_inputs.step_of(query, model, source, args, inputs.words)
+    step, query, report = answered(step, question, args.model, args.budget, limit, query)
     say = args.json != "-"
     width = None if args.wide else screen_width()
     if say:
         print(report.text(width, args.explain), flush=True)
-        print(_left_out(planner, inputs, width), end="", flush=True)
+        print(_left_out(query, inputs, width), end="", flush=True)
     changes, interrupted = list[WhatIf](), False
     try:
-        for change in what_if(step, planner, report) if args.what_if else ():
+        for change in what_if(step, query, report) if args.what_if else ():
             changes.append(change)
     except KeyboardInterrupt:
         interrupted = True
@@ -167,18 +164,17 @@ def run(args: argparse.Namespace) -> int:
     check = _check_rank(args, step.job, model, step.input[0], ac) if args.check else None
     if say:
         print(f"\nPlanned in {time.perf_counter() - start:.1f} s.")
-    idle = planner.idle_layers() if isinstance(planner, Planner) else None
     head = {
         "model": args.model,
         "input": step.input[1],
-        "not_run": idle or None,
+        "not_run": query.idle_layers() or None,
         "not_made_up": inputs.missing or None,
-        "rates": planner.device.rates,
+        "rates": query.device.rates,
         "check": check,
     }
     _write_json(args.json, head | report.to_dict())
     if args.plot:
-        plot(planner, report, args.plot)
+        plot(query, report, args.plot)
     if args.save and report.best is not None:
         report.best.plan.save(args.save)
     for reason in report.unmet:
@@ -208,17 +204,15 @@ def _with_a_start(args: argparse.Namespace, question: Question) -> argparse.Name
     return argparse.Namespace(**(vars(args) | {name: starts[name] for name, looked_for in start.items() if looked_for}))
 
 
-def _left_out(planner: Planner | PipelinePlanner, inputs: ModelInput, width: int | None) -> str:
+def _left_out(query: PlanQuery, inputs: ModelInput, width: int | None) -> str:
     """Return the paragraph on layers that the input does not run; empty: all run."""
-    from nemo_like.planning.planner import Planner
-
-    if not isinstance(planner, Planner) or not (planner.not_run or inputs.missing):
+    if not (query.idle_layers() or inputs.missing):
         return ""
     why = f" {inputs.missing[0].upper()}{inputs.missing[1:]}." if inputs.missing else ""
     return (
         "\n"
         + paragraph(
-            f"Left out: {planner.idle_layers() or 'no layer'}. {inputs.words} do not run them, so nothing counts them.{why} "
+            f"Left out: {query.idle_layers() or 'no layer'}. {inputs.words} do not run them, so nothing counts them.{why} "
             "From Python: predict(model, sample_input=...).",
             width,
         )
@@ -319,7 +313,7 @@ def _check(args: argparse.Namespace) -> None:
 
 def _frozen(model: torch.nn.Module, args: argparse.Namespace, job: Job) -> torch.nn.Module:
     """The model with --lora and --four-bit applied."""
-    from nemo_like.planning.four_bit import with_adapters, with_four_bit_weights
+    from nemo_like.planning.model.quantised import with_adapters, with_four_bit_weights
 
     if args.four_bit and args.lora is None:
         raise ValueError("--four-bit keeps frozen weights in 4 bits, and all train here: give --lora RANK as well.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,19 +14,17 @@ from nemo_like._util.tensors import describe, map_tensors, split_sample
 from nemo_like._util.words import check_whole
 from nemo_like.models import ModelSource, check_positions
 from nemo_like.options import parse_shape
-from nemo_like.planning.model_inputs import Media, ModelInput, model_input, quiet_fakes
-from nemo_like.planning.planner import Planner
-from nemo_like.planning.stages import PipelinePlanner
+from nemo_like.planning.model.inputs import Media, ModelInput, model_input, quiet_fakes
+from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.what_if import Step
 
-_Planner = TypeVar("_Planner")
 
+def query_with_inputs(
+    make: Callable[[Any], PlanQuery], model: nn.Module, source: ModelSource, args: argparse.Namespace
+) -> tuple[PlanQuery, ModelInput]:
+    """Return ``make(sample)`` for all that the model takes.
 
-def planner_with_inputs(
-    make: Callable[[Any], _Planner], model: nn.Module, source: ModelSource, args: argparse.Namespace
-) -> tuple[_Planner, ModelInput]:
-    """``make(sample)`` for all that the model takes; where it refuses pictures and sound as they are made up here, for
-    text alone, with the reason in `ModelInput.missing`.
+    Where it refuses pictures and sound as they are made up here: for text alone, with the reason in `ModelInput.missing`.
 
     Raises:
         ValueError: an option requests what the model does not take, or what the planner raises for text alone.
@@ -62,15 +60,13 @@ def planner_with_inputs(
         return make(dict(alone.tensors)), ModelInput(alone.tensors, alone.words, reason)
 
 
-def step_of(
-    planner: Planner | PipelinePlanner, model: nn.Module, source: ModelSource, args: argparse.Namespace, words: str
-) -> Step:
-    """Return the step that `planner` was made for, which makes inputs of other sizes as that was made.
+def step_of(query: PlanQuery, model: nn.Module, source: ModelSource, args: argparse.Namespace, words: str) -> Step:
+    """Return the step that `query` was made for, which makes inputs of other sizes as that was made.
 
     Args:
-        words: what the input of `planner` is.
+        words: what the input of `query` is.
     """
-    text_alone = isinstance(planner, Planner) and bool(planner.not_run)
+    text_alone = bool(query.idle_layers())
 
     def given(batch: int, length: int) -> tuple[Any, str]:
         other = argparse.Namespace(**(vars(args) | {"batch_size": batch, "seq_len": length or args.seq_len}))
@@ -87,7 +83,7 @@ def step_of(
         return dict(inputs.tensors), inputs.words
 
     has_sample = bool(args.input_shape) or source.sample is not None
-    return Step(model, planner.job, given, args.batch_size, 0 if has_sample else args.seq_len)
+    return Step(model, query.job, given, args.batch_size, 0 if has_sample else args.seq_len)
 
 
 def own_sample(source: ModelSource, args: argparse.Namespace) -> Any:

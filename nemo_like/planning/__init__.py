@@ -11,20 +11,15 @@ from nemo_like._util.lazy import lazy_names
 
 if TYPE_CHECKING:
     from nemo_like.activation_checkpointing.plan import LayerPlan, Plan, PlanError
-    from nemo_like.planning.planner import BudgetError, Planner, apply_plan, plan_for
-    from nemo_like.planning.stage_plans import plan_pipeline
-    from nemo_like.planning.stages import PipelinePlanner
+    from nemo_like.planning.planner import BudgetError, apply_plan, plan_for
 
 _MODULES = {
     "BudgetError": "nemo_like.planning.planner",
     "LayerPlan": "nemo_like.activation_checkpointing.plan",
-    "PipelinePlanner": "nemo_like.planning.stages",
     "Plan": "nemo_like.activation_checkpointing.plan",
     "PlanError": "nemo_like.activation_checkpointing.plan",
-    "Planner": "nemo_like.planning.planner",
     "apply_plan": "nemo_like.planning.planner",
     "plan_for": "nemo_like.planning.planner",
-    "plan_pipeline": "nemo_like.planning.stage_plans",
 }
 
 __all__ = sorted(_MODULES)

@@ -18,7 +18,7 @@ from nemo_like.activation_checkpointing.ops import facts
 from nemo_like.distributed.launch import current_device, pick_device_type
 from nemo_like.job import Job
 from nemo_like.options import MemoryBudget, did_you_mean, parse_bytes
-from nemo_like.planning.block_trace import OpRecord
+from nemo_like.planning.trace.block import OpRecord
 from nemo_like.torch_compat import OpOverload
 
 

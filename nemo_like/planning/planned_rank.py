@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,12 +10,12 @@ from torch import nn
 from nemo_like.activation_checkpointing.plan import LayerPlan, Plan
 from nemo_like.job import Job
 from nemo_like.options import MemoryBudget, parse_ac
-from nemo_like.planning.block import BlockProblem, Choice
-from nemo_like.planning.kinds import ModelTrace
-from nemo_like.planning.planner import MODES, Planner, as_choice
-from nemo_like.planning.stage_balance import balanced
-from nemo_like.planning.stage_plans import plan_pipeline
-from nemo_like.planning.stages import PipelinePlanner
+from nemo_like.planning.choose.layer import BlockProblem, Choice
+from nemo_like.planning.model.kinds import ModelTrace
+from nemo_like.planning.model.traced import MODES, as_choice
+from nemo_like.planning.planner import planned, query_of
+from nemo_like.planning.program.rank import rank_peak
+from nemo_like.planning.query import PlanQuery, Stage
 
 
 @dataclass(frozen=True)
@@ -37,30 +36,40 @@ def plan_rank(model: nn.Module, sample_input: Any, job: Job, rank: int) -> Plann
     Raises:
         ValueError: as `nemo_like.planning.plan_for`, where no plan is made of such a model or job.
     """
-    if job.pp.size > 1:
-        return _in_stages(model, sample_input, job, rank)
-    with Planner(model, sample_input, job) as planner:
-        if isinstance(job.ac, MemoryBudget):
-            choices, gap = planner.choose(job.ac, str(job.ac))
-            job = replace(job, ac=planner.describe(choices, str(job.ac), gap))
-            return PlannedRank(job, planner.traced, planner.peak(choices).total)
-        chosen = choices_of(planner, job)
-        return PlannedRank(job, planner.traced, None if chosen is None else planner.peak(chosen).total)
+    if isinstance(job.ac, MemoryBudget):
+        query, plan = planned(model, sample_input, job)
+        job = replace(job, ac=plan)
+        query = query.under(replace(query.job, ac=plan))
+    else:
+        query = _under_plan(model, sample_input, job)
+    chosen = [choices_of(stage, job) for stage in query.stages]
+    peak = None
+    if not (query.is_pipeline and job.ac_scope != "all") and None not in chosen:
+        peak = rank_peak(query, rank * job.pp.size // job.ranks, [each for each in chosen if each is not None]).total
+    return PlannedRank(job, None if query.is_pipeline else query.stages[0].part.traced, peak)
 
 
-def choices_of(planner: Planner, job: Job, names: Sequence[str] | None = None) -> list[Choice] | None:
-    """Return what each call of a layer keeps under the job's mode or `Plan`; None: it is not one that is predicted.
+def _under_plan(model: nn.Module, sample_input: Any, job: Job) -> PlanQuery:
+    """The query of a job whose layers are divided, and recomputed, as its `Plan` says, if it has one."""
+    pp = job.pp
+    if isinstance(job.ac, Plan):
+        step = job.ac.step
+        balance = tuple(step["balance"]) if "balance" in step else pp.balance
+        pp = replace(pp, replay=step.get("replay", pp.replay), balance=balance)
+    return query_of(model, sample_input, replace(job, pp=pp), getattr(job.ac, "mode", "full"))
 
-    names: those of the planner's layers in the whole model; None: it is the whole one.
-    """
+
+def choices_of(stage: Stage, job: Job) -> list[Choice] | None:
+    """Return what each call of a layer keeps under the job's mode or `Plan`; None: it is not one that is predicted."""
+    part = stage.part
     if not isinstance(job.ac, Plan):
         mode = next((mode for mode in MODES if parse_ac(mode) == job.ac), None)
-        return None if mode is None else planner.uniform(mode)
+        return None if mode is None else part.uniform(mode)
     plans = {layer.fqn: layer for layer in job.ac.layers}
-    whole = {layer.fqn: name for layer, name in zip(planner.layers, names or [each.fqn for each in planner.layers])}
+    names = {layer.fqn: name for layer, name in zip(part.layers, stage.names)}
     if any("host" in row for plan in plans.values() for row in (plan.decisions or {}).values()):
         return None
-    return [_choice(planner.problems[call.kind], plans.get(whole[call.fqn])) for call in planner.traced.calls]
+    return [_choice(part.problems[call.kind], plans.get(names[call.fqn])) for call in part.traced.calls]
 
 
 def _choice(problem: BlockProblem, plan: LayerPlan | None) -> Choice:
@@ -72,21 +81,3 @@ def _choice(problem: BlockProblem, plan: LayerPlan | None) -> Choice:
     tracked, decide = policy.tracked_ops() or (), policy.start()
     words = (decide(each.op, each.nth).value if each.op in tracked else "recompute" for each in problem.records)
     return as_choice(problem, tuple(words), "plan")
-
-
-def _in_stages(model: nn.Module, sample_input: Any, job: Job, rank: int) -> PlannedRank:
-    if isinstance(job.ac, MemoryBudget):
-        job = replace(job, ac=plan_pipeline(model, job, sample_input=sample_input))
-    pp = job.pp
-    if isinstance(job.ac, Plan):  # which has decided these, too
-        step = job.ac.step
-        balance = tuple(step["balance"]) if "balance" in step else pp.balance
-        pp = replace(pp, replay=step.get("replay", pp.replay), balance=balance)
-    with PipelinePlanner(model, sample_input, replace(job, pp=pp)) as planner:
-        if pp.balance == "memory":
-            planner = balanced(planner, getattr(job.ac, "mode", "full"))
-        chosen = [choices_of(stage.planner, job, stage.names) for stage in planner.stages]
-        if job.ac_scope != "all" or any(each is None for each in chosen):
-            return PlannedRank(job, None, None)
-        stages = [each for each in chosen if each is not None]
-        return PlannedRank(job, None, planner.rank_peak(rank * pp.size // job.ranks, stages).total)

@@ -16,9 +16,9 @@ from nemo_like._util.words import check_whole
 from nemo_like.job import AllKeywords, Job
 from nemo_like.models import check_positions, most_positions, resolve_model, text_batch
 from nemo_like.planning.devices import device_of, step_limit
-from nemo_like.planning.report import AnyPlanner, PlanReport, make_report
+from nemo_like.planning.query import PlanQuery
+from nemo_like.planning.report import PlanReport, make_report
 from nemo_like.planning.sharding import same_on_all_ranks
-from nemo_like.planning.stages import PipelinePlanner
 from nemo_like.planning.what_if import Step, fewest, gpu_counts, largest, least_need
 from nemo_like.planning.what_if import what_if as changes
 
@@ -96,8 +96,8 @@ def predict(
     limit = step_limit(device_of(job), memory)
 
     def make() -> PlanReport:
-        asked_step, planner, report = answered(step, question, name, budgets, limit)
-        return replace(report, what_if=tuple(changes(asked_step, planner, report))) if what_if else report
+        asked_step, query, report = answered(step, question, name, budgets, limit)
+        return replace(report, what_if=tuple(changes(asked_step, query, report))) if what_if else report
 
     return same_on_all_ranks(make)
 
@@ -129,32 +129,32 @@ def answered(
     name: str,
     budgets: Sequence[str] = (),
     limit: int | None = None,
-    planner: AnyPlanner | None = None,
-) -> tuple[Step, AnyPlanner, PlanReport]:
+    query: PlanQuery | None = None,
+) -> tuple[Step, PlanQuery, PlanReport]:
     """Return the report of `step`, and what it was made from, with what `question` looks for set to its answer.
 
     Args:
         step: where the answer is looked for, its own value is where the search begins.
         name: the model's, for the report.
         budgets, limit: as for `make_report`.
-        planner: of `step`, where there is one already.
+        query: of `step`, where it is traced already.
 
     Raises:
         ValueError: no number of devices, no length or no batch fits.
     """
     step, answer = _asked(step, question, limit, name)
-    if planner is None or answer:
-        planner = step.planner()
+    if query is None or answer:
+        query = step.query()
     tokens = tokens_of(step.input[0])
-    report = make_report(planner, budgets, limit, tokens=tokens, about=about(planner, step, name))
-    return step, planner, replace(report, answer=answer)
+    report = make_report(query, budgets, limit, tokens=tokens, about=about(query, step, name))
+    return step, query, replace(report, answer=answer)
 
 
 def _asked(step: Step, question: Question, limit: int | None, name: str) -> tuple[Step, str]:
     job = step.job
 
     def needs(**change: Any) -> int:
-        return least_need(step.planner(**change), most)
+        return least_need(step.query(**change), most)
 
     device = device_of(job)
     most = step_limit(device) if limit is None else limit
@@ -209,15 +209,13 @@ def tokens_of(sample: Any) -> int | None:
     return sample.numel()
 
 
-def about(planner: AnyPlanner, step: Step, name: str) -> str:
+def about(query: PlanQuery, step: Step, name: str) -> str:
     """Return the model, its input and the devices, in a line."""
-    count, job = sum(p.numel() for p in step.model.parameters()), planner.job
-    micro, stages = job.step.microbatches, ""
-    if isinstance(planner, PipelinePlanner):
-        micro, dealt = planner.count, ", ".join(map(str, planner.counts))
-        stages = f" in {len(planner.stages)} stages of {dealt} layers ({planner.pp.schedule})"
+    count, job, micro = sum(p.numel() for p in step.model.parameters()), query.job, query.microbatches
+    layers = ", ".join(map(str, query.counts))
+    stages = f" in {len(query.stages)} stages of {layers} layers ({query.pp.schedule})" if query.is_pipeline else ""
     times = f"{micro} micro-batches of " if micro > 1 else ""
     return (
-        f"{name} ({parameters_word(count)} parameters){stages} on {job.ranks} x {planner.device.name}, "
-        f"{job.step.optimizer}, {times}{step.input[1]} per rank; rates of {planner.device.rates}."
+        f"{name} ({parameters_word(count)} parameters){stages} on {job.ranks} x {query.device.name}, "
+        f"{job.step.optimizer}, {times}{step.input[1]} per rank; rates of {query.device.rates}."
     )

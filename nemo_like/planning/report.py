@@ -22,20 +22,19 @@ from nemo_like._util.words import write_bytes
 from nemo_like.activation_checkpointing.plan import BudgetError, Plan
 from nemo_like.job import Job
 from nemo_like.options import MemoryBudget, PlanSearch, StepSpec
-from nemo_like.planning import stage_plans
-from nemo_like.planning.balanced import balanced_peak
+from nemo_like.planning.choose.within import choose
 from nemo_like.planning.devices import step_limit
-from nemo_like.planning.planned_routing import planned_imbalance
-from nemo_like.planning.planner import MODES, Planner
-from nemo_like.planning.program.readers import Peak
-from nemo_like.planning.stage_seconds import times
-from nemo_like.planning.stages import PipelinePlanner
-from nemo_like.planning.verdict import RESERVED, Need, most_allocated, plan_within, reserved_within, verdict
+from nemo_like.planning.model.capture import planned_imbalance
+from nemo_like.planning.model.traced import MODES
+from nemo_like.planning.planner import balanced_peak, describe
+from nemo_like.planning.program.rank import peak_of, peaks_of
+from nemo_like.planning.program.seconds import timeline_of
+from nemo_like.planning.program.storages import Peak
+from nemo_like.planning.query import Choices, PlanQuery, Stage
+from nemo_like.planning.verdict import Need, most_allocated, need_of, plan_within, reserved_within
 
 SHARES = ("75%", "50%", "25%", "12.5%")
 """What is planned for where the caller names no budget."""
-
-AnyPlanner = Planner | PipelinePlanner
 
 
 @dataclass(frozen=True)
@@ -49,8 +48,8 @@ class ReportRow:
     """The bytes that decide whether it fits: of a pipeline, on the rank that needs most."""
     fits: bool
     """On the device, and in host memory."""
-    choices: Any = field(default=None, compare=False, repr=False)
-    """What each layer keeps; of a pipeline, a list for each stage."""
+    choices: Choices = field(default=(), compare=False, repr=False)
+    """What each layer of each stage keeps."""
     host_bytes: int = 0
     """Bytes that one rank has in host memory."""
     peaks: tuple[Peak, ...] = ()
@@ -340,7 +339,7 @@ _MEANINGS = (
 
 
 def make_report(
-    planner: AnyPlanner,
+    query: PlanQuery,
     budgets: Sequence[str] = (),
     limit: int | None = None,
     *,
@@ -350,111 +349,91 @@ def make_report(
     """Return the modes, plans for `budgets`, and the fastest plan within `limit`, as one report.
 
     Args:
-        planner: of the model, or of the stages of a pipeline.
+        query: the job, on a traced model.
         budgets: as one writes them after ``ac=``; default: `SHARES` of the activations.
         limit: bytes that a step may take on each device; default: nine tenths of its memory, as ``ac="auto"``.
         tokens, about: see `PlanReport`.
     """
-    limit = step_limit(planner.device) if limit is None else limit
-    rows = [row_of(mode, planner, planner.uniform(mode), limit) for mode in MODES]
+    limit = step_limit(query.device) if limit is None else limit
+    rows = [row_of(mode, query, query.uniform(mode), limit) for mode in MODES]
     unmet, asked = list[str](), list(dict.fromkeys(budgets or SHARES))
     for text in asked:
         try:
-            rows.append(row_of(text, planner, _choose(planner, MemoryBudget.parse(text), text), limit))
+            rows.append(row_of(text, query, choose(query, MemoryBudget.parse(text), text)[0], limit))
         except BudgetError as error:
             unmet += [str(error)] if budgets else []
-    fastest = rows[0] if rows[0].fits else _planned_within(planner, limit)
+    fastest = rows[0] if rows[0].fits else _planned_within(query, limit)
     if fastest is not None and fastest.ac not in {row.ac for row in rows}:
         rows.append(fastest)
     fitting = [row for row in rows if row.fits]
     best = min(fitting, key=lambda row: (row.seconds, row.plan.peak_bytes)) if fitting else None
     balanced = None
-    if best is not None and isinstance(planner, Planner) and planner.job.ep.size > 1:
-        peak = balanced_peak(planner, best.choices)
+    if best is not None and query.job.ep.size > 1:
+        peak = balanced_peak(query, best.choices)
         balanced = None if peak is None else peak.total
     return PlanReport(
         tuple(rows),
         best,
         limit,
-        planner.job,
-        planner.device.name,
+        query.job,
+        query.device.name,
         about,
         tuple(unmet),
         tokens,
         balanced,
-        _padding(planner),
-        pipeline=_pipeline(planner),
+        max(map(_padding, query.stages)),
+        pipeline=_pipeline(query) if query.is_pipeline else None,
     )
 
 
-def _pipeline(planner: AnyPlanner) -> dict[str, Any] | None:
-    if not isinstance(planner, PipelinePlanner):
-        return None
+def _pipeline(query: PlanQuery) -> dict[str, Any]:
     return {
-        "stages": len(planner.stages),
-        "schedule": planner.pp.schedule,
-        "microbatches": planner.count,
-        "layers_per_stage": list(planner.counts),
-        "in_flight": [planner.most_in_flight(index) for index in range(len(planner.stages))],
+        "stages": len(query.stages),
+        "schedule": query.pp.schedule,
+        "microbatches": query.microbatches,
+        "layers_per_stage": query.counts,
+        "in_flight": [query.most_in_flight(index) for index in range(len(query.stages))],
     }
 
 
-def fastest_within(planner: AnyPlanner, limit: int) -> ReportRow | None:
+def fastest_within(query: PlanQuery, limit: int) -> ReportRow | None:
     """Return no checkpointing if that fits in `limit` bytes, else the fastest plan that does; None: none does."""
-    choices: Any = planner.uniform("none")
-    if max(peak.total for peak in _peaks(planner, choices)) <= most_allocated(planner, limit):
-        none = row_of("none", planner, choices, limit)
+    choices = query.uniform("none")
+    if peak_of(query, choices).total <= most_allocated(query, limit):
+        none = row_of("none", query, choices, limit)
         if none.fits:
             return none
-    return _planned_within(planner, limit)
+    return _planned_within(query, limit)
 
 
-def _planned_within(planner: AnyPlanner, limit: int) -> ReportRow | None:
-    def within(budget: int) -> tuple[Any, Peak] | None:
+def _planned_within(query: PlanQuery, limit: int) -> ReportRow | None:
+    def within(budget: int) -> tuple[Choices, Peak] | None:
         try:
-            choices = _choose(planner, MemoryBudget(peak_bytes=budget), write_bytes(budget))
+            choices, _ = choose(query, MemoryBudget(peak_bytes=budget), write_bytes(budget))
         except BudgetError:
             return None
-        return choices, max(_peaks(planner, choices), key=lambda peak: peak.total)
+        return choices, peak_of(query, choices)
 
-    planned = plan_within(planner, limit, within)
-    return None if planned is None else row_of(planned[3], planner, planned[0], limit)
-
-
-def row_of(name: str, planner: AnyPlanner, choices: Any, limit: int) -> ReportRow:
-    peaks = _peaks(planner, choices)
-    highest = max(peaks, key=lambda peak: peak.total)
-    if isinstance(planner, Planner):
-        need = verdict(planner, choices, highest, limit)
-        plan = planner.describe(choices, name, reserved=need.reserved)
-        host = sum(layer.host_bytes for layer in plan.layers) + planner.state_on_host
-        fits = need.bytes <= limit and host <= planner.host_memory
-        return ReportRow(name, plan, need, fits, choices, host, tuple(peaks))
-    of_ranks = reserved_within(planner, choices, limit)
-    if of_ranks is None:
-        need = verdict(planner, choices, highest, limit)
-    else:
-        need = Need(max(of_ranks) + planner.input_bytes, RESERVED, max(of_ranks), planner.input_bytes)
-    plan = stage_plans.describe(planner, choices, name, of_ranks)
-    bubble = times(planner, choices).bubble
-    host = sum(layer.host_bytes for layer in plan.layers)
-    return ReportRow(name, plan, need, need.bytes <= limit, choices, host, tuple(peaks), tuple(of_ranks or ()), bubble)
+    planned = plan_within(query, limit, within)
+    return None if planned is None else row_of(planned[3], query, planned[0], limit)
 
 
-def _choose(planner: AnyPlanner, budget: MemoryBudget, asked: str) -> Any:
-    if isinstance(planner, PipelinePlanner):
-        return stage_plans.choose(planner, budget, asked)
-    return planner.choose(budget, asked)[0]
+def row_of(name: str, query: PlanQuery, choices: Choices, limit: int) -> ReportRow:
+    """Return one way to checkpoint, with what a step within `limit` bytes then takes."""
+    peaks = peaks_of(query, choices)
+    reserved = reserved_within(query, choices, limit)
+    need = need_of(query, max(peaks, key=lambda peak: peak.total), reserved)
+    plan = describe(query, choices, name, reserved=reserved)
+    host = sum(layer.host_bytes for layer in plan.layers) + max(stage.state_on_host for stage in query.stages)
+    fits = need.bytes <= limit and host <= int(query.job.search.host_memory)
+    bubble = timeline_of(query, choices).bubble if query.is_pipeline else None
+    of_ranks = tuple(reserved) if query.is_pipeline else ()
+    return ReportRow(name, plan, need, fits, choices, host, tuple(peaks), of_ranks, bubble)
 
 
-def _peaks(planner: AnyPlanner, choices: Any) -> list[Peak]:
-    return planner.peaks(choices) if isinstance(planner, PipelinePlanner) else [planner.peak(choices)]
-
-
-def _padding(planner: AnyPlanner) -> int:
-    if isinstance(planner, PipelinePlanner):
-        return 0
-    sharding = planner.sharding
-    state = sum(sum(own[:2]) for own in planner.optimizer.states)  # a counter of steps has no padding
+def _padding(stage: Stage) -> int:
+    """Bytes of parameters, gradients and optimizer state of a rank that belong to no weight."""
+    sharding = stage.sharding
+    state = sum(sum(own[:2]) for own in stage.optimizer.states)  # a counter of steps has no padding
     trained = sum(param.size for param in sharding.trained)
     return int(sharding.padding * (2 + state / trained)) if trained else sharding.padding

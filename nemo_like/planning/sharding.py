@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -22,7 +22,7 @@ from torch import nn
 from nemo_like._util.module_tree import bare
 from nemo_like.distributed.expert import Experts
 from nemo_like.distributed.expert.expert_mesh import expert_shard_dim
-from nemo_like.distributed.units import UnitPlan, padded_rows, plan_units, shard_dim
+from nemo_like.distributed.units import padded_rows, plan_units, shard_dim
 from nemo_like.options import FSDP2, Precision
 from nemo_like.options.optimizers import TrainedParameter
 from nemo_like.torch_compat import local_part
@@ -81,8 +81,8 @@ class Sharding:
 
     units: tuple[UnitBytes, ...]
     """Units of the layers, each once."""
-    modules: tuple[int, ...]
-    """For each of them, the id of the bare layer."""
+    modules: tuple[str, ...]
+    """For each of them, the name of the layer."""
     tail: UnitBytes | None
     root: UnitBytes
     replicated: int
@@ -91,14 +91,14 @@ class Sharding:
     """Ranks that parameters are sharded over."""
     prefetch: tuple[int, int]
     """Units fetched ahead in forward and in backward."""
-    tail_params: frozenset[int]
-    """Ids of the tail's parameters."""
+    tail_names: frozenset[str]
+    """Names of the tail's parameters."""
     gloo: bool = False
     """Its collectives are gloo's, which makes a copy of what it gathers into and of what it reduces."""
     padding: int = 0
     """Bytes of `params` that no parameter needs, because the ranks do not divide it."""
-    experts: Mapping[int, UnitBytes] = field(default_factory=dict)
-    """By id of the bare layer, the unit of its experts inside, where these are split."""
+    experts: Mapping[str, UnitBytes] = field(default_factory=dict)
+    """By name of the layer, the unit of its experts inside, where these are split."""
     alone: bool = False
     """FSDP2 is there for one rank too, as beside tensor parallelism: it gathers and reduces all the same."""
     trained: tuple[TrainedParameter, ...] = ()
@@ -159,8 +159,10 @@ class ParameterForms:
     """A model's parameters by what decides their bytes, whatever the number of ranks: thousands have a dozen forms.
 
     Args:
-        model: whose they are. layers: its layers. plan: what `units_for` returned for both.
-        trained: ids of the parameters that get a gradient; None: all that require one.
+        model: whose they are. layers: its layers.
+        whole: one rank has all of the model, which then may have trainable scalars (CLIP's temperature): only FSDP refuses
+            them.
+        trained: names of the parameters that get a gradient; None: all that require one.
         experts: those of one rank, whose weights are units of their own.
     """
 
@@ -168,11 +170,23 @@ class ParameterForms:
         self,
         model: nn.Module,
         layers: Sequence[Any],
-        plan: UnitPlan,
-        trained: frozenset[int] | None,
-        experts: Sequence[Experts],
+        *,
+        whole: bool,
+        trained: frozenset[str] | None = None,
+        experts: Sequence[Experts] = (),
     ) -> None:
-        self.plan, self.trained = plan, trained
+        scalars = [p for p in model.parameters() if p.dim() == 0] if whole else []
+        apart = [p for each in experts for p in each.weights]
+        plan = plan_units(model, layers, ignored_params=scalars, apart=apart)
+        named = dict(model.named_parameters(remove_duplicate=False))
+        self.plan = plan
+        self.trained = None if trained is None else frozenset(id(named[name]) for name in trained)
+        """Ids."""
+        names = {module: name for name, module in model.named_modules(remove_duplicate=False)}
+        self.names = tuple(names[bare(source.modules[0])] for source in plan.layers)
+        """Of the layers."""
+        by_parameter = {id(p): name for name, p in named.items()}
+        self.tail_names = frozenset(by_parameter[id(p)] for p in (plan.tail.params if plan.tail else ()))
         self._forms: dict[Any, int] = {}
         self._of: dict[int, int] = {}
         self.first: list[nn.Parameter] = []
@@ -180,28 +194,35 @@ class ParameterForms:
         own = {id(weight) for each in experts for weight in each.weights}
         in_layers = {id(p) for layer in layers for p in bare(layer.module).parameters()}
         self.trains: list[tuple[int, bool, bool]] = [
-            (self.form(p), id(p) in in_layers, id(p) in own)
-            for p in model.parameters()
-            if p.requires_grad and (trained is None or id(p) in trained)
+            (self.form(p), id(p) in in_layers, id(p) in own) for p in model.parameters() if self.trains_in_step(p)
         ]
         """In the order of ``model.parameters()``, those that train: form, whether in a layer, whether an expert's."""
         self.units = {id(unit): tuple(map(self.form, unit.params)) for unit in (*plan.units, *plan.by_dtype)}
         """The forms of each of the plan's units, by its id."""
         self.sharded = Counter(form for unit in plan.units for form in self.units[id(unit)])
         """How often each form is in the plan's units."""
-        self.experts: dict[int, tuple[int, ...]] = {}
-        """Of the weights of experts inside, by id of the bare layer."""
-        for layer in (bare(source.modules[0]) for source in plan.layers if experts):
-            inside = set(layer.modules())
+        self.experts: dict[str, tuple[int, ...]] = {}
+        """Of the weights of experts inside, by name of the layer."""
+        for name, source in zip(self.names, plan.layers if experts else ()):
+            inside = set(bare(source.modules[0]).modules())
             weights = [weight for each in experts if each.module in inside for weight in each.weights]
             if weights:
-                self.experts[id(layer)] = tuple(map(self.form, weights))
+                self.experts[name] = tuple(map(self.form, weights))
+
+    def content(self) -> Hashable:
+        """Return what tells these parameters from others: equal where all bytes are."""
+        units = tuple(self.units.values())
+        return tuple(self._forms), units, tuple(self.trains), self.names, self.tail_names, tuple(self.experts.items())
+
+    def trains_in_step(self, param: nn.Parameter) -> bool:
+        """Return whether a parameter gets a gradient in a step."""
+        return param.requires_grad and (self.trained is None or id(param) in self.trained)
 
     def form(self, param: nn.Parameter) -> int:
         """The number of a parameter's form."""
         known = self._of.get(id(param))
         if known is None:
-            trains = param.requires_grad and (self.trained is None or id(param) in self.trained)
+            trains = self.trains_in_step(param)
             key = (getattr(param, "placements", None), local_part(param).shape, param.dtype, trains)
             known = self._of[id(param)] = self._forms.setdefault(key, len(self._forms))
             if known == len(self.first):
@@ -210,33 +231,29 @@ class ParameterForms:
 
 
 def sharding_of(
-    model: nn.Module,
-    layers: Sequence[Any],
+    forms: ParameterForms,
     *,
     shard_ranks: int,
     precision: Precision,
     fsdp: FSDP2,
-    trained: frozenset[int] | None = None,
-    experts: Sequence[Experts] = (),
     expert_ranks: int = 1,
     gloo: bool = False,
     alone: bool = False,
-    forms: ParameterForms | None = None,
     host: bool = False,
     replicas: int = 1,
 ) -> Sharding:
-    """The units that `nemo_like.distributed.shard.shard_layers` would make, in bytes on one of `shard_ranks` ranks.
+    """Return the units that `nemo_like.distributed.shard.shard_layers` would make, in bytes on one of `shard_ranks` ranks.
 
-    `trained`: ids of the parameters that get a gradient; None: all that require one. `experts`: those of one
-    rank, units of their own that the `expert_ranks` ranks with the same experts shard. `gloo`: it does the collectives.
-    `alone`: FSDP2 is there, whatever the number of ranks.
-    `forms`: the parameters of the same model, layers, `trained` and experts; None: they are looked at.
-    `host`: shards, gradients and optimizer state lie in host memory, which the device does not share.
-    `replicas`: ranks with the same shards.
+    Args:
+        forms: the parameters.
+        shard_ranks: ranks that share them.
+        precision, fsdp: dtypes, and FSDP2's options.
+        expert_ranks: ranks that share the weights of experts that are units of their own.
+        gloo: it does the collectives.
+        alone: FSDP2 is there, whatever the number of ranks.
+        host: shards, gradients and optimizer state are in host memory, which the device does not share.
+        replicas: ranks with the same shards.
     """
-    if forms is None:
-        plan = units_for(model, layers, whole=shard_ranks == 1, experts=experts)
-        forms = ParameterForms(model, layers, plan, trained, experts)
     plan = forms.plan
     last = plan.layers[-1] if plan.layers else None
     dtypes, asked = precision.dtypes, fsdp.reshard_after_forward
@@ -247,7 +264,7 @@ def sharding_of(
         key = (kind, of, ranks, reshard, stack)
         if key not in known:
             params = [forms.first[form] for form in of]
-            unit = _unit(kind, params, ranks, dtypes["param_dtype"], dtypes["reduce_dtype"], reshard, trained, host)
+            unit = _unit(kind, params, ranks, dtypes["param_dtype"], dtypes["reduce_dtype"], reshard, forms, host)
             known[key] = replace(unit, stack=stack)
         return known[key]
 
@@ -277,7 +294,7 @@ def sharding_of(
         root = joined(root, unit(extra))
     return Sharding(
         units=tuple(unit(source) for source in plan.layers),
-        modules=tuple(id(bare(source.modules[0])) for source in plan.layers),
+        modules=forms.names,
         tail=unit(plan.tail) if plan.tail else None,
         root=root,
         replicated=sum(local_part(p).nbytes for p in plan.replicated),
@@ -288,19 +305,12 @@ def sharding_of(
         replicas=replicas,
         # Where nobody says what to fetch, FSDP2 itself fetches one unit ahead in backward.
         prefetch=(fsdp.forward_prefetch, max(1, fsdp.backward_prefetch)),
-        tail_params=frozenset(id(p) for p in plan.tail.params) if plan.tail else frozenset(),
+        tail_names=forms.tail_names,
         padding=padding // shard_ranks,
         trained=() if host else trains,
         trained_on_host=trains if host else (),
         one_stack=len({source.stack for source in plan.layers}) == 1,
     )
-
-
-def units_for(model: nn.Module, layers: Sequence[Any], *, whole: bool, experts: Sequence[Experts] = ()) -> UnitPlan:
-    """Which parameters make a unit, for any number of ranks. `whole`: one rank has all of the model, which then may have
-    trainable scalars (CLIP's temperature): only FSDP refuses them. `experts`: as for `sharding_of`."""
-    scalars = [p for p in model.parameters() if p.dim() == 0] if whole else []
-    return plan_units(model, layers, ignored_params=scalars, apart=[p for each in experts for p in each.weights])
 
 
 def _unit(
@@ -310,12 +320,12 @@ def _unit(
     param_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
     reshard: bool,
-    trains: frozenset[int] | None,
+    forms: ParameterForms,
     host: bool,
 ) -> UnitBytes:
     dims = [_cut_dim(p, ranks, kind) for p in params]
     shards = [(_padded(p, ranks, dim) // ranks, p) for p, dim in zip(params, dims)]
-    trained = [(n, p) for n, p in shards if p.requires_grad and (trains is None or id(p) in trains)]
+    trained = [(n, p) for n, p in shards if forms.trains_in_step(p)]
     compute = [(n, (param_dtype or p.dtype).itemsize) for n, p in shards]
     reduce = [(n, (reduce_dtype or param_dtype or p.dtype).itemsize) for n, p in trained]
     cut = [p for p, dim in zip(params, dims) if dim]

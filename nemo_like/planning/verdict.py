@@ -7,18 +7,15 @@ nothing reserves more than tensors take (the CPU), these decide. Of a pipeline, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from nemo_like.options import parse_bytes
-from nemo_like.planning.allocator_model import DeviceMemoryError
-from nemo_like.planning.block import Choice
-from nemo_like.planning.planner import Planner
-from nemo_like.planning.program.readers import Peak
-from nemo_like.planning.reserved import Reserved, StepLogs, ranks_to_replay, replay
-from nemo_like.planning.stages import Choices, PipelinePlanner
+from nemo_like.planning.program.allocator import DeviceMemoryError
+from nemo_like.planning.program.reserved import StepLogs, fullest_ranks, replay
+from nemo_like.planning.program.storages import Peak
+from nemo_like.planning.query import Choices, PlanQuery
 
 RESERVED, ALLOCATED = "reserved", "allocated"
 
@@ -36,18 +33,43 @@ class Need:
     """Of `bytes`, the step's input (token ids and labels), which peaks and what is reserved for them leave out."""
 
 
-def verdict(planner: Planner | PipelinePlanner, choices: Any, peak: Peak, limit: int) -> Need:
+def verdict(query: PlanQuery, choices: Choices, peak: Peak, limit: int) -> Need:
     """Return what decides whether a step fits in `limit` bytes of each rank; `peak`: of `choices`, on the highest rank."""
-    inputs = planner.input_bytes
-    if planner.device.cuda is None:
+    reserved = reserved_within(query, choices, limit, fullest_ranks(query, choices))
+    return need_of(query, peak, reserved)
+
+
+def need_of(query: PlanQuery, peak: Peak, reserved: Iterable[int]) -> Need:
+    """Return the same from what is `reserved` on ranks; empty: nothing reserves more than tensors take."""
+    inputs, most = query.input_bytes, max(reserved, default=None)
+    if most is None:
         return Need(peak.total + inputs, ALLOCATED, inputs=inputs)
-    reserved = (_on_ranks if isinstance(planner, PipelinePlanner) else _on_one)(planner, choices, limit - inputs)
-    return Need(reserved + inputs, RESERVED, reserved, inputs)
+    return Need(most + inputs, RESERVED, most, inputs)
 
 
-def most_allocated(planner: Planner | PipelinePlanner, limit: int) -> int:
-    """The highest peak that could fit in `limit` bytes."""
-    return max(0, limit - planner.input_bytes)
+def most_allocated(query: PlanQuery, limit: int) -> int:
+    """Return the highest peak that could fit in `limit` bytes."""
+    return max(0, limit - query.input_bytes)
+
+
+def reserved_within(query: PlanQuery, choices: Choices, limit: int, ranks: Iterable[int] | None = None) -> list[int]:
+    """Return what the caching allocator reserves on `ranks` (None: all) of devices on which a step may take `limit` bytes.
+
+    On a device that does not have them: what it would on a larger one. Empty: there is no such allocator.
+    """
+    if query.device.cuda is None:
+        return []
+    every = range(query.pp.size) if ranks is None else ranks
+    return [_within(query, StepLogs(query, rank, choices), limit - query.input_bytes) for rank in every]
+
+
+def _within(query: PlanQuery, logs: StepLogs, memory: int) -> int:
+    device, config = query.device, query.job.allocator
+    try:
+        run = replay(logs, device, config, memory)
+    except DeviceMemoryError:
+        return replay(logs, device, config).reserved
+    return replay(logs, device, config).reserved if run.given_back else run.reserved
 
 
 Planned = tuple[Any, Peak]
@@ -55,7 +77,7 @@ Planned = tuple[Any, Peak]
 
 
 def plan_within(
-    planner: Planner | PipelinePlanner, limit: int, make: Callable[[int], Planned | None]
+    query: PlanQuery, limit: int, make: Callable[[int], Planned | None]
 ) -> tuple[Any, Peak, Need, str] | None:
     """Return a plan of which what decides is within `limit`: its choices, its peak, its need, and its budget in words.
 
@@ -65,7 +87,7 @@ def plan_within(
     Args:
         make: makes the fastest plan within so many bytes of peak; None: none fits.
     """
-    budget = most_allocated(planner, limit)
+    budget = most_allocated(query, limit)
     for _ in range(_ATTEMPTS):
         for word in budget_words(budget):
             planned = make(parse_bytes(word))
@@ -74,7 +96,7 @@ def plan_within(
         else:
             return None
         choices, peak = planned
-        need = verdict(planner, choices, peak, limit)
+        need = verdict(query, choices, peak, limit)
         if need.bytes <= limit:
             return choices, peak, need, word
         budget = min(budget, peak.total) * limit // need.bytes
@@ -100,37 +122,3 @@ def budget_words(size: int) -> tuple[str, str]:
     digits = 0 if unit == "B" else 1 if whole >= 10 else 2
     rounded = (size * 10**digits >> powers[unit]) / 10**digits
     return f"{rounded:.{digits}f}{unit}", f"{size >> powers[finer]}{finer}"
-
-
-def reserved_within(planner: PipelinePlanner, choices: Choices, limit: int) -> list[int] | None:
-    """Return what the caching allocator reserves on every rank of a pipeline with `limit` bytes; None: it has none."""
-    if planner.device.cuda is None:
-        return None
-    return _of_ranks(planner, choices, range(planner.pp.size), limit - planner.input_bytes)
-
-
-def _on_one(planner: Any, choices: Sequence[Choice], limit: int) -> int:
-    """Bytes that are reserved on a device with `limit`, or, where it does not have them, those that would be on a larger
-    one."""
-    return _within(limit, partial(replay, StepLogs.of(planner, choices), planner.device, planner.job.allocator))
-
-
-def _on_ranks(planner: Any, choices: Choices, limit: int) -> int:
-    """`_on_one` of the rank of a pipeline that reserves most."""
-    return max(_of_ranks(planner, choices, ranks_to_replay(planner, choices), limit))
-
-
-def _of_ranks(planner: PipelinePlanner, choices: Choices, ranks: Iterable[int], limit: int) -> list[int]:
-    how = planner.device, planner.job.allocator
-    every = (StepLogs.of_rank(planner, rank, choices) for rank in ranks)
-    return [_within(limit, partial(replay, logs, *how)) for logs in every]
-
-
-def _within(limit: int, replayed: Callable[[int | None], Reserved]) -> int:
-    """Bytes that are reserved on a device with `limit`; `replayed`: on one with so many, or (None) as many as are asked
-    for."""
-    try:
-        held = replayed(limit)
-    except DeviceMemoryError:
-        return replayed(None).reserved
-    return replayed(None).reserved if held.given_back else held.reserved

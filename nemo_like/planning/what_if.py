@@ -11,11 +11,10 @@ from typing import Any
 from torch import nn
 
 from nemo_like.job import Job
-from nemo_like.planning.advise import Change, changes
-from nemo_like.planning.planner import Planner
-from nemo_like.planning.report import AnyPlanner, PlanReport, WhatIf, fastest_within, row_of
-from nemo_like.planning.stage_balance import balanced
-from nemo_like.planning.stages import PipelinePlanner
+from nemo_like.planning.advise import changes
+from nemo_like.planning.planner import query_of
+from nemo_like.planning.query import PlanQuery
+from nemo_like.planning.report import PlanReport, WhatIf, fastest_within, row_of
 
 MOST_GPUS = 1 << 14
 _MOST_PROBES = 12
@@ -23,7 +22,7 @@ _MOST_PROBES = 12
 
 @dataclass(frozen=True)
 class Step:
-    """What a step is planned for: a model, a job and its input. Makes planners for it and for changes of it."""
+    """What a step is planned for: a model, a job and its input."""
 
     model: nn.Module
     job: Job
@@ -39,7 +38,7 @@ class Step:
         """The input of one micro-batch, and in words what it is."""
         return self.given(self.batch, self.seq_len)
 
-    def planner(self, job: Job | None = None, batch: int | None = None, seq_len: int | None = None) -> AnyPlanner:
+    def query(self, job: Job | None = None, batch: int | None = None, seq_len: int | None = None) -> PlanQuery:
         """Trace the model for a job, a batch and a length; what is None stays.
 
         Raises:
@@ -48,30 +47,18 @@ class Step:
         job = self.job if job is None else job
         same = batch is None and seq_len is None
         sample, _ = self.input if same else self.given(batch or self.batch, seq_len or self.seq_len)
-        return planner_of(self.model, sample, job)
+        return query_of(self.model, sample, job)
 
 
-def planner_of(model: nn.Module, sample: Any, job: Job) -> AnyPlanner:
-    """Return the planner of a model, or of its stages where the job has a pipeline.
-
-    Raises:
-        ValueError: as `nemo_like.plan_for`.
-    """
-    if job.pp.size == 1:
-        return Planner(model, sample, job)
-    planner = PipelinePlanner(model, sample, job)
-    return balanced(planner, "full") if planner.pp.balance == "memory" else planner
-
-
-def what_if(step: Step, planner: AnyPlanner, report: PlanReport) -> Iterator[WhatIf]:
+def what_if(step: Step, query: PlanQuery, report: PlanReport) -> Iterator[WhatIf]:
     """Yield what single changes of a job would buy: sequence, devices, loss, optimizer, offloading, in this order.
 
     A change that cannot be planned is left out.
 
     Args:
-        step, planner: what `report` is of.
+        step, query: what `report` is of.
     """
-    for words, make in _changed(step, planner):
+    for words, make in _changed(step, query):
         try:
             other = make()
         except (ValueError, NotImplementedError):
@@ -86,31 +73,20 @@ def what_if(step: Step, planner: AnyPlanner, report: PlanReport) -> Iterator[Wha
 _TWICE = "twice the sequence"
 
 
-def _changed(step: Step, planner: AnyPlanner) -> Iterator[tuple[str, Callable[[], AnyPlanner | None]]]:
-    job = planner.job
+def _changed(step: Step, query: PlanQuery) -> Iterator[tuple[str, Callable[[], PlanQuery | None]]]:
+    job = query.job
     if step.seq_len:
-        yield _TWICE, lambda: step.planner(job, seq_len=2 * step.seq_len)
+        yield _TWICE, lambda: step.query(job, seq_len=2 * step.seq_len)
     if job.ranks > 1 and job.ranks % 2 == 0:
-        yield "half the GPUs", partial(_on_half, step, planner)
+        yield "half the GPUs", lambda: query.under(job.change(world_size=job.ranks // 2))
     for change in changes(job):
         if change.job.ac == job.ac:  # which ac= is best is what the report says
-            yield change.words, partial(_under, step, planner, change)
+            yield change.words, partial(query.changed, change.job)
 
 
-def _on_half(step: Step, planner: AnyPlanner) -> AnyPlanner:
-    job = planner.job
-    if isinstance(planner, Planner) and job.fsdp is not None and job.dp_shard % 2 == 0 and job.dp_shard > 2:
-        return planner.on_ranks(job.dp_shard // 2)  # the same layers: nothing is traced again
-    return step.planner(job.change(world_size=job.ranks // 2))
-
-
-def _under(step: Step, planner: AnyPlanner, change: Change) -> AnyPlanner | None:
-    return planner.under(change.job) if isinstance(planner, Planner) else step.planner(change.job)
-
-
-def least_need(planner: AnyPlanner, limit: int) -> int:
+def least_need(query: PlanQuery, limit: int) -> int:
     """Return the bytes that full checkpointing needs where `limit` may be taken; no plan saves less."""
-    return row_of("full", planner, planner.uniform("full"), limit).need.bytes
+    return row_of("full", query, query.uniform("full"), limit).need.bytes
 
 
 def largest(needs: Callable[[int], int], start: int, limit: int, most: int, step: int = 1) -> int:

@@ -16,8 +16,10 @@ from nemo_like.activation_checkpointing.plan import BudgetError
 from nemo_like.flags import changed_flags
 from nemo_like.options import MemoryBudget, parse_ac, parse_dtype
 from nemo_like.planning.advise import changes, helping
+from nemo_like.planning.choose.within import choose
 from nemo_like.planning.devices import Device, device_at_hand
-from nemo_like.planning.planner import Planner
+from nemo_like.planning.program.rank import peak_of
+from nemo_like.planning.query import PlanQuery
 from nemo_like.recipes.agree import Ranks
 from nemo_like.recipes.run_options import RunOptions
 
@@ -99,12 +101,12 @@ class PlannedStep:
             raise NotImplementedError("peaks of a pipeline's stages are what nemo-like plan --pp predicts")
         job = options.job(world_size=ranks.world_size, gpu=self._device)
         sample = options.planned_input(options.rows(ranks.data_ranks), self._width)
-        with Planner(self._build(options), sample, job) as planner:
-            if isinstance(job.ac, MemoryBudget):
-                choices, _ = planner.choose(job.ac, options.ac)
-            else:
-                choices = planner.uniform(options.ac if options.ac in ("full", "selective") else "none")
-            return int(planner.peak(choices).total)
+        query = PlanQuery.of(self._build(options), sample, job)
+        if isinstance(job.ac, MemoryBudget):
+            choices, _ = choose(query, job.ac, options.ac)
+        else:
+            choices = query.uniform(options.ac if options.ac in ("full", "selective") else "none")
+        return peak_of(query, choices).total
 
     def _changes(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield what to write on the command line, and the same as options."""

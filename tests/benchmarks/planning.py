@@ -9,9 +9,10 @@ from nemo_like.bench import BenchOptions, Column, Measured, Suite
 from nemo_like.job import Job
 from nemo_like.models import resolve_model
 from nemo_like.options import MemoryBudget
-from nemo_like.planning import Planner
 from nemo_like.planning.devices import resolve_device
+from nemo_like.planning.query import PlanQuery
 from tests.benchmarks.scale import shapes_of
+from tests.planning.queries import plan_of
 
 SHAPES = (("llama3-8b", 64), ("mixtral-8x7b", 64), ("llama3-70b", 512), ("llama3-405b", 16_384))
 """(preset, ranks)."""
@@ -33,11 +34,14 @@ def measure(name: str, ranks: int, tokens: int = TOKENS) -> dict[str, Any]:
     model = source.build("meta")
     built = time.perf_counter()
     job = Job.of(world_size=ranks, precision="bf16", gpu=resolve_device("h100-80gb"))
-    planner = Planner(model, source.sample_input(1, tokens), job)
+    query = PlanQuery.of(model, source.sample_input(1, tokens), job)
     traced = time.perf_counter()
-    kinds = len(planner.frontiers)
+    (stage,) = query.stages
+    kinds = len(stage.part.problems)
+    for kind in range(kinds):
+        stage.part.frontier(kind, skip=stage.skip, host=stage.host)
     chosen = time.perf_counter()
-    plan = planner.plan(MemoryBudget(fraction=0.5))
+    plan = plan_of(query, MemoryBudget(fraction=0.5))
     end = time.perf_counter()
     return {
         "model": name,

@@ -16,16 +16,16 @@ from nemo_like.job import Job
 from nemo_like.models import resolve_model
 from nemo_like.options import PipelineParallel
 from nemo_like.options.pipelining import SCHEDULE_OBJECTS
-from nemo_like.planning import network
-from nemo_like.planning.block import Choice
+from nemo_like.planning.choose.layer import Choice
 from nemo_like.planning.devices import Device
 from nemo_like.planning.fit.layouts import Configuration, Layout, configuration
-from nemo_like.planning.planner import Planner
-from nemo_like.planning.reserved import Reserved
-from nemo_like.planning.schedule_time import StageSeconds, action_seconds, timeline
-from nemo_like.planning.seconds import KERNELS_PER_PARAMETER, Links, unit_seconds
-from nemo_like.planning.stages import PipelinePlanner, parts_of
-from nemo_like.planning.step_time import optimizer_seconds
+from nemo_like.planning.model.known import Known
+from nemo_like.planning.program import roofline
+from nemo_like.planning.program.reserved import Reserved
+from nemo_like.planning.program.roofline import optimizer_seconds
+from nemo_like.planning.program.seconds import KERNELS_PER_PARAMETER, Links, unit_seconds
+from nemo_like.planning.program.timeline import StageSeconds, action_seconds, timeline
+from nemo_like.planning.query import Choices, PlanQuery, Stage, parts_of
 from nemo_like.torch_compat import local_part
 from tests.benchmarks import torchtitan_step
 from tests.benchmarks.torchtitan_model import tensor_parallel_rank, with_ring
@@ -127,32 +127,32 @@ class _Step:
         ids = torch.zeros(self.step.layout.micro_batch, self.step.seq_len // self.step.cp, dtype=torch.long)
         return {"input_ids": ids}
 
-    def layers(self, planner: Planner, choices: Sequence[Choice]) -> list[LayerSeconds]:
+    def layers(self, stage: Stage, choices: Sequence[Choice]) -> list[LayerSeconds]:
         """Of each call."""
         known: dict[Any, LayerSeconds] = {}
         made = []
-        for call, choice in zip(planner.traced.calls, choices):
+        for call, choice in zip(stage.part.traced.calls, choices):
             if (call.kind, choice) not in known:
-                known[call.kind, choice] = layer_seconds(planner.problems[call.kind], choice, self.how, self.links)
+                known[call.kind, choice] = layer_seconds(stage.part.problems[call.kind], choice, self.how, self.links)
             made.append(known[call.kind, choice])
         return made
 
-    def optimizer(self, planner: Planner) -> float:
-        trained = planner.sharding.trained
+    def optimizer(self, stage: Stage) -> float:
+        trained = stage.sharding.trained
         loop = len(trained) * KERNELS_PER_PARAMETER * self.device.launch_seconds
-        return max(loop, optimizer_seconds(trained, planner.job.step.optimizer, self.device))
+        return max(loop, optimizer_seconds(trained, stage.job.step.optimizer, self.device))
 
 
 class _Whole(_Step):
     """Without stages."""
 
     def planned(self) -> StepPrediction:
-        planner = Planner(self.model, self.sample(), self.job)
-        choices = planner.uniform(self.step.ac)
+        query = PlanQuery.of(self.model, self.sample(), self.job)
+        choices, (stage,) = query.uniform(self.step.ac), query.stages
         eager = self.step.ac == "selective" and not self.step.compiled
-        memory = torchtitan_step.reserved(planner, choices, eager_selective=eager)
-        layers, sharding = self.layers(planner, choices), torchtitan_step.one_root(planner.sharding)
-        parts = _sum_of(layers) | {"head and embedding": planner.outer().seconds}
+        memory = torchtitan_step.reserved(query, choices, eager_selective=eager)
+        layers, sharding = self.layers(stage, choices[0]), torchtitan_step.one_root(stage.sharding)
+        parts = _sum_of(layers) | {"head and embedding": stage.outside().seconds}
         gathers = reductions = 0.0
         for layer, unit in zip(layers, sharding.units):
             gather, reduce = unit_seconds(unit, self.links.shards, self.links)
@@ -163,7 +163,7 @@ class _Whole(_Step):
             reductions += max(0.0, reduce - left)
         gather, reduce = unit_seconds(sharding.root, self.links.shards, self.links)
         parts |= {"parameter gathers": gathers + gather, "gradient reductions": reductions + reduce}
-        return StepPrediction(parts | {"optimizer": self.optimizer(planner)}, memory)
+        return StepPrediction(parts | {"optimizer": self.optimizer(stage)}, memory)
 
 
 class _Stages(_Step):
@@ -175,40 +175,42 @@ class _Stages(_Step):
         pp = PipelineParallel(step.pp, step.schedule, step.microbatches, balance=_dealt(len(self._layers()), stages))
         sample = self.sample() | {"labels": self.sample()["input_ids"]}
         job = self.job.on(dp_shard=self.job.dp_shard, pp=pp)
-        planner = PipelinePlanner(self.model, sample, job, parts_sent=step.tp, parts=parts_of(self.whole, sample, job))
-        choices = planner.uniform(step.ac)
-        ranked = [self._memory(planner, rank, choices) for rank in range(step.pp)]
+        known = Known()
+        known.cut = parts_of(self.whole, sample, job)
+        query = PlanQuery.of(self.model, sample, job, known=known, parts_sent=step.tp)
+        choices = query.uniform(step.ac)
+        ranked = [self._memory(query, rank, choices) for rank in range(step.pp)]
         rank = max(range(step.pp), key=lambda r: ranked[r].reserved)
-        return StepPrediction(self._seconds(planner, choices), ranked[rank], rank)
+        return StepPrediction(self._seconds(query, choices), ranked[rank], rank)
 
     def _layers(self) -> Any:
         return self.model.get_submodule("model.layers")
 
-    def _memory(self, planner: PipelinePlanner, rank: int, choices: Any) -> Reserved:
+    def _memory(self, query: PlanQuery, rank: int, choices: Choices) -> Reserved:
         head: Any = self.model.get_submodule("lm_head")
         rows = self.step.layout.micro_batch * self.step.seq_len // self.step.cp
-        kept = [planner.hidden_bytes] * len(planner.stages)
+        kept = [query.hidden_bytes] * len(query.stages)
         kept[-1] = rows * local_part(head.weight).shape[0] * torch.bfloat16.itemsize
-        return torchtitan_step.reserved_on_rank(planner, rank, choices, kept)
+        return torchtitan_step.reserved_on_rank(query, rank, choices, kept)
 
-    def _seconds(self, planner: PipelinePlanner, choices: Any) -> dict[str, float]:
-        layers = [self.layers(stage.planner, own) for stage, own in zip(planner.stages, choices)]
+    def _seconds(self, query: PlanQuery, choices: Choices) -> dict[str, float]:
+        layers = [self.layers(stage, own) for stage, own in zip(query.stages, choices)]
         seconds = action_seconds(
             (
                 StageSeconds(
                     sum(layer.whole_forward for layer in own),
                     sum(layer.whole_backward for layer in own),
                     0.0,
-                    stage.planner.outer().seconds,
+                    stage.outside().seconds,
                 )
-                for own, stage in zip(layers, planner.stages)
+                for own, stage in zip(layers, query.stages)
             ),
             "once",
         )
-        actions, count, step = actions_of(planner.pp), len(planner.stages), self.step
+        actions, count, step = actions_of(query.pp), len(query.stages), self.step
         same_host = self.device.gpus_per_host > step.gpus // step.pp
-        handed = network.send_seconds(planner.hidden_bytes, same_host, self.device)
-        ranks = [planner.of_rank(rank) for rank in range(step.pp)]
+        handed = roofline.send_seconds(query.hidden_bytes, same_host, self.device)
+        ranks = [query.of_rank(rank) for rank in range(step.pp)]
         busiest = max(
             ranks, key=lambda own: sum(each.whole_forward + each.whole_backward for i in own for each in layers[i])
         )
@@ -216,23 +218,17 @@ class _Stages(_Step):
             name: value * step.microbatches
             for name, value in _sum_of([layer for index in busiest for layer in layers[index]]).items()
         }
-        parts["head and embedding"] = step.microbatches * sum(
-            planner.stages[i].planner.outer().seconds for i in busiest
-        )
+        parts["head and embedding"] = step.microbatches * sum(query.stages[i].outside().seconds for i in busiest)
         computing = timeline(actions, seconds, count).seconds
         parts["pipeline bubble"] = max(0.0, computing - sum(parts.values()))
         parts["pipeline sends"] = max(0.0, timeline(actions, seconds, count, handed).seconds - computing)
         units = [
-            [
-                unit_seconds(unit, self.links.shards, self.links)
-                for i in own
-                for unit in planner.stages[i].planner.sharding.all
-            ]
+            [unit_seconds(unit, self.links.shards, self.links) for i in own for unit in query.stages[i].sharding.all]
             for own in ranks
         ]
         parts["parameter gathers"] = max(sum(gather for gather, _ in own) for own in units)
         parts["gradient reductions"] = max(sum(reduce for _, reduce in own) for own in units)
-        parts["optimizer"] = max(sum(self.optimizer(planner.stages[i].planner) for i in own) for own in ranks)
+        parts["optimizer"] = max(sum(self.optimizer(query.stages[i]) for i in own) for own in ranks)
         return parts
 
 

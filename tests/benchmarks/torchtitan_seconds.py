@@ -1,6 +1,6 @@
 """How long one of torchtitan's layers takes in our model of seconds, with what it sends inside.
 
-What differs from `nemo_like.planning.seconds`, after its files and PyTorch's:
+What differs from `nemo_like.planning.program.seconds`, after its files and PyTorch's:
 
 - ``Float8ColwiseParallel`` and ``PrepareFloat8ModuleInput`` of torchao cast before they gather: gathers send one byte for
   each value, also of gradients behind a rowwise product, and a rank casts its own part. What is summed stays in 16 bits.
@@ -20,11 +20,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nemo_like.activation_checkpointing.ops import facts
-from nemo_like.planning import network
-from nemo_like.planning.block import BlockProblem, Choice
-from nemo_like.planning.block_trace import OpRecord
+from nemo_like.planning.choose.layer import BlockProblem, Choice
 from nemo_like.planning.devices import Device
-from nemo_like.planning.seconds import BACKWARD_TIMES, BlockSeconds, Links, fused
+from nemo_like.planning.program import roofline
+from nemo_like.planning.program.block_seconds import BACKWARD_TIMES, BlockSeconds, fused
+from nemo_like.planning.program.seconds import Links
+from nemo_like.planning.trace.block import OpRecord
 
 _SENT = "_c10d_functional"
 _GATHER = "all_gather_into_tensor"
@@ -125,7 +126,7 @@ def _shown(
     gathers = _GATHER in str(op.op)
     whole = op.bytes if gathers else op.bytes * how.tp
     narrow = how.fp8_flops and gathers is not backward  # what backward has for a sum is a gather
-    sending = network.gather_seconds(whole // 2 if narrow else whole, links.tensor, links.device)
+    sending = roofline.gather_seconds(whole // 2 if narrow else whole, links.tensor, links.device)
     if not how.async_tp:
         return sending
     computing = sum(kernels[i] for i in _products_beside(records, k, gathers))
@@ -156,8 +157,8 @@ def _ring(attention: OpRecord, block: float, how: HowRun, links: Links) -> list[
     if how.cp == 1:
         return [0.0, 0.0]
     states = 2 * attention.bytes  # keys and values; each as large as the output, whose heads they are repeated for
-    arriving = network.gather_seconds(states * how.cp, links.sequence, links.device)
-    step = network.send_seconds(2 * states, links.sequence.hosts == 1, links.device)  # gradients, in float32
+    arriving = roofline.gather_seconds(states * how.cp, links.sequence, links.device)
+    step = roofline.send_seconds(2 * states, links.sequence.hosts == 1, links.device)  # gradients, in float32
     added_up, added_back = (passes * states / links.device.bandwidth for passes in _passes(how.cp))
     if how.compiled:
         return [arriving + added_up, arriving + how.cp * step + added_back]

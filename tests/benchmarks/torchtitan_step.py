@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,12 +23,11 @@ from nemo_like.activation_checkpointing.ops import facts
 from nemo_like.distributed.pipeline.schedules import RESHARD, UNSHARD
 from nemo_like.options import StepSpec
 from nemo_like.options.memory import AllocatorConfig
-from nemo_like.planning.block import BlockProblem, Choice
-from nemo_like.planning.planner import Planner
-from nemo_like.planning.program.step import LayerCall
-from nemo_like.planning.reserved import Reserved, StepLogs, replay
+from nemo_like.planning.choose.layer import BlockProblem
+from nemo_like.planning.program.microbatch import LayerCall
+from nemo_like.planning.program.reserved import Reserved, StepLogs, replay
+from nemo_like.planning.query import Choices, PlanQuery
 from nemo_like.planning.sharding import Sharding, joined
-from nemo_like.planning.stages import PipelinePlanner
 
 ALLOCATOR = AllocatorConfig(expandable_segments=True)
 _LAST_PRODUCT = -1
@@ -68,7 +66,7 @@ def one_root(sharding: Sharding) -> Sharding:
     """`sharding` with what stands around the layers in one unit."""
     if sharding.tail is None:
         return sharding
-    return replace(sharding, root=joined(sharding.root, sharding.tail), tail=None, tail_params=frozenset())
+    return replace(sharding, root=joined(sharding.root, sharding.tail), tail=None, tail_names=frozenset())
 
 
 def kept_last_product(problem: BlockProblem) -> int:
@@ -79,32 +77,29 @@ def kept_last_product(problem: BlockProblem) -> int:
     return problem.records[products[-1]].bytes if kept else 0
 
 
-def reserved(planner: Planner, choices: Sequence[Choice], *, eager_selective: bool) -> Reserved:
+def reserved(query: PlanQuery, choices: Choices, *, eager_selective: bool) -> Reserved:
     """What the allocator reserves for such a step."""
-    own = copy.copy(planner)
-    own.job = replace(planner.job, allocator=ALLOCATOR)
-    own.__dict__["sharding"] = one_root(planner.sharding)
+    (stage,) = query.stages
+    own = replace(stage)
+    own.__dict__["sharding"] = one_root(stage.sharding)
     if eager_selective:
-        more = [kept_last_product(problem) for problem in planner.problems]
-        own.__dict__["layer_calls"] = lambda choices, accumulates: [
+        plain, more = own.layer_calls, [kept_last_product(problem) for problem in stage.part.problems]
+        own.__dict__["layer_calls"] = lambda choices, accumulate, **how: [
             _with(layer, more[call.kind])
-            for layer, call in zip(planner.layer_calls(choices, accumulates), planner.traced.calls)
+            for layer, call in zip(plain(choices, accumulate, **how), stage.part.traced.calls)
         ]
-    return replay(StepLogs.of(own, choices), own.device, ALLOCATOR)
+    return replay(StepLogs(replace(query, stages=(own,)), 0, choices), query.device, ALLOCATOR)
 
 
-def reserved_on_rank(
-    planner: PipelinePlanner, rank: int, choices: Sequence[Sequence[Choice]], kept_outputs: Sequence[int]
-) -> Reserved:
+def reserved_on_rank(query: PlanQuery, rank: int, choices: Choices, kept_outputs: Sequence[int]) -> Reserved:
     """The same of a rank of a pipeline. `kept_outputs`: bytes of what each stage returns for a microbatch, which PyTorch
     kept of all stages and microbatches until the step ends (``output_chunks``, until May 2025). Of a stage, it gathered the
     root alone beforehand (``stage.submod.unshard()``)."""
-    own = copy.copy(planner)
-    own.actions = tuple(
-        tuple(each for each in actions if each.kind not in (UNSHARD, RESHARD)) for actions in planner.actions
+    own = replace(query)
+    own.__dict__["actions"] = tuple(
+        tuple(each for each in actions if each.kind not in (UNSHARD, RESHARD)) for actions in query.actions
     )
-    logs = StepLogs.of_rank(own, rank, choices, kept_outputs=kept_outputs)
-    return replay(logs, own.device, ALLOCATOR)
+    return replay(StepLogs(own, rank, choices, kept_outputs=kept_outputs), query.device, ALLOCATOR)
 
 
 def _with(layer: LayerCall, size: int) -> LayerCall:

@@ -20,7 +20,7 @@ def search_of_all(search: Search, count: int = 10) -> Found:
             assert not isinstance(shape, str)
             resolved = search._resolve(shape, conf)
             if resolved is not None:
-                per_token = search._per_token(resolved.seconds, conf)
+                per_token = search.question.per_token(resolved.seconds.total, conf)
                 everything.append((per_token, len(everything), shape, conf, resolved))
     everything.sort(key=lambda entry: entry[:2])
     search.found.best = [search.candidate(*entry[2:]) for entry in everything[:count]]

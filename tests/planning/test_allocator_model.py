@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_like.options.memory import AllocatorConfig
-from nemo_like.planning.allocator_model import CachingAllocator, DeviceMemoryError
+from nemo_like.planning.program.allocator import CachingAllocator, DeviceMemoryError
 
 KIB, MIB = 1 << 10, 1 << 20
 GROWING = AllocatorConfig(expandable_segments=True)

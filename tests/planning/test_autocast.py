@@ -17,8 +17,8 @@ from nemo_like.layers import find_layers
 from nemo_like.models import resolve_model
 from nemo_like.options import Precision
 from nemo_like.planning import plan_for
-from nemo_like.planning.block_trace import record
-from nemo_like.planning.capture import trace_model
+from nemo_like.planning.model.capture import trace_model
+from nemo_like.planning.trace.block import record
 from tests.models.decoders import batch, build
 from tests.said import said
 

@@ -16,9 +16,11 @@ from nemo_like._util.log import forget_announcements
 from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from nemo_like.planning import BudgetError, plan_for
 from nemo_like.planning.devices import resolve_device
-from nemo_like.planning.planner import Planner
+from nemo_like.planning.program.rank import peak_of
+from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.report import PlanReport, make_report
 from nemo_like.planning.what_if import Step, what_if
+from tests.planning.queries import part_of
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("scipy")
@@ -42,8 +44,8 @@ def wide() -> nn.Module:
     return transformers.LlamaForCausalLM(config).train()
 
 
-def _planner(model: nn.Module, sample: Any = BATCH, loss: ChunkedLoss | None = None) -> Planner:
-    return Planner(model, sample, Job.of(loss=loss, gpu=resolve_device("cpu")))
+def _query(model: nn.Module, sample: Any = BATCH, loss: ChunkedLoss | None = None) -> PlanQuery:
+    return PlanQuery.of(model, sample, Job.of(loss=loss, gpu=resolve_device("cpu")))
 
 
 def _gradients(model: nn.Module) -> list[torch.Tensor]:
@@ -53,9 +55,9 @@ def _gradients(model: nn.Module) -> list[torch.Tensor]:
 
 
 def test_a_budget_that_only_chunks_meet() -> None:
-    plain, chunked = _planner(wide()), _planner(wide(), loss=CHUNKS)
-    least, most = (chunked.peak(chunked.uniform(mode)).total for mode in ("full", "none"))
-    assert least < most < plain.peak(plain.uniform("full")).total
+    plain, chunked = _query(wide()), _query(wide(), loss=CHUNKS)
+    least, most = (peak_of(chunked, chunked.uniform(mode)).total for mode in ("full", "none"))
+    assert least < most < peak_of(plain, plain.uniform("full")).total
     budget = f"{(least + most) // 2}B"
     options = dict(strategy="single", device="cpu", optimizer="adamw", sample_input=BATCH)
     with pytest.raises(BudgetError, match=r"loss='chunked' \([\d.]+MiB less\)"):
@@ -82,27 +84,27 @@ def test_plan_for_takes_what_parallelize_takes() -> None:
 def test_a_head_that_is_no_plain_linear_is_planned() -> None:
     model = wide()
     model.lm_head.register_forward_hook(lambda module, args, output: output)
-    assert _planner(model, loss=CHUNKS).outer().in_chunks
+    assert _query(model, loss=CHUNKS).stages[0].outside().in_chunks
 
 
 def test_logits_that_stay_whole_are_planned_whole_and_said(caplog: pytest.LogCaptureFixture) -> None:
     forget_announcements()
-    plain, asked = _planner(wide(), {"input_ids": IDS}), _planner(wide(), {"input_ids": IDS}, CHUNKS)
+    plain, asked = _query(wide(), {"input_ids": IDS}), _query(wide(), {"input_ids": IDS}, CHUNKS)
     with caplog.at_level(logging.WARNING, "nemo_like"):
-        assert plain.peak(plain.uniform("full")) == asked.peak(asked.uniform("full"))
+        assert peak_of(plain, plain.uniform("full")) == peak_of(asked, asked.uniform("full"))
     assert "gets whole logits, because it is called without labels" in caplog.text
     assert "loss='chunked'" not in _changes(plain, {"input_ids": IDS}, make_report(plain, ["50%"], 1 << 24))
 
 
-def _changes(planner: Planner, sample: dict[str, torch.Tensor], report: PlanReport) -> dict[str, int]:
+def _changes(query: PlanQuery, sample: dict[str, torch.Tensor], report: PlanReport) -> dict[str, int]:
     """The bytes that each change of the job would need."""
-    step = Step(planner.whole, planner.job, lambda batch, length: (sample, ""))
-    return {change.change: change.row.need.bytes for change in what_if(step, planner, report)}
+    step = Step(part_of(query).whole, query.job, lambda batch, length: (sample, ""))
+    return {change.change: change.row.need.bytes for change in what_if(step, query, report)}
 
 
 def test_the_report_says_what_chunks_would_buy() -> None:
-    plain, chunked = _planner(wide()), _planner(wide(), loss=ChunkedLoss())
-    peaks = [planner.peak(planner.uniform("full")).total for planner in (plain, chunked)]
+    plain, chunked = _query(wide()), _query(wide(), loss=ChunkedLoss())
+    peaks = [peak_of(query, query.uniform("full")).total for query in (plain, chunked)]
     limit = peaks[1] + chunked.input_bytes
     report = make_report(plain, ["50%"], limit)
     assert report.best is None and report.verdict().startswith("Does not fit: ac='full', the least, takes ")
@@ -112,7 +114,7 @@ def test_the_report_says_what_chunks_would_buy() -> None:
     asked = make_report(chunked, ["50%"], limit)
     assert asked.best is not None and "loss='chunked'" in asked.call()
     assert "loss='chunked'" not in _changes(chunked, sample, asked)
-    sizes = make_report(_planner(wide(), loss=CHUNKS), ["50%"], peaks[0])
+    sizes = make_report(_query(wide(), loss=CHUNKS), ["50%"], peaks[0])
     assert "loss=ChunkedLoss(chunk_tokens=16)" in sizes.call(sizes.rows[0])
 
 

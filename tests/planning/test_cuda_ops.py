@@ -18,11 +18,14 @@ from nemo_like.fake.cuda_ops import CUDNN, EFFICIENT, FLASH, MATH, Call, backend
 from nemo_like.fake.run import FakeRun
 from nemo_like.layers import find_layers
 from nemo_like.options import Precision
-from nemo_like.planning import Plan, Planner, apply_plan
-from nemo_like.planning.block_trace import record
-from nemo_like.planning.capture import trace_model
+from nemo_like.planning import Plan, apply_plan
 from nemo_like.planning.devices import device_at_hand, resolve_device
+from nemo_like.planning.model.capture import trace_model
+from nemo_like.planning.program.rank import peak_of
+from nemo_like.planning.query import PlanQuery
+from nemo_like.planning.trace.block import record
 from nemo_like.torch_compat import TorchDispatchMode
+from tests.planning.queries import part_of, plan_of, saved
 
 BF16 = torch.bfloat16
 A100, H100 = (8, 0), (9, 0)
@@ -237,22 +240,22 @@ def test_a_block_of_all_that_differs_is_planned_and_proved() -> None:
     """The table is run by the engine on fake tensors, so that one which did not fit would be refused."""
     pytest.importorskip("scipy")
     model, x = _Model().to(BF16), torch.randn(2, 32, 64, dtype=BF16)
-    planner = Planner(model, x, Job.of(gpu=resolve_device("a100-80gb")))
-    for problem in planner.problems:
+    query = PlanQuery.of(model, x, Job.of(gpu=resolve_device("a100-80gb")))
+    for problem in part_of(query).problems:
         ops = [str(record.op).split(".")[1] for record in problem.records]
         assert ops.count("_fused_rms_norm") == ops.count("native_dropout") == 1
         assert (
             ops.count("_scaled_dot_product_efficient_attention") == 1 and "bmm" not in ops and "bernoulli_" not in ops
         )
-    plan = planner.plan(_half(planner))
+    plan = plan_of(query, _half(query))
     assert plan.traced_for == "cuda"
-    planner.peak(planner.uniform("selective"))
+    peak_of(query, query.uniform("selective"))
 
 
-def _half(planner: Planner) -> Any:
+def _half(query: PlanQuery) -> Any:
     from nemo_like.options import MemoryBudget
 
-    least, most = (planner.held(planner.uniform(mode)) for mode in ("full", "none"))
+    least, most = (saved(query, query.uniform(mode)) for mode in ("full", "none"))
     return MemoryBudget(fraction=(least + most) / 2 / most)
 
 
@@ -264,12 +267,12 @@ def test_deepseek_v3_holds_a_quarter_of_what_unfused_attention_would() -> None:
     setup = Job.of(world_size=2048, precision=Precision("bf16"))
     held = {}
     for device in ("h100-80gb", "cpu"):
-        planner = Planner(
+        query = PlanQuery.of(
             model,
             {"input_ids": ids, "labels": ids},
             setup.change(gpu=resolve_device(device), search=PlanSearch(skip=False)),
         )
-        held[device] = planner.held(planner.uniform("none")) / 2**30
+        held[device] = saved(query, query.uniform("none")) / 2**30
     assert held["h100-80gb"] == pytest.approx(176.10, abs=0.01)
     assert held["cpu"] == pytest.approx(679.23, abs=0.01)
 

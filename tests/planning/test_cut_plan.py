@@ -21,9 +21,10 @@ from nemo_like.distributed.context.methods.all_gather import GatherKeys
 from nemo_like.distributed.context.parts import Parts
 from nemo_like.options import ContextParallel, parallel
 from nemo_like.planning.devices import resolve_device
-from nemo_like.planning.planner import Planner
+from nemo_like.planning.query import PlanQuery
 from tests.models.expert_families import tokens
 from tests.models.families import FAMILIES
+from tests.planning.queries import part_of
 
 ROWS, LENGTH, WIDTH = 2, 64, 8
 
@@ -55,8 +56,8 @@ def test_a_method_is_one_file_and_one_word(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(ValueError, match="no three ranks"):
         check_context_parallel(model, ContextParallel(3, "one_gather"))
     job = Job.of(world_size=2, cp=ContextParallel(2, "one_gather")).change(gpu=resolve_device("h100"))
-    with Planner(model, {"input_ids": ids, "labels": ids}, job) as planner:
-        gathers = [record for record in planner.problems[0].records if "gather_sequence" in record.op.name()]
+    query = PlanQuery.of(model, {"input_ids": ids, "labels": ids}, job)
+    gathers = [record for record in part_of(query).problems[0].records if "gather_sequence" in record.op.name()]
     assert [record.bytes for record in gathers] == [2 * ROWS * model.config.num_key_value_heads * LENGTH * WIDTH * 4]
 
 
@@ -74,20 +75,20 @@ def test_a_gather_costs_what_a_rank_receives(ranks: int) -> None:
     ids = tokens(ROWS, LENGTH) % 48
     setup = Job.of(world_size=ranks, cp=ContextParallel(ranks))
     device = resolve_device("h100")
-    with Planner(FAMILIES["llama"].build(), {"input_ids": ids, "labels": ids}, setup.change(gpu=device)) as planner:
-        problem = planner.problems[0]
-        gathers = [
-            (record, seconds)
-            for record, seconds in zip(problem.records, problem.seconds, strict=True)
-            if record.op.name() == "nemo_like::gather_sequence"
-        ]
-        heads = planner.model.config.num_key_value_heads
-        part = ROWS * heads * LENGTH // ranks * WIDTH * 4
-        assert [record.bytes for record, _ in gathers] == [ranks * part] * 2
-        assert [seconds for _, seconds in gathers] == [(ranks - 1) * part / device.host_link] * 2
-        full, none = planner.uniform("full")[0], planner.uniform("none")[0]
-        assert full.replay_seconds > none.replay_seconds
-        assert full.replay_seconds >= 2 * (ranks - 1) * part / device.host_link
+    query = PlanQuery.of(FAMILIES["llama"].build(), {"input_ids": ids, "labels": ids}, setup.change(gpu=device))
+    problem = part_of(query).problems[0]
+    gathers = [
+        (record, seconds)
+        for record, seconds in zip(problem.records, problem.seconds, strict=True)
+        if record.op.name() == "nemo_like::gather_sequence"
+    ]
+    heads = part_of(query).model.config.num_key_value_heads
+    part = ROWS * heads * LENGTH // ranks * WIDTH * 4
+    assert [record.bytes for record, _ in gathers] == [ranks * part] * 2
+    assert [seconds for _, seconds in gathers] == [(ranks - 1) * part / device.host_link] * 2
+    full, none = (query.uniform(mode)[0][0] for mode in ("full", "none"))
+    assert full.replay_seconds > none.replay_seconds
+    assert full.replay_seconds >= 2 * (ranks - 1) * part / device.host_link
 
 
 @pytest.mark.long

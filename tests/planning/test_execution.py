@@ -14,7 +14,11 @@ from nemo_like._util.module_tree import bare
 from nemo_like.activation_checkpointing.engine import run_region
 from nemo_like.activation_checkpointing.policy import DecisionTable
 from nemo_like.layers import find
-from nemo_like.planning import block, block_trace, capture, closure, devices, solver
+from nemo_like.planning import devices
+from nemo_like.planning.choose import closure, solver
+from nemo_like.planning.choose.layer import BlockProblem
+from nemo_like.planning.model import capture
+from nemo_like.planning.trace import block
 from tests.planning.brute_force import at_budget
 
 pytestmark = pytest.mark.compat
@@ -182,7 +186,7 @@ def test_held_bytes_and_gradients_at_ten_budgets(name, dtype):
         module = bare(kind.module)
         args, kwargs = _real_call(model, sample, module)
         inputs = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
-        problem = block.BlockProblem(kind.trace, devices.resolve_device("h100-80gb"))
+        problem = BlockProblem(kind.trace, devices.resolve_device("h100-80gb"))
         expected, held = _run(module, args, kwargs, None)
         assert held == problem.none().held_bytes - kind.trace.kept_input_bytes - kind.trace.kept_output_bytes
         for choice in _budgets(problem):
@@ -203,7 +207,7 @@ def test_trace_is_the_op_sequence_of_the_real_forward(name):
     traced = capture.trace_model(model, find.find_layers(model), sample)
     for kind in traced.kinds:
         args, kwargs = _real_call(model, sample, kind.module)
-        real, _ = block_trace.record(
+        real, _ = block.record(
             lambda: kind.module(*args, **kwargs), name="real", params=list(kind.module.parameters()),  # noqa: B023
             inputs={}, shared=[],
         )  # fmt: skip

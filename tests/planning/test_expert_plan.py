@@ -13,13 +13,16 @@ from nemo_like.fake.run import PlannedRouting, planned_table
 from nemo_like.layers import find_layers
 from nemo_like.models import resolve_model
 from nemo_like.options import FSDP2, ExpertParallel, MemoryBudget, Precision, TensorParallel
-from nemo_like.planning.balanced import balanced_peak
+from nemo_like.planning.choose.within import choose
 from nemo_like.planning.devices import resolve_device
-from nemo_like.planning.planner import Planner
+from nemo_like.planning.planner import balanced_peak
+from nemo_like.planning.program.rank import peak_of
+from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.report import make_report
-from nemo_like.planning.sharding import sharding_of
+from nemo_like.planning.sharding import ParameterForms, sharding_of
 from nemo_like.torch_compat import local_part
 from tests.models.expert_families import NAMES, build, tokens
+from tests.planning.queries import part_of, plan_of, saved
 
 EXCHANGE = "nemo_like.exchange_rows.default"
 
@@ -28,8 +31,8 @@ def test_parameter_bytes_of_deepseek_v3_on_1024_ranks() -> None:
     whole = resolve_model("deepseek-v3").build("meta")
     part, experts = first_rank(whole, TensorParallel(), ExpertParallel(64))
     sharding = sharding_of(
-        part, find_layers(part), shard_ranks=1024, precision=Precision("bf16"), fsdp=FSDP2(),
-        experts=experts, expert_ranks=16,
+        ParameterForms(part, find_layers(part), whole=False, experts=experts), shard_ranks=1024,
+        precision=Precision("bf16"), fsdp=FSDP2(), expert_ranks=16,
     )  # fmt: skip
     # 58 layers of 256 experts: gate, up and down of 7168 x 2048, float32. 4 experts for each of 64, over 16 ranks.
     by_hand = 58 * 256 * 3 * 7168 * 2048 * 4 // 1024
@@ -58,36 +61,36 @@ def test_parameters_of_the_presets() -> None:
     assert (mixtral, qwen, oss) == (46_702_792_704, 30_532_122_624, 116_829_156_672)
 
 
-def _planner(imbalance: float | None, name: str = "mixtral", ep: int = 2, shard_ranks: int = 4, **more: Any) -> Planner:
+def _query(imbalance: float | None, name: str = "mixtral", ep: int = 2, shard_ranks: int = 4, **more: Any) -> PlanQuery:
     ids = tokens(1, 32)
     sample = {"input_ids": ids, "labels": ids}
     setup = Job.of(world_size=shard_ranks, ep=ExpertParallel(ep, imbalance=imbalance), **more)
-    return Planner(build(name, "meta"), sample, setup.change(gpu=resolve_device("h100")))
+    return PlanQuery.of(build(name, "meta"), sample, setup.change(gpu=resolve_device("h100")))
 
 
 def test_rows_grow_with_imbalance() -> None:
     rows = 32 * 2
     for imbalance in (1.0, 2.0):
-        planner = _planner(imbalance)
-        records = [r for problem in planner.problems for r in problem.records if str(r.op) == EXCHANGE]
+        query = _query(imbalance)
+        records = [r for problem in part_of(query).problems for r in problem.records if str(r.op) == EXCHANGE]
         there, back = records  # one kind of layer
         assert there.bytes == rows * imbalance * 32 * 4 and back.bytes == rows * 32 * 4
-    balanced, default, worst = (_planner(i).held(_planner(i).uniform("none")) for i in (1.0, None, 2.0))
+    balanced, default, worst = (saved(_query(i), _query(i).uniform("none")) for i in (1.0, None, 2.0))
     assert balanced < default < worst
     assert default - balanced == pytest.approx(worst - default, rel=0.01)
 
 
 @pytest.mark.parametrize("ac", ["full", "60%"])
 def test_a_report_has_the_peak_of_balanced_routers_too(ac: str) -> None:
-    planner, even = _planner(2.0), _planner(1.0)
-    choices = planner.uniform(ac) if ac == "full" else planner.choose(MemoryBudget.parse(ac), ac)[0]
-    peak = balanced_peak(planner, choices)
-    assert peak is not None and peak.total < planner.peak(choices).total
+    query, even = _query(2.0), _query(1.0)
+    choices = query.uniform(ac) if ac == "full" else choose(query, MemoryBudget.parse(ac), ac)[0]
+    peak = balanced_peak(query, choices)
+    assert peak is not None and peak.total < peak_of(query, choices).total
     if ac == "full":
-        assert peak == even.peak(even.uniform("full"))
+        assert peak == peak_of(even, even.uniform("full"))
         assert balanced_peak(even, even.uniform("full")) is None
         return
-    report = make_report(planner, ["50%"])
+    report = make_report(query, ["50%"])
     assert report.best is not None and report.balanced is not None
     assert report.to_dict()["balanced_peak_bytes"] == report.balanced < report.best.plan.peak_bytes
     assert "2 times their share of the tokens" in report.text()
@@ -100,39 +103,38 @@ def test_the_table_of_a_plan_adds_up() -> None:
 
 
 def test_an_exchange_is_kept_or_repeated_at_the_price_of_the_network() -> None:
-    planner = _planner(1.0)
-    problem = planner.problems[0]
+    query = _query(1.0)
+    problem = part_of(query).problems[0]
     seconds = {s for r, s in zip(problem.records, problem.seconds, strict=True) if str(r.op) == EXCHANGE}
     device = resolve_device("h100")
     assert seconds == {32 * 2 * 32 * 4 / device.host_link}
-    full, none = planner.uniform("full")[0], planner.uniform("none")[0]
+    full, none = (query.uniform(mode)[0][0] for mode in ("full", "none"))
     assert full.held_bytes < none.held_bytes
     words = dict(zip((str(r.op) for r in problem.records), full.decisions, strict=False))
     assert words[EXCHANGE] == "recompute"
-    rows = planner.plan(MemoryBudget.parse("60%")).layers[0].decisions
+    rows = plan_of(query, MemoryBudget.parse("60%")).layers[0].decisions
     assert rows is not None and set(rows.get(EXCHANGE, ())) <= {"save", "recompute"}
 
 
 def test_what_says_where_rows_go_is_held_in_every_mode() -> None:
     """As the engine keeps it (`KeepRouting`): 32 tokens choose 2 of 4 experts each, and 1.5 times as many rows come."""
-    planner = _planner(1.5)
-    (full,) = set(planner.uniform("full"))
+    part = part_of(_query(1.5))
+    (full,) = set(part.uniform("full"))
     chosen = 32 * 2 * (4 + 8)  # weights and numbers of the chosen experts
     route = 32 * 2 * 8 + 2 * 2 * 2 * 8 + 32 * 3 * 8 + 2 * 4  # order, table, order of what came, ends
     assert full.held_bytes == 32 * 32 * 4 + chosen + route
-    assert planner.leaves(0) == 0
-    assert planner.memory(0, full).held == chosen + route
-    for choice in planner.problems[0].frontier(skip=True):
-        kept = {str(r.op) for r, word in zip(planner.problems[0].records, choice.decisions) if word == "save"}
+    assert part.memory(0, full).held == chosen + route
+    for choice in part.problems[0].frontier(skip=True):
+        kept = {str(r.op) for r, word in zip(part.problems[0].records, choice.decisions) if word == "save"}
         assert not choice.decisions or {"aten.topk.default", "nemo_like.route.default"} <= kept
 
 
 def test_gradients_of_split_experts_are_added_together() -> None:
     """They are DTensors, whose local parts are taken before anything is computed of them: backward has the gradients of
     both weights at hand until it is through, and only then adds them to those of the microbatch before."""
-    planner = _planner(1.5)
-    (full,) = set(planner.uniform("full"))
-    first, rest = (planner.memory(0, full, accumulate=accumulate) for accumulate in (False, True))
+    part = part_of(_query(1.5))
+    (full,) = set(part.uniform("full"))
+    first, rest = (part.memory(0, full, accumulate=accumulate) for accumulate in (False, True))
     assert (first.param_grad, rest.param_grad) == (49_920, 0)
     assert first.backward_peak == rest.backward_peak == 195_720  # 6,144 less, were each added as soon as it is made
 
@@ -140,8 +142,8 @@ def test_gradients_of_split_experts_are_added_together() -> None:
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_family_can_be_planned(name: str) -> None:
-    planner = _planner(None, name)
-    plan = planner.plan(MemoryBudget.parse("50%"))
+    query = _query(None, name)
+    plan = plan_of(query, MemoryBudget.parse("50%"))
     assert 0 < plan.held_bytes <= 0.5 * plan.none_bytes + 1
 
 
@@ -151,10 +153,10 @@ IN_CI = ("mixtral", "llama4")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in IN_CI else pytest.mark.long) for n in NAMES])
 def test_families_beside_tp(name: str) -> None:
     """A rank of tp sends half of the tokens that it would send alone, and makes them whole again."""
-    alone, beside = (_planner(None, name, tp=tp) for tp in (1, 2))
+    alone, beside = (part_of(_query(None, name, tp=tp)) for tp in (1, 2))
     sent = [
-        sum(r.bytes for problem in planner.problems for r in problem.records if str(r.op) == EXCHANGE)
-        for planner in (alone, beside)
+        sum(r.bytes for problem in part.problems for r in problem.records if str(r.op) == EXCHANGE)
+        for part in (alone, beside)
     ]
     assert sent[1] * 2 == sent[0]
     whole = [r.bytes for p in beside.problems for r in p.records if str(r.op) == "nemo_like.rows_of_all.default"]
@@ -163,13 +165,13 @@ def test_families_beside_tp(name: str) -> None:
 
 def test_what_cannot_be_planned_says_so() -> None:
     with pytest.raises(ValueError, match="number of ranks that share the experts, 2"):
-        _planner(3.0)
+        _query(3.0)
     with pytest.raises(ValueError, match=r"imbalance is 0\.5; it must be a number from 1 \(balanced\) to .*, 2\."):
         ExpertParallel(2, imbalance=0.5)
     with pytest.raises(ValueError, match="ep is 4, which does not divide the 2 ranks that hold one copy"):
-        _planner(1.0, ep=4, shard_ranks=2)
+        _query(1.0, ep=4, shard_ranks=2)
     with pytest.raises(ValueError, match="does not divide the 4 experts"):
-        _planner(1.0, ep=3, shard_ranks=3)
+        _query(1.0, ep=3, shard_ranks=3)
 
 
 def test_a_model_is_not_changed() -> None:

@@ -9,10 +9,9 @@ import torch
 from torch import nn
 
 from nemo_like.fake.run import FakeRun
-from nemo_like.planning import gradient_sums
-from nemo_like.planning.block_trace import record
-from nemo_like.planning.gradient_sums import SumsInPlace
-from nemo_like.planning.meter import LiveBytes
+from nemo_like.planning.trace import meter as gradient_sums
+from nemo_like.planning.trace.block import record
+from nemo_like.planning.trace.meter import LiveBytes, SumsInPlace
 from nemo_like.torch_compat import TorchDispatchMode, is_fake
 from tests_distributed.allocated import allocator_events
 

@@ -14,13 +14,14 @@ from nemo_like.distributed.pipeline.schedules import actions_of
 from nemo_like.options import PipelineParallel, Precision
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.fit import fit
+from nemo_like.planning.fit.bounds import WholeBounds
 from nemo_like.planning.fit.fitting import make_search
 from nemo_like.planning.fit.layouts import Layout, Room, layouts
 from nemo_like.planning.fit.question import Question, read_pins
 from nemo_like.planning.fit.report import explanation, recipe
-from nemo_like.planning.network import gather_seconds, group_of
-from nemo_like.planning.schedule_time import timeline
-from nemo_like.planning.seconds import fused
+from nemo_like.planning.program.block_seconds import fused
+from nemo_like.planning.program.roofline import gather_seconds, group_of
+from nemo_like.planning.program.timeline import timeline
 from nemo_like.planning.verdict import ALLOCATED, RESERVED, Need
 from tests.models.fit_models import llama, mixture
 from tests.planning.search_of_all import search_of_all
@@ -296,7 +297,7 @@ def test_operators_between_products_are_fused_to_one_reader_and_one_writer():
     model, question = llama(1), Question(Job.of(gpu=resolve_device("h100-80gb")), gpus=2, seq_len=64, limit=1 << 40)
     search = make_search(model, question)[0]
     shape = next(iter(filter(None, (search.trace(key) for key in list(search.by_shape)[:1]))))
-    records = shape.base.problems[0].records
+    records = shape.whole.part.problems[0].records
     assert sum(op.moved for op in fused(records)) < sum(op.moved for op in records)
     assert [op.flops for op in fused(records)] == [op.flops for op in records]
 
@@ -327,9 +328,9 @@ def test_no_step_of_a_shape_is_faster_than_its_bound():
     )
     search = make_search(llama(2), question)[0]
     keys = list(search.by_shape)
-    assert len(keys) == 4 and search._bound(keys[0]) == 0.0
+    assert len(keys) == 4 and search.bounds.seconds(keys[0]) == 0.0
     for n, key in enumerate(keys):
-        bound = search._bound(key)
+        bound = search.bounds.seconds(key)
         assert (bound > 0.0) is (n > 0)
         assert bound <= min(seconds for seconds, _ in search._entries(key))
 
@@ -351,7 +352,7 @@ def test_no_split_of_experts_is_faster_than_its_bound():
     search = make_search(mixture(), question)[0]
     bounds = []
     for key in sorted(search.by_shape, key=lambda key: key.ep):
-        bounds.append(search._bound(key))
+        bounds.append(search.bounds.seconds(key))
         assert bounds[-1] <= min(seconds for seconds, _ in search._entries(key))
     one, all_experts, other_split = bounds
     assert one == 0.0 and other_split > all_experts > 0.0  # what is exchanged is known once one split was traced
@@ -405,10 +406,10 @@ def test_no_pipeline_takes_less_than_its_bounds_by_the_whole_model():
         entries = list(search._entries(key))
         assert {conf.schedule for _, (conf, _) in entries} == set(schedules)
         assert not search.shapes[key].cuts
-        (bounds,) = search.bounds.values()
+        (bounds,) = search.bounds._staged.values()
         for least, (conf, _) in entries:
             resolved = search._resolve(search.shapes[key], conf)
-            step = search._per_token(resolved.seconds, conf)
+            step = question.per_token(resolved.seconds.total, conf)
             # What parts of sequences gather is in the steps alone.
             assert (0.4 if key.cp == 1 else 0.3) * step < least <= step
             assert bounds.bytes(conf, conf.mode) <= resolved.peak.total
@@ -433,7 +434,7 @@ def test_no_step_of_a_shape_takes_less_than_its_bound():
                 full = layout.change(ac="full", loss=loss)
                 peak = shape.peak(full, shape.choices(full)).total
                 alike = [other for kind, other in shapes.items() if kind.cp == 1 or key.cp > 1]
-                bounds = [other.least_peak(full) for other in alike]
+                bounds = [WholeBounds(other).least_peak(full) for other in alike]
                 assert max(bounds) == peak and min(bounds) < peak  # its own; another one's
 
 

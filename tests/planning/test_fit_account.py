@@ -14,7 +14,7 @@ from nemo_like.cli import main
 from nemo_like.options import Precision
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.fit import fit
-from nemo_like.planning.fit.picture import draw, timelines
+from nemo_like.planning.pictures import draw, timelines
 from tests.models.fit_models import llama, mixture
 
 pytest.importorskip("transformers")

@@ -12,8 +12,8 @@ from nemo_like.options.memory import AllocatorConfig
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.fit import fit
 from nemo_like.planning.fit.advice import _spans_hosts
-from nemo_like.planning.reserved import StepLogs, replay
-from nemo_like.planning.stages import PipelinePlanner
+from nemo_like.planning.program.reserved import StepLogs, replay
+from nemo_like.planning.query import PlanQuery
 from tests.models.fit_models import llama
 
 transformers = pytest.importorskip("transformers")
@@ -69,7 +69,7 @@ def test_growing_segments_are_named_for_a_pipeline_where_its_ranks_reserve_less_
     asked = _STAGES | _AXES | {"gpu": "h100-80gb", "seq_len": 1500, "micro_batch": 2, "global_batch": 8}
     report = fit(model, memory="875MiB", **asked)
     ids = torch.zeros(2, 1500, dtype=torch.long)
-    planner = PipelinePlanner(
+    query = PlanQuery.of(
         model,
         {"input_ids": ids, "labels": ids},
         Job.of(
@@ -80,10 +80,7 @@ def test_growing_segments_are_named_for_a_pipeline_where_its_ranks_reserve_less_
         ),
     )
     whole, growing = (
-        max(
-            replay(StepLogs.of_rank(planner, rank, planner.uniform("full")), planner.device, config).reserved
-            for rank in range(2)
-        )
+        max(replay(StepLogs(query, rank, query.uniform("full")), query.device, config).reserved for rank in range(2))
         for config in (AllocatorConfig(), AllocatorConfig(expandable_segments=True))
     )
     assert report.nearest.reserved == whole > 875 << 20 and growing < 875 << 20

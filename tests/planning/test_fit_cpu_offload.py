@@ -15,8 +15,10 @@ from nemo_like.planning.fit import fit
 from nemo_like.planning.fit.fitting import make_search
 from nemo_like.planning.fit.question import Question, read_pins
 from nemo_like.planning.fit.report import recipe
-from nemo_like.planning.planner import Planner
+from nemo_like.planning.program.rank import peak_of
+from nemo_like.planning.query import PlanQuery
 from tests.models.fit_models import llama
+from tests.planning.queries import reserved
 from tests.planning.search_of_all import search_of_all
 
 pytest.importorskip("transformers")
@@ -71,7 +73,11 @@ def test_the_search_finds_what_looking_at_everything_finds(limit, wins, pins):
         for conf in {c.layout: c.conf for c in everything}.values():
             layout = conf.layout
             shape = next(s for key, s in search.shapes.items() if key.micro_batch == layout.micro_batch)
-            own = [search._per_token(c.seconds, conf) for c in everything if c.layout == layout and c.conf.cpu_offload]
+            own = [
+                search.question.per_token(c.seconds.total, conf)
+                for c in everything
+                if c.layout == layout and c.conf.cpu_offload
+            ]
             assert search._least_on_host(shape, conf) == min(own)
 
 
@@ -111,7 +117,7 @@ def test_a_model_whose_state_no_gpu_can_hold_fits_with_as_many_bytes_as_its_plan
     best = report.best
     model = resolve_model("llama3-70b").build("meta")
     ids = best.sample["input_ids"]
-    planner = Planner(
+    query = PlanQuery.of(
         model,
         {"input_ids": ids, "labels": ids},
         Job.of(
@@ -122,9 +128,9 @@ def test_a_model_whose_state_no_gpu_can_hold_fits_with_as_many_bytes_as_its_plan
             gpu=resolve_device("h100-80gb"),
         ),
     )
-    assert best.conf.cpu_offload and best.peak_bytes == planner.peak(planner.uniform("full")).total
-    assert best.host_bytes == planner.state_on_host
-    assert best.need.bytes == planner.reserved(planner.uniform("full")).reserved + 8192 * 16  # token ids and labels
+    assert best.conf.cpu_offload and best.peak_bytes == peak_of(query, query.uniform("full")).total
+    assert best.host_bytes == query.stages[0].state_on_host
+    assert best.need.bytes == reserved(query, query.uniform("full")).reserved + 8192 * 16  # token ids and labels
     assert "strategy=FSDP2(reshard_after_forward=True, cpu_offload=True)" in best.call()
     assert best.kwargs()["strategy"] == FSDP2(reshard_after_forward=True, cpu_offload=True)
     assert recipe(report, best).endswith(" --cpu-offload") and "cpu_offload" in report.table().text()

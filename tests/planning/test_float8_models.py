@@ -10,8 +10,10 @@ import torch
 from nemo_like import Job, parallelize
 from nemo_like.options import MemoryBudget
 from nemo_like.planning.devices import resolve_device
-from nemo_like.planning.planner import Planner
+from nemo_like.planning.program.rank import peak_of
+from nemo_like.planning.query import PlanQuery
 from tests.models.fit_models import llama
+from tests.planning.queries import plan_of
 from tests_distributed.allocated import loop_peak_bytes
 
 float8 = pytest.importorskip("torchao.float8")
@@ -37,9 +39,9 @@ def _model(**sizes: int) -> Any:
 def test_the_peak_is_within_one_per_cent(ac: str) -> None:
     ids = torch.randint(512, (4, 64), generator=torch.Generator().manual_seed(0))
     sample = {"input_ids": ids, "labels": ids}
-    planner = Planner(_model(), sample, Job.of(gpu=resolve_device("cpu")))
-    plan = planner.plan(MemoryBudget.parse(ac)) if "MiB" in ac else None
-    predicted = planner.peak(planner.uniform(ac)).total if plan is None else plan.peak_bytes
+    query = PlanQuery.of(_model(), sample, Job.of(gpu=resolve_device("cpu")))
+    plan = plan_of(query, MemoryBudget.parse(ac)) if "MiB" in ac else None
+    predicted = peak_of(query, query.uniform(ac)).total if plan is None else plan.peak_bytes
     model = parallelize(_model(), "single", ac=ac if plan is None else plan, device="cpu")
     bare = _model()
     for each in (model, bare):
@@ -59,7 +61,7 @@ def test_what_an_operator_on_float8_runs_inside_counts(ac: str) -> None:
     sizes = dict(hidden_size=64, intermediate_size=256, vocab_size=32, max_position_embeddings=256)
     ids = torch.randint(32, (4, 256), generator=torch.Generator().manual_seed(0))
     sample = {"input_ids": ids, "labels": ids}
-    planner = Planner(_model(**sizes), sample, Job.of(gpu=resolve_device("cpu")))
-    predicted = planner.peak(planner.uniform(ac))
+    query = PlanQuery.of(_model(**sizes), sample, Job.of(gpu=resolve_device("cpu")))
+    predicted = peak_of(query, query.uniform(ac))
     measured = loop_peak_bytes(parallelize(_model(**sizes), "single", ac=ac, device="cpu"), sample)
     assert abs(predicted.total - measured) <= 0.005 * measured

@@ -16,8 +16,10 @@ from nemo_like.options import Precision
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.fit import fit
 from nemo_like.planning.fit.report import recipe
-from nemo_like.planning.planner import Planner, plan_for
+from nemo_like.planning.planner import plan_for
+from nemo_like.planning.query import PlanQuery
 from tests.models.fit_models import llama
+from tests.planning.queries import part_of
 from tests_distributed.allocated import loop_peak_bytes
 
 pytest.importorskip("torchao.float8")
@@ -101,7 +103,7 @@ def test_a_plan_runs_with_the_precision_that_it_was_made_for_alone(tmp_path: Any
 def test_what_is_not_planned_is_refused(setup: dict[str, Any], device: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         made = Job.of(**{"precision": Precision("bf16", matmuls="fp8")} | setup, gpu=resolve_device(device))
-        Planner(llama(), _sample(), made)
+        PlanQuery.of(llama(), _sample(), made)
 
 
 def test_without_torchao_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,11 +145,11 @@ def test_products_of_layers_count_at_the_rate_of_float8_where_it_is_known() -> N
     for float8 in (True, False):
         rates = {name: rate for name, rate in device.matmul_flops.items() if name != "float8" or float8}
         own, plain = (
-            Planner(llama(), _sample(), Job.of(precision=precision, gpu=replace(device, matmul_flops=rates)))
+            PlanQuery.of(llama(), _sample(), Job.of(precision=precision, gpu=replace(device, matmul_flops=rates)))
             for precision in (Precision("bf16", matmuls="fp8"), Precision("bf16"))
         )
-        assert own.problems[0].device.matmul_flops["half"] == rates["float8" if float8 else "half"]
-        assert own.device.matmul_flops == plain.problems[0].device.matmul_flops == rates
+        assert part_of(own).problems[0].device.matmul_flops["half"] == rates["float8" if float8 else "half"]
+        assert own.device.matmul_flops == part_of(plain).problems[0].device.matmul_flops == rates
 
 
 def test_fit_leaves_out_what_is_not_planned_and_compares_precisions() -> None:

@@ -11,9 +11,11 @@ from torch import nn
 from nemo_like import Job
 from nemo_like.cli import main
 from nemo_like.options import Precision
-from nemo_like.planning import Planner
 from nemo_like.planning.devices import resolve_device
-from nemo_like.planning.four_bit import FourBitLinear, with_four_bit_weights
+from nemo_like.planning.model.quantised import FourBitLinear, with_four_bit_weights
+from nemo_like.planning.program.rank import peak_of
+from nemo_like.planning.query import PlanQuery
+from tests.planning.queries import reserved
 
 
 def _bytes(module: nn.Module) -> int:
@@ -65,16 +67,16 @@ def test_a_plan_with_adapters_beside_packed_weights():
     sample = torch.zeros(2, 128, width)
     setup = Job.of(precision=Precision())
     plain, packed = (
-        Planner(m, sample, setup.change(gpu=resolve_device("a100-80gb"), layers=[str(i) for i in range(layers)]))
+        PlanQuery.of(m, sample, setup.change(gpu=resolve_device("a100-80gb"), layers=[str(i) for i in range(layers)]))
         for m in (model, with_four_bit_weights(model))
     )
-    before, after = (planner.peak(planner.uniform("none")) for planner in (plain, packed))
+    before, after = (peak_of(query, query.uniform("none")) for query in (plain, packed))
     adapters = layers * 2 * 4 * width * rank
     assert before.parts["parameters"] == layers * 4 * width**2 + adapters
     each = width**2 // 2 + width**2 // 64 + 4 * (width**2 // 64 // 256 + 273)
     assert after.parts["parameters"] == layers * each + adapters
     assert before.parts["optimizer state"] == after.parts["optimizer state"] == 2 * adapters
-    assert packed.reserved(packed.uniform("none")).tensors == after.total
+    assert reserved(packed, packed.uniform("none")).tensors == after.total
 
 
 @pytest.mark.long

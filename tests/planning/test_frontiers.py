@@ -1,4 +1,4 @@
-"""How close the planner comes to the proven optimum at any budget, and the ends of its frontiers."""
+"""How close plans come to the proven optimum at any budget, and the ends of frontiers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from torch import nn
 
 from nemo_like import Job
 from nemo_like.options import MemoryBudget, Precision, StepSpec
-from nemo_like.planning import closure, solver
+from nemo_like.planning.choose import closure, solver
+from nemo_like.planning.choose.within import choose
 from nemo_like.planning.devices import resolve_device
-from nemo_like.planning.planner import Planner
+from nemo_like.planning.program.rank import peak_of
+from nemo_like.planning.query import PlanQuery
 from tests.planning.brute_force import all_best, least_cost, least_cost_of_two
+from tests.planning.queries import part_of, plan_of, saved
 
 hf = pytest.importorskip("transformers", reason="needs the extra 'hf'")
 pytest.importorskip("scipy", reason="needs the extra 'plan'")
@@ -37,11 +40,11 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
 }  # fmt: skip
 
 
-def _planner(name: str, **setup: Any) -> Planner:
+def _query(name: str, **setup: Any) -> PlanQuery:
     with torch.device("meta"):
         model = FAMILIES[name]().train()
     ids = torch.zeros(1, LENGTH, dtype=torch.long)
-    return Planner(
+    return PlanQuery.of(
         model,
         {"input_ids": ids},
         Job.of(
@@ -57,7 +60,7 @@ def _planner(name: str, **setup: Any) -> Planner:
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_block_gets_the_optimum_of_a_brute_force_at_32_budgets(name: str) -> None:
-    for problem in _planner(name).problems:
+    for problem in part_of(_query(name)).problems:
         ops = problem.ops()
         points, most = all_best(ops), problem.none().held_bytes - problem.trace.input_bytes
         for step in range(33):
@@ -71,11 +74,12 @@ def test_a_block_gets_the_optimum_of_a_brute_force_at_32_budgets(name: str) -> N
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_plan_is_within_half_a_per_cent_of_a_brute_force_at_32_budgets(name: str) -> None:
     """Two layers together, in shares of one forward pass."""
-    planner = _planner(name)
-    problems = [planner.problems[call.kind] for call in planner.traced.calls]
+    query = _query(name)
+    part = part_of(query)
+    problems = [part.problems[call.kind] for call in part.traced.calls]
     forward = sum(problem.forward_seconds for problem in problems)
-    inputs = planner.traced.shared_bytes + sum(problem.trace.input_bytes for problem in problems)
-    least, most = (planner.held(planner.uniform(mode)) for mode in ("full", "none"))
+    inputs = part.traced.shared_bytes + sum(problem.trace.input_bytes for problem in problems)
+    least, most = (saved(query, query.uniform(mode)) for mode in ("full", "none"))
     points = []
     for problem in problems:
         none = problem.none().held_bytes - problem.trace.input_bytes, 0.0
@@ -85,30 +89,32 @@ def test_a_plan_is_within_half_a_per_cent_of_a_brute_force_at_32_budgets(name: s
     worst = 0.0
     for step in range(32):
         budget = least + (most - least) * step // 32
-        stack, mix = planner.fastest(MemoryBudget(fraction=(budget + 1) / most))
-        assert planner.held(stack.assignment(mix)) <= budget + 1
-        worst = max(worst, (mix.cost - least_cost_of_two(*points, budget - inputs)) / forward)
+        choices, _ = choose(query, MemoryBudget(fraction=(budget + 1) / most))
+        assert saved(query, choices) <= budget + 1
+        cost = sum(choice.replay_seconds for choice in choices[0])
+        worst = max(worst, (cost - least_cost_of_two(*points, budget - inputs)) / forward)
     assert worst <= 0.005
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_first_choice_holds_what_full_holds(name: str) -> None:
-    planner = _planner(name)
-    for problem, frontier in zip(planner.problems, planner.frontiers, strict=True):
+    (stage,) = _query(name).stages
+    for kind, problem in enumerate(stage.part.problems):
+        frontier = stage.part.frontier(kind, skip=stage.skip, host=stage.host)
         assert frontier[0].held_bytes == problem.full().held_bytes == problem.trace.input_bytes
 
 
 @pytest.mark.long
 def test_a_budget_that_full_meets_is_planned_for_a_mixture_of_experts() -> None:
     """The router's choice must be kept by a plan; `full` keeps nothing, and stands below it."""
-    planner = _planner("mixtral")
-    assert any(op.forced == "save" and op.bytes for op in planner.problems[0].ops())
-    peak = planner.peak(planner.uniform("full")).total
-    plan = planner.plan(MemoryBudget(peak_bytes=peak))
+    query = _query("mixtral")
+    assert any(op.forced == "save" and op.bytes for op in part_of(query).problems[0].ops())
+    peak = peak_of(query, query.uniform("full")).total
+    plan = plan_of(query, MemoryBudget(peak_bytes=peak))
     assert plan.peak_bytes <= peak
-    held = planner.held(planner.uniform("full"))
-    plan = planner.plan(MemoryBudget(fraction=(held + 1) / planner.held(planner.uniform("none"))))
-    assert plan.held_bytes <= held + planner.traced.shared_bytes
+    held = saved(query, query.uniform("full"))
+    plan = plan_of(query, MemoryBudget(fraction=(held + 1) / saved(query, query.uniform("none"))))
+    assert plan.held_bytes <= held + part_of(query).traced.shared_bytes
 
 
 def test_a_few_bytes_beside_many_that_are_kept_anyway_are_not_lost() -> None:

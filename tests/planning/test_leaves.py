@@ -9,9 +9,13 @@ from torch import Tensor, nn
 from nemo_like import Job
 from nemo_like.bench.measured_step import cpu_events
 from nemo_like.options import MemoryBudget, StepSpec
+from nemo_like.planning.choose.within import choose
 from nemo_like.planning.devices import resolve_device
-from nemo_like.planning.planner import Planner, apply_plan
+from nemo_like.planning.planner import apply_plan, describe
+from nemo_like.planning.program.rank import peak_of
+from nemo_like.planning.query import PlanQuery
 from nemo_like.profiling.first_step import bytes_between_steps
+from tests.planning.queries import part_of
 
 WIDTH, ROWS = 32, 512
 LEAF = 4 * WIDTH * ROWS
@@ -45,18 +49,18 @@ def test_a_leaf_that_a_block_makes_is_held_whatever_the_plan(share: float | None
     torch.manual_seed(0)
     model, x = Stack(), torch.randn(ROWS, WIDTH)
     setup = Job.of(step=StepSpec(keeps_output=False, optimizer="sgd"))
-    planner = Planner(model, {"x": x}, setup.change(gpu=resolve_device("cpu")))
+    query = PlanQuery.of(model, {"x": x}, setup.change(gpu=resolve_device("cpu")))
     if share is None:
-        choices = planner.uniform("full")
+        choices = query.uniform("full")
     else:
-        choices, _ = planner.choose(MemoryBudget(fraction=share), f"{share:.0%}")
-    predicted = planner.peak(choices)
-    for choice, call in zip(choices, planner.layer_calls(choices, accumulates=False), strict=True):
-        inputs = (
-            planner.problems[0].trace.input_bytes if choice.decisions else planner.problems[0].trace.kept_input_bytes
-        )
+        choices, _ = choose(query, MemoryBudget(fraction=share), f"{share:.0%}")
+    predicted = peak_of(query, choices)
+    calls = query.stages[0].layer_calls(choices[0], accumulate=False)
+    trace = part_of(query).problems[0].trace
+    for choice, call in zip(choices[0], calls, strict=True):
+        inputs = trace.input_bytes if choice.decisions else trace.kept_input_bytes
         assert inputs + call.events.held == choice.held_bytes + LEAF, choice.label
-    apply_plan(model, planner.describe(choices, "test"))
+    apply_plan(model, describe(query, choices, "test"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     model(x).backward()  # the first step compares each replay with its forward
     optimizer.zero_grad()

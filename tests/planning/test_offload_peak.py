@@ -9,9 +9,13 @@ from nemo_like import Job, MemoryBudget, OffloadConfig, PlanSearch, StepSpec
 from nemo_like.layers import find_layers
 from nemo_like.offload.backends import CopyingBackend
 from nemo_like.offload.layer_offload import apply_offloading
-from nemo_like.planning import Planner, apply_plan
-from nemo_like.planning.block import Choice
+from nemo_like.planning import apply_plan
+from nemo_like.planning.choose.layer import Choice
+from nemo_like.planning.choose.within import choose
 from nemo_like.planning.devices import resolve_device
+from nemo_like.planning.planner import describe
+from nemo_like.planning.query import PlanQuery
+from tests.planning.queries import part_of
 from tests_distributed.allocated import step_peak_bytes
 
 hf = pytest.importorskip("transformers", reason="needs the extra 'hf'")
@@ -44,7 +48,7 @@ class _OtherHostTransfer:
         pass
 
 
-def _planner(offload: OffloadConfig, host: bool = False) -> tuple[Planner, torch.Tensor]:
+def _query(offload: OffloadConfig, host: bool = False) -> tuple[PlanQuery, torch.Tensor]:
     torch.manual_seed(0)
     model = hf.LlamaForCausalLM(hf.LlamaConfig(
         hidden_size=64, intermediate_size=160, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2,
@@ -53,11 +57,11 @@ def _planner(offload: OffloadConfig, host: bool = False) -> tuple[Planner, torch
     ids = torch.randint(256, (4, 128))
     setup = Job.of(step=StepSpec(optimizer="sgd", zero_grad="zero", keeps_output=False), offload=offload)
     sample = {"input_ids": ids, "labels": ids}
-    return Planner(model, sample, setup.change(gpu=resolve_device("cpu"), search=PlanSearch(host=host))), ids
+    return PlanQuery.of(model, sample, setup.change(gpu=resolve_device("cpu"), search=PlanSearch(host=host))), ids
 
 
-def _choices(planner: Planner, mode: str) -> list[Choice]:
-    return planner.choose(MemoryBudget.parse(mode), mode)[0] if mode.endswith("%") else planner.uniform(mode)
+def _choices(query: PlanQuery, mode: str) -> list[list[Choice]]:
+    return choose(query, MemoryBudget.parse(mode), mode)[0] if mode.endswith("%") else query.uniform(mode)
 
 
 def _measured(model: torch.nn.Module, ids: torch.Tensor) -> int:
@@ -76,8 +80,8 @@ def _measured(model: torch.nn.Module, ids: torch.Tensor) -> int:
 def _peaks(mode: str, offload: str, inflight: int, *, lazy: bool = False) -> tuple[int, int]:
     """Predicted and measured; with `lazy`, copies wait as long as the events let them."""
     config = OffloadConfig(offload, min_bytes=0, max_inflight_bytes=inflight, prefetch=1)
-    planner, ids = _planner(config)
-    model, plan = planner.whole, planner.describe(_choices(planner, mode), mode)
+    query, ids = _query(config)
+    model, plan = part_of(query).whole, describe(query, _choices(query, mode), mode)
     apply_plan(model, plan, device_type="cpu")
     apply_offloading(model, [layer.module for layer in find_layers(model)], config, backend=_OtherHost(lazy=lazy))
     return plan.peak_bytes, _measured(model, ids)
@@ -105,13 +109,13 @@ def test_copies_that_take_their_time_hold_at_most_one_more(offload: str) -> None
 @pytest.mark.few(1)
 @pytest.mark.parametrize("mode", ["selective", "50%"])
 def test_a_plan_that_moves_what_it_keeps_peaks_as_predicted_to_the_byte(mode: str) -> None:
-    planner, ids = _planner(OffloadConfig("none"), host=True)
-    kinds = [planner.problems[call.kind] for call in planner.traced.calls]
+    query, ids = _query(OffloadConfig("none"), host=True)
+    kinds = [part_of(query).problems[call.kind] for call in part_of(query).traced.calls]
     choices = [
         kind.on_host(choice) if choice.decisions and not choice.host_bytes else choice
-        for kind, choice in zip(kinds, _choices(planner, mode))
+        for kind, choice in zip(kinds, _choices(query, mode)[0])
     ]
     assert any(choice.host_bytes for choice in choices)
-    plan = planner.describe(choices, mode)
-    apply_plan(planner.whole, plan, device_type="cpu", transfer=_OtherHostTransfer())
-    assert plan.peak_bytes == _measured(planner.whole, ids)
+    plan = describe(query, [choices], mode)
+    apply_plan(part_of(query).whole, plan, device_type="cpu", transfer=_OtherHostTransfer())
+    assert plan.peak_bytes == _measured(part_of(query).whole, ids)

@@ -9,9 +9,11 @@ import torch
 
 from nemo_like import Job, StepSpec
 from nemo_like.options.optimizers import TrainedParameter, optimizer_memory
-from nemo_like.planning import Planner
 from nemo_like.planning.devices import resolve_device
-from nemo_like.planning.meter import LiveBytes
+from nemo_like.planning.program.rank import peak_of
+from nemo_like.planning.query import PlanQuery
+from nemo_like.planning.trace.meter import LiveBytes
+from tests.planning.queries import reserved
 
 SHAPES = [(64, 64), (512, 64), (7,), (300, 200), (16, 2, 5)]
 MATRICES = [shape for shape in SHAPES if len(shape) == 2]
@@ -86,7 +88,7 @@ def test_bfloat16_states_of_float32_parameters():
     assert optimizer_memory([TrainedParameter((10, 10), 100, 4)], "adamw-bf16", device="cpu").states == ((200, 200),)
 
 
-def _planner(job, device="h100-80gb"):
+def _query(job, device="h100-80gb"):
     transformers = pytest.importorskip("transformers")
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(
@@ -96,7 +98,7 @@ def _planner(job, device="h100-80gb"):
             )
         )  # fmt: skip
     ids = torch.zeros(1, 32, dtype=torch.long)
-    return Planner(model.train(), {"input_ids": ids, "labels": ids}, job.change(gpu=resolve_device(device)))
+    return PlanQuery.of(model.train(), {"input_ids": ids, "labels": ids}, job.change(gpu=resolve_device(device)))
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
@@ -106,7 +108,7 @@ def test_on_cuda_torch_steps_all_parameters_at_once_sharded_ones_too(ranks):
 
     assert DTensor in vars(optimizer).get("_foreach_supported_types", [DTensor])  # where this torch says so
     at_once, in_turn = (
-        _planner(Job.of(world_size=ranks), device).optimizer.passes[0] for device in ("h100-80gb", "cpu")
+        _query(Job.of(world_size=ranks), device).stages[0].optimizer.passes[0] for device in ("h100-80gb", "cpu")
     )
     assert at_once.together and not at_once.alone
     assert in_turn.alone and not in_turn.together
@@ -114,18 +116,18 @@ def test_on_cuda_torch_steps_all_parameters_at_once_sharded_ones_too(ranks):
 
 def test_an_average_of_the_weights_is_one_more_copy():
     setup = Job.of(world_size=4, precision="bf16")
-    plain, averaged = _planner(setup), _planner(replace(setup, step=StepSpec(ema=True)))
+    plain, averaged = _query(setup), _query(replace(setup, step=StepSpec(ema=True)))
     choices = plain.uniform("full")
-    before, after = plain.peak(choices), averaged.peak(choices)
+    before, after = peak_of(plain, choices), peak_of(averaged, choices)
     assert after.parts["averaged weights"] == after.parts["parameters"] == after.total - before.total
     assert after.held == before.held
-    assert averaged.reserved(choices).tensors == after.total
+    assert reserved(averaged, choices).tensors == after.total
     with pytest.raises(TypeError, match=r"StepSpec\.ema is 'yes'"):
         StepSpec(ema="yes")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["adamw-8bit", "adamw-bf16", "muon"])
 def test_the_replay_has_the_same_step(name):
-    planner = _planner(Job.of(step=StepSpec(optimizer=name)))
-    choices = planner.uniform("none")
-    assert planner.reserved(choices).tensors == planner.peak(choices).total
+    query = _query(Job.of(step=StepSpec(optimizer=name)))
+    choices = query.uniform("none")
+    assert reserved(query, choices).tensors == peak_of(query, choices).total

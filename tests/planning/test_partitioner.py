@@ -14,10 +14,10 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from nemo_like._util.tensors import tensors_in
 from nemo_like.activation_checkpointing import ops
-from nemo_like.planning import closure
-from nemo_like.planning.block import BlockProblem
-from nemo_like.planning.block_trace import OpRecord, trace_block
+from nemo_like.planning.choose import closure
+from nemo_like.planning.choose.layer import BlockProblem
 from nemo_like.planning.devices import op_seconds, resolve_device
+from nemo_like.planning.trace.block import OpRecord, trace_block
 from nemo_like.torch_compat import fake_tensor_types
 from tests.models.llama_style import D, LlamaStyle, S
 from tests.planning.brute_force import at_budget

@@ -75,8 +75,8 @@ def test_no_pipeline_takes_less_than_what_the_whole_model_says_of_it(model, pins
             for variant in search._variants(shape, layout):
                 least = search._least_pipeline(shape, variant)
                 resolved = search._resolve(shape, variant)
-                step, peak = search._per_token(resolved.seconds, layout), resolved.peak.total
-                alive = shape.least(search.shapes[key.in_one_stage]).bytes(variant, variant.mode)
+                step, peak = search.question.per_token(resolved.seconds.total, layout), resolved.peak.total
+                alive = search.bounds.pipeline(key).bytes(variant, variant.mode)
                 assert 0.8 * step < least <= step and 0.4 * peak < alive <= peak, variant
                 looked += 1
     assert looked >= 2
@@ -90,7 +90,7 @@ def test_where_nothing_fits_the_pipeline_that_needs_least_is_found():
         shape = search._traced(key)
         for _, (variant, _) in list(search._entries(key)):
             peaks.append(search._resolve(shape, variant).peak.total)
-            bounds.append(shape.least(search._traced(key.in_one_stage)).bytes(variant, variant.mode))
+            bounds.append(search.bounds.pipeline(key).bytes(variant, variant.mode))
     again = _search(_dense(), **pins)
     again.question = replace(again.question, limit=int(1.2 * min(bounds)))
     found = again.run()
@@ -98,7 +98,7 @@ def test_where_nothing_fits_the_pipeline_that_needs_least_is_found():
 
 
 def test_questions_that_differ_in_the_optimizer_trace_a_shape_once():
-    traces, model = Traces(), _dense()
+    traces, model = dict[Precision, Traces](), _dense()
     asked = {
         "gpus": 2,
         "seq_len": 64,
@@ -112,7 +112,7 @@ def test_questions_that_differ_in_the_optimizer_trace_a_shape_once():
         key, layouts = next(iter(search.by_shape.items()))
         layout = next(one for one in layouts if one.dp_shard == 2)
         shapes.append((search._traced(key), make_search(model, question)[0]._traced(key), layout))
-    assert shapes[0][0].base.traced is shapes[1][0].base.traced
+    assert shapes[0][0].whole.part is shapes[1][0].whole.part
     for shared, alone, layout in shapes:
         full = layout.change(ac="full")
         peaks = [shape.peak(full, shape.choices(full)) for shape in (shared, alone)]

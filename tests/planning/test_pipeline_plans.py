@@ -13,12 +13,14 @@ from nemo_like import Job
 from nemo_like.cli import main
 from nemo_like.distributed.pipeline.schedules import Action, actions_of
 from nemo_like.options import FSDP2, MemoryBudget, PipelineParallel, StepSpec
-from nemo_like.planning import BudgetError, PipelinePlanner, plan_pipeline
+from nemo_like.planning import BudgetError, plan_for
+from nemo_like.planning.choose.within import choose
 from nemo_like.planning.devices import resolve_device
-from nemo_like.planning.schedule_time import StageSeconds, action_seconds, timeline
-from nemo_like.planning.stage_balance import balanced
-from nemo_like.planning.stage_plans import choose, describe
-from nemo_like.planning.stage_seconds import pipeline_seconds, times
+from nemo_like.planning.planner import balanced, describe
+from nemo_like.planning.program.rank import peaks_of, rank_peak
+from nemo_like.planning.program.seconds import step_seconds, timeline_of
+from nemo_like.planning.program.timeline import StageSeconds, action_seconds, timeline
+from nemo_like.planning.query import PlanQuery
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("scipy")
@@ -38,8 +40,8 @@ COUNTER = 4
 SAMPLE = {"input_ids": torch.zeros(2, 64, dtype=torch.long), "labels": torch.zeros(2, 64, dtype=torch.long)}
 
 
-def _planner(pp: PipelineParallel, layers: int = 4) -> PipelinePlanner:
-    return PipelinePlanner(
+def _query(pp: PipelineParallel, layers: int = 4) -> PlanQuery:
+    return PlanQuery.of(
         _model(layers), SAMPLE, Job.of(world_size=pp.size, step=StepSpec(), gpu=resolve_device("cpu"), pp=pp)
     )
 
@@ -82,25 +84,25 @@ def test_every_schedule_runs_every_microbatch_of_every_stage_once() -> None:
 
 def test_layers_are_dealt_out_for_memory() -> None:
     # Under 1F1B the first stage has most microbatches in flight, so that without checkpointing it gets fewer layers.
-    planner = _planner(PipelineParallel(2, microbatches=4), layers=6)
-    other = balanced(planner, "none")
-    worst = [max(peak.total for peak in p.peaks(p.uniform("none"))) for p in (planner, other)]
-    assert planner.counts == [3, 3] and sum(other.counts) == 6
+    query = _query(PipelineParallel(2, microbatches=4), layers=6)
+    other = balanced(query, "none")
+    worst = [max(peak.total for peak in peaks_of(p, p.uniform("none"))) for p in (query, other)]
+    assert query.counts == [3, 3] and sum(other.counts) == 6
     assert other.counts[0] < other.counts[1] and worst[1] < worst[0]
 
 
 @pytest.mark.long
 def test_two_replays_where_one_holds_too_much() -> None:
     pp = PipelineParallel(2, schedule="zbv", microbatches=4)
-    once, twice = (_planner(pp).replaying(word) for word in ("once", "twice"))
-    least = [max(peak.total for peak in p.peaks(p.uniform("full"))) for p in (once, twice)]
+    once, twice = (_query(pp).with_pipeline(replay=word) for word in ("once", "twice"))
+    least = [max(peak.total for peak in peaks_of(p, p.uniform("full"))) for p in (once, twice)]
     assert least[1] < least[0]  # nothing is kept between the halves
     between = (sum(least) // 2 + 1023) // 1024
     with pytest.raises(BudgetError, match=r"rank \d of the pipeline"):
         choose(once, MemoryBudget.parse(f"{between}KiB"))
-    plan = plan_pipeline(_model(), ac=f"{between}KiB", sample_input=SAMPLE, pp=pp, gpu="cpu", world_size=pp.size)
+    plan = plan_for(_model(), ac=f"{between}KiB", sample_input=SAMPLE, pp=pp, gpu="cpu", world_size=pp.size)
     assert plan.step["replay"] == "twice" and plan.peak_bytes <= between * 1024
-    roomy = plan_pipeline(_model(), ac="1GiB", sample_input=SAMPLE, pp=pp, gpu="cpu", world_size=pp.size)
+    roomy = plan_for(_model(), ac="1GiB", sample_input=SAMPLE, pp=pp, gpu="cpu", world_size=pp.size)
     assert roomy.step["replay"] == "once" and roomy.replay_flops == 0
 
 
@@ -115,17 +117,17 @@ def test_what_each_action_of_a_stage_takes() -> None:
 
 
 def test_replay_costs_time_in_the_half_that_replays() -> None:
-    planner = _planner(PipelineParallel(2, schedule="zbv", microbatches=4))
-    full, none = planner.uniform("full"), planner.uniform("none")
-    assert times(planner, full).seconds > times(planner, none).seconds
-    assert times(planner.replaying("twice"), full).seconds > times(planner, full).seconds
+    query = _query(PipelineParallel(2, schedule="zbv", microbatches=4))
+    full, none = query.uniform("full"), query.uniform("none")
+    assert timeline_of(query, full).seconds > timeline_of(query, none).seconds
+    assert timeline_of(query.with_pipeline(replay="twice"), full).seconds > timeline_of(query, full).seconds
 
 
 def test_the_plan_of_a_pipeline_names_every_layer_once() -> None:
-    planner = _planner(PipelineParallel(2, microbatches=2))
-    plan = describe(planner, planner.uniform("full"), "full")
+    query = _query(PipelineParallel(2, microbatches=2))
+    plan = describe(query, query.uniform("full"), "full")
     assert [layer.fqn for layer in plan.layers] == [f"model.layers.{i}" for i in range(4)]
-    assert plan.peak_bytes == max(peak.total for peak in planner.peaks(planner.uniform("full")))
+    assert plan.peak_bytes == max(peak.total for peak in peaks_of(query, query.uniform("full")))
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -177,18 +179,16 @@ def test_stages_are_told_apart_by_what_they_train_and_share_what_is_the_same() -
     for layer in model.model.layers[:4]:
         layer.requires_grad_(False)
     pp = PipelineParallel(4, microbatches=4, balance=(2, 2, 2, 2))
-    planner = PipelinePlanner(
-        model, SAMPLE, Job.of(world_size=pp.size, step=StepSpec(), gpu=resolve_device("cpu"), pp=pp)
-    )
+    query = PlanQuery.of(model, SAMPLE, Job.of(world_size=pp.size, step=StepSpec(), gpu=resolve_device("cpu"), pp=pp))
     layer = sum(p.numel() * 4 for p in model.model.layers[7].parameters())
-    none = planner.uniform("none")
-    trained = [planner.stages[index].planner.optimizer.state for index in (1, 2)]
+    none = query.uniform("none")
+    trained = [query.stages[index].optimizer.state for index in (1, 2)]
     counters = COUNTER * len(list(model.model.layers[7].parameters()))
     assert trained == [0, 2 * (2 * layer + counters)]  # AdamW's two states, of two layers
-    grads = [planner.stages[n].planner.layer_calls(none[n], accumulates=True)[0].events.held for n in (1, 2)]
+    grads = [query.stages[n].layer_calls(none[n], accumulate=True)[0].events.held for n in (1, 2)]
     assert grads[0] < grads[1]  # the inputs of matmuls are kept for their weights' gradients alone
-    numbers = [stage.planner.block_number(0) for stage in planner.stages]
-    assert numbers == [0, 0, 1, 1]
+    numbers = [stage.part.block_number(0) for stage in query.stages]
+    assert numbers[0] == numbers[1] != numbers[2] == numbers[3]
 
 
 def _of_rank_0(tied: bool, device: str) -> dict[str, int]:
@@ -199,11 +199,9 @@ def _of_rank_0(tied: bool, device: str) -> dict[str, int]:
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(config).train()
     pp = PipelineParallel(2, schedule="zbv", microbatches=4)
-    planner = PipelinePlanner(
-        model, SAMPLE, Job.of(world_size=pp.size, step=StepSpec(), gpu=resolve_device("cpu"), pp=pp)
-    )
-    assert planner.of_rank(0) == [0, 3]
-    return dict(planner.rank_peak(0, planner.uniform("none")).parts)
+    query = PlanQuery.of(model, SAMPLE, Job.of(world_size=pp.size, step=StepSpec(), gpu=resolve_device("cpu"), pp=pp))
+    assert query.of_rank(0) == [0, 3]
+    return dict(rank_peak(query, 0, query.uniform("none")).parts)
 
 
 def test_a_tied_embedding_is_there_once_where_the_first_and_the_last_stage_share_a_rank() -> None:
@@ -220,12 +218,12 @@ def test_a_stage_that_trains_nothing_is_planned(schedule: str) -> None:
     model = _model()
     model.requires_grad_(False)
     model.lm_head.requires_grad_(True)
-    planner = PipelinePlanner(
+    query = PlanQuery.of(
         model, SAMPLE, Job.of(world_size=2, gpu=resolve_device("cpu"), pp=PipelineParallel(2, schedule, microbatches=2))
     )
     head = model.lm_head.weight.numel() * 4
     for mode in ("none", "full"):
-        peaks = [planner.rank_peak(rank, planner.uniform(mode)).parts for rank in (0, 1)]
+        peaks = [rank_peak(query, rank, query.uniform(mode)).parts for rank in (0, 1)]
         trains = 1 if schedule == "1f1b" else 0  # a V: the first rank has the last stage
         state = 2 * head + COUNTER
         assert [parts.get("optimizer state", 0) for parts in peaks] == ([0, state] if trains else [state, 0])
@@ -237,7 +235,7 @@ def test_what_a_forward_frees_is_gathered_behind_it(schedule: str) -> None:
     job = Job.of(world_size=4, gpu="h100-80gb", pp=PipelineParallel(2, schedule, microbatches=4))
     seconds = []
     for asked in (None, True):
-        with PipelinePlanner(_model(), SAMPLE, job.change(strategy=FSDP2(asked))) as planner:
-            seconds.append(pipeline_seconds(planner, planner.uniform("none")).parts["parameter gathers"])
+        query = PlanQuery.of(_model(), SAMPLE, job.change(strategy=FSDP2(asked)))
+        seconds.append(step_seconds(query, query.uniform("none")).parts["parameter gathers"])
     # Before the first action of a stage, and before whatever follows each of its four forwards.
     assert 5 * seconds[0] == pytest.approx(seconds[1])

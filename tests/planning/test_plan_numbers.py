@@ -15,12 +15,14 @@ from nemo_like import Job, OffloadConfig, PlanSearch, StepSpec, cli
 from nemo_like.options import MemoryBudget
 from nemo_like.options.optimizers import TrainedParameter
 from nemo_like.planning.devices import Device, resolve_device
-from nemo_like.planning.planner import Planner
+from nemo_like.planning.planner import describe
+from nemo_like.planning.program.roofline import OpSeconds, exposed_seconds, optimizer_seconds
+from nemo_like.planning.program.seconds import step_seconds
+from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.report import make_report
-from nemo_like.planning.seconds import planned_seconds
-from nemo_like.planning.step_time import OpSeconds, exposed_seconds, optimizer_seconds
 from nemo_like.planning.what_if import fewest, gpu_counts, largest, least_need
 from tests.models import decoders
+from tests.planning.queries import part_of
 
 ROUND = Device("round", 10**9, {"half": 2e6, "single": 1e6}, {"half": 2e6, "single": 1e6}, 1e6, 1e5, "cpu", {})
 """A million of everything, so that numbers can be told by eye."""
@@ -29,11 +31,11 @@ ROUND = Device("round", 10**9, {"half": 2e6, "single": 1e6}, {"half": 2e6, "sing
 TWO = Job.of(world_size=2)
 
 
-def _planner(batch: int = 2, tokens: int = 16, job: Job = TWO, **more: Any) -> Planner:
+def _query(batch: int = 2, tokens: int = 16, job: Job = TWO, **more: Any) -> PlanQuery:
     ids = torch.zeros(batch, tokens, dtype=torch.long)
     sample = {"input_ids": ids, "labels": ids}
     gpu = more.pop("device", ROUND)
-    return Planner(decoders.build("llama"), sample, job.change(gpu=gpu, search=PlanSearch(skip=False, **more)))
+    return PlanQuery.of(decoders.build("llama"), sample, job.change(gpu=gpu, search=PlanSearch(skip=False, **more)))
 
 
 def test_seconds_of_ops_are_the_larger_of_computing_and_moving() -> None:
@@ -55,46 +57,44 @@ def test_an_optimizer_step_goes_over_its_bytes(name: str, passes: int) -> None:
 
 
 def test_a_step_is_its_microbatches_and_the_optimizer() -> None:
-    one = _planner()
-    four = _planner(job=Job.of(world_size=2, step=StepSpec(microbatches=4)))
-    last = optimizer_seconds(one.sharding.trained, "adamw", ROUND)
+    one = _query()
+    four = _query(job=Job.of(world_size=2, step=StepSpec(microbatches=4)))
+    last = optimizer_seconds(one.stages[0].sharding.trained, "adamw", ROUND)
     parts = {}
     for mode in ("none", "full"):
-        seconds = planned_seconds(one, one.uniform(mode))
+        seconds = step_seconds(one, one.uniform(mode))
         parts[mode] = seconds.parts
-        again = planned_seconds(four, four.uniform(mode)).total
+        again = step_seconds(four, four.uniform(mode)).total
         assert again - last == pytest.approx(4 * (seconds.total - last))
-        assert (
-            one.describe(one.uniform(mode), mode).step_seconds == one.step_seconds(one.uniform(mode)) == seconds.total
-        )
-    replay = one.describe(one.uniform("full"), "full").replay_seconds
+        assert describe(one, one.uniform(mode), mode).step_seconds == seconds.total
+    replay = describe(one, one.uniform("full"), "full").replay_seconds
     assert parts["full"]["replay"] == pytest.approx(replay) and "replay" not in parts["none"]
-    layers = sum(one.problems[call.kind].forward_seconds for call in one.traced.calls)
+    layers = sum(part_of(one).problems[call.kind].forward_seconds for call in part_of(one).traced.calls)
     assert parts["none"]["forward"] == pytest.approx(layers) and parts["none"]["optimizer"] == last
-    assert parts["none"]["head and embedding"] == one.outer().seconds
+    assert parts["none"]["head and embedding"] == one.stages[0].outside().seconds
     # The head's product, forward and twice in backward, is among what is around the layers.
-    head = one.model.lm_head.weight
-    assert one.outer().seconds > 3 * 2 * 32 * head.numel() / 1e6
+    head = part_of(one).model.lm_head.weight
+    assert one.stages[0].outside().seconds > 3 * 2 * 32 * head.numel() / 1e6
 
 
 def test_the_table_has_milliseconds_and_tokens_per_second() -> None:
-    report = make_report(_planner(), ["50%"], 1 << 40, tokens=32)
+    report = make_report(_query(), ["50%"], 1 << 40, tokens=32)
     for row in report.rows:
         assert report.tokens_per_second(row) == pytest.approx(32 / row.plan.step_seconds)
     head, none = report.table().text().splitlines()[:2]
     assert head.split() == ["ac", "saved", "peak", "recompute", "slower", "ms", "tokens/s", "fits", "peak", "at"]
     assert float(none.split()[7].replace(",", "")) == pytest.approx(1000 * report.rows[0].plan.step_seconds, rel=0.01)
-    without = make_report(_planner(), ["50%"], 1 << 40)
+    without = make_report(_query(), ["50%"], 1 << 40)
     assert "tokens/s" not in without.text() and without.tokens_per_second(without.rows[0]) is None
 
 
 def test_the_largest_batch_is_the_last_that_fits() -> None:
-    needs = {batch: least_need(_planner(batch), 1 << 40) for batch in (1, 2, 3, 5, 6)}
+    needs = {batch: least_need(_query(batch), 1 << 40) for batch in (1, 2, 3, 5, 6)}
     asked: list[int] = []
 
     def need(batch: int) -> int:
         asked.append(batch)
-        return needs.get(batch) or needs.setdefault(batch, least_need(_planner(batch), 1 << 40))
+        return needs.get(batch) or needs.setdefault(batch, least_need(_query(batch), 1 << 40))
 
     for limit, most in ((needs[5], 5), (needs[6] - 1, 5), (needs[1], 1), (needs[1] - 1, 0)):
         for start in (1, 3):
@@ -123,7 +123,7 @@ def test_the_fewest_gpus_are_the_first_that_fit() -> None:
 
 def test_the_speed_of_one_device_is_what_all_make_by_their_number() -> None:
     """Ranks of tp, cp and pp share the tokens of one micro-batch."""
-    report = make_report(_planner(), ["50%"], 1 << 40, tokens=32)
+    report = make_report(_query(), ["50%"], 1 << 40, tokens=32)
     alone = report.tokens_per_second(report.best)
     assert alone is not None
     for axes in ({"tp": 2}, {"cp": 2}):
@@ -132,7 +132,7 @@ def test_the_speed_of_one_device_is_what_all_make_by_their_number() -> None:
 
 
 def test_a_narrow_screen_has_fewer_columns_and_names_them() -> None:
-    report = make_report(_planner(), ["50%"], 1 << 40, tokens=32)
+    report = make_report(_query(), ["50%"], 1 << 40, tokens=32)
     text = report.text(width=60)
     assert all(len(line) <= 60 for line in text.splitlines() if not line.startswith(("Paste", "Fits")))
     assert "Not shown at this width:" in text and "peak at" in text and "--wide" in text
@@ -145,28 +145,28 @@ def test_a_narrow_screen_has_fewer_columns_and_names_them() -> None:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("memory", [1 << 14, 1 << 15, 1 << 40])
 def test_no_more_host_memory_is_planned_with_than_there_is(memory: int) -> None:
-    planner = _planner(device=replace(ROUND, host_link=1e12), host=True, host_memory=memory)
-    rows = make_report(planner, ["60%", "40%", "20%"], 1 << 40).rows
+    query = _query(device=replace(ROUND, host_link=1e12), host=True, host_memory=memory)
+    rows = make_report(query, ["60%", "40%", "20%"], 1 << 40).rows
     assert max(row.host_bytes for row in rows) <= memory
     assert (max(row.host_bytes for row in rows) > 1 << 15) == (memory == 1 << 40)
 
 
 def test_what_an_offload_moves_takes_time_and_host_memory() -> None:
     job = Job.of(world_size=2, offload=OffloadConfig("boundary", min_bytes=1))
-    slow = _planner(job=job, device=replace(ROUND, host_link=1.0))
+    slow = _query(job=job, device=replace(ROUND, host_link=1.0))
     choices = slow.uniform("full")
-    moved = slow.moved(choices)
-    forward = [slow.problems[call.kind].forward_seconds for call in slow.traced.calls]
+    moved = slow.stages[0].moved(choices[0])
+    forward = [part_of(slow).problems[call.kind].forward_seconds for call in part_of(slow).traced.calls]
     waits = sum(exposed_seconds(*pair, slow.device) for pair in zip(moved, forward))
     assert waits == pytest.approx(sum(2 * size - 3 * one for size, one in zip(moved, forward) if size))
-    plain = slow.describe(choices, "full").replay_seconds - sum(choice.replay_seconds for choice in choices)
+    plain = describe(slow, choices, "full").replay_seconds - sum(choice.replay_seconds for choice in choices[0])
     assert plain == pytest.approx(waits)
     for memory in (sum(moved) - 1, sum(moved)):
-        slow.host_memory = memory
-        full = make_report(slow, ["50%"], 1 << 40).rows[1]
+        limited = slow.under(replace(slow.job, search=replace(slow.job.search, host_memory=memory)))
+        full = make_report(limited, ["50%"], 1 << 40).rows[1]
         assert full.host_bytes == sum(moved) and full.fits == (memory == sum(moved))
-    capped = _planner(job=replace(job, offload=replace(job.offload, host_budget_bytes=moved[0])))
-    assert capped.moved(choices) == [moved[0]] + [0] * (len(moved) - 1)
+    capped = _query(job=replace(job, offload=replace(job.offload, host_budget_bytes=moved[0])))
+    assert capped.stages[0].moved(choices[0]) == [moved[0]] + [0] * (len(moved) - 1)
 
 
 def test_a_budget_that_nothing_meets_still_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,8 +10,12 @@ import torch
 from nemo_like import Job, OffloadConfig, StepSpec, parallelize, plan_for
 from nemo_like.models import resolve_model
 from nemo_like.offload.layer_offload import OffloadWrapper
-from nemo_like.planning import BudgetError, Planner
+from nemo_like.planning import BudgetError
 from nemo_like.planning.devices import resolve_device
+from nemo_like.planning.planner import describe
+from nemo_like.planning.program.rank import peak_of
+from nemo_like.planning.query import PlanQuery
+from tests.planning.queries import part_of
 
 pytest.importorskip("transformers")
 pytest.importorskip("scipy")
@@ -26,43 +30,44 @@ def _model() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     return source.build(), source.sample_input(4, 128)
 
 
-def _planner(offload: OffloadConfig) -> Planner:
+def _query(offload: OffloadConfig) -> PlanQuery:
     model, sample = _model()
     setup = Job.of(step=STEP, offload=offload)
-    return Planner(model, sample, setup.change(gpu=resolve_device("h100-80gb")))
+    return PlanQuery.of(model, sample, setup.change(gpu=resolve_device("h100-80gb")))
 
 
 def test_inputs_on_the_host_leave_the_prediction() -> None:
-    plain, moved = _planner(OffloadConfig("none")), _planner(SMALL)
+    plain, moved = _query(OffloadConfig("none")), _query(SMALL)
     full = plain.uniform("full")
-    before, after = plain.describe(full, "full"), moved.describe(full, "full")
-    (inputs,) = {problem.trace.input_bytes for problem in plain.problems}
-    layers = len(full)
+    before, after = describe(plain, full, "full"), describe(moved, full, "full")
+    (inputs,) = {problem.trace.input_bytes for problem in part_of(plain).problems}
+    layers = len(full[0])
     assert after.held_bytes == before.held_bytes - (layers - 1) * inputs  # the last layer's stay
     assert sum(layer.host_bytes for layer in after.layers) == (layers - 1) * inputs
     assert before.peak_bytes - after.peak_bytes == (layers - 2) * inputs  # one is fetched ahead
 
 
 def test_what_is_kept_moves_with_saved_and_small_tensors_stay() -> None:
-    saved = _planner(OffloadConfig("saved", min_bytes=0))
-    boundary = _planner(OffloadConfig("boundary", min_bytes=0))
-    choices = saved.uniform("selective")
-    assert sum(saved.moved(choices)) > sum(boundary.moved(choices)) > 0
-    assert saved.moved(choices)[-1] == 0
-    assert not any(_planner(OffloadConfig("saved", min_bytes=1 << 40)).moved(choices))
-    assert not any(saved.moved(saved.uniform("none")))
+    saved = _query(OffloadConfig("saved", min_bytes=0))
+    boundary = _query(OffloadConfig("boundary", min_bytes=0))
+    choices = saved.uniform("selective")[0]
+    assert sum(saved.stages[0].moved(choices)) > sum(boundary.stages[0].moved(choices)) > 0
+    assert saved.stages[0].moved(choices)[-1] == 0
+    assert not any(_query(OffloadConfig("saved", min_bytes=1 << 40)).stages[0].moved(choices))
+    assert not any(saved.stages[0].moved(saved.uniform("none")[0]))
 
 
 def test_copies_in_flight_are_on_the_device() -> None:
-    many = _planner(OffloadConfig("boundary", min_bytes=0))
+    many = _query(OffloadConfig("boundary", min_bytes=0))
     full = many.uniform("full")  # all of it may be on its way at one time
-    assert many.peak(full).total == _planner(OffloadConfig("none")).peak(full).total
+    assert peak_of(many, full).total == peak_of(_query(OffloadConfig("none")), full).total
 
 
 @pytest.mark.long
 def test_a_budget_that_only_host_memory_meets() -> None:
     model, sample = _model()
-    kept, least = (_planner(o).peak(_planner(o).uniform("full")).total for o in (OffloadConfig("none"), SMALL))
+    queries = _query(OffloadConfig("none")), _query(SMALL)
+    kept, least = (peak_of(query, query.uniform("full")).total for query in queries)
     assert least < kept
     options = dict(gpu="h100-80gb", step=STEP)
     with pytest.raises(BudgetError):

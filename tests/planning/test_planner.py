@@ -19,7 +19,6 @@ from nemo_like.planning import (
     BudgetError,
     Plan,
     PlanError,
-    Planner,
     apply_plan,
     block_trace,
     capture,
@@ -27,12 +26,15 @@ from nemo_like.planning import (
     plan_for,
     solver,
 )
-from nemo_like.planning.block import BlockProblem
+from nemo_like.planning.choose.layer import BlockProblem
 from nemo_like.planning.devices import known_devices, resolve_device
-from nemo_like.planning.meter import measured_seconds
+from nemo_like.planning.planner import describe
+from nemo_like.planning.query import PlanQuery
+from nemo_like.planning.trace.meter import measured_seconds
 from tests.models.families import FAMILIES
 from tests.models.llama_style import D, LlamaStyle, S
 from tests.planning.brute_force import at_budget
+from tests.planning.queries import part_of, plan_of, saved
 
 pytest.importorskip("scipy")
 
@@ -108,23 +110,23 @@ def test_llama_style_block_roofline(llama_style):
 # --- whole models ------------------------------------------------------------------------------------------------------
 
 
-def _planner(name="llama-tiny", device="h100-80gb", seq=64, **setup) -> Planner:
+def _query(name="llama-tiny", device="h100-80gb", seq=64, **setup) -> PlanQuery:
     source = resolve_model(name)
     model = source.build("meta")
-    return Planner(model, source.sample_input(2, seq), Job.of(**setup, gpu=resolve_device(device)))
+    return PlanQuery.of(model, source.sample_input(2, seq), Job.of(**setup, gpu=resolve_device(device)))
 
 
 @pytest.fixture(scope="module")
-def tiny() -> Planner:
-    return _planner()
+def tiny() -> PlanQuery:
+    return _query()
 
 
 @pytest.mark.long
 def test_larger_budgets_never_cost_time_and_are_kept(tiny):
-    none = tiny.held(tiny.uniform("none"))
+    none = saved(tiny, tiny.uniform("none"))
     before = float("inf")
     for percent in range(20, 101, 8):
-        plan = tiny.plan(MemoryBudget(fraction=percent / 100))
+        plan = plan_of(tiny, MemoryBudget(fraction=percent / 100))
         assert plan.held_bytes <= percent / 100 * none
         assert plan.replay_seconds <= before
         before = plan.replay_seconds
@@ -132,9 +134,9 @@ def test_larger_budgets_never_cost_time_and_are_kept(tiny):
 
 
 def test_peak_budget_is_kept_and_used(tiny):
-    least, most = (tiny.describe(tiny.uniform(mode), mode).peak_bytes for mode in ("full", "none"))
+    least, most = (describe(tiny, tiny.uniform(mode), mode).peak_bytes for mode in ("full", "none"))
     limit = (least + most) // 2
-    plan = tiny.plan(MemoryBudget(peak_bytes=limit))
+    plan = plan_of(tiny, MemoryBudget(peak_bytes=limit))
     assert least < plan.peak_bytes <= limit
     assert plan.peak_bytes > limit - (most - least) / 4, "room is used"
     assert sum(plan.peak.values()) == plan.peak_bytes and "held activations" in plan.peak
@@ -142,14 +144,14 @@ def test_peak_budget_is_kept_and_used(tiny):
 
 def test_budgets_that_cannot_be_met_name_the_smallest(tiny):
     with pytest.raises(BudgetError, match=r"at least .*%") as small:
-        tiny.plan(MemoryBudget(fraction=0.001))
-    assert tiny.plan(MemoryBudget(fraction=small.value.smallest_bytes / tiny.held(tiny.uniform("none")) + 1e-9))
+        plan_of(tiny, MemoryBudget(fraction=0.001))
+    assert plan_of(tiny, MemoryBudget(fraction=small.value.smallest_bytes / saved(tiny, tiny.uniform("none")) + 1e-9))
     with pytest.raises(BudgetError, match="the least that any plan peaks at") as peak:
-        tiny.plan(MemoryBudget(peak_bytes=1 << 20))
-    assert tiny.plan(MemoryBudget(peak_bytes=peak.value.smallest_bytes)).peak_bytes <= peak.value.smallest_bytes
+        plan_of(tiny, MemoryBudget(peak_bytes=1 << 20))
+    assert plan_of(tiny, MemoryBudget(peak_bytes=peak.value.smallest_bytes)).peak_bytes <= peak.value.smallest_bytes
 
 
-def _gemma3(seq: int) -> Planner:
+def _gemma3(seq: int) -> PlanQuery:
     transformers = pytest.importorskip("transformers")
     config = transformers.Gemma3TextConfig(
         hidden_size=2560, intermediate_size=10240, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=4,
@@ -159,13 +161,13 @@ def _gemma3(seq: int) -> Planner:
         model = transformers.AutoModelForCausalLM.from_config(config).train()
     ids = torch.zeros(2, seq, dtype=torch.long)
     setup = Job.of(precision=Precision("bf16"))
-    return Planner(model, {"input_ids": ids, "labels": ids}, setup.change(gpu=resolve_device("h100-80gb")))
+    return PlanQuery.of(model, {"input_ids": ids, "labels": ids}, setup.change(gpu=resolve_device("h100-80gb")))
 
 
 @pytest.mark.parametrize("name", ["llama3-8b", "qwen3-8b", "gemma3"])
 def test_dense_decoders_beat_the_parity_rule(name):
-    planner = _gemma3(4096) if name == "gemma3" else _planner(name, seq=4096, precision=Precision("bf16"))
-    for problem in planner.problems:
+    query = _gemma3(4096) if name == "gemma3" else _query(name, seq=4096, precision=Precision("bf16"))
+    for problem in part_of(query).problems:
         # Gemma 3 normalises what its last matmul makes, so that one is no waste there, and the rule can be an optimum.
         _beats_the_parity_rule(problem, strictly=name != "gemma3")
 
@@ -182,8 +184,8 @@ def test_gpt2_beats_the_parity_rule():
         model = transformers.AutoModelForCausalLM.from_config(config).train()
     ids = torch.zeros(2, 1024, dtype=torch.long)
     setup = Job.of(precision=Precision("bf16"))
-    planner = Planner(model, {"input_ids": ids, "labels": ids}, setup.change(gpu=resolve_device("h100-80gb")))
-    for problem in planner.problems:
+    query = PlanQuery.of(model, {"input_ids": ids, "labels": ids}, setup.change(gpu=resolve_device("h100-80gb")))
+    for problem in part_of(query).problems:
         matmuls = [k for k, record in enumerate(problem.records) if "addmm" in str(record.op)]
         assert len(matmuls) == 4
         _beats_the_rule(problem, _attention(problem) | sum(1 << k for k in matmuls[::2]), strictly=False)
@@ -208,31 +210,35 @@ def _beats_the_rule(problem: BlockProblem, keep: int, strictly: bool) -> None:
 
 
 def test_layers_of_one_kind_are_traced_once_and_sharding_lowers_the_peak():
-    alone, many = (_planner("llama3-8b", seq=2048, world_size=n, precision=Precision("bf16")) for n in (1, 64))
-    assert len(many.traced.calls) == 32 and len(many.problems) == 1
-    peaks = [p.describe(p.uniform("full"), "full") for p in (alone, many)]
-    params = 4 * sum(p.numel() for p in alone.model.parameters())
+    alone, many = (_query("llama3-8b", seq=2048, world_size=n, precision=Precision("bf16")) for n in (1, 64))
+    assert len(part_of(many).traced.calls) == 32 and len(part_of(many).problems) == 1
+    peaks = [describe(p, p.uniform("full"), "full") for p in (alone, many)]
+    params = 4 * sum(p.numel() for p in part_of(alone).model.parameters())
     assert peaks[0].peak["parameters"] == params
     assert peaks[1].peak["parameters"] == params // 64  # every dim 0 of this model is a multiple of 64
     assert peaks[1].peak_bytes < peaks[0].peak_bytes
 
 
 def test_tensor_parallel_twin_divides_heads_and_ffn():
-    whole, share = (_planner("llama3-8b", seq=2048, tp=tp, world_size=tp, precision=Precision("bf16")) for tp in (1, 4))
+    whole, share = (
+        part_of(_query("llama3-8b", seq=2048, tp=tp, world_size=tp, precision=Precision("bf16"))) for tp in (1, 4)
+    )
     assert share.problems[0].trace.flops * 4 == whole.problems[0].trace.flops
     assert share.problems[0].trace.none_bytes < whole.problems[0].trace.none_bytes
     with pytest.raises(ValueError, match="not divisible by tp=3"):
-        _planner("llama3-8b", tp=3, world_size=3)
+        _query("llama3-8b", tp=3, world_size=3)
 
 
 def test_host_placement_is_chosen_where_the_link_is_free():
     slow = resolve_device("h100-80gb")
     source = resolve_model("llama-tiny")
     fast = dataclasses.replace(slow, host_link=1e18)
-    planner = Planner(source.build("meta"), source.sample_input(1, 64), Job.of(gpu=fast, search=PlanSearch(host=True)))
-    plan = planner.plan(MemoryBudget(fraction=0.3))
+    query = PlanQuery.of(
+        source.build("meta"), source.sample_input(1, 64), Job.of(gpu=fast, search=PlanSearch(host=True))
+    )
+    plan = plan_of(query, MemoryBudget(fraction=0.3))
     assert sum(layer.host_bytes for layer in plan.layers) > 0
-    assert plan.replay_seconds < _planner().plan(MemoryBudget(fraction=0.3)).replay_seconds
+    assert plan.replay_seconds < plan_of(_query(), MemoryBudget(fraction=0.3)).replay_seconds
     assert any("host" in row for layer in plan.layers for row in (layer.decisions or {}).values())
     gradients = []
     for wanted in (None, plan):
@@ -337,9 +343,9 @@ def test_looped_layer_gets_one_choice():
 
     model = Looped()
     x = torch.randn(2, 8, 16)
-    planner = Planner(model, x, Job.of(gpu=resolve_device("cpu"), layers=["layers.*"]))
-    assert [call.fqn for call in planner.traced.calls] == ["layers.0"] * 3
-    plan = planner.plan(MemoryBudget(fraction=0.5))
+    query = PlanQuery.of(model, x, Job.of(gpu=resolve_device("cpu"), layers=["layers.*"]))
+    assert [call.fqn for call in part_of(query).traced.calls] == ["layers.0"] * 3
+    plan = plan_of(query, MemoryBudget(fraction=0.5))
     assert len(plan.layers) == 1 and plan.held_bytes <= 0.5 * plan.none_bytes
     model(x).backward()
     wanted = [p.grad.clone() for p in model.parameters()]
@@ -355,9 +361,9 @@ def test_encoder_decoder_is_planned_without_its_cache():
         d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, vocab_size=64, decoder_start_token_id=0, pad_token_id=0
     )
     model, ids = transformers.T5ForConditionalGeneration(config).train(), torch.ones(2, 12, dtype=torch.long)
-    planner = Planner(model, {"input_ids": ids, "labels": ids}, Job.of(gpu=resolve_device("cpu")))
-    assert planner.traced.counts() == (1, 1, 1, 1)  # first layers of both stacks make the position biases
-    plan = planner.plan(MemoryBudget(fraction=0.6))
+    query = PlanQuery.of(model, {"input_ids": ids, "labels": ids}, Job.of(gpu=resolve_device("cpu")))
+    assert part_of(query).traced.counts() == (1, 1, 1, 1)  # first layers of both stacks make the position biases
+    plan = plan_of(query, MemoryBudget(fraction=0.6))
     assert model.decoder.config.use_cache, "planning changes nothing"
     apply_plan(model, plan, device_type="cpu")
     model(input_ids=ids, labels=ids).loss.backward()
@@ -365,15 +371,15 @@ def test_encoder_decoder_is_planned_without_its_cache():
 
 def test_layers_out_of_scope_are_left_alone_and_still_count():
     source = resolve_model("llama-tiny")
-    model, sample = model_copy(source.build("meta")), source.sample_input(2, 64)  # planners of a copy make none
+    model, sample = model_copy(source.build("meta")), source.sample_input(2, 64)  # queries of a copy make none
     names = [f"model.layers.{i}" for i in (1, 3)]
-    some = Planner(model, sample, Job.of(world_size=2, gpu=resolve_device("cpu"), layers=names))
-    plan = some.plan(MemoryBudget(fraction=0.8))
+    some = PlanQuery.of(model, sample, Job.of(world_size=2, gpu=resolve_device("cpu"), layers=names))
+    plan = plan_of(some, MemoryBudget(fraction=0.8))
     assert [layer.label for layer in plan.layers if layer.fqn not in names] == ["none", "none"]
     assert any(layer.decisions is not None for layer in plan.layers if layer.fqn in names)
-    every = Planner(model, sample, Job.of(world_size=2, gpu=resolve_device("cpu")))
-    assert some.sharding == every.sharding
-    assert some.describe(some.uniform("none"), "").peak_bytes == every.describe(every.uniform("none"), "").peak_bytes
+    every = PlanQuery.of(model, sample, Job.of(world_size=2, gpu=resolve_device("cpu")))
+    assert some.stages[0].sharding == every.stages[0].sharding
+    assert describe(some, some.uniform("none"), "").peak_bytes == describe(every, every.uniform("none"), "").peak_bytes
 
 
 # --- measuring, devices, the command -----------------------------------------------------------------------------------
@@ -382,12 +388,12 @@ def test_layers_out_of_scope_are_left_alone_and_still_count():
 def test_measured_times_replace_the_roofline():
     source = resolve_model("llama-tiny")
     model = source.build("meta")
-    planner = Planner(
+    query = PlanQuery.of(
         model, source.sample_input(1, 16), Job.of(gpu=resolve_device("cpu"), search=PlanSearch(measure=True))
     )
-    problem = planner.problems[0]
+    problem = part_of(query).problems[0]
     assert len(problem.seconds) == len(problem.records) and all(t > 0 for t in problem.seconds)
-    kind = planner.traced.kinds[0]
+    kind = part_of(query).traced.kinds[0]
     other = dataclasses.replace(kind, trace=dataclasses.replace(kind.trace, ops=kind.trace.ops * 2))
     with pytest.raises(block_trace.TraceMismatchError, match="did not run on this device"):
         measured_seconds(other, "cpu", runs=1)

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from nemo_like import Job, cli, predict
-from nemo_like.planning.what_if import least_need, planner_of
+from nemo_like.planning.planner import query_of
+from nemo_like.planning.what_if import least_need
 from tests.models import decoders
 
 pytest.importorskip("transformers")
@@ -25,7 +26,7 @@ def _need(**job: Any) -> Callable[[int, int], int]:
     def need(batch: int, length: int) -> int:
         ids = torch.zeros(batch, length, dtype=torch.long)
         asked = Job.of(gpu="cpu", **job)
-        return least_need(planner_of(decoders.build("llama"), {"input_ids": ids, "labels": ids}, asked), 1 << 40)
+        return least_need(query_of(decoders.build("llama"), {"input_ids": ids, "labels": ids}, asked), 1 << 40)
 
     return need
 

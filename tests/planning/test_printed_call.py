@@ -13,7 +13,7 @@ from nemo_like import FSDP2, Job, Plan, PlanSearch, Precision, StepSpec, paralle
 from nemo_like._util.module_tree import bare_modules
 from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from nemo_like.planning.devices import resolve_device
-from nemo_like.planning.planner import Planner
+from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.report import PlanReport, make_report
 from tests.models import decoders
 
@@ -23,8 +23,8 @@ BATCH = {"input_ids": IDS, "labels": IDS}
 
 def _report(job: Job) -> PlanReport:
     model = decoders.build("llama")
-    planner = Planner(model, BATCH, job.change(gpu=resolve_device("cpu")))
-    return make_report(planner, ["50%"], 1 << 40)
+    query = PlanQuery.of(model, BATCH, job.change(gpu=resolve_device("cpu")))
+    return make_report(query, ["50%"], 1 << 40)
 
 
 def _regions(model: nn.Module) -> dict[str, Any]:

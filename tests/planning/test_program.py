@@ -13,12 +13,10 @@ from hypothesis import strategies as st
 from nemo_like import Job
 from nemo_like.activation_checkpointing.plan import Part
 from nemo_like.options import FSDP2, OffloadConfig, PipelineParallel, StepSpec
-from nemo_like.planning.planner import Planner
-from nemo_like.planning.program.loop import Loop, make_optimizer_state
 from nemo_like.planning.program.rank import RankSteps
-from nemo_like.planning.program.readers import Allocations, Bytes, Frame
 from nemo_like.planning.program.records import Recorded
-from nemo_like.planning.stages import PipelinePlanner
+from nemo_like.planning.program.storages import Allocations, Bytes, LogRun
+from nemo_like.planning.query import PlanQuery
 
 transformers = pytest.importorskip("transformers")
 
@@ -68,27 +66,23 @@ def _most(log: list[tuple[int, int, str]], there: dict[int, int]) -> int:
 @pytest.mark.parametrize("name", JOBS)
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
 def test_both_readers_count_the_same_bytes_and_a_step_ends_as_it_began(name: str, mode: str) -> None:
-    with Planner(_model(), _sample(), Job.of(gpu="h100-80gb", **JOBS[name])) as planner:
-        for step in STEPS:
-            planner.job = replace(planner.job, step=step)
-            planner.outers.clear()
-            choices = planner.uniform(mode)
-            counted, listed = Bytes(), Allocations()
-            loops = [Loop(planner, choices, storages) for storages in (counted, listed)]
-            there: dict[int, int] = {}
+    traced = PlanQuery.of(_model(), _sample(), Job.of(gpu="h100-80gb", **JOBS[name]))
+    for step in STEPS:
+        query = traced.under(replace(traced.job, step=step))
+        choices = query.uniform(mode)
+        counted, listed = Bytes(), Allocations()
+        loops = [RankSteps(query, 0, choices, storages) for storages in (counted, listed)]
+        there: dict[int, int] = {}
+        for loop in loops:
+            loop.run(first=True)
+        _most(listed.log, there)
+        for _ in range(2):
+            before, counted.best_total = counted.total, -1
             for loop in loops:
-                make_optimizer_state(loop.e, planner)
-                loop.run(loop.turns(first=True))
-                loop.update()
-            _most(listed.log, there)
-            for _ in range(2):
-                before, counted.best_total = counted.total, -1
-                for loop in loops:
-                    loop.run(loop.turns(first=False))
-                    loop.update()
-                assert counted.best_total == _most(listed.log, there)
-                assert counted.total == before == sum(there.values())
-            assert all(size >= 0 for size in counted.now.values()), counted.now
+                loop.run()
+            assert counted.best_total == _most(listed.log, there)
+            assert counted.total == before == sum(there.values())
+        assert all(size >= 0 for size in counted.now.values()), counted.now
 
 
 @pytest.mark.few(1)
@@ -101,20 +95,20 @@ def test_so_does_a_rank_of_a_pipeline(schedule: str, job: dict[str, Any]) -> Non
     asked = Job.of(
         gpu="h100-80gb", pp=PipelineParallel(2, schedule, 4), **{k: v for k, v in job.items() if k != "tied"}
     )
-    with PipelinePlanner(_model(job.get("tied", False)), _sample(), asked) as planner:
-        for mode in ("none", "full"):
-            for rank in range(2):
-                counted, listed = Bytes(), Allocations()
-                ranks = [RankSteps(planner, rank, planner.uniform(mode), storages) for storages in (counted, listed)]
-                there: dict[int, int] = {}
-                for number in range(3):
-                    before, counted.best_total = counted.total, -1
-                    for steps in ranks:
-                        steps.run(first=number == 0)
-                    assert max(counted.best_total, before) == _most(listed.log, there)
-                    assert counted.total == sum(there.values())
-                    assert number < 1 or counted.total == before
-                assert all(size >= 0 for size in counted.now.values()), counted.now
+    query = PlanQuery.of(_model(job.get("tied", False)), _sample(), asked)
+    for mode in ("none", "full"):
+        for rank in range(2):
+            counted, listed = Bytes(), Allocations()
+            ranks = [RankSteps(query, rank, query.uniform(mode), storages) for storages in (counted, listed)]
+            there: dict[int, int] = {}
+            for number in range(3):
+                before, counted.best_total = counted.total, -1
+                for steps in ranks:
+                    steps.run(first=number == 0)
+                assert max(counted.best_total, before) == _most(listed.log, there)
+                assert counted.total == sum(there.values())
+                assert number < 1 or counted.total == before
+            assert all(size >= 0 for size in counted.now.values()), counted.now
 
 
 @given(st.data())
@@ -133,10 +127,10 @@ def test_a_folded_log_comes_to_what_its_entries_do(data: st.DataObject) -> None:
     there, shared = data.draw(st.sets(st.sampled_from(sorted(exposed)))) if exposed else set(), data.draw(st.booleans())
     levels = []
     for reader in (Bytes(), Allocations()):
-        frame = Frame({number: reader.make(sizes[number], Part.GRADIENTS) for number in sorted(there)})
-        for storage in frame.storages.values() if shared else ():
+        run = LogRun({number: reader.make(sizes[number], Part.GRADIENTS) for number in sorted(there)})
+        for storage in run.alive.values() if shared else ():
             reader.hold(storage)
-        reader.play(log, frame, Part.HELD_ACTIVATIONS)
+        reader.run_log(log, run, Part.HELD_ACTIVATIONS)
         if isinstance(reader, Bytes):
             levels.append((reader.best_total if entries else 0, reader.total))
         else:

@@ -14,8 +14,10 @@ from nemo_like.activation_checkpointing.engine import run_region
 from nemo_like.bench.measured_step import cpu_events
 from nemo_like.options import StepSpec
 from nemo_like.planning.devices import resolve_device
-from nemo_like.planning.halves_memory import backward_of_inputs, halves_memory
-from nemo_like.planning.planner import Planner
+from nemo_like.planning.model.traced import TracedPart
+from nemo_like.planning.query import PlanQuery
+from nemo_like.planning.trace.layer_memory import backward_of_inputs, halves_memory
+from tests.planning.queries import part_of
 
 WIDTH, WIDE, ROWS = 32, 256, 512
 HIDDEN = 4 * WIDTH * ROWS
@@ -54,26 +56,27 @@ class Stack(nn.Module):
         return x.square().mean()
 
 
-def _planner(block: Callable[[], nn.Module]) -> Planner:
+def _part(block: Callable[[], nn.Module]) -> TracedPart:
     setup = Job.of(step=StepSpec(keeps_output=False))
-    return Planner(Stack(block), {"x": torch.randn(ROWS, WIDTH)}, setup.change(gpu=resolve_device("cpu")))
+    query = PlanQuery.of(Stack(block), {"x": torch.randn(ROWS, WIDTH)}, setup.change(gpu=resolve_device("cpu")))
+    return part_of(query)
 
 
-def _call(planner: Planner, mode: str) -> Callable[[Tensor], Tensor]:
+def _call(part: TracedPart, mode: str) -> Callable[[Tensor], Tensor]:
     """The second layer, as it runs in a step."""
-    policy, layer = planner.policy(0, planner.uniform(mode)[1]), planner.model.layers[1]
+    policy, layer = part.policy(0, part.uniform(mode)[1]), part.model.layers[1]
     return layer if policy is None else lambda x: run_region(layer, (x,), {}, policy=policy, preserve_rng_state=False)
 
 
 @pytest.mark.parametrize("block", [Scaled, BothScaled])
 @pytest.mark.parametrize("mode", ["none", "full"])
 def test_a_whole_backward(block: Callable[[], nn.Module], mode: str) -> None:
-    planner = _planner(block)
-    (choice,) = set(planner.uniform(mode))
-    given, received = (planner.memory(0, choice, received=stays) for stays in (False, True))
+    part = _part(block)
+    (choice,) = set(part.uniform(mode))
+    given, received = (part.memory(0, choice, received=stays) for stays in (False, True))
     assert (received.output_grad, received.input_grad, received.held) == (HIDDEN, HIDDEN, given.held)
     assert received.backward_peak == given.backward_peak + HIDDEN
-    call, stays = _call(planner, mode), list[Tensor]()
+    call, stays = _call(part, mode), list[Tensor]()
 
     def step() -> None:
         out = call(given_x)
@@ -83,7 +86,7 @@ def test_a_whole_backward(block: Callable[[], nn.Module], mode: str) -> None:
 
     for _ in range(2):  # the first step compares a replay with its forward
         given_x = torch.randn(ROWS, WIDTH, requires_grad=True)
-        planner.model.zero_grad()
+        part.model.zero_grad()
         stays.clear()
         alive = cpu_events(step)
     assert max(alive) == received.backward_peak + HIDDEN
@@ -93,15 +96,15 @@ def test_a_whole_backward(block: Callable[[], nn.Module], mode: str) -> None:
 @pytest.mark.parametrize("block", [Scaled, BothScaled])
 @pytest.mark.parametrize("mode", ["none", "full"])
 def test_a_backward_in_halves(block: Callable[[], nn.Module], mode: str) -> None:
-    planner = _planner(block)
-    (choice,) = set(planner.uniform(mode))
-    kind, policy, run = planner.traced.kinds[0], planner.policy(0, choice), planner.traced.run
+    part = _part(block)
+    (choice,) = set(part.uniform(mode))
+    kind, policy, run = part.traced.kinds[0], part.policy(0, choice), part.traced.run
     given, received = (
         halves_memory(kind, policy, run, {0}, accumulate=False, received=stays) for stays in (False, True)
     )
     assert received.output_grad_between == received.input_grad == HIDDEN
     assert received.backward_peak == given.backward_peak + HIDDEN
-    call, layer, stays, rest = _call(planner, mode), planner.model.layers[1], list[Tensor](), list[Callable[[], None]]()
+    call, layer, stays, rest = _call(part, mode), part.model.layers[1], list[Tensor](), list[Callable[[], None]]()
 
     def first_half() -> None:
         out = call(given_x)
@@ -111,7 +114,7 @@ def test_a_backward_in_halves(block: Callable[[], nn.Module], mode: str) -> None
 
     for _ in range(2):  # from the second time on, the engine knows what each half needs
         given_x = torch.randn(ROWS, WIDTH, requires_grad=True)
-        planner.model.zero_grad()
+        part.model.zero_grad()
         stays.clear()
         alive = cpu_events(first_half)
         rest.pop()()

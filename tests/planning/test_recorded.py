@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from nemo_like import parallelize
 from nemo_like.fake.run import FakeRun
 from nemo_like.layers import find_layers
-from nemo_like.planning.capture import trace_model
-from nemo_like.planning.outer import outer_memory
+from nemo_like.planning.model.capture import trace_model
+from nemo_like.planning.model.outside import outer_memory
 from tests.models.families import FAMILIES
 
 pytest.importorskip("transformers")

@@ -15,7 +15,8 @@ from nemo_like.bench.measured_step import cpu_events
 from nemo_like.fake.outside_state import RememberedTables
 from nemo_like.options import StepSpec
 from nemo_like.planning.devices import resolve_device
-from nemo_like.planning.planner import Planner
+from nemo_like.planning.program.rank import peak_of
+from nemo_like.planning.query import PlanQuery
 from nemo_like.profiling.first_step import bytes_between_steps
 from nemo_like.torch_compat import is_fake
 
@@ -90,8 +91,8 @@ def test_what_a_function_remembers_is_counted_and_is_its_own_after_a_plan(where:
     if warm:
         model(x)
     setup = Job.of(step=StepSpec(keeps_output=False))
-    planner = Planner(model, {"x": x}, setup.change(gpu=resolve_device("cpu")))
-    peak = planner.peak(planner.uniform("none"))
+    query = PlanQuery.of(model, {"x": x}, setup.change(gpu=resolve_device("cpu")))
+    peak = peak_of(query, query.uniform("none"))
     assert peak.parts["remembered tables"] == TABLE
     assert not is_fake(model(x)), "a run on fake tensors leaves none for a real step"
     measured, stays = measured_peak(model, x)

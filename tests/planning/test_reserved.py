@@ -13,11 +13,15 @@ from nemo_like.activation_checkpointing.plan import Part
 from nemo_like.cli import main
 from nemo_like.options import Precision
 from nemo_like.options.memory import AllocatorConfig
-from nemo_like.planning import Plan, Planner
+from nemo_like.planning import Plan
 from nemo_like.planning.devices import resolve_device
-from nemo_like.planning.program.readers import COMPUTE, Allocations
+from nemo_like.planning.planner import describe
+from nemo_like.planning.program.rank import peak_of
+from nemo_like.planning.program.reserved import StepLogs, replay
+from nemo_like.planning.program.storages import COMPUTE, Allocations
+from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.report import make_report
-from nemo_like.planning.reserved import StepLogs, replay
+from tests.planning.queries import reserved
 
 pytest.importorskip("transformers")
 
@@ -50,9 +54,9 @@ def _model(layers: int = 3) -> nn.Module:
         ).train()  # fmt: skip
 
 
-def _planner(job: Job, device: str = "h100-80gb", model: nn.Module | None = None) -> Planner:
+def _query(job: Job, device: str = "h100-80gb", model: nn.Module | None = None) -> PlanQuery:
     ids = torch.zeros(2, 128, dtype=torch.long)
-    return Planner(
+    return PlanQuery.of(
         _model() if model is None else model,
         {"input_ids": ids, "labels": ids},
         job.change(gpu=resolve_device(device), search=PlanSearch(skip=False)),
@@ -62,14 +66,14 @@ def _planner(job: Job, device: str = "h100-80gb", model: nn.Module | None = None
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", SETUPS)
 def test_the_replayed_tensors_peak_where_the_arithmetic_says(name):
-    planner = _planner(SETUPS[name])
+    query = _query(SETUPS[name])
     for ac in ("none", "full", "selective"):
-        choices = planner.uniform(ac)
-        found = planner.reserved(choices)
-        assert found.tensors == planner.peak(choices).total
+        choices = query.uniform(ac)
+        found = reserved(query, choices)
+        assert found.tensors == peak_of(query, choices).total
         assert found.tensors <= found.allocated <= found.reserved
         assert found.reserved % (2 * MIB) == 0
-        assert found == planner.reserved(choices)
+        assert found == reserved(query, choices)
 
 
 def test_experts_in_a_unit_of_their_own():
@@ -82,21 +86,21 @@ def test_experts_in_a_unit_of_their_own():
                 num_key_value_heads=2, num_local_experts=8, max_position_embeddings=256, use_cache=False,
             )
         ).train()  # fmt: skip
-    planner = _planner(Job.of(world_size=4, ep=2, precision=BF16), model=model)
-    choices = planner.uniform("full")
-    peak = planner.peak(choices).total
-    assert abs(planner.reserved(choices).tensors - peak) <= 0.01 * peak
+    query = _query(Job.of(world_size=4, ep=2, precision=BF16), model=model)
+    choices = query.uniform("full")
+    peak = peak_of(query, choices).total
+    assert abs(reserved(query, choices).tensors - peak) <= 0.01 * peak
 
 
 def test_a_step_of_one_layer_to_the_byte():
     """Without a layer's activations: a linear layer of 1024 x 1024 weights in float32, SGD, one row."""
     model = nn.Sequential(nn.Linear(1024, 1024, bias=False))
-    planner = Planner(
+    query = PlanQuery.of(
         model,
         torch.zeros(1, 1024),
         Job.of(step=StepSpec(optimizer="sgd", keeps_output=False), gpu=resolve_device("a100-80gb"), layers=["0"]),
     )
-    found = planner.reserved(planner.uniform("none"))
+    found = reserved(query, query.uniform("none"))
     # cuBLAS for two threads: 8.125 MiB each, of one segment of 20 MiB. The weight and its gradient (4 MiB each) share
     # another, since what is left of the first is less than 4 MiB. The rest is a few KiB of one small segment.
     assert found.workspaces == 2 * (8 * MIB + 128 * 1024)
@@ -105,28 +109,28 @@ def test_a_step_of_one_layer_to_the_byte():
 
 
 def test_settings_of_the_allocator_count():
-    planner = _planner(SETUPS["sharded"])
-    choices = planner.uniform("full")
-    plain = planner.reserved(choices)
-    logs = StepLogs.of(planner, choices)
-    growing = replay(logs, planner.device, AllocatorConfig(expandable_segments=True))
-    steps = replay(logs, planner.device, AllocatorConfig(roundup_power2_divisions=2))
+    query = _query(SETUPS["sharded"])
+    choices = query.uniform("full")
+    plain = reserved(query, choices)
+    logs = StepLogs(query, 0, choices)
+    growing = replay(logs, query.device, AllocatorConfig(expandable_segments=True))
+    steps = replay(logs, query.device, AllocatorConfig(roundup_power2_divisions=2))
     assert plain.tensors == growing.tensors == steps.tensors
     assert len({plain.reserved, growing.reserved, steps.reserved}) > 1
     assert steps.allocated > plain.allocated
 
 
 def test_where_nothing_is_said():
-    planner = _planner(SETUPS["one device"], "cpu")
-    assert planner.reserved(planner.uniform("none")) is None
-    assert planner.describe(planner.uniform("full"), "full").reserved_bytes is None
+    query = _query(SETUPS["one device"], "cpu")
+    for mode in ("none", "full"):
+        assert describe(query, query.uniform(mode), mode).reserved_bytes is None
 
 
 def test_a_plan_keeps_it(tmp_path):
-    planner = _planner(SETUPS["sharded"])
-    choices = planner.uniform("full")
-    plan = planner.describe(choices, "full")
-    assert plan.reserved_bytes == planner.reserved(choices).reserved
+    query = _query(SETUPS["sharded"])
+    choices = query.uniform("full")
+    plan = describe(query, choices, "full")
+    assert plan.reserved_bytes == reserved(query, choices).reserved
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json").reserved_bytes == plan.reserved_bytes
 
@@ -158,12 +162,14 @@ def test_what_a_report_shows_as_reserved_is_what_decides():
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config).train()
     ids = torch.zeros(1, 2048, dtype=torch.long)
-    planner = Planner(model, {"input_ids": ids, "labels": ids}, Job.of(gpu="h100-80gb", precision="bf16", world_size=8))
-    found = planner.reserved(planner.uniform("none"))
-    report = make_report(planner, ["50%"], found.reserved + planner.input_bytes - 100 * MIB)
+    query = PlanQuery.of(
+        model, {"input_ids": ids, "labels": ids}, Job.of(gpu="h100-80gb", precision="bf16", world_size=8)
+    )
+    found = reserved(query, query.uniform("none"))
+    report = make_report(query, ["50%"], found.reserved + query.input_bytes - 100 * MIB)
     assert report.best is report.rows[0] and report.best.need.reserved < found.reserved - 100 * MIB
     for row in report.rows:
-        assert row.plan.reserved_bytes == row.need.reserved == row.need.bytes - planner.input_bytes
+        assert row.plan.reserved_bytes == row.need.reserved == row.need.bytes - query.input_bytes
         assert row.fits == (row.need.bytes <= report.limit)
 
 
@@ -195,8 +201,8 @@ def test_against_the_device(ac):
         model = LlamaForCausalLM(config).train()
     ids = torch.zeros(2, 2048, dtype=torch.long, device="cuda")
     batch = {"input_ids": ids, "labels": ids}
-    planner = Planner(model, batch, Job.of(gpu=device_at_hand()))
-    predicted = planner.reserved(planner.uniform(ac)).reserved
+    query = PlanQuery.of(model, batch, Job.of(gpu=device_at_hand()))
+    predicted = reserved(query, query.uniform(ac)).reserved
     model = parallelize(model.to_empty(device="cuda"), "single", ac)
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(3):

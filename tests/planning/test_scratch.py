@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nemo_like.bench.measured_step import cpu_events
-from nemo_like.planning.meter import LiveBytes
+from nemo_like.planning.trace.meter import LiveBytes
 
 SHAPES = [  # batch, channels in, side, channels out, kernel, stride, padding, groups, channels last
     (2, 3, 64, 16, 3, 1, 1, 1, False),

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_like.planning import closure, solver
-from nemo_like.planning.solver import Op
+from nemo_like.planning.choose import closure, solver
+from nemo_like.planning.choose.solver import Op
 from tests.planning.brute_force import at_budget
 
 

@@ -10,16 +10,16 @@ import torch
 from nemo_like import Job
 from nemo_like.options import PipelineParallel, StepSpec
 from nemo_like.planning.devices import resolve_device
-from nemo_like.planning.reserved import Reserved, StepLogs, ranks_to_replay, replay
-from nemo_like.planning.stage_plans import describe
-from nemo_like.planning.stages import PipelinePlanner
+from nemo_like.planning.planner import describe
+from nemo_like.planning.program.reserved import Reserved, StepLogs, fullest_ranks, replay
+from nemo_like.planning.query import PlanQuery
 
 transformers = pytest.importorskip("transformers")
 
 
-def _planner(
+def _query(
     schedule: str, stages: int = 2, microbatches: int = 4, tokens: int = 128, ranks: int = 2, **setup: Any
-) -> PipelinePlanner:
+) -> PlanQuery:
     config = transformers.LlamaConfig(
         hidden_size=64, intermediate_size=160, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=384, use_cache=False,
@@ -31,24 +31,24 @@ def _planner(
         **{"step": StepSpec(optimizer="adamw-fused"), "gpu": resolve_device("h100-80gb")} | setup,
         pp=PipelineParallel(stages, schedule, microbatches), world_size=stages * ranks,
     )  # fmt: skip
-    return PipelinePlanner(model, {"input_ids": ids, "labels": ids}, job)
+    return PlanQuery.of(model, {"input_ids": ids, "labels": ids}, job)
 
 
-def _replayed(planner: PipelinePlanner, rank: int, choices: Any, **more: Any) -> Reserved:
-    return replay(StepLogs.of_rank(planner, rank, choices, **more), planner.device)
+def _replayed(query: PlanQuery, rank: int, choices: Any, **more: Any) -> Reserved:
+    return replay(StepLogs(query, rank, choices, **more), query.device)
 
 
 def test_outputs_that_stay_are_counted() -> None:
-    planner = _planner("1f1b")
-    choices = planner.uniform("full")
-    plain, kept = (_replayed(planner, 1, choices, kept_outputs=more) for more in ((), (0, 1 << 20)))
+    query = _query("1f1b")
+    choices = query.uniform("full")
+    plain, kept = (_replayed(query, 1, choices, kept_outputs=more) for more in ((), (0, 1 << 20)))
     assert 3 << 20 <= kept.tensors - plain.tensors <= 4 << 20
-    plan = describe(planner, choices, "full")
-    assert plan.reserved_bytes == max(_reserved(planner, choices).values())
+    plan = describe(query, choices, "full")
+    assert plan.reserved_bytes == max(_reserved(query, choices).values())
 
 
-def _reserved(planner: PipelinePlanner, choices: Any) -> dict[int, int]:
-    found = {rank: _replayed(planner, rank, choices) for rank in range(planner.pp.size)}
+def _reserved(query: PlanQuery, choices: Any) -> dict[int, int]:
+    found = {rank: _replayed(query, rank, choices) for rank in range(query.pp.size)}
     return {rank: one.reserved for rank, one in found.items()}
 
 
@@ -59,14 +59,12 @@ def _reserved(planner: PipelinePlanner, choices: Any) -> dict[int, int]:
 def test_of_ranks_that_run_the_same_layers_none_reserves_more_than_the_one_that_is_replayed(
     schedule: str, counted: list[int]
 ) -> None:
-    planner = _planner(schedule, stages=4)
+    query = _query(schedule, stages=4)
     for mode in ("none", "full"):
-        choices = planner.uniform(mode)
-        every = _reserved(planner, choices)
-        assert ranks_to_replay(planner, choices) == counted
+        choices = query.uniform(mode)
+        every = _reserved(query, choices)
+        assert fullest_ranks(query, choices) == counted
         assert len(every) == 4 and max(every.values()) == max(every[rank] for rank in counted)
     # Where each rank has choices of its own, each is replayed.
-    mixed = [
-        planner.uniform(mode)[n] for n, mode in enumerate(["none", "full", "none", "full"] * 2) if n < len(choices)
-    ]
-    assert ranks_to_replay(planner, mixed) == [0, 1, 2, 3]
+    mixed = [query.uniform(mode)[n] for n, mode in enumerate(["none", "full", "none", "full"] * 2) if n < len(choices)]
+    assert fullest_ranks(query, mixed) == [0, 1, 2, 3]

@@ -10,8 +10,10 @@ import torch
 from nemo_like import Job, dry_run
 from nemo_like.fake_rank import SAME
 from nemo_like.options import FSDP2, StepSpec, TensorParallel
-from nemo_like.planning import Planner
 from nemo_like.planning.devices import resolve_device
+from nemo_like.planning.program.rank import peak_of
+from nemo_like.planning.query import PlanQuery
+from tests.planning.queries import part_of
 
 pytest.importorskip("transformers")
 
@@ -26,32 +28,31 @@ def _model(name: str = "Llama", **more: Any) -> Any:
     return getattr(transformers, f"{name}ForCausalLM")(config).train()
 
 
-def _planner(**setup: Any) -> Planner:
+def _query(**setup: Any) -> PlanQuery:
     ids = torch.zeros(2, 16, dtype=torch.long)
     made = Job.of(step=StepSpec(keeps_output=False), **setup)
-    return Planner(_model(), {"input_ids": ids, "labels": ids}, made.change(gpu=resolve_device("cpu")))
+    return PlanQuery.of(_model(), {"input_ids": ids, "labels": ids}, made.change(gpu=resolve_device("cpu")))
 
 
 def test_replicas_reduce_also_where_nothing_is_sharded() -> None:
-    alone, replicas = _planner(), _planner(dp_replicate=2, world_size=2)
-    assert not alone.sharding.on and replicas.sharding.on
-    none = [planner.peak(planner.uniform("full")).parts for planner in (alone, replicas)]
+    alone, replicas = _query(), _query(dp_replicate=2, world_size=2)
+    assert not alone.stages[0].sharding.on and replicas.stages[0].sharding.on
+    none = [peak_of(query, query.uniform("full")).parts for query in (alone, replicas)]
     assert "reduce buffers" not in none[0] and none[1]["reduce buffers"] > 0
-    assert not _planner(
-        dp_replicate=2, world_size=2, strategy="ddp"
-    ).sharding.on  # nobody shards: a single device, or DDP
+    apart = _query(dp_replicate=2, world_size=2, strategy="ddp")
+    assert not apart.stages[0].sharding.on  # nobody shards: a single device, or DDP
 
 
 def test_one_rank_gathers_into_no_buffer() -> None:
     """FSDP2 copies parameter by parameter there: nothing is fetched ahead."""
-    one, two = _planner(dp_replicate=2, world_size=2), _planner(world_size=2)
-    assert {unit.flat for unit in one.sharding.all} == {0}
-    assert all(unit.flat == unit.gathered for unit in two.sharding.all)
-    sizes = {id(p): p.numel() * 4 for p in one.model.parameters()}
-    layer = sum(sizes[id(p)] for p in one.model.model.layers[0].parameters())
+    one, two = _query(dp_replicate=2, world_size=2), _query(world_size=2)
+    assert {unit.flat for unit in one.stages[0].sharding.all} == {0}
+    assert all(unit.flat == unit.gathered for unit in two.stages[0].sharding.all)
+    sizes = {id(p): p.numel() * 4 for p in part_of(one).model.parameters()}
+    layer = sum(sizes[id(p)] for p in part_of(one).model.model.layers[0].parameters())
     for fsdp in (FSDP2(), FSDP2(forward_prefetch=1)):
-        planner = _planner(dp_replicate=2, world_size=2, strategy=fsdp)
-        peak = planner.peak(planner.uniform("full"))
+        query = _query(dp_replicate=2, world_size=2, strategy=fsdp)
+        peak = peak_of(query, query.uniform("full"))
         assert "backward of layer" in peak.at and peak.parts["gathered layers"] == layer
 
 

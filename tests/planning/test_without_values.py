@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 from nemo_like import Job, StepSpec
-from nemo_like.planning import Planner
 from nemo_like.planning.devices import resolve_device
-from nemo_like.planning.halves_memory import halves_memory
+from nemo_like.planning.program.rank import peak_of
+from nemo_like.planning.query import PlanQuery
+from nemo_like.planning.trace.layer_memory import halves_memory
+from tests.planning.queries import part_of
 
 
 class _LooksInBackward(torch.autograd.Function):
@@ -46,32 +48,32 @@ class _Model(nn.Module):
         return x if self.inside else _LooksInBackward.apply(x)
 
 
-def _planner(inside: bool, step: StepSpec | None = None) -> Planner:
+def _query(inside: bool, step: StepSpec | None = None) -> PlanQuery:
     setup = Job.of(step=step or StepSpec(loss_fn=torch.sum))
-    return Planner(_Model(inside), torch.randn(4, 8), setup.change(gpu=resolve_device("cpu")))
+    return PlanQuery.of(_Model(inside), torch.randn(4, 8), setup.change(gpu=resolve_device("cpu")))
 
 
-@pytest.mark.parametrize("ask", [Planner.peak, lambda planner, choices: planner.proved_all(choices)])
-def test_a_layer_whose_backward_looks_at_values(ask: Callable[[Planner, Any], Any]) -> None:
-    planner = _planner(inside=True)
+@pytest.mark.parametrize("ask", [peak_of, lambda query, choices: part_of(query).proved_all(choices[0])])
+def test_a_layer_whose_backward_looks_at_values(ask: Callable[[PlanQuery, Any], Any]) -> None:
+    query = _query(inside=True)
     with pytest.raises(
         ValueError, match=r"layers\.0 \(_Block\) cannot be planned: its step depends on values"
     ) as raised:
-        ask(planner, planner.uniform("full"))
+        ask(query, query.uniform("full"))
     assert f"of {__name__}" in str(raised.value) and "Use a mode instead of a budget" in str(raised.value)
 
 
 def test_both_halves_of_such_a_backward() -> None:
-    planner = _planner(inside=True)
-    kind = planner.traced.kinds[-1]  # what it is called with gets a gradient
+    query = _query(inside=True)
+    kind = part_of(query).traced.kinds[-1]  # what it is called with gets a gradient
     with pytest.raises(ValueError, match="cannot be planned: its step depends on values"):
-        halves_memory(kind, None, planner.traced.run, {0}, accumulate=False)
+        halves_memory(kind, None, part_of(query).traced.run, {0}, accumulate=False)
 
 
 def test_a_model_that_looks_at_values_around_its_layers() -> None:
-    planner = _planner(inside=False)
+    query = _query(inside=False)
     with pytest.raises(ValueError, match="_Model cannot be planned: its step around the layers depends") as raised:
-        planner.outer()
+        query.stages[0].outside()
     assert f"of {__name__}" in str(raised.value) and "Use a mode instead of a budget" in str(raised.value)
 
 
@@ -79,6 +81,6 @@ def test_a_loss_that_looks_at_values() -> None:
     def loss_fn(out: torch.Tensor) -> torch.Tensor:
         return out.sum() if out.sum() > 0 else -out.sum()
 
-    model = _planner(inside=False, step=StepSpec(loss_fn=loss_fn))
+    query = _query(inside=False, step=StepSpec(loss_fn=loss_fn))
     with pytest.raises(ValueError, match=r"StepSpec\.loss_fn cannot be planned for: it depends on values"):
-        model.outer()
+        query.stages[0].outside()

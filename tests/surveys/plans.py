@@ -17,10 +17,14 @@ from nemo_like.bench.measured_step import cpu_events
 from nemo_like.fake.outside_state import RememberedTables
 from nemo_like.job import Job
 from nemo_like.options import MemoryBudget, StepSpec
+from nemo_like.planning.choose.within import choose
 from nemo_like.planning.devices import resolve_device
-from nemo_like.planning.planner import Planner, apply_plan
-from nemo_like.planning.step_loss import loss_of
+from nemo_like.planning.model.outside import loss_of
+from nemo_like.planning.planner import apply_plan, describe
+from nemo_like.planning.program.rank import peak_of
+from nemo_like.planning.query import PlanQuery
 from nemo_like.profiling.first_step import bytes_between_steps
+from tests.planning.queries import saved
 from tests.surveys.code_version import code_version
 from tests.surveys.tiny_models import ATTEMPTS, build_tiny, one_line, within
 
@@ -173,10 +177,10 @@ def _step(model: nn.Module, sample: dict[str, Tensor]) -> None:
 def planned_and_run(model_type: str, model: nn.Module, sample: dict[str, Tensor]) -> SurveyedPlan:
     name = type(model).__name__
     try:
-        planner = Planner(model, sample, Job.of(step=StepSpec(keeps_output=False), gpu=resolve_device("cpu")))
-        budget = _budget(planner)
-        choices, _ = planner.choose(budget, str(budget))
-        plan, predicted = planner.describe(choices, str(budget)), planner.peak(choices)
+        query = PlanQuery.of(model, sample, Job.of(step=StepSpec(keeps_output=False), gpu=resolve_device("cpu")))
+        budget = _budget(query)
+        choices, _ = choose(query, budget, str(budget))
+        plan, predicted = describe(query, choices, str(budget)), peak_of(query, choices)
     except TimeoutError:
         raise
     except Exception as error:  # noqa: BLE001 - the table reports it, whatever it is
@@ -198,9 +202,9 @@ def planned_and_run(model_type: str, model: nn.Module, sample: dict[str, Tensor]
     )
 
 
-def _budget(planner: Planner) -> MemoryBudget:
+def _budget(query: PlanQuery) -> MemoryBudget:
     """`BUDGET`, or the least that the layers can hold where that is more."""
-    least = planner.held(planner.uniform("full")) / max(1, planner.held(planner.uniform("none")))
+    least = saved(query, query.uniform("full")) / max(1, saved(query, query.uniform("none")))
     return MemoryBudget(fraction=min(1.0, max(BUDGET, math.ceil(100 * least) / 100)))
 
 

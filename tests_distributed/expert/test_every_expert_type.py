@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nemo_like import parallelize
-from nemo_like.planning.step_loss import loss_of
+from nemo_like.planning.model.outside import loss_of
 from tests.surveys import plans as plan_survey
 from tests.surveys.tiny_models import ATTEMPTS, within
 from tests_distributed.expert.whole_gradients import assert_close, gradients

@@ -8,8 +8,10 @@ import torch
 from nemo_like import Job, parallelize
 from nemo_like.options import ExpertParallel, MemoryBudget
 from nemo_like.planning.devices import resolve_device
-from nemo_like.planning.planner import Planner
+from nemo_like.planning.program.rank import peak_of
+from nemo_like.planning.query import PlanQuery
 from tests.models.expert_families import all_to_the_first_rank, tokens
+from tests.planning.queries import plan_of
 from tests_distributed.allocated import local, step_peak_bytes
 from tests_distributed.spawn import run_ranks
 
@@ -22,11 +24,13 @@ def _peaks(rank: int, world_size: int, asked: tuple[str, ...], tp: int) -> list[
     ids = tokens(2, 64, seed=rank // tp)
     sample = {"input_ids": ids, "labels": ids}
     setup = Job.of(world_size=(world_size // tp) * tp, tp=tp, ep=ExpertParallel(2, imbalance=2.0))
-    planner = Planner(all_to_the_first_rank(), sample, setup.change(gpu=resolve_device("cpu")))
+    query = PlanQuery.of(all_to_the_first_rank(), sample, setup.change(gpu=resolve_device("cpu")))
     found, bare = [], None
     for ac in asked:
         peak = (
-            planner.peak(planner.uniform(ac)).total if ac in MODES else planner.plan(MemoryBudget.parse(ac)).peak_bytes
+            peak_of(query, query.uniform(ac)).total
+            if ac in MODES
+            else plan_of(query, MemoryBudget.parse(ac)).peak_bytes
         )
         model = parallelize(
             all_to_the_first_rank(),

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from nemo_like import parallelize
 from nemo_like.planning.fit import fit
-from nemo_like.planning.program.readers import Peak
+from nemo_like.planning.program.storages import Peak
 from tests_distributed.allocated import loop_peak_bytes, pipeline_peak_range
 from tests_distributed.planning.peak_families import FAMILIES, SEQ, WITH_EXPERTS, build, tokens
 from tests_distributed.spawn import run_ranks

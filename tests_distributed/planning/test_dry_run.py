@@ -24,7 +24,7 @@ from nemo_like.options import (
     TensorParallel,
 )
 from nemo_like.planning import plan_for
-from nemo_like.planning.storage_ledger import StepMoment
+from nemo_like.planning.program.storage_ledger import StepMoment
 from tests_distributed.allocated import loop_peak_bytes, pipeline_peak_bytes
 from tests_distributed.planning.peak_families import build, tokens
 from tests_distributed.spawn import run_ranks

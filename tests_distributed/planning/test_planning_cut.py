@@ -10,7 +10,9 @@ import torch
 from nemo_like import ContextParallel, Job, parallelize
 from nemo_like.options import MemoryBudget, StepSpec
 from nemo_like.planning.devices import resolve_device
-from nemo_like.planning.planner import Planner
+from nemo_like.planning.planner import describe
+from nemo_like.planning.query import PlanQuery
+from tests.planning.queries import plan_of
 from tests_distributed.allocated import step_peak_bytes
 from tests_distributed.context.cut_models import step
 from tests_distributed.spawn import run_ranks
@@ -52,17 +54,17 @@ def _peaks(
     planned = _build(name)
     before = {key: len(vars(module)) for key, module in planned.named_modules()}
     rows = []
-    with Planner(
+    query = PlanQuery.of(
         planned,
         batch,
         Job.of(world_size=world_size, step=StepSpec(keeps_output=False), cp=cp, gpu=resolve_device("cpu")),
-    ) as planner:
-        plans = {
-            mode: planner.describe(planner.uniform(mode), mode)
-            if mode in ("none", "full", "selective")
-            else planner.plan(MemoryBudget.parse(mode), mode)
-            for mode in modes
-        }
+    )
+    plans = {
+        mode: describe(query, query.uniform(mode), mode)
+        if mode in ("none", "full", "selective")
+        else plan_of(query, MemoryBudget.parse(mode), mode)
+        for mode in modes
+    }
     assert before == {key: len(vars(module)) for key, module in planned.named_modules()}, "the model is as it was"
     for mode, plan in plans.items():
         torch.manual_seed(0)

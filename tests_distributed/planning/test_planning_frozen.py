@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 from nemo_like import Job, StepSpec, parallelize
-from nemo_like.planning import Planner
 from nemo_like.planning.devices import resolve_device
-from nemo_like.planning.four_bit import with_four_bit_weights
+from nemo_like.planning.model.quantised import with_four_bit_weights
+from nemo_like.planning.program.rank import peak_of
+from nemo_like.planning.query import PlanQuery
 from tests_distributed.allocated import step_peak_bytes
 from tests_distributed.spawn import run_ranks
 
@@ -61,8 +62,8 @@ def _case(rank: int, world_size: int, name: str, ac: str, step: StepSpec) -> tup
     model = MODELS[name]().train()
     ids = torch.randint(VOCAB, (4, 64))
     batch = {"input_ids": ids, "labels": ids}
-    planner = Planner(model, batch, Job.of(world_size=world_size, step=step, gpu=resolve_device("cpu")))  # fmt: skip
-    peak = planner.peak(planner.uniform(ac))
+    query = PlanQuery.of(model, batch, Job.of(world_size=world_size, step=step, gpu=resolve_device("cpu")))  # fmt: skip
+    peak = peak_of(query, query.uniform(ac))
     model = parallelize(model, "single" if world_size == 1 else "fsdp2", ac, device="cpu")
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], foreach=False)
 

@@ -8,6 +8,9 @@ from torch import nn
 
 from nemo_like import Job
 from nemo_like.options import FSDP2, ChunkedLoss, MemoryBudget, Precision, StepSpec
+from nemo_like.planning.planner import apply_plan, describe
+from nemo_like.planning.query import PlanQuery
+from tests.planning.queries import plan_of
 from tests_distributed.allocated import step_peak_bytes
 from tests_distributed.spawn import run_ranks
 
@@ -121,20 +124,19 @@ def _compare(rank, world_size, name, modes):
     from nemo_like.distributed.shard import shard_layers
     from nemo_like.layers import find_layers
     from nemo_like.planning.devices import resolve_device
-    from nemo_like.planning.planner import Planner, apply_plan
 
     rows = []
     batch = _batch(name, rank)
-    planner = Planner(
+    query = PlanQuery.of(
         MODELS[name]().train(), batch, Job.of(world_size=world_size, step=DROPPED, gpu=resolve_device("cpu"))
     )
     for mode in modes:
         torch.manual_seed(0)
         model = MODELS[name]().train()
         if mode in ("none", "full", "selective"):
-            plan = planner.describe(planner.uniform(mode), mode)
+            plan = describe(query, query.uniform(mode), mode)
         else:
-            plan = planner.plan(MemoryBudget.parse(mode), mode)
+            plan = plan_of(query, MemoryBudget.parse(mode), mode)
         apply_plan(model, plan, device_type="cpu")
         assert mode == "none" or any(isinstance(m, CheckpointWrapper) for m in model.modules())
         shard_layers(model, find_layers(model), build_mesh(device_type="cpu"))
@@ -172,7 +174,6 @@ def _settings(rank, world_size, cases, mode):
     from nemo_like.layers import find_layers
     from nemo_like.losses.model_loss import chunk_model_loss
     from nemo_like.planning.devices import resolve_device
-    from nemo_like.planning.planner import Planner, apply_plan
 
     rows = []
     for name, precision, fsdp, loss in cases:
@@ -180,8 +181,8 @@ def _settings(rank, world_size, cases, mode):
         batch = _batch(name, rank)
         model = MODELS[name]().train()
         setup = Job.of(strategy=fsdp, world_size=world_size, step=DROPPED, precision=precision, loss=loss)
-        planner = Planner(model, batch, setup.change(gpu=resolve_device("cpu")))
-        plan = planner.describe(planner.uniform(mode), mode)
+        query = PlanQuery.of(model, batch, setup.change(gpu=resolve_device("cpu")))
+        plan = describe(query, query.uniform(mode), mode)
         apply_plan(model, plan, device_type="cpu")
         if loss is not None:
             chunk_model_loss(model, loss)

@@ -11,10 +11,14 @@ from nemo_like import ContextParallel, Job, parallelize
 from nemo_like.activation_checkpointing.engine import run_region
 from nemo_like.distributed.pipeline.schedules import actions_of
 from nemo_like.options import MemoryBudget, PipelineParallel, Precision, StepSpec
-from nemo_like.planning import PipelinePlanner, Plan
+from nemo_like.planning import Plan
+from nemo_like.planning.choose.within import choose
 from nemo_like.planning.devices import resolve_device
-from nemo_like.planning.halves_memory import backward_of_inputs
-from nemo_like.planning.stage_plans import choose, describe
+from nemo_like.planning.planner import describe
+from nemo_like.planning.program.rank import rank_peak
+from nemo_like.planning.query import PlanQuery
+from nemo_like.planning.trace.layer_memory import backward_of_inputs
+from tests.planning.queries import plan_of
 from tests_distributed.allocated import allocator_events, local, pipeline_peak_bytes, pipeline_peak_range
 from tests_distributed.spawn import run_ranks
 
@@ -43,8 +47,8 @@ def _microbatch() -> dict[str, torch.Tensor]:
     return {name: value[:2] for name, value in _batch().items()}
 
 
-def _planner(pp: PipelineParallel, shard_ranks: int = 1, name: str = "LlamaConfig", **setup: Any) -> PipelinePlanner:
-    return PipelinePlanner(
+def _query(pp: PipelineParallel, shard_ranks: int = 1, name: str = "LlamaConfig", **setup: Any) -> PlanQuery:
+    return PlanQuery.of(
         _build(name),
         _microbatch(),
         Job.of(world_size=shard_ranks * pp.size, step=StepSpec(), **setup, gpu=resolve_device("cpu"), pp=pp),
@@ -55,17 +59,17 @@ def _peaks(
     rank: int, world_size: int, schedule: str, modes: tuple[str, ...], name: str, precision: str | None = None
 ) -> list[Any]:
     pp = PipelineParallel(2, schedule=schedule, microbatches=MICROBATCHES)
-    planner = _planner(pp, world_size // 2, name, precision=Precision.of(precision))
+    query = _query(pp, world_size // 2, name, precision=Precision.of(precision))
     more: Any = {"pp": pp, "sample_input": _microbatch(), "precision": precision}
     rows = []
     for mode in modes:
         if mode in ("none", "full", "selective"):
-            predicted = planner.rank_peak(rank // (world_size // 2), planner.uniform(mode))
+            predicted = rank_peak(query, rank // (world_size // 2), query.uniform(mode))
             pipeline = parallelize(_build(name), ac=mode, **more)
         else:
-            choices = choose(planner, MemoryBudget.parse(mode))
-            predicted = planner.rank_peak(rank // (world_size // 2), choices)
-            plan = describe(planner, choices, mode)
+            choices, _ = choose(query, MemoryBudget.parse(mode))
+            predicted = rank_peak(query, rank // (world_size // 2), choices)
+            plan = describe(query, choices, mode)
             pipeline = parallelize(_build(name), ac=plan, **more)
         rows.append((mode, predicted.total, pipeline_peak_bytes(pipeline, _batch()), predicted.at, predicted.parts))
     return rows
@@ -78,16 +82,16 @@ def _cut_peaks(rank: int, world_size: int, schedule: str, modes: tuple[str, ...]
     before = {key: len(vars(module)) for key, module in planned.named_modules()}
     job = Job.of(world_size=4, step=StepSpec(), cp=cp, pp=pp, gpu=resolve_device("cpu"))
     rows = []
-    with PipelinePlanner(planned, _microbatch(), job) as planner:
-        for mode in modes:
-            plain = mode in ("none", "full", "selective")
-            choices = planner.uniform(mode) if plain else choose(planner, MemoryBudget.parse(mode))
-            pipeline = parallelize(
-                _build(name), ac=mode if plain else describe(planner, choices, mode), cp=cp, pp=pp,
-                sample_input=_microbatch(),
-            )  # fmt: skip
-            predicted = planner.rank_peak(rank // 2, choices)
-            rows.append((mode, predicted.total, *pipeline_peak_range(pipeline, _batch()), predicted.parts))
+    query = PlanQuery.of(planned, _microbatch(), job)
+    for mode in modes:
+        plain = mode in ("none", "full", "selective")
+        choices = query.uniform(mode) if plain else choose(query, MemoryBudget.parse(mode))[0]
+        pipeline = parallelize(
+            _build(name), ac=mode if plain else describe(query, choices, mode), cp=cp, pp=pp,
+            sample_input=_microbatch(),
+        )  # fmt: skip
+        predicted = rank_peak(query, rank // 2, choices)
+        rows.append((mode, predicted.total, *pipeline_peak_range(pipeline, _batch()), predicted.parts))
     assert before == {key: len(vars(module)) for key, module in planned.named_modules()}, "the model is as it was"
     return rows
 
@@ -180,13 +184,13 @@ def test_actions_are_those_of_torch() -> None:
 
 def test_early_stages_of_1f1b_keep_less_of_each_microbatch() -> None:
     pp = PipelineParallel(3, microbatches=6)
-    planner = _planner(pp)
-    assert [planner.most_in_flight(index) for index in range(3)] == [3, 2, 1]
-    plan = describe(planner, choose(planner, MemoryBudget.parse("6MiB")), "6MiB")
+    query = _query(pp)
+    assert [query.most_in_flight(index) for index in range(3)] == [3, 2, 1]
+    plan = plan_of(query, MemoryBudget.parse("6MiB"), "6MiB")
     held = {layer.fqn: layer.held_bytes for layer in plan.layers}
     first, last = held["model.layers.0"], held["model.layers.5"]
     assert len(held) == 6 and first < last
-    assert plan.step["balance"] == planner.counts and plan.peak_bytes <= 6 << 20
+    assert plan.step["balance"] == query.counts and plan.peak_bytes <= 6 << 20
     loaded = Plan.load(_saved(plan))
     assert loaded.only(["model.layers.0"]).layers == (loaded.layers[0],)
 
@@ -199,12 +203,12 @@ def _saved(plan: Plan) -> str:
     return file.name
 
 
-def _kept_between_halves(planner: PipelinePlanner, mode: str) -> tuple[int, int]:
+def _kept_between_halves(query: PlanQuery, mode: str) -> tuple[int, int]:
     """Of a middle layer of the second stage, for a microbatch that comes after the first: predicted, counted."""
-    stage, choices = planner.stages[1], planner.uniform(mode)[1]
-    once = planner.pp.replay != "twice"
-    predicted = stage.planner.layer_calls(choices, accumulates=True, received=True, halves=once)[0].events
-    policy = stage.planner.policy(stage.planner.traced.calls[0].kind, choices[0])
+    stage, choices = query.stages[1], query.uniform(mode)[1]
+    once = query.pp.replay != "twice"
+    predicted = stage.layer_calls(choices, accumulate=True, received=True, halves=once)[0].events
+    policy = stage.part.policy(stage.part.traced.calls[0].kind, choices[0])
     model = _build()
     layer = model.model.layers[2]
     hidden = torch.randn(2, SEQ, 64, requires_grad=True)
@@ -214,7 +218,7 @@ def _kept_between_halves(planner: PipelinePlanner, mode: str) -> tuple[int, int]
     def first_half() -> None:
         out = layer(hidden, **given) if policy is None else run_region(layer, (hidden,), given, policy=policy)
         grads = [torch.ones_like(out)]
-        rest.append(backward_of_inputs([out], grads, [hidden], layer.parameters(), planner.pp.replay != "twice"))
+        rest.append(backward_of_inputs([out], grads, [hidden], layer.parameters(), query.pp.replay != "twice"))
 
     for _ in range(2):  # from the second time on, the engine knows what each half needs
         first_half()
@@ -226,10 +230,10 @@ def _kept_between_halves(planner: PipelinePlanner, mode: str) -> tuple[int, int]
 
 
 def test_what_is_kept_between_the_halves_is_what_the_allocator_counts() -> None:
-    once = _planner(PipelineParallel(2, schedule="zbv", microbatches=MICROBATCHES, replay="once"))
+    once = _query(PipelineParallel(2, schedule="zbv", microbatches=MICROBATCHES, replay="once"))
     found = {
-        (mode, planner.pp.replay): _kept_between_halves(planner, mode)
-        for planner in (once, once.replaying("twice"))
+        (mode, query.pp.replay): _kept_between_halves(query, mode)
+        for query in (once, once.with_pipeline(replay="twice"))
         for mode in ("none", "full", "selective")
     }
     assert {case: predicted - counted for case, (predicted, counted) in found.items()} == dict.fromkeys(found, 0)

@@ -11,8 +11,10 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from nemo_like import Job, parallelize
 from nemo_like.options import MemoryBudget, PipelineParallel, StepSpec, TensorParallel
-from nemo_like.planning import Planner
 from nemo_like.planning.devices import resolve_device
+from nemo_like.planning.program.rank import peak_of
+from nemo_like.planning.query import PlanQuery
+from tests.planning.queries import plan_of
 from tests_distributed.allocated import local, pipeline_peak_bytes, step_peak_bytes
 from tests_distributed.spawn import run_ranks
 
@@ -38,7 +40,7 @@ def _batch(rows: int = 2) -> dict[str, torch.Tensor]:
 
 
 def _steps(rank: int, world_size: int, name: str, asked: tuple[str, ...], precision: str | None) -> list[Any]:
-    planner = Planner(
+    query = PlanQuery.of(
         _build(name),
         _batch(),
         Job.of(world_size=(world_size // 2) * 2, tp=2, step=STEP, precision=precision, gpu=resolve_device("cpu")),
@@ -67,9 +69,9 @@ def _steps(rank: int, world_size: int, name: str, asked: tuple[str, ...], precis
 
         measured = step_peak_bytes(model, optimizer, step)
         if "%" in ac:
-            predicted = planner.plan(MemoryBudget.parse(ac)).peak_bytes
+            predicted = plan_of(query, MemoryBudget.parse(ac)).peak_bytes
         else:
-            predicted = planner.peak(planner.uniform(ac)).total
+            predicted = peak_of(query, query.uniform(ac)).total
         rows.append((ac, same, predicted, measured))
     return rows
 
@@ -121,7 +123,7 @@ def _parts(rank: int, world_size: int, options: TensorParallel, asked: tuple[str
         tp=TensorParallel(2, sequence_parallel=options.sequence_parallel, loss_parallel=options.loss_parallel),
         step=STEP,
     )
-    planner, rows = Planner(_build("LlamaConfig"), _batch(), setup.change(gpu=resolve_device("cpu"))), []
+    query, rows = PlanQuery.of(_build("LlamaConfig"), _batch(), setup.change(gpu=resolve_device("cpu"))), []
     for ac in asked:
         model = parallelize(_build("LlamaConfig"), ac=ac, tp=options, sample_input=_batch(), step=STEP)
         optimizer = torch.optim.AdamW(model.parameters())
@@ -133,7 +135,9 @@ def _parts(rank: int, world_size: int, options: TensorParallel, asked: tuple[str
             optimizer.zero_grad()
 
         step()
-        plan = planner.plan(MemoryBudget.parse(ac)).peak_bytes if "%" in ac else planner.peak(planner.uniform(ac)).total
+        plan = (
+            plan_of(query, MemoryBudget.parse(ac)).peak_bytes if "%" in ac else peak_of(query, query.uniform(ac)).total
+        )
         rows.append((ac, plan, step_peak_bytes(model, optimizer, step)))
     return rows
 

@@ -14,8 +14,9 @@ from nemo_like.distributed.mesh import build_mesh
 from nemo_like.distributed.shard import shard_layers
 from nemo_like.distributed.units import shard_dim
 from nemo_like.distributed.weights.state_dict import get_model_state
-from nemo_like.planning import Planner
 from nemo_like.planning.devices import resolve_device
+from nemo_like.planning.planner import describe
+from nemo_like.planning.query import PlanQuery
 from tests_distributed.allocated import step_peak_bytes
 from tests_distributed.fake import fake_rank
 from tests_distributed.spawn import run_ranks
@@ -80,10 +81,10 @@ def test_padding_is_no_longer_what_binds_on_64_ranks() -> None:
     with torch.device("meta"):
         model = _mixtral(8, num_hidden_layers=2, hidden_size=1024, intermediate_size=3584)
     sample = {"input_ids": torch.zeros(1, 32, dtype=torch.long), "labels": torch.zeros(1, 32, dtype=torch.long)}
-    planner = Planner(model, sample, Job.of(world_size=64, gpu=resolve_device("h100-80gb")))
+    query = PlanQuery.of(model, sample, Job.of(world_size=64, gpu=resolve_device("h100-80gb")))
     exact = sum(p.numel() * p.element_size() for p in model.parameters()) / 64
-    assert planner.sharding.params == pytest.approx(exact, rel=0.01)
-    assert planner.sharding.params - planner.sharding.padding == exact
+    assert query.stages[0].sharding.params == pytest.approx(exact, rel=0.01)
+    assert query.stages[0].sharding.params - query.stages[0].sharding.padding == exact
 
 
 def _gradients(rank: int, world_size: int, experts: int) -> tuple[int, list[str]]:
@@ -117,8 +118,8 @@ def _peak(rank: int, world_size: int, experts: int, precision: str | None, mode:
     sample = {"input_ids": batch, "labels": batch}
     model, step = _mixtral(experts), StepSpec(keeps_output=False, optimizer="sgd")
     setup = Job.of(world_size=world_size, step=step, precision=precision)
-    planner = Planner(model, sample, setup.change(gpu=resolve_device("cpu")))
-    plan = planner.describe(planner.uniform(mode), mode)
+    query = PlanQuery.of(model, sample, setup.change(gpu=resolve_device("cpu")))
+    plan = describe(query, query.uniform(mode), mode)
     model = parallelize(model, "fsdp2", mode, precision=precision, device="cpu")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 

@@ -19,9 +19,11 @@ from nemo_like import Job, parallelize
 from nemo_like._util.tensors import tensors_in
 from nemo_like.options import FSDP2, Precision
 from nemo_like.planning.devices import resolve_device
-from nemo_like.planning.planner import Planner
-from nemo_like.planning.sharding import sharding_of
+from nemo_like.planning.program.rank import peak_of
+from nemo_like.planning.query import PlanQuery
+from nemo_like.planning.sharding import ParameterForms, sharding_of
 from tests.models.fit_models import llama
+from tests.planning.queries import part_of
 from tests_distributed.allocated import loop_peak_bytes
 from tests_distributed.spawn import run_ranks
 
@@ -90,19 +92,13 @@ def _played(rank: int, world_size: int, precision: str | None, tokens: int) -> l
     fsdp, cast = FSDP2(cpu_offload=True), Precision.of(precision)
     ids = torch.randint(512, (1, tokens), generator=torch.Generator().manual_seed(rank))
     sample = {"input_ids": ids, "labels": ids}
-    planner = Planner(
+    query = PlanQuery.of(
         llama(), sample, Job.of(strategy=fsdp, world_size=world_size, precision=cast, gpu=resolve_device("cpu"))
     )
-    planner.__dict__["sharding"] = sharding_of(
-        planner.model,
-        planner.layers,
-        shard_ranks=world_size,
-        precision=cast,
-        fsdp=fsdp,
-        trained=planner.trained,
-        host=True,
-    )
-    predicted = planner.peak(planner.uniform("full"))
+    stage, part = query.stages[0], part_of(query)
+    forms = ParameterForms(part.model, part.layers, whole=False, trained=part.trained)
+    stage.__dict__["sharding"] = sharding_of(forms, shard_ranks=world_size, precision=cast, fsdp=fsdp, host=True)
+    predicted = peak_of(query, query.uniform("full"))
     model = parallelize(llama(), fsdp, ac="full", precision=precision, device="cpu")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     peaks = []
@@ -117,7 +113,7 @@ def _played(rank: int, world_size: int, precision: str | None, tokens: int) -> l
             peaks.append(device.peak)
     # The first step has no output of a step before it. Now and then a thread of gloo drops a buffer late.
     measured = min(peaks[1:])
-    units = planner.sharding.all
+    units = stage.sharding.all
     sizes = sum(unit.host_shard * (2 if unit.reshard else 1) + unit.host_grad for unit in units)
     return [predicted.total, measured, sizes, sum(copied), predicted.parts]
 
@@ -137,9 +133,9 @@ def _on_the_cpu(rank: int, world_size: int) -> tuple[int, int]:
     fsdp = FSDP2(cpu_offload=True)
     ids = torch.randint(512, (4, 64), generator=torch.Generator().manual_seed(rank))
     sample = {"input_ids": ids, "labels": ids}
-    planner = Planner(llama(), sample, Job.of(strategy=fsdp, world_size=world_size, gpu=resolve_device("cpu")))
+    query = PlanQuery.of(llama(), sample, Job.of(strategy=fsdp, world_size=world_size, gpu=resolve_device("cpu")))
     model = parallelize(llama(), fsdp, ac="full", device="cpu")
-    return planner.peak(planner.uniform("full")).total, loop_peak_bytes(model, sample)
+    return peak_of(query, query.uniform("full")).total, loop_peak_bytes(model, sample)
 
 
 def test_on_the_cpu_nothing_is_left_out() -> None:

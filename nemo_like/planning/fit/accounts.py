@@ -2,104 +2,102 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
 
 from nemo_like._util.words import write_bytes
+from nemo_like.activation_checkpointing.plan import Part
+from nemo_like.losses.model_loss import find_head
 from nemo_like.options.optimizers import TrainedParameter
-from nemo_like.planning.block import Choice
+from nemo_like.planning.choose.layer import BlockProblem, Choice
 from nemo_like.planning.devices import Device
-from nemo_like.planning.fit.explained import Account, RankPeak, Row, rows_of
-from nemo_like.planning.fit.explained_bytes import byte_rows, highest, staged_byte_rows
-from nemo_like.planning.fit.explained_seconds import (
+from nemo_like.planning.fit.explained import (
+    Account,
+    RankPeak,
+    Row,
     Rows,
     inside_rows,
     kernel_rows,
     merged,
     outer_rows,
     ranks,
+    rows_of,
     second_rows,
 )
 from nemo_like.planning.fit.layouts import Configuration
-from nemo_like.planning.fit.shapes import TracedShape
-from nemo_like.planning.fit.staged import StagedShape
-from nemo_like.planning.program.readers import StepPoint
-from nemo_like.planning.seconds import KERNELS_PER_PARAMETER, LayerRun, Links, StepSeconds, layer_runs, units_outside
-from nemo_like.planning.stage_seconds import busiest_rank, handing_on, parts_of_stages
-from nemo_like.planning.stages import Choices, PipelinePlanner
-from nemo_like.planning.step_time import host_optimizer_seconds, optimizer_seconds
+from nemo_like.planning.fit.shapes import Shape
+from nemo_like.planning.program.rank import peaks_of, points_of
+from nemo_like.planning.program.roofline import host_optimizer_seconds, kernel_kind, optimizer_seconds
+from nemo_like.planning.program.seconds import (
+    KERNELS_PER_PARAMETER,
+    Links,
+    StepSeconds,
+    busiest_rank,
+    handing_on,
+    layer_runs,
+    seconds_of_stages,
+    units_outside,
+)
+from nemo_like.planning.program.storages import StepPoint
+from nemo_like.planning.query import RNG_STATE, Choices, PlanQuery, Stage
 
 _NOTHING = 1e-12
 """A share of a step that rounding may leave over."""
 
 
-def account_of(shape: TracedShape | StagedShape, conf: Configuration, choices: Any, seconds: StepSeconds) -> Account:
-    """Where the bytes of the peak and the `seconds` of a configuration come from."""
-    if isinstance(shape, StagedShape):
-        return _of_stages(shape, conf, choices, seconds)
-    planner, device, name = shape.planner(conf), shape.question.device, shape.question.job.step.optimizer
-    links, took = Links.of(conf.job, device), seconds.parts.get("optimizer", 0.0)
-    finer = second_rows(layer_runs(planner, choices), units_outside(planner), planner, links, conf)
-    sharding = planner.sharding
-    finer["optimizer"] = [Row("optimizer", _optimizer(sharding.trained, name, device, sharding.trained_on_host), took)]
-    points = planner.points(choices)
+def account_of(shape: Shape, conf: Configuration, choices: Choices, seconds: StepSeconds) -> Account:
+    """Return where the bytes of the peak and the `seconds` of a configuration come from."""
+    query = shape.query(conf)
+    finer = (_staged_second_rows if query.is_pipeline else _second_rows)(query, conf, choices, seconds)
+    peaks = peaks_of(query, choices)
+    most = max(range(len(peaks)), key=lambda rank: peaks[rank].total)
+    lines = {
+        f"rank {rank}" if query.is_pipeline else "": partial(points_of, query, rank, choices)
+        for rank in range(query.pp.size)
+    }
+    of_ranks = (RankPeak(tuple(query.of_rank(rank)), peak.total, peak.at) for rank, peak in enumerate(peaks))
     return Account(
-        byte_rows(planner, choices, highest(points)),
+        byte_rows(query, choices, most, highest(points_of(query, most, choices))),
         rows_of(seconds.parts, finer, seconds.total * _NOTHING),
-        lines={"": partial(planner.points, choices)},
-    )
-
-
-def _of_stages(shape: StagedShape, conf: Configuration, choices: Choices, seconds: StepSeconds) -> Account:
-    planner = shape.planner(conf)
-    finer = _staged_second_rows(shape, planner, conf, choices, seconds)
-    lines = {f"rank {rank}": partial(_rank_points, planner, choices, rank) for rank in range(planner.pp.size)}
-    peaks = planner.peaks(choices)
-    most = max(range(planner.pp.size), key=lambda rank: peaks[rank].total)
-    point = highest(_rank_points(planner, choices, most))
-    return Account(
-        staged_byte_rows(planner, choices, most, point),
-        rows_of(seconds.parts, finer, seconds.total * _NOTHING),
-        tuple(RankPeak(tuple(planner.of_rank(rank)), peak.total, peak.at) for rank, peak in enumerate(peaks)),
+        tuple(of_ranks) if query.is_pipeline else (),
         lines,
     )
 
 
-def _rank_points(planner: PipelinePlanner, choices: Choices, rank: int) -> list[StepPoint]:
-    points: list[StepPoint] = []
-    planner.rank_peak(rank, choices, points=points)
-    return points
+def _second_rows(query: PlanQuery, conf: Configuration, choices: Choices, seconds: StepSeconds) -> Rows:
+    (stage,), (own,) = query.stages, choices
+    links, took = Links.of(query.job, query.device), seconds.parts.get("optimizer", 0.0)
+    finer = second_rows(layer_runs(stage, own), units_outside(stage), stage, links, conf)
+    name, sharding = query.job.step.optimizer, stage.sharding
+    what = _optimizer(sharding.trained, name, query.device, sharding.trained_on_host)
+    return finer | {"optimizer": [Row("optimizer", what, took)]}
 
 
-def _staged_second_rows(
-    shape: StagedShape, planner: PipelinePlanner, conf: Configuration, choices: Choices, seconds: StepSeconds
-) -> Rows:
-    device, turns = shape.question.device, conf.grad_accum
+def _staged_second_rows(query: PlanQuery, conf: Configuration, choices: Choices, seconds: StepSeconds) -> Rows:
+    device, turns = query.device, conf.grad_accum
     links = Links.of(conf.job, device)
-    parts = parts_of_stages(planner, choices)
-    busiest = busiest_rank([planner.of_rank(rank) for rank in range(planner.pp.size)], parts)
+    parts = seconds_of_stages(query, choices)
+    busiest = busiest_rank([query.of_rank(rank) for rank in range(query.pp.size)], parts)
     made: list[Rows] = []
-    for index in planner.of_rank(busiest):
-        where = f"stage {index}: "
-        one = planner.stages[index].planner
-        made.append({"head and embedding": outer_rows(one.outer().kinds, turns, where)})
-        for (kind, choice), count in _calls(one.traced.calls, choices[index]):
-            block, reachable = one.blocks[kind], one.problems[kind].reachable
-            made.append(kernel_rows(block, choice, reachable, count * turns, where))
-            run = LayerRun(count, block, 0.0, choice.label == "full", None)
-            made.append(inside_rows(run, links, count * turns))
+    for index in query.of_rank(busiest):
+        where, stage = f"stage {index}: ", query.stages[index]
+        made.append({"head and embedding": outer_rows(stage.outside().kinds, turns, where)})
+        for run in layer_runs(stage, choices[index]):
+            reachable = stage.part.problems[run.kind].reachable
+            made.append(kernel_rows(run, reachable, run.count * turns, where))
+            made.append(inside_rows(run, links, run.count * turns))
     finer = merged(made)
-    handed = handing_on(planner)
+    handed = handing_on(query)
     late = seconds.parts.get("pipeline sends", 0.0)
-    sent = handed * turns * _sends(planner, busiest)
+    sent = handed * turns * _sends(query, busiest)
     finer["pipeline sends"] = [Row("pipeline sends", f"hand-overs (pp, {conf.pp} ranks)", late, max(0.0, sent - late))]
     finer["pipeline bubble"] = [
         Row("pipeline bubble", f"rank {busiest} waits", seconds.parts.get("pipeline bubble", 0.0))
     ]
-    name, own = shape.question.job.step.optimizer, [planner.stages[index] for index in planner.of_rank(busiest)]
-    trained = [param for stage in own for param in stage.planner.sharding.trained]
+    name, own = query.job.step.optimizer, [query.stages[index] for index in query.of_rank(busiest)]
+    trained = [param for stage in own for param in stage.sharding.trained]
     finer["optimizer"] = [Row("optimizer", _optimizer(trained, name, device), seconds.parts.get("optimizer", 0.0))]
     over = ranks("dp_shard", links.shards)
     finer["parameter gathers"] = [
@@ -112,14 +110,10 @@ def _staged_second_rows(
     return finer
 
 
-def _calls(calls: Sequence[Any], choices: Sequence[Choice]) -> list[tuple[tuple[int, Choice], int]]:
-    return list(Counter((call.kind, choice) for call, choice in zip(calls, choices)).items())
-
-
-def _sends(planner: PipelinePlanner, rank: int) -> int:
+def _sends(query: PlanQuery, rank: int) -> int:
     """Tensors that `rank` sends for one microbatch: outputs forward, gradients back, to other ranks."""
-    own = planner.of_rank(rank)
-    edges = [(index, other) for index in own for other in (index - 1, index + 1) if 0 <= other < len(planner.stages)]
+    own = query.of_rank(rank)
+    edges = [(index, other) for index in own for other in (index - 1, index + 1) if 0 <= other < len(query.stages)]
     return sum(other not in own for _, other in edges)
 
 
@@ -133,3 +127,163 @@ def _optimizer(
         return f"{name}{where}: launches of {kernels} kernels"
     size = write_bytes(sum(param.size for param in [*trained, *on_host]))
     return f"{name}{where}: passes over {size} of parameters, gradients and states"
+
+
+_INPUTS = "layers' inputs"
+_HEAD = ("forward of the head", "loss", "backward of the head")
+
+
+def highest(points: Sequence[StepPoint]) -> StepPoint:
+    """The first of the highest points."""
+    return max(points, key=lambda point: point.total)
+
+
+def byte_rows(query: PlanQuery, choices: Choices, rank: int, point: StepPoint) -> tuple[Row, ...]:
+    """Return the parts of the highest point of a step of one rank, which add up to it; of a pipeline, by stage."""
+    finer: dict[str, list[Row]] = {}
+
+    def add(index: int, part: str, rows: Iterable[Row]) -> None:
+        where = f"stage {index}: " if query.is_pipeline else ""
+        finer.setdefault(part, []).extend(Row(part, f"{where}{row.what}", row.amount) for row in rows)
+
+    for index in query.of_rank(rank):
+        for part, rows in _static_rows(query.stages[index]).items():
+            add(index, part, rows)
+    running, own = query.stages[point.stage], choices[point.stage]
+    saved = saved_by_kind(running, own, point.upto)
+    if point.stage and _INPUTS in saved:  # the first layer's is in a receive buffer
+        saved[_INPUTS] -= min(saved[_INPUTS], query.hidden_bytes)
+    add(point.stage, Part.HELD_ACTIVATIONS, _rows("", saved))
+    add(point.stage, Part.RUNNING_LAYER, _running_rows(running, own, point))
+    add(point.stage, Part.OUTSIDE_OF_LAYERS, _outside_rows(running, own, point))
+    waiting: Counter[tuple[int, str]] = Counter()
+    sizes: Counter[tuple[int, str]] = Counter()
+    for stage, what, size in point.in_flight:
+        waiting[stage, what] += 1
+        sizes[stage, what] += size
+    for (stage, what), size in sizes.items():
+        add(stage, Part.MICROBATCHES_IN_FLIGHT, [Row("", f"{waiting[stage, what]} {what}", size)])
+    return rows_of({part: size for part, size in point.parts.items() if size}, finer, 0)
+
+
+def saved_by_kind(stage: Stage, choices: Sequence[Choice], upto: int) -> dict[str, int]:
+    """What the first `upto` layer calls keep for backward, bytes by kind of operator that made it; what waits in host
+    memory is not among it."""
+    sizes: Counter[str] = Counter()
+    moved, part = stage.moved(choices), stage.part
+    dropped = stage.outside().dropped
+    for position, (call, choice) in enumerate(zip(part.traced.calls, choices)):
+        if position < upto and position not in dropped:
+            sizes.update(_kept(part.problems[call.kind], choice))
+            sizes[_INPUTS] -= min(moved[position], sizes[_INPUTS])
+            draws = bool(choice.decisions) and part.problems[call.kind].trace.draws
+            sizes["random states"] += RNG_STATE if draws and stage.device.kind == "cpu" else 0
+    return {what: size for what, size in sizes.items() if size > 0}
+
+
+def _kept(problem: BlockProblem, choice: Choice) -> dict[str, int]:
+    """What one layer holds, by kind of operator."""
+    trace = problem.trace
+    sizes: Counter[str] = Counter()
+    if choice.decisions:
+        sizes[_INPUTS] = trace.input_bytes
+        for record, word in zip(problem.records, choice.decisions):
+            if word == "save":
+                sizes[_made_by(kernel_kind(record.op, record.flops))] += record.bytes
+        return sizes
+    sizes[_INPUTS] = trace.kept_input_bytes
+    left = choice.held_bytes - trace.kept_input_bytes
+    for record in problem.records:
+        if record.needed and left > 0:
+            size = min(left, record.bytes)
+            sizes[_made_by(kernel_kind(record.op, record.flops))] += size
+            left -= size
+    return sizes
+
+
+def _made_by(kind: str) -> str:
+    names = {"matmul": "outputs of matrix products", "attention": "outputs of attention"}
+    return f"kept {names.get(kind, 'outputs of norms and elementwise operators')}"
+
+
+def _rows(part: str, sizes: dict[str, int]) -> list[Row]:
+    return [Row(part, what, size) for what, size in sizes.items()]
+
+
+def _static_rows(stage: Stage) -> dict[str, list[Row]]:
+    """Parameters and optimizer state, of layers and of what is around them."""
+    sharding, name = stage.sharding, stage.job.step.optimizer
+    parameters = {
+        f"{len(sharding.units)} layers": sum(unit.shard for unit in sharding.units),
+        "their experts": sum(unit.shard for unit in sharding.experts.values()),
+        "head and last norm" if sharding.tail else "": sharding.tail.shard if sharding.tail else 0,
+        "embedding and what else is around the layers": sharding.root.shard,
+        "whole on every rank": sharding.replicated,
+    }
+    memory = stage.optimizer
+    states: Counter[str] = Counter()
+    for param, own in zip(sharding.trained, memory.states):
+        states[f"{name}, of layers" if param.in_layer else f"{name}, of what is around them"] += sum(own)
+    return {
+        Part.PARAMETERS: _rows(Part.PARAMETERS, parameters),
+        Part.OPTIMIZER_STATE: _rows(Part.OPTIMIZER_STATE, states),
+        Part.OPTIMIZER_STEP: [Row(Part.OPTIMIZER_STEP, f"temporaries of {name}", memory.step)],
+    }
+
+
+def _running_rows(stage: Stage, choices: Sequence[Choice], point: StepPoint) -> list[Row]:
+    """Of the layer whose backward is the highest point."""
+    found = re.fullmatch(r"backward of layer (\d+)", point.where)
+    if found is None:
+        return []
+    position = int(found[1])
+    part, choice = stage.part, choices[position]
+    call = part.traced.calls[position]
+    trace = part.problems[call.kind].trace
+    held = trace.input_bytes if choice.decisions else trace.kept_input_bytes
+    memory = part.memory(call.kind, choice, loss=stage.loss)
+    kept = min(memory.held, memory.backward_peak)
+    left = point.parts[Part.RUNNING_LAYER]
+    rows = []
+    for what, size in (
+        ("its inputs", held),
+        ("what it kept", kept),
+        ("gradients of its output", memory.output_grad),
+        ("what it runs again, makes on the way, and its gradients", left),
+    ):
+        rows.append(Row(Part.RUNNING_LAYER, f"layer {position}: {what}", min(size, left)))
+        left -= min(size, left)
+    return rows
+
+
+def _outside_rows(stage: Stage, choices: Sequence[Choice], point: StepPoint) -> list[Row]:
+    """What is as wide as the vocabulary, where the head or the loss is the highest point."""
+    head = find_head(stage.part.model)
+    weight = None if head is None else next(head.parameters(), None)  # a stage of a pipeline may have none
+    if weight is None or point.where not in _HEAD:
+        return []
+    events = stage.outside(choices=choices).events
+    begin = events.calls[-1].end if events.calls else 0
+    ends = {"forward of the head": events.forward_end}
+    end = ends.get(point.where, events.backs[0].begin if events.backs else events.backward_end)
+    begin = begin if point.where in ends else events.forward_end
+    alive: dict[int, int] = {}
+    most: dict[int, int] = {}
+    for place, (number, size) in enumerate(events.log[:end]):
+        if size:
+            alive[number] = size
+        else:
+            alive.pop(number, None)
+        if place >= begin and sum(alive.values()) > sum(most.values()):
+            most = dict(alive)
+    weights = weight.numel() * weight.element_size()
+    least = weight.shape[0] * 2 * 16  # of a chunk of a few tokens, two bytes each
+    wide = [size for size in most.values() if size % weight.shape[0] == 0 and size >= least and size != weights]
+    grads = [size for size in most.values() if size == weights]
+    left = point.parts[Part.OUTSIDE_OF_LAYERS]
+    rows = []
+    for what, sizes in (("logits, their copies and gradients", wide), ("gradients of the head", grads)):
+        size = min(sum(sizes), left)
+        rows.append(Row(Part.OUTSIDE_OF_LAYERS, f"{what} ({len(sizes)} tensors)", size))
+        left -= size
+    return [*rows, Row(Part.OUTSIDE_OF_LAYERS, "hidden states, norm and loss", left)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 from nemo_like._util.words import write_bytes
 from nemo_like.activation_checkpointing.plan import largest_group
@@ -16,9 +15,8 @@ from nemo_like.planning.devices import Device
 from nemo_like.planning.fit.candidate import Candidate
 from nemo_like.planning.fit.layouts import MOST_STAGES, Configuration
 from nemo_like.planning.fit.question import Question
-from nemo_like.planning.fit.shapes import ShapeKey, TracedShape
-from nemo_like.planning.fit.staged import StagedShape
-from nemo_like.planning.seconds import Links
+from nemo_like.planning.fit.shapes import Shape, ShapeKey
+from nemo_like.planning.program.seconds import Links
 
 MOST_GPUS = 1 << 17
 _GROWING = "PYTORCH_ALLOC_CONF=expandable_segments:True"
@@ -73,10 +71,10 @@ def _spans_hosts(part: str, job: Job, device: Device) -> bool:
 
 
 def ways_out(
-    shape: TracedShape | StagedShape,
+    shape: Shape,
     candidate: Candidate,
     question: Question,
-    remade: Callable[[ShapeKey, Question], TracedShape | StagedShape],
+    remade: Callable[[ShapeKey, Question], Shape],
 ) -> list[str]:
     """For a job that does not fit: single changes that make it fit, the smallest of each kind; then what lowers its need.
 
@@ -89,64 +87,38 @@ def ways_out(
     key, growing = shape.key, AllocatorConfig(expandable_segments=True)
     tried = []
     for change in changes(conf.job):
-        made, changed = _under(shape, conf, change.job, question, remade), Configuration(change.job, conf.micro_batch)
-        if made is None:
+        job, changed = change.job, Configuration(change.job, conf.micro_batch)
+        if (job.loss != conf.job.loss and not shape.can_chunk) or (job.offload != conf.job.offload and key.staged):
             continue
-        words, host = change.words, _state_on_host(made, changed)
+        words, host = change.words, shape.host_bytes(changed) if changed.cpu_offload else 0
         if host > question.host_memory:
             words = f"{words} with {write_bytes(host)} of host memory per rank (--host-memory)"
-        tried.append((words, _needs(made, changed)))
+        tried.append((words, _needs(shape, changed)))
     fitting, lowering = helping(_needs(shape, conf), limit, tried)
     rows = _fewer_rows(question, conf, lambda rows: remade(replace(key, micro_batch=rows), question))
     if rows is not None:
         fitting.append(f"micro-batch {rows} instead of {conf.micro_batch}")
-    one = remade(replace(key, whole=False), question) if key.whole else shape
-    fitting += _with_more_gpus(one, conf, question, growing)
+    sharded = Shape(replace(key, whole=False), question, shape.traced) if key.whole else shape
+    fitting += _with_more_gpus(sharded, conf, question, growing)
     length = _shorter(question, conf, lambda length: remade(key, replace(question, seq_len=length)))
     if length is not None:
         fitting.append(f"sequence {length:,} instead of {question.seq_len:,}")
     return in_words(fitting, lowering)
 
 
-def _needs(shape: TracedShape | StagedShape, conf: Configuration) -> int:
+def _needs(shape: Shape, conf: Configuration) -> int:
     """Bytes under ``ac="full"``."""
-    choices: Any = shape.choices(conf)
+    choices = shape.choices(conf)
     return shape.need(conf, choices, shape.peak(conf, choices)).bytes
 
 
-def _fits(shape: TracedShape | StagedShape, conf: Configuration, limit: int) -> bool:
+def _fits(shape: Shape, conf: Configuration, limit: int) -> bool:
     """The same within `limit`; what is reserved is asked for only where tensors alone would fit."""
     tensors = shape.peak(conf, shape.choices(conf)).total
     return tensors <= limit and _needs(shape, conf) <= limit
 
 
-def _under(
-    shape: TracedShape | StagedShape,
-    conf: Configuration,
-    job: Job,
-    question: Question,
-    remade: Callable[[ShapeKey, Question], TracedShape | StagedShape],
-) -> TracedShape | StagedShape | None:
-    """Return `shape` for `conf` under another `job`; None where that is not known, or cannot be."""
-    traced = isinstance(shape, TracedShape)
-    if (job.loss != conf.job.loss and shape.chunked is None) or (job.offload != conf.job.offload and not traced):
-        return None
-    if job.step == conf.job.step:
-        return shape if job.allocator == conf.job.allocator else shape.for_job(allocator=job.allocator)
-    step = replace(question.job.step, optimizer=job.step.optimizer, keeps_output=job.step.keeps_output)
-    if traced and step.keeps_output == question.job.step.keeps_output:
-        return shape.for_job(step=step)
-    return remade(shape.key, replace(question, job=replace(question.job, step=step)))
-
-
-def _state_on_host(shape: TracedShape | StagedShape, conf: Configuration) -> int:
-    """Bytes of parameters, gradients and optimizer state of one rank in host memory."""
-    return shape.host_bytes(conf, shape.choices(conf)) if isinstance(shape, TracedShape) and conf.cpu_offload else 0
-
-
-def _fewer_rows(
-    question: Question, conf: Configuration, of_rows: Callable[[int], TracedShape | StagedShape]
-) -> int | None:
+def _fewer_rows(question: Question, conf: Configuration, of_rows: Callable[[int], Shape]) -> int | None:
     """The most of half, a quarter ... of a microbatch's sequences with which it fits, where fewer were not searched; None:
     none does."""
     if "micro_batch" not in question.pins:
@@ -160,19 +132,17 @@ def _fewer_rows(
     return None
 
 
-def _with_more_gpus(
-    shape: TracedShape | StagedShape, conf: Configuration, question: Question, growing: AllocatorConfig
-) -> list[str]:
+def _with_more_gpus(shape: Shape, conf: Configuration, question: Question, growing: AllocatorConfig) -> list[str]:
     """More GPUs to shard over, or for a pipeline whose stages are too large on any number of them, more stages."""
     limit = question.limit
     said = []
     gpus = _more_gpus(shape, limit, _sharded_over_more(conf))
     if gpus is not None:
         said.append(f"{gpus - question.gpus} GPUs more ({gpus} in all)")
-    fewer = _more_gpus(shape.for_job(allocator=growing), limit, _sharded_over_more(conf))
+    fewer = _more_gpus(shape, limit, _sharded_over_more(conf.change(allocator=growing)))
     if fewer is not None and (gpus is None or fewer < gpus):
         said.append(f"{fewer - question.gpus} GPUs more ({fewer} in all) with {_GROWING}")
-    if gpus is None and isinstance(shape, StagedShape):
+    if gpus is None and shape.key.staged:
         gpus = _more_gpus(shape, limit, _in_more_stages(conf))
         if gpus is not None:
             said.append(f"{gpus - question.gpus} GPUs more ({gpus} in all) in {gpus // conf.gpus} times as many stages")
@@ -192,7 +162,7 @@ def _in_more_stages(conf: Configuration) -> Iterator[Configuration]:
         yield conf.sized(pp=stages, grad_accum=max(conf.grad_accum, stages))
 
 
-def _more_gpus(shape: TracedShape | StagedShape, limit: int, larger: Iterator[Configuration]) -> int | None:
+def _more_gpus(shape: Shape, limit: int, larger: Iterator[Configuration]) -> int | None:
     """The GPUs of the first configuration that fits; None: none does, up to `MOST_GPUS`."""
     for conf in itertools.takewhile(lambda conf: conf.gpus <= MOST_GPUS, larger):
         try:
@@ -203,9 +173,7 @@ def _more_gpus(shape: TracedShape | StagedShape, limit: int, larger: Iterator[Co
     return None
 
 
-def _shorter(
-    question: Question, conf: Configuration, at_length: Callable[[int], TracedShape | StagedShape]
-) -> int | None:
+def _shorter(question: Question, conf: Configuration, at_length: Callable[[int], Shape]) -> int | None:
     """The longest of seven, six ... eighths of the sequence that fits; None: not even one eighth does."""
     low, high, limit = 0, 8, question.limit
     while high - low > 1:

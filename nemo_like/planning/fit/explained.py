@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nemo_like.planning.program.readers import StepPoint
+from nemo_like.planning.fit.layouts import Configuration
+from nemo_like.planning.program import roofline
+from nemo_like.planning.program.block_seconds import BACKWARD_TIMES, LayerRun
+from nemo_like.planning.program.roofline import RankGroup
+from nemo_like.planning.program.seconds import (
+    Links,
+    Waits,
+    copy_seconds,
+    host_sum_seconds,
+    inside_seconds,
+    unit_seconds,
+    waits_of,
+)
+from nemo_like.planning.program.storages import StepPoint
+from nemo_like.planning.query import Stage
+from nemo_like.planning.sharding import UnitBytes
 
 
 @dataclass(frozen=True)
@@ -75,3 +91,189 @@ def rows_of(totals: Mapping[str, float], finer: Mapping[str, Iterable[Row]], lea
             own.append(Row(part, "other" if own else "", left))
         found += own
     return tuple(found)
+
+
+Rows = dict[str, list[Row]]
+
+
+_SUMS = "gradient sums on the host"
+
+
+def kernel_rows(run: LayerRun, reachable: int, count: float, where: str) -> Rows:
+    """Kernels of `count` equal layer calls, by kind; `where`: words before each kind."""
+    block, choice = run.block, run.choice
+    assert choice is not None
+    sums: dict[tuple[str, str], float] = defaultdict(float)
+    for number, (seconds, kind) in enumerate(zip(block.kernels, block.kinds)):
+        sums["forward", kind] += seconds
+        if block.backward:
+            sums["backward", kind] += seconds * BACKWARD_TIMES[block.attends[number]]
+        if number < reachable and choice.decisions and choice.decisions[number] == "recompute":
+            sums["replay", kind] += seconds
+    rows: Rows = {}
+    for (part, kind), seconds in sums.items():
+        rows.setdefault(part, []).append(Row(part, f"{where}{kind}", count * seconds))
+    return rows
+
+
+def outer_rows(kinds: Mapping[str, float], turns: int, where: str) -> list[Row]:
+    """What is around the layers, forward and backward, by kind of kernel."""
+    return [Row("head and embedding", f"{where}{kind}", turns * seconds) for kind, seconds in kinds.items()]
+
+
+def second_rows(
+    runs: Sequence[LayerRun], outside: Sequence[UnitBytes], stage: Stage, links: Links, conf: Configuration
+) -> Rows:
+    """Of a step without stages: for each part what its rows are, which add up to it.
+
+    Args:
+        runs, outside, links, conf: what `nemo_like.planning.program.seconds.loop_seconds` was called with.
+        stage: of the layers that `runs` are calls of.
+    """
+    turns, step = conf.grad_accum, stage.job.step
+    reduced = turns if step.sync == "every" else 1
+    summed = reduced - (0 if step.zero_grad == "zero" else 1)
+    all_rows: list[Rows] = []
+    for run in runs:
+        reachable = stage.part.problems[run.kind].reachable
+        all_rows.append(kernel_rows(run, reachable, run.count * turns, ""))
+        all_rows.append(inside_rows(run, links, run.count * turns))
+        if run.unit is not None:
+            all_rows.append(_unit_rows(run, links, run.count * turns, run.count * reduced, run.count * summed))
+    for unit in outside:
+        all_rows.append(_outside_rows(unit, links, turns, reduced, summed))
+    all_rows.append({"head and embedding": outer_rows(stage.outside().kinds, turns, "")})
+    return merged(all_rows)
+
+
+def merged(several: Iterable[Rows]) -> Rows:
+    """Rows of the same words as one."""
+    sums: dict[tuple[str, str], list[float]] = {}
+    for rows in several:
+        for own in rows.values():
+            for row in own:
+                entry = sums.setdefault((row.part, row.what), [0.0, 0.0])
+                entry[0] += row.amount
+                entry[1] += row.hidden
+    found: Rows = {}
+    for (part, what), (amount, hidden) in sums.items():
+        found.setdefault(part, []).append(Row(part, what, amount, hidden))
+    return found
+
+
+def ranks(axis: str, group: RankGroup) -> str:
+    """An axis for people."""
+    return f"{axis}, {group.ranks} ranks" + (f" on {group.hosts} hosts" if group.hosts > 1 else "")
+
+
+def inside_rows(run: LayerRun, links: Links, count: int) -> Rows:
+    """What nothing hides: sums of ``tp``, gathers of ``cp``, exchanges of ``ep``."""
+    sums, gathered, sent = inside_seconds(run, links)
+    again = 1 if run.replays_exchanges else 0
+    made: Rows = {}
+    for part, what, each, times in (
+        ("tensor-parallel sums", f"all-reduce ({ranks('tp', links.tensor)})", sums, (2, 2)),
+        ("sequence gathers", f"all-gather of keys and values ({ranks('cp', links.sequence)})", gathered, (1, 1)),
+        ("expert exchanges", f"all-to-all of rows ({ranks('ep', links.experts)})", sent, (1, 1)),
+    ):
+        for phase, often in zip(("forward", "backward", "replay"), (*times, again)):
+            made.setdefault(part, []).append(Row(part, f"{what}, {phase}", count * often * each))
+    made["host copies"] = [Row("host copies", "layers' inputs to host memory and back", count * run.copies)]
+    return made
+
+
+def _unit_rows(run: LayerRun, links: Links, count: int, reductions: int, summed: int) -> Rows:
+    """What FSDP2 gathers and reduces for layers, and what of it their computing hides; `summed`: of the reductions, those
+    whose gradients are added to others in host memory, for which the host waits."""
+    assert run.unit is not None
+    waits = waits_of(run, links)
+    over = ranks("dp_shard", links.shards) + (f"; experts: {links.expert_shards.ranks}" if run.experts else "")
+    gathers = [
+        Row(
+            "parameter gathers",
+            f"all-gather of layers ({over}), forward",
+            count * waits.forward,
+            count * (waits.gather - waits.forward),
+        )
+    ]
+    if run.unit.reshard:
+        gathers.append(
+            Row(
+                "parameter gathers",
+                f"all-gather of layers ({over}), backward",
+                count * waits.backward,
+                count * (waits.gather - waits.backward),
+            )
+        )
+    replicas = sum(
+        roofline.reduce_seconds(unit.reduce_output, links.replicas, links.device)
+        for unit in (run.unit, run.experts)
+        if unit is not None
+    )
+    # The replicas' sum comes after the reduce-scatter, so what is hidden is that one first.
+    late = min(replicas, waits.reduction)
+    first = waits.reduction - late
+    beside = reductions - (summed if waits.summing else 0)
+    scatter = f"reduce-scatter of layers' gradients ({over})"
+    total = f"all-reduce of layers' gradients ({ranks('dp_replicate', links.replicas)})"
+    return {
+        "parameter gathers": gathers,
+        "gradient reductions": [
+            Row("gradient reductions", scatter, reductions * first, beside * (waits.reduce - replicas - first)),
+            Row("gradient reductions", total, reductions * late, beside * (replicas - late)),
+        ],
+    } | _host_rows(waits, run.unit.reshard, count, reductions, summed)
+
+
+def _host_rows(waits: Waits, reshard: bool, count: int, reductions: int, summed: int) -> Rows:
+    """Of layers whose parameters and gradients lie in host memory."""
+    fetch, store = waits.copies
+    beside = reductions - (summed if waits.summing else 0)
+    copies = [
+        Row(
+            "host copies",
+            "layers' parameters from host memory, forward",
+            count * waits.fetch_forward,
+            count * (fetch - waits.fetch_forward),
+        )
+    ]
+    if reshard:
+        copies.append(
+            Row(
+                "host copies",
+                "layers' parameters from host memory, backward",
+                count * waits.fetch_backward,
+                count * (fetch - waits.fetch_backward),
+            )
+        )
+    copies.append(
+        Row("host copies", "layers' gradients to host memory", reductions * waits.store, beside * (store - waits.store))
+    )
+    return {
+        "host copies": copies,
+        _SUMS: [Row(_SUMS, "of layers, with their reductions and copies", summed * waits.summing)],
+    }
+
+
+def _outside_rows(unit: UnitBytes, links: Links, gathers: int, reductions: int, summed: int) -> Rows:
+    gather, reduce = unit_seconds(unit, links.shards, links)
+    replicas = roofline.reduce_seconds(unit.reduce_output, links.replicas, links.device)
+    name = "head" if unit.kind == "tail" else "embedding and what else is around the layers"
+    over = ranks("dp_shard", links.shards)
+    fetch, store = copy_seconds((unit,), links.device)
+    return {
+        "parameter gathers": [Row("parameter gathers", f"all-gather of {name} ({over})", gathers * gather)],
+        "host copies": [
+            Row("host copies", f"parameters of {name} from host memory", gathers * fetch),
+            Row("host copies", f"gradients of {name} to host memory", reductions * store),
+        ],
+        _SUMS: [Row(_SUMS, f"of {name}", summed * host_sum_seconds((unit,), links.device))],
+        "gradient reductions": [
+            Row("gradient reductions", f"reduce-scatter of {name} ({over})", reductions * (reduce - replicas)),
+            Row(
+                "gradient reductions",
+                f"all-reduce of {name} ({ranks('dp_replicate', links.replicas)})",
+                reductions * replicas,
+            ),
+        ],
+    }

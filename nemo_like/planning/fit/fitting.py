@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Unpack
 
 from torch import nn
@@ -29,18 +29,32 @@ from nemo_like.planning.fit.layouts import Configuration, Room, configuration, l
 from nemo_like.planning.fit.lengths import planned_length
 from nemo_like.planning.fit.question import FitKeywords, Question, read_question
 from nemo_like.planning.fit.report import FitReport
-from nemo_like.planning.fit.search import Search, Shape, quietly
-from nemo_like.planning.fit.shapes import ShapeKey, Shared, TracedShape
-from nemo_like.planning.fit.staged import StagedShape
+from nemo_like.planning.fit.search import Search, quietly
+from nemo_like.planning.fit.shapes import Shape, ShapeKey
+from nemo_like.planning.model.known import Known
+from nemo_like.planning.query import Traced
 from nemo_like.planning.sharding import same_on_all_ranks
 
 
-@dataclass
 class Traces:
-    """What was traced of one model for one question, and is the same for another optimizer's."""
+    """What is traced of one model for one precision, whatever the optimizer.
 
-    shared: Shared = field(default_factory=Shared)
-    shapes: dict[ShapeKey, TracedShape] = field(default_factory=dict)
+    Args:
+        model: whose.
+        sample: makes the input of one micro-batch of so many sequences.
+        layers: those of the job.
+    """
+
+    def __init__(self, model: nn.Module, sample: Callable[[int], Any], layers: Any = None) -> None:
+        self.model, self.sample, self.layers, self._known = model, sample, layers, Known()
+        self._traced: dict[int, Traced] = {}
+
+    def of(self, micro_batch: int) -> Traced:
+        """Return what is traced with so many sequences."""
+        if micro_batch not in self._traced:
+            sample = self.sample(micro_batch)
+            self._traced[micro_batch] = Traced(self.model, sample, self.layers, known=self._known)
+        return self._traced[micro_batch]
 
 
 def fit(
@@ -166,10 +180,7 @@ def _searched(
         sample = source.sample_of if sample is None and source.sample is not None else sample
     assert isinstance(built, nn.Module)
     traces: dict[Precision, Traces] = {}
-    return [
-        _answer(name, built, each, sample, count, traces.setdefault(each.job.precision, Traces()), say)
-        for each in questions
-    ]
+    return [_answer(name, built, each, sample, count, traces, say) for each in questions]
 
 
 def _answer(
@@ -178,7 +189,7 @@ def _answer(
     question: Question,
     sample: Callable[[int], Any] | None,
     count: int,
-    traces: Traces,
+    traces: dict[Precision, Traces],
     say: Say,
 ) -> FitReport:
     start = time.perf_counter()
@@ -212,25 +223,24 @@ def _helps(
     def remade(key: ShapeKey, asked: Question) -> Shape:
         if sample is not None and asked.seq_len != question.seq_len:
             raise ValueError("the sample's length is the caller's")
-        return _shape(model, key, asked, sample or _tokens(model, asked.seq_len), Shared())
+        make = sample or _tokens(model, asked.seq_len)
+        return Shape(key, asked, Traces(model, make, asked.job.layers).of(key.micro_batch))
 
     with quietly():
         return ways_out(shape, nearest, question, remade)
-
-
-def _shape(model: nn.Module, key: ShapeKey, question: Question, sample: Callable[[int], Any], shared: Shared) -> Shape:
-    return (StagedShape if key.staged else TracedShape)(model, key, question, sample, shared)
 
 
 def make_search(
     model: nn.Module,
     question: Question,
     sample: Callable[[int], Any] | None = None,
-    traces: Traces | None = None,
+    traces: dict[Precision, Traces] | None = None,
     say: Say = silent,
 ) -> tuple[Search, Counter[str], int]:
     """The search, combinations that are out before it begins, and how many layouts there are."""
-    make, known = sample or _tokens(model, question.seq_len), traces or Traces()
+    make = sample or _tokens(model, question.seq_len)
+    known = {} if traces is None else traces
+    own = known.setdefault(question.job.precision, Traces(model, make, question.job.layers))
     spread, rejected = layouts(_room(model, question))
     found: list[Configuration] = []
     for layout in spread:
@@ -239,15 +249,11 @@ def make_search(
         except ValueError as error:  # of `nemo_like.job.RULES`
             rejected[str(error)] += 1
 
-    def trace(key: ShapeKey) -> Shape:
-        if key in known.shapes:
-            return known.shapes[key].asked(question)
-        made = _shape(model, key, question, make, known.shared)
-        if isinstance(made, TracedShape):
-            known.shapes[key] = made
-        return made
-
-    return Search(question, found, trace, say), rejected, len(spread)
+    return (
+        Search(question, found, lambda key: Shape(key, question, own.of(key.micro_batch)), say),
+        rejected,
+        len(spread),
+    )
 
 
 def _counts_of_experts(model: nn.Module) -> list[int]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from nemo_like.job import Job
@@ -49,42 +50,70 @@ class Layout:
 
 @dataclass(frozen=True)
 class Configuration:
-    """A job and the sequences of its micro-batch: what `fit` looks at. Sizes are read from the job, once."""
+    """A job and the sequences of its micro-batch: what `fit` looks at."""
 
     job: Job
     micro_batch: int = 1
 
-    def __post_init__(self) -> None:
-        job = self.job
-        facts = {
-            "dp_replicate": job.dp_replicate,
-            "dp_shard": job.dp_shard,
-            "tp": job.tp.size,
-            "cp": job.cp.size,
-            "ep": job.ep.size,
-            "pp": job.pp.size,
-            "schedule": job.pp.schedule if job.pp.size > 1 else None,
-            "grad_accum": (job.pp.microbatches or 1) if job.pp.size > 1 else job.step.microbatches,
-            "gpus": job.ranks,
-            "shard_ranks": job.shard_ranks,
-        }
-        for name, value in facts.items():
-            object.__setattr__(self, name, value)
-        object.__setattr__(self, "layout", Layout(*(getattr(self, f.name) for f in fields(Layout))))
+    @cached_property
+    def layout(self) -> Layout:
+        """Its sizes."""
+        job, staged = self.job, self.job.pp.size > 1
+        return Layout(
+            job.dp_replicate,
+            job.dp_shard,
+            job.tp.size,
+            job.cp.size,
+            job.ep.size,
+            job.pp.size,
+            job.pp.schedule if staged else None,
+            self.micro_batch,
+            (job.pp.microbatches or 1) if staged else job.step.microbatches,
+        )
 
-    dp_replicate: int = field(init=False, repr=False, compare=False)
-    dp_shard: int = field(init=False, repr=False, compare=False)
-    tp: int = field(init=False, repr=False, compare=False)
-    cp: int = field(init=False, repr=False, compare=False)
-    ep: int = field(init=False, repr=False, compare=False)
-    pp: int = field(init=False, repr=False, compare=False)
-    schedule: str | None = field(init=False, repr=False, compare=False)
-    grad_accum: int = field(init=False, repr=False, compare=False)
-    """Micro-batches of a step; with `pp`, those of the pipeline."""
-    gpus: int = field(init=False, repr=False, compare=False)
-    shard_ranks: int = field(init=False, repr=False, compare=False)
-    """Ranks that a parameter is sharded over."""
-    layout: Layout = field(init=False, repr=False, compare=False)
+    # Sizes are read from the job once.
+
+    @property
+    def dp_replicate(self) -> int:
+        return self.layout.dp_replicate
+
+    @property
+    def dp_shard(self) -> int:
+        return self.layout.dp_shard
+
+    @property
+    def tp(self) -> int:
+        return self.layout.tp
+
+    @property
+    def cp(self) -> int:
+        return self.layout.cp
+
+    @property
+    def ep(self) -> int:
+        return self.layout.ep
+
+    @property
+    def pp(self) -> int:
+        return self.layout.pp
+
+    @property
+    def schedule(self) -> str | None:
+        return self.layout.schedule
+
+    @property
+    def grad_accum(self) -> int:
+        return self.layout.grad_accum
+
+    @cached_property
+    def gpus(self) -> int:
+        """Ranks in all."""
+        return self.job.ranks
+
+    @cached_property
+    def shard_ranks(self) -> int:
+        """Ranks that a parameter is sharded over."""
+        return self.job.shard_ranks
 
     @property
     def sequences(self) -> int:

@@ -30,6 +30,7 @@ from nemo_like.options import (
 )
 from nemo_like.options.parallel import check_imbalance
 from nemo_like.planning.devices import Device, device_of
+from nemo_like.planning.fit.layouts import Configuration
 
 MODES = ("none", "full", "selective", "plan")
 AXES = ("dp_replicate", "dp_shard", "tp", "cp", "ep", "pp", "micro_batch", "grad_accum")
@@ -119,6 +120,10 @@ class Question:
     def device(self) -> Device:
         """The device that is predicted for."""
         return device_of(self.job)
+
+    def per_token(self, seconds: float, conf: Configuration) -> float:
+        """Return seconds of one GPU for a token, of a step that takes `seconds`."""
+        return seconds * conf.gpus / (conf.sequences * self.seq_len)
 
     @property
     def host_memory(self) -> int:

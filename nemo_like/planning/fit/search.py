@@ -24,18 +24,18 @@ from nemo_like._util.progress import Say, silent
 from nemo_like.options import MemoryBudget
 from nemo_like.planning.fit.accounts import account_of
 from nemo_like.planning.fit.candidate import Candidate
+from nemo_like.planning.fit.known_bounds import KnownBounds
 from nemo_like.planning.fit.layouts import Configuration
 from nemo_like.planning.fit.question import Question
-from nemo_like.planning.fit.shapes import ShapeKey, TracedShape
-from nemo_like.planning.fit.staged import StagedShape
-from nemo_like.planning.fit.staged_bounds import StagedBounds
-from nemo_like.planning.program.readers import Peak
-from nemo_like.planning.seconds import StepSeconds
+from nemo_like.planning.fit.shapes import Shape, ShapeKey
+from nemo_like.planning.planner import describe
+from nemo_like.planning.program.seconds import StepSeconds
+from nemo_like.planning.program.storages import Peak
+from nemo_like.planning.query import Choices
 from nemo_like.planning.verdict import ALLOCATED, Need, plan_within
 
-Shape = TracedShape | StagedShape
 Tracer = Callable[[ShapeKey], Shape]
-Planning = Callable[[Configuration, int], tuple[Any, Peak] | None]
+Planning = Callable[[Configuration, int], tuple[Choices, Peak] | None]
 """A plan's choices and its peak, for the highest peak that it may have."""
 
 
@@ -53,8 +53,8 @@ class Resolved:
     seconds: StepSeconds
     peak: Peak
     need: Need
-    choices: Any
-    """What each layer keeps (of each stage)."""
+    choices: Choices
+    """What each layer of each stage keeps."""
     budget: str = ""
     """The peak that a plan was made for, as one writes it after ``ac=``."""
 
@@ -90,7 +90,7 @@ class Search:
         for conf in sorted(layouts, key=lambda conf: (conf.pp > 1, conf.cp, conf.micro_batch, conf.tp, conf.ep)):
             self.by_shape.setdefault(ShapeKey.of(conf), []).append(conf)
         self.hopeless: dict[Any, bool] = {}
-        self.bounds: dict[ShapeKey, StagedBounds] = {}
+        self.bounds = KnownBounds(question, self.shapes, self.by_shape, self._traced)
         self.least_staged: tuple[int, Configuration] | None = None
         """Of the pipelines that the whole model shows not to fit, the one with the fewest bytes."""
         self.too_large: dict[Configuration, int] = {}
@@ -140,12 +140,12 @@ class Search:
         """Go through shapes, configurations and resolved ones by their least seconds, until `count` are found."""
         large = list[ShapeKey]()
         for key in self.by_shape:
-            heapq.heappush(queue, (self._bound(key), next(order), key))
+            heapq.heappush(queue, (self.bounds.seconds(key), next(order), key))
         while queue and len(self.found.best) < count:
             bound, _, item = heapq.heappop(queue)
             self.say(f"traced {self._traced_shapes()} of {len(self.by_shape)} shapes")
             if isinstance(item, ShapeKey):
-                if not self.found.best and (better := self._bound(item)) > bound:
+                if not self.found.best and (better := self.bounds.seconds(item)) > bound:
                     heapq.heappush(queue, (better, next(order), item))  # other shapes were traced meanwhile
                 elif self.found.best:
                     self.found.rejected[_SLOWER] += len(self.by_shape[item])
@@ -168,15 +168,17 @@ class Search:
             resolved = item[1]
             if isinstance(shape, str):  # it could not be cut into stages
                 self.found.rejected[shape] += 1
-            elif self.found.best and isinstance(shape, StagedShape) and shape.key.in_one_stage not in self.shapes:
+            elif self.found.best and shape.key.staged and shape.key.in_one_stage not in self.shapes:
                 self.found.rejected[_SLOWER] += 1
             elif resolved is not None:
                 self.found.best.append(self.candidate(shape, conf, resolved))
-            elif isinstance(shape, StagedShape) and (better := self._least_pipeline(shape, conf)) > bound:
+            elif (
+                isinstance(shape, Shape) and shape.key.staged and (better := self._least_pipeline(shape, conf)) > bound
+            ):
                 if better < math.inf:
                     heapq.heappush(queue, (better, next(order), item))
             elif (resolved := self._resolve(shape, conf)) is not None:
-                per_token = self._per_token(resolved.seconds, conf)
+                per_token = self.question.per_token(resolved.seconds.total, conf)
                 heapq.heappush(queue, (per_token, next(order), (conf, resolved)))
 
     def _look_at_the_least(self) -> None:
@@ -190,7 +192,7 @@ class Search:
 
     def _look_at(self, conf: Configuration) -> None:
         shape = self._traced(ShapeKey.of(conf))
-        if isinstance(shape, StagedShape):
+        if isinstance(shape, Shape) and shape.key.staged:
             self._resolve(shape, conf)  # remembered as what needs least
 
     # --- shapes ---------------------------------------------------------------------------------------------------
@@ -204,74 +206,10 @@ class Search:
                 self.shapes[key] = str(error).splitlines()[0]
         return self.shapes[key]
 
-    def _bound(self, key: ShapeKey) -> float:
-        """Seconds of one GPU for a token that no configuration of the shape is faster than, by the shapes that were
-        traced; 0 where none of them has such weights. Without split experts no rank has more rows than with them, and with
-        them as many on any number of ranks."""
-        if key.staged:
-            return max((self._least_staged(key, of_stages) for of_stages in self._known_bounds(key)), default=0.0)
-        like = [
-            (other, shape)
-            for other, shape in self.shapes.items()
-            if isinstance(shape, TracedShape) and _like_weights(other, key)
-        ]
-        # One of each kind says all: with and without split experts, with and without parts of sequences.
-        kinds = {(other.ep > 1, other.cp > 1): shape for other, shape in like if other.cp == 1 or key.cp > 1}
-        return max((self._least_per_token(key, shape.least_step) for shape in kinds.values()), default=0.0)
-
-    def _least_per_token(self, key: ShapeKey, least: Callable[[Configuration], float]) -> float:
-        made = (least(conf) * conf.gpus / conf.sequences for conf in self.by_shape[key])
-        return min(made) / self.question.seq_len
-
-    def _least_staged(self, key: ShapeKey, bounds: StagedBounds) -> float:
-        ep = bounds.shape.key.ep
-        # What runs nothing again is the fastest, where it is allowed.
-        modes = self.question.pins.get("ac", ("none",))
-        mode = "none" if {"none", "plan"} & set(modes) else modes[0] if len(modes) == 1 else "none"
-        return self._least_per_token(key, lambda conf: bounds.seconds(conf, mode, exchanges=ep > 1, once=ep == key.ep))
-
-    def _known_bounds(self, key: ShapeKey) -> list[StagedBounds]:
-        """Of the stages of `key`, by whole models that were traced with the same weights, or all experts."""
-        return [
-            self._bounds_of(other, shape)
-            for other, shape in self.shapes.items()
-            if isinstance(shape, TracedShape) and _like_stages(other, key)
-        ]
-
-    def _bounds_of(self, key: ShapeKey, shape: TracedShape) -> StagedBounds:
-        if key not in self.bounds:
-            self.bounds[key] = StagedBounds(shape)
-        return self.bounds[key]
-
-    def _exact_bounds(self, key: ShapeKey) -> StagedBounds | None:
-        """By a whole model with the same weights, which is traced where none was; None: it cannot be."""
-        for other, shape in self.shapes.items():
-            if isinstance(shape, TracedShape) and other.ep == key.ep and _like_stages(other, key):
-                return self._bounds_of(other, shape)
-        shape = self._traced(whole := key.in_one_stage)
-        return self._bounds_of(whole, shape) if isinstance(shape, TracedShape) else None
-
     def _is_too_large(self, key: ShapeKey) -> bool:
-        """Whether no configuration of a shape that is not traced fits, by those that were traced with the same weights:
-        fewer rows take their share at least, and more take more."""
-        if key.staged:
-            return False
-        alike = [
-            shape
-            for other, shape in self.shapes.items()
-            if isinstance(shape, TracedShape)
-            and (other.tp, other.ep, other.whole) == (key.tp, key.ep, key.whole)
-            and (other.cp == 1 or key.cp > 1)
-        ]
-        layouts = sorted(self.by_shape[key], key=lambda conf: -conf.shard_ranks)
-        return any(all(self._exceeds(shape, conf) for conf in layouts) for shape in alike)
-
-    def _exceeds(self, shape: TracedShape, conf: Configuration) -> bool:
+        """Return whether no configuration of a shape that is not traced fits."""
         with quietly():
-            every = self._variants(shape, conf)
-            ways = dict.fromkeys(way.change(ac="full") for way in every)
-            # What takes least comes last.
-            return bool(ways) and all(shape.least_peak(way) > shape.most_allocated(way) for way in reversed(ways))
+            return self.bounds.exclude(key, self._variants)
 
     def _entries(self, key: ShapeKey) -> Iterator[tuple[float, Entry]]:
         """All configurations of a traced shape by the least seconds per token that they take."""
@@ -279,7 +217,7 @@ class Search:
         if isinstance(shape, str):
             self.found.rejected[shape] += len(self.by_shape[key])
             return
-        if isinstance(shape, StagedShape):
+        if isinstance(shape, Shape) and shape.key.staged:
             yield from self._staged_entries(key, shape)
             return
         states = tuple(state for state in self.question.host_state if not state)
@@ -290,7 +228,7 @@ class Search:
             elif self.question.lacks_host_rates:
                 self.found.rejected["cpu_offload: the bandwidth of host memory is not known for this device"] += 1
 
-    def _least_on_host(self, shape: TracedShape, conf: Configuration) -> float | None:
+    def _least_on_host(self, shape: Shape, conf: Configuration) -> float | None:
         """Seconds per token that no way to run a layout with its state in host memory is below: nothing is run again and no
         activation moved; None: there is no such way, which is counted."""
         every = self._variants(shape, conf, (True,))
@@ -299,22 +237,22 @@ class Search:
             self.found.rejected[_HOST_MEMORY] += 1
             return None
         seconds = (shape.seconds(way, shape.choices(way)) for way in ways)
-        return min(self._per_token(each, conf) for each in seconds)
+        return min(self.question.per_token(each.total, conf) for each in seconds)
 
     def _ways(self, shape: Shape | str, conf: Configuration, states: Collection[bool]) -> Iterator[tuple[float, Entry]]:
         """Configurations of the layout of `conf`; `states`: values of ``cpu_offload``."""
-        assert isinstance(shape, TracedShape)
+        assert isinstance(shape, Shape)
         for way in self._variants(shape, conf, states):
-            choices, least = shape.least(way)
+            choices, least = self.bounds.whole(shape).least(way)
             if least > shape.most_allocated(way) and (self.found.best or not self._near(least)):
                 self.found.rejected["memory"] += 1
                 continue
-            seconds = shape.seconds(way, choices)
-            yield self._per_token(seconds, way), (way, None)
+            seconds = shape.seconds(way, [choices])
+            yield self.question.per_token(seconds.total, way), (way, None)
 
-    def _staged_entries(self, key: ShapeKey, shape: StagedShape) -> Iterator[tuple[float, Entry]]:
+    def _staged_entries(self, key: ShapeKey, shape: Shape) -> Iterator[tuple[float, Entry]]:
         """All pipelines of a shape by the least seconds per token that they could take; none is cut for that."""
-        bounds = self._exact_bounds(key)
+        bounds = self.bounds.exact(key)
         for conf in self.by_shape[key]:
             per_token = conf.gpus / (conf.sequences * self.question.seq_len)
             for way in self._variants(shape, conf):
@@ -329,21 +267,17 @@ class Search:
                     continue
                 yield bounds.seconds(way, way.mode) * per_token, (way, None)
 
-    def _least_pipeline(self, shape: StagedShape, conf: Configuration) -> float:
-        """Seconds of one GPU for a token that this pipeline is not below, by the whole model in the same shape, which is
-        traced where it was not; infinite where its bytes are too many, which is counted."""
-        whole = self._traced(shape.key.in_one_stage)
-        try:
-            known = shape.least(whole) if isinstance(whole, TracedShape) else None
-        except ValueError:
-            return 0.0  # it cannot be cut, which whoever cuts it says
-        if known is None:
+    def _least_pipeline(self, shape: Shape, conf: Configuration) -> float:
+        """Seconds of one GPU for a token that this pipeline is not below; infinite where its bytes are too many, which is
+        counted."""
+        known = self.bounds.pipeline(shape.key)
+        if known is None:  # it cannot be cut, which whoever cuts it says
             return 0.0
         if known.bytes(conf, conf.mode) > shape.most_allocated(conf):
             self.found.rejected["memory"] += 1
             self.too_large[conf.change(ac="full")] = known.bytes(conf, "full")
             return math.inf
-        return known.seconds(conf, conf.mode) * conf.gpus / (conf.sequences * self.question.seq_len)
+        return self.question.per_token(known.seconds(conf, conf.mode), conf)
 
     def _near(self, least: int) -> bool:
         """Whether what takes at least so many bytes could need less than anything yet: worth a look if nothing fits."""
@@ -365,7 +299,7 @@ class Search:
             reshards = tuple(dict.fromkeys(reshard if reshard else None for reshard in reshards))
             offloads = pins.get("offload", ("none",))
             # A budget for each stage takes long to plan: where nobody asks for one, the winner alone gets it.
-            assert isinstance(shape, StagedShape)
+            assert shape.key.staged
             modes = tuple(mode for mode in modes if mode != "plan" or "ac" in pins)
             states = tuple(state for state in states if not state)
             if not modes or not states:
@@ -373,7 +307,7 @@ class Search:
                 return
         elif True in states and self._overfills_host(shape, conf):
             states = tuple(state for state in states if not state)
-        losses = tuple(loss for loss in losses if loss != "chunked" or shape.chunked is not None)
+        losses = tuple(loss for loss in losses if loss != "chunked" or shape.can_chunk)
         for state, loss, reshard, offload, mode in itertools.product(states, losses, reshards, offloads, modes):
             if offload == "none" or mode != "none":  # else there is no region whose inputs could wait elsewhere
                 ac = MemoryBudget(peak_bytes=self.question.limit) if mode == "plan" else mode
@@ -386,24 +320,20 @@ class Search:
                 yield way
 
     def _overfills_host(self, shape: Shape, conf: Configuration) -> bool:
-        assert isinstance(shape, TracedShape)
+        assert isinstance(shape, Shape)
         way = conf.change(ac="full", loss=None, offload="none")
         there = way.with_strategy(reshard_after_forward=None, cpu_offload=True)
         return shape.host_bytes(there) > self.question.host_memory
 
     # --- one configuration ----------------------------------------------------------------------------------------
 
-    def _per_token(self, seconds: StepSeconds, conf: Configuration) -> float:
-        """Seconds of one GPU for a token."""
-        return seconds.total * conf.gpus / (conf.sequences * self.question.seq_len)
-
     def _resolve(self, shape: Shape, conf: Configuration) -> Resolved | None:
         """What it takes; None where it does not fit, which is counted."""
         self.found.looked_at += 1
-        if isinstance(shape, StagedShape):
+        if isinstance(shape, Shape) and shape.key.staged:
             try:
                 with quietly():
-                    shape.planner(conf)
+                    shape.query(conf)
             except ValueError as error:
                 self.shapes[shape.key] = reason = str(error).splitlines()[0]
                 self.found.rejected[reason] += 1
@@ -420,19 +350,14 @@ class Search:
                         resolved = None
         if resolved is None:
             self.found.rejected["memory"] += 1
-        elif self._on_host(shape, conf, resolved) > self.question.host_memory:
+        elif shape.host_bytes(conf, resolved.choices) > self.question.host_memory:
             self.found.rejected[_HOST_MEMORY] += 1
             return None
         return resolved
 
-    @staticmethod
-    def _on_host(shape: Shape, conf: Configuration, resolved: Resolved) -> int:
-        """Bytes that one rank has in host memory."""
-        return shape.host_bytes(conf, resolved.choices) if isinstance(shape, TracedShape) else 0
-
     def _uniform(self, shape: Shape, conf: Configuration) -> Resolved:
         """Of a mode that needs no budget. What is needed beyond the peak is asked for only where that alone would fit."""
-        choices: Any = shape.choices(conf)
+        choices = shape.choices(conf)
         peak = shape.peak(conf, choices)
         known = peak.total <= self.question.limit
         need = shape.need(conf, choices, peak) if known else Need(peak.total, ALLOCATED)
@@ -440,7 +365,7 @@ class Search:
 
     def _planned(self, shape: Shape, conf: Configuration, make: Planning) -> Resolved | None:
         """The plan that `make` makes for the highest peak with which what is needed fits; None: none does."""
-        found = plan_within(shape.planner(conf), self.question.limit, lambda budget: make(conf, budget))
+        found = plan_within(shape.query(conf), self.question.limit, lambda budget: make(conf, budget))
         if found is None:
             return None
         choices, peak, need, budget = found
@@ -478,13 +403,13 @@ class Search:
         shape = self._traced(ShapeKey.of(conf))
         if isinstance(shape, str):
             return best
-        if isinstance(shape, StagedShape) and "ac" not in self.question.pins:
+        if isinstance(shape, Shape) and shape.key.staged and "ac" not in self.question.pins:
             conf = conf.change(ac=MemoryBudget(peak_bytes=self.question.limit))
         elif best.plan is None:
             return best
         with quietly():
             made = self._planned(shape, conf, shape.refined)
-        if made is None or self._on_host(shape, conf, made) > self.question.host_memory:
+        if made is None or shape.host_bytes(conf, made.choices) > self.question.host_memory:
             return best
         finer = self.candidate(shape, conf, made)
         return finer if finer.step_seconds <= best.step_seconds else best
@@ -495,19 +420,22 @@ class Search:
         with quietly():
             account = account_of(shape, conf, resolved.choices, resolved.seconds)
             if conf.mode == "plan":
-                conf, plan = conf.change(ac=resolved.budget), shape.plan(conf, resolved.choices, resolved.budget)
+                conf, plan = (
+                    conf.change(ac=resolved.budget),
+                    describe(shape.query(conf), resolved.choices, resolved.budget),
+                )
         return Candidate(
             conf,
-            host_bytes=self._on_host(shape, conf, resolved),
+            host_bytes=shape.host_bytes(conf, resolved.choices),
             peak=resolved.peak,
             need=resolved.need,
             seconds=resolved.seconds,
             tokens=conf.sequences * question.seq_len,
-            model_flops=shape.flops() * conf.grad_accum / conf.pp,
+            model_flops=shape.flops(conf) * conf.grad_accum / conf.pp,
             peak_flops=question.device.peak_flops,
             fits=resolved.need.bytes <= question.limit,
             plan=plan,
-            sample=shape.sample,
+            sample=shape.traced.sample,
             account=account,
         )
 
@@ -520,19 +448,6 @@ _NOT_BESIDE_PP = "not planned beside pp: cpu_offload"
 
 def _is_resolved(item: object) -> bool:
     return isinstance(item, tuple) and item[1] is not None
-
-
-def _like_stages(whole: ShapeKey, stages: ShapeKey) -> bool:
-    """Whether a whole model has the local weights that stages have, but for the share of the experts, and no smaller parts
-    of sequences, whose gathered keys and values would not grow with them."""
-    return not whole.staged and _like_weights(whole, stages) and whole.cp in (1, stages.cp)
-
-
-def _like_weights(one: ShapeKey, other: ShapeKey) -> bool:
-    """Whether they hold the same weights, but for the share of the experts. Under tp all of them are cut by other rules
-    where experts are split."""
-    same = (one.tp, one.whole) == (other.tp, other.whole)
-    return same and one.ep <= other.ep and (one.tp == 1 or (one.ep > 1) == (other.ep > 1))
 
 
 @contextmanager

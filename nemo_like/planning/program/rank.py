@@ -1,21 +1,23 @@
-"""The steps of one rank of a pipeline: its actions in their order, and all micro-batches that are in flight.
+"""The steps of one rank: its actions in their order, all micro-batches that are in flight, and the optimizer.
 
-What `torch.distributed.pipelining` keeps (torch 2.13): a receiving buffer per micro-batch for each stage's input and for the
-gradient of its output, made once; each output until its backward, and under schedules with several stages on a rank all
-that was sent until the step ends; with a backward cut in two, what the second half needs, and the gradients of the
-stages' inputs until the next step. Stages that follow each other on one rank hand tensors on instead of sending them. FSDP2
-keeps whole gradients of a stage, and reduces them behind its last backward; schedules with several stages on a rank gather
-all of a stage's parameters at once.
+A rank that holds the whole model runs forward and backward of one micro-batch after the other.
+
+Of a pipeline, what `torch.distributed.pipelining` keeps (torch 2.13): a receiving buffer per micro-batch for each stage's
+input and for the gradient of its output, made once; each output until its backward, and under schedules with several stages
+on a rank all that was sent until the step ends; with a backward cut in two, what the second half needs, and the gradients of
+the stages' inputs until the next step. Stages that follow each other on one rank hand tensors on instead of sending them.
+FSDP2 keeps whole gradients of a stage, and reduces them behind its last backward; schedules with several stages on a rank
+gather all of a stage's parameters at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from nemo_like.activation_checkpointing.plan import Part
 from nemo_like.distributed.pipeline.schedules import (
+    BACKWARD,
     FORWARD,
     INPUTS,
     REDUCE,
@@ -24,15 +26,12 @@ from nemo_like.distributed.pipeline.schedules import (
     WEIGHTS,
     Action,
 )
-from nemo_like.planning.program.loop import make_optimizer_state, make_parameters, stage_step, start_with_gradients
-from nemo_like.planning.program.readers import Bytes, Peak, StepPoint, Storages
-from nemo_like.planning.program.step import Around, LayerCall, Microbatch
-from nemo_like.planning.program.units import ROOT, TAIL, GatheredOnce, Pass
+from nemo_like.planning.choose.layer import Choice
+from nemo_like.planning.program.fsdp_units import ROOT, TAIL, GatheredOnce, GradientRule, Units, rules_of
+from nemo_like.planning.program.microbatch import Around, LayerCall, Microbatch, StageStep, without
+from nemo_like.planning.program.storages import Bytes, Peak, StepPoint, Storages
+from nemo_like.planning.query import PlanQuery, Stage
 from nemo_like.planning.sharding import UnitBytes
-
-if TYPE_CHECKING:
-    from nemo_like.planning.block import Choice
-    from nemo_like.planning.stages import PipelinePlanner, PlannedStage
 
 _HALFWAY = "between the halves of backward"
 _WAITING = "between forward and backward"
@@ -52,12 +51,19 @@ class ActionBytes:
 class StageOfRank:
     """One stage while steps are written."""
 
-    def __init__(self, pipeline: PipelinePlanner, stage: PlannedStage, choices: Sequence[Choice], e: Storages) -> None:
-        self.index, self.planner, self.choices, self.e = stage.slice.index, stage.planner, choices, e
+    def __init__(self, query: PlanQuery, stage: Stage, choices: Sequence[Choice], storages: Storages) -> None:
+        self.index, self.stage, self.choices = stage.slice.index, stage, choices
         self.is_first, self.is_last = stage.slice.is_first, stage.slice.is_last
-        self.once = pipeline.pp.replay != "twice"
-        self.step = stage_step(self.planner, e, units=GatheredOnce)
-        self.cast = self.planner.casts
+        self.once = query.pp.replay != "twice"
+        self.step = StageStep(
+            storages,
+            stage.sharding,
+            units=GatheredOnce if query.is_pipeline else Units,
+            offload=stage.job.offload,
+            copies_at_once=stage.device.kind == "cpu",
+        )
+        self.rules: Sequence[GradientRule] = ()
+        """Without a pipeline, what each micro-batch does with its gradients."""
         self._calls: dict[tuple[bool, bool], list[LayerCall]] = {}
         self.running: dict[int, Microbatch] = {}
         self.going_back: dict[int, Microbatch] = {}
@@ -70,24 +76,24 @@ class StageOfRank:
         """The same of the gradient of its output."""
 
     def forward(self, number: int) -> None:
-        turn = self._turn()
-        self.running[number] = Microbatch(self.step, turn, self._layers(turn), self._around(turn))
+        rule = self._rule(number)
+        self.running[number] = Microbatch(self.step, rule, self._layers(rule), self._around(rule))
         self.running[number].forward()
 
     def begin_backward(self, number: int, *, halves: bool) -> Microbatch:
         one = self.running.pop(number)
-        self.go_on(one, halves=halves)
+        self.go_on(one, number, halves=halves)
         if not self.is_last:
             one.given_gradient(self.received_grads[number])
         return one
 
-    def go_on(self, one: Microbatch, *, halves: bool) -> None:
-        """With the gradients that are there now, in one piece or in two."""
-        turn = self._turn(halves=halves)
-        one.go_on_as(turn, self._layers(turn, halves=halves), self._around(turn, halves=halves))
+    def go_on(self, one: Microbatch, number: int, *, halves: bool) -> None:
+        """Take into account the gradients that are there now; backward runs in one piece or in two."""
+        rule = self._rule(number, halves=halves)
+        one.go_on_as(rule, self._layers(rule, halves=halves), self._around(rule, halves=halves))
 
     def ended(self) -> None:
-        """A microbatch has gone all the way back."""
+        """Note that a micro-batch has gone all the way back."""
         self.first_done = True
 
     def unshard(self) -> None:
@@ -95,10 +101,10 @@ class StageOfRank:
         if self.step.on:
             self.fetched = True
             for key, unit in self._units():
-                self.step.units.fetch(key, unit)
+                self.step.units.gather(key, unit)
 
     def copy_out(self) -> None:
-        """Of what `unshard` fetched."""
+        """Copy out the units that `unshard` gathered."""
         if self.fetched:
             self.fetched = False
             for key, unit in self._units():
@@ -110,96 +116,149 @@ class StageOfRank:
             self.step.units.reshard(key)
 
     def reduce(self) -> None:
-        """After the last backward."""
+        """Reduce the gradients after the last backward."""
         if self.step.on:
             units = self.step.units
             assert isinstance(units, GatheredOnce)
-            units.end(self._units(), Pass(adds=self.stays))
+            units.end(self._units(), GradientRule(adds=self.stays))
         self.first_done = False
 
     def _units(self) -> list[tuple[Hashable, UnitBytes | None]]:
-        """In the order of the stage's modules."""
-        sharding, calls = self.planner.sharding, self._layers(self._turn())
+        """Return its units in the order of the stage's modules."""
+        sharding, calls = self.stage.sharding, self._layers(self._rule(0))
         inside = [unit for i, layer in enumerate(calls) for unit in ((i, layer.unit), (("experts", i), layer.experts))]
         return [(ROOT, sharding.root), *inside, (TAIL, sharding.tail)]
 
-    def _turn(self, *, halves: bool = False) -> Pass:
-        """The first backward makes gradients, the others add to them; none is reduced before the end."""
-        if not self.step.on:
-            return Pass(accumulates=self.first_done or self.stays)
-        if not self.cast:
-            return Pass(accumulates=self.first_done, reduces=False)
-        waiting = isinstance(self.step.units, GatheredOnce) and bool(self.step.units.waiting)
-        return Pass(accumulates=waiting, reduces=False, waits=halves)
+    def _rule(self, number: int, *, halves: bool = False) -> GradientRule:
+        """Return how a micro-batch treats its gradients.
 
-    def _layers(self, turn: Pass, *, halves: bool = False) -> list[LayerCall]:
-        key = turn.accumulates, halves
+        Of a pipeline, the first backward makes gradients, and the others add to them; none is reduced before the end.
+        """
+        if self.rules:
+            return self.rules[number]
+        if not self.step.on:
+            return GradientRule(accumulates=self.first_done or self.stays)
+        if not self.stage.casts:
+            return GradientRule(accumulates=self.first_done, reduces=False)
+        waiting = isinstance(self.step.units, GatheredOnce) and bool(self.step.units.waiting)
+        return GradientRule(accumulates=waiting, reduces=False, waits=halves)
+
+    def _layers(self, rule: GradientRule, *, halves: bool = False) -> list[LayerCall]:
+        key = rule.accumulates, halves
         if key not in self._calls:
-            self._calls[key] = self.planner.layer_calls(
-                self.choices, turn.accumulates, received=not self.is_last, halves=self.once if halves else None
+            self._calls[key] = self.stage.layer_calls(
+                self.choices, rule.accumulates, received=not self.is_last, halves=self.once if halves else None
             )
         return self._calls[key]
 
-    def _around(self, turn: Pass, *, halves: bool = False) -> Around:
-        return self.planner.around(self.choices, turn.accumulates, halves=halves)
+    def _around(self, rule: GradientRule, *, halves: bool = False) -> Around:
+        return self.stage.around(self.choices, rule.accumulates, halves=halves)
 
 
 class RankSteps:
     """Writes the steps of one rank.
 
     Args:
-        pipeline: the planner of all stages.
-        rank: of the pipeline.
+        query: the job, and its stages.
+        rank: of the pipeline; 0 without one.
         choices: for each stage, one for each layer call.
         storages: what it is written into.
         kept_outputs: for each stage, bytes of a micro-batch's output that are there until the step ends.
+        actions: of a pipeline, what the rank runs; None: up to the micro-batch from which on its memory repeats itself.
     """
 
     def __init__(
         self,
-        pipeline: PipelinePlanner,
+        query: PlanQuery,
         rank: int,
         choices: Sequence[Sequence[Choice]],
         storages: Storages,
         *,
         kept_outputs: Sequence[int] = (),
+        actions: Sequence[Action] | None = None,
     ) -> None:
-        self.e, self.kept_outputs = storages, kept_outputs
-        self.actions, self.once = pipeline.actions[rank], pipeline.held_once(rank)
+        self.storages, self.kept_outputs, self.query = storages, kept_outputs, query
+        self.actions = query.actions[rank] if actions is None else actions
+        self.once = query.held_once(rank)
         # What 1F1B has sent it lets go of; schedules with several stages on a rank do when the step ends.
-        self.holds_sent = not pipeline.pp.facts.frees_sent
-        own = [pipeline.stages[index] for index in pipeline.of_rank(rank)]
-        self.stages = {s.slice.index: StageOfRank(pipeline, s, choices[s.slice.index], storages) for s in own}
+        self.holds_sent = not query.pp.facts.frees_sent
+        own = [query.stages[index] for index in query.of_rank(rank)]
+        self.stages = {s.slice.index: StageOfRank(query, s, choices[s.slice.index], storages) for s in own}
         self.input_grads: list[int] = []
-        """Of stages whose backward is cut in two, till the next step."""
+        """Gradients of the inputs of stages whose backward is cut in two, till the next step."""
         self.log: list[ActionBytes] = []
         shares = self.once.params > 0
         for stage in self.stages.values():
-            make_parameters(storages, stage.planner, less=self.once.params if shares and stage.is_first else 0)
+            self._make_parameters(stage.stage, less=self.once.params if shares and stage.is_first else 0)
             if shares and stage.is_first:
-                stage.step.elsewhere = frozenset(pipeline.parts.tied)
-            for number in range(pipeline.count):
+                stage.step.elsewhere = frozenset(query.traced.cut(query.job).tied)
+            for number in range(query.microbatches):
                 if not stage.is_first:
-                    stage.received[number] = storages.make(pipeline.hidden_bytes, Part.RECEIVE_BUFFERS)
+                    stage.received[number] = storages.make(query.hidden_bytes, Part.RECEIVE_BUFFERS)
                 if not stage.is_last:
-                    stage.received_grads[number] = storages.make(pipeline.hidden_bytes, Part.RECEIVE_BUFFERS)
-        self.stay = pipeline.job.step.zero_grad == "zero"
+                    stage.received_grads[number] = storages.make(query.hidden_bytes, Part.RECEIVE_BUFFERS)
+        self.stay = query.job.step.zero_grad == "zero"
+
+    # --- what stays from step to step ---------------------------------------------------------------------------------
+
+    def _make_parameters(self, stage: Stage, *, less: int) -> None:
+        """Make what is there before the first step: parameters, their running mean, DDP's buckets, remembered tables.
+
+        less: bytes that another stage of the rank has made.
+        """
+        sharding, make = stage.sharding, self.storages.make
+        sizes = [size for unit in sharding.all if unit.shard for size in unit.each_shard]
+        for part in (Part.PARAMETERS, *([Part.AVERAGED_WEIGHTS] if stage.job.step.ema else [])):
+            for size in without([*sizes, sharding.replicated], less):
+                make(size, part)
+        make(stage.part.remembered, Part.REMEMBERED_TABLES)
+        if stage.job.ddp:
+            for unit in sharding.all:
+                make(unit.grad, Part.GRADIENTS)
+
+    def _make_optimizer_state(self) -> None:
+        """Make what the optimizer's first step leaves, but for what another stage of the rank has of tied parameters."""
+        for stage in self.stages.values():
+            sizes = [size for own in stage.stage.optimizer.states for size in own]
+            for size in without(sizes, self.once.state if stage.is_first else 0):
+                self.storages.make(size, Part.OPTIMIZER_STATE)
 
     def begin_later(self) -> None:
         """Make what is there when a later step begins."""
-        for stage in self.stages.values():
-            make_optimizer_state(self.e, stage.planner, less=self.once.state if stage.is_first else 0)
-            if self.stay:
-                stage.stays = True
-                start_with_gradients(stage.step, less=self.once.grads if stage.is_first else 0)
+        self._make_optimizer_state()
+        starts = self.stay
+        if not self.query.is_pipeline:
+            (stage,), step, job = self.stages.values(), self.query.job.step, self.query.job
+            kept = stage.stage.outside(choices=stage.choices).events.kept_bytes
+            stage.step.kept.append(self.storages.make(kept, Part.KEPT_OUTPUT))
+            rules = self._rules(first=False)
+            alike = len(rules) > 1 and rules[-1].reduces and all(rule.reduces and not rule.frees for rule in rules)
+            starts = (alike or step.zero_grad == "zero") and job.ddp is None
+            # The one with the highest peak.
+            stage.rules = rules[-1:] if alike else rules
+        for stage in self.stages.values() if starts else ():
+            stage.stays = self.stay
+            stage.step.start_with_gradients(less=self.once.grads if stage.is_first else 0)
+
+    def _rules(self, *, first: bool) -> list[GradientRule]:
+        """Without a pipeline, what the micro-batches of a step do with their gradients."""
+        stage, job = self.stages[0].stage, self.query.job
+        return rules_of(job.step, sharded=stage.sharding.on, ddp=job.ddp is not None, cast=stage.casts, first=first)
+
+    # --- a step -------------------------------------------------------------------------------------------------------
 
     def run(self, *, first: bool = False) -> None:
-        """All actions, the reductions, and the optimizer, whose state the `first` step makes."""
-        e, sent, done = self.e, list[int](), 0
-        e.drop_all(self.input_grads)
+        """Run all actions, the reductions, and the optimizer, whose state the `first` step makes."""
+        storages, sent, done = self.storages, list[int](), 0
+        storages.drop_all(self.input_grads)
         self.input_grads.clear()
-        warmup = next((at for at, action in enumerate(self.actions) if action.kind != FORWARD), 0)
-        for action in self.actions:
+        actions = self.actions
+        if not self.query.is_pipeline:
+            stage = self.stages[0]
+            stage.rules = stage.rules or self._rules(first=first)
+            actions = [Action(kind, 0, n) for n in range(len(stage.rules)) for kind in (FORWARD, BACKWARD)]
+        warmup = next((at for at, action in enumerate(actions) if action.kind != FORWARD), 0)
+        for action in actions:
             stage, number = self.stages[action.stage], action.microbatch
             if action.kind in (UNSHARD, RESHARD, REDUCE):
                 {UNSHARD: stage.unshard, RESHARD: stage.reshard, REDUCE: stage.reduce}[action.kind]()
@@ -209,21 +268,21 @@ class RankSteps:
             if action.kind == FORWARD:
                 self._forward(stage, number)
                 if self.kept_outputs:
-                    sent.append(e.make(self.kept_outputs[action.stage], Part.KEPT_OUTPUT))
+                    sent.append(storages.make(self.kept_outputs[action.stage], Part.KEPT_OUTPUT))
             elif action.kind == INPUTS and stage.is_first:
                 pass  # torch runs it whole, in the place of the second half
             else:
                 done += action.kind != WEIGHTS or stage.is_first
                 sent += self._backward(stage, action, done, warmup)
             self._end(action)
-        e.drop_all(sent)
-        e.phase = "optimizer"
-        e.mark("optimizer step")
+        storages.drop_all(sent)
+        storages.phase = "optimizer"
+        storages.mark("optimizer step")
+        if first:
+            self._make_optimizer_state()
         for stage in self.stages.values():
-            if first:
-                make_optimizer_state(e, stage.planner, less=self.once.state if stage.is_first else 0)
-            e.optimizer_step(stage.planner.optimizer)
-            stage.stays = self.stay
+            storages.optimizer_step(stage.stage.optimizer)
+            stage.stays, stage.rules = self.stay, ()
             if not self.stay:
                 stage.step.zero_grad()
 
@@ -231,37 +290,41 @@ class RankSteps:
         stage.forward(number)
         one, after = stage.running[number], self.stages.get(stage.index + 1)
         if after is not None:  # its output takes the place of the buffer of the step before
-            self.e.drop(after.received[number])
+            self.storages.drop(after.received[number])
             after.received[number] = 0
             for storage in one.sent_on():
-                self.e.retag(storage, Part.RECEIVE_BUFFERS)
-                after.received[number] = self.e.hold(storage)
-        self.e.park(stage.index, number, _WAITING)
+                self.storages.relabel(storage, Part.RECEIVE_BUFFERS)
+                after.received[number] = self.storages.hold(storage)
+        self.storages.park(stage.index, number, _WAITING)
 
     def _backward(self, stage: StageOfRank, action: Action, done: int, warmup: int) -> list[int]:
         """Returns what stays till the step ends, of what went to other ranks."""
-        e, number, halves = self.e, action.microbatch, action.kind in (INPUTS, WEIGHTS) and not stage.is_first
+        storages, number, halves = (
+            self.storages,
+            action.microbatch,
+            action.kind in (INPUTS, WEIGHTS) and not stage.is_first,
+        )
         if action.kind == WEIGHTS and halves:
-            e.unpark(stage.index, number, _HALFWAY)
+            storages.unpark(stage.index, number, _HALFWAY)
             one = stage.going_back.pop(number)
-            stage.go_on(one, halves=True)
+            stage.go_on(one, number, halves=True)
             one.backward_of_weights()
-            e.drop_all([*one.output, *one.input_grads])
+            storages.drop_all([*one.output, *one.input_grads])
             stage.ended()
             return []
-        e.unpark(stage.index, number, _WAITING)
+        storages.unpark(stage.index, number, _WAITING)
         one = stage.begin_backward(number, halves=halves)
         one.backward_of_inputs()
         if not halves:
             one.backward_of_weights()
         output, grads = one.take_ends()
-        e.retag(stage.received_grads.get(number, 0), Part.RECEIVE_BUFFERS)
+        storages.relabel(stage.received_grads.get(number, 0), Part.RECEIVE_BUFFERS)
         if stage.index + 1 in self.stages:
-            e.retag(self.stages[stage.index + 1].received[number], Part.RECEIVE_BUFFERS)
+            storages.relabel(self.stages[stage.index + 1].received[number], Part.RECEIVE_BUFFERS)
         sent = self._sent(stage, output, grads, number, done, warmup, halves=halves)
         if halves:
             stage.going_back[number] = one
-            e.park(stage.index, number, _HALFWAY)
+            storages.park(stage.index, number, _HALFWAY)
         else:
             stage.ended()
         return sent
@@ -277,59 +340,89 @@ class RankSteps:
         *,
         halves: bool,
     ) -> list[int]:
-        """What stays of the output of a micro-batch, and of the gradient of its input. Of 1F1B's one each does, that the
-        last send of its warm-up and a later one hold on to.
+        """Return the storages that stay of the output of a micro-batch, and of the gradient of its input.
+
+        Of 1F1B's one each does, that the last send of its warm-up and a later one hold on to.
 
         Args:
             done: how many backwards this was.
             warmup: forwards before the first of them.
         """
-        e, before = self.e, self.stages.get(stage.index - 1)
+        storages, before = self.storages, self.stages.get(stage.index - 1)
+        if not self.query.is_pipeline:
+            stage.step.kept += output
+            storages.drop_all(grads)
+            return []
         stays = []
         if not stage.is_last and stage.index + 1 not in self.stages and (self.holds_sent or done == warmup - 1):
             stays += output
         else:
-            e.drop_all(output)
+            storages.drop_all(output)
         if before is not None and grads:  # it takes the place of that stage's buffer
-            e.drop(before.received_grads[number])
+            storages.drop(before.received_grads[number])
             before.received_grads[number] = grads[0]
-            e.retag(grads[0], Part.RECEIVE_BUFFERS)
-            e.drop_all(grads[1:])
+            storages.relabel(grads[0], Part.RECEIVE_BUFFERS)
+            storages.drop_all(grads[1:])
         elif not stage.is_first and halves:
             self.input_grads += grads
         elif not stage.is_first and (self.holds_sent or done == 1):
             stays += grads
         else:
-            e.drop_all(grads)
+            storages.drop_all(grads)
         for storage in (*stays, *self.input_grads):
-            e.retag(storage, Part.SENT_TENSORS)
+            storages.relabel(storage, Part.SENT_TENSORS)
         return stays
 
     def _begin(self, action: Action) -> None:
-        e = self.e
-        e.stage, e.phase = action.stage, "forward"
-        e.suffix = f" of stage {action.stage}, microbatch {action.microbatch}"
-        e.begin_action()
+        storages = self.storages
+        storages.stage, storages.phase = action.stage, "forward"
+        storages.suffix = f" of stage {action.stage}, microbatch {action.microbatch}" if self.query.is_pipeline else ""
+        storages.begin_action()
 
     def _end(self, action: Action) -> None:
-        self.e.suffix = ""
-        found = self.e.end_action()
+        self.storages.suffix = ""
+        found = self.storages.end_action()
         if found is not None:
             self.log.append(ActionBytes(action, *found))
 
 
 def rank_peak(
-    pipeline: PipelinePlanner,
+    query: PlanQuery,
     rank: int,
     choices: Sequence[Sequence[Choice]],
+    *,
     log: list[ActionBytes] | None = None,
     points: list[StepPoint] | None = None,
+    actions: Sequence[Action] | None = None,
 ) -> Peak:
-    """The highest point of a later step of one rank. `log`: gets each action, `points`: every stretch, in order."""
+    """Return the highest point of a later step of one rank.
+
+    Args:
+        query, rank, choices, actions: as for `RankSteps`.
+        log: gets each action.
+        points: gets every stretch of the step, in order.
+    """
     storages = Bytes(points)
-    steps = RankSteps(pipeline, rank, choices, storages)
+    steps = RankSteps(query, rank, choices, storages, actions=actions)
     steps.begin_later()
     steps.run()
     if log is not None:
         log += steps.log
     return storages.peak()
+
+
+def peaks_of(query: PlanQuery, choices: Sequence[Sequence[Choice]]) -> list[Peak]:
+    """Return the peak of every rank of the pipeline; of one without."""
+    return [rank_peak(query, rank, choices) for rank in range(query.pp.size)]
+
+
+def peak_of(query: PlanQuery, choices: Sequence[Sequence[Choice]]) -> Peak:
+    """Return the peak of the rank that has the highest."""
+    return max(peaks_of(query, choices), key=lambda peak: peak.total)
+
+
+def points_of(query: PlanQuery, rank: int, choices: Sequence[Sequence[Choice]]) -> list[StepPoint]:
+    """Return every stretch of a later step of one rank, in order."""
+    points: list[StepPoint] = []
+    rank_peak(query, rank, choices, points=points)
+    return points

@@ -14,15 +14,15 @@ Log = tuple[tuple[int, int], ...]
 
 
 class Fold(NamedTuple):
-    """What a run of a log comes to, bytes above the level at its beginning."""
+    """Result of a run of a log, in bytes above the level at its beginning."""
 
     peak: int
     net: int
-    """What it adds, without exposed storages."""
+    """Bytes that it adds, without exposed storages."""
     made: tuple[tuple[int, int], ...]
     """Exposed storages that it leaves: number and bytes."""
     freed: tuple[int, ...]
-    """Those of the ones before that it lets go of."""
+    """Numbers of exposed storages from before that it frees."""
     late: tuple[int, ...]
 
 
@@ -30,12 +30,24 @@ class Recorded:
     """A log, of which some storages are exposed: others may hold them too, or have made them."""
 
     def __init__(self, entries: Log, exposed: frozenset[int], sizes: Mapping[int, int], late: frozenset[int]) -> None:
-        """`sizes`: of all storages, also of those that an earlier log made. `late`: of those, what is freed when it ends."""
+        """Keep a log.
+
+        Args:
+            entries: the log.
+            exposed: numbers of storages that others may hold too, or have made.
+            sizes: bytes of all storages, also of those that an earlier log made.
+            late: numbers of exposed storages that are freed when it ends.
+        """
         self.entries, self.exposed, self.sizes, self.late = entries, exposed, sizes, late
         self._folds: dict[tuple[frozenset[int], frozenset[int]], Fold] = {}
 
     def fold(self, there: frozenset[int], alone: frozenset[int]) -> Fold:
-        """`there`: exposed storages that are there when it begins; `alone`: those that nobody else holds."""
+        """Return the result of a run.
+
+        Args:
+            there: exposed storages that are there when it begins.
+            alone: those of them that have no other holder.
+        """
         found = self._folds.get((there, alone))
         if found is None:
             found = self._folds[there, alone] = self._fold(there, alone)
@@ -70,7 +82,7 @@ class Recorded:
 
 @dataclass(frozen=True)
 class BlockEvents:
-    """Of one block, under one choice. Its parameters and inputs are not among them."""
+    """Logs of one block under one choice. Its parameters and inputs are not in them."""
 
     forward: Log = ()
     """Its output is freed at the end, where autograd does not keep it."""
@@ -86,7 +98,7 @@ class BlockEvents:
     apart_end: int = 0
     """Position in `backward` at which that of its experts has ended, where they are an FSDP2 unit of their own."""
     weights: Log = ()
-    """Where a pipeline's schedule cuts backward in two, its second half, which makes `param_grads`."""
+    """The second half of backward, which makes `param_grads`, where a pipeline's schedule cuts it in two."""
 
     @cached_property
     def sizes(self) -> dict[int, int]:
@@ -95,7 +107,7 @@ class BlockEvents:
 
     @cached_property
     def held(self) -> int:
-        """Bytes that it keeps from forward to backward, without its output."""
+        """Bytes that it saves from forward to backward, without its output."""
         return sum(self.sizes[number] for number in _alive(self.forward) - set(self.outputs))
 
     @property
@@ -129,14 +141,14 @@ class BlockEvents:
 
     @property
     def output_grad_between(self) -> int:
-        """Of that, gradients of its output."""
+        """Bytes of `between` that are gradients of its output."""
         return self._bytes(_alive(self.forward + self.backward) & set(self.output_grads.values()))
 
     def _bytes(self, numbers: Iterable[int]) -> int:
         return sum(self.sizes.get(number, 0) for number in set(numbers))
 
     def until(self, halfway: bool) -> Log:
-        """What has run after its forward, or after the first half of its backward."""
+        """Return the log of its forward, and (`halfway`) of the first half of its backward."""
         return self.forward + self.backward if halfway else self.forward
 
     @cached_property
@@ -156,25 +168,25 @@ class BlockEvents:
 
     @cached_property
     def running_apart(self) -> tuple[Recorded, Recorded]:
-        """`running_backward` in two, cut at `apart_end`."""
+        """Return `running_backward` in two, cut at `apart_end`."""
         logs = self.backward[: self.apart_end], self.backward[self.apart_end :]
         until, rest = (Recorded(log, self._exposed, self.sizes, frozenset()) for log in logs)
         return until, rest
 
     @cached_property
     def running_weights(self) -> Recorded:
-        """The second half."""
+        """The second half of its backward."""
         return Recorded(self.weights, self._exposed, self.sizes, frozenset())
 
 
 def _alive(log: Log) -> set[int]:
-    """The numbers of what is there at the end of `log`."""
+    """Return the numbers of storages that are alive at the end of `log`."""
     return {number for number, size in log if size} - {number for number, size in log if not size}
 
 
 @dataclass(frozen=True)
 class ForwardCall:
-    """Of a stand-in for a layer. Between `begin` and `end` its outputs are made, in order."""
+    """Call of a stand-in for a layer. Between `begin` and `end` its outputs are made, in order."""
 
     begin: int
     """Position in `OuterEvents.log`."""
@@ -182,12 +194,12 @@ class ForwardCall:
     inputs: Mapping[Place, int]
     """The storages that it is given for itself, by place."""
     outputs: Mapping[int, int]
-    """Those that it makes, by position."""
+    """Storages that it makes, by position."""
 
 
 @dataclass(frozen=True)
 class BackwardCall:
-    """Of a stand-in for a layer. Between `begin` and `end` the gradients of its inputs are made."""
+    """Backward of a stand-in for a layer. Between `begin` and `end` the gradients of its inputs are made."""
 
     layer: int
     """Position of its layer among all calls."""
@@ -196,12 +208,12 @@ class BackwardCall:
     grads: Mapping[int, int]
     """The gradients that it is given, by the position of the output."""
     made: Mapping[Place, int]
-    """Those that it makes, by the place of the input."""
+    """Storages that it makes, by the place of the input."""
 
 
 @dataclass(frozen=True)
 class OuterEvents:
-    """Of everything but the layers."""
+    """Log of all that is outside the layers."""
 
     log: Log = ()
     calls: tuple[ForwardCall, ...] = ()
@@ -221,12 +233,12 @@ class OuterEvents:
     goes_back: Mapping[str, int] = field(default_factory=dict)
     """The same of the gradient of what that module returned; ``""``: the model."""
     outputs: tuple[int, ...] = ()
-    """Of what the model returns, if that is kept."""
+    """Storages of the model's output, if that is kept."""
     input_grads: tuple[int, ...] = ()
-    """Of what a stage of a pipeline was sent."""
+    """Storages of the gradients of what a stage of a pipeline received."""
 
     @property
     def kept_bytes(self) -> int:
-        """Of `outputs`."""
+        """Bytes of `outputs`."""
         sizes = dict(pair for pair in self.log if pair[1])
         return sum(sizes.get(number, 0) for number in set(self.outputs))

@@ -1,0 +1,289 @@
+"""Which outputs to keep: exact choices over plain numbers. No torch here, no tensors, no clocks.
+
+Three problems, smallest first; the second is in `nemo_like.planning.choose.closure`:
+
+* **Linear replay** of one block (`linear_frontier`): replay runs every op that is not kept, up to the early stop. What
+  an op costs in replay does not depend on the other decisions, so the choice is a 0/1 knapsack: give up bytes, save
+  cost. Solved exactly by a sweep over non-dominated (bytes, cost) states.
+* **Replay with skips** (`closure_every`, `closure_optimum`, `closure_frontier`): an op whose output neither backward nor a
+  replayed op reads need not run. Now decisions hang together (whoever is replayed needs its inputs), which makes it a
+  closure problem with a budget.
+* **Many layers** (`combine`): one point per layer from the frontier of its kind, at least total cost for total bytes:
+  a multiple-choice knapsack. Identical layers are summed by doubling, so 126 layers cost seven merges.
+
+All results are deterministic: ties go to fewer bytes, then to the smaller bit mask.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+try:  # of scipy and transformers; without it, merges of many mixes take some ten times as long
+    import numpy as np
+except ImportError:  # pragma: no cover
+    np = None  # type: ignore[assignment]
+
+EXACT_STATES = 1 << 14
+"""Non-dominated states that a sweep may hold before it thins them out; below this every answer is exact."""
+
+
+@dataclass(frozen=True)
+class Op:
+    """One op of a block, reduced to what the choice needs."""
+
+    bytes: int
+    """What keeping its outputs costs, bytes."""
+    cost: float
+    """What running it again costs, in any unit (FLOPs or seconds), >= 0. Zero behind the early stop."""
+    reads: tuple[int, ...] = ()
+    """Indices of the ops whose outputs it reads (through views too)."""
+    needed: bool = False
+    """Backward reads an output of it."""
+    keepable: bool = True
+    """May be kept (an output that is changed in place later may not)."""
+    forced: str | None = None
+    """``"save"``: always kept (collectives, routing); ``"replay"``: always run again (random or in-place ops)."""
+
+    def __post_init__(self) -> None:
+        if self.bytes < 0 or not self.cost >= 0:
+            raise ValueError(f"An op has {self.bytes} bytes and costs {self.cost}; neither may be negative.")
+        if self.forced not in (None, "save", "replay"):
+            raise ValueError(f"Op.forced is {self.forced!r}; it must be None, 'save' or 'replay'.")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One way to run a block: the bytes it keeps and the cost it pays in replay."""
+
+    bytes: int
+    cost: float
+    keep: int = 0
+    """Bit i set: op i is kept."""
+    skip: int = 0
+    """Bit i set: op i is not run in replay."""
+    gap: float = 0.0
+    """Proven bound on how far `cost` may be above the least possible, in units of cost; 0: optimal."""
+
+    def decisions(self, count: int) -> tuple[str, ...]:
+        """``"save"``, ``"skip"`` or ``"recompute"`` for each of `count` ops."""
+        return tuple(
+            "save" if self.keep >> i & 1 else "skip" if self.skip >> i & 1 else "recompute" for i in range(count)
+        )
+
+
+@dataclass(frozen=True)
+class Mix:
+    """How many layers of each kind use which point of their frontier."""
+
+    bytes: int
+    cost: float
+    counts: tuple[tuple[int, ...], ...]
+    """For each kind, for each point of its frontier: the number of layers that use it."""
+
+
+def linear_replay_cost(ops: Sequence[Op], keep: int) -> float:
+    """Cost of replaying everything that is not kept: the definition that `linear_frontier` minimises."""
+    return sum(op.cost for i, op in enumerate(ops) if not keep >> i & 1)
+
+
+def linear_frontier(ops: Sequence[Op], max_states: int = EXACT_STATES) -> tuple[Point, ...]:
+    """Every best trade of bytes for replay cost without skips, from "keep only what must be kept" to "replay nothing".
+
+    Ascending in bytes, strictly descending in cost. Each point is optimal for its bytes as long as the sweep stays
+    below `max_states` non-dominated states; past that, states are thinned and `Point.gap` bounds what it may cost.
+    """
+    states: list[tuple[int, float, int]] = [(0, sum(op.cost for op in ops), 0)]
+    exact = True
+    for i, op in enumerate(ops):
+        if op.forced == "save":
+            states = [(b + op.bytes, c - op.cost, keep | 1 << i) for b, c, keep in states]
+        elif op.forced is None and op.keepable and op.cost > 0:
+            added = [(b + op.bytes, c - op.cost, keep | 1 << i) for b, c, keep in states]
+            states = non_dominated(_merge(states, added))
+            if len(states) > max_states:
+                states, exact = _thin(states, max_states), False
+    bound = (lambda b: 0.0) if exact else _relaxation(ops)
+    points: list[Point] = []
+    for b, _, keep in states:
+        cost = linear_replay_cost(ops, keep)  # summed afresh: no rounding left over from the sweep's subtractions
+        if not points or cost < points[-1].cost:
+            points.append(Point(b, cost, keep, 0, 0.0 if exact else max(0.0, cost - bound(b))))
+    return tuple(points)
+
+
+def _merge(a: list[tuple[int, float, int]], b: list[tuple[int, float, int]]) -> list[tuple[int, float, int]]:
+    """Two lists sorted by (bytes, cost, mask) as one; timsort sees the two runs and merges them in linear time."""
+    return sorted(a + b)
+
+
+def non_dominated(states: Iterable[tuple[int, float, int]]) -> list[tuple[int, float, int]]:
+    kept: list[tuple[int, float, int]] = []
+    for state in states:
+        if not kept or state[1] < kept[-1][1]:
+            kept.append(state)
+    return kept
+
+
+def _thin(states: list[tuple[int, float, int]], limit: int) -> list[tuple[int, float, int]]:
+    """At most `limit` states, spread evenly over the bytes; the cheapest of each bucket, and both ends, stay."""
+    low, high = states[0][0], states[-1][0]
+    buckets: dict[int, tuple[int, float, int]] = {}
+    for state in states:
+        buckets[(state[0] - low) * (limit - 2) // max(1, high - low)] = state  # later states of a bucket cost less
+    return sorted({states[0], *buckets.values()})
+
+
+def _relaxation(ops: Sequence[Op]) -> Callable[[int], float]:
+    """The knapsack's linear relaxation: a function from bytes to a cost no choice within those bytes can beat."""
+    base = sum(op.bytes for op in ops if op.forced == "save")
+    cost = sum(op.cost for op in ops if op.forced != "save")
+    items = [op for op in ops if op.forced is None and op.keepable and op.cost > 0]
+    items.sort(key=lambda op: (-(op.cost / op.bytes) if op.bytes else float("-inf"), op.bytes))
+
+    def bound(budget: int) -> float:
+        left, best = budget - base, cost
+        for op in items:
+            if op.bytes > left:
+                return best - (op.cost * left / op.bytes if left > 0 else 0.0)
+            left, best = left - op.bytes, best - op.cost
+        return best
+
+    return bound
+
+
+def spread(points: Sequence[Point], limit: int) -> list[Point]:
+    """At most `limit` of a frontier's points, both ends included: the best at even steps of bytes."""
+    if len(points) <= limit:
+        return list(points)
+    low, high = points[0].bytes, points[-1].bytes
+    sizes = [point.bytes for point in points]
+    steps = (low + (high - low) * step // (limit - 1) for step in range(limit))
+    return [points[index] for index in sorted({bisect_right(sizes, step) - 1 for step in steps})]
+
+
+def frontier(points: Iterable[Point]) -> tuple[Point, ...]:
+    """The points that no other beats in both bytes and cost, ascending in bytes."""
+    kept: list[Point] = []
+    for point in sorted(points, key=lambda p: (p.bytes, p.cost, p.keep)):
+        if not kept or point.cost < kept[-1].cost:
+            kept.append(point)
+    return tuple(kept)
+
+
+def combine(kinds: Sequence[tuple[Sequence[tuple[int, float]], int]], max_states: int = 400) -> tuple[Mix, ...]:
+    """The frontier of a whole stack of layers: for each total of bytes, the mix of choices with the least cost.
+
+    Args:
+        kinds: for each kind of layer, the (bytes, cost) of its points, and how many layers of it there are.
+        max_states: how many mixes are carried between merges. A merge of fewer pairs than that squared is exact while
+            its result fits; past that the cheapest of each of `max_states` equal steps of bytes is carried on.
+            `combine_bound` tells what that may have cost.
+
+    Raises:
+        ValueError: a kind without points, or a negative number of layers.
+    """
+    total: list[tuple[int, float, tuple]] = [(0, 0.0, ())]
+    for number, (points, count) in enumerate(kinds):
+        if not points or count < 0:
+            raise ValueError(f"Kind {number} has {len(points)} points and {count} layers; it needs a point, and >= 0.")
+        single = [(b, c, tuple(int(i == j) for j in range(len(points)))) for i, (b, c) in enumerate(points)]
+        summed = _times(_best(single, max_states), count, len(points), max_states)
+        pairs = ((b + bb, c + cc, chosen + (counts,)) for b, c, chosen in total for bb, cc, counts in summed)
+        total = _best(pairs, max_states)
+    return tuple(Mix(b, c, counts) for b, c, counts in total)
+
+
+def _times(single: list, count: int, width: int, limit: int) -> list:
+    """`count` layers of one kind, by doubling."""
+    result = [(0, 0.0, (0,) * width)]
+    power = single
+    while count:
+        if count & 1:
+            result = _summed(result, power, limit)
+        count >>= 1
+        if count:
+            power = _summed(power, power, limit, symmetric=True)
+    return result
+
+
+_FEW_PAIRS = 1 << 10
+"""Sums that plain Python is as quick with as numpy."""
+
+
+def _summed(a: list, b: list, limit: int, *, symmetric: bool = False, quick: bool = True) -> list:
+    """The best sums of one state of `a` and one of `b`. `quick`: by numpy, which finds the same."""
+    if np is None or not quick or len(a) * len(b) < _FEW_PAIRS:
+        return _best(_sums(a, b, symmetric), limit, add=True)
+    first, second = np.triu_indices(len(a)) if symmetric else np.indices((len(a), len(b))).reshape(2, -1)
+    sizes, costs = (
+        np.array([state[n] for state in a], dtype)[first] + np.array([state[n] for state in b], dtype)[second]
+        for n, dtype in enumerate((np.int64, np.float64))
+    )
+    order = np.lexsort((costs, sizes))  # stable, as Python's sort is
+    cheapest = np.minimum.accumulate(costs[order])
+    kept = order[np.concatenate(([True], costs[order][1:] < cheapest[:-1]))]
+    if len(kept) > limit:
+        low, high = sizes[kept[0]], sizes[kept[-1]]
+        bucket = (sizes[kept] - low) * (limit - 2) // max(1, high - low)
+        last = np.concatenate((bucket[:-1] != bucket[1:], [True]))  # the later, the cheaper
+        last[0] = True
+        kept = kept[last]
+    return [
+        (int(sizes[k]), float(costs[k]), tuple(x + y for x, y in zip(a[first[k]][2], b[second[k]][2]))) for k in kept
+    ]
+
+
+def _sums(a: list, b: list, symmetric: bool = False) -> Iterator[tuple]:
+    for i, (b1, c1, n1) in enumerate(a):
+        for b2, c2, n2 in b[i:] if symmetric else b:
+            yield b1 + b2, c1 + c2, (n1, n2)
+
+
+def _best(states: Iterable[tuple], limit: int, *, add: bool = False) -> list[tuple]:
+    """Non-dominated states, at most about `limit`; `_summed` does the same with numpy. With `add`, the third field is a
+    pair of counts to be summed, which is done for the survivors only."""
+    kept: list[tuple] = []
+    for state in sorted(states, key=lambda s: (s[0], s[1])):
+        if not kept or state[1] < kept[-1][1]:
+            kept.append(state)
+    if len(kept) > limit:
+        low, high = kept[0][0], kept[-1][0]
+        buckets: dict[int, tuple] = {}
+        for state in kept:
+            buckets[(state[0] - low) * (limit - 2) // max(1, high - low)] = state  # the later, the cheaper
+        kept = [kept[0]] + [state for state in buckets.values() if state is not kept[0]]
+    if add:
+        return [(b, c, tuple(x + y for x, y in zip(*pair))) for b, c, pair in kept]
+    return kept
+
+
+def combine_bound(kinds: Sequence[tuple[Sequence[tuple[int, float]], int]], budget: int) -> float | None:
+    """Least cost that any mix within `budget` bytes can have, by the linear relaxation; None where nothing fits."""
+    base_bytes, base_cost, steps = 0, 0.0, []
+    for points, count in kinds:
+        hull = _hull(points)
+        base_bytes, base_cost = base_bytes + hull[0][0] * count, base_cost + hull[0][1] * count
+        steps += [((c0 - c1) / (b1 - b0), b1 - b0, count) for (b0, c0), (b1, c1) in pairwise(hull)]
+    if base_bytes > budget:
+        return None
+    left, cost = float(budget - base_bytes), base_cost
+    for slope, size, count in sorted(steps, key=lambda s: -s[0]):
+        taken = min(left, size * count)
+        cost, left = cost - slope * taken, left - taken
+    return cost
+
+
+def _hull(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    hull: list[tuple[int, float]] = []
+    for b, c in sorted(points):
+        if hull and c >= hull[-1][1]:
+            continue
+        while len(hull) > 1 and (hull[-1][1] - hull[-2][1]) * (b - hull[-2][0]) >= (c - hull[-2][1]) * (
+            hull[-1][0] - hull[-2][0]
+        ):
+            hull.pop()
+        hull.append((b, c))
+    return hull

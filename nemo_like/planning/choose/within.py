@@ -1,0 +1,175 @@
+"""Which choices are the fastest within a budget; and where none fit, the least, and what would lower it."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+
+from nemo_like._util.words import write_bytes
+from nemo_like.activation_checkpointing.plan import BudgetError
+from nemo_like.options import MemoryBudget
+from nemo_like.planning.advise import changes, helping, in_words
+from nemo_like.planning.choose import solver
+from nemo_like.planning.choose.layer import Choice, Stack
+from nemo_like.planning.program.rank import rank_peak
+from nemo_like.planning.query import PlanQuery, Stage
+
+Mixed = tuple[Stack, solver.Mix]
+"""What the layers of one stage choose from, and which of it they take."""
+
+
+def choose(query: PlanQuery, budget: MemoryBudget, asked: str = "") -> tuple[list[list[Choice]], float]:
+    """Return the fastest choices within `budget`, and the seconds that better ones could save at most.
+
+    Args:
+        query: the job.
+        budget: a share of the saved activations, or the peak of every rank.
+        asked: the budget as the caller wrote it, for errors.
+
+    Raises:
+        BudgetError: none fit; with the smallest budget that some do.
+    """
+    asked = asked or str(budget)
+    taken: dict[int, Mixed] = {}
+    if budget.fraction is not None:
+        taken = {stage.slice.index: _within_share(query, stage, budget.fraction, asked) for stage in query.stages}
+    else:
+        share = budget.device_share or 0.0
+        limit = int(query.device.memory_bytes * share) if budget.peak_bytes is None else budget.peak_bytes
+        for rank in range(query.pp.size):
+            taken |= _within_peak(query, rank, limit, asked)
+    mixed = [taken[index] for index in range(len(query.stages))]
+    return [_choices(stage, *each) for stage, each in zip(query.stages, mixed)], sum(s.gap(mix) for s, mix in mixed)
+
+
+def _choices(stage: Stage, stack: Stack, mix: solver.Mix) -> list[Choice]:
+    """Those of a mix, as the engine runs them."""
+    return stage.part.proved_all(stack.assignment(mix))
+
+
+def _finer(stage: Stage, stack: Stack, at: int) -> tuple[Stack, list[solver.Mix]]:
+    """Mixes between number `at` and the next one, and the stack that they are of."""
+    mix = stack.mixes[at]
+    finer = stack.finer(mix, stage.part.problems, skip=stage.skip, host=stage.host)
+    return finer, [m for m in finer.mixes if m.bytes < stack.mixes[at + 1].bytes and m.cost < mix.cost]
+
+
+def _within_share(query: PlanQuery, stage: Stage, fraction: float, asked: str) -> Mixed:
+    stack, shared = stage.stack, stage.part.traced.shared_bytes
+    none = stage.part.saved(stage.part.uniform("none"))
+    limit = int(fraction * none) - shared
+    best = bisect_right(stack.mixes, limit, key=lambda mix: mix.bytes) - 1
+    if best < 0:
+        raise _too_small_share(query, asked, limit + shared, stack.mixes[0].bytes + shared, none)
+    if best + 1 < len(stack.mixes):
+        finer, between = _finer(stage, stack, best)
+        if (last := bisect_right(between, limit, key=lambda mix: mix.bytes) - 1) >= 0:
+            return finer, between[last]
+    return stack, stack.mixes[best]
+
+
+def _within_peak(query: PlanQuery, rank: int, limit: int, asked: str) -> dict[int, Mixed]:
+    """The fastest mixes of the stages of one rank, by stage.
+
+    From those that save least, step by step to the next mix of the stage where a byte saves most time; a byte of a stage
+    counts for each micro-batch that it has in flight.
+    """
+    own = query.of_rank(rank)
+    stages = {index: query.stages[index] for index in own}
+    flights = {index: max(1, query.most_in_flight(index)) if query.is_pipeline else 1 for index in own}
+    steps = []
+    for index, stage in stages.items():
+        for number, (low, high) in enumerate(zip(stage.stack.mixes, stage.stack.mixes[1:])):
+            gain = (low.cost - high.cost) / max(1, (high.bytes - low.bytes) * flights[index])
+            steps.append((-gain, number, index))
+    path = [dict.fromkeys(own, 0)]
+    for _, _, index in sorted(steps):  # of one stage, in their order: a byte of a later mix saves less
+        path.append({**path[-1], index: path[-1][index] + 1})
+    rows = [{index: (stages[index].stack, stages[index].stack.mixes[at]) for index, at in row.items()} for row in path]
+
+    def peak(row: Mapping[int, Mixed]) -> int:
+        chosen = {index: _choices(stages[index], *mixed) for index, mixed in row.items()}
+        return rank_peak(query, rank, [chosen.get(index, []) for index in range(len(query.stages))]).total
+
+    def last_of(rows: Sequence[Mapping[int, Mixed]], about: Sequence[int]) -> int:
+        return last_within(limit, lambda at: peak(rows[at]), about)
+
+    def saved(row: Mapping[int, Mixed]) -> int:
+        return sum(mix.bytes * flights[index] for index, (_, mix) in row.items())
+
+    best = len(rows) - 1
+    if peak(rows[best]) > limit:
+        best = last_of(rows, [saved(row) for row in rows[:-1]])
+    if best < 0:
+        raise _too_small(query, rank, limit, asked)
+    taken = rows[best]
+    # What the next step on the path would take too much of, in part; and then the other stages, as far as they go.
+    ahead = [index for index in own if best + 1 < len(path) and path[best + 1][index] != path[best][index]]
+    for index in [*ahead, *(other for other in own if other not in ahead)]:
+        if path[best][index] + 1 >= len(stages[index].stack.mixes):
+            continue
+        finer, between = _finer(stages[index], stages[index].stack, path[best][index])
+        tried = [{**taken, index: (finer, mix)} for mix in between]
+        last = last_of(tried, [mix.bytes for mix in between])
+        taken = tried[last] if last >= 0 else taken
+    return taken
+
+
+def _too_small_share(query: PlanQuery, asked: str, limit: int, least: int, none: int) -> BudgetError:
+    kept = "the layers' inputs" + (" and what says which rows go to which expert" if query.job.ep.size > 1 else "")
+    return BudgetError(
+        f"Budget {asked!r} allows {write_bytes(limit)} of activations, and {kept} alone take {write_bytes(least)} "
+        f"({least / none:.1%} of the {write_bytes(none)} of no checkpointing). Ask for at least {least / none:.1%}, or "
+        "use a smaller batch or sequence.",
+        least,
+    )
+
+
+def _too_small(query: PlanQuery, rank: int, limit: int, asked: str) -> BudgetError:
+    least = [_choices(stage, stage.stack, stage.stack.mixes[0]) for stage in query.stages]
+    peak = rank_peak(query, rank, least)
+    tried = []
+    for change in changes(query.job):
+        other = query.changed(change.job)
+        if other is not None and not (query.stages[0].host and change.job.offload != query.job.offload):
+            tried.append((change.words, rank_peak(other, rank, least).total))
+    ways = [
+        "a smaller batch or sequence",
+        *([f"more stages (now {len(query.stages)})", "balance='memory'"] if query.is_pipeline else []),
+        f"more ranks to shard over (now {query.job.shard_ranks})",
+    ]
+    help_ = "".join(f"; or {words}" for words in in_words(*helping(peak.total, limit, tried)))
+    where = f" on rank {rank} of the pipeline" if query.is_pipeline else ""
+    return BudgetError(
+        f"Budget {asked!r} is {write_bytes(limit)} per rank, and the least that any plan peaks at{where} is "
+        f"{write_bytes(peak.total)} ({peak.words}). Give it at least that, or lower it with {', '.join(ways)}{help_}.",
+        peak.total,
+    )
+
+
+_GUESSES = 6
+"""Guesses that may go wrong before the row is halved instead."""
+
+
+def last_within(limit: int, size: Callable[[int], int], about: Sequence[int]) -> int:
+    """Return the last position whose size is at most `limit`; -1: none is. Bisection finds the same in more steps.
+
+    Args:
+        limit: bytes.
+        size: of a position, ascending; each takes long to find.
+        about: as many numbers, ascending, between which sizes differ about as much: one that is known says where to look
+            next.
+
+    >>> last_within(25, [11, 20, 30, 41].__getitem__, [0, 10, 20, 30])
+    1
+    """
+    low, high, at, left = -1, len(about), len(about) // 2, _GUESSES
+    while high - low > 1:
+        bytes_there = size(at)
+        if bytes_there <= limit:
+            low = at
+        else:
+            high = at
+        guess = bisect_right(about, limit - bytes_there + about[at]) - 1 if left else (low + high) // 2
+        at, left = max(low + 1, min(high - 1, guess)), max(0, left - 1)
+    return low

@@ -1,0 +1,1 @@
+"""A model traced on fake tensors, in the shape that one rank runs."""

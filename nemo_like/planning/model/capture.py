@@ -1,0 +1,260 @@
+"""How a model calls its layers: one forward pass on fake tensors, each distinct block run once.
+
+Later layers of a kind are not run: they hand on tensors of the shape that the first one returned. That is what makes a
+model of 126 layers as quick to plan as one of two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from operator import is_
+from typing import Any
+
+import torch
+from torch import nn
+
+from nemo_like._util.module_tree import bare
+from nemo_like._util.tensors import by_argument, describe, map_tensors, split_sample, tensors_in
+from nemo_like._util.words import a_or_an
+from nemo_like.activation_checkpointing.kv_sharing import has_kv_sharing
+from nemo_like.distributed.expert import find_experts
+from nemo_like.distributed.expert.find_experts import experts_per_token
+from nemo_like.distributed.expert.grouped import zero_rows_stay_zero
+from nemo_like.distributed.expert.split_experts import has_experts
+from nemo_like.distributed.tensor.apply import edges
+from nemo_like.fake.reasons import named_reason
+from nemo_like.fake.run import FakeRun, PlannedRouting, cache_off, call_flags, replaced_forwards, run_forward
+from nemo_like.job import Job
+from nemo_like.planning.model.kinds import (
+    Kind,
+    ModelTrace,
+    TracedCall,
+    call_key,
+    handed_on,
+    record_again,
+    recording,
+    settings_of,
+)
+from nemo_like.planning.trace.block import trace_block
+from nemo_like.torch_compat import tree_leaves
+from nemo_like.transformers_compat import given_cache, parameter_names
+
+
+def trace_model(
+    model: nn.Module,
+    layers: Sequence[Any],
+    sample_input: Any,
+    *,
+    dtype: torch.dtype | None = None,
+    autocast: torch.dtype | None = None,
+    cuda: tuple[int, int] | None = None,
+    routing: PlannedRouting | None = None,
+) -> ModelTrace:
+    """Run `model` on fake tensors and trace each distinct block as the model calls it.
+
+    Args:
+        model: bare (not sharded, not compiled, not checkpointed); on any device, `meta` included. It is not changed.
+        layers: its layers, as `nemo_like.layers.find_layers` returns them (objects with ``fqn`` and ``module``).
+        sample_input: what one step of one rank gives to `model`: keywords, positions or one tensor. Only shapes, dtypes
+            and the values of small integer tensors count.
+        dtype: dtype of floating-point parameters in forward (FSDP2's ``param_dtype``); default: their own.
+        autocast: run forward passes under autocast to this dtype; default: without.
+        cuda: trace the operators of a GPU of this compute capability; default: those of the CPU.
+        routing: how tokens go to experts, where these are split over ranks.
+
+    Raises:
+        ValueError: no layer was called, or a layer's behaviour cannot be traced without real values.
+    """
+    watcher, parts = _Watcher(model, layers), _parts(model)
+    with cache_off(model), FakeRun(autocast, cuda, model) as run:
+        run.routing = routing
+        state = run.state(model, dtype)
+        args, kwargs = run.sample(split_sample(sample_input), dtype)
+        kwargs = call_flags(model, args, kwargs)
+        with watcher.installed(state), run.casting(), edges(model):
+            run_forward(model, state, args, kwargs)
+        if late := sorted(_parts(model) - parts):
+            raise ValueError(
+                f"{type(model).__name__} makes {late[0]!r} in its first forward: a plan is made of parts that are there. "
+                "Call the model once before it is planned, or make the part in __init__."
+            )
+        traced = watcher.finish(run, state, args, kwargs, dtype)
+    return traced
+
+
+def _parts(model: nn.Module) -> set[str]:
+    """Names of its modules and parameters."""
+    return {name for name, _ in (*model.named_modules(), *model.named_parameters())}
+
+
+@dataclass
+class _Watcher:
+    model: nn.Module
+    layers: Sequence[Any]
+    calls: list[TracedCall] = field(default_factory=list)
+    kinds: list[Kind] = field(default_factory=list)
+    _keys: dict[Any, int] = field(default_factory=dict)
+    _uses: dict[int, set[int]] = field(default_factory=dict)
+    _held: list[Any] = field(default_factory=list)
+
+    @contextmanager
+    def installed(self, state: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Each layer's forward replaced by a watching one, and put back at the end, whatever happens."""
+        run_all = has_kv_sharing(self.model)
+        names = {id(module): name for name, module in self.model.named_modules(remove_duplicate=False)}
+        with replaced_forwards(
+            self.layers,
+            lambda layer, forward: self._watch(layer, forward, names[id(bare(layer.module))], state, run_all),
+        ):
+            yield
+
+    def _watch(
+        self, layer: Any, forward: Callable, name: str, state: Mapping[str, torch.Tensor], run_all: bool
+    ) -> Callable:
+        module = bare(layer.module)
+        prefix = name + "." if name else ""
+        own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+        settings = settings_of(module)
+        names = parameter_names(forward)
+
+        def watching(*args: Any, **kwargs: Any) -> Any:
+            grad = torch.is_grad_enabled()
+            self._refuse_cache(layer.fqn, given_cache(names, args, kwargs))
+            self._refuse_hidden_graph(layer.fqn, (args, kwargs))
+            key = (settings, call_key(args), call_key(kwargs), grad)
+            for tensor in tensors_in((args, kwargs)):
+                storage = tensor.untyped_storage()
+                self._held.append(storage)
+                self._uses.setdefault(id(storage), set()).add(len(self.calls))
+            kind = self._keys.get(key)
+            if kind is not None and not run_all:
+                self.calls.append(TracedCall(layer.fqn, module, kind))
+                record_again(module, map_tensors(_another, self.kinds[kind].records))
+                return self.kinds[kind].output_with(_another, args, kwargs)
+            position = len(self.calls)
+            self.calls.append(TracedCall(layer.fqn, module, -1))
+            saved, given = map_tensors(_leaf, (args, kwargs)), tensors_in((args, kwargs))
+            with recording(module) as records:
+                output = forward(*args, **kwargs)
+            self._refuse_iterator(layer.fqn, output)
+            if not run_all:  # layers that share keys and values write them into what all are handed
+                self._refuse_changed(layer.fqn, given, tensors_in((args, kwargs)))
+            if kind is None:
+                kind = self._keys[key] = len(self.kinds)
+                passed = handed_on(output, args, kwargs)
+                self.kinds.append(
+                    Kind(module, saved[0], saved[1], output, own, records=records, passed=passed, grad=grad, key=key)
+                )
+            self.calls[position] = TracedCall(layer.fqn, module, kind)
+            return output
+
+        return watching
+
+    def _refuse_cache(self, fqn: str, given: str | None) -> None:
+        if given is not None and torch.is_grad_enabled():
+            raise ValueError(
+                f"{type(self.model).__name__} hands {fqn} a key/value cache ({given}=) that it makes in every forward "
+                "and cannot be told not to: a replay would write it a second time, so no plan can be made. Use ac='none', "
+                "or layers= that are not handed it."
+            )
+
+    def _refuse_hidden_graph(self, fqn: str, given: Any) -> None:
+        """What a tensor inside of such an object is part of is not this layer's to go through."""
+        for leaf in tree_leaves(given):
+            # Mappings are looked into by everything: a UserDict that hands states from layer to layer.
+            hidden = {} if isinstance(leaf, torch.Tensor | Mapping) else getattr(leaf, "__dict__", {})
+            inside = tensors_in(list(hidden.values()))
+            if any(tensor.grad_fn is not None for tensor in inside):
+                raise ValueError(
+                    f"{type(self.model).__name__} calls {fqn} with {a_or_an(leaf)} that has a tensor inside through which a "
+                    "gradient goes: no plan can be made. Give the layer this tensor as an argument, or use a mode instead "
+                    "of a budget, such as 'selective'."
+                )
+
+    def _refuse_iterator(self, fqn: str, output: Any) -> None:
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Iterator):
+                raise ValueError(
+                    f"{fqn} of {type(self.model).__name__} returns {a_or_an(leaf)}, which can be read once: no plan can be "
+                    "made. Return a list or a tuple, or leave the layer out with layers=."
+                )
+
+    def _refuse_changed(self, fqn: str, before: Sequence[torch.Tensor], now: Sequence[torch.Tensor]) -> None:
+        """A list or a dictionary that layers change: a layer that stands in for another one does not change it."""
+        same = len(before) == len(now) and all(map(is_, before, now))
+        if not same and any(tensor.requires_grad for tensor in (*before, *now)):
+            raise ValueError(
+                f"{fqn} of {type(self.model).__name__} puts tensors into a list or a dictionary that it is called with, or "
+                "takes them out: no plan can be made. Return a new one, or use a mode instead of a budget, such as "
+                "'selective'."
+            )
+
+    def finish(
+        self,
+        run: FakeRun,
+        state: dict[str, torch.Tensor],
+        args: tuple,
+        kwargs: dict[str, Any],
+        dtype: torch.dtype | None,
+    ) -> ModelTrace:
+        if not self.calls:
+            raise ValueError(
+                f"The forward pass of {type(self.model).__name__} called none of its {len(self.layers)} layers with "
+                "this sample input; give the input that training gives."
+            )
+        shared = {key for key, users in self._uses.items() if len(users) > 1}
+        sizes: dict[int, int] = {}
+        for kind in self.kinds:
+            given = by_argument(kind.args, kind.kwargs)
+            at = {place: tensor for place, tensor in given.items() if id(tensor.untyped_storage()) in shared}
+            kind.shared_at, kind.shared = frozenset(at), tuple(at.values())
+            sizes |= {id(t.untyped_storage()): t.untyped_storage().nbytes() for t in kind.shared}
+            with torch.set_grad_enabled(kind.grad), named_reason(self.model, describe(args, kwargs)):
+                kind.trace = trace_block(
+                    kind.module,
+                    kind.args,
+                    kind.kwargs,
+                    name=self._name(kind),
+                    shared=kind.shared,
+                    run=run,
+                    state=kind.state,
+                )
+            kind.kept_at = frozenset(place for number, place in enumerate(at) if number in kind.trace.kept_shared)
+        return ModelTrace(tuple(self.calls), tuple(self.kinds), sum(sizes.values()), run, state, args, kwargs, dtype)
+
+    def _name(self, kind: Kind) -> str:
+        first = next(call.fqn for call in self.calls if call.module is kind.module)
+        return f"{first} ({type(kind.module).__name__})"
+
+
+def _leaf(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _another(tensor: torch.Tensor) -> torch.Tensor:
+    made = torch.empty_like(tensor)
+    # A tensor that is no leaf, as a layer's output is: models may go on in place.
+    return made.requires_grad_().clone() if tensor.requires_grad else made
+
+
+IMBALANCE = 1.5
+"""Rows that the fullest rank's experts get, as a multiple of what they would get if all got alike, where nobody says. A
+router that has not been trained yet spreads tokens badly, and its first hundred steps have the highest peak."""
+
+
+def planned_imbalance(job: Job) -> float:
+    """Return the imbalance that `job` is planned with."""
+    return min(IMBALANCE if job.ep.imbalance is None else job.ep.imbalance, job.ep.size)
+
+
+def routing_of(model: nn.Module, job: Job) -> PlannedRouting | None:
+    """Return how tokens go to the experts of `model`, or of a stage of it; None: none are split."""
+    experts = find_experts(model, job.ep.plan) if job.ep.size > 1 and has_experts(model, job.ep.plan) else ()
+    if not experts:
+        return None
+    # Called with a row for each expert and token, such a module sends those that the router chose.
+    sparse = zero_rows_stay_zero(experts[0].module)
+    sent = (experts_per_token(model) or 1) / experts[0].count if sparse else 1.0
+    return PlannedRouting(job.ep.size, planned_imbalance(job), sent)

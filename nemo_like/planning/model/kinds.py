@@ -1,0 +1,168 @@
+"""What a model calls: its distinct blocks, and which of its layers is which.
+
+Two layers are of one kind when class, parameter shapes, plain settings (numbers, words, flags and tuples of these of every
+sub-module, but for its own index) and call are equal.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from nemo_like._util.tensors import Place, by_argument, map_tensors, tensors_in
+from nemo_like.fake.run import FakeRun
+from nemo_like.planning.trace.block import BlockTrace
+from nemo_like.torch_compat import forward_hooks, local_part, tree_flatten
+from nemo_like.transformers_compat import RECORDERS
+
+_OWN_INDEX = ("idx", "index", "layer_id", "layer_number", "layer_num", "block_id")
+
+
+@dataclass
+class Kind:
+    """One distinct block, and how it is called."""
+
+    module: nn.Module
+    args: tuple
+    kwargs: dict[str, Any]
+    output: Any
+    state: dict[str, torch.Tensor]
+    shared: tuple[torch.Tensor, ...] = ()
+    records: list[Record] = field(default_factory=list)
+    """What recorders inside the block saw."""
+    trace: BlockTrace | None = None
+    passed: dict[int, Place] = field(default_factory=dict)
+    """Which tensors of its output are tensors that it was called with: position among the former → place in the call."""
+    grad: bool = True
+    """Called with gradients on: a model that repeats its layers may run some passes without."""
+    key: Any = None
+    """Equal for blocks that are of one kind, also in traces of other parts of a model."""
+    shared_at: frozenset[Place] = frozenset()
+    """Where `shared` stand in its call."""
+    kept_at: frozenset[Place] = frozenset()
+    """Where those of them do that autograd keeps without checkpointing: a mask of booleans is not."""
+
+    def output_with(self, make: Callable[[torch.Tensor], Any], args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        """Its output in a call of a block like it: what it hands on is handed on, ``make(tensor)`` stands for the rest."""
+        given, positions = by_argument(args, kwargs), itertools.count()
+
+        def one(tensor: torch.Tensor) -> Any:
+            position = next(positions)
+            return given[self.passed[position]] if position in self.passed else make(tensor)
+
+        return map_tensors(one, self.output)
+
+
+@dataclass(frozen=True)
+class TracedCall:
+    """One call of one layer, in the order in which they run."""
+
+    fqn: str
+    module: nn.Module
+    kind: int
+
+
+@dataclass
+class ModelTrace:
+    """A model's layers as it calls them, and what is needed to run any of them again."""
+
+    calls: tuple[TracedCall, ...]
+    kinds: tuple[Kind, ...]
+    shared_bytes: int
+    """Storages that several layers are called with (position tables, masks), counted once."""
+    run: FakeRun
+    state: dict[str, torch.Tensor]
+    args: tuple
+    kwargs: dict[str, Any]
+    dtype: torch.dtype | None
+
+    def traces(self) -> tuple[BlockTrace, ...]:
+        """The trace of each kind."""
+        return tuple(kind.trace for kind in self.kinds if kind.trace is not None)
+
+    def counts(self) -> tuple[int, ...]:
+        """How many calls there are of each kind."""
+        return tuple(sum(call.kind == k for call in self.calls) for k in range(len(self.kinds)))
+
+
+def handed_on(output: Any, args: tuple, kwargs: Mapping[str, Any]) -> dict[int, Place]:
+    """Positions of the tensors in `output` that are tensors of the call, with their places there."""
+    given = {id(tensor): place for place, tensor in reversed(by_argument(args, kwargs).items())}
+    return {i: given[id(tensor)] for i, tensor in enumerate(tensors_in(output)) if id(tensor) in given}
+
+
+def settings_of(module: nn.Module) -> tuple:
+    """Everything plain that tells one layer from another: classes, shapes, numbers, words and flags."""
+    found: list[Any] = []
+    for name, part in module.named_modules():
+        plain = tuple(
+            (key, value)
+            for key, value in sorted(vars(part).items())
+            if _plain(value) and not any(word in key for word in _OWN_INDEX)
+        )
+        found.append((name, type(part), plain))
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        found.append((name, tuple(local_part(tensor).shape), tensor.dtype, tensor.requires_grad))
+    return tuple(found)
+
+
+def _plain(value: Any) -> bool:
+    """A number, a word, a flag, or a tuple of such: the stride of a convolution is one."""
+    if isinstance(value, tuple):
+        return all(map(_plain, value))
+    return isinstance(value, bool | int | float | str | type(None))
+
+
+def call_key(value: Any) -> Any:
+    """A hashable stand-in for the arguments of a call: layouts of tensors, plain values, types of anything else."""
+    leaves, spec = tree_flatten(value)
+    described: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            described.append((tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad))
+        elif isinstance(leaf, bool | int | float | str | type(None)):
+            described.append(leaf)
+        else:
+            described.append(type(leaf))
+    return tuple(described), str(spec)
+
+
+Record = tuple[str, tuple, Any]
+"""The name of a module within its layer, what it was called with, and its output."""
+
+
+def _hooks(layer: nn.Module) -> Iterator[tuple[str, nn.Module, Callable]]:
+    """The recorders below `layer`, by module name; those on the layer itself are called with it."""
+    for name, part in layer.named_modules():
+        for hook in forward_hooks(part):
+            if name and getattr(hook, "__module__", None) == RECORDERS:
+                yield name, part, hook
+
+
+@contextmanager
+def recording(layer: nn.Module) -> Iterator[list[Record]]:
+    """Within it, what the recorders below `layer` see is noted, one entry for each module and call."""
+    seen: list[Record] = []
+    with ExitStack() as stack:
+        for name, part in {name: part for name, part, _ in _hooks(layer)}.items():
+
+            def note(module: nn.Module, args: tuple, output: Any, name: str = name) -> None:
+                seen.append((name, args, output))
+
+            stack.callback(part.register_forward_hook(note).remove)
+        yield seen
+
+
+def record_again(layer: nn.Module, records: Sequence[Record]) -> None:
+    """Give the recorders below `layer`, which is not run, what they would have seen."""
+    hooks = list(_hooks(layer)) if records else []
+    for name, args, output in records:
+        for at, part, hook in hooks:
+            if at == name:
+                hook(part, args, output)

@@ -1,0 +1,365 @@
+"""What a model does around its layers: embedding, position tables, norm, head and loss, as a log of allocations.
+
+The model runs forward and backward on fake tensors with every layer replaced by a stand-in that hands on tensors of the
+right shape and keeps nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from nemo_like._util.module_tree import bare
+from nemo_like._util.tensors import Place, by_argument, map_tensors, tensors_in
+from nemo_like.distributed.tensor.apply import edges
+from nemo_like.fake.model_copy import leaves_of, with_state
+from nemo_like.fake.reasons import in_a_line, without_values
+from nemo_like.fake.run import cache_off, replaced_forwards
+from nemo_like.losses.model_loss import chunked_calls
+from nemo_like.options import ChunkedLoss, StepSpec
+from nemo_like.planning.devices import Device
+from nemo_like.planning.model.kinds import Kind, ModelTrace, record_again
+from nemo_like.planning.program.records import BackwardCall, ForwardCall, OuterEvents
+from nemo_like.planning.program.roofline import OpSeconds
+from nemo_like.planning.trace.layer_memory import backward_of_inputs, with_gradients
+from nemo_like.planning.trace.meter import LiveBytes, SumsInPlace
+from nemo_like.torch_compat import under_loss_parallel
+
+
+@dataclass(frozen=True)
+class OuterMemory:
+    """A step of everything but the layers. Parameters and the step's input are not counted."""
+
+    events: OuterEvents
+    """What it allocates and frees, in order."""
+    trained: frozenset[str]
+    """Names of the parameters around the layers that get a gradient."""
+    used: tuple[frozenset[int], ...]
+    """For each kind of layer, the positions of those tensors of its output that get a gradient."""
+    layouts: tuple[dict[int, tuple[int, ...]], ...] = ()
+    """For each kind of layer, the strides of those of these gradients that are not in rows, by position: the layer's
+    backward copies them, as a rule."""
+    whole_logits: tuple[str, ...] = ()
+    """Why logits were whole, where a chunked loss was asked for; empty: they were not."""
+    own_loss: bool = False
+    """Whether the model computes the loss."""
+    in_chunks: bool = False
+    """Whether the head made its gradients in forward, so that its backward begins with that of the loss."""
+    seconds: float = 0.0
+    """Its forward and backward by the device's roofline; 0 where no device was given."""
+    idle: frozenset[int] = frozenset()
+    """Layer calls that have no backward: what they return is not in the loss, or nothing before them trains."""
+    dropped: frozenset[int] = frozenset()
+    """Of those, the ones that hold nothing when backward begins: nobody has what they returned any more."""
+    kinds: Mapping[str, float] = field(default_factory=dict)
+    """`seconds` by `nemo_like.planning.program.roofline.kernel_kind`."""
+
+
+def outer_memory(
+    model: nn.Module,
+    layers: Sequence[Any],
+    traced: ModelTrace,
+    step: StepSpec = StepSpec(),
+    chunks: ChunkedLoss | None = None,
+    *,
+    accumulate: bool = False,
+    device: Device | None = None,
+    halves: bool = False,
+    regions: bool = True,
+    split_loss: bool = False,
+) -> OuterMemory:
+    """Run the model's step around its layers on fake tensors and watch its memory.
+
+    Args:
+        model, layers, traced: what runs, and how it was traced.
+        step: the loss of the loop, and whether it keeps the output.
+        chunks: compute the loss that the model computes in such chunks.
+        accumulate: parameters have gradients before, which are not counted, and backward adds to them.
+        device: whose roofline times it.
+        halves: cut backward in two, as some schedules of pipelines do.
+        regions: whether layers are checkpointed; without, they hold those of their shared inputs that autograd keeps.
+        split_loss: the logits are one rank's part, by vocabulary, and the loss is that of all ranks' parts.
+
+    Raises:
+        ValueError: its step depends on values, so that it cannot be planned.
+    """
+    timer = None if device is None else OpSeconds(device)
+    state = leaves_of(traced.state)
+    leaves = list(dict.fromkeys(state.values()))
+    before = with_gradients(leaves, traced.run) if accumulate else []
+    meter = LiveBytes([*leaves, *before, *tensors_in((traced.args, traced.kwargs))])
+    used: list[set[int]] = [set() for _ in traced.kinds]
+    layouts: list[dict[int, tuple[int, ...]]] = [{} for _ in traced.kinds]
+    alive: dict[int, weakref.ref[LayerStub]] = {}
+    calls: list[ForwardCall] = []
+    backs: list[BackwardCall] = []
+
+    def stub(layer: Any, _: Callable) -> Callable:
+        def standing_in(*args: Any, **kwargs: Any) -> Any:
+            position = len(calls)
+            assert position < len(traced.calls), "a layer runs that did not run when it was traced"
+            number = traced.calls[position].kind
+            kind = traced.kinds[number]
+            own = {
+                place: meter.number(t) for place, t in by_argument(args, kwargs).items() if place not in kind.shared_at
+            }
+            at = len(meter.log)
+            begin = functools.partial(_backward_begins, meter, backs, position)
+            output, records, standing = stand_in(kind, args, kwargs, begin, used[number], layouts[number], regions)
+            if standing is not None:
+                alive[position] = standing
+            made = {i: meter.number(t) for i, t in enumerate(tensors_in(output)) if i not in kind.passed}
+            calls.append(ForwardCall(at, len(meter.log), own, made))
+            record_again(bare(layer.module), records)
+            return output
+
+        return standing_in
+
+    ends = _Ends(meter)
+    nothing: list[str] = []
+    in_chunks: AbstractContextManager[list[str]]
+    in_chunks = nullcontext(nothing) if chunks is None else chunked_calls(model, chunks)
+    with (
+        without_values(f"{type(model).__name__} cannot be planned: its step around the layers", model),
+        with_state(model, state),
+        cache_off(model),
+        in_chunks as whole_logits,
+        traced.run,
+        meter,
+        SumsInPlace(),
+        timer or nullcontext(),
+        replaced_forwards(layers, stub),
+        under_loss_parallel(split_loss),
+        edges(model),
+        ends.watching(model) if chunks is None else nullcontext(),
+    ):
+        with traced.run.casting():
+            output = model(*traced.args, **traced.kwargs)
+        forward_end = len(meter.log)
+        ends.returned([""], output)
+        loss = loss_of(output, step.loss_fn)
+        own_loss, loss_end = any(loss is t for t in tensors_in(output)), len(meter.log)
+        if not step.keeps_output:
+            output = None
+        gone = {i for i, ref in alive.items() if ref() is None}
+        rest = None
+        if not halves:
+            loss.backward()
+        else:
+            rest = backward_of_inputs([loss], None, _given(traced), leaves)
+        backward_end = len(meter.log)
+        if rest is not None:
+            rest()
+        weights_end = len(meter.log)
+        returned = () if output is None else tuple(map(meter.number, tensors_in(output)))
+        input_grads = tuple(meter.number(t.grad) for t in _given(traced) if t.grad is not None)
+        output = None
+        for tensor in _given(traced):
+            tensor.grad = None
+    named = {t: name for name, t in reversed(state.items())}  # a tied one by its first name
+    numbers = {name: meter.number(t.grad) for t, name in named.items() if t.grad is not None}
+    events = OuterEvents(
+        tuple(meter.log),
+        tuple(calls),
+        forward_end,
+        loss_end,
+        tuple(backs),
+        backward_end,
+        weights_end,
+        numbers,
+        ends.returns,
+        ends.goes_back,
+        returned,
+        input_grads,
+    )
+    idle, whole = frozenset(range(len(calls))) - {back.layer for back in backs}, tuple(whole_logits)
+    return OuterMemory(
+        events,
+        frozenset(numbers),
+        tuple(map(frozenset, used)),
+        tuple(layouts),
+        whole,
+        own_loss,
+        chunks is not None and not whole,
+        0.0 if timer is None else timer.seconds,
+        idle,
+        idle & gone,
+        {} if timer is None else dict(timer.kinds),
+    )
+
+
+class _Ends:
+    """Where modules return, and where the gradients of what they returned are there."""
+
+    def __init__(self, meter: LiveBytes) -> None:
+        self.meter = meter
+        self.returns: dict[str, int] = {}
+        self.goes_back: dict[str, int] = {}
+
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """All modules of `model` that have parameters of their own."""
+        handles = []
+        for prefix, module in model.named_modules():
+            if names := [f"{prefix}.{name}" if prefix else name for name, _ in module.named_parameters(recurse=False)]:
+                hook = functools.partial(self._hook, names)
+                handles.append(module.register_forward_hook(hook))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _hook(self, names: Sequence[str], module: nn.Module, args: Any, output: Any) -> None:
+        self.returned(names, output)
+
+    def returned(self, names: Sequence[str], output: Any) -> None:
+        """A module with these parameters has."""
+        self.returns.update(dict.fromkeys(names, len(self.meter.log)))
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(functools.partial(self._back, names))
+
+    def _back(self, names: Sequence[str], grad: torch.Tensor) -> None:
+        for name in names:
+            self.goes_back.setdefault(name, len(self.meter.log))
+
+
+def _given(traced: ModelTrace) -> list[torch.Tensor]:
+    """Those tensors of the model's input that get a gradient: the hidden states that a pipeline's stage is sent."""
+    return [t for t in tensors_in((traced.args, traced.kwargs)) if t.requires_grad]
+
+
+def _backward_begins(
+    meter: LiveBytes, backs: list[BackwardCall], position: int, grads: Mapping[int, torch.Tensor]
+) -> Callable[[Mapping[Place, torch.Tensor]], None]:
+    """The backward of a stand-in begins; what is returned is to be called when it has made its gradients."""
+    at, numbers = len(meter.log), {at: meter.number(grad) for at, grad in grads.items()}
+
+    def done(made: Mapping[Place, torch.Tensor]) -> None:
+        own = {place: meter.number(grad) for place, grad in made.items()}
+        backs.append(BackwardCall(position, at, len(meter.log), numbers, own))
+
+    return done
+
+
+Lap = Callable[[Mapping[int, torch.Tensor]], Callable[[Mapping[Place, torch.Tensor]], None]]
+"""To be called when a stand-in's backward begins, with its gradients by the position of the output; what it returns, with
+those that it has made by the place of the input."""
+
+
+@dataclass(eq=False)
+class LayerStub:
+    """One call of a stand-in."""
+
+    lap: Lap
+    used: set[int]
+    layouts: dict[int, tuple[int, ...]]
+    """Strides of the gradients that it gets, where they are not in rows."""
+    places: list[int]
+    """Where in the layer's output its tensors stand."""
+    inputs: list[Place]
+    """Where in its call those of its inputs stand that get a gradient."""
+    held: list[torch.Tensor]
+    """What the layer shares with others, and holds till its backward."""
+
+
+class _StubbedLayer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: LayerStub, like: list[torch.Tensor], *inputs: torch.Tensor) -> Any:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        ctx.layouts = [(t.shape, t.dtype) for t in inputs]
+        return tuple(torch.empty_like(t) for t in like)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        call = ctx.call
+        done = call.lap({place: grad for place, grad in zip(call.places, grads) if grad is not None})
+        call.used.update(place for place, grad in zip(call.places, grads) if grad is not None)
+        call.layouts.update(
+            (place, grad.stride())
+            for place, grad in zip(call.places, grads)
+            if grad is not None and not grad.is_contiguous() and 0 not in grad.stride()
+        )
+        call.held.clear()
+        made = [torch.empty(shape, dtype=dtype) for shape, dtype in ctx.layouts]  # in rows, as kernels make them
+        done(dict(zip(call.inputs, made)))
+        return None, None, *made
+
+
+def stand_in(
+    kind: Kind,
+    args: tuple,
+    kwargs: dict[str, Any],
+    lap: Lap,
+    used: set[int],
+    layouts: dict[int, tuple[int, ...]],
+    regions: bool = True,
+) -> tuple[Any, Any, weakref.ref[LayerStub] | None]:
+    """The output of a layer that is not run, what recorders in it would have seen, and what its backward will hold.
+
+    regions: whether it is checkpointed, so that it holds all that it is called with.
+    """
+    places_held = kind.shared_at if regions else kind.kept_at
+    given = by_argument(args, kwargs)
+    outputs = tensors_in(kind.output)
+    places = [place for place in range(len(outputs)) if place not in kind.passed]
+    wanted = [outputs[place] for place in places] + tensors_in(kind.records)
+    places_in = [place for place, t in given.items() if t.requires_grad]
+    inputs = [given[place] for place in places_in]
+    if not inputs and any(t.requires_grad for t in wanted):
+        inputs = [torch.zeros((), requires_grad=True)]  # the layer's own parameters train, its input does not
+    if inputs:
+        held = [tensor for place, tensor in given.items() if place in places_held]
+        call = LayerStub(lap, used, layouts, places, places_in, held)
+        standing = weakref.ref(call)
+        made = iter(_StubbedLayer.apply(call, wanted, *inputs))
+    else:
+        made, standing = map(torch.empty_like, wanted), None
+    output = kind.output_with(lambda _: next(made), args, kwargs)
+    return output, map_tensors(lambda _: next(made), kind.records), standing
+
+
+def loss_of(output: Any, loss_fn: Callable[[Any], torch.Tensor] | None = None) -> torch.Tensor:
+    """The number to run backward from: ``loss_fn(output)``, else a ``loss`` in the output, else a cross entropy.
+
+    That is of its first tensor that has a gradient: in float32, shifted by one token, as most loops outside of a model
+    compute it, and no less than others hold.
+    """
+    if loss_fn is not None:
+        return _told_loss(output, loss_fn)
+    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    if loss is not None:
+        return loss
+    if isinstance(output, torch.Tensor) and output.dim() == 0:
+        return output
+    first = next((t for t in tensors_in(output) if t.requires_grad), None)
+    if first is None:
+        raise ValueError("The model's output has no loss and no tensor with a gradient; give StepSpec(loss_fn=...).")
+    if first.dim() < 2:
+        return first.float().sum()
+    scores = (first[:, :-1] if first.dim() > 2 and first.shape[1] > 1 else first).float()
+    labels = torch.zeros(scores.shape[:-1].numel(), dtype=torch.long, device=scores.device)
+    return nn.functional.cross_entropy(scores.reshape(-1, scores.shape[-1]), labels)
+
+
+def _told_loss(output: Any, loss_fn: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+    with without_values(
+        "StepSpec.loss_fn cannot be planned for: it",
+        otherwise=lambda error: (
+            f"StepSpec.loss_fn failed on what the model returns ({type(output).__name__}, without values, on the CPU): "
+            f"{in_a_line(error)}. It is called with the output alone; labels it uses must be on the CPU."
+        ),
+    ):
+        loss = loss_fn(output)
+    if not isinstance(loss, torch.Tensor) or loss.dim() != 0 or not loss.requires_grad:
+        raise ValueError(f"StepSpec.loss_fn returned {loss!r}; it must return one number that has a gradient.")
+    return loss

@@ -1,0 +1,439 @@
+"""A model, or one stage of it, traced in one local shape: its layers, their operators, and what a step of it allocates."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from nemo_like._util.extras import MissingExtraError, require
+from nemo_like._util.log import warn_once
+from nemo_like._util.module_tree import bare
+from nemo_like._util.tensors import describe, tensors_in
+from nemo_like.activation_checkpointing.engine.handles import RegionError
+from nemo_like.activation_checkpointing.kv_sharing import has_kv_sharing, shares_states_explicitly
+from nemo_like.activation_checkpointing.policy import Decision, DecisionTable, FullPolicy, Policy, SelectivePolicy
+from nemo_like.activation_checkpointing.spec import KeepRouting
+from nemo_like.distributed.context import cut_for_planning
+from nemo_like.distributed.context.parts import MasksOfAllLayers
+from nemo_like.distributed.expert import Experts
+from nemo_like.distributed.expert.find_experts import EACH, find_experts
+from nemo_like.distributed.expert.split_experts import has_experts
+from nemo_like.distributed.first_rank import first_rank
+from nemo_like.distributed.launch import pick_device_type
+from nemo_like.distributed.pipeline.cut import STAGE_MARK, call_of
+from nemo_like.fake.model_copy import model_copy
+from nemo_like.job import Job
+from nemo_like.layers import find
+from nemo_like.losses.model_loss import find_head, say_whole_logits
+from nemo_like.options import ChunkedLoss, ExpertParallel, StepSpec
+from nemo_like.planning.choose import solver
+from nemo_like.planning.choose.layer import BlockProblem, Choice, ChoiceGroup, Stack
+from nemo_like.planning.devices import Device, device_of
+from nemo_like.planning.model.capture import routing_of, trace_model
+from nemo_like.planning.model.kinds import ModelTrace, TracedCall
+from nemo_like.planning.model.known import Known
+from nemo_like.planning.model.outside import OuterMemory, outer_memory
+from nemo_like.planning.model.quantised import check_float8_plan, convert, of_layers
+from nemo_like.planning.program.block_seconds import BlockSeconds
+from nemo_like.planning.program.records import BlockEvents
+from nemo_like.planning.sharding import ParameterForms
+from nemo_like.planning.trace.layer_memory import block_memory, halves_memory
+from nemo_like.planning.trace.meter import measured_seconds
+from nemo_like.torch_compat import under_loss_parallel
+
+MODES = ("none", "full", "selective")
+"""Modes that are planned without a budget: those that `TracedPart.uniform` takes."""
+
+
+class StepLoss(NamedTuple):
+    """How a step computes its loss: what a trace outside the layers depends on."""
+
+    chunks: ChunkedLoss | None = None
+    """None: the logits are whole."""
+    keeps_output: bool = True
+    loss_fn: Callable[..., Any] | None = None
+    """The loop's; None: the model computes it."""
+
+    @classmethod
+    def of(cls, job: Job) -> StepLoss:
+        """Return that of `job`."""
+        return cls(job.loss, job.step.keeps_output, job.step.loss_fn)
+
+
+class TracedPart:
+    """One trace of a model, or of one stage of it, for all jobs in which a rank runs the same operators."""
+
+    def __init__(self, model: nn.Module, sample_input: Any, job: Job, known: Known) -> None:
+        """Trace a copy of `model`.
+
+        Args:
+            model: on any device; a stage of a pipeline as a model that is called with what it receives.
+            sample_input: what one micro-batch of one rank gives to it.
+            job: whose dtypes, device, and sizes of ``tp``, ``cp`` and ``ep`` are traced.
+            known: results of other traces of the same model, and this one's from now on.
+
+        Raises:
+            ValueError: a model that cannot be traced, or a job that is not planned.
+        """
+        dtype, lower = job.param_dtype, None
+        if job.fsdp is None:
+            dtype, lower = None, None if dtype is torch.float32 else dtype
+        self.device: Device = device_of(job)
+        self.known, self.shape = known, shape_of(job)
+        self.loss = StepLoss.of(job)
+        self.splits_loss = job.tp.loss_parallel and job.tp.size > 1
+        self.is_stage = hasattr(model, STAGE_MARK)
+        self.whole = self.model = model_copy(model)
+        check_float8_plan(job, self.device)
+        self.experts: tuple[Experts, ...] = ()
+        # A stage of a pipeline may be one without experts.
+        ep = ExpertParallel() if self.is_stage and not has_experts(model, job.ep.plan) else job.ep
+        if job.tp.size * ep.size > 1:
+            _refuse_lists(model, ep)
+            self.model, self.experts = first_rank(model, job.tp, ep)
+        self.layers, self.chosen = _found_and_chosen(self.model, job.layers)
+        convert(self.layers, job, self.device)
+        if has_kv_sharing(model) and not shares_states_explicitly(bare(layer.module) for layer in self.layers):
+            raise ValueError(
+                f"{type(model).__name__} shares keys and values between layers through its cache, which recomputing "
+                "whole layers would write twice, so no plan can be made. Use ac='submodule'."
+            )
+        self._masks: MasksOfAllLayers | None = None
+        self._cut = contextlib.ExitStack()  # of the copy, which stays cut
+        if job.cp.size > 1:
+            cut = cut_for_planning(self.model, job.cp, self.layers, call_of(self.model))
+            self._masks = self._cut.enter_context(cut).masks
+        self._trace(sample_input, dtype, lower, job)
+        if self.not_run:
+            warn_once(
+                f"{self.idle_layers()} did not run with the sample input: the plan and its peak say nothing of them. Give a "
+                "sample_input that goes through them, such as pictures or sound together with the text."
+            )
+
+    def _trace(self, sample_input: Any, dtype: torch.dtype | None, lower: torch.dtype | None, job: Job) -> None:
+        device, measure = self.device, job.search.measure
+        given = tuple(tensors_in(sample_input))
+        self.sample = describe(given, {})
+        self.input_bytes = sum(tensor.numel() * tensor.element_size() for tensor in given)
+        """Bytes of what the model is called with (token ids and labels), which peaks leave out."""
+        at_hand = pick_device_type()
+        if measure and at_hand != device.kind:
+            raise ValueError(
+                f"Operators can't be measured for {device.name} ({device.kind}): this process has {at_hand} only, which "
+                "runs others. Leave measuring out (measure=False; no --measure), or plan for the device at hand."
+            )
+        with under_loss_parallel(self.splits_loss):
+            self.traced: ModelTrace = trace_model(
+                self.model,
+                self.layers,
+                sample_input,
+                dtype=dtype,
+                autocast=lower,
+                cuda=device.cuda,
+                routing=routing_of(self.whole, job),
+            )
+        rates = of_layers(device, job)
+        self.problems = [
+            BlockProblem(trace, rates, measured_seconds(kind, at_hand, autocast=lower) if measure else None)
+            for kind, trace in zip(self.traced.kinds, self.traced.traces())
+        ]
+        # Stages of one model differ in their layers; a whole model has the same ones however its experts are divided.
+        kinds = self.traced.kinds
+        alike = tuple(kinds[call.kind].key if self.is_stage else call.kind for call in self.traced.calls)
+        self._number = self.known.number((self.shape, self.sample, self.is_stage, alike))
+        self._numbers: dict[tuple[int, StepLoss | None], int] = {}
+        self._forms: dict[bool, tuple[ParameterForms, int]] = {}
+        self._proved: dict[tuple[int, Choice], Choice] = {}
+        self._frontiers: dict[tuple[int, bool, int], tuple[Choice, ...]] = {}
+        self._stacks: dict[tuple[bool, int], Stack] = {}
+
+    @cached_property
+    def not_run(self) -> tuple[find.Layer, ...]:
+        """The layers that the sample input did not go through: the tower of another kind of input, as a rule."""
+        ran = {call.module for call in self.traced.calls}
+        return tuple(layer for layer in self.layers if bare(layer.module) not in ran)
+
+    def idle_layers(self) -> str:
+        """Return `not_run` in words; empty where all layers ran."""
+        counts = Counter((layer.group, type(bare(layer.module)).__name__) for layer in self.not_run)
+        return ", ".join(f"{count} x {name} ({group})" for (group, name), count in counts.items())
+
+    # --- choices --------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def blocks(self) -> list[BlockSeconds]:
+        """The seconds of each kind of layer."""
+        return [BlockSeconds.of(problem) for problem in self.problems]
+
+    def frontier(self, kind: int, *, skip: bool, host: int) -> tuple[Choice, ...]:
+        """Return the best choices of a kind of layer, ascending in saved bytes; arguments as `BlockProblem.frontier`."""
+        key = (kind, skip, host)
+        if key not in self._frontiers:
+            self._frontiers[key] = self.problems[kind].frontier(skip=skip, host=host)
+        return self._frontiers[key]
+
+    def stack(self, *, skip: bool, host: int) -> Stack:
+        """Return all layers as one choice, with the best choices of each kind."""
+        if (skip, host) not in self._stacks:
+            groups = self.choice_groups(lambda kind: self.frontier(kind, skip=skip, host=host))
+            self._stacks[skip, host] = Stack(groups)
+        return self._stacks[skip, host]
+
+    def choice_groups(self, choices: Callable[[int], tuple[Choice, ...]]) -> tuple[ChoiceGroup, ...]:
+        """Return the layers by what they may choose; `choices`: of a kind in scope, ascending in saved bytes."""
+        groups: dict[tuple[int, bool], dict[nn.Module, list[int]]] = {}
+        for position, call in enumerate(self.traced.calls):
+            group = groups.setdefault((call.kind, call.fqn in self.chosen), {})
+            group.setdefault(call.module, []).append(position)
+        return tuple(
+            ChoiceGroup(
+                kind, choices(kind) if chosen else (self.problems[kind].none(),), tuple(map(tuple, group.values()))
+            )
+            for (kind, chosen), group in groups.items()
+        )
+
+    def uniform(self, mode: str) -> list[Choice]:
+        """Return what each layer call keeps under ``none``, ``full`` or ``selective``."""
+        makers: dict[str, Callable[[BlockProblem], Choice]] = {
+            "none": BlockProblem.none,
+            "full": BlockProblem.full,
+            "selective": _selective,
+        }
+        per_kind = [makers[mode](problem) for problem in self.problems]
+        none = [problem.none() for problem in self.problems]
+        return [(per_kind if call.fqn in self.chosen else none)[call.kind] for call in self.traced.calls]
+
+    def policy(self, kind: int, choice: Choice) -> Policy | None:
+        """Return the policy that carries out `choice`, with the operators as they were traced; None: no region."""
+        if not choice.decisions:
+            return None
+        if choice.is_full:
+            return KeepRouting(FullPolicy()) if "save" in choice.decisions else FullPolicy()
+        return DecisionTable.from_json(self.problems[kind].rows(choice))
+
+    def proved(self, kind: int, choice: Choice) -> Choice:
+        """Return `choice`, or where the engine refuses it, the same one without its skips (logged once)."""
+        if (kind, choice) not in self._proved:
+            self._proved[kind, choice] = self._prove(kind, choice)
+        return self._proved[kind, choice]
+
+    def proved_all(self, choices: Sequence[Choice]) -> list[Choice]:
+        """Return `proved` of each layer call."""
+        return [self.proved(call.kind, choice) for call, choice in zip(self.traced.calls, choices)]
+
+    def _prove(self, kind: int, choice: Choice) -> Choice:
+        try:
+            self.memory(kind, choice)
+            return choice
+        except (RegionError, RuntimeError) as error:
+            if "skip" not in choice.decisions:
+                raise
+            warn_once(
+                f"{self.problems[kind].trace.name}: a plan that skips operators does not run on this block "
+                f"({str(error).splitlines()[0]}); it recomputes them instead."
+            )
+            words = tuple("recompute" if word == "skip" else word for word in choice.decisions)
+            return as_choice(self.problems[kind], words, choice.label)
+
+    def saved(self, choices: Sequence[Choice]) -> int:
+        """Return the bytes that all layers save till the end of forward, with what they share."""
+        return sum(choice.held_bytes for choice in choices) + self.traced.shared_bytes
+
+    # --- memory ---------------------------------------------------------------------------------------------------
+
+    def memory(
+        self,
+        kind: int,
+        choice: Choice,
+        accumulate: bool = False,
+        *,
+        loss: StepLoss | None = None,
+        received: bool = False,
+        halves: bool | None = None,
+    ) -> BlockEvents:
+        """Return what a block allocates under `choice`, run by the engine on fake tensors.
+
+        Args:
+            kind, choice: the block, and what it keeps.
+            accumulate, received: as for `block_memory`.
+            loss: of the step; None: the traced one.
+            halves: a pipeline's schedule cuts backward in two, and recomputes once (True) or twice (False); None: it does
+                not.
+        """
+        key = (self.block_number(kind, loss), choice, accumulate, received, halves)
+        known = self.known.blocks
+        if key not in known:
+            block, outside = self.traced.kinds[kind], self.outside(loss)
+            how = (self.policy(kind, choice), self.traced.run, outside.used[kind])
+            if halves is None:
+                known[key] = block_memory(
+                    block,
+                    *how,
+                    accumulate=accumulate,
+                    layouts=outside.layouts[kind],
+                    received=received,
+                    apart=[each.module for each in self.experts],
+                )
+            else:
+                known[key] = halves_memory(block, *how, accumulate=accumulate, once=halves, received=received)
+        return known[key]
+
+    def block_number(self, kind: int, loss: StepLoss | None = None) -> int:
+        """Return a number, the same for equal blocks whose outputs get equal gradients."""
+        if (kind, loss) not in self._numbers:
+            outside = self.outside(loss)
+            layouts = tuple(sorted(outside.layouts[kind].items()))
+            key = (self.shape, self.traced.kinds[kind].key, outside.used[kind], layouts)
+            self._numbers[kind, loss] = self.known.number(key)
+        return self._numbers[kind, loss]
+
+    def outside(
+        self,
+        loss: StepLoss | None = None,
+        *,
+        accumulate: bool = False,
+        choices: Sequence[Choice] | None = None,
+        halves: bool = False,
+    ) -> OuterMemory:
+        """Return what the model allocates outside its layers.
+
+        Args:
+            loss: of the step; None: the traced one.
+            accumulate: backward adds to gradients that are there.
+            choices: how the layers run; None: as regions, which hold all that they are called with. Where only some do, the
+                others are counted so, too.
+            halves: backward is cut in two.
+        """
+        loss = self.loss if loss is None else loss
+        regions = halves or choices is None or any(choice.decisions for choice in choices)
+        regions |= all(kind.kept_at == kind.shared_at for kind in self.traced.kinds)
+        key = (self._number, loss, accumulate, regions, halves)
+        if key not in self.known.outside:
+            made = outer_memory(
+                self.model,
+                self.layers,
+                self.traced,
+                StepSpec(loss_fn=loss.loss_fn, keeps_output=loss.keeps_output),
+                loss.chunks,
+                accumulate=accumulate,
+                device=self.device,
+                halves=halves,
+                regions=regions,
+                split_loss=self.splits_loss,
+            )
+            for reason in made.whole_logits if loss.chunks == self.loss.chunks else ():
+                say_whole_logits(self.whole, reason)
+            self.known.outside[key] = made
+        return self.known.outside[key]
+
+    def can_chunk(self) -> bool:
+        """Return whether the loss can be computed in chunks, so that the logits are never whole."""
+        return (
+            find_head(self.model) is not None
+            and not self.outside(self.loss._replace(chunks=ChunkedLoss())).whole_logits
+        )
+
+    @cached_property
+    def trained(self) -> frozenset[str]:
+        """Names of the parameters that get a gradient in a step: others have no optimizer state."""
+        named = dict(self.model.named_parameters(remove_duplicate=False))
+        key = tuple((name, p.requires_grad) for name, p in named.items())
+        if key not in self.known.trained:
+            outside = self.outside()
+            names = {module: name for name, module in self.model.named_modules()}
+            trained = set(outside.trained)
+            for i, call in enumerate(self.traced.calls):
+                if i not in outside.idle:
+                    memory = self.memory(call.kind, self.problems[call.kind].none())
+                    trained |= {f"{names[call.module]}.{name}" for name in memory.param_grads}
+            self.known.trained[key] = frozenset(name for name in trained if name in named)
+        return self.known.trained[key]
+
+    def forms(self, *, whole: bool) -> tuple[ParameterForms, int]:
+        """Return the parameters by what decides their bytes, and a number that is equal for equal ones.
+
+        whole: one rank has all of the model.
+        """
+        if whole not in self._forms:
+            made = ParameterForms(self.model, self.layers, whole=whole, trained=self.trained, experts=self.experts)
+            self._forms[whole] = made, self.known.number(made.content())
+        return self._forms[whole]
+
+    def expert_names(self, call: TracedCall) -> frozenset[str]:
+        """Return the names in a layer of the weights of experts that are an FSDP2 unit of their own."""
+        weights = {weight for each in self.experts for weight in each.weights}
+        return frozenset(name for name, p in call.module.named_parameters() if p in weights)
+
+    @property
+    def remembered(self) -> int:
+        """Bytes that stay from step to step and are no state: tables of the model's functions, masks of ``cp``."""
+        return self.traced.run.tables.bytes + (0 if self._masks is None else self._masks.bytes)
+
+
+def shape_of(job: Job) -> Hashable:
+    """Return what a trace depends on, but for the sizes that only divide experts: equal for jobs that share results."""
+    parts = (job.param_dtype, job.fsdp is None, job.tp, job.cp, job.ep.imbalance, job.precision.matmuls)
+    return repr(parts), device_of(job).name
+
+
+def local_shape(job: Job) -> Hashable:
+    """Return what a trace depends on: equal for jobs in which a rank runs the same operators."""
+    return shape_of(job), repr(job.ep), job.search.measure
+
+
+def _found_and_chosen(model: nn.Module, layers: Any) -> tuple[tuple[find.Layer, ...], frozenset[str]]:
+    """All layers of the model, and the names of those to plan for."""
+    asked = find.find_layers(model, layers)
+    names = frozenset(layer.fqn for layer in asked)
+    if hasattr(model, STAGE_MARK):
+        return asked, names  # the others are on other stages
+    try:
+        found = find.find_layers(model)
+    except find.LayersNotFoundError:
+        return asked, names  # only the caller knows the layers
+    return (found if names <= {layer.fqn for layer in found} else asked), names
+
+
+def _refuse_lists(model: nn.Module, ep: ExpertParallel) -> None:
+    experts = find_experts(model, ep.plan) if ep.size > 1 else ()
+    if listed := next((each.fqn for each in experts if each.call == EACH), None):
+        raise ValueError(
+            f"ep is {ep.size}, and {listed!r} is a list of experts, whose block decides in Python how many rows each gets: "
+            "no plan can be made. Use a mode (ac='full', 'selective'), or stack the weights of the list."
+        )
+
+
+def can_skip() -> bool:
+    """Return whether plans may skip operators, which a solver of scipy looks for; else that is logged once."""
+    try:
+        require("scipy.optimize", "plan", "to plan with skipped ops")
+    except MissingExtraError as error:
+        warn_once(f"Plans are made without skipped ops: {error}")
+        return False
+    return True
+
+
+def as_choice(problem: BlockProblem, words: Sequence[str], label: str = "plan") -> Choice:
+    """Return the choice that does this with each operator: ``save``, ``skip`` or ``recompute``."""
+    keep = sum(1 << k for k, word in enumerate(words) if word == "save")
+    skip = sum(1 << k for k, word in enumerate(words) if word == "skip")
+    return replace(problem.choice(solver.Point(0, 0.0, keep, skip)), label=label)
+
+
+def _selective(problem: BlockProblem) -> Choice:
+    if not problem.trace.saves_something:
+        return problem.none()
+    policy = SelectivePolicy()
+    tracked, decide = policy.tracked_ops(), policy.start()
+    words = []
+    for k, record in enumerate(problem.records):
+        word = decide(record.op, record.nth) if record.op in tracked else Decision.RECOMPUTE
+        words.append("save" if word is Decision.SAVE and k < problem.reachable else "recompute")
+    return as_choice(problem, words, "selective")

@@ -1,0 +1,343 @@
+"""A model of CUDA's caching allocator: from a sequence of allocations and frees to the bytes that it reserves.
+
+The rules are those of ``c10/cuda/CUDACachingAllocator.cpp`` and ``c10/core/AllocatorConfig.h`` (PyTorch 2.13; the same in
+2.15 as far as they are modelled), and no GPU is needed:
+
+- A request is rounded up to 512 bytes (``kMinBlockSize``), or, with ``roundup_power2_divisions``, to the next of so many
+  equal steps between two powers of two.
+- Requests up to 1 MiB (``kSmallSize``) come from segments of 2 MiB (``kSmallBuffer``), those below 10 MiB
+  (``kMinLargeAlloc``) from segments of 20 MiB (``large_segment_size_mb``), larger ones from a segment of their own, rounded
+  up to 2 MiB (``kRoundLarge``).
+- Each stream has its own free blocks, small and large ones apart. The smallest that is large enough is taken, of several
+  the one at the lowest address (`get_free_block`).
+- A block is split where 512 bytes or more would be left of a small one, more than 1 MiB of a large one; with
+  ``max_split_size_mb`` larger requests are not split, and larger blocks serve none of the smaller requests (`should_split`).
+- A freed block becomes one with its free neighbours; a segment stays reserved, until memory runs out: then free segments
+  of all streams go back to the device, and the request is tried once more.
+- With ``expandable_segments`` a stream has one segment of each kind that grows by pages of 2 or 20 MiB at its end.
+
+Not modelled: ``garbage_collection_threshold``, memory pools of CUDA graphs, ``record_stream``, and ``cudaMalloc``'s choice
+of addresses: segments here lie in the order in which they were made.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Hashable
+
+from nemo_like.options.memory import AllocatorConfig
+
+MIN_BLOCK = 512
+SMALL_REQUEST = 1 << 20
+SMALL_SEGMENT = 2 << 20
+LARGE_REQUEST = 10 << 20
+LARGE_STEP = 2 << 20
+
+
+class DeviceMemoryError(RuntimeError):
+    """A request that does not fit the device, though every free segment was given back."""
+
+
+class CachingAllocator:
+    """The allocator of one device, before its first request.
+
+    >>> allocator = CachingAllocator()
+    >>> block = allocator.allocate(3 << 20)
+    >>> allocator.allocated, allocator.reserved
+    (3145728, 20971520)
+
+    Args:
+        config: its settings; None: torch's defaults.
+        memory: bytes that it may reserve; None: as many as are asked for, so that nothing is ever given back.
+        address_space: bytes of address space of a growing segment (torch: 9/8 of the device's memory).
+    """
+
+    def __init__(
+        self, config: AllocatorConfig | None = None, memory: int | None = None, address_space: int = 1 << 46
+    ) -> None:
+        self.config, self.memory = config or AllocatorConfig(), memory
+        self.address_space = address_space
+        self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
+        """Bytes in blocks in use, as ``torch.cuda.memory_allocated`` counts them, and in segments; now, and most."""
+        self.retries = 0
+        """How often segments were given back, because memory had run out."""
+        self._limit = float("inf") if self.config.max_split_size is None else self.config.max_split_size
+        self._pools: dict[tuple[Hashable, bool], BlockPool] = {}
+        self._rounded: dict[int, int] = {}
+        """`rounded` of the sizes that were asked for: a step asks for a dozen thousands of times."""
+        self._next_address = 0
+
+    def allocate(self, size: int, stream: Hashable = 0) -> MemoryBlock:
+        """A block of at least `size` bytes on `stream`. (Of 0 bytes torch asks for none.)
+
+        Raises:
+            DeviceMemoryError: `memory` does not suffice.
+        """
+        wanted = self._rounded.get(size)
+        if wanted is None:
+            wanted = self._rounded[size] = self.rounded(size)
+        small = wanted <= SMALL_REQUEST
+        pool = self._pools.get((stream, small))
+        if pool is None:
+            fine = small or self.config.expandable_segments
+            least_rest = MIN_BLOCK if fine else SMALL_REQUEST + 1
+            pool = BlockPool(small=small, least_rest=least_rest, most_split=float("inf") if fine else self._limit)
+            self._pools[stream, small] = pool
+        block = self._cached(pool, wanted) or self._reserve(pool, wanted)
+        if block.size - wanted >= pool.least_rest and wanted < pool.most_split:
+            rest = MemoryBlock(block.address + wanted, block.size - wanted, pool)
+            block.insert_behind(rest)
+            block.size = wanted
+            pool.add(rest)
+        block.used = True
+        self.allocated += block.size
+        if self.allocated > self.peak_allocated:
+            self.peak_allocated = self.allocated
+        return block
+
+    def free(self, block: MemoryBlock) -> None:
+        """Give `block` back to its stream's free ones; its segment stays reserved."""
+        assert block.used, "a block is freed twice"
+        block.used = False
+        self.allocated -= block.size
+        if block.prev is not None and not block.prev.used:
+            self._merge(block, block.prev)
+        if block.next is not None and not block.next.used:
+            self._merge(block, block.next)
+        block.pool.add(block)
+
+    def rounded(self, size: int) -> int:
+        """The bytes of a request for `size`."""
+        divisions = self.config.roundup_power2_divisions
+        if divisions > 1 and size > MIN_BLOCK * divisions:
+            step = (1 << (size.bit_length() - 1)) // divisions
+            return -(-size // step) * step
+        return max(MIN_BLOCK, -(-size // MIN_BLOCK) * MIN_BLOCK)
+
+    def release_cached(self) -> None:
+        """What ``torch.cuda.empty_cache`` does: segments, or pages of growing ones, in which nothing is used go back."""
+        for pool in self._pools.values():
+            for _, _, block in list(pool.free):
+                if self.config.expandable_segments:
+                    self._unmap(block)
+                elif block.whole:
+                    self._give_back(block)
+
+    # --- taking -----------------------------------------------------------------------------------------------------
+
+    def _cached(self, pool: BlockPool, size: int) -> MemoryBlock | None:
+        free = pool.free
+        at = bisect_left(free, (size,))
+        if at == len(free):
+            return None
+        if self.config.expandable_segments:
+            # A block at the growing end counts as large as it can become: it is the last choice, not the best fit.
+            last = len(free) - 1
+            while at < last and can_become(free[at + 1][2]) < can_become(free[at][2]):
+                at += 1
+        found = free[at][2]
+        if size < self._limit <= found.size:
+            return None
+        if size >= self._limit and found.size >= size + self.config.large_segment:
+            return None
+        del free[at]
+        return found
+
+    def _reserve(self, pool: BlockPool, size: int) -> MemoryBlock:
+        block = self._new(pool, size)
+        if block is None and self.config.max_split_size is not None and self._release_oversize(pool, size):
+            block = self._new(pool, size)
+        if block is None:
+            self.retries += 1
+            self.release_cached()
+            block = self._new(pool, size)
+        if block is None:
+            raise DeviceMemoryError(
+                f"{size} bytes do not fit a device of {self.memory}: {self.reserved} are reserved, of which "
+                f"{self.allocated} are in use."
+            )
+        return block
+
+    def _new(self, pool: BlockPool, size: int) -> MemoryBlock | None:
+        if self.config.expandable_segments:
+            return self._grown(pool, size)
+        if pool.small:
+            segment = SMALL_SEGMENT
+        else:
+            segment = self.config.large_segment if size < LARGE_REQUEST else -(-size // LARGE_STEP) * LARGE_STEP
+        if not self._count(segment):
+            return None
+        block = MemoryBlock(self._next_address, segment, pool)
+        self._next_address += segment
+        return block
+
+    def _count(self, size: int) -> bool:
+        """Whether the device has `size` bytes more; then they are reserved."""
+        if self.memory is not None and self.reserved + size > self.memory:
+            return False
+        self.reserved += size
+        if self.reserved > self.peak_reserved:
+            self.peak_reserved = self.reserved
+        return True
+
+    # --- giving back ------------------------------------------------------------------------------------------------
+
+    def _merge(self, into: MemoryBlock, other: MemoryBlock | None) -> None:
+        if other is None or other.used or other.mapped != into.mapped:
+            return
+        other.pool.take(other)
+        if into.prev is other:
+            into.address, into.prev = other.address, other.prev
+            if into.prev is not None:
+                into.prev.next = into
+        else:
+            into.next = other.next
+            if into.next is not None:
+                into.next.prev = into
+        into.size += other.size
+
+    def _give_back(self, block: MemoryBlock) -> None:
+        block.pool.take(block)
+        self.reserved -= block.size
+
+    def _release_oversize(self, pool: BlockPool, size: int) -> bool:
+        """Give back blocks that are too large to be split, largest first, until `size` bytes of them are gone."""
+        wanted = max(size, int(self._limit))
+        at = bisect_left(pool.free, (wanted,))
+        if at < len(pool.free):
+            self._give_back(pool.free[at][2])
+            return True
+        released = 0
+        while released < wanted and pool.free and pool.free[-1][0] >= self._limit:
+            released += pool.free[-1][0]
+            self._give_back(pool.free[-1][2])
+        return released >= wanted
+
+    # --- growing segments -------------------------------------------------------------------------------------------
+
+    def _page(self, pool: BlockPool) -> int:
+        return SMALL_SEGMENT if pool.small else self.config.large_segment
+
+    def _grown(self, pool: BlockPool, size: int) -> MemoryBlock | None:
+        """A free block of `size` bytes at the lowest address where free and unmapped pieces suffice."""
+        block = self._with_room(pool, size)
+        if not block.mapped and not self._map(block, min(block.size, size)):
+            return None
+        while block.size < size:
+            following = block.next
+            assert following is not None
+            if not self._map(following, min(size - block.size, following.size)):
+                return None
+            block = following
+        pool.take(block)
+        return block
+
+    def _with_room(self, pool: BlockPool, size: int) -> MemoryBlock:
+        for _, unmapped in pool.unmapped:
+            first = unmapped.prev if unmapped.prev is not None and not unmapped.prev.used else unmapped
+            room, block = 0, first
+            while room < size and block is not None and not block.used:
+                room += block.size
+                block = block.next  # type: ignore[assignment]
+            if room >= size:
+                return first
+        page = self._page(pool)
+        space = -(-self.address_space // page) * page
+        start = -(-self._next_address // page) * page  # so that its pages lie at multiples of their size
+        made = MemoryBlock(start, space, pool, mapped=False)
+        self._next_address = start + space
+        insort(pool.unmapped, (made.address, made))
+        return made
+
+    def _map(self, block: MemoryBlock, size: int) -> bool:
+        """Put memory behind the first `size` bytes of an unmapped block, in whole pages."""
+        page, pool = self._page(block.pool), block.pool
+        mapped = -(-size // page) * page
+        if not self._count(mapped):
+            return False
+        pool.take(block)
+        block.mapped = True
+        if mapped < block.size:
+            rest = MemoryBlock(block.address + mapped, block.size - mapped, pool, mapped=False)
+            block.insert_behind(rest)
+            block.size = mapped
+            insort(pool.unmapped, (rest.address, rest))
+        self._merge(block, block.prev)
+        self._merge(block, block.next)
+        pool.add(block)
+        return True
+
+    def _unmap(self, block: MemoryBlock) -> None:
+        """Take the memory away from the whole pages of a free block."""
+        page, pool = self._page(block.pool), block.pool
+        start = -(-block.address // page) * page
+        end = (block.address + block.size) // page * page
+        if end <= start:
+            return
+        pool.take(block)
+        before, after = start - block.address, block.address + block.size - end
+        if before:
+            piece = MemoryBlock(block.address, before, pool)
+            if block.prev is not None:
+                block.prev.insert_behind(piece)
+            else:
+                block.prev, piece.next = piece, block
+            pool.add(piece)
+        if after:
+            piece = MemoryBlock(end, after, pool)
+            block.insert_behind(piece)
+            pool.add(piece)
+        block.address, block.size, block.mapped = start, end - start, False
+        self.reserved -= block.size
+        self._merge(block, block.prev)
+        self._merge(block, block.next)
+        insort(pool.unmapped, (block.address, block))
+
+
+class MemoryBlock:
+    """A piece of a segment; `pool.free` has it while it is free and mapped."""
+
+    __slots__ = ("address", "mapped", "next", "pool", "prev", "size", "used")
+
+    def __init__(self, address: int, size: int, pool: BlockPool, *, mapped: bool = True) -> None:
+        self.address, self.size, self.pool, self.mapped = address, size, pool, mapped
+        self.used = False
+        self.prev: MemoryBlock | None = None
+        self.next: MemoryBlock | None = None
+
+    @property
+    def whole(self) -> bool:
+        return self.prev is None and self.next is None
+
+    def insert_behind(self, other: MemoryBlock) -> None:
+        other.prev, other.next = self, self.next
+        if self.next is not None:
+            self.next.prev = other
+        self.next = other
+
+
+class BlockPool:
+    """The free blocks of one stream, of one kind, smallest first."""
+
+    def __init__(self, *, small: bool, least_rest: int, most_split: float) -> None:
+        self.small = small
+        self.least_rest, self.most_split = least_rest, most_split
+        """Bytes from which on what is left of a block becomes one of its own, for requests below so many bytes."""
+        self.free: list[tuple[int, int, MemoryBlock]] = []
+        self.unmapped: list[tuple[int, MemoryBlock]] = []
+        """Of growing segments, what has no memory behind it, by address."""
+
+    def add(self, block: MemoryBlock) -> None:
+        insort(self.free, (block.size, block.address, block))
+
+    def take(self, block: MemoryBlock) -> None:
+        if block.mapped:
+            del self.free[bisect_left(self.free, (block.size, block.address))]
+        else:
+            del self.unmapped[bisect_left(self.unmapped, (block.address,))]
+
+
+def can_become(block: MemoryBlock) -> int:
+    """Bytes of a free block of a growing segment, with what may still grow behind it."""
+    behind = block.next
+    return block.size + (behind.size if behind is not None and not behind.mapped else 0)

@@ -1,0 +1,179 @@
+"""How long a layer's kernels take by the roofline of a device, and which bytes it sends.
+
+A kernel takes the longer of its FLOPs at the device's reachable rate and its bytes at the reachable bandwidth, and at
+least a launch. A matrix product fills the device's processors in whole waves of tiles, so that one of few tiles is slower.
+Backward is twice a forward, of attention two and a half times (five products for two).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from nemo_like.activation_checkpointing.ops import facts
+from nemo_like.planning.choose.layer import BlockProblem, Choice
+from nemo_like.planning.devices import Device
+from nemo_like.planning.program.roofline import kernel_kind
+from nemo_like.planning.sharding import UnitBytes
+from nemo_like.planning.trace.block import OpRecord
+
+_TILE = (128, 256)
+"""Rows and columns of the output that one multiprocessor works on at a time, in the large products of cuBLAS and CUTLASS."""
+BACKWARD_TIMES = {True: 2.5, False: 2.0}
+"""Of forward: attention, and all else."""
+
+
+def kernel_seconds(op: OpRecord, device: Device) -> float:
+    """One kernel; 0 for a view and for what is sent (see `exchanged`)."""
+    known = facts(op.op)
+    if op.view or known.exchange or _sequence_op(op):
+        return 0.0
+    computing = op.flops / device.flops_of(op.op, half=op.half)
+    if op.flops and not known.attention:
+        computing /= wave_share(op.shapes, device.processors)
+    return max(computing, op.moved / device.bandwidth, device.launch_seconds if op.moved else 0.0)
+
+
+def wave_share(shapes: Sequence[tuple[int, ...]], processors: int) -> float:
+    """How much of the device a matrix product with an output of that shape keeps busy: tiles in whole waves.
+
+    >>> round(wave_share([(8192, 4096)], 132), 3), wave_share([(128, 256)], 132) < 0.01
+    (0.97, True)
+    """
+    if not processors or not shapes or len(shapes[0]) < 2:
+        return 1.0
+    rows, columns = math.prod(shapes[0][:-1]), shapes[0][-1]
+    tiles = -(-rows // _TILE[0]) * -(-columns // _TILE[1])
+    return tiles / (-(-tiles // processors) * processors)
+
+
+def least_seconds(problem: BlockProblem, only: Collection[int] | None = None) -> tuple[float, float]:
+    """Forward and backward of a block per call, as a bound for other numbers of tokens: a token's share of the kernels'
+    FLOPs and bytes is at least this in any shape with the same weights, since launches, part waves and the bytes of
+    weights, which are read once for all tokens, are left out. Attention over all keys of whole sequences has as many FLOPs
+    per token however the sequences are cut. `only`: of these of its records; None: of all."""
+    device, forward, backward = problem.device, 0.0, 0.0
+    for number, op in enumerate(problem.records):
+        known = facts(op.op)
+        if known.exchange or _sequence_op(op) or (only is not None and number not in only):
+            continue
+        moved = 0 if known.attention else max(0, op.moved - problem.trace.param_bytes)
+        least = max(op.flops / device.flops_of(op.op, half=op.half), moved / device.bandwidth)
+        forward += least
+        backward += least * BACKWARD_TIMES[known.attention]
+    return forward, backward if problem.trace.saves_something else 0.0
+
+
+_NOT_OF_SEQUENCES = ("nemo_like::route", "nemo_like::rows_of_all")
+
+
+def _summed(records: Sequence[OpRecord], hidden: int) -> int:
+    """Bytes that ranks of tensor parallelism sum up in a forward, behind attention and behind the FFN; a gather takes half
+    the time of a sum. `hidden`: bytes of the hidden states, as of each of the two that the trace lacks: the sum of experts
+    that are split inside is in place."""
+    sums = [op.bytes for op in records if op.op.name() == "_c10d_functional::all_reduce"]
+    gathered = ("_c10d_functional::all_gather_into_tensor", "nemo_like::rows_of_all")
+    sums += [op.bytes // 2 for op in records if op.op.name() in gathered]
+    return sum(sums) + max(0, 2 - len(sums)) * hidden
+
+
+def _sequence_op(op: OpRecord) -> bool:
+    return op.op.namespace == "nemo_like" and facts(op.op).collective and not facts(op.op).exchange
+
+
+def fused(records: Sequence[OpRecord]) -> tuple[OpRecord, ...]:
+    """The same operators as a compiler fuses them: of several in a row without a matrix product, attention or collective,
+    the first reads from memory, and what is written is what the last one makes and what backward needs."""
+    heavy = [bool(op.flops) or facts(op.op).attention or facts(op.op).collective for op in records]
+    made = []
+    for place, op in enumerate(records):
+        if heavy[place]:
+            made.append(op)
+            continue
+        first = place == 0 or heavy[place - 1]
+        last = place + 1 == len(records) or heavy[place + 1]
+        reads = max(0, op.moved - op.bytes) if first else 0
+        made.append(replace(op, moved=reads + (op.bytes if last or op.needed else 0)))
+    return tuple(made)
+
+
+@dataclass(frozen=True)
+class BlockSeconds:
+    """One kind of layer in one local shape: seconds of its kernels, and bytes that it sends."""
+
+    kernels: tuple[float, ...]
+    """Of each of `BlockProblem.records`, forward."""
+    forward: float
+    backward: float
+    sequence_bytes: int
+    """Gathered over ``cp`` in a forward."""
+    expert_bytes: int
+    """Sent by all-to-all over ``ep`` in a forward."""
+    boundary_bytes: int
+    """What tensor parallelism sums up, behind attention and behind the FFN: of both the mean. The hidden states, where the
+    trace has no such sum; half of them for what is gathered alone, as the rows of split experts."""
+    kinds: tuple[str, ...] = ()
+    """Of each of `kernels`: ``launch`` where that is what it takes, else its `kernel_kind`."""
+    attends: tuple[bool, ...] = ()
+    """Of each of `kernels`: whether it is attention."""
+
+    @classmethod
+    def of(cls, problem: BlockProblem, *, compiled: bool = False, fp8_flops: float = 0.0) -> BlockSeconds:
+        """Of one traced block, at the rates of its device. `compiled`: what stands between matrix products is fused, see
+        `fused`. `fp8_flops`: matrix products run at this rate, and their operands are read once more to be cast; 0: they
+        do not."""
+        records, device = fused(problem.records) if compiled else problem.records, problem.device
+        kernels = problem.measured or tuple(kernel_seconds(op, device) for op in records)
+        if fp8_flops:
+            kernels = tuple(
+                max(op.flops / fp8_flops / wave_share(op.shapes, device.processors), op.moved / 2 / device.bandwidth)
+                + op.moved / device.bandwidth
+                if op.flops and op.half and not facts(op.op).attention
+                else seconds
+                for op, seconds in zip(records, kernels)
+            )
+        attends = tuple(facts(op.op).attention for op in records)
+        back = sum(seconds * BACKWARD_TIMES[attention] for seconds, attention in zip(kernels, attends))
+        return cls(
+            kernels,
+            sum(kernels),
+            back if problem.trace.saves_something else 0.0,
+            sum(op.bytes for op in records if _sequence_op(op) and op.op.name() not in _NOT_OF_SEQUENCES),
+            sum(op.moved // 2 for op in records if facts(op.op).exchange),
+            _summed(records, problem.trace.input_bytes) // 2,
+            tuple(
+                "launch" if seconds == device.launch_seconds else kernel_kind(op.op, op.flops)
+                for seconds, op in zip(kernels, records)
+            ),
+            attends,
+        )
+
+    def replay(self, choice: Choice, reachable: int) -> float:
+        """Kernels that backward runs again."""
+        return sum(
+            s
+            for k, (s, word) in enumerate(zip(self.kernels, choice.decisions))
+            if word == "recompute" and k < reachable
+        )
+
+
+@dataclass(frozen=True)
+class LayerRun:
+    """Equal calls of layers in one step."""
+
+    count: int
+    block: BlockSeconds
+    replay: float
+    """Seconds of kernels."""
+    replays_exchanges: bool
+    """Collectives inside are run again: where nothing inside is kept."""
+    unit: UnitBytes | None
+    experts: UnitBytes | None = None
+    copies: float = 0.0
+    """Seconds of copies of activations to the host that computing does not hide."""
+    moved: int = 0
+    """Bytes of activations that go to the host, and back beside backward."""
+    kind: int = 0
+    """The number of the kind of layer among those that were traced."""
+    choice: Choice | None = None

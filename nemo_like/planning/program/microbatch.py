@@ -1,0 +1,464 @@
+"""One micro-batch of one stage: forward and backward through its layers and what is around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+from nemo_like._util.tensors import Place
+from nemo_like.activation_checkpointing.plan import Part
+from nemo_like.options import OffloadConfig
+from nemo_like.planning.program.fsdp_units import ROOT, TAIL, GradientRule, Units
+from nemo_like.planning.program.host_copies import HostCopies
+from nemo_like.planning.program.records import BackwardCall, BlockEvents, Log, OuterEvents
+from nemo_like.planning.program.storages import LogRun, Storages
+from nemo_like.planning.sharding import Sharding, UnitBytes
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """One call of a layer under one choice."""
+
+    events: BlockEvents
+    unit: UnitBytes | None
+    """Its FSDP2 unit; None where it belongs to the root."""
+    experts: UnitBytes | None
+    """The unit of its experts, inside; None where they are not split."""
+    inputs: frozenset[Place] | None
+    """Places of its inputs that it keeps till its backward; None: all of its own."""
+    expert_weights: frozenset[str] = frozenset()
+    """Names of the parameters of `experts`."""
+    state: int = 0
+    """Bytes that its region keeps and that are no tensors of the layer: the state of a generator, copies of buffers."""
+    copied: int = 0
+    """Bytes of buffers that its region copies while forward runs."""
+    moves_inputs: bool = False
+    """Its inputs wait in host memory."""
+    moved: tuple[int, ...] = ()
+    """Bytes of each further tensor that does, in the order in which they are copied out."""
+
+    @property
+    def moves(self) -> bool:
+        """Return whether any of it waits in host memory."""
+        return self.moves_inputs or bool(self.moved)
+
+
+@dataclass(frozen=True)
+class Around:
+    """Log of what runs outside the layers in one micro-batch."""
+
+    events: OuterEvents
+    idle: frozenset[int] = frozenset()
+    """Layer calls that have no backward."""
+    dropped: frozenset[int] = frozenset()
+    """Idle calls that keep nothing when backward begins, since no tensor that they returned is used."""
+    in_chunks: bool = False
+    """The head made its gradients in forward."""
+    halves: bool = False
+    """Backward is cut in two."""
+
+
+class StageStep:
+    """Writes passes of micro-batches through one stage.
+
+    Args:
+        storages: what it is written into.
+        sharding: FSDP2's units.
+        offload: how much of what moves to the host is on the device at one time.
+        copies_at_once: a copy to the host has ended when the next operator runs, as on the CPU; else any may still be on
+            its way.
+    """
+
+    def __init__(
+        self,
+        storages: Storages,
+        sharding: Sharding,
+        *,
+        units: Callable[[Storages, Sharding], Units] = Units,
+        offload: OffloadConfig = OffloadConfig("none"),
+        copies_at_once: bool = False,
+    ) -> None:
+        self.storages, self.sharding, self.on = storages, sharding, sharding.on
+        self.units = units(storages, sharding)
+        self.offload, self.copies_at_once = offload, copies_at_once
+        self.kept: list[int] = []
+        """The output of the micro-batch before."""
+        self.grads: dict[Hashable, list[int]] = {}
+        """Gradients that stay till the optimizer's step, where FSDP2 does not reduce them."""
+        self.elsewhere: frozenset[str] = frozenset()
+        """Names of parameters around the layers whose gradients another stage of the rank has."""
+
+    def drop_output(self) -> None:
+        """Free the output of the micro-batch before."""
+        self.storages.drop_all(self.kept)
+        self.kept.clear()
+
+    def zero_grad(self) -> None:
+        """Free the gradients of the step."""
+        for grads in (*self.grads.values(), self.units.grads):
+            self.storages.drop_all(grads)
+            grads.clear()
+
+    def start_with_gradients(self, *, less: int = 0) -> None:
+        """Make the gradients of the step before, but for `less` bytes that another stage of the rank has."""
+        sizes = [unit.grad for unit in self.sharding.all]
+        if self.on:
+            self.units.start_with_gradients(without(sizes, less))
+        else:
+            self.grads["before"] = [self.storages.make(sum(sizes) - less, Part.GRADIENTS)]
+
+    def keep_gradients(self, key: Hashable, grads: Sequence[int], rule: GradientRule) -> None:
+        """Keep gradients till the optimizer's step; `key`: of a layer, or `ROOT`, or `TAIL`."""
+        if rule.accumulates:  # to those that are there
+            self.storages.drop_all(grads)
+            grads = ()
+        for grad in grads:
+            self.storages.relabel(grad, Part.GRADIENTS)
+        if rule.frees:
+            self.storages.drop_all(self.grads.pop(key, ()))
+        self.grads.setdefault(key, []).extend(grads)
+
+
+class Microbatch:
+    """One micro-batch of a step."""
+
+    def __init__(self, step: StageStep, rule: GradientRule, layers: Sequence[LayerCall], around: Around) -> None:
+        self.step, self.rule, self.layers, self.around = step, rule, layers, around
+        self.events = around.events
+        self.storages, self.units, self.sharding, self.on = step.storages, step.units, step.sharding, step.on
+        self.fsdp_units = [layer.unit for layer in layers]
+        self.outside: dict[int, int] = {}
+        """Storages by their numbers in the log of what is around the layers."""
+        self.inside: list[LogRun] = [LogRun() for _ in layers]
+        self.inputs: list[list[int]] = [[] for _ in layers]
+        """For each layer, the storages of its inputs that it keeps."""
+        self.states: dict[int, int] = {}
+        self.host = HostCopies(step.storages, step.offload, step.copies_at_once, self.inside, self.inputs)
+        self.waiting: list[int] = []
+        """Gradients that the root reduces."""
+        self.at = 0
+        """Position in the log of what is around the layers."""
+        self.output: list[int] = []
+        self.input_grads: list[int] = []
+
+    def forward(self) -> None:
+        layers, events, units, storages = self.layers, self.events, self.units, self.storages
+        if self.on:
+            units.copy_out(ROOT, self.sharding.root, forward=True)
+            self._gather_ahead(-1)
+        for i, (layer, call) in enumerate(zip(layers, events.calls)):
+            storages.mark(f"before layer {i}, forward")
+            self._run_outside(call.begin)
+            self._hold_inputs(i, call.inputs)
+            if self.on:
+                units.copy_out(i, layer.unit, forward=True)
+                self._gather_ahead(i)
+                units.copy_out(("experts", i), layer.experts, forward=True)
+            storages.mark(f"forward of layer {i}")
+            copied, run = storages.make(layer.copied, Part.RUNNING_LAYER), self.inside[i]
+            late = storages.run_log(layer.events.running_forward, run, Part.HELD_ACTIVATIONS)
+            for position, number in call.outputs.items():
+                self._share_output(run, layer.events.outputs[position], number)
+            self._run_outside(call.end)
+            for number in late:
+                storages.drop(run.alive.pop(number))
+            storages.drop(copied)
+            self.states[i] = storages.make(layer.state, Part.HELD_ACTIVATIONS)
+            self.host.send(i, inputs=layer.moves_inputs, sizes=layer.moved)
+            storages.upto = i + 1
+            for key, unit in ((("experts", i), layer.experts), (i, layer.unit)):
+                if unit is not None and unit.reshard:
+                    units.reshard(key)
+        if self.on:
+            units.copy_out(TAIL, self.sharding.tail, forward=True)
+        storages.mark("forward of the head")
+        if self.sharding.tail is not None and self.sharding.tail.reshard and not self.around.in_chunks:
+            self._run_outside(max(self._of_tail(events.returns), default=events.forward_end))
+            units.reshard(TAIL)
+        self._run_outside(events.forward_end)
+        if self.sharding.root.reshard:
+            units.reshard(ROOT)
+        units.drop_flat()
+        self.step.drop_output()
+        storages.end_forward()
+
+    def go_on_as(self, rule: GradientRule, layers: Sequence[LayerCall], around: Around) -> None:
+        """Go on with the gradients that are there now, between forward and backward, or its halves.
+
+        Logs that have not allocated the same so far as those that it began with are left as they were.
+        """
+        self.rule = rule
+        halfway = self.at > self.events.forward_end
+        if layers is not self.layers:
+            kept = []
+            for run, old, new in zip(self.inside, self.layers, layers):
+                own = _renumbered(run.alive, old.events.until(halfway), new.events.until(halfway))
+                kept.append(old if own is None else new)
+                run.alive = run.alive if own is None else own
+            self.layers = kept
+        old_log, events = self.events.log[: self.at], around.events
+        at = events.backward_end if halfway else events.forward_end
+        if events is not self.events and (own := _renumbered(self.outside, old_log, events.log[:at])) is not None:
+            self.around, self.events, self.outside, self.at = around, events, own, at
+
+    def sent_on(self) -> list[int]:
+        """Return the storages of what the stage returns; after forward."""
+        return [self.outside[n] for n in self.events.outputs if n in self.outside]
+
+    def take_ends(self) -> tuple[list[int], list[int]]:
+        """Return the storages of what the stage returned, and of the gradients of its inputs. The caller frees them."""
+        if not self.output and not self.input_grads:
+            events = self.events
+            self.output = [self.outside.pop(n) for n in events.outputs if n in self.outside]
+            self.input_grads = [self.outside.pop(n) for n in events.input_grads if n in self.outside]
+        found = self.output, self.input_grads
+        self.output, self.input_grads = [], []
+        return found
+
+    def given_gradient(self, storage: int) -> None:
+        """Use `storage` as the gradient that a later stage sent. It stands for the first one of its size that backward
+        makes."""
+        behind = self.events.log[self.events.forward_end :]
+        made = next((number for number, size in behind if size == self.storages.sizes[storage]), 0)
+        if made:
+            self.outside[made] = self.storages.hold(storage)
+
+    def backward_of_inputs(self) -> None:
+        """Run backward, or its first half where it was recorded in two."""
+        events, storages, backs = self.events, self.storages, self.events.backs
+        storages.phase = "backward"
+        for number in events.outputs:
+            storages.relabel(self.outside.get(number, 0), Part.KEPT_OUTPUT)
+        storages.mark("loss")
+        self._run_outside(events.loss_end)
+        for i in self.around.dropped:
+            self._drop_layer(i)
+        storages.mark("backward of the head")
+        self._begin_backward(backs[0].begin if backs else events.backward_end)
+        if self.around.halves:
+            self.units.add_waiting(TAIL, self.sharding.tail)
+        else:
+            self._after_head()
+        ends = [back.begin for back in backs[1:]] + [events.backward_end]
+        for back, end in zip(backs, ends):
+            self._layer_backward(back, end)
+            storages.mark(f"after layer {back.layer}, backward")
+            self._run_outside(end)
+        self._run_outside(events.backward_end)
+        if self.around.halves:
+            self.units.add_waiting(ROOT, self.sharding.root)
+
+    def _begin_backward(self, end: int) -> None:
+        """Run backward up to the first layer.
+
+        At the root, and at the tail, FSDP2 gathers what was resharded, and gathers ahead the units that ran before.
+        """
+        units, events, tail, last = self.units, self.events, self.sharding.tail, len(self.layers)
+        if self.on:
+            self._run_outside(min(end, events.goes_back.get("", end)))
+            units.copy_out(ROOT, self.sharding.root, forward=False)
+            if self.sharding.root.gathered and tail is None:  # a root without parameters fetches nothing
+                self._gather_behind(last, 1)
+            elif self.sharding.root.gathered:
+                units.gather(TAIL, tail)
+            if tail is not None:
+                if not self.around.in_chunks:
+                    self._run_outside(min([end, *self._of_tail(events.goes_back)]))
+                units.copy_out(TAIL, tail, forward=False)
+                self._gather_behind(last, self.sharding.prefetch[1])
+        self._run_outside(end)
+
+    def _of_tail(self, positions: Mapping[str, int]) -> list[int]:
+        return [at for name, at in positions.items() if name in self.sharding.tail_names]
+
+    def backward_of_weights(self) -> None:
+        """Run the second half of backward, where there are two, and reduce the gradients of the root.
+
+        Free all of the micro-batch, but for what `take_ends` returns.
+        """
+        events, storages = self.events, self.storages
+        storages.phase = "backward"
+        for i in reversed(range(len(self.layers))):
+            layer, run = self.layers[i], self.inside[i]
+            if self.around.halves:
+                storages.mark(f"second half of backward of layer {i}")
+                storages.run_log(layer.events.running_weights, run, Part.HELD_ACTIVATIONS)
+                self._reduce(i, layer, run)
+                self._drop_layer(i)
+        storages.mark("end of backward")
+        self._run_outside(events.weights_end)
+        if self.around.halves:
+            self._after_head()
+        names = [name for name, number in events.param_grads.items() if number in self.outside]
+        own = [self.outside.pop(events.param_grads[name]) for name in names if name not in self.step.elsewhere]
+        if self.on:
+            self.units.close_all()
+            self.units.reduce(ROOT, self.sharding.root, [*own, *self.waiting], self.rule)
+            self.units.finish()
+        else:
+            self.step.keep_gradients(ROOT, own, self.rule)
+        self.output, self.input_grads = self.take_ends()
+        storages.drop_all(self.outside.values())
+        for i in range(len(self.layers)):
+            self._drop_layer(i)
+
+    def _drop_layer(self, i: int) -> None:
+        self.storages.close(self.inside[i])
+        self.storages.drop_all(self.inputs[i])
+        self.inputs[i] = []
+        self.storages.drop(self.states.pop(i, 0))
+
+    # --- one layer ----------------------------------------------------------------------------------------------------
+
+    def _layer_backward(self, back: BackwardCall, end: int) -> None:
+        i, storages, units = back.layer, self.storages, self.units
+        layer, run = self.layers[i], self.inside[i]
+        if self.on:
+            units.copy_out(i, layer.unit, forward=False)
+            if layer.unit is not None:
+                self._gather_behind(i, self.sharding.prefetch[1])
+            units.copy_out(("experts", i), layer.experts, forward=False)
+        storages.upto = i
+        storages.mark(f"backward of layer {i}")
+        storages.drop(self.states.pop(i, 0))
+        self.host.fetch(i, ahead=layer.moves)
+        storages.move_bytes(run.other_bytes, Part.HELD_ACTIVATIONS, Part.RUNNING_LAYER)
+        for storage in self.inputs[i]:
+            storages.relabel(storage, Part.RUNNING_LAYER)
+        self._share_gradients(layer.events, back.grads, end, run.alive)
+        if layer.experts is None or self.around.halves:
+            storages.run_log(layer.events.running_backward, run, Part.RUNNING_LAYER)
+        else:
+            until, rest = layer.events.running_apart
+            storages.run_log(until, run, Part.RUNNING_LAYER)
+            self._reduce_experts(i, layer, run)
+            storages.run_log(rest, run, Part.RUNNING_LAYER)
+        storages.move_bytes(run.other_bytes, Part.RUNNING_LAYER, Part.HELD_ACTIVATIONS)
+        for place, number in layer.events.input_grads.items():
+            self._share_output(run, number, back.made.get(place, 0))
+            storages.drop(run.alive.pop(number, 0))
+        self._run_outside(back.end)
+        if self.around.halves:  # its gradients come later
+            units.add_waiting(i, layer.unit)
+            for storage in (*self.inputs[i], *run.alive.values()):
+                storages.relabel(storage, Part.HELD_ACTIVATIONS)
+            return
+        for storage in self.inputs[i]:
+            storages.relabel(storage, Part.OUTSIDE_OF_LAYERS)  # others may hold it still
+        storages.drop_all(self.inputs[i])
+        self.inputs[i] = []
+        self._reduce(i, layer, run)
+
+    def _reduce(self, i: int, layer: LayerCall, run: LogRun) -> None:
+        units, storages = self.units, run.alive
+        if self.around.halves:
+            self._reduce_experts(i, layer, run)
+        grads = [storages.pop(n) for n in layer.events.param_grads.values() if n in storages]
+        if not self.on:
+            self.step.keep_gradients(i, grads, self.rule)
+            return
+        if layer.unit is None:
+            self.waiting += grads
+        else:
+            units.close(i)
+            units.reduce(i, layer.unit, grads, self.rule)
+
+    def _reduce_experts(self, i: int, layer: LayerCall, run: LogRun) -> None:
+        """Reduce the gradients of a layer's experts, whose backward ends before that of the layer."""
+        if layer.experts is None:
+            return
+        numbers, storages = layer.events.param_grads, run.alive
+        own = [storages.pop(n) for name, n in numbers.items() if n in storages and name in layer.expert_weights]
+        self.units.close(("experts", i))
+        self.units.reduce(("experts", i), layer.experts, own, self.rule)
+
+    def _share_output(self, run: LogRun, number: int, events: int) -> None:
+        """Give a storage that a layer made the number that it has outside the layers."""
+        if events and (storage := run.alive.get(number, 0)):
+            self.storages.relabel(storage, Part.OUTSIDE_OF_LAYERS)
+            self.outside[events] = self.storages.hold(storage)
+
+    def _share_gradients(
+        self, events: BlockEvents, given: Mapping[int, int], end: int, storages: dict[int, int]
+    ) -> None:
+        """Give a layer the gradients of its output that the operators behind it made.
+
+        These keep only what they still use after `end`. A gradient that is an expanded number is made whole by the layer.
+        """
+        freed = {number for number, size in self.events.log[self.at : end] if not size}
+        for position, mine in events.output_grads.items():
+            theirs = given.get(position, 0)
+            storage = self.outside.get(theirs)
+            if storage is None or self.storages.sizes.get(storage) != events.sizes.get(mine):
+                continue
+            storages[mine] = self.outside.pop(theirs) if theirs in freed else self.storages.hold(storage)
+            self.storages.relabel(storage, Part.RUNNING_LAYER)
+
+    def _hold_inputs(self, i: int, numbers: Mapping[Place, int]) -> None:
+        kept = self.layers[i].inputs
+        for number in {number for place, number in numbers.items() if kept is None or place in kept}:
+            if storage := self.outside.get(number, 0):
+                self.inputs[i].append(self.storages.hold(storage))
+                self.storages.relabel(storage, Part.HELD_ACTIVATIONS)
+
+    # --- FSDP2 --------------------------------------------------------------------------------------------------------
+
+    def _gather_ahead(self, i: int) -> None:
+        for j in self.sharding.fetched_ahead(i, self.fsdp_units):
+            self.units.gather(*((j, self.fsdp_units[j]) if j < len(self.layers) else (TAIL, self.sharding.tail)))
+
+    def _gather_behind(self, i: int, count: int) -> None:
+        for j in self.sharding.fetched_behind(i, self.fsdp_units, count):
+            self.units.gather(j, self.fsdp_units[j])
+
+    def _after_head(self) -> None:
+        tail = self.sharding.tail
+        if tail is None:
+            return
+        names = [name for name in self.events.param_grads if name in self.sharding.tail_names]
+        numbers = [self.events.param_grads[name] for name in names]
+        grads = [self.outside.pop(n) for n in numbers if n in self.outside]
+        if self.on:
+            self.units.close(TAIL)
+            self.units.reduce(TAIL, tail, grads, self.rule)
+        else:
+            self.step.keep_gradients(TAIL, grads, self.rule)
+
+    # --- logs ---------------------------------------------------------------------------------------------------------
+
+    def _run_outside(self, end: int) -> None:
+        if self.at < end:
+            self.storages.run_entries(self.events.log[self.at : end], self.outside, Part.OUTSIDE_OF_LAYERS)
+            self.at = end
+
+
+def without(sizes: Sequence[int], less: int) -> Sequence[int]:
+    """Return `sizes` of storages, but for `less` bytes in the largest ones, which are another stage's."""
+    if not less:
+        return sizes
+    left = []
+    for size in sorted(sizes, reverse=True):
+        left.append(size - min(less, size))
+        less -= min(less, size)
+    return left
+
+
+def _renumbered(storages: dict[int, int], old: Log, new: Log) -> dict[int, int] | None:
+    """Return `storages` by their numbers in `new` instead of `old`; None: the two logs leave other storages.
+
+    What is made and freed may differ: torch makes some numbers the first time that an operator runs in a process.
+    """
+    before, now = _left(old), _left(new)
+    if [size for _, size in before] != [size for _, size in now]:
+        return None
+    numbers = {number: again for (number, _), (again, _) in zip(before, now)}
+    return (
+        {numbers[number]: storage for number, storage in storages.items()}
+        if storages.keys() <= numbers.keys()
+        else None
+    )
+
+
+def _left(log: Log) -> list[tuple[int, int]]:
+    freed = {number for number, size in log if not size}
+    return [(number, size) for number, size in log if size and number not in freed]

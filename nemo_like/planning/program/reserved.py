@@ -1,0 +1,168 @@
+"""What the caching allocator reserves for a training step: the step's allocations, replayed.
+
+`peak_bytes` counts what tensors take. A GPU runs out of what the allocator has *reserved*: whole segments, of which free
+pieces may fit nothing that is asked for, and those of one stream serve no other. Several steps are replayed, from the
+first one on, in which the optimizer's state comes into being, until one reserves nothing more.
+
+Nobody has compared these bytes with ``torch.cuda.memory_reserved`` on a GPU yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+from nemo_like.options.memory import AllocatorConfig
+from nemo_like.planning.choose.layer import Choice
+from nemo_like.planning.devices import Device
+from nemo_like.planning.program.allocator import CachingAllocator, MemoryBlock
+from nemo_like.planning.program.rank import RankSteps, rank_peak
+from nemo_like.planning.program.storages import Allocations
+from nemo_like.planning.query import PlanQuery
+
+_MOST_STEPS = 4
+"""In the second one the optimizer's state is there from the beginning; the third one reserves nothing more, as a rule."""
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """Bytes of one rank."""
+
+    reserved: int
+    """Most that the allocator reserves, as ``torch.cuda.max_memory_reserved`` would say."""
+    allocated: int
+    """Most in blocks that are in use, rounded as the allocator rounds them."""
+    tensors: int
+    """Most in tensors: `Peak.total`."""
+    workspaces: int
+    """Bytes of `reserved` that libraries take for themselves."""
+    given_back: int = 0
+    """Times in the last step that free segments went back to the device, because its memory had run out."""
+
+
+class StepLogs:
+    """The allocations of a rank's steps: of the first one, in which the optimizer's state is made, and of any later one."""
+
+    def __init__(
+        self, query: PlanQuery, rank: int, choices: Sequence[Sequence[Choice]], *, kept_outputs: Sequence[int] = ()
+    ) -> None:
+        """Write both; arguments as for `RankSteps`."""
+        storages = Allocations()
+        steps = RankSteps(query, rank, choices, storages, kept_outputs=kept_outputs)
+        steps.run(first=True)
+        self.first, storages.log = storages.log, []
+        before = dict(storages.sizes)
+        steps.run()
+        self.later = storages.log
+        gone = {number: size for number, size in before.items() if number not in storages.sizes}
+        new = {number: size for number, size in storages.sizes.items() if number not in before}
+        assert list(gone.values()) == list(new.values()), "a step does not end as it begins"
+        self.renewed = dict(zip(new, gone))
+        """The storages that are there when a later step ends, by number, and those that were there when it began in their
+        places."""
+
+
+def replay(
+    logs: StepLogs,
+    device: Device,
+    config: AllocatorConfig | None = None,
+    memory: int | None = None,
+) -> Reserved:
+    """Run the allocations of a rank's steps through the allocator, until one reserves nothing more.
+
+    Args:
+        logs: the steps.
+        device: a CUDA device.
+        config: the allocator's settings; None: torch's defaults.
+        memory: bytes of the device; None: as many as are asked for.
+
+    Raises:
+        DeviceMemoryError: `memory` does not suffice.
+    """
+    replayed = _Replayed(config, memory, device.cuda)
+    for number in range(_MOST_STEPS):
+        before = replayed.allocator.reserved
+        replayed.play(logs.first if number == 0 else logs.later)
+        if number > 0:
+            replayed.rename(logs.renewed)
+        if number > 1 and replayed.allocator.reserved == before and not replayed.given_back:
+            break
+    return replayed.found()
+
+
+def reserved_on(
+    query: PlanQuery, rank: int, choices: Sequence[Sequence[Choice]], memory: int | None = None
+) -> Reserved:
+    """Return what the allocator reserves on one rank; arguments as for `StepLogs` and `replay`."""
+    return replay(StepLogs(query, rank, choices), query.device, query.job.allocator, memory)
+
+
+def fullest_ranks(query: PlanQuery, choices: Sequence[Sequence[Choice]]) -> list[int]:
+    """Return the ranks of which one reserves most: of those that run the same layers in the same way, which differ in how
+    many micro-batches are in flight, the one with the highest peak. Arguments as for `StepLogs`."""
+    alike: dict[Hashable, list[int]] = {}
+    for rank in range(query.pp.size):
+        runs = tuple((query.stages[index].part, tuple(choices[index])) for index in query.of_rank(rank))
+        alike.setdefault(runs, []).append(rank)
+    return [
+        ranks[0] if len(ranks) == 1 else max(ranks, key=lambda rank: rank_peak(query, rank, choices).total)
+        for ranks in alike.values()
+    ]
+
+
+class _Replayed:
+    """An allocator through which steps go, one after the other.
+
+    Args:
+        config, memory: as for `CachingAllocator`.
+        capability: of the device, by which libraries take workspaces.
+    """
+
+    def __init__(self, config: AllocatorConfig | None, memory: int | None, capability: tuple[int, int] | None) -> None:
+        self.allocator = CachingAllocator(config, memory)
+        self._live: dict[int, MemoryBlock] = {}
+        self._sizes: dict[int, int] = {}
+        self._tensors = self._now = self.given_back = 0
+        self._workspaces = _workspaces(capability)
+        for size in self._workspaces:
+            self.allocator.allocate(size)
+
+    def play(self, log: Sequence[tuple[int, int, str]]) -> None:
+        """Run a step's events."""
+        retries, live, sizes = self.allocator.retries, self._live, self._sizes
+        allocate, free, now, most = self.allocator.allocate, self.allocator.free, self._now, self._tensors
+        for storage, size, stream in log:
+            if size:
+                live[storage] = allocate(size, stream)
+                sizes[storage] = size
+                now += size
+                if now > most:
+                    most = now
+            else:
+                free(live.pop(storage))
+                now -= sizes.pop(storage)
+        self._now, self._tensors = now, most
+        self.given_back = self.allocator.retries - retries
+
+    def rename(self, numbers: Mapping[int, int]) -> None:
+        """Know storages by other numbers from now on."""
+        live, sizes = self._live, self._sizes
+        live.update({other: live.pop(number) for number, other in numbers.items()})
+        sizes.update({other: sizes.pop(number) for number, other in numbers.items()})
+
+    def found(self) -> Reserved:
+        """Return the result of all steps so far; `Reserved.given_back` is of the last."""
+        allocator = self.allocator
+        return Reserved(
+            allocator.peak_reserved, allocator.peak_allocated, self._tensors, sum(self._workspaces), self.given_back
+        )
+
+
+def _workspaces(capability: tuple[int, int] | None) -> tuple[int, int]:
+    """Return the bytes that cuBLAS takes: one workspace for each thread that multiplies, forward's and autograd's.
+
+    ``parseChosenWorkspaceSize`` of ``aten/src/ATen/cuda/CublasHandlePool.cpp``: 32 MiB on compute capability 9.0, else
+    8 MiB and 128 KiB. They are taken from the caching allocator and kept.
+    """
+    size = 32 << 20 if capability == (9, 0) else (8 << 20) + (128 << 10)
+    return size, size

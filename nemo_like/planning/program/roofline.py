@@ -1,0 +1,158 @@
+"""How long kernels, optimizers, copies and collectives take by the rates of a device."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_like._util.log import say_once
+from nemo_like._util.tensors import is_wrapped, tensors_in
+from nemo_like.activation_checkpointing import ops
+from nemo_like.fake.run import ALIASES
+from nemo_like.options.optimizers import OPTIMIZER_OBJECTS, TrainedParameter
+from nemo_like.planning.devices import Device
+from nemo_like.planning.sharding import Sharding
+from nemo_like.torch_compat import TorchDispatchMode
+
+
+class OpSeconds(TorchDispatchMode):
+    """Sums ``max(FLOPs / reachable FLOP/s, bytes moved / reachable bytes/s)`` over the ops inside it, fake ones too."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self.device, self.seconds = device, 0.0
+        self.kinds: defaultdict[str, float] = defaultdict(float)
+        """`seconds` by `kernel_kind`."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if is_wrapped(types):
+            return NotImplemented
+        kwargs = dict(kwargs or {})
+        out = func(*args, **kwargs)
+        inputs, outputs = tensors_in((args, kwargs)), tensors_in(out)
+        if inputs and not _views(func):
+            half = any(t.is_floating_point() and t.element_size() == 2 for t in inputs + outputs)
+            flops, moved = ops.kernel_flops(func, args, kwargs, out), ops.moved_bytes(func, inputs, outputs)
+            seconds = max(flops / self.device.flops_of(func, half=half), moved / self.device.bandwidth)
+            self.seconds += seconds
+            self.kinds[kernel_kind(func, flops)] += seconds
+        return out
+
+
+def kernel_kind(op: Any, flops: int) -> str:
+    """``attention`` | ``matmul`` | ``memory-bound``: norms, elementwise, lookups."""
+    if ops.facts(op).attention:
+        return "attention"
+    return "matmul" if flops else "memory-bound"
+
+
+def _views(func: Any) -> bool:
+    """Returns its input, looked at otherwise: nothing is computed."""
+    if func._schema.name in ALIASES:
+        return True
+    aliases = [result.alias_info for result in func._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in aliases)
+
+
+def optimizer_seconds(trained: Sequence[TrainedParameter], name: str, device: Device) -> float:
+    """An optimizer step on one rank, as one kernel that is bound by memory: the least that it takes. Muon's products are
+    not in it.
+
+    Args:
+        trained: the parameters.
+        name: one of `nemo_like.options.OPTIMIZERS`.
+        device: whose bandwidth counts.
+    """
+    return sum(param.size for param in trained) * OPTIMIZER_OBJECTS[name].passes / device.bandwidth
+
+
+def update_seconds(sharding: Sharding, name: str, device: Device) -> float:
+    """An optimizer step on one rank, on the device or, of what lies in host memory, at this rank's share of the bandwidth
+    there; where that is not known, at the rate of the bus to it, which it is not below, and that is said once."""
+    here = optimizer_seconds(sharding.trained, name, device)
+    return here + host_optimizer_seconds(sharding.trained_on_host, name, device)
+
+
+def host_optimizer_seconds(trained: Sequence[TrainedParameter], name: str, device: Device) -> float:
+    """The part of `update_seconds` that goes over parameters in host memory."""
+    if not trained:
+        return 0.0
+    rate = device.host_bandwidth
+    if not rate:
+        rate = device.host_link
+        say_once(
+            f"The bandwidth of host memory beside {device.name} is not known: the optimizer's step there is taken to "
+            f"go at the rate of the bus, {rate / 1e9:g} GB/s."
+        )
+    facts = OPTIMIZER_OBJECTS[name]
+    passes = facts.passes if facts.host_passes is None else facts.host_passes
+    return sum(param.size for param in trained) * passes / rate
+
+
+def exposed_seconds(moved: int, forward_seconds: float, device: Device) -> float:
+    """What of a block's copies to host memory and back its own computing does not hide.
+
+    The copy out runs beside this block's forward, the copy back beside its backward, which takes twice as long. Nothing
+    else is assumed to use the link.
+    """
+    copy = moved / device.host_link
+    return max(0.0, copy - forward_seconds) + max(0.0, copy - 2 * forward_seconds)
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """Ranks that exchange data."""
+
+    ranks: int
+    per_host: int
+    """How many of them sit on one host."""
+
+    @property
+    def hosts(self) -> int:
+        return max(1, self.ranks // max(1, self.per_host))
+
+
+def group_of(ranks: int, inner: int, gpus_per_host: int) -> RankGroup:
+    """An axis of `ranks`, inside of which are axes of `inner` ranks together: neighbours are `inner` apart.
+
+    >>> group_of(32, 8, 8), group_of(4, 2, 8)
+    (RankGroup(ranks=32, per_host=1), RankGroup(ranks=4, per_host=4))
+    """
+    return RankGroup(ranks, max(1, min(ranks, gpus_per_host // max(1, inner))))
+
+
+def gather_seconds(size: int, group: RankGroup, device: Device) -> float:
+    """An all-gather of `size` bytes in all on each rank; a reduce-scatter takes as long."""
+    if group.ranks == 1 or not size:
+        return 0.0
+    share = size * (group.ranks - 1) / group.ranks
+    if group.hosts == 1:
+        return share / device.nvlink + device.hop_seconds * (group.ranks - 1)
+    between = min(device.nvlink, device.network * group.per_host)
+    # Rings over thousands of ranks are trees between hosts in practice: latency grows with the logarithm there.
+    hops = group.per_host - 1 + 2 * max(1, (group.hosts - 1).bit_length())
+    return share / between + device.hop_seconds * hops
+
+
+def reduce_seconds(size: int, group: RankGroup, device: Device) -> float:
+    """An all-reduce of `size` bytes: a reduce-scatter and an all-gather."""
+    return 2 * gather_seconds(size, group, device)
+
+
+def exchange_seconds(size: int, group: RankGroup, device: Device) -> float:
+    """An all-to-all in which each rank sends `size` bytes in all: what stays on the host goes over its links beside what
+    leaves it, each rank over its own card."""
+    if group.ranks == 1 or not size:
+        return 0.0
+    inside = size * (group.per_host - 1) / group.ranks / device.nvlink
+    outside = size * (group.ranks - group.per_host) / group.ranks / device.network
+    return max(inside, outside) + device.hop_seconds * group.hosts.bit_length()
+
+
+def send_seconds(size: int, same_host: bool, device: Device) -> float:
+    """From one rank to the next."""
+    return size / (device.nvlink if same_host else device.network) + device.hop_seconds

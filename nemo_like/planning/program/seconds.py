@@ -1,0 +1,367 @@
+"""How long a step takes in seconds, by what takes it: kernels, collectives that nothing hides, bubble, optimizer.
+
+FSDP2 gathers a unit while the one before it computes, and reduces its gradients during the next one's backward: only what is
+longer than that computing counts. Shards in host memory (`cpu_offload`) come over the bus before they are gathered, and
+reduced gradients go there after. The stages of a pipeline run by its schedule, gathered and reduced once in a step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from nemo_like.distributed.pipeline.schedules import FORWARD, actions_of
+from nemo_like.job import Job
+from nemo_like.options import PipelineParallel, StepSpec
+from nemo_like.planning.choose.layer import Choice
+from nemo_like.planning.devices import Device
+from nemo_like.planning.model.traced import TracedPart
+from nemo_like.planning.program import roofline
+from nemo_like.planning.program.block_seconds import LayerRun
+from nemo_like.planning.program.roofline import RankGroup, exposed_seconds, group_of, update_seconds
+from nemo_like.planning.program.timeline import StageSeconds, Timeline, action_seconds, timeline
+from nemo_like.planning.query import Choices, PlanQuery, Stage
+from nemo_like.planning.sharding import UnitBytes
+
+KERNELS_PER_PARAMETER = 12
+"""Of an AdamW step that goes through its parameters one by one."""
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """One optimizer step, in seconds by what takes them; their sum is the step."""
+
+    parts: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class Links:
+    """The groups of ranks of a job on a device."""
+
+    device: Device
+    tensor: RankGroup
+    sequence: RankGroup
+    shards: RankGroup
+    replicas: RankGroup
+    experts: RankGroup
+    expert_shards: RankGroup
+
+    @classmethod
+    def of(cls, job: Job, device: Device) -> Links:
+        tp, cp, host = job.tp.size, job.cp.size, device.gpus_per_host
+        shards, ep = job.shard_ranks, job.ep.size
+        inner = shards * tp
+        return cls(
+            device,
+            group_of(tp, 1, host),
+            group_of(cp, tp, host),
+            group_of(shards, tp, host),
+            group_of(job.dp_replicate, inner, host),
+            group_of(ep, 1, host),
+            group_of(max(1, inner // ep), ep, host),
+        )
+
+
+def step_seconds(query: PlanQuery, choices: Choices) -> StepSeconds:
+    """Return the seconds of a step, by what takes them.
+
+    Of a pipeline: what the busiest rank computes and sends, what it waits for, and what its stages gather and reduce, which
+    is once in a step.
+    """
+    links = Links.of(query.job, query.device)
+    if not query.is_pipeline:
+        stage = query.stages[0]
+        return loop_seconds(
+            layer_runs(stage, choices[0]),
+            units_outside(stage),
+            links,
+            query.job.step,
+            outer=stage.outside().seconds,
+            optimizer=optimizer_seconds_of(stage),
+        )
+    stages, ranks = seconds_of_stages(query, choices), [query.of_rank(rank) for rank in range(query.pp.size)]
+    busiest = ranks[busiest_rank(ranks, stages)]
+    parts = {name: sum(stages[index][name] for index in busiest) * query.microbatches for name in stages[0]}
+    actions, seconds = actions_of(query.pp), seconds_of_actions(stages, query.pp)
+    computing = timeline(actions, seconds, len(stages)).seconds
+    parts["pipeline bubble"] = max(0.0, computing - sum(parts.values()))
+    sending = timeline(actions, seconds, len(stages), handing_on(query)).seconds
+    parts["pipeline sends"] = max(0.0, sending - computing)
+    once = [_once_seconds(query, own, links) for own in ranks]
+    for number, name in enumerate(("parameter gathers", "gradient reductions", "optimizer")):
+        parts[name] = max(each[number] for each in once)
+    return StepSeconds({name: value for name, value in parts.items() if value})
+
+
+_SENT = ("tensor-parallel sums", "sequence gathers", "expert exchanges", "host copies")
+_PARTS = ("forward", "backward", "replay", "head and embedding", *_SENT)
+
+
+def microbatch_seconds(runs: Iterable[LayerRun], links: Links, outer: float = 0.0, turns: int = 1) -> dict[str, float]:
+    """Return the seconds of `turns` micro-batches in layer calls and outside of them, by what takes them, without FSDP2."""
+    parts = dict.fromkeys(_PARTS, 0.0)
+    parts["head and embedding"] = turns * outer
+    for run in runs:
+        n, again = run.count * turns, 1 if run.replays_exchanges else 0
+        sums, gathered, sent = inside_seconds(run, links)
+        parts["forward"] += n * run.block.forward
+        parts["backward"] += n * run.block.backward
+        parts["replay"] += n * run.replay
+        # Forward and backward sum up behind attention and FFN; recomputation stops before it has to behind the latter.
+        parts["tensor-parallel sums"] += n * sums * (4 + again)
+        parts["sequence gathers"] += n * gathered * (2 + again)
+        parts["expert exchanges"] += n * sent * (2 + again)
+        parts["host copies"] += n * run.copies
+    return parts
+
+
+def seconds_of_stages(query: PlanQuery, choices: Choices) -> list[dict[str, float]]:
+    """Return the seconds of one micro-batch in each stage, by what takes them."""
+    links = Links.of(query.job, query.device)
+    return [
+        microbatch_seconds(layer_runs(stage, own), links, stage.outside().seconds)
+        for stage, own in zip(query.stages, choices)
+    ]
+
+
+def seconds_of_actions(stages: Iterable[Mapping[str, float]], pp: PipelineParallel) -> dict[tuple[str, int], float]:
+    """Return seconds by kind of action and stage, of stages by their `microbatch_seconds`."""
+    made = (
+        StageSeconds(
+            forward=parts["forward"],
+            backward=parts["backward"],
+            replay=parts["replay"],
+            outer=parts["head and embedding"],
+            sent=sum(parts[name] for name in _SENT),
+        )
+        for parts in stages
+    )
+    return action_seconds(made, pp.replay)
+
+
+def timeline_of(query: PlanQuery, choices: Choices) -> Timeline:
+    """Return when each action runs, without the time that tensors take from stage to stage."""
+    seconds = seconds_of_actions(seconds_of_stages(query, choices), query.pp)
+    return timeline(actions_of(query.pp), seconds, len(query.stages))
+
+
+def handing_on(query: PlanQuery) -> float:
+    """Return the seconds that a tensor takes from one stage to the next."""
+    same_host = query.device.gpus_per_host > query.job.ranks // query.pp.size
+    return roofline.send_seconds(query.hidden_bytes, same_host, query.device)
+
+
+def busiest_rank(ranks: Sequence[Sequence[int]], stages: Sequence[Mapping[str, float]]) -> int:
+    """Return the rank of a pipeline that is busy longest; `ranks`: the stages of each, `stages`: seconds of each stage."""
+    return max(range(len(ranks)), key=lambda rank: sum(sum(stages[index].values()) for index in ranks[rank]))
+
+
+def _once_seconds(query: PlanQuery, own: Sequence[int], links: Links) -> tuple[float, float, float]:
+    """Of one rank with the stages `own`: gathers, reductions, which nothing is taken to hide, and the optimizer."""
+    gathers = reductions = optimizer = 0.0
+    for index in own:
+        stage = query.stages[index]
+        sharding = stage.sharding
+        optimizer += optimizer_seconds_of(stage)
+        experts = tuple(sharding.experts.values())
+        for unit in sharding.all if sharding.on else ():
+            gather, reduction = unit_seconds(unit, links.expert_shards if unit in experts else links.shards, links)
+            gathers += _gathers(query, index) * gather
+            reductions += reduction
+    return gathers, reductions, optimizer
+
+
+def _gathers(query: PlanQuery, index: int) -> int:
+    """How often a step gathers the parameters of stage `index`: once; if each forward frees them, before whatever follows a
+    forward."""
+    if not query.stages[index].sharding.root.reshard:
+        return 1
+    own = [action.kind for rank in actions_of(query.pp) for action in rank if action.stage == index]
+    return 1 + own[:-1].count(FORWARD)
+
+
+def optimizer_seconds_of(stage: Stage) -> float:
+    """Return the seconds of the optimizer's step on one rank."""
+    sharding, device = stage.sharding, stage.device
+    trained = len(sharding.trained) + len(sharding.trained_on_host)  # the host's kernels are called as slowly
+    loop = trained * KERNELS_PER_PARAMETER * device.launch_seconds
+    return max(loop, update_seconds(sharding, stage.job.step.optimizer, device))
+
+
+def units_outside(stage: Stage) -> list[UnitBytes]:
+    """Return FSDP2's units that are not layers."""
+    sharding = stage.sharding
+    return [unit for unit in (sharding.tail, sharding.root) if unit is not None] if sharding.on else []
+
+
+def layer_runs(stage: Stage, choices: Sequence[Choice]) -> list[LayerRun]:
+    """Return the layer calls of a micro-batch, equal ones together."""
+    key = tuple(choices)
+    if key not in stage.runs:
+        counts = Counter(
+            zip((call.kind for call in stage.part.traced.calls), choices, stage.moved(choices), stage.units)
+        )
+        stage.runs[key] = [_run(stage, count, *same) for same, count in counts.items()]
+    return stage.runs[key]
+
+
+def runs_of_calls(part: TracedPart, calls: Iterable[tuple[int, Choice]]) -> list[LayerRun]:
+    """Return calls of layers, as kinds and choices, with equal ones together, without FSDP2 and without copies."""
+    made = []
+    for (kind, choice), count in Counter(calls).items():
+        replay = part.blocks[kind].replay(choice, part.problems[kind].reachable)
+        full = choice.label == "full"
+        made.append(LayerRun(count, part.blocks[kind], replay, full, None, kind=kind, choice=choice))
+    return made
+
+
+def _run(stage: Stage, count: int, kind: int, choice: Choice, moved: int, units: tuple[Any, ...]) -> LayerRun:
+    block, (unit, experts, _) = stage.part.blocks[kind], units
+    replay = block.replay(choice, stage.part.problems[kind].reachable)
+    copies = exposed_seconds(moved, block.forward, stage.device)
+    return LayerRun(count, block, replay, choice.label == "full", unit, experts, copies, moved, kind, choice)
+
+
+def loop_seconds(
+    runs: Sequence[LayerRun],
+    outside: Sequence[UnitBytes],
+    links: Links,
+    step: StepSpec,
+    *,
+    outer: float,
+    optimizer: float,
+) -> StepSeconds:
+    """Return the seconds of a whole step without a pipeline.
+
+    Args:
+        runs: the layer calls of one rank (of its stages), grouped.
+        outside: FSDP2's units beside the layers: tail and root.
+        links: who is connected how.
+        step: how many micro-batches, which of them reduce gradients, and whether gradients of the step before are there.
+        outer: seconds of one microbatch's embedding, head and loss, forward and backward.
+        optimizer: seconds of the optimizer's step.
+    """
+    turns = step.microbatches
+    reduced = turns if step.sync == "every" else 1
+    summed = reduced - (0 if step.zero_grad == "zero" else 1)
+    parts = microbatch_seconds(runs, links, outer, turns)
+    parts |= dict.fromkeys(("parameter gathers", "gradient reductions", "gradient sums on the host"), 0.0)
+    for run in runs:
+        if run.unit is None:
+            continue
+        n, waits = run.count * turns, waits_of(run, links)
+        parts["parameter gathers"] += n * (waits.forward + waits.backward)
+        parts["gradient reductions"] += run.count * reduced * waits.reduction
+        parts["host copies"] += n * (waits.fetch_forward + waits.fetch_backward) + run.count * reduced * waits.store
+        parts["gradient sums on the host"] += run.count * summed * waits.summing
+    for unit in outside:
+        gather, reduce = unit_seconds(unit, links.shards, links)
+        parts["parameter gathers"] += turns * gather  # a backward frees them, tail and root as well
+        parts["gradient reductions"] += reduced * reduce
+        fetch, store = copy_seconds((unit,), links.device)
+        parts["host copies"] += turns * fetch + reduced * store
+        parts["gradient sums on the host"] += summed * host_sum_seconds((unit,), links.device)
+    parts["optimizer"] = optimizer
+    return StepSeconds({name: value for name, value in parts.items() if value})
+
+
+def inside_seconds(run: LayerRun, links: Links) -> tuple[float, float, float]:
+    """Of one of each: a sum of tensor parallelism, a layer's gathers of keys and values, its exchanges of experts' rows."""
+    block, device = run.block, links.device
+    return (
+        roofline.reduce_seconds(block.boundary_bytes, links.tensor, device),
+        roofline.gather_seconds(block.sequence_bytes, links.sequence, device),
+        roofline.exchange_seconds(block.expert_bytes, links.experts, device),
+    )
+
+
+class Waits(NamedTuple):
+    """FSDP2 in one layer call: what its collectives and copies take, and what of that computing does not hide; seconds."""
+
+    gather: float
+    reduce: float
+    forward: float
+    """For the gather before forward."""
+    backward: float
+    """For the one before backward; 0 where the layer stays gathered."""
+    reduction: float
+    fetch_forward: float = 0.0
+    """For the copy of shards from host memory that is gathered before forward."""
+    fetch_backward: float = 0.0
+    store: float = 0.0
+    """For the copy of reduced gradients to host memory."""
+    copies: tuple[float, float] = (0.0, 0.0)
+    """What a copy from there takes, and one to there."""
+    summing: float = 0.0
+    """To add gradients to those that are there. The host waits for reduction and copy first, and launches nothing, so that
+    what else computing hides of both is among it."""
+
+
+def waits_of(run: LayerRun, links: Links) -> Waits:
+    """Of a call of a layer that is a unit."""
+    assert run.unit is not None
+    block, again = run.block, 1 if run.replays_exchanges else 0
+    sums, gathered, sent = inside_seconds(run, links)
+    ahead = block.forward + 2 * sums + gathered + sent
+    behind = block.backward + run.replay + (2 + again) * sums + (1 + again) * (gathered + sent)
+    gather, reduce = _run_seconds(run, links)
+    units = [unit for unit in (run.unit, run.experts) if unit is not None]
+    copies = fetch, store = copy_seconds(units, links.device)
+    backward = 0.0
+    if run.unit.reshard:
+        # Activations come back over the same bus.
+        bus = run.moved / links.device.host_link if fetch else 0.0
+        behind = max(0.0, behind - bus)
+        backward, behind = max(0.0, fetch + gather - behind), max(0.0, behind - fetch - gather)
+    forward, reduction = max(0.0, fetch + gather - ahead), max(0.0, reduce + store - behind)
+    # What comes last is what is waited for: gathers after copies, copies after reductions.
+    late = min(gather, forward), min(gather, backward), min(store, reduction)
+    adding = host_sum_seconds(units, links.device)
+    summing = adding + reduce + store - reduction if adding else 0.0
+    return Waits(
+        gather,
+        reduce,
+        late[0],
+        late[1],
+        reduction - late[2],
+        forward - late[0],
+        backward - late[1],
+        late[2],
+        copies,
+        summing,
+    )
+
+
+def _run_seconds(run: LayerRun, links: Links) -> tuple[float, float]:
+    assert run.unit is not None
+    gather, reduce = unit_seconds(run.unit, links.shards, links)
+    if run.experts is not None:
+        more = unit_seconds(run.experts, links.expert_shards, links)
+        gather, reduce = gather + more[0], reduce + more[1]
+    return gather, reduce
+
+
+def copy_seconds(units: Sequence[UnitBytes], device: Device) -> tuple[float, float]:
+    """To copy shards from host memory, and reduced gradients to it."""
+    link = device.host_link
+    return sum(unit.host_shard for unit in units) / link, sum(unit.host_grad for unit in units) / link
+
+
+def host_sum_seconds(units: Sequence[UnitBytes], device: Device) -> float:
+    """To add gradients to those of an earlier microbatch in host memory: both are read and one is written."""
+    size = sum(unit.host_grad for unit in units)
+    return 3 * size / (device.host_bandwidth or device.host_link) if size else 0.0
+
+
+def unit_seconds(unit: UnitBytes, shards: RankGroup, links: Links) -> tuple[float, float]:
+    """To gather a unit, and to reduce its gradients, over replicas too."""
+    device = links.device
+    gather = roofline.gather_seconds(unit.gathered, shards, device)
+    reduce = roofline.gather_seconds(unit.reduce_input, shards, device)
+    return gather, reduce + roofline.reduce_seconds(unit.reduce_output, links.replicas, device)

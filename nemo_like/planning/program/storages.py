@@ -1,0 +1,388 @@
+"""What a program is written into: `Bytes` adds up levels, `Allocations` lists every allocation for the caching allocator.
+
+Both follow the same storages. A recorded log of a layer is one entry for `Bytes`, which knows what it adds and its peak
+(`Recorded.fold`), and all of its entries for `Allocations`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from nemo_like._util.words import write_bytes
+from nemo_like.activation_checkpointing.plan import STAYING, Part
+from nemo_like.options.optimizers import OptimizerMemory
+from nemo_like.planning.program.records import Recorded
+
+COMPUTE, GATHER, REDUCE = "compute", "gather", "reduce"
+
+
+@dataclass(frozen=True)
+class StepPoint:
+    """One stretch of a step, when most is alive in it."""
+
+    where: str
+    phase: str
+    """``forward`` | ``backward`` | ``optimizer``."""
+    parts: dict[str, int]
+    """Bytes by what they are."""
+    upto: int
+    """Layer calls, from the first on, that hold what they keep for backward."""
+    in_flight: tuple[tuple[int, str, int], ...] = ()
+    """For each micro-batch of a pipeline's rank that waits: stage, where it waits, and bytes."""
+    stage: int = 0
+    """The stage that runs."""
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class Peak:
+    """A predicted peak."""
+
+    parts: Mapping[str, int]
+    """Bytes by what they are, at the peak."""
+    at: str
+    """The place in the step, in words."""
+    held: int
+    """Alive when the model's forward has ended, its output among it, beyond what stays from step to step (`STAYING`);
+    bytes."""
+
+    @property
+    def total(self) -> int:
+        """Bytes of the peak."""
+        return sum(self.parts.values())
+
+    @property
+    def words(self) -> str:
+        """The place and the four largest parts: ``"optimizer step: parameters 1.00GiB, ..."``."""
+        largest = sorted(self.parts.items(), key=lambda part: -part[1])[:4]
+        return f"{self.at}: " + ", ".join(f"{name} {write_bytes(size)}" for name, size in largest)
+
+
+@dataclass
+class LogRun:
+    """The storages of one run of a recorded log."""
+
+    alive: dict[int, int] = field(default_factory=dict)
+    """By their numbers in the log: all, or for `Bytes` those that are exposed."""
+    other_bytes: int = 0
+    """Bytes of the storages that are not exposed."""
+
+
+class Moved(NamedTuple):
+    """A storage of a run that waits in host memory."""
+
+    number: int
+    size: int
+
+
+class Storages:
+    """Storages by number, each with the number of those that hold it: the last one frees it."""
+
+    phase, upto, stage = "forward", 0, 0
+    """See `StepPoint`."""
+    suffix = ""
+    """Added to the names of places: the action that runs."""
+
+    def __init__(self) -> None:
+        self.made = 0
+        self.sizes: dict[int, int] = {}
+        """Bytes of every storage that is alive."""
+        self.holders: dict[int, int] = {}
+
+    def make(self, size: int, part: Part, stream: str = COMPUTE) -> int:
+        """Make a storage with one holder, and return its number; 0, which may be held and freed as well, for no bytes."""
+        if not size:
+            return 0
+        self.made += 1
+        number = self.made
+        self.sizes[number], self.holders[number] = size, 1
+        self._alloc(number, size, part, stream)
+        return number
+
+    def hold(self, storage: int) -> int:
+        if storage:
+            self.holders[storage] += 1
+        return storage
+
+    def drop(self, storage: int) -> None:
+        if not storage:
+            return
+        self.holders[storage] -= 1
+        if not self.holders[storage]:
+            del self.holders[storage]
+            self._free(storage, self.sizes.pop(storage))
+
+    def drop_all(self, storages: Iterable[int]) -> None:
+        for storage in storages:
+            self.drop(storage)
+
+    def make_and_drop(self, size: int, part: Part, stream: str = COMPUTE) -> None:
+        """Made and freed at once."""
+        self.drop(self.make(size, part, stream))
+
+    def run_entries(self, entries: Sequence[tuple[int, int]], storages: dict[int, int], part: Part) -> None:
+        """Make and free what the entries of a log say; what is there already is not made, and what somebody else has taken
+        is not freed."""
+        make, drop = self.make, self.drop
+        for number, size in entries:
+            if size:
+                if number not in storages:
+                    storages[number] = make(size, part)
+            elif number in storages:
+                drop(storages.pop(number))
+
+    # What the readers do differently. Most need no words about parts, places and marks.
+
+    def _alloc(self, number: int, size: int, part: Part, stream: str) -> None:
+        raise NotImplementedError
+
+    def _free(self, number: int, size: int) -> None:
+        raise NotImplementedError
+
+    def run_log(self, log: Recorded, run: LogRun, part: Part) -> Sequence[int]:
+        """Run a recorded log in `run`; what stays of it afterwards is of `part`. Returns the numbers of what it frees at
+        its end, which is left to the caller."""
+        raise NotImplementedError
+
+    def move_out(self, run: LogRun, size: int) -> Moved | None:
+        """Free a storage of so many bytes that `run` keeps; None: it has none."""
+        raise NotImplementedError
+
+    def move_back(self, run: LogRun, away: Moved) -> None:
+        raise NotImplementedError
+
+    def close(self, run: LogRun) -> None:
+        """Free all that is left of a run."""
+        raise NotImplementedError
+
+    def optimizer_step(self, memory: OptimizerMemory) -> None:
+        raise NotImplementedError
+
+    def mark(self, where: str) -> None:
+        """Name what follows."""
+
+    def end_forward(self) -> None:
+        """Note that the model has returned."""
+
+    def begin_action(self) -> None:
+        """Note that an action of a rank begins."""
+
+    def end_action(self) -> tuple[int, int] | None:
+        """Return the most bytes alive since the action began, and those alive now; None: they are not counted."""
+        return None
+
+    def park(self, stage: int, number: int, what: str) -> None:
+        """Count all that layers hold, and what is outside of them, as waiting with this micro-batch."""
+
+    def unpark(self, stage: int, number: int, what: str) -> None:
+        """Count it as running again."""
+
+    def relabel(self, storage: int, part: Part) -> None:
+        """Count a storage as another part from now on."""
+
+    def move_bytes(self, size: int, source: Part, target: Part) -> None:
+        """Count bytes of one part as another."""
+
+
+class Bytes(Storages):
+    """Level of bytes that are alive, by part, and the highest one."""
+
+    def __init__(self, points: list[StepPoint] | None = None) -> None:
+        """Begin with no bytes; `points`: gets every stretch between two marks."""
+        super().__init__()
+        self.now: dict[str, int] = dict.fromkeys(Part, 0)
+        self.total = 0
+        self.part: dict[int, Part] = {}
+        self.best: dict[str, int] = {}
+        self.best_total, self.best_at = -1, ""
+        self.where = ""
+        self.points = points
+        self._most, self._parts, self._action = -1, self.now, 0
+        self._at = self.phase, self.upto, self.stage
+        self.parked: dict[tuple[int, int, str], tuple[int, int]] = {}
+        """By stage, micro-batch and place, what waiting micro-batches hold: bytes of layers, and others."""
+        self.held = 0
+
+    def _alloc(self, number: int, size: int, part: Part, stream: str) -> None:
+        self.part[number] = part
+        self.now[part] += size
+        self.total += size
+        if self.total > self._action:
+            self._action = self.total
+        if self.total > self.best_total:
+            self.best_total, self.best_at, self.best = self.total, self.where + self.suffix, self.now.copy()
+        if self.points is not None and self.total > self._most:
+            self._most, self._parts = self.total, self.now.copy()
+
+    def _free(self, number: int, size: int) -> None:
+        self.now[self.part.pop(number)] -= size
+        self.total -= size
+
+    def _look(self, extra: int) -> None:
+        """Take into account bytes of the running layer that are there for a moment."""
+        total = self.total + extra
+        if total > self._action:
+            self._action = total
+        if total > self.best_total:
+            self.best_total, self.best_at, self.best = total, self.where + self.suffix, self.now.copy()
+            self.best[Part.RUNNING_LAYER] += extra
+        if self.points is not None and total > self._most:
+            self._most, self._parts = total, self.now.copy()
+            self._parts[Part.RUNNING_LAYER] += extra
+
+    def run_log(self, log: Recorded, run: LogRun, part: Part) -> Sequence[int]:
+        storages = run.alive
+        fold = log.fold(frozenset(storages), frozenset(n for n, s in storages.items() if self.holders.get(s) == 1))
+        self._look(fold.peak)
+        self.now[part] += fold.net
+        self.total += fold.net
+        run.other_bytes += fold.net
+        for number in fold.freed:
+            self.drop(storages.pop(number))
+        for number, size in fold.made:
+            self.made += 1
+            storages[number] = new = self.made
+            self.sizes[new], self.holders[new], self.part[new] = size, 1, Part.RUNNING_LAYER
+            self.now[Part.RUNNING_LAYER] += size
+            self.total += size
+        return fold.late
+
+    def move_out(self, run: LogRun, size: int) -> Moved | None:
+        run.other_bytes -= size
+        self.now[Part.HELD_ACTIVATIONS] -= size
+        self.total -= size
+        return Moved(0, size)
+
+    def move_back(self, run: LogRun, away: Moved) -> None:
+        run.other_bytes += away.size
+        self.now[Part.HELD_ACTIVATIONS] += away.size
+        self.total += away.size
+        self._look(0)
+
+    def close(self, run: LogRun) -> None:
+        self.drop_all(run.alive.values())
+        self.now[Part.HELD_ACTIVATIONS] -= run.other_bytes
+        self.total -= run.other_bytes
+        run.alive, run.other_bytes = {}, 0
+
+    def optimizer_step(self, memory: OptimizerMemory) -> None:
+        self.make_and_drop(memory.step, Part.OPTIMIZER_STEP)
+        if not memory.step:
+            self._look(0)
+
+    def mark(self, where: str) -> None:
+        self._end()
+        self.where, self._at = where, (self.phase, self.upto, self.stage)
+
+    def _end(self) -> None:
+        if self.points is not None:
+            if self._most >= 0:
+                phase, upto, stage = self._at
+                self.points.append(StepPoint(self.where, phase, self._parts, upto, self.in_flight(), stage))
+            self._most, self._parts = self.total, self.now.copy()
+
+    def relabel(self, storage: int, part: Part) -> None:
+        if storage:
+            self.move_bytes(self.sizes[storage], self.part[storage], part)
+            self.part[storage] = part
+
+    def move_bytes(self, size: int, source: Part, target: Part) -> None:
+        self.now[source] -= size
+        self.now[target] += size
+
+    def begin_action(self) -> None:
+        self._action = self.total
+
+    def end_action(self) -> tuple[int, int] | None:
+        return self._action, self.total
+
+    def end_forward(self) -> None:
+        self.held = self.total - sum(self.now[part] for part in STAYING)
+
+    def in_flight(self) -> tuple[tuple[int, str, int], ...]:
+        """See `StepPoint.in_flight`."""
+        return tuple((stage, what, sum(sizes)) for (stage, _, what), sizes in self.parked.items())
+
+    def park(self, stage: int, number: int, what: str) -> None:
+        sizes = self.now[Part.HELD_ACTIVATIONS], self.now[Part.OUTSIDE_OF_LAYERS]
+        self.parked[stage, number, what] = sizes
+        self._park(sizes, 1)
+
+    def unpark(self, stage: int, number: int, what: str) -> None:
+        self._park(self.parked.pop((stage, number, what)), -1)
+
+    def _park(self, sizes: tuple[int, int], sign: int) -> None:
+        held, outside = sizes
+        self.now[Part.HELD_ACTIVATIONS] -= sign * held
+        self.now[Part.OUTSIDE_OF_LAYERS] -= sign * outside
+        self.now[Part.MICROBATCHES_IN_FLIGHT] += sign * (held + outside)
+
+    def peak(self) -> Peak:
+        """Return the highest level so far."""
+        self._end()
+        return Peak({part: value for part, value in self.best.items() if value}, self.best_at, self.held)
+
+
+class Allocations(Storages):
+    """Every allocation and free."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[tuple[int, int, str]] = []
+        """In order: the number of a storage, its bytes (0: it is freed), and its stream."""
+
+    def _alloc(self, number: int, size: int, part: Part, stream: str) -> None:
+        self.log.append((number, size, stream))
+
+    def _free(self, number: int, size: int) -> None:
+        self.log.append((number, 0, ""))
+
+    def run_log(self, log: Recorded, run: LogRun, part: Part) -> Sequence[int]:
+        late, storages, make, drop = [], run.alive, self.make, self.drop
+        for number, size in log.entries:
+            if size:
+                if number not in storages:
+                    storages[number] = make(size, part)
+            elif number in log.late:
+                late.append(number)
+            elif number in storages:
+                drop(storages.pop(number))
+        return late
+
+    def move_out(self, run: LogRun, size: int) -> Moved | None:
+        own = run.alive
+        number = next((n for n, s in own.items() if self.sizes.get(s) == size and self.holders[s] == 1), 0)
+        if not number:
+            return None
+        self.drop(own.pop(number))
+        return Moved(number, size)
+
+    def move_back(self, run: LogRun, away: Moved) -> None:
+        run.alive[away.number] = self.make(away.size, Part.HELD_ACTIVATIONS)
+
+    def close(self, run: LogRun) -> None:
+        self.drop_all(run.alive.values())
+        run.alive = {}
+
+    def optimizer_step(self, memory: OptimizerMemory) -> None:
+        for each in memory.passes:
+            before = 0
+            for sizes in each.alone:
+                made = [self._step(sizes[0])]
+                if each.hands_over:
+                    self.drop(before)
+                made += map(self._step, sizes[1:])
+                if not each.hands_over:
+                    self.drop(before)
+                self.drop_all(made[:-1])
+                before = made[-1]
+            self.drop(before)
+            self.drop_all([self._step(size) for size in each.together])
+
+    def _step(self, size: int) -> int:
+        return self.make(size, Part.OPTIMIZER_STEP)

@@ -1,0 +1,540 @@
+"""What a plan is asked about: a job, on a model that is traced once. A job without a pipeline has one stage."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import types
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from nemo_like._util.module_tree import bare_modules
+from nemo_like._util.tensors import split_sample, tensors_in
+from nemo_like.activation_checkpointing.engine.module_state import copied_in_forward
+from nemo_like.distributed.context.sequence_ops import padded_length
+from nemo_like.distributed.pipeline.cut import (
+    STAGE_MARK,
+    MicrobatchCall,
+    Received,
+    StageEnd,
+    StageParts,
+    StageSlice,
+    call_of,
+    counts_of,
+    cut,
+    loss_of,
+    slices,
+)
+from nemo_like.distributed.pipeline.schedules import (
+    BACKWARD,
+    FORWARD,
+    WEIGHTS,
+    Action,
+    all_actions_of,
+    rank_of,
+    stages_of,
+)
+from nemo_like.distributed.pipeline.stage_parts import stage_parts
+from nemo_like.distributed.units import padded_rows
+from nemo_like.fake.model_copy import model_copy
+from nemo_like.job import Job
+from nemo_like.layers import find_layers
+from nemo_like.losses.model_loss import check_head
+from nemo_like.options import FSDP2, PipelineParallel, Precision
+from nemo_like.options.optimizers import OptimizerMemory, TrainedParameter, optimizer_memory
+from nemo_like.planning.choose.layer import Choice, Stack
+from nemo_like.planning.devices import Device
+from nemo_like.planning.model.kinds import settings_of
+from nemo_like.planning.model.known import Known
+from nemo_like.planning.model.outside import OuterMemory
+from nemo_like.planning.model.traced import StepLoss, TracedPart, can_skip, local_shape
+from nemo_like.planning.program.block_seconds import LayerRun
+from nemo_like.planning.program.microbatch import Around, LayerCall
+from nemo_like.planning.program.roofline import exposed_seconds
+from nemo_like.planning.sharding import Sharding, UnitBytes, sharding_of
+
+RNG_STATE = torch.get_rng_state().numel()
+"""Bytes of the state of the CPU's generator."""
+
+Choices = Sequence[Sequence[Choice]]
+"""For each stage, one choice per layer call."""
+
+
+class Traced:
+    """A model and the input of one micro-batch: traced for a job that needs it, once for all that run the same operators."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sample_input: Any,
+        layers: Any = None,
+        *,
+        known: Known | None = None,
+        parts_sent: int = 1,
+    ) -> None:
+        """Trace nothing yet.
+
+        Args:
+            model: bare; on any device, `meta` included. Not changed.
+            sample_input: what one micro-batch of one rank gives to it.
+            layers: those of the job; None: all that are found.
+            known: results of other traces of the same model, with the same device and dtypes.
+            parts_sent: ranks of ``tp`` each of which sends its part of the sequence to the next stage.
+        """
+        self.given, self.sample, self.known = model, sample_input, Known() if known is None else known
+        self.layers = None if layers is None else tuple(layer.fqn for layer in find_layers(model, layers))
+        self.parts_sent = parts_sent
+        self._parts: dict[Hashable, TracedPart] = {}
+
+    def query(self, job: Job) -> PlanQuery:
+        """Return what is asked by `job`, with whatever of it is not traced yet traced.
+
+        Raises:
+            ValueError: a model that cannot be traced, or cut into the stages of the job.
+        """
+        job = replace(job, layers=self.layers)
+        if job.pp.size == 1:
+            part = self._part(job, "whole", lambda: (self.given, self.sample))
+            names = tuple(layer.fqn for layer in part.layers)
+            return PlanQuery(self, job, (Stage(part, job, StageSlice(0, 1, range(len(names))), names),))
+        return PlanQuery(
+            self, job, tuple(self._stage(job, piece) for piece in slices(counts_of(self.cut(job), job.pp)))
+        )
+
+    def cut(self, job: Job) -> StageParts:
+        """Return what is before, in and after the layers; looked for once.
+
+        Raises:
+            ValueError: the model cannot be cut.
+        """
+        if self.known.cut is None:
+            try:
+                self.known.cut = parts_of(self.whole, self.sample, job)
+            except ValueError as error:
+                self.known.cut = str(error)
+        if isinstance(self.known.cut, str):
+            raise ValueError(self.known.cut)
+        return self.known.cut
+
+    def hidden(self, job: Job) -> Tensor:
+        """Return what one rank sends to the next stage for a micro-batch, without data."""
+        return hidden_of(self.given, self.sample, self.cut(job), job.cp.size * self.parts_sent)
+
+    @cached_property
+    def whole(self) -> nn.Module:
+        """The copy that stages are cut from."""
+        return model_copy(self.given)
+
+    @cached_property
+    def input_bytes(self) -> int:
+        """Bytes of what the model is called with for one micro-batch."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(self.sample))
+
+    @cached_property
+    def _modules(self) -> dict[str, nn.Module]:
+        return dict(bare_modules(self.whole))
+
+    @cached_property
+    def _settings(self) -> dict[str, int]:
+        """Of each layer, a number that is equal for equal layers: what is trained of them, too."""
+        return {name: self.known.number(settings_of(self._modules[name])) for name in self._cut_layers}
+
+    @property
+    def _cut_layers(self) -> tuple[str, ...]:
+        assert isinstance(self.known.cut, StageParts)
+        return self.known.cut.layers
+
+    def _part(self, job: Job, which: Hashable, make: Callable[[], tuple[nn.Module, Any]]) -> TracedPart:
+        key = (which, local_shape(job))
+        if key not in self._parts:
+            model, sample = make()
+            self._parts[key] = TracedPart(model, sample, job, self.known)
+        part = self._parts[key]
+        if job.loss is not None:
+            check_head(part.model)
+        return part
+
+    def _stage(self, job: Job, piece: StageSlice) -> Stage:
+        """Stages of the same layers are traced once."""
+        parts = self.cut(job)
+        names = tuple(parts.layers[i] for i in piece.layers)
+        step = replace(job.step, microbatches=1, keeps_output=True, loss_fn=None if piece.is_last else _sent)
+        own = replace(job.of_stage(), loss=job.loss if piece.is_last else None, layers=names, step=step)
+
+        def make() -> tuple[nn.Module, Any]:
+            dtype = None if own.fsdp is None else own.param_dtype
+            tree, received = cut(self.whole, parts, piece, torch.device("cpu"), dtype)
+            setattr(tree, STAGE_MARK, True)
+            batch = by_name(self.given, self.sample)
+            return planned_stage(tree, received), batch if piece.is_first else batch | {"given": self.hidden(job)}
+
+        which = (piece.is_first, piece.is_last, tuple(self._settings[name] for name in names))
+        return Stage(self._part(own, which, make), own, piece, names)
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """One stage under one job; without a pipeline, the whole model."""
+
+    part: TracedPart
+    job: Job
+    """Of the ranks that hold a copy of the stage: it has no pipeline."""
+    slice: StageSlice
+    names: tuple[str, ...]
+    """Of its layers, in the whole model."""
+    runs: dict[tuple[Choice, ...], list[LayerRun]] = field(default_factory=dict, repr=False)
+    """Of `nemo_like.planning.program.seconds.layer_runs`."""
+
+    @property
+    def device(self) -> Device:
+        """The device that is predicted for."""
+        return self.part.device
+
+    @cached_property
+    def loss(self) -> StepLoss:
+        """How its step computes the loss."""
+        return StepLoss.of(self.job)
+
+    @cached_property
+    def skip(self) -> bool:
+        """Whether plans may skip operators. A DTensor cannot be stood in for by a placeholder."""
+        asked = self.job.search.skip
+        return (can_skip() if asked is None else asked) and self.job.tp.size == 1
+
+    @property
+    def host(self) -> int:
+        """Host bytes that one layer call may take."""
+        return int(self.job.search.host_memory) // len(self.part.traced.calls) if self.job.search.host else 0
+
+    @property
+    def stack(self) -> Stack:
+        """Layers that may make the same choices (of one kind, and all in scope or none), and their best mixes."""
+        return self.part.stack(skip=self.skip, host=self.host)
+
+    @cached_property
+    def casts(self) -> bool:
+        """Whether it computes in another dtype than parameters are stored in."""
+        dtype = self.job.param_dtype
+        return dtype is not None and any(p.dtype != dtype for p in self.part.model.parameters() if p.requires_grad)
+
+    @cached_property
+    def sharding(self) -> Sharding:
+        """Its FSDP2 units on one rank."""
+        job, part = self.job, self.part
+        alone = job.fsdp is not None and job.tp.size * job.dp_replicate > 1
+        ranks, experts = job.shard_ranks, job.shard_ranks * job.tp.size // job.ep.size
+        forms, number = part.forms(whole=ranks == 1)
+        known, key = part.known.shardings, (number, ranks, experts, job.dp_replicate, alone, job.fsdp, part.shape)
+        if key not in known:
+            known[key] = sharding_of(
+                forms,
+                shard_ranks=ranks,
+                precision=Precision() if job.fsdp is None else job.precision,
+                fsdp=job.fsdp or FSDP2(),
+                expert_ranks=experts,
+                gloo=self.device.kind == "cpu",
+                alone=alone,
+                replicas=job.dp_replicate,
+                # Of a CPU, host memory is its own.
+                host=job.fsdp is not None and job.fsdp.cpu_offload and self.device.kind != "cpu",
+            )
+        return known[key]
+
+    @cached_property
+    def optimizer(self) -> OptimizerMemory:
+        """What the optimizer holds on this rank's device."""
+        return optimizer_memory(self.sharding.trained, self.job.step.optimizer, device=self.device.kind)
+
+    @cached_property
+    def state_on_host(self) -> int:
+        """Bytes of parameters, gradients, optimizer state and averaged weights that one rank has in host memory."""
+        sharding, step = self.sharding, self.job.step
+        shards = sum(unit.host_shard for unit in sharding.all)
+        state = optimizer_memory(sharding.trained_on_host, step.optimizer, device="cpu").state
+        return shards * (2 if step.ema else 1) + sum(unit.host_grad for unit in sharding.all) + state
+
+    @cached_property
+    def units(self) -> tuple[tuple[UnitBytes | None, UnitBytes | None, int], ...]:
+        """Of each layer call: its FSDP2 unit, that of its experts, and a number, equal for calls that have equal ones."""
+        sharding = self.sharding
+        by_name, numbers = dict(zip(sharding.modules, sharding.units)), dict[Any, int]()
+        found = []
+        for call in self.part.traced.calls:
+            unit, experts = by_name.get(call.fqn), sharding.experts.get(call.fqn)
+            found.append((unit, experts, numbers.setdefault((call.kind, unit, experts), len(numbers))))
+        return tuple(found)
+
+    # --- a step ---------------------------------------------------------------------------------------------------
+
+    def outside(
+        self, accumulate: bool = False, choices: Sequence[Choice] | None = None, *, halves: bool = False
+    ) -> OuterMemory:
+        """Return what it allocates outside its layers; arguments as `TracedPart.outside`."""
+        return self.part.outside(self.loss, accumulate=accumulate, choices=choices, halves=halves)
+
+    def around(self, choices: Sequence[Choice], accumulate: bool, *, halves: bool = False) -> Around:
+        """Return the same for the writer of a step."""
+        outside = self.outside(accumulate, choices, halves=halves)
+        return Around(outside.events, outside.idle, outside.dropped, outside.in_chunks, halves)
+
+    def layer_calls(
+        self, choices: Sequence[Choice], accumulate: bool, *, received: bool = False, halves: bool | None = None
+    ) -> list[LayerCall]:
+        """Return what each layer call allocates and frees, and what it keeps.
+
+        Args:
+            choices: one for each.
+            accumulate: backward adds to gradients that are there.
+            received: the gradient of what the last one returns comes from a pipeline's next stage, into a buffer that stays.
+            halves: as for `TracedPart.memory`.
+        """
+        part, known, made = self.part, dict[Any, LayerCall](), []
+        last = len(part.traced.calls) - 1
+        every = zip(part.traced.calls, choices, self._copies(choices), self.units)
+        for position, (call, choice, copies, (unit, experts, number)) in enumerate(every):
+            stays = received and position == last
+            key = (number, choice, copies, stays)
+            if key not in known:
+                trace, region = part.problems[call.kind].trace, bool(choice.decisions)
+                # On the CPU, a region that draws random numbers keeps the generator's state among its tensors.
+                state = RNG_STATE if trace.draws and self.device.kind == "cpu" else 0
+                known[key] = LayerCall(
+                    part.memory(call.kind, choice, accumulate, loss=self.loss, received=stays, halves=halves),
+                    unit,
+                    experts,
+                    None if region else trace.kept_inputs,
+                    frozenset() if experts is None else part.expert_names(call),
+                    state + trace.state_bytes if region else 0,
+                    copied_in_forward(call.module) if region else 0,
+                    *copies,
+                )
+            made.append(known[key])
+        return made
+
+    def moved(self, choices: Sequence[Choice]) -> list[int]:
+        """Return the bytes of each call that ``offload=`` moves to the host: of regions, and of all layers but the last.
+
+        What a layer without a region saves is counted as staying, also with ``"all"``.
+        """
+        inputs = (self.part.problems[call.kind].trace.input_bytes for call in self.part.traced.calls)
+        return [size * moves + sum(others) for size, (moves, others) in zip(inputs, self._copies(choices))]
+
+    def _copies(self, choices: Sequence[Choice]) -> list[tuple[bool, tuple[int, ...]]]:
+        """Of each call, whether its inputs are moved to the host, and the bytes of what else is, in the order in which it is
+        copied."""
+        offload, calls = self.job.offload, self.part.traced.calls
+        if offload.mode == "none":
+            return [(False, ())] * len(choices)
+        left = float("inf") if offload.host_budget_bytes is None else offload.host_budget_bytes
+        found = []
+        for call, choice in zip(calls, choices):
+            problem = self.part.problems[call.kind]
+            sizes = [problem.trace.input_bytes]
+            if offload.mode != "boundary":
+                sizes += [r.bytes for r, word in zip(problem.records, choice.decisions) if word == "save"]
+            moves = choice.decisions and call.fqn != calls[-1].fqn
+            going = []
+            for at, size in enumerate(sizes if moves else ()):
+                if offload.min_bytes <= size <= left:
+                    left -= size
+                    going.append((at, size))
+            found.append((any(at == 0 for at, _ in going), tuple(size for at, size in going if at)))
+        return found
+
+    def exposed(self, choices: Sequence[Choice]) -> list[float]:
+        """Return, of each call, the seconds of the copies that ``offload=`` makes and computing does not hide."""
+        return [
+            exposed_seconds(moved, self.part.problems[call.kind].forward_seconds, self.device)
+            for call, moved in zip(self.part.traced.calls, self.moved(choices))
+        ]
+
+
+class HeldOnce(NamedTuple):
+    """Bytes that two stages of one rank count, and that are there once: a tied embedding."""
+
+    params: int = 0
+    grads: int = 0
+    state: int = 0
+    """The optimizer's."""
+
+
+@dataclass(frozen=True, eq=False)
+class PlanQuery:
+    """A job on a traced model. Functions of other files answer for it: bytes, seconds, plans, a report."""
+
+    traced: Traced
+    job: Job
+    stages: tuple[Stage, ...]
+
+    @classmethod
+    def of(cls, model: nn.Module, sample_input: Any, job: Job, **how: Any) -> PlanQuery:
+        """Trace `model` for `job`; arguments as for `Traced`."""
+        return Traced(model, sample_input, job.layers, **how).query(job)
+
+    def under(self, job: Job) -> PlanQuery:
+        """Return what is asked by another job on the same model and input; only what it runs otherwise is traced again.
+
+        Raises:
+            ValueError: as `Traced.query`.
+        """
+        return self.traced.query(job)
+
+    def changed(self, job: Job) -> PlanQuery | None:
+        """Return `under` for a job that may have its loss in chunks; None: the logits would be whole anyway."""
+        if job.loss is not None and self.job.loss is None and not self.stages[-1].part.can_chunk():
+            return None
+        return self.under(job)
+
+    def with_pipeline(self, **options: Any) -> PlanQuery:
+        """Return what is asked by the same job with other options of its pipeline."""
+        return self.under(replace(self.job, pp=replace(self.pp, **options)))
+
+    @property
+    def pp(self) -> PipelineParallel:
+        """The cut and the schedule."""
+        return self.job.pp
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether there are ranks that hold other stages."""
+        return self.pp.size > 1
+
+    @property
+    def device(self) -> Device:
+        """The device that is predicted for."""
+        return self.stages[0].device
+
+    @property
+    def microbatches(self) -> int:
+        """Micro-batches of one step."""
+        return self.pp.microbatches or 1 if self.is_pipeline else self.job.step.microbatches
+
+    @property
+    def counts(self) -> list[int]:
+        """How many layers each stage has."""
+        return [len(stage.names) for stage in self.stages]
+
+    @cached_property
+    def actions(self) -> tuple[tuple[Action, ...], ...]:
+        """What each rank of the pipeline runs, up to the micro-batch from which on its memory repeats itself."""
+        return walked_actions(self.pp) if self.is_pipeline else ((),)
+
+    def of_rank(self, rank: int) -> list[int]:
+        """Return the numbers of the stages that `rank` of the pipeline holds."""
+        return stages_of(self.pp, rank)
+
+    def most_in_flight(self, index: int) -> int:
+        """Return the most micro-batches of a stage that have gone forward and not all the way back."""
+        most = now = 0
+        for action in self.actions[rank_of(self.pp, index)]:
+            if action.stage == index:
+                now += {FORWARD: 1, BACKWARD: -1, WEIGHTS: -1}.get(action.kind, 0)
+                most = max(most, now)
+        return most
+
+    def idle_layers(self) -> str:
+        """Return in words the layers that the sample input did not go through; empty where all layers ran."""
+        return ", ".join(words for stage in self.stages if (words := stage.part.idle_layers()))
+
+    def uniform(self, mode: str) -> list[list[Choice]]:
+        """Return what each layer call of each stage keeps under ``none``, ``full`` or ``selective``."""
+        return [stage.part.uniform(mode) for stage in self.stages]
+
+    def held_once(self, rank: int) -> HeldOnce:
+        """Return what the first and the last stage of a rank both count, and have in common."""
+        ends = [self.stages[index] for index in self.of_rank(rank)]
+        ends = [stage for stage in ends if stage.slice.is_first or stage.slice.is_last]
+        if len(ends) < 2:
+            return HeldOnce()
+        named, sharding = dict(self.traced.whole.named_parameters()), ends[0].sharding
+        ranks, tied = sharding.world if sharding.on else 1, [named[name] for name in self.traced.cut(self.job).tied]
+        sizes = [(p, padded_rows(p, ranks) * math.prod(p.shape[1:]) // ranks) for p in tied]
+        trained = [TrainedParameter(tuple(p.shape), n, p.element_size()) for p, n in sizes if p.requires_grad]
+        state = optimizer_memory(trained, self.job.step.optimizer, device=self.device.kind).state
+        return HeldOnce(sum(n * p.element_size() for p, n in sizes), sum(param.size for param in trained), state)
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of what a step is called with at one time, which peaks leave out: of a pipeline, all micro-batches."""
+        return self.traced.input_bytes * (self.microbatches if self.is_pipeline else 1)
+
+    @cached_property
+    def hidden_bytes(self) -> int:
+        """Bytes that a stage sends for one micro-batch."""
+        return self.traced.hidden(self.job).nbytes if self.is_pipeline else 0
+
+
+def walked_actions(pp: PipelineParallel) -> tuple[tuple[Action, ...], ...]:
+    """Return what each rank runs, up to the micro-batch from which on its memory repeats itself."""
+    count, repeats_after = pp.microbatches or 1, pp.facts.repeats_after
+    enough = count if repeats_after is None else min(count, repeats_after(pp.size))
+    return all_actions_of(replace(pp, microbatches=enough))
+
+
+# --- stages ---------------------------------------------------------------------------------------------------------
+
+
+def parts_of(model: nn.Module, microbatch: Any, job: Job) -> StageParts:
+    """Return what is before, in and after the layers; raises ValueError where the model cannot be cut."""
+    dtype = job.param_dtype
+    lowered = {} if dtype is None else {"autocast" if job.of_stage().fsdp is None else "dtype": dtype}
+    return stage_parts(model, find_layers(model, job.layers), microbatch, **lowered)
+
+
+class _ReceivedGradient(torch.autograd.Function):
+    """In the place of a loss: the gradient of a stage's output comes from the next stage."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        ctx.shape, ctx.dtype = hidden.shape, hidden.dtype
+        return hidden.new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Tensor:
+        return torch.empty(ctx.shape, dtype=ctx.dtype)
+
+
+def _sent(hidden: Tensor) -> Tensor:
+    """Begin backward in a stage that sends `hidden`; where it trains nothing, that goes nowhere."""
+    return _ReceivedGradient.apply(hidden if hidden.requires_grad else hidden.new_empty(0).requires_grad_())
+
+
+def planned_stage(tree: nn.Module, received: Received) -> nn.Module:
+    """Return a stage's `tree` as a model that is called with ``given=`` hidden states and the batch, and can be copied."""
+    base = type(tree)
+
+    def forward(self: Any, given: Tensor | None = None, **batch: Any) -> Tensor:
+        own = self._planned_received
+        own.tensors = () if given is None else (given.requires_grad_(),)
+        try:
+            output = call_of(self)(**batch)
+        except StageEnd as end:
+            return end.sent
+        finally:
+            own.tensors = ()
+        return loss_of(output)
+
+    MicrobatchCall(tree, types.MethodType(base.forward, tree))
+    tree.__class__ = type(base.__name__, (base,), {"forward": forward})
+    tree.__dict__["_planned_received"] = received
+    return tree
+
+
+def by_name(model: nn.Module, microbatch: Any) -> dict[str, Any]:
+    """Return what the model is called with, by the names of its arguments."""
+    args, batch = split_sample(microbatch)
+    return dict(zip(inspect.signature(model.forward).parameters, args)) | dict(batch)
+
+
+def hidden_of(model: nn.Module, microbatch: Any, parts: StageParts, cp: int) -> Tensor:
+    """Return what one of `cp` ranks sends to the next stage for such a micro-batch, without data."""
+    batch = by_name(model, microbatch)
+    first = next(value for value in batch.values() if isinstance(value, Tensor) and value.dim() >= 2)
+    rows, tokens = first.shape[:2]
+    tokens = padded_length(tokens, cp) // cp
+    return torch.empty((rows, tokens, *parts.hidden_width), dtype=parts.hidden_dtype, device="meta")

@@ -1,0 +1,1 @@
+"""One layer traced: its operators, and what it allocates under a choice."""

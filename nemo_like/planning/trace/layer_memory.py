@@ -1,0 +1,333 @@
+"""How much memory a block needs while it runs: forward, replay and backward, on fake tensors, through the engine."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from nemo_like._util.tensors import Place, by_argument, map_tensors, tensors_in
+from nemo_like.activation_checkpointing.engine import half_of_backward, run_region
+from nemo_like.activation_checkpointing.policy import Policy
+from nemo_like.fake.model_copy import leaves_of, with_state
+from nemo_like.fake.reasons import without_values
+from nemo_like.fake.run import FakeRun
+from nemo_like.planning.model.kinds import Kind
+from nemo_like.planning.program.records import BlockEvents
+from nemo_like.planning.trace.meter import LiveBytes, SumsInPlace
+from nemo_like.torch_compat import backward_in_halves
+
+
+def block_memory(
+    kind: Kind,
+    policy: Policy | None,
+    run: FakeRun,
+    used: Collection[int] | None = None,
+    *,
+    accumulate: bool = False,
+    layouts: Mapping[int, tuple[int, ...]] | None = None,
+    received: bool = False,
+    apart: Collection[nn.Module] = (),
+) -> BlockEvents:
+    """Run a block forward and backward on fake tensors under `policy` (None: no region) and watch its memory.
+
+    It is the engine itself that runs, so a table that the engine would refuse is refused here.
+
+    Args:
+        kind: the block, and how it is called.
+        policy: what its region keeps.
+        run: what fakes tensors.
+        used: positions of the tensors of its output that get a gradient (`OuterMemory.used`); None: all.
+        layouts: strides of those of these gradients that are not in rows (`OuterMemory.layouts`).
+        accumulate: its parameters have gradients before, which are not counted, and backward adds to them.
+        received: the gradients of its output stay, as a pipeline's receiving buffers do: nothing is added into them. They
+            are counted all the time.
+        apart: modules of the model that are FSDP2 units inside of a layer (experts).
+
+    Raises:
+        RegionError, PlanMismatchError: `policy` does not fit the block.
+        ValueError: its step depends on values, so that it cannot be planned.
+    """
+    replaced: dict[int, torch.Tensor] = {}
+
+    def stand_in(value: torch.Tensor) -> torch.Tensor:
+        return replaced.setdefault(id(value), value.detach().requires_grad_(value.requires_grad))
+
+    args, kwargs = map_tensors(stand_in, (kind.args, kind.kwargs))
+    state = leaves_of(kind.state)
+    leaves = list(dict.fromkeys(state.values()))
+
+    def call(*a: Any, **k: Any) -> Any:  # not the module, whose buffers the region would copy
+        return kind.module(*a, **k)
+
+    before = with_gradients(leaves, run) if accumulate else []
+    meter = LiveBytes([*leaves, *replaced.values(), *before])
+    ends: list[int] = []
+    with (
+        needing_no_values(kind),
+        with_state(kind.module, state),
+        run,
+        meter,
+        SumsInPlace(),
+        _backward_ends(kind.module, apart, lambda: ends.append(len(meter.log))),
+    ):
+        with run.casting(), torch.set_grad_enabled(kind.grad):
+            if policy is None:
+                out = call(*args, **kwargs)
+            else:
+                out = run_region(call, args, kwargs, policy=policy, name="planned block", transfer=_ToHost())
+        made = tensors_in(out)
+        outputs = tuple(map(meter.number, made))
+        at = {
+            i: t for i, t in enumerate(made) if t.requires_grad and i not in kind.passed and (used is None or i in used)
+        }
+        roots = list(at.values())
+        if not roots:
+            del out, made
+            return BlockEvents(tuple(meter.log), (), outputs)
+        given_to = tuple(at)
+        # What follows sees the output freed where autograd does not keep it, as in a real backward, and the gradients
+        # of the output as soon as autograd is done with them.
+        stay: list[torch.Tensor] | None = [] if received else None
+        gradients = OutputGradients.apply([(layouts or {}).get(i) for i in at], stay, *roots)
+        del out, roots, made, at
+        begun = len(meter.log)
+        gradients.backward(torch.empty_like(gradients))
+        to_inputs = gradients_by_place(kind, replaced)
+        backward = tuple(meter.log[begun:])
+        return BlockEvents(
+            tuple(meter.log[:begun]),
+            backward,
+            outputs,
+            dict(zip(given_to, (n for n, size in backward if size))),
+            {place: meter.number(grad) for place, grad in to_inputs.items()},
+            numbers_of(meter, state),
+            apart_end=ends[-1] - begun if ends else len(backward),
+        )
+
+
+@contextmanager
+def _backward_ends(block: nn.Module, apart: Collection[nn.Module], ended: Callable[[], None]) -> Iterator[None]:
+    """`ended` is called where the gradients of the inputs of a module of `apart` are there, as FSDP2's hook is
+    (`RegisterPostBackwardFunction`)."""
+
+    def hook(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
+        if not inputs:
+            return None
+        marked = dict(zip(map(id, inputs), _Marked.apply(ended, *inputs)))
+        return map_tensors(lambda t: marked.get(id(t), t), (args, kwargs))
+
+    inside = [module for module in block.modules() if module in apart]
+    handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module in inside]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Marked(torch.autograd.Function):
+    """Its inputs; says when their gradients are there."""
+
+    @staticmethod
+    def forward(ctx: Any, ended: Callable[[], None], *inputs: torch.Tensor) -> Any:
+        ctx.ended = ended
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        ctx.ended()
+        return None, *grads
+
+
+def gradients_by_place(kind: Kind, replaced: Mapping[int, torch.Tensor]) -> dict[Place, torch.Tensor]:
+    """Of each tensor of the block's call that has one, under its first place; `replaced`: by the ids of these tensors, what
+    it was called with."""
+    first: dict[int, Place] = {}
+    for place, tensor in by_argument(kind.args, kind.kwargs).items():
+        first.setdefault(id(tensor), place)
+    return {place: grad for key, place in first.items() if (grad := replaced[key].grad) is not None}
+
+
+def numbers_of(meter: LiveBytes, state: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """The gradients of a block's parameters by their first names, but for those that backward added to."""
+    first: dict[int, str] = {}
+    for name, tensor in state.items():
+        first.setdefault(id(tensor), name)
+    named = {name: meter.number(grad) for name in first.values() if (grad := state[name].grad) is not None}
+    return {name: number for name, number in named.items() if number}
+
+
+class _Away:
+    """What a tensor in host memory leaves behind: its layout."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.shape, self.stride, self.dtype = tensor.shape, tensor.stride(), tensor.dtype
+
+    def get(self) -> torch.Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
+
+
+class _ToHost:
+    """Host memory, which is not the device's: nothing there is counted. What comes back does when it is asked for."""
+
+    def to_host(self, tensor: torch.Tensor) -> _Away:
+        return _Away(tensor)
+
+    def prefetch(self, handle: Any) -> None:
+        """Nothing to start."""
+
+
+def needing_no_values(kind: Kind) -> AbstractContextManager[None]:
+    """Around a step of the block: a look at values is an error that names it."""
+    name = type(kind.module).__name__ if kind.trace is None else kind.trace.name
+    return without_values(f"{name} cannot be planned: its step", kind.module)
+
+
+def with_gradients(params: Iterable[torch.Tensor], run: FakeRun) -> list[torch.Tensor]:
+    """Give each of `params` that trains a gradient, and return these."""
+    made = []
+    for param in params:
+        if param.requires_grad and param.is_leaf:
+            with run.fake:
+                param.grad = torch.empty_like(param)
+            made.append(param.grad)
+    return made
+
+
+class OutputGradients(torch.autograd.Function):
+    """Nothing, made of all outputs; its backward makes their gradients, and puts them into the list that it is given."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, strides: list[tuple[int, ...] | None], stay: list[torch.Tensor] | None, *outputs: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.layouts, ctx.stay = [(t.shape, stride, t.dtype) for t, stride in zip(outputs, strides)], stay
+        return outputs[0].new_empty(0, dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> Any:
+        made = tuple(
+            torch.empty(shape, dtype=dtype) if stride is None else torch.empty_strided(shape, stride, dtype=dtype)
+            for shape, stride, dtype in ctx.layouts
+        )
+        if ctx.stay is not None:
+            ctx.stay += made
+        return None, None, *made
+
+
+def backward_of_inputs(
+    outputs: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor] | None,
+    inputs: Sequence[torch.Tensor],
+    params: Iterable[torch.Tensor],
+    once: bool = True,
+) -> Callable[[], None]:
+    """Run the first half of a backward, which leaves its gradients in ``inputs[i].grad``; the second is returned.
+
+    `once`: what was checkpointed is replayed in the first half for both.
+    """
+    first, second = backward_in_halves()
+    weights = [p for p in params if p.requires_grad and p.is_leaf]
+    with half_of_backward("inputs") if once else contextlib.nullcontext():
+        _, groups = first(list(outputs), grads, list(inputs), iter(weights))
+
+    def rest() -> None:
+        with half_of_backward("weights"):
+            second(iter(weights), groups)
+
+    return rest
+
+
+class _Called(nn.Module):
+    """A call of a block. The engine remembers of a module what each half needs."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self._call = block.__call__
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+
+def halves_memory(
+    kind: Kind,
+    policy: Policy | None,
+    run: FakeRun,
+    used: Collection[int],
+    *,
+    accumulate: bool,
+    once: bool = True,
+    received: bool = False,
+) -> BlockEvents:
+    """Run a block forward and through both halves of its backward on fake tensors, as `block_memory` does in one piece.
+
+    Args:
+        kind, policy, run, used, accumulate, received: as for `block_memory`.
+        once: whether the first half replays for both.
+    """
+    state = leaves_of(kind.state)
+    block, found = _Called(kind.module), None
+    with needing_no_values(kind), with_state(kind.module, state):
+        for _ in range(2 if policy is not None and once else 1):  # from the second backward on, the engine knows more
+            found = _run(block, kind, state, policy, run, used, accumulate=accumulate, once=once, received=received)
+    assert found is not None
+    return found
+
+
+def _run(
+    block: _Called,
+    kind: Kind,
+    state: Mapping[str, torch.Tensor],
+    policy: Policy | None,
+    run: FakeRun,
+    used: Collection[int],
+    *,
+    accumulate: bool,
+    once: bool,
+    received: bool,
+) -> BlockEvents:
+    replaced: dict[int, torch.Tensor] = {}
+    leaves = list(dict.fromkeys(state.values()))
+
+    def stand_in(value: torch.Tensor) -> torch.Tensor:
+        return replaced.setdefault(id(value), value.detach().requires_grad_(value.requires_grad))
+
+    args, kwargs = map_tensors(stand_in, (kind.args, kind.kwargs))
+    for tensor in leaves:
+        tensor.grad = None
+    before = with_gradients(leaves, run) if accumulate else []
+    meter = LiveBytes([*leaves, *replaced.values(), *before])
+    inputs = [t for t in replaced.values() if t.requires_grad]
+    with run, meter, SumsInPlace():
+        with run.casting(), torch.set_grad_enabled(kind.grad):
+            out = (
+                block(*args, **kwargs)
+                if policy is None
+                else run_region(block, args, kwargs, policy=policy, name="planned block")
+            )
+        outputs = tuple(map(meter.number, tensors_in(out)))
+        places = [i for i, t in enumerate(tensors_in(out)) if t.requires_grad and i not in kind.passed and i in used]
+        roots = [tensors_in(out)[i] for i in places]
+        if not roots:
+            return BlockEvents(tuple(meter.log), (), outputs)
+        stay: list[torch.Tensor] | None = [] if received else None
+        gradients = OutputGradients.apply([None] * len(roots), stay, *roots)
+        del out, roots
+        begun = len(meter.log)
+        rest = backward_of_inputs([gradients], [torch.empty_like(gradients)], inputs, leaves, once)
+        ended = len(meter.log)
+        to_inputs = {place: meter.number(grad) for place, grad in gradients_by_place(kind, replaced).items()}
+        for tensor in inputs:
+            tensor.grad = None
+        rest()
+        log, first = tuple(meter.log), tuple(meter.log[begun:ended])
+        of_outputs = dict(zip(places, (number for number, size in first if size)))
+        weights = tuple((n, size) for n, size in log[ended:] if size or n not in to_inputs.values())
+        grads = numbers_of(meter, state)
+        return BlockEvents(log[:begun], first, outputs, of_outputs, to_inputs, grads, weights=weights)

@@ -1,0 +1,287 @@
+"""What planning measures with: live bytes counted over storages, and op times taken on the device at hand."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+import statistics
+import sys
+import time
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any, Self
+
+import torch
+
+from nemo_like._util.tensors import is_wrapped, map_tensors, tensors_in
+from nemo_like.fake.model_copy import call_with
+from nemo_like.fake.run import check_layouts
+from nemo_like.planning.model.kinds import Kind
+from nemo_like.planning.trace.block import TraceMismatchError
+from nemo_like.planning.trace.scratch import scratch_bytes
+from nemo_like.torch_compat import TorchDispatchMode, local_part, storage_use_count, use_count, without_dispatch_modes
+
+_LIFT = torch.ops.aten.lift_fresh.default
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the storages made inside it that are alive, and their peak. For real and for fake tensors.
+
+    A storage counts from the op that makes it to the moment its memory would be returned. Memory that a kernel takes
+    and gives back within one op is not seen; the peak has what `scratch_bytes` says of it. Of a tensor that is made of
+    others (DTensor, torchao's float8), what its ops run inside counts.
+    """
+
+    def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
+        super().__init__()
+        self.live = 0
+        self.peak = 0
+        self.log: list[tuple[int, int]] = []
+        """Storages in the order in which they were made and freed: (its number from 1 on, its bytes; 0: freed)."""
+        self.sizes: dict[int, int] = {}
+        """Bytes of what is alive, by number."""
+        self._made = 0
+        self.numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        for tensor in known:
+            self.numbers[local_part(tensor).untyped_storage()] = 0
+        self._collects = False
+
+    def __enter__(self) -> Self:
+        # Cycles would be freed at another place in each run, and ranks would find other plans.
+        self._collects = gc.isenabled()
+        gc.disable()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        if self._collects:
+            gc.enable()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if is_wrapped(types):
+            return NotImplemented
+        if func is not _LIFT:  # which is given what torch.tensor() has just made
+            for tensor in tensors_in((args, kwargs)):
+                self.numbers.setdefault(tensor.untyped_storage(), 0)  # made outside: not ours to count
+        out = func(*args, **(kwargs or {}))
+        tensors = tensors_in(out)
+        for position, tensor in enumerate(tensors):
+            if not tensor.is_meta:
+                self.count(tensor, position if len(tensors) > 1 else -1)
+        scratch = self.scratch(func, args, kwargs or {}, out)
+        if scratch:
+            number = self._next()
+            self.changed(number, scratch)
+            self.changed(number, 0)
+        return out
+
+    def scratch(self, func: Any, args: tuple, kwargs: Mapping[str, Any], out: Any) -> int:
+        """Bytes that an operator takes and gives back."""
+        return scratch_bytes(func, args, kwargs, out)
+
+    def count(self, tensor: torch.Tensor, position: int = -1) -> int:
+        """Count the storage of `tensor` from now on, unless it is known already; returns its number. `position`: among what
+        an operator returned, where that are several."""
+        check_layouts([tensor])
+        storage = tensor.untyped_storage()
+        number = self.numbers.get(storage)
+        if number is None:
+            number = self.numbers[storage] = self._next()
+            weakref.finalize(storage, self._freed, number).atexit = False
+            if storage.nbytes():
+                self.changed(number, storage.nbytes())
+        return number
+
+    def number(self, tensor: torch.Tensor) -> int:
+        """Of the storage of `tensor`, in `log`; 0: it was made outside."""
+        return self.numbers.get(local_part(tensor).untyped_storage(), 0)
+
+    def changed(self, number: int, size: int) -> None:
+        """A storage has so many bytes from now on; 0: it is freed."""
+        self.live += size - self.sizes.get(number, 0)
+        if size:
+            self.sizes[number] = size
+            self.peak = max(self.peak, self.live)
+        else:
+            del self.sizes[number]
+        self.log.append((number, size))
+
+    def _next(self) -> int:
+        self._made += 1
+        return self._made
+
+    def _freed(self, number: int) -> None:
+        if number in self.sizes:
+            self.changed(number, 0)
+
+
+class _OpClock(TorchDispatchMode):
+    """Time of each op, in order, with its name."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+        self.times: list[tuple[Any, float]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        self.wait()
+        start = time.perf_counter()
+        out = func(*args, **(kwargs or {}))
+        self.wait()
+        self.times.append((func, time.perf_counter() - start))
+        return out
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def measured_seconds(
+    kind: Kind, device: torch.device | str, runs: int = 5, autocast: torch.dtype | None = None
+) -> tuple[float, ...]:
+    """Median time of each computing op of a block over `runs` forward passes with random weights, after a warm-up.
+
+    The block's parameters and inputs are allocated on `device`: this needs the memory of one block without
+    checkpointing. Times include the launch, so short ops look as expensive as they are in eager mode. `autocast`: the
+    dtype of the autocast that the trace was made under.
+
+    Raises:
+        TraceMismatchError: the ops that ran are not those of the block's trace.
+    """
+    device = torch.device(device)
+    assert kind.trace is not None
+    wanted = [op.op for op in kind.trace.ops if not op.view]
+
+    def real(value: torch.Tensor) -> torch.Tensor:
+        if value.is_floating_point():
+            made = torch.randn(value.shape, device=device).mul_(0.02).to(value.dtype)
+            return made.requires_grad_(value.requires_grad)
+        return torch.zeros(value.shape, dtype=value.dtype, device=device)
+
+    args, kwargs, state = map_tensors(real, (kind.args, kind.kwargs, dict(kind.state)))
+    samples: list[list[float]] = []
+    for run in range(runs + 1):
+        casting = torch.autocast(device.type, autocast, enabled=autocast is not None, cache_enabled=False)
+        with _OpClock(device) as clock, casting:
+            out = call_with(kind.module, state, args, kwargs)
+        del out
+        times = _computing(clock.times, wanted, kind.trace.name)
+        if run:  # the first one warms up
+            samples.append(times)
+    return tuple(statistics.median(column) for column in zip(*samples))
+
+
+def _computing(times: list[tuple[Any, float]], wanted: list[Any], name: str) -> list[float]:
+    """Times of the ops in `wanted`, which must occur in this order among all that ran."""
+    found: list[float] = []
+    for op, seconds in times:
+        if len(found) < len(wanted) and op is wanted[len(found)]:
+            found.append(seconds)
+    if len(found) != len(wanted):
+        raise TraceMismatchError(
+            f"{name}: measuring found {len(found)} of {len(wanted)} traced ops; the next one, {wanted[len(found)]}, did "
+            "not run on this device in this order. Plan from the device table instead (leave out --measure)."
+        )
+    return found
+
+
+_ADD = torch.ops.aten.add.Tensor
+_PUT = torch.ops.aten.index_put.default
+_IN_PLACE = {
+    _ADD: torch.ops.aten.add_.Tensor,
+    torch.ops.aten.scatter_add.default: torch.ops.aten.scatter_add_.default,
+    torch.ops.aten.scatter.src: torch.ops.aten.scatter_.src,
+    torch.ops.aten.index_add.default: torch.ops.aten.index_add_.default,
+    _PUT: torch.ops.aten.index_put_.default,
+}
+_ENGINE = "torch.autograd.graph"
+"""The module whose frame is the caller of whatever autograd's engine runs on the CPU by itself."""
+
+
+class SumsInPlace(TorchDispatchMode):
+    """Enter it last, so that it sees operators first: who else holds a tensor is only to be seen from there.
+
+    In place is added what autograd would: no gradients of gradients, and nobody else holds the first of the two
+    (`can_accumulate_inplace` in PyTorch's ``accumulate_grad.h``).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = _counts_of_the_last_holder()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch puts a frame of its own between the engine's and ours
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        in_place = _IN_PLACE.get(func)
+        if is_wrapped(types):
+            in_place = None  # into a tensor made of others (DTensor) autograd adds nothing
+        if in_place is not None and self.counts is not None and _by_the_engine(inspect.currentframe()):
+            into = args[0]
+            # The zeros that the gradient of an index is added to are the engine's own; it writes into a copy of those of
+            # what rows were put into.
+            alone = len(args) > 3 and args[3] if func is _PUT else _holders(into) == self.counts
+            if alone and into.is_contiguous() and (func is not _ADD or _like(into, args[1])):
+                return in_place(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _by_the_engine(frame: Any) -> bool:
+    """Whether the engine called the function that `frame` belongs to."""
+    caller = None if frame is None else frame.f_back
+    return caller is not None and not torch.is_grad_enabled() and caller.f_globals.get("__name__") == _ENGINE
+
+
+def _holders(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """How often it, its storage and its Python object are referenced.
+
+    All that Python holds of a tensor (what a hook was given and keeps) is one reference to the tensor. In a real step only
+    such a tensor has a Python object; in a fake one each does.
+    """
+    return use_count(tensor), storage_use_count(tensor), sys.getrefcount(tensor)
+
+
+def _like(into: Any, other: Any) -> bool:
+    return (
+        isinstance(into, torch.Tensor)
+        and isinstance(other, torch.Tensor)
+        and into.shape == other.shape
+        and into.dtype == other.dtype
+        and into.is_contiguous()
+    )
+
+
+class _CountHolders(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: tuple[int, int, int] | None = None
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        if func is _ADD and _by_the_engine(inspect.currentframe()):
+            into = args[0]
+            self.counts = _holders(into)
+        return func(*args, **(kwargs or {}))
+
+
+@functools.cache
+def _counts_of_the_last_holder() -> tuple[int, int, int] | None:
+    """How often a tensor, its storage and its Python object are referenced in a sum of gradients that nobody else looks at.
+
+    Measured once, as the dispatch itself takes references, and how many is torch's own affair. A mode of the first caller,
+    which may keep what it sees, has no part in it.
+    """
+    with without_dispatch_modes(), _CountHolders() as counting:
+        x = torch.ones(2, requires_grad=True) * 2
+        torch.autograd.grad((x.exp() + x.sin()).sum(), x)
+    return counting.counts
