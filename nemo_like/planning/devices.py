@@ -18,7 +18,6 @@ from nemo_like.activation_checkpointing.ops import facts
 from nemo_like.distributed.launch import current_device, pick_device_type
 from nemo_like.job import Job
 from nemo_like.options import MemoryBudget, did_you_mean, parse_bytes
-from nemo_like.planning.trace.block import OpRecord
 from nemo_like.torch_compat import OpOverload
 
 
@@ -249,19 +248,6 @@ _FIELDS = (
     "attention",
     "bandwidth",
 )
-
-
-def op_seconds(op: OpRecord, device: Device) -> float:
-    """``max(FLOPs / reachable FLOP/s, bytes moved / reachable bytes/s)`` (Williams et al., "Roofline", CACM 2009)."""
-    if op.view:
-        return 0.0
-    row = facts(op.op)
-    if row.exchange:
-        # Half of what it moves is sent. A network card reaches the device over the bus to the host, so that bus bounds it.
-        return op.moved / 2 / device.host_link
-    if row.received is not None:
-        return max(row.received(op.moved - op.bytes, op.bytes) / device.host_link, op.moved / device.bandwidth)
-    return max(op.flops / device.flops_of(op.op, half=op.half), op.moved / device.bandwidth)
 
 
 def step_limit(device: Device, memory: int | str | None = None) -> int:

@@ -16,7 +16,8 @@ from nemo_like._util.tensors import tensors_in
 from nemo_like.activation_checkpointing import ops
 from nemo_like.planning.choose import closure
 from nemo_like.planning.choose.layer import BlockProblem
-from nemo_like.planning.devices import op_seconds, resolve_device
+from nemo_like.planning.devices import resolve_device
+from nemo_like.planning.program.roofline import op_seconds
 from nemo_like.planning.trace.block import OpRecord, trace_block
 from nemo_like.torch_compat import fake_tensor_types
 from tests.models.llama_style import D, LlamaStyle, S
@@ -68,7 +69,8 @@ def _seconds(node: fx.Node) -> float:
     inputs, outputs = tensors_in((_value(node.args), dict(_value(node.kwargs)))), tensors_in(node.meta["val"])
     half = any(t.is_floating_point() and t.element_size() == 2 for t in inputs + outputs)
     moved = ops.moved_bytes(node.target, inputs, outputs)
-    record = OpRecord(node.target, 0, (), 0, _flops(node), moved, (), (), view=False, random=False, half=half)
+    shapes = tuple(tuple(t.shape) for t in outputs)
+    record = OpRecord(node.target, 0, shapes, 0, _flops(node), moved, (), (), view=False, random=False, half=half)
     return op_seconds(record, DEVICE)
 
 

@@ -15,21 +15,14 @@ from nemo_like.fake.model_copy import model_copy
 from nemo_like.layers import find_layers
 from nemo_like.models import resolve_model
 from nemo_like.options import MemoryBudget, Precision
-from nemo_like.planning import (
-    BudgetError,
-    Plan,
-    PlanError,
-    apply_plan,
-    block_trace,
-    capture,
-    closure,
-    plan_for,
-    solver,
-)
+from nemo_like.planning import BudgetError, Plan, PlanError, apply_plan, plan_for
+from nemo_like.planning.choose import closure, solver
 from nemo_like.planning.choose.layer import BlockProblem
 from nemo_like.planning.devices import known_devices, resolve_device
+from nemo_like.planning.model import capture
 from nemo_like.planning.planner import describe
 from nemo_like.planning.query import PlanQuery
+from nemo_like.planning.trace import block as block_trace
 from nemo_like.planning.trace.meter import measured_seconds
 from tests.models.families import FAMILIES
 from tests.models.llama_style import D, LlamaStyle, S

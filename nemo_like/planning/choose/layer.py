@@ -10,8 +10,8 @@ from itertools import pairwise
 from nemo_like._util.op_lookup import Op
 from nemo_like.activation_checkpointing.ops import exchange_routing_ops, facts, routing_ops
 from nemo_like.planning.choose import closure, solver
-from nemo_like.planning.devices import Device, op_seconds
-from nemo_like.planning.program.roofline import exposed_seconds
+from nemo_like.planning.devices import Device
+from nemo_like.planning.program.roofline import exposed_seconds, op_seconds
 from nemo_like.planning.trace.block import BlockTrace, OpRecord
 
 _CLOSE = 1e-3

@@ -1,51 +1,21 @@
-"""How long a layer's kernels take by the roofline of a device, and which bytes it sends.
+"""Seconds of the kernels of a layer, and bytes that it sends.
 
-A kernel takes the longer of its FLOPs at the device's reachable rate and its bytes at the reachable bandwidth, and at
-least a launch. A matrix product fills the device's processors in whole waves of tiles, so that one of few tiles is slower.
 Backward is twice a forward, of attention two and a half times (five products for two).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from nemo_like.activation_checkpointing.ops import facts
 from nemo_like.planning.choose.layer import BlockProblem, Choice
-from nemo_like.planning.devices import Device
-from nemo_like.planning.program.roofline import kernel_kind
+from nemo_like.planning.program.roofline import is_sequence_op, kernel_kind, kernel_seconds, wave_share
 from nemo_like.planning.sharding import UnitBytes
 from nemo_like.planning.trace.block import OpRecord
 
-_TILE = (128, 256)
-"""Rows and columns of the output that one multiprocessor works on at a time, in the large products of cuBLAS and CUTLASS."""
 BACKWARD_TIMES = {True: 2.5, False: 2.0}
 """Of forward: attention, and all else."""
-
-
-def kernel_seconds(op: OpRecord, device: Device) -> float:
-    """One kernel; 0 for a view and for what is sent (see `exchanged`)."""
-    known = facts(op.op)
-    if op.view or known.exchange or _sequence_op(op):
-        return 0.0
-    computing = op.flops / device.flops_of(op.op, half=op.half)
-    if op.flops and not known.attention:
-        computing /= wave_share(op.shapes, device.processors)
-    return max(computing, op.moved / device.bandwidth, device.launch_seconds if op.moved else 0.0)
-
-
-def wave_share(shapes: Sequence[tuple[int, ...]], processors: int) -> float:
-    """How much of the device a matrix product with an output of that shape keeps busy: tiles in whole waves.
-
-    >>> round(wave_share([(8192, 4096)], 132), 3), wave_share([(128, 256)], 132) < 0.01
-    (0.97, True)
-    """
-    if not processors or not shapes or len(shapes[0]) < 2:
-        return 1.0
-    rows, columns = math.prod(shapes[0][:-1]), shapes[0][-1]
-    tiles = -(-rows // _TILE[0]) * -(-columns // _TILE[1])
-    return tiles / (-(-tiles // processors) * processors)
 
 
 def least_seconds(problem: BlockProblem, only: Collection[int] | None = None) -> tuple[float, float]:
@@ -56,7 +26,7 @@ def least_seconds(problem: BlockProblem, only: Collection[int] | None = None) ->
     device, forward, backward = problem.device, 0.0, 0.0
     for number, op in enumerate(problem.records):
         known = facts(op.op)
-        if known.exchange or _sequence_op(op) or (only is not None and number not in only):
+        if known.exchange or is_sequence_op(op) or (only is not None and number not in only):
             continue
         moved = 0 if known.attention else max(0, op.moved - problem.trace.param_bytes)
         least = max(op.flops / device.flops_of(op.op, half=op.half), moved / device.bandwidth)
@@ -76,10 +46,6 @@ def _summed(records: Sequence[OpRecord], hidden: int) -> int:
     gathered = ("_c10d_functional::all_gather_into_tensor", "nemo_like::rows_of_all")
     sums += [op.bytes // 2 for op in records if op.op.name() in gathered]
     return sum(sums) + max(0, 2 - len(sums)) * hidden
-
-
-def _sequence_op(op: OpRecord) -> bool:
-    return op.op.namespace == "nemo_like" and facts(op.op).collective and not facts(op.op).exchange
 
 
 def fused(records: Sequence[OpRecord]) -> tuple[OpRecord, ...]:
@@ -139,7 +105,7 @@ class BlockSeconds:
             kernels,
             sum(kernels),
             back if problem.trace.saves_something else 0.0,
-            sum(op.bytes for op in records if _sequence_op(op) and op.op.name() not in _NOT_OF_SEQUENCES),
+            sum(op.bytes for op in records if is_sequence_op(op) and op.op.name() not in _NOT_OF_SEQUENCES),
             sum(op.moved // 2 for op in records if facts(op.op).exchange),
             _summed(records, problem.trace.input_bytes) // 2,
             tuple(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,58 @@ from nemo_like.fake.run import ALIASES
 from nemo_like.options.optimizers import OPTIMIZER_OBJECTS, TrainedParameter
 from nemo_like.planning.devices import Device
 from nemo_like.planning.sharding import Sharding
+from nemo_like.planning.trace.block import OpRecord
 from nemo_like.torch_compat import TorchDispatchMode
+
+_TILE = (128, 256)
+"""Rows and columns of the output that one multiprocessor works on at a time, in the large products of cuBLAS and CUTLASS."""
+
+
+def op_seconds(op: OpRecord, device: Device) -> float:
+    """Return the seconds of one operator: of its kernel, or of what it sends to other ranks."""
+    row = ops.facts(op.op)
+    if op.view:
+        return 0.0
+    if row.exchange:
+        # Half of what it moves is sent. A network card reaches the device over the bus to the host, so that bus bounds it.
+        return op.moved / 2 / device.host_link
+    if row.received is not None:
+        return max(row.received(op.moved - op.bytes, op.bytes) / device.host_link, op.moved / device.bandwidth)
+    return kernel_seconds(op, device)
+
+
+def kernel_seconds(op: OpRecord, device: Device) -> float:
+    """Return the seconds of one kernel; 0 for a view, and for what is sent (`nemo_like.planning.program.seconds`).
+
+    The longer of its FLOPs at the device's reachable rate and its bytes at the reachable bandwidth (Williams et al.,
+    "Roofline", CACM 2009), and at least a launch. A matrix product fills the processors in whole waves of tiles, so that one
+    of few tiles is slower.
+    """
+    known = ops.facts(op.op)
+    if op.view or known.exchange or is_sequence_op(op):
+        return 0.0
+    computing = op.flops / device.flops_of(op.op, half=op.half)
+    if op.flops and not known.attention:
+        computing /= wave_share(op.shapes, device.processors)
+    return max(computing, op.moved / device.bandwidth, device.launch_seconds if op.moved else 0.0)
+
+
+def wave_share(shapes: Sequence[tuple[int, ...]], processors: int) -> float:
+    """Return the share of the device that a matrix product with such an output keeps busy: tiles in whole waves.
+
+    >>> round(wave_share([(8192, 4096)], 132), 3), wave_share([(128, 256)], 132) < 0.01
+    (0.97, True)
+    """
+    if not processors or not shapes or len(shapes[0]) < 2:
+        return 1.0
+    rows, columns = math.prod(shapes[0][:-1]), shapes[0][-1]
+    tiles = -(-rows // _TILE[0]) * -(-columns // _TILE[1])
+    return tiles / (-(-tiles // processors) * processors)
+
+
+def is_sequence_op(op: OpRecord) -> bool:
+    """Return whether an operator gathers or reduces parts of sequences over ``cp``."""
+    return op.op.namespace == "nemo_like" and ops.facts(op.op).collective and not ops.facts(op.op).exchange
 
 
 class OpSeconds(TorchDispatchMode):
