@@ -8,6 +8,8 @@ import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from nemo_like._util.words import UNITS
+
 
 @dataclass(frozen=True)
 class Column:
@@ -154,7 +156,7 @@ class ByteUnit:
         return f"{self.number(size)} {self.name}"
 
 
-_UNITS = (ByteUnit("GiB", 2**30), ByteUnit("MiB", 2**20), ByteUnit("KiB", 2**10), ByteUnit("B", 1))
+_UNITS = (*(ByteUnit(name, size) for size, name in UNITS), ByteUnit("B", 1))
 
 
 def of_limit(size: int, limit: int) -> str:

@@ -28,6 +28,10 @@ _DTYPES = {
 }
 """By word, what torch calls the dtype."""
 
+UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+"""Bytes of each unit, and its name; the largest first."""
+GIB = UNITS[0][0]
+
 
 def normalise(word: str) -> str:
     """Lower case, ``-`` as ``_``, no outer blanks: how every short string of ours is compared."""
@@ -99,7 +103,7 @@ def exact_bytes(size: int) -> str:
     >>> exact_bytes(40 << 30), exact_bytes(65068754534), exact_bytes(65068754535)
     ('40GiB', '60.6GiB', '65068754535B')
     """
-    units = [(unit, name) for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")) if size >= unit]
+    units = [(unit, name) for unit, name in UNITS if size >= unit]
     words = [f"{size / unit:.{decimals}f}{name}" for unit, name in units for decimals in range(4)]
     return min((word for word in [*words, f"{size}B"] if parse_bytes(word) == size), key=len, default=f"{size}B")
 
@@ -110,8 +114,9 @@ def write_bytes(size: int) -> str:
     >>> write_bytes(3 << 29), write_bytes(1536), write_bytes(0)
     ('1.50GiB', '1.50KiB', '0B')
     """
-    units = ((2**28, 2**30, "GiB"), (2**18, 2**20, "MiB"), (2**10, 2**10, "KiB"))
-    return next((f"{size / unit:.2f}{name}" for least, unit, name in units if abs(size) >= least), f"{size}B")
+    # From a quarter of a unit on.
+    least = {"GiB": GIB // 4, "MiB": UNITS[1][0] // 4, "KiB": UNITS[2][0]}
+    return next((f"{size / unit:.2f}{name}" for unit, name in UNITS if abs(size) >= least[name]), f"{size}B")
 
 
 def parse_dtype(name: str, value: object, others: Sequence[str] = ()) -> torch.dtype | None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_like._util.console import check_picture, check_writable, refuse_unread, whole_or
 from nemo_like._util.table import paragraph, screen_width
+from nemo_like._util.words import GIB
 from nemo_like.flags import FLAGS, add_flags, flags_on, job_of
 from nemo_like.options import FLOAT8, MemoryBudget, parse_bytes, parse_dtype
 
@@ -254,7 +255,7 @@ def _check_rank(
     if args.json != "-":
         print(
             f"\nRank 0 of {job.ranks} with ac={ac!r}, run without memory in {seconds:.1f} s, peaks at "
-            f"{checked.peak_bytes:,} bytes\n({checked.peak_bytes / 2**30:.3f} GiB): {checked.at}."
+            f"{checked.peak_bytes:,} bytes\n({checked.peak_bytes / GIB:.3f} GiB): {checked.at}."
         )
         if checked.against is None or off is None:
             print("No plan is made of that, so nothing is compared.")

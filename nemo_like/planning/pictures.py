@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_like._util.extras import require
+from nemo_like._util.words import GIB
 from nemo_like.activation_checkpointing.plan import Part
 from nemo_like.distributed.pipeline.schedules import all_actions_of
 from nemo_like.planning.fit.candidate import Candidate
@@ -57,11 +58,11 @@ def _plans(pyplot: Any, query: PlanQuery, report: PlanReport) -> Any:
     choices = [stage.part.proved_all(stage.stack.assignment(mix)) for mix in some]
     rows = [row_of("", query, [own], report.limit) for own in choices]
     figure, axes = pyplot.subplots(figsize=(7, 4.5))
-    axes.plot([1e3 * row.seconds for row in rows], [row.need.bytes / 2**30 for row in rows], ".-", label="plans")
+    axes.plot([1e3 * row.seconds for row in rows], [row.need.bytes / GIB for row in rows], ".-", label="plans")
     for row in report.rows:
         if row.ac in MODES:
-            axes.plot(1e3 * row.seconds, row.need.bytes / 2**30, "o", label=f"ac={row.ac!r}")
-    axes.axhline(report.limit / 2**30, linestyle="--", color="grey", label=f"limit on {report.device}")
+            axes.plot(1e3 * row.seconds, row.need.bytes / GIB, "o", label=f"ac={row.ac!r}")
+    axes.axhline(report.limit / GIB, linestyle="--", color="grey", label=f"limit on {report.device}")
     axes.set_xlabel("ms of a step (roofline)")
     axes.set_ylabel(f"GiB {report.rows[0].need.by} on each device, predicted")
     axes.legend()
@@ -74,7 +75,7 @@ def _schedule(pyplot: Any, query: PlanQuery, row: ReportRow) -> Any:
     figure, rows = pyplot.subplots(
         len(spans), 1, figsize=(11, 1.6 * len(spans) + 0.6), sharex=True, sharey=True, squeeze=False
     )
-    most = max(peak.total for peak in row.peaks) / 2**30
+    most = max(peak.total for peak in row.peaks) / GIB
     for rank, (own, axes) in enumerate(zip(spans, rows[:, 0])):
         log: list[ActionBytes] = []
         rank_peak(query, rank, row.choices, log=log, actions=actions[rank])
@@ -82,7 +83,7 @@ def _schedule(pyplot: Any, query: PlanQuery, row: ReportRow) -> Any:
         points = [(begin, one.most) for one, (_, begin, _) in zip(log, own)]
         ends = [(end, one.left) for one, (_, _, end) in zip(log, own)]
         line = [point for pair in zip(points, ends) for point in pair]
-        axes.step([1e3 * at for at, _ in line], [size / 2**30 for _, size in line], where="post", color="black", lw=0.9)
+        axes.step([1e3 * at for at, _ in line], [size / GIB for _, size in line], where="post", color="black", lw=0.9)
         axes.set_ylabel(f"rank {rank}\nGiB")
     rows[-1, 0].set_xlabel("ms, by the roofline, without communication")
     figure.suptitle(f"{query.pp.schedule}, ac={row.ac!r}: forward blue, backward green (its second half grey)")
@@ -129,12 +130,12 @@ def draw(report: FitReport, number: int = 1) -> Any:
     lines = timelines(candidate)
     highest = max(lines, key=lambda name: max(point.total for point in lines[name]))
     figure, every = pyplot.subplots(2 + (len(lines) > 1), 1, figsize=(9, 4 * (2 + (len(lines) > 1))))
-    limit = report.question.limit / 2**30
+    limit = report.question.limit / GIB
     _stack(every[0], lines[highest])
     every[0].set_title(f"configuration {number}{highest and ', ' + highest}: {candidate.ac}, peak {candidate.peak.at}")
     for axes in every[1:-1]:
         for name, points in lines.items():
-            axes.step(range(len(points)), [point.total / 2**30 for point in points], where="post", label=name)
+            axes.step(range(len(points)), [point.total / GIB for point in points], where="post", label=name)
         axes.set_title("all ranks of the pipeline")
     for axes in every[:-1]:
         axes.set_xlabel("stretches of a step in their order, each at its highest (not to scale in time)")
@@ -160,7 +161,7 @@ def timelines(candidate: Candidate) -> dict[str, list[StepPoint]]:
 
 def _stack(axes: Any, points: Sequence[StepPoint]) -> None:
     names = [name for name in Part if any(point.parts[name] for point in points)]
-    sizes = [[point.parts[name] / 2**30 for point in points] for name in names]
+    sizes = [[point.parts[name] / GIB for point in points] for name in names]
     axes.stackplot(range(len(points)), *sizes, labels=names, colors=list(map(_color, names)), step="post", linewidth=0)
     begin, seen = 0, set[str]()
     for phase, own in itertools.groupby(points, key=lambda point: point.phase):
@@ -182,7 +183,7 @@ def _bars(axes: Any, report: FitReport) -> None:
     places = list(range(1, len(report.candidates) + 1))
     below = [0.0] * len(places)
     for name in (name for name in Part if any(name in candidate.peak.parts for candidate in report.candidates)):
-        sizes = [candidate.peak.parts.get(name, 0) / 2**30 for candidate in report.candidates]
+        sizes = [candidate.peak.parts.get(name, 0) / GIB for candidate in report.candidates]
         axes.bar(places, sizes, bottom=below, label=name, color=_color(name))
         below = [low + size for low, size in zip(below, sizes)]
     axes.set_xticks(places)

@@ -17,6 +17,7 @@ from torch import nn
 from nemo_like._util.console import check_picture, flag
 from nemo_like._util.extras import require
 from nemo_like._util.log import warn_once
+from nemo_like._util.words import GIB
 from nemo_like.losses.rows import IGNORED
 from nemo_like.models import ModelSource, check_positions
 from nemo_like.recipes.agree import Ranks
@@ -464,7 +465,7 @@ def plot_log(path: Path, target: Path) -> None:
     above.set_ylabel("loss, nats per token")
     above.legend()
     for name, label in (("memory_bytes", "in use"), ("peak_bytes", "peak"), ("reserved_bytes", "reserved")):
-        points = [(record["step"], record[name] / 2**30) for record in records if name in record]
+        points = [(record["step"], record[name] / GIB) for record in records if name in record]
         if points:
             below.plot(*zip(*points), label=label)
     below.set_ylabel("memory of rank 0, GiB")

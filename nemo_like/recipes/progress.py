@@ -13,8 +13,7 @@ import torch
 
 from nemo_like._util.log import is_rank_zero
 from nemo_like._util.table import paragraph, screen_width
-
-_GIB = 2**30
+from nemo_like._util.words import GIB
 
 
 def memory_kind(device: torch.device) -> str:
@@ -105,7 +104,7 @@ class Progress:
         sizes = {"memory": (5, "memory_bytes"), "peak": (2, "peak_bytes"), "reserved": (6, "reserved_bytes")}
         for word, (keep, key) in sizes.items():
             if key in figures:
-                fields.append((keep, f"{word} {figures[key] / _GIB:.2f} GiB"))
+                fields.append((keep, f"{word} {figures[key] / GIB:.2f} GiB"))
         return fields
 
     def say(self, line: str) -> None:
