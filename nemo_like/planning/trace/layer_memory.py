@@ -1,4 +1,4 @@
-"""How much memory a block needs while it runs: forward, replay and backward, on fake tensors, through the engine."""
+"""Measure the memory of a block in forward, recomputation and backward, on fake tensors, through the engine."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def block_memory(
 ) -> BlockEvents:
     """Run a block forward and backward on fake tensors under `policy` (None: no region) and watch its memory.
 
-    It is the engine itself that runs, so a table that the engine would refuse is refused here.
+    The engine itself runs, so a table that the engine would refuse is refused here.
 
     Args:
         kind: the block, and how it is called.
-        policy: what its region keeps.
-        run: what fakes tensors.
+        policy: what its region saves.
+        run: the run that fakes tensors.
         used: positions of the tensors of its output that get a gradient (`OuterMemory.used`); None: all.
         layouts: strides of those of these gradients that are not in rows (`OuterMemory.layouts`).
         accumulate: its parameters have gradients before, which are not counted, and backward adds to them.
@@ -112,7 +112,7 @@ def block_memory(
 
 @contextmanager
 def _backward_ends(block: nn.Module, apart: Collection[nn.Module], ended: Callable[[], None]) -> Iterator[None]:
-    """`ended` is called where the gradients of the inputs of a module of `apart` are there, as FSDP2's hook is
+    """Call `ended` where the gradients of the inputs of a module of `apart` are there, as FSDP2's hook is called
     (`RegisterPostBackwardFunction`)."""
 
     def hook(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -132,7 +132,7 @@ def _backward_ends(block: nn.Module, apart: Collection[nn.Module], ended: Callab
 
 
 class _Marked(torch.autograd.Function):
-    """Its inputs; says when their gradients are there."""
+    """Identity of its inputs; reports when their gradients are there."""
 
     @staticmethod
     def forward(ctx: Any, ended: Callable[[], None], *inputs: torch.Tensor) -> Any:
@@ -146,8 +146,10 @@ class _Marked(torch.autograd.Function):
 
 
 def gradients_by_place(kind: Kind, replaced: Mapping[int, torch.Tensor]) -> dict[Place, torch.Tensor]:
-    """Of each tensor of the block's call that has one, under its first place; `replaced`: by the ids of these tensors, what
-    it was called with."""
+    """Return the gradient of each tensor of the block's call that has one, under its first place.
+
+    replaced: what the block was called with, by the ids of these tensors.
+    """
     first: dict[int, Place] = {}
     for place, tensor in by_argument(kind.args, kind.kwargs).items():
         first.setdefault(id(tensor), place)
@@ -155,7 +157,7 @@ def gradients_by_place(kind: Kind, replaced: Mapping[int, torch.Tensor]) -> dict
 
 
 def numbers_of(meter: LiveBytes, state: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """The gradients of a block's parameters by their first names, but for those that backward added to."""
+    """Return the numbers of the gradients of a block's parameters by first name, but for those that backward added to."""
     first: dict[int, str] = {}
     for name, tensor in state.items():
         first.setdefault(id(tensor), name)
@@ -164,7 +166,7 @@ def numbers_of(meter: LiveBytes, state: Mapping[str, torch.Tensor]) -> dict[str,
 
 
 class _Away:
-    """What a tensor in host memory leaves behind: its layout."""
+    """Layout of a tensor that is in host memory."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.shape, self.stride, self.dtype = tensor.shape, tensor.stride(), tensor.dtype
@@ -174,17 +176,17 @@ class _Away:
 
 
 class _ToHost:
-    """Host memory, which is not the device's: nothing there is counted. What comes back does when it is asked for."""
+    """Host memory, which is not the device's: nothing there is counted. What comes back counts once it is requested."""
 
     def to_host(self, tensor: torch.Tensor) -> _Away:
         return _Away(tensor)
 
     def prefetch(self, handle: Any) -> None:
-        """Nothing to start."""
+        """Start nothing."""
 
 
 def needing_no_values(kind: Kind) -> AbstractContextManager[None]:
-    """Around a step of the block: a look at values is an error that names it."""
+    """Return a context for a step of the block, in which a look at values is an error that names the block."""
     name = type(kind.module).__name__ if kind.trace is None else kind.trace.name
     return without_values(f"{name} cannot be planned: its step", kind.module)
 
@@ -201,7 +203,7 @@ def with_gradients(params: Iterable[torch.Tensor], run: FakeRun) -> list[torch.T
 
 
 class OutputGradients(torch.autograd.Function):
-    """Nothing, made of all outputs; its backward makes their gradients, and puts them into the list that it is given."""
+    """Empty tensor, made of all outputs; its backward makes their gradients, and puts them into the list of its call."""
 
     @staticmethod
     def forward(
@@ -228,9 +230,9 @@ def backward_of_inputs(
     params: Iterable[torch.Tensor],
     once: bool = True,
 ) -> Callable[[], None]:
-    """Run the first half of a backward, which leaves its gradients in ``inputs[i].grad``; the second is returned.
+    """Run the first half of a backward, which leaves its gradients in ``inputs[i].grad``; return the second.
 
-    `once`: what was checkpointed is replayed in the first half for both.
+    once: what was checkpointed is recomputed in the first half for both.
     """
     first, second = backward_in_halves()
     weights = [p for p in params if p.requires_grad and p.is_leaf]
@@ -245,7 +247,7 @@ def backward_of_inputs(
 
 
 class _Called(nn.Module):
-    """A call of a block. The engine remembers of a module what each half needs."""
+    """Module that calls a block. The engine remembers for a module what each half requires."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -269,7 +271,7 @@ def halves_memory(
 
     Args:
         kind, policy, run, used, accumulate, received: as for `block_memory`.
-        once: whether the first half replays for both.
+        once: whether the first half recomputes for both.
     """
     state = leaves_of(kind.state)
     block, found = _Called(kind.module), None
