@@ -37,7 +37,7 @@ def calibrate(seconds: float | None = None) -> Path:
     seconds = SECONDS if seconds is None else seconds
     kind = pick_device_type()
     device = current_device(kind)
-    found = {
+    rates = {
         "matmul_half": _matmul(device, torch.bfloat16, seconds),
         "matmul_single": _matmul(device, torch.float32, seconds),
         "attention_half": _attention(device, torch.bfloat16, seconds),
@@ -46,10 +46,10 @@ def calibrate(seconds: float | None = None) -> Path:
         "launch_seconds": _launch(device),
     }
     if kind == "cuda":
-        found["host_link"] = _host_link(device, seconds)
+        rates["host_link"] = _host_link(device, seconds)
     if dist.is_initialized() and world_size() > 1:
-        found["nvlink" if local_world_size() == world_size() else "network"] = _gather(device)
-    assert found.keys() <= RATES.keys()
+        rates["nvlink" if local_world_size() == world_size() else "network"] = _gather(device)
+    assert rates.keys() <= RATES.keys()
     at_hand = device_at_hand()
     path = rates_file(at_hand)
     if rank() == 0:
@@ -59,7 +59,7 @@ def calibrate(seconds: float | None = None) -> Path:
             "measured": time.strftime("%Y-%m-%d", time.gmtime()),
         }
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, about | {"rates": found})
+        write_json(path, about | {"rates": rates})
     if dist.is_initialized():
         dist.barrier()
     return path
@@ -151,14 +151,14 @@ def _host_link(device: torch.device, seconds: float) -> float:
 
 def _gather(device: torch.device) -> float:
     """Return the bytes per second that a rank receives in an all-gather. A collective: as many runs on each rank."""
-    own = torch.zeros((4 << 20) if device.type == "cpu" else (64 << 20), dtype=torch.uint8, device=device)
-    whole = torch.empty(own.numel() * world_size(), dtype=torch.uint8, device=device)
+    part = torch.zeros((4 << 20) if device.type == "cpu" else (64 << 20), dtype=torch.uint8, device=device)
+    whole = torch.empty(part.numel() * world_size(), dtype=torch.uint8, device=device)
     best = float("inf")
     for _ in range(5):
         _wait(device)
         dist.barrier()
         start = time.perf_counter()
-        dist.all_gather_into_tensor(whole, own)
+        dist.all_gather_into_tensor(whole, part)
         _wait(device)
         best = min(best, time.perf_counter() - start)
-    return own.numel() * (world_size() - 1) / best
+    return part.numel() * (world_size() - 1) / best

@@ -122,8 +122,8 @@ class Sharding:
             call: its number; -1: the root.
             units: of each layer call; None: it belongs to the root.
         """
-        found = self._of_its_stack(call, range(call + 1, len(units)), units, self.prefetch[0])
-        return [*found, len(units)] if self.one_stack and len(found) < self.prefetch[0] else found
+        ahead = self._of_its_stack(call, range(call + 1, len(units)), units, self.prefetch[0])
+        return [*ahead, len(units)] if self.one_stack and len(ahead) < self.prefetch[0] else ahead
 
     def fetched_behind(self, call: int, units: Sequence[UnitBytes | None], count: int) -> list[int]:
         """Return the layer calls whose units are gathered ahead when `call` begins its backward, at most `count`.
@@ -137,10 +137,12 @@ class Sharding:
     def _of_its_stack(
         self, call: int, others: Iterable[int], units: Sequence[UnitBytes | None], count: int
     ) -> list[int]:
-        own = units[call] if 0 <= call < len(units) else None
-        if own is None and not self.one_stack:
+        of_call = units[call] if 0 <= call < len(units) else None
+        if of_call is None and not self.one_stack:
             return []
-        alike = (j for j in others if (unit := units[j]) is not None and (own is None or unit.stack == own.stack))
+        alike = (
+            j for j in others if (unit := units[j]) is not None and (of_call is None or unit.stack == of_call.stack)
+        )
         return list(itertools.islice(alike, count))
 
     @property
@@ -195,10 +197,12 @@ class ParameterForms:
         self._of: dict[int, int] = {}
         self.first: list[nn.Parameter] = []
         """The first parameter of each form, by the form's number."""
-        own = {id(weight) for each in experts for weight in each.weights}
+        expert_ids = {id(weight) for each in experts for weight in each.weights}
         in_layers = {id(p) for layer in layers for p in bare(layer.module).parameters()}
         self.trains: list[tuple[int, bool, bool]] = [
-            (self.form(p), id(p) in in_layers, id(p) in own) for p in model.parameters() if self.trains_in_step(p)
+            (self.form(p), id(p) in in_layers, id(p) in expert_ids)
+            for p in model.parameters()
+            if self.trains_in_step(p)
         ]
         """Parameters that train, in the order of ``model.parameters()``: form, whether in a layer, whether an expert's."""
         self.units = {id(unit): tuple(map(self.form, unit.params)) for unit in (*plan.units, *plan.by_dtype)}
@@ -260,10 +264,10 @@ def sharding_of(
     """
     plan = forms.plan
     last = plan.layers[-1] if plan.layers else None
-    dtypes, asked = precision.dtypes, fsdp.reshard_after_forward
+    dtypes, after_forward = precision.dtypes, fsdp.reshard_after_forward
     known: dict[Any, UnitBytes] = {}
 
-    def made(kind: str, of: tuple[int, ...], ranks: int, reshard: bool, stack: str = "") -> UnitBytes:
+    def unit_bytes(kind: str, of: tuple[int, ...], ranks: int, reshard: bool, stack: str = "") -> UnitBytes:
         """Return the bytes of a unit. Equal layers have equal units: one of each is counted."""
         key = (kind, of, ranks, reshard, stack)
         if key not in known:
@@ -274,18 +278,18 @@ def sharding_of(
 
     def unit(source: Any) -> UnitBytes:
         if source.kind == "layer" and source is not last:
-            reshard = True if asked is None else bool(asked)
+            reshard = True if after_forward is None else bool(after_forward)
         else:
-            reshard = asked if isinstance(asked, bool) and source.kind != "dtype" else False
-        return made(source.kind, forms.units[id(source)], shard_ranks, bool(reshard), source.stack)
+            reshard = after_forward if isinstance(after_forward, bool) and source.kind != "dtype" else False
+        return unit_bytes(source.kind, forms.units[id(source)], shard_ranks, bool(reshard), source.stack)
 
-    def trains_as(form: int, in_layer: bool, own: bool) -> TrainedParameter:
-        param, ranks = forms.first[form], expert_ranks if own else shard_ranks
-        elements = _padded(param, ranks, _cut_dim(param, ranks, "experts" if own else "")) // ranks
+    def trains_as(form: int, in_layer: bool, of_expert: bool) -> TrainedParameter:
+        param, ranks = forms.first[form], expert_ranks if of_expert else shard_ranks
+        elements = _padded(param, ranks, _cut_dim(param, ranks, "experts" if of_expert else "")) // ranks
         return TrainedParameter(tuple(local_part(param).shape), elements, param.element_size(), in_layer)
 
-    reshard = asked if isinstance(asked, bool) else True
-    inner = {layer: made("experts", of, expert_ranks, reshard) for layer, of in forms.experts.items()}
+    reshard = after_forward if isinstance(after_forward, bool) else True
+    inner = {layer: unit_bytes("experts", of, expert_ranks, reshard) for layer, of in forms.experts.items()}
     of_trained = {key: trains_as(*key) for key in dict.fromkeys(forms.trains)}
     trains = tuple(map(of_trained.__getitem__, forms.trains))
     padding = 0

@@ -160,8 +160,8 @@ def _point(ops: Sequence[Op], keep: int) -> Point:
 def _drop_useless(ops: Sequence[Op], keep: int) -> int:
     """Return `keep` without what buys nothing: neither backward nor a recomputed op reads it, or it costs nothing anew."""
     run = _running(ops, keep)
-    asked = {j for i, op in enumerate(ops) if run[i] for j in op.reads}
-    keep &= sum(1 << i for i, op in enumerate(ops) if op.needed or op.forced == "save" or i in asked)
+    read = {j for i, op in enumerate(ops) if run[i] for j in op.reads}
+    keep &= sum(1 << i for i, op in enumerate(ops) if op.needed or op.forced == "save" or i in read)
     cost, _ = closure_replay(ops, keep)
     for i in sorted(range(len(ops)), key=lambda i: (-ops[i].bytes, i)):
         free = keep >> i & 1 and ops[i].forced != "save" and not ops[i].cost
@@ -183,21 +183,21 @@ def closure_frontier(ops: Sequence[Op], points: int = POINTS) -> tuple[Point, ..
     free = may & sum(1 << i for i, op in enumerate(ops) if op.forced == "save" or not op.bytes)
     least, most = (_point(ops, _drop_useless(ops, keep)) for keep in (free, may))
     program = _Program(ops, sum(op.bytes for op in ops))
-    found = {least.keep: least, most.keep: most}
+    hull = {least.keep: least, most.keep: most}
     waiting = [(-_area(least, most), 0, least, most)]
-    asked = 0
-    while waiting and asked < points:
+    solved = 0
+    while waiting and solved < points:
         _, _, low, high = heapq.heappop(waiting)
-        asked += 1
+        solved += 1
         middle = _priced(program, (low.cost - high.cost) / (high.bytes - low.bytes)) if _area(low, high) else None
         if middle is None or not low.bytes < middle.bytes < high.bytes:
             continue
         if (middle.cost - low.cost) * (high.bytes - low.bytes) >= (high.cost - low.cost) * (middle.bytes - low.bytes):
             continue  # on the line: nothing is below it
-        found[middle.keep] = middle
+        hull[middle.keep] = middle
         for first, second in ((low, middle), (middle, high)):
-            heapq.heappush(waiting, (-_area(first, second), len(found) * 2 + (second is high), first, second))
-    return frontier(found.values())
+            heapq.heappush(waiting, (-_area(first, second), len(hull) * 2 + (second is high), first, second))
+    return frontier(hull.values())
 
 
 def _area(low: Point, high: Point) -> float:
@@ -239,21 +239,21 @@ def closure_every(ops: Sequence[Op], max_states: int = EVERY_STATES) -> tuple[Po
         op, bit = ops[i], 1 << i
         reads = sum(1 << j for j in set(op.reads))
         grown: dict[int, list[tuple[int, float, int]]] = {}
-        for asked, found in states.items():
-            rest = asked & ~bit
-            kept = [(b + op.bytes, c, keep | bit) for b, c, keep in found]
+        for required, choices in states.items():
+            rest = required & ~bit
+            kept = [(b + op.bytes, c, keep | bit) for b, c, keep in choices]
             if op.forced == "save":
                 grown.setdefault(rest, []).extend(kept)
-            elif asked & bit or op.needed or op.forced == "replay":
-                grown.setdefault(rest | reads, []).extend((b, c + op.cost, keep) for b, c, keep in found)
+            elif required & bit or op.needed or op.forced == "replay":
+                grown.setdefault(rest | reads, []).extend((b, c + op.cost, keep) for b, c, keep in choices)
                 if op.keepable and op.forced is None:
                     grown.setdefault(rest, []).extend(kept)
             else:
-                grown.setdefault(rest, []).extend(found)
-        states = {asked: non_dominated(sorted(found)) for asked, found in grown.items()}
+                grown.setdefault(rest, []).extend(choices)
+        states = {required: non_dominated(sorted(choices)) for required, choices in grown.items()}
         if sum(map(len, states.values())) > max_states:
             return None
-    best = non_dominated(sorted(state for found in states.values() for state in found))
+    best = non_dominated(sorted(state for choices in states.values() for state in choices))
     points = []
     for size, _, keep in best:
         cost, skip = closure_replay(ops, keep)  # summed afresh, in the order of the ops

@@ -115,7 +115,7 @@ class _Watcher:
     ) -> Callable:
         module = bare(layer.module)
         prefix = name + "." if name else ""
-        own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+        layer_state = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
         settings = settings_of(module)
         names = parameter_names(forward)
 
@@ -135,34 +135,44 @@ class _Watcher:
                 return self.kinds[kind].output_with(_another, args, kwargs)
             position = len(self.calls)
             self.calls.append(TracedCall(layer.fqn, module, -1))
-            saved, given = map_tensors(_leaf, (args, kwargs)), tensors_in((args, kwargs))
+            saved, tensors = map_tensors(_leaf, (args, kwargs)), tensors_in((args, kwargs))
             with recording(module) as records:
                 output = forward(*args, **kwargs)
             self._refuse_iterator(layer.fqn, output)
             if not run_all:  # layers that share keys and values write them into what all are handed
-                self._refuse_changed(layer.fqn, given, tensors_in((args, kwargs)))
+                self._refuse_changed(layer.fqn, tensors, tensors_in((args, kwargs)))
             if kind is None:
                 kind = self._keys[key] = len(self.kinds)
                 passed = handed_on(output, args, kwargs)
                 self.kinds.append(
-                    Kind(module, saved[0], saved[1], output, own, records=records, passed=passed, grad=grad, key=key)
+                    Kind(
+                        module,
+                        saved[0],
+                        saved[1],
+                        output,
+                        layer_state,
+                        records=records,
+                        passed=passed,
+                        grad=grad,
+                        key=key,
+                    )
                 )
             self.calls[position] = TracedCall(layer.fqn, module, kind)
             return output
 
         return watching
 
-    def _refuse_cache(self, fqn: str, given: str | None) -> None:
-        if given is not None and torch.is_grad_enabled():
+    def _refuse_cache(self, fqn: str, cache: str | None) -> None:
+        if cache is not None and torch.is_grad_enabled():
             raise ValueError(
-                f"{type(self.model).__name__} hands {fqn} a key/value cache ({given}=) that it makes in every forward "
+                f"{type(self.model).__name__} hands {fqn} a key/value cache ({cache}=) that it makes in every forward "
                 "and cannot be told not to: recomputation would write it a second time, so no plan can be made. Use "
                 "ac='none', or layers= that are not handed it."
             )
 
-    def _refuse_hidden_graph(self, fqn: str, given: Any) -> None:
+    def _refuse_hidden_graph(self, fqn: str, call: Any) -> None:
         """Refuse an object with a tensor inside that has a gradient: the graph behind it is not part of this layer."""
-        for leaf in tree_leaves(given):
+        for leaf in tree_leaves(call):
             # Mappings are looked into by everything: a UserDict that hands states from layer to layer.
             hidden = {} if isinstance(leaf, torch.Tensor | Mapping) else getattr(leaf, "__dict__", {})
             inside = tensors_in(list(hidden.values()))
@@ -207,8 +217,8 @@ class _Watcher:
         shared = {key for key, users in self._uses.items() if len(users) > 1}
         sizes: dict[int, int] = {}
         for kind in self.kinds:
-            given = by_argument(kind.args, kind.kwargs)
-            at = {place: tensor for place, tensor in given.items() if id(tensor.untyped_storage()) in shared}
+            inputs = by_argument(kind.args, kind.kwargs)
+            at = {place: tensor for place, tensor in inputs.items() if id(tensor.untyped_storage()) in shared}
             kind.shared_at, kind.shared = frozenset(at), tuple(at.values())
             sizes |= {id(t.untyped_storage()): t.untyped_storage().nbytes() for t in kind.shared}
             with torch.set_grad_enabled(kind.grad), named_reason(self.model, describe(args, kwargs)):
@@ -234,9 +244,9 @@ def _leaf(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _another(tensor: torch.Tensor) -> torch.Tensor:
-    made = torch.empty_like(tensor)
+    another = torch.empty_like(tensor)
     # A tensor that is not a leaf, as a layer's output is: models may go on in place.
-    return made.requires_grad_().clone() if tensor.requires_grad else made
+    return another.requires_grad_().clone() if tensor.requires_grad else another
 
 
 IMBALANCE = 1.5

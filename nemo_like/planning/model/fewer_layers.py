@@ -59,9 +59,9 @@ def longest_repeats(kinds: Sequence[Hashable]) -> Repeats:
         begin = 0
         for at in range(period, len(kinds) + 1):
             if at == len(kinds) or kinds[at] != kinds[at - period]:
-                found = Repeats(begin, period, (at - begin) // period)
-                if (found.count - 1) * period > (best.count - 1) * best.period:
-                    best = found
+                candidate = Repeats(begin, period, (at - begin) // period)
+                if (candidate.count - 1) * period > (best.count - 1) * best.period:
+                    best = candidate
                 begin = at - period + 1
     return best
 
@@ -106,8 +106,8 @@ class SkippedLayer(nn.Module):
 def leave_out(model: nn.Module, layers: Mapping[str, Kind]) -> None:
     """Put a `SkippedLayer` in the place of each of the `layers`, by their names, in `model` itself."""
     for name, kind in layers.items():
-        parent, _, own = name.rpartition(".")
-        model.get_submodule(parent)._modules[own] = SkippedLayer(model.get_submodule(name), kind)
+        parent, _, child = name.rpartition(".")
+        model.get_submodule(parent)._modules[child] = SkippedLayer(model.get_submodule(name), kind)
 
 
 @dataclass(frozen=True)

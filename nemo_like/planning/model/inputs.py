@@ -73,23 +73,23 @@ def model_input(model: nn.Module, text: Mapping[str, torch.Tensor], media: Media
     main, config = getattr(model, "main_input_name", "input_ids"), model.config
     alone = None if "input_ids" in names else _alone(main, config, batch, media)
     if alone is not None:
-        made, words = alone
+        tensors, words = alone
         if "labels" in names and getattr(config, "is_encoder_decoder", False):
             most = getattr(config, "max_target_positions", None) or tokens
-            made["labels"] = text["labels"][:, :most]
+            tensors["labels"] = text["labels"][:, :most]
             words += f" and {batch} x {min(tokens, most)} tokens"
-        return ModelInput(made, words)
+        return ModelInput(tensors, words)
     builder = _Beside(model, dict(text), media)
     words = f"{batch} x {tokens} tokens"
     missing = []
-    for kind, make, asked in (
+    for kind, make, wanted in (
         ("pictures", builder.pictures, media.images),
         ("sound", builder.sound, media.audio_seconds != 0.0),
     ):
-        if not (asked and _takes(model, kind)):
+        if not (wanted and _takes(model, kind)):
             continue
-        said, problem = make()
-        words += f", {said}" if said else ""
+        placed, problem = make()
+        words += f", {placed}" if placed else ""
         missing += [f"{kind}: {problem}"] if problem else []
     return ModelInput(
         {k: v for k, v in builder.text.items() if k in names or k == "input_ids" or _open(names)},
@@ -213,9 +213,9 @@ class _Beside:
         """Return the number of tokens that the tower makes of `form`."""
         with quiet_fakes(), FakeRun(model=self.model) as run, torch.no_grad():
             caller = _Caller(model_copy(self.model), method)
-            found = call_with(caller, run.state(caller), (), run.sample(form))
-        found = getattr(found, "pooler_output", found)
-        return sum(t.shape[:-1].numel() for t in tensors_in(found))
+            features = call_with(caller, run.state(caller), (), run.sample(form))
+        features = getattr(features, "pooler_output", features)
+        return sum(t.shape[:-1].numel() for t in tensors_in(features))
 
     def _mark(self, token: int, each: int, count: int, modality: int, words: str) -> None:
         """Write `token` into `each` places for each of `count`, each behind a token of text that tells them apart."""
@@ -262,8 +262,8 @@ class _Caller(nn.Module):
 
 
 def _token(config: Any, kind: str) -> int | None:
-    found = (getattr(config, f"{kind}_token_{end}", None) for end in ("id", "index"))
-    return next((token for token in found if isinstance(token, int)), None)
+    tokens = (getattr(config, f"{kind}_token_{end}", None) for end in ("id", "index"))
+    return next((token for token in tokens if isinstance(token, int)), None)
 
 
 def _forms(model: nn.Module, names: Any, batch: int, count: int, side: int) -> Iterator[dict[str, torch.Tensor]]:

@@ -53,11 +53,11 @@ class Kind:
 
         What it hands on is handed on; ``make(tensor)`` replaces the other tensors.
         """
-        given, positions = by_argument(args, kwargs), itertools.count()
+        inputs, positions = by_argument(args, kwargs), itertools.count()
 
         def one(tensor: torch.Tensor) -> Any:
             position = next(positions)
-            return given[self.passed[position]] if position in self.passed else make(tensor)
+            return inputs[self.passed[position]] if position in self.passed else make(tensor)
 
         return map_tensors(one, self.output)
 
@@ -96,23 +96,23 @@ class ModelTrace:
 
 def handed_on(output: Any, args: tuple, kwargs: Mapping[str, Any]) -> dict[int, Place]:
     """Return the positions of the tensors in `output` that are tensors of the call, with their places there."""
-    given = {id(tensor): place for place, tensor in reversed(by_argument(args, kwargs).items())}
-    return {i: given[id(tensor)] for i, tensor in enumerate(tensors_in(output)) if id(tensor) in given}
+    places = {id(tensor): place for place, tensor in reversed(by_argument(args, kwargs).items())}
+    return {i: places[id(tensor)] for i, tensor in enumerate(tensors_in(output)) if id(tensor) in places}
 
 
 def settings_of(module: nn.Module) -> tuple:
     """Return everything plain that tells one layer from another: classes, shapes, numbers, words and flags."""
-    found: list[Any] = []
+    settings: list[Any] = []
     for name, part in module.named_modules():
         plain = tuple(
             (key, value)
             for key, value in sorted(vars(part).items())
             if _plain(value) and not any(word in key for word in _OWN_INDEX)
         )
-        found.append((name, type(part), plain))
+        settings.append((name, type(part), plain))
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        found.append((name, tuple(local_part(tensor).shape), tensor.dtype, tensor.requires_grad))
-    return tuple(found)
+        settings.append((name, tuple(local_part(tensor).shape), tensor.dtype, tensor.requires_grad))
+    return tuple(settings)
 
 
 def _plain(value: Any) -> bool:

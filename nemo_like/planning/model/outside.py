@@ -107,7 +107,7 @@ def outer_memory(
             assert position < len(traced.calls), "a layer runs that did not run when it was traced"
             number = traced.calls[position].kind
             kind = traced.kinds[number]
-            own = {
+            input_numbers = {
                 place: meter.number(t) for place, t in by_argument(args, kwargs).items() if place not in kind.shared_at
             }
             at = len(meter.log)
@@ -115,8 +115,8 @@ def outer_memory(
             output, records, standing = stand_in(kind, args, kwargs, begin, used[number], layouts[number], regions)
             if standing is not None:
                 alive[position] = standing
-            made = {i: meter.number(t) for i, t in enumerate(tensors_in(output)) if i not in kind.passed}
-            calls.append(ForwardCall(at, len(meter.log), own, made))
+            output_numbers = {i: meter.number(t) for i, t in enumerate(tensors_in(output)) if i not in kind.passed}
+            calls.append(ForwardCall(at, len(meter.log), input_numbers, output_numbers))
             record_again(bare(layer.module), records)
             return output
 
@@ -243,9 +243,9 @@ def _backward_begins(
     """Note that the backward of a stand-in begins; return the function to call when it has made its gradients."""
     at, numbers = len(meter.log), {at: meter.number(grad) for at, grad in grads.items()}
 
-    def done(made: Mapping[Place, torch.Tensor]) -> None:
-        own = {place: meter.number(grad) for place, grad in made.items()}
-        backs.append(BackwardCall(position, at, len(meter.log), numbers, own))
+    def done(input_grads: Mapping[Place, torch.Tensor]) -> None:
+        input_numbers = {place: meter.number(grad) for place, grad in input_grads.items()}
+        backs.append(BackwardCall(position, at, len(meter.log), numbers, input_numbers))
 
     return done
 
@@ -290,9 +290,9 @@ class _StubbedLayer(torch.autograd.Function):
             if grad is not None and not grad.is_contiguous() and 0 not in grad.stride()
         )
         call.held.clear()
-        made = [torch.empty(shape, dtype=dtype) for shape, dtype in ctx.layouts]  # in rows, as kernels make them
-        done(dict(zip(call.inputs, made)))
-        return None, None, *made
+        input_grads = [torch.empty(shape, dtype=dtype) for shape, dtype in ctx.layouts]  # in rows, as kernels make them
+        done(dict(zip(call.inputs, input_grads)))
+        return None, None, *input_grads
 
 
 def stand_in(
@@ -309,23 +309,23 @@ def stand_in(
     regions: whether it is checkpointed, so that it holds all that it is called with.
     """
     places_held = kind.shared_at if regions else kind.kept_at
-    given = by_argument(args, kwargs)
+    tensors = by_argument(args, kwargs)
     outputs = tensors_in(kind.output)
     places = [place for place in range(len(outputs)) if place not in kind.passed]
     wanted = [outputs[place] for place in places] + tensors_in(kind.records)
-    places_in = [place for place, t in given.items() if t.requires_grad]
-    inputs = [given[place] for place in places_in]
+    places_in = [place for place, t in tensors.items() if t.requires_grad]
+    inputs = [tensors[place] for place in places_in]
     if not inputs and any(t.requires_grad for t in wanted):
         inputs = [torch.zeros((), requires_grad=True)]  # the layer's own parameters train, its input does not
     if inputs:
-        held = [tensor for place, tensor in given.items() if place in places_held]
+        held = [tensor for place, tensor in tensors.items() if place in places_held]
         call = LayerStub(lap, used, layouts, places, places_in, held)
         standing = weakref.ref(call)
-        made = iter(_StubbedLayer.apply(call, wanted, *inputs))
+        replacements = iter(_StubbedLayer.apply(call, wanted, *inputs))
     else:
-        made, standing = map(torch.empty_like, wanted), None
-    output = kind.output_with(lambda _: next(made), args, kwargs)
-    return output, map_tensors(lambda _: next(made), kind.records), standing
+        replacements, standing = map(torch.empty_like, wanted), None
+    output = kind.output_with(lambda _: next(replacements), args, kwargs)
+    return output, map_tensors(lambda _: next(replacements), kind.records), standing
 
 
 def loss_of(output: Any, loss_fn: Callable[[Any], torch.Tensor] | None = None) -> torch.Tensor:

@@ -78,18 +78,18 @@ def with_four_bit_weights(model: nn.Module) -> nn.Module:
     copied = copy.deepcopy(model, memo)
     head_of: Any = getattr(copied, "get_output_embeddings", lambda: None)
     head = head_of()
-    found = [
+    frozen = [
         (parent, name, child)
         for parent in copied.modules()
         for name, child in parent.named_children()
         if type(child) is nn.Linear and child is not head and not child.weight.requires_grad
     ]
-    if not found:
+    if not frozen:
         raise ValueError(
             f"{type(model).__name__} has no frozen linear layer to keep in 4 bits: those weights get no gradients. Put "
             "adapters next to them first (peft.get_peft_model), or freeze them."
         )
-    for parent, name, child in found:
+    for parent, name, child in frozen:
         setattr(parent, name, FourBitLinear(child))
     return copied
 

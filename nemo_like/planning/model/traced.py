@@ -119,9 +119,9 @@ class TracedPart:
 
     def _trace(self, sample_input: Any, dtype: torch.dtype | None, lower: torch.dtype | None, job: Job) -> None:
         device, measure = self.device, job.search.measure
-        given = tuple(tensors_in(sample_input))
-        self.sample = describe(given, {})
-        self.input_bytes = sum(tensor.numel() * tensor.element_size() for tensor in given)
+        inputs = tuple(tensors_in(sample_input))
+        self.sample = describe(inputs, {})
+        self.input_bytes = sum(tensor.numel() * tensor.element_size() for tensor in inputs)
         """Bytes of what the model is called with (token ids and labels), which peaks leave out."""
         at_hand = pick_device_type()
         if measure and at_hand != device.kind:
@@ -316,7 +316,7 @@ class TracedPart:
         regions |= all(kind.kept_at == kind.shared_at for kind in self.traced.kinds)
         key = (self._number, loss, accumulate, regions, halves)
         if key not in self.known.outside:
-            made = outer_memory(
+            memory = outer_memory(
                 self.model,
                 self.layers,
                 self.traced,
@@ -328,9 +328,9 @@ class TracedPart:
                 regions=regions,
                 split_loss=self.splits_loss,
             )
-            for reason in made.whole_logits if loss.chunks == self.loss.chunks else ():
+            for reason in memory.whole_logits if loss.chunks == self.loss.chunks else ():
                 say_whole_logits(self.whole, reason)
-            self.known.outside[key] = made
+            self.known.outside[key] = memory
         return self.known.outside[key]
 
     def can_chunk(self) -> bool:
@@ -362,8 +362,8 @@ class TracedPart:
         whole: one rank has all of the model.
         """
         if whole not in self._forms:
-            made = ParameterForms(self.model, self.layers, whole=whole, trained=self.trained, experts=self.experts)
-            self._forms[whole] = made, self.known.number(made.content())
+            forms = ParameterForms(self.model, self.layers, whole=whole, trained=self.trained, experts=self.experts)
+            self._forms[whole] = forms, self.known.number(forms.content())
         return self._forms[whole]
 
     def expert_names(self, call: TracedCall) -> frozenset[str]:
@@ -390,15 +390,15 @@ def local_shape(job: Job) -> Hashable:
 
 def _found_and_chosen(model: nn.Module, layers: Any) -> tuple[tuple[find.Layer, ...], frozenset[str]]:
     """Return all layers of the model, and the names of those to plan for."""
-    asked = find.find_layers(model, layers)
-    names = frozenset(layer.fqn for layer in asked)
+    chosen = find.find_layers(model, layers)
+    names = frozenset(layer.fqn for layer in chosen)
     if hasattr(model, STAGE_MARK):
-        return asked, names  # the others are on other stages
+        return chosen, names  # the others are on other stages
     try:
-        found = find.find_layers(model)
+        every = find.find_layers(model)
     except find.LayersNotFoundError:
-        return asked, names  # only the caller knows the layers
-    return (found if names <= {layer.fqn for layer in found} else asked), names
+        return chosen, names  # only the caller knows the layers
+    return (every if names <= {layer.fqn for layer in every} else chosen), names
 
 
 def _refuse_lists(model: nn.Module, ep: ExpertParallel) -> None:

@@ -244,10 +244,10 @@ class CachingAllocator:
         page = self._page(pool)
         space = -(-self.address_space // page) * page
         start = -(-self._next_address // page) * page  # so that its pages are at multiples of their size
-        made = MemoryBlock(start, space, pool, mapped=False)
+        segment = MemoryBlock(start, space, pool, mapped=False)
         self._next_address = start + space
-        insort(pool.unmapped, (made.address, made))
-        return made
+        insort(pool.unmapped, (segment.address, segment))
+        return segment
 
     def _map(self, block: MemoryBlock, size: int) -> bool:
         """Put memory behind the first `size` bytes of an unmapped block, in whole pages."""

@@ -191,16 +191,16 @@ class StorageLedger(LiveBytes):
                 stretches.append((event.where, Level(total, event.op, Counter(now))))
             elif total > stretches[-1][1].total:
                 stretches[-1] = event.where, Level(total, event.op, Counter(now))
-        found: dict[StepMoment, Level] = {}
+        highest: dict[StepMoment, Level] = {}
         microbatch, before = 0, ""
         for (where, level), (following, _) in zip(stretches, [*stretches[1:], ("", stretches[0][1])]):
             microbatch += where.startswith("forward") and before.startswith("backward")
             outside = where.endswith(_OUTSIDE)
             moment = StepMoment(where, (before, following) if outside else ("", ""), microbatch)
-            if moment not in found or level.total > found[moment].total:
-                found[moment] = level
+            if moment not in highest or level.total > highest[moment].total:
+                highest[moment] = level
             before = where
-        return found
+        return highest
 
     @contextmanager
     def watching(self, layers: Mapping[str, nn.Module]) -> Iterator[None]:

@@ -180,17 +180,19 @@ class Recorder(TorchDispatchMode):
         self, func: OpOverload, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        made = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         # An operator of a DTensor is one for the engine, too, which decides on it. Its bytes are those of this rank's part.
-        args, kwargs, out = map_tensors(local_part, (args, kwargs, made)) if is_wrapped(types) else (args, kwargs, made)
+        args, kwargs, out = (
+            map_tensors(local_part, (args, kwargs, result)) if is_wrapped(types) else (args, kwargs, result)
+        )
         inputs, outputs = tensors_in((args, kwargs)), tensors_in(out)
         for tensor in inputs:
             if not self.storages.known(tensor):
                 self.storages.origin[self.storages.key(tensor)] = "constant"
         if not outputs and not ops.written_tensors(func, args, kwargs):
-            return made  # a question (a device, a value), not an op
+            return result  # a question (a device, a value), not an op
         self._record(func, args, kwargs, inputs, out, outputs)
-        return made
+        return result
 
     def _record(self, func: OpOverload, args: tuple, kwargs: dict, inputs: list, out: Any, outputs: list) -> None:
         s, index = self.storages, len(self.ops)
@@ -270,18 +272,18 @@ def record(
     origin, packed = s.origin, recorder.kept()
     outputs = {s.key(t) for t in tensors_in(out)}
     ours = {key for key in packed if origin.get(key) not in ("param", "shared", "constant")}
-    own = {key for key, kind in origin.items() if kind == "input"}
-    made = {key for key in outputs if key not in origin}
+    own_inputs = {key for key, kind in origin.items() if kind == "input"}
+    new_outputs = {key for key in outputs if key not in origin}
     ops = recorder.needed()
     trace = BlockTrace(
         name=name,
         ops=ops,
-        input_bytes=sum(s.size[key] for key in own),
+        input_bytes=sum(s.size[key] for key in own_inputs),
         shared_bytes=sum(s.size[key] for key, kind in origin.items() if kind == "shared"),
         none_bytes=sum(s.size[key] for key in ours),
-        kept_input_bytes=sum(s.size[key] for key in ours & own),
-        kept_output_bytes=sum(s.size[key] for key in ours & made),
-        output_bytes=sum(s.size[key] for key in made),
+        kept_input_bytes=sum(s.size[key] for key in ours & own_inputs),
+        kept_output_bytes=sum(s.size[key] for key in ours & new_outputs),
+        output_bytes=sum(s.size[key] for key in new_outputs),
         last_pack=max((position for position, _ in recorder.packs), default=0),
         param_bytes=sum(s.size[key] for key, kind in origin.items() if kind == "param"),
         state_bytes=sum(s.size[key] for key in recorder.changed if origin.get(key) == "param"),
@@ -323,23 +325,25 @@ def trace_block(
         def stand_in(value: torch.Tensor) -> torch.Tensor:
             if id(value) not in replaced:
                 # In a run in progress, what is not fake is known, as a mask made of constants is.
-                made = value.detach() if in_progress and not isinstance(value, FakeTensor) else run.sample(value)
-                replaced[id(value)] = made.requires_grad_(value.requires_grad) if value.requires_grad else made
+                fake = value.detach() if in_progress and not isinstance(value, FakeTensor) else run.sample(value)
+                replaced[id(value)] = fake.requires_grad_(value.requires_grad) if value.requires_grad else fake
             return replaced[id(value)]
 
         fake_args, fake_kwargs = map_tensors(stand_in, (args, kwargs))
-        own = {place: replaced[id(t)] for place, t in by_argument(args, kwargs).items() if id(t) not in shared_ids}
-        given = dict(state)
+        own_inputs = {
+            place: replaced[id(t)] for place, t in by_argument(args, kwargs).items() if id(t) not in shared_ids
+        }
+        fake_state = dict(state)
 
         def call() -> Any:
             with run.casting():
-                return call_with(module, given, fake_args, fake_kwargs)
+                return call_with(module, fake_state, fake_args, fake_kwargs)
 
         trace, _ = record(
             call,
             name=name or type(module).__name__,
             params=list(state.values()),
-            inputs=own,
+            inputs=own_inputs,
             shared=[replaced[id(t)] for t in shared if id(t) in replaced],
         )
     return trace

@@ -80,21 +80,23 @@ def block_memory(
                 out = call(*args, **kwargs)
             else:
                 out = run_region(call, args, kwargs, policy=policy, name="planned block", transfer=_ToHost())
-        made = tensors_in(out)
-        outputs = tuple(map(meter.number, made))
+        tensors = tensors_in(out)
+        outputs = tuple(map(meter.number, tensors))
         at = {
-            i: t for i, t in enumerate(made) if t.requires_grad and i not in kind.passed and (used is None or i in used)
+            i: t
+            for i, t in enumerate(tensors)
+            if t.requires_grad and i not in kind.passed and (used is None or i in used)
         }
         roots = list(at.values())
         if not roots:
-            del out, made
+            del out, tensors
             return BlockEvents(tuple(meter.log), (), outputs)
         given_to = tuple(at)
         # What follows sees the output freed where autograd does not keep it, as in a real backward, and the gradients
         # of the output as soon as autograd is done with them.
         stay: list[torch.Tensor] | None = [] if received else None
         gradients = OutputGradients.apply([(layouts or {}).get(i) for i in at], stay, *roots)
-        del out, roots, made, at
+        del out, roots, tensors, at
         begun = len(meter.log)
         gradients.backward(torch.empty_like(gradients))
         to_inputs = gradients_by_place(kind, replaced)
@@ -193,13 +195,13 @@ def needing_no_values(kind: Kind) -> AbstractContextManager[None]:
 
 def with_gradients(params: Iterable[torch.Tensor], run: FakeRun) -> list[torch.Tensor]:
     """Give each of `params` that trains a gradient, and return these."""
-    made = []
+    grads = []
     for param in params:
         if param.requires_grad and param.is_leaf:
             with run.fake:
                 param.grad = torch.empty_like(param)
-            made.append(param.grad)
-    return made
+            grads.append(param.grad)
+    return grads
 
 
 class OutputGradients(torch.autograd.Function):
@@ -214,13 +216,13 @@ class OutputGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> Any:
-        made = tuple(
+        made_grads = tuple(
             torch.empty(shape, dtype=dtype) if stride is None else torch.empty_strided(shape, stride, dtype=dtype)
             for shape, stride, dtype in ctx.layouts
         )
         if ctx.stay is not None:
-            ctx.stay += made
-        return None, None, *made
+            ctx.stay += made_grads
+        return None, None, *made_grads
 
 
 def backward_of_inputs(
@@ -274,12 +276,12 @@ def halves_memory(
         once: whether the first half recomputes for both.
     """
     state = leaves_of(kind.state)
-    block, found = _Called(kind.module), None
+    block, events = _Called(kind.module), None
     with needing_no_values(kind), with_state(kind.module, state):
         for _ in range(2 if policy is not None and once else 1):  # from the second backward on, the engine knows more
-            found = _run(block, kind, state, policy, run, used, accumulate=accumulate, once=once, received=received)
-    assert found is not None
-    return found
+            events = _run(block, kind, state, policy, run, used, accumulate=accumulate, once=once, received=received)
+    assert events is not None
+    return events
 
 
 def _run(

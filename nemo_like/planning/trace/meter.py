@@ -160,8 +160,8 @@ def measured_seconds(
 
     def real(value: torch.Tensor) -> torch.Tensor:
         if value.is_floating_point():
-            made = torch.randn(value.shape, device=device).mul_(0.02).to(value.dtype)
-            return made.requires_grad_(value.requires_grad)
+            values = torch.randn(value.shape, device=device).mul_(0.02).to(value.dtype)
+            return values.requires_grad_(value.requires_grad)
         return torch.zeros(value.shape, dtype=value.dtype, device=device)
 
     args, kwargs, state = map_tensors(real, (kind.args, kind.kwargs, dict(kind.state)))
@@ -179,16 +179,16 @@ def measured_seconds(
 
 def _computing(times: list[tuple[Any, float]], wanted: list[Any], name: str) -> list[float]:
     """Return the times of the ops in `wanted`, which must occur in this order among all that ran."""
-    found: list[float] = []
+    matched: list[float] = []
     for op, seconds in times:
-        if len(found) < len(wanted) and op is wanted[len(found)]:
-            found.append(seconds)
-    if len(found) != len(wanted):
+        if len(matched) < len(wanted) and op is wanted[len(matched)]:
+            matched.append(seconds)
+    if len(matched) != len(wanted):
         raise TraceMismatchError(
-            f"{name}: measuring found {len(found)} of {len(wanted)} traced ops; the next one, {wanted[len(found)]}, did "
+            f"{name}: measuring found {len(matched)} of {len(wanted)} traced ops; the next one, {wanted[len(matched)]}, did "
             "not run on this device in this order. Plan from the device table instead (leave out --measure)."
         )
-    return found
+    return matched
 
 
 _ADD = torch.ops.aten.add.Tensor

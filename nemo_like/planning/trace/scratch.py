@@ -128,9 +128,10 @@ def _weight(image: torch.Tensor, weight: torch.Tensor, groups: int) -> int:
 
 
 def _forward(image: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, groups: int) -> int:
-    made = _blocked(out, 1)
+    blocked = _blocked(out, 1)
     return max(
-        _input(image, groups) + _weight(image, weight, groups) + made - out.nbytes + _picked(image, weight, out), made
+        _input(image, groups) + _weight(image, weight, groups) + blocked - out.nbytes + _picked(image, weight, out),
+        blocked,
     )
 
 
@@ -194,12 +195,12 @@ def _picked(image: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor) -> in
 
 
 def _input_backward(image: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor, groups: int, strided: bool) -> int:
-    made = _blocked(image, 1)
+    blocked_image = _blocked(image, 1)
     if strided and groups > 1:
-        return made
+        return blocked_image
     if strided:
         product = grad.nbytes + _blocked(weight, 1) + _sums(-(-grad.shape[1] // _BLOCK) * _BLOCK)
         return max(2 * image.nbytes, product)
     inner = weight.shape[1]
     padded = -(-inner // _BLOCK) * _BLOCK if groups == 1 else inner
-    return _blocked(grad, 1) + _blocked(weight, 0) // inner * padded + made - image.nbytes
+    return _blocked(grad, 1) + _blocked(weight, 0) // inner * padded + blocked_image - image.nbytes
