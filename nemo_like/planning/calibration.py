@@ -1,7 +1,7 @@
 """Rates of the device at hand, measured, and the file that later plans read them from.
 
-They replace what the table of devices says a kernel reaches: matrix products, fused attention (causal, with the FLOPs of all
-keys, as the planner counts them), memory, launches, the bus to the host, and what ranks send each other where several run.
+They replace the rates in the table of devices: matrix products, fused attention, memory, launches, the bus to the host, and
+what ranks send each other where several run. Attention is causal, with the FLOPs of all keys, as the planner counts them.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from nemo_like.distributed.launch import current_device, local_world_size, pick_
 from nemo_like.planning.devices import RATES, device_at_hand, rates_file
 
 SECONDS = 3.0
-"""At most of one measurement, of which there are at most ten."""
+"""Most seconds of one measurement, of which there are at most ten."""
 
 
 def calibrate(seconds: float | None = None) -> Path:
-    """Measure the device at hand, in less than a minute, and write what it reaches to its file, whose path is returned.
+    """Measure the device at hand, in less than a minute, write its rates to its file, and return the path.
 
-    Where a process group is up, all ranks call it; what they send each other is measured, too, and rank 0 writes.
+    Where a process group is up, all ranks call this; what they send each other is measured, too, and rank 0 writes.
 
     Args:
-        seconds: at most for one of the measurements (default: `SECONDS`).
+        seconds: most seconds of one measurement (default: `SECONDS`).
 
     Raises:
         OSError: the file cannot be written.
@@ -37,7 +37,7 @@ def calibrate(seconds: float | None = None) -> Path:
     seconds = SECONDS if seconds is None else seconds
     kind = pick_device_type()
     device = current_device(kind)
-    found = {
+    rates = {
         "matmul_half": _matmul(device, torch.bfloat16, seconds),
         "matmul_single": _matmul(device, torch.float32, seconds),
         "attention_half": _attention(device, torch.bfloat16, seconds),
@@ -46,10 +46,10 @@ def calibrate(seconds: float | None = None) -> Path:
         "launch_seconds": _launch(device),
     }
     if kind == "cuda":
-        found["host_link"] = _host_link(device, seconds)
+        rates["host_link"] = _host_link(device, seconds)
     if dist.is_initialized() and world_size() > 1:
-        found["nvlink" if local_world_size() == world_size() else "network"] = _gather(device)
-    assert found.keys() <= RATES.keys()
+        rates["nvlink" if local_world_size() == world_size() else "network"] = _gather(device)
+    assert rates.keys() <= RATES.keys()
     at_hand = device_at_hand()
     path = rates_file(at_hand)
     if rank() == 0:
@@ -59,14 +59,14 @@ def calibrate(seconds: float | None = None) -> Path:
             "measured": time.strftime("%Y-%m-%d", time.gmtime()),
         }
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, about | {"rates": found})
+        write_json(path, about | {"rates": rates})
     if dist.is_initialized():
         dist.barrier()
     return path
 
 
 def _best(run: Callable[[], Any], device: torch.device, seconds: float) -> float:
-    """The shortest of several runs, each between two waits for the device."""
+    """Return the shortest of several runs, each between two waits for the device."""
     run()
     best, end = float("inf"), time.perf_counter() + seconds / 2
     for turn in range(50):
@@ -86,7 +86,7 @@ def _wait(device: torch.device) -> None:
 
 
 def _largest(rate: Callable[[int], float], sizes: tuple[int, ...], seconds: float) -> float:
-    """The best rate over sizes, from the smallest on, till the time is over."""
+    """Return the best rate over sizes, from the smallest on, till the time is over."""
     best, end = 0.0, time.perf_counter() + seconds
     for size in sizes:
         best = max(best, rate(size))
@@ -100,7 +100,7 @@ def _sizes(device: torch.device, cpu: tuple[int, ...], other: tuple[int, ...]) -
 
 
 def _matmul(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
-    """FLOP/s of square products."""
+    """Return the FLOP/s of square products."""
 
     def rate(size: int) -> float:
         left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
@@ -111,7 +111,7 @@ def _matmul(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
 
 @torch.no_grad()
 def _attention(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
-    """FLOP/s of causal attention, with heads of 64, on a GPU of 128."""
+    """Return the FLOP/s of causal attention, with heads of 64, on a GPU of 128."""
     heads, width = (4, 64) if device.type == "cpu" else (16, 128)
 
     def rate(tokens: int) -> float:
@@ -126,14 +126,14 @@ def _attention(device: torch.device, dtype: torch.dtype, seconds: float) -> floa
 
 
 def _memory(device: torch.device, seconds: float) -> float:
-    """Bytes per second, read and written, of a copy that no cache holds."""
+    """Return the bytes per second, read and written, of a copy that no cache holds."""
     source = torch.zeros((64 << 20) if device.type == "cpu" else (1 << 30), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2.0 * source.numel() / _best(lambda: target.copy_(source), device, seconds)
 
 
 def _launch(device: torch.device) -> float:
-    """Seconds from one small kernel to the next."""
+    """Return the seconds from one small kernel to the next."""
     small, count = torch.zeros(8, device=device), 200
 
     def run() -> None:
@@ -150,15 +150,15 @@ def _host_link(device: torch.device, seconds: float) -> float:
 
 
 def _gather(device: torch.device) -> float:
-    """Bytes per second that a rank receives in an all-gather. A collective: as many runs on each rank."""
-    own = torch.zeros((4 << 20) if device.type == "cpu" else (64 << 20), dtype=torch.uint8, device=device)
-    whole = torch.empty(own.numel() * world_size(), dtype=torch.uint8, device=device)
+    """Return the bytes per second that a rank receives in an all-gather. A collective: as many runs on each rank."""
+    part = torch.zeros((4 << 20) if device.type == "cpu" else (64 << 20), dtype=torch.uint8, device=device)
+    whole = torch.empty(part.numel() * world_size(), dtype=torch.uint8, device=device)
     best = float("inf")
     for _ in range(5):
         _wait(device)
         dist.barrier()
         start = time.perf_counter()
-        dist.all_gather_into_tensor(whole, own)
+        dist.all_gather_into_tensor(whole, part)
         _wait(device)
         best = min(best, time.perf_counter() - start)
-    return own.numel() * (world_size() - 1) / best
+    return part.numel() * (world_size() - 1) / best

@@ -1,4 +1,4 @@
-"""The planner's figure of a job that is already decided: a mode, a budget or a `Plan`, on one of its ranks."""
+"""Predict the peak of one rank in a job that is already decided: a mode, a budget or a `Plan`."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class PlannedRank:
     """A planned job, and one rank's peak in it."""
 
     job: Job
-    """With a `Plan` in the place of a budget."""
+    """The job, with a `Plan` in the place of a budget."""
     traced: ModelTrace | None
     """The model's layers; None: they are on several stages."""
     peak_bytes: int | None
-    """None: of such an ``ac``, nothing is predicted."""
+    """Peak of the rank, in bytes; None: nothing is predicted for such an ``ac``."""
 
 
 def plan_rank(model: nn.Module, sample_input: Any, job: Job, rank: int) -> PlannedRank:
@@ -50,7 +50,7 @@ def plan_rank(model: nn.Module, sample_input: Any, job: Job, rank: int) -> Plann
 
 
 def _under_plan(model: nn.Module, sample_input: Any, job: Job) -> PlanQuery:
-    """The query of a job whose layers are divided, and recomputed, as its `Plan` says, if it has one."""
+    """Return the query of a job whose layers are divided, and recomputed, as its `Plan` states, if it has one."""
     pp = job.pp
     if isinstance(job.ac, Plan):
         step = job.ac.step
@@ -60,7 +60,7 @@ def _under_plan(model: nn.Module, sample_input: Any, job: Job) -> PlanQuery:
 
 
 def choices_of(stage: Stage, job: Job) -> list[Choice] | None:
-    """Return what each call of a layer keeps under the job's mode or `Plan`; None: it is not one that is predicted."""
+    """Return the choice of each layer call under the job's mode or `Plan`; None: it is not one that is predicted."""
     part = stage.part
     if not isinstance(job.ac, Plan):
         mode = next((mode for mode in MODES if parse_ac(mode) == job.ac), None)

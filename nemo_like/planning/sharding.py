@@ -1,10 +1,11 @@
-"""What one rank holds: bytes of FSDP2's units, a tensor-parallel share of a model, and one plan for all ranks.
+"""Count the bytes of FSDP2's units and of a tensor-parallel share of a model on one rank; share one plan by all ranks.
 
-The bytes follow PyTorch's ``fully_shard`` (torch 2.13): each parameter is sharded on dim 0, padded to a multiple of the
-shard axis, or on another dim where that would be mostly padding (`nemo_like.distributed.units.shard_dim`), unless tensor
-parallelism has made it a DTensor; a unit is
-gathered into one flat buffer and copied out of it; its gradients are copied into one flat buffer and reduced; one such
-buffer stays alive until the next unit's.
+The bytes follow PyTorch's ``fully_shard`` (torch 2.13):
+
+- Each parameter is sharded on dim 0, padded to a multiple of the shard axis. Where that would be mostly padding, it is
+  sharded on another dim (`nemo_like.distributed.units.shard_dim`), unless tensor parallelism has made it a DTensor.
+- A unit is gathered into one flat buffer and copied out of it.
+- Its gradients are copied into one flat buffer and reduced; one such buffer stays alive until the next unit's.
 """
 
 from __future__ import annotations
@@ -30,102 +31,105 @@ from nemo_like.torch_compat import local_part
 
 @dataclass(frozen=True)
 class UnitBytes:
-    """One FSDP2 unit on one rank, bytes."""
+    """Bytes of one FSDP2 unit on one rank."""
 
     kind: str
     """``layer`` | ``tail`` | ``root`` | ``dtype``."""
     shard: int
-    """Its parameters as stored on the device."""
+    """Bytes of its parameters as stored on the device."""
     gathered: int
-    """Its parameters gathered, in the dtype of forward; also the flat buffer of the gather."""
+    """Bytes of its parameters gathered, in the dtype of forward; also of the flat buffer of the gather."""
     gather_input: int
-    """The cast copy of its shard that the gather reads; 0 where the shard itself is read."""
+    """Bytes of the cast copy of its shard that the gather reads; 0 where the shard itself is read."""
     reduce_input: int
     reduce_output: int
     grad: int
-    """Its gradients once reduced, in the dtype of the parameters."""
+    """Bytes of its gradients once reduced, in the dtype of the parameters."""
     whole_grad: int
-    """Its gradients before they are reduced, in the dtype of the reduction, as a microbatch that does not reduce keeps
-    them."""
+    """Bytes of its gradients before they are reduced, in the dtype of the reduction, as a micro-batch that does not reduce
+    keeps them."""
     copied: int
-    """Its parameters that are cut on another dim than 0, gathered: copied once more in each gather."""
+    """Bytes of its parameters that are cut on another dim than 0, gathered: copied once more in each gather."""
     held_in_reduce: int
-    """The last such parameter's gradient: alive until the unit's gradients are reduced."""
+    """Bytes of the last such parameter's gradient: alive until the unit's gradients are reduced."""
     cut_last: bool
-    """It is the last parameter of all that has a gradient; else that one's gradient is alive as long, too."""
+    """True where this parameter is the last of all with a gradient; else that one's gradient is alive as long, too."""
     reshard: bool
-    """Freed after forward."""
+    """True where it is freed after forward."""
     stack: str = ""
-    """Of a layer: the name of what it is in. Layers of one stack gather each other ahead."""
+    """Name of the stack that a layer is in. Layers of one stack gather each other ahead."""
     shard_gathered: int = 0
-    """Its shard in the dtype of forward: as much as what is gathered where one rank holds all of it."""
+    """Bytes of its shard in the dtype of forward: as much as what is gathered where one rank holds all of it."""
     each_shard: tuple[int, ...] = ()
     """`shard` by parameter."""
     each_gathered: tuple[int, ...] = ()
     """`gathered` by parameter."""
     host_shard: int = 0
-    """Its parameters, where they are stored in host memory instead."""
+    """Bytes of its parameters, where they are stored in host memory instead."""
     host_grad: int = 0
-    """Its gradients once reduced, where they go to host memory: not in `grad` then."""
+    """Bytes of its gradients once reduced, where they go to host memory: not in `grad` then."""
 
     @property
     def flat(self) -> int:
-        """The buffer that it is gathered into and copied out of. Where one rank holds all of it, FSDP2 sends nothing, and
-        copies parameter by parameter without one."""
+        """Bytes of the buffer that it is gathered into and copied out of.
+
+        0 where one rank stores all of it: FSDP2 sends nothing then, and copies parameter by parameter without a buffer.
+        """
         return 0 if self.gathered == self.shard_gathered else self.gathered
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a model's state lies on one rank."""
+    """State of a model on one rank."""
 
     units: tuple[UnitBytes, ...]
     """Units of the layers, each once."""
     modules: tuple[str, ...]
-    """For each of them, the name of the layer."""
+    """Name of the layer of each of `units`."""
     tail: UnitBytes | None
     root: UnitBytes
     replicated: int
-    """Parameters that every rank holds whole."""
+    """Bytes of the parameters that every rank stores whole."""
     world: int
-    """Ranks that parameters are sharded over."""
+    """Number of ranks that parameters are sharded over."""
     prefetch: tuple[int, int]
-    """Units fetched ahead in forward and in backward."""
+    """Numbers of units fetched ahead in forward and in backward."""
     tail_names: frozenset[str]
     """Names of the tail's parameters."""
     gloo: bool = False
-    """Its collectives are gloo's, which makes a copy of what it gathers into and of what it reduces."""
+    """True where its collectives are gloo's, which makes a copy of what it gathers into and of what it reduces."""
     padding: int = 0
-    """Bytes of `params` that no parameter needs, because the ranks do not divide it."""
+    """Bytes of `params` that no parameter uses, because the ranks do not divide it."""
     experts: Mapping[str, UnitBytes] = field(default_factory=dict)
-    """By name of the layer, the unit of its experts inside, where these are split."""
+    """Unit of the experts inside a layer, where these are split, by the layer's name."""
     alone: bool = False
-    """FSDP2 is there for one rank too, as beside tensor parallelism: it gathers and reduces all the same."""
+    """True where FSDP2 is there for one rank too, as with tensor parallelism: it gathers and reduces all the same."""
     trained: tuple[TrainedParameter, ...] = ()
     """This rank's share of each parameter that trains, in the order of ``model.parameters()``; of those that are on the
     device."""
     trained_on_host: tuple[TrainedParameter, ...] = ()
-    """Those that are in host memory (``FSDP2(cpu_offload=True)``), with their gradients and optimizer state."""
+    """Shares that are in host memory (``FSDP2(cpu_offload=True)``), with their gradients and optimizer state."""
 
     replicas: int = 1
-    """Ranks with the same shards, over which FSDP2 sums their gradients."""
+    """Number of ranks with the same shards, over which FSDP2 sums their gradients."""
     one_stack: bool = True
-    """All layers are in one, whose last layer gathers the tail ahead."""
+    """True where all layers are in one stack, whose last layer gathers the tail ahead."""
 
     def fetched_ahead(self, call: int, units: Sequence[UnitBytes | None]) -> list[int]:
-        """The layer calls whose units are gathered ahead when `call` begins its forward, and ``len(units)`` for the tail.
+        """Return the layer calls whose units are gathered ahead when `call` begins its forward; ``len(units)``: the tail.
 
         Args:
             call: its number; -1: the root.
             units: of each layer call; None: it belongs to the root.
         """
-        found = self._of_its_stack(call, range(call + 1, len(units)), units, self.prefetch[0])
-        return [*found, len(units)] if self.one_stack and len(found) < self.prefetch[0] else found
+        ahead = self._of_its_stack(call, range(call + 1, len(units)), units, self.prefetch[0])
+        return [*ahead, len(units)] if self.one_stack and len(ahead) < self.prefetch[0] else ahead
 
     def fetched_behind(self, call: int, units: Sequence[UnitBytes | None], count: int) -> list[int]:
-        """The same when its backward begins, at most `count`; ``len(units)`` as `call` is the tail, or the root.
+        """Return the layer calls whose units are gathered ahead when `call` begins its backward, at most `count`.
 
-        The first of a stack gathers none of its own: FSDP2 takes the unit that ran before it.
+        ``len(units)`` as `call` is the tail, or the root. The first of a stack gathers none of its own: FSDP2 takes the
+        unit that ran before it.
         """
         before = range(call - 1, -1, -1)
         return self._of_its_stack(call, before, units, count) or [j for j in before if units[j] is not None][:1]
@@ -133,20 +137,22 @@ class Sharding:
     def _of_its_stack(
         self, call: int, others: Iterable[int], units: Sequence[UnitBytes | None], count: int
     ) -> list[int]:
-        own = units[call] if 0 <= call < len(units) else None
-        if own is None and not self.one_stack:
+        of_call = units[call] if 0 <= call < len(units) else None
+        if of_call is None and not self.one_stack:
             return []
-        alike = (j for j in others if (unit := units[j]) is not None and (own is None or unit.stack == own.stack))
+        alike = (
+            j for j in others if (unit := units[j]) is not None and (of_call is None or unit.stack == of_call.stack)
+        )
         return list(itertools.islice(alike, count))
 
     @property
     def on(self) -> bool:
-        """Whether FSDP2 gathers and reduces."""
+        """True where FSDP2 gathers and reduces."""
         return self.world > 1 or self.alone
 
     @property
     def all(self) -> tuple[UnitBytes, ...]:
-        """Every unit once."""
+        """All units, each once."""
         return (*self.units, *self.experts.values(), *((self.tail,) if self.tail else ()), self.root)
 
     @property
@@ -159,7 +165,7 @@ class ParameterForms:
     """A model's parameters by what decides their bytes, whatever the number of ranks: thousands have a dozen forms.
 
     Args:
-        model: whose they are. layers: its layers.
+        model, layers: the model whose they are, and its layers.
         whole: one rank has all of the model, which then may have trainable scalars (CLIP's temperature): only FSDP refuses
             them.
         trained: names of the parameters that get a gradient; None: all that require one.
@@ -181,28 +187,30 @@ class ParameterForms:
         named = dict(model.named_parameters(remove_duplicate=False))
         self.plan = plan
         self.trained = None if trained is None else frozenset(id(named[name]) for name in trained)
-        """Ids."""
+        """Ids of the parameters that get a gradient; None: of all that require one."""
         names = {module: name for name, module in model.named_modules(remove_duplicate=False)}
         self.names = tuple(names[bare(source.modules[0])] for source in plan.layers)
-        """Of the layers."""
+        """Names of the layers."""
         by_parameter = {id(p): name for name, p in named.items()}
         self.tail_names = frozenset(by_parameter[id(p)] for p in (plan.tail.params if plan.tail else ()))
         self._forms: dict[Any, int] = {}
         self._of: dict[int, int] = {}
         self.first: list[nn.Parameter] = []
-        """By number of a form, the first parameter that has it."""
-        own = {id(weight) for each in experts for weight in each.weights}
+        """The first parameter of each form, by the form's number."""
+        expert_ids = {id(weight) for each in experts for weight in each.weights}
         in_layers = {id(p) for layer in layers for p in bare(layer.module).parameters()}
         self.trains: list[tuple[int, bool, bool]] = [
-            (self.form(p), id(p) in in_layers, id(p) in own) for p in model.parameters() if self.trains_in_step(p)
+            (self.form(p), id(p) in in_layers, id(p) in expert_ids)
+            for p in model.parameters()
+            if self.trains_in_step(p)
         ]
-        """In the order of ``model.parameters()``, those that train: form, whether in a layer, whether an expert's."""
+        """Parameters that train, in the order of ``model.parameters()``: form, whether in a layer, whether an expert's."""
         self.units = {id(unit): tuple(map(self.form, unit.params)) for unit in (*plan.units, *plan.by_dtype)}
         """The forms of each of the plan's units, by its id."""
         self.sharded = Counter(form for unit in plan.units for form in self.units[id(unit)])
-        """How often each form is in the plan's units."""
+        """Number of parameters of each form in the plan's units."""
         self.experts: dict[str, tuple[int, ...]] = {}
-        """Of the weights of experts inside, by name of the layer."""
+        """Forms of the weights of experts inside, by name of the layer."""
         for name, source in zip(self.names, plan.layers if experts else ()):
             inside = set(bare(source.modules[0]).modules())
             weights = [weight for each in experts if each.module in inside for weight in each.weights]
@@ -219,7 +227,7 @@ class ParameterForms:
         return param.requires_grad and (self.trained is None or id(param) in self.trained)
 
     def form(self, param: nn.Parameter) -> int:
-        """The number of a parameter's form."""
+        """Return the number of a parameter's form."""
         known = self._of.get(id(param))
         if known is None:
             trains = self.trains_in_step(param)
@@ -249,18 +257,18 @@ def sharding_of(
         shard_ranks: ranks that share them.
         precision, fsdp: dtypes, and FSDP2's options.
         expert_ranks: ranks that share the weights of experts that are units of their own.
-        gloo: it does the collectives.
+        gloo: gloo does the collectives.
         alone: FSDP2 is there, whatever the number of ranks.
         host: shards, gradients and optimizer state are in host memory, which the device does not share.
         replicas: ranks with the same shards.
     """
     plan = forms.plan
     last = plan.layers[-1] if plan.layers else None
-    dtypes, asked = precision.dtypes, fsdp.reshard_after_forward
+    dtypes, after_forward = precision.dtypes, fsdp.reshard_after_forward
     known: dict[Any, UnitBytes] = {}
 
-    def made(kind: str, of: tuple[int, ...], ranks: int, reshard: bool, stack: str = "") -> UnitBytes:
-        """Equal layers have equal units: one of each is counted."""
+    def unit_bytes(kind: str, of: tuple[int, ...], ranks: int, reshard: bool, stack: str = "") -> UnitBytes:
+        """Return the bytes of a unit. Equal layers have equal units: one of each is counted."""
         key = (kind, of, ranks, reshard, stack)
         if key not in known:
             params = [forms.first[form] for form in of]
@@ -270,18 +278,18 @@ def sharding_of(
 
     def unit(source: Any) -> UnitBytes:
         if source.kind == "layer" and source is not last:
-            reshard = True if asked is None else bool(asked)
+            reshard = True if after_forward is None else bool(after_forward)
         else:
-            reshard = asked if isinstance(asked, bool) and source.kind != "dtype" else False
-        return made(source.kind, forms.units[id(source)], shard_ranks, bool(reshard), source.stack)
+            reshard = after_forward if isinstance(after_forward, bool) and source.kind != "dtype" else False
+        return unit_bytes(source.kind, forms.units[id(source)], shard_ranks, bool(reshard), source.stack)
 
-    def trains_as(form: int, in_layer: bool, own: bool) -> TrainedParameter:
-        param, ranks = forms.first[form], expert_ranks if own else shard_ranks
-        elements = _padded(param, ranks, _cut_dim(param, ranks, "experts" if own else "")) // ranks
+    def trains_as(form: int, in_layer: bool, of_expert: bool) -> TrainedParameter:
+        param, ranks = forms.first[form], expert_ranks if of_expert else shard_ranks
+        elements = _padded(param, ranks, _cut_dim(param, ranks, "experts" if of_expert else "")) // ranks
         return TrainedParameter(tuple(local_part(param).shape), elements, param.element_size(), in_layer)
 
-    reshard = asked if isinstance(asked, bool) else True
-    inner = {layer: made("experts", of, expert_ranks, reshard) for layer, of in forms.experts.items()}
+    reshard = after_forward if isinstance(after_forward, bool) else True
+    inner = {layer: unit_bytes("experts", of, expert_ranks, reshard) for layer, of in forms.experts.items()}
     of_trained = {key: trains_as(*key) for key in dict.fromkeys(forms.trains)}
     trains = tuple(map(of_trained.__getitem__, forms.trains))
     padding = 0
@@ -303,7 +311,7 @@ def sharding_of(
         gloo=gloo,
         alone=alone,
         replicas=replicas,
-        # Where nobody says what to fetch, FSDP2 itself fetches one unit ahead in backward.
+        # Where no option sets what to fetch, FSDP2 itself fetches one unit ahead in backward.
         prefetch=(fsdp.forward_prefetch, max(1, fsdp.backward_prefetch)),
         tail_names=forms.tail_names,
         padding=padding // shard_ranks,
@@ -357,21 +365,21 @@ def _unit(
 
 
 def joined(a: UnitBytes, b: UnitBytes) -> UnitBytes:
-    """Both as one unit, of the kind of the first."""
+    """Return both as one unit, of the kind of the first."""
     numbers = {k: getattr(a, k) + getattr(b, k) for k in vars(a) if k not in ("kind", "reshard", "stack", "cut_last")}
     cut_last = (b if b.reduce_input else a).cut_last
     return UnitBytes(kind=a.kind, reshard=a.reshard, stack=a.stack, cut_last=cut_last, **numbers)
 
 
 def _cut_dim(param: nn.Parameter, ranks: int, kind: str) -> int:
-    """The dim that FSDP2 cuts `param` on, of a unit of this kind."""
+    """Return the dim that FSDP2 cuts `param` on, in a unit of this kind."""
     if kind == "experts":
         return expert_shard_dim(param, ranks)
     return shard_dim(param, ranks)
 
 
 def _padded(param: torch.Tensor, ranks: int, dim: int) -> int:
-    """Elements over all ranks that share this rank's part of it, with padding."""
+    """Return the elements over all ranks that share this rank's part of it, with padding."""
     part = local_part(param)
     if part.dim() == 0:
         return part.numel() * ranks
@@ -382,7 +390,10 @@ T = TypeVar("T")
 
 
 def shard_ranks(mesh: Any, world_size: int | None) -> int:
-    """Ranks that FSDP2 shards over: ``dp_shard`` x ``cp`` of `mesh`, or `world_size`, or the process group's size."""
+    """Return the number of ranks that FSDP2 shards over.
+
+    It is ``dp_shard`` x ``cp`` of `mesh`, or `world_size`, or the process group's size.
+    """
     if mesh is not None:
         return axis(mesh, "dp_shard") * axis(mesh, "cp") if mesh.mesh_dim_names else mesh.size()
     if world_size is not None:
@@ -395,13 +406,15 @@ def shard_ranks(mesh: Any, world_size: int | None) -> int:
 
 
 def axis(mesh: Any, name: str) -> int:
-    """Size of an axis of `mesh`; 1 where there is none."""
+    """Return the size of an axis of `mesh`; 1 where there is none."""
     return mesh[name].size() if mesh is not None and name in (mesh.mesh_dim_names or ()) else 1
 
 
 def same_on_all_ranks(make: Callable[[], T]) -> T:
-    """Rank 0 calls `make`; its result, or its error, is everybody's. Of ranks that are not there (back end ``fake``), each
-    calls it."""
+    """Call `make` on rank 0, and return its result, or raise its error, on all ranks.
+
+    Of ranks that are not there (back end ``fake``), each calls it.
+    """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return make()
     if torch.distributed.get_world_size() == 1 or torch.distributed.get_backend() == "fake":

@@ -1,8 +1,9 @@
-"""Which outputs of one block to keep where replay may leave ops out: a closure problem under a budget of bytes.
+"""Choose outputs of one block to save where recomputation may leave ops out: a closure problem under a budget of bytes.
 
-A sweep over the ops finds every best choice of most blocks (`closure_every`). Of a block with too many, there are the
-choices on the hull of the trade (`closure_frontier`: best for their bytes, each a linear program), and the best one within
-any one budget (`closure_optimum`: a mixed-integer program, by HiGHS through scipy).
+A sweep over the ops finds every best choice of most blocks (`closure_every`). For a block with too many, there are two more:
+
+* the choices on the hull of the trade (`closure_frontier`): best for their bytes, each a linear program;
+* the best one within any one budget (`closure_optimum`): a mixed-integer program, by HiGHS through scipy.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ EVERY_STATES = 1 << 16
 """Non-dominated states that a sweep over the ops may hold; past it, a frontier is that of its hull."""
 
 POINTS = 32
-"""How many choices on the hull are looked for."""
+"""Number of choices on the hull that are looked for."""
 
 
 def _running(ops: Sequence[Op], keep: int) -> list[bool]:
-    """Which ops replay runs: what backward or a replayed op reads, and is not kept."""
+    """Return which ops are recomputed: what backward or a recomputed op reads, and is not saved."""
     run = [op.forced == "replay" or (op.needed and not keep >> i & 1) for i, op in enumerate(ops)]
     for i in range(len(ops) - 1, -1, -1):  # an op reads earlier ops only, so one pass backwards closes the set
         if run[i]:
@@ -35,7 +36,7 @@ def _running(ops: Sequence[Op], keep: int) -> list[bool]:
 
 
 def closure_replay(ops: Sequence[Op], keep: int) -> tuple[float, int]:
-    """Cost and skip mask when, with `keep` given, replay runs only what backward or a replayed op reads."""
+    """Return cost and skip mask for `keep`, where only what backward or a recomputed op reads is recomputed."""
     run = _running(ops, keep)
     skip = sum(1 << i for i in range(len(ops)) if not run[i] and not keep >> i & 1)
     return sum(op.cost for op, r in zip(ops, run) if r), skip
@@ -50,8 +51,8 @@ class _Program:
 
     ops: Sequence[Op]
     left: int
-    """Bytes for what may be kept. What is kept anyway, and what does not fit alone, stay out of the sum of bytes: beside
-    them a few bytes would be lost in the tolerance."""
+    """Bytes for what may be kept. What is kept anyway, and what does not fit alone, stay out of the sum of bytes: next to
+    them, a few bytes would be lost in the tolerance."""
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -66,14 +67,14 @@ class _Program:
         return max((op.cost for op in self.ops), default=0) or 1.0
 
     def objective(self, byte_price: float) -> Any:
-        """Cost units; `byte_price`: what one unit of bytes costs."""
+        """Return the objective in cost units; `byte_price`: what one unit of bytes costs."""
         import numpy as np  # scipy's own dependency
 
         kept = [byte_price * size / self.byte_unit for size in self.sizes]
         return np.array(kept + [op.cost / self.cost_unit for op in self.ops])
 
     def bounds(self) -> tuple[Any, Any]:
-        """Least and most of each variable."""
+        """Return the least and the most of each variable."""
         import numpy as np
 
         n = len(self.ops)
@@ -108,7 +109,7 @@ class _Program:
 def closure_optimum(
     ops: Sequence[Op], budget: int, *, time_limit: float | None = 10.0, within: float = 0.0
 ) -> Point | None:
-    """The cheapest choice that keeps at most `budget` bytes when ops may be skipped; None where none fits.
+    """Return the cheapest choice that keeps at most `budget` bytes when ops may be skipped; None where none fits.
 
     Args:
         ops: of one block.
@@ -144,7 +145,7 @@ def closure_optimum(
         return None
     keep = _drop_useless(ops, sum(1 << i for i in range(n) if result.x[i] > 0.5))
     point = _point(ops, keep)
-    if point.bytes > budget:  # only by the solver's tolerance: take the offending bytes off the budget and ask again
+    if point.bytes > budget:  # only by the solver's tolerance: take the offending bytes off the budget and solve again
         return closure_optimum(ops, budget - (point.bytes - budget), time_limit=time_limit, within=within)
     bound = result.mip_dual_bound if result.mip_dual_bound is not None else 0.0
     gap = max(0.0, point.cost - bound * program.cost_unit) if result.status != 0 or within else 0.0
@@ -157,10 +158,10 @@ def _point(ops: Sequence[Op], keep: int) -> Point:
 
 
 def _drop_useless(ops: Sequence[Op], keep: int) -> int:
-    """Keeps that buy nothing are taken out: neither backward nor a replayed op reads them, or they cost nothing anew."""
+    """Return `keep` without what buys nothing: neither backward nor a recomputed op reads it, or it costs nothing anew."""
     run = _running(ops, keep)
-    asked = {j for i, op in enumerate(ops) if run[i] for j in op.reads}
-    keep &= sum(1 << i for i, op in enumerate(ops) if op.needed or op.forced == "save" or i in asked)
+    read = {j for i, op in enumerate(ops) if run[i] for j in op.reads}
+    keep &= sum(1 << i for i, op in enumerate(ops) if op.needed or op.forced == "save" or i in read)
     cost, _ = closure_replay(ops, keep)
     for i in sorted(range(len(ops)), key=lambda i: (-ops[i].bytes, i)):
         free = keep >> i & 1 and ops[i].forced != "save" and not ops[i].cost
@@ -170,7 +171,7 @@ def _drop_useless(ops: Sequence[Op], keep: int) -> int:
 
 
 def closure_frontier(ops: Sequence[Op], points: int = POINTS) -> tuple[Point, ...]:
-    """Choices with skips on the lower hull of all, about `points` of them, those first that the hull bends most at.
+    """Return about `points` choices with skips on the lower hull of all, those first that the hull bends most at.
 
     Ascending in bytes, strictly descending in cost, each optimal for its bytes. Between two of them there may be others
     above the line that joins them (`closure_optimum` answers for one exact budget).
@@ -182,21 +183,21 @@ def closure_frontier(ops: Sequence[Op], points: int = POINTS) -> tuple[Point, ..
     free = may & sum(1 << i for i, op in enumerate(ops) if op.forced == "save" or not op.bytes)
     least, most = (_point(ops, _drop_useless(ops, keep)) for keep in (free, may))
     program = _Program(ops, sum(op.bytes for op in ops))
-    found = {least.keep: least, most.keep: most}
+    hull = {least.keep: least, most.keep: most}
     waiting = [(-_area(least, most), 0, least, most)]
-    asked = 0
-    while waiting and asked < points:
+    solved = 0
+    while waiting and solved < points:
         _, _, low, high = heapq.heappop(waiting)
-        asked += 1
+        solved += 1
         middle = _priced(program, (low.cost - high.cost) / (high.bytes - low.bytes)) if _area(low, high) else None
         if middle is None or not low.bytes < middle.bytes < high.bytes:
             continue
         if (middle.cost - low.cost) * (high.bytes - low.bytes) >= (high.cost - low.cost) * (middle.bytes - low.bytes):
             continue  # on the line: nothing is below it
-        found[middle.keep] = middle
+        hull[middle.keep] = middle
         for first, second in ((low, middle), (middle, high)):
-            heapq.heappush(waiting, (-_area(first, second), len(found) * 2 + (second is high), first, second))
-    return frontier(found.values())
+            heapq.heappush(waiting, (-_area(first, second), len(hull) * 2 + (second is high), first, second))
+    return frontier(hull.values())
 
 
 def _area(low: Point, high: Point) -> float:
@@ -204,7 +205,7 @@ def _area(low: Point, high: Point) -> float:
 
 
 def _priced(program: _Program, price: float) -> Point | None:
-    """The choice of least cost where each byte costs `price` more: a linear program whose corners are whole numbers."""
+    """Return the choice of least cost where each byte costs `price` more, by a linear program whose corners are whole."""
     optimize = require("scipy.optimize", "plan", "to plan with skipped ops")
     import numpy as np
 
@@ -223,36 +224,36 @@ def _priced(program: _Program, price: float) -> Point | None:
 
 
 def _all_that_may(ops: Sequence[Op]) -> int:
-    """Keeps everything that may be kept."""
+    """Return the mask of everything that may be kept."""
     return sum(1 << i for i, op in enumerate(ops) if op.forced == "save" or (op.forced is None and op.keepable))
 
 
 def closure_every(ops: Sequence[Op], max_states: int = EVERY_STATES) -> tuple[Point, ...] | None:
-    """Every best trade of bytes for replay cost with skips; None where the sweep would hold more than `max_states`.
+    """Return every best trade of bytes for recomputation cost with skips; None where the sweep would exceed `max_states`.
 
     Ops are gone through from the last to the first. All that matters of the choices so far is which earlier outputs they
-    ask for, what they keep and what it costs; layers are nearly chains, so that few outputs are asked for at a time.
+    require, what they keep and what it costs. Layers are nearly chains, so that few outputs are required at a time.
     """
     states: dict[int, list[tuple[int, float, int]]] = {0: [(0, 0.0, 0)]}
     for i in reversed(range(len(ops))):
         op, bit = ops[i], 1 << i
         reads = sum(1 << j for j in set(op.reads))
         grown: dict[int, list[tuple[int, float, int]]] = {}
-        for asked, found in states.items():
-            rest = asked & ~bit
-            kept = [(b + op.bytes, c, keep | bit) for b, c, keep in found]
+        for required, choices in states.items():
+            rest = required & ~bit
+            kept = [(b + op.bytes, c, keep | bit) for b, c, keep in choices]
             if op.forced == "save":
                 grown.setdefault(rest, []).extend(kept)
-            elif asked & bit or op.needed or op.forced == "replay":
-                grown.setdefault(rest | reads, []).extend((b, c + op.cost, keep) for b, c, keep in found)
+            elif required & bit or op.needed or op.forced == "replay":
+                grown.setdefault(rest | reads, []).extend((b, c + op.cost, keep) for b, c, keep in choices)
                 if op.keepable and op.forced is None:
                     grown.setdefault(rest, []).extend(kept)
             else:
-                grown.setdefault(rest, []).extend(found)
-        states = {asked: non_dominated(sorted(found)) for asked, found in grown.items()}
+                grown.setdefault(rest, []).extend(choices)
+        states = {required: non_dominated(sorted(choices)) for required, choices in grown.items()}
         if sum(map(len, states.values())) > max_states:
             return None
-    best = non_dominated(sorted(state for found in states.values() for state in found))
+    best = non_dominated(sorted(state for choices in states.values() for state in choices))
     points = []
     for size, _, keep in best:
         cost, skip = closure_replay(ops, keep)  # summed afresh, in the order of the ops

@@ -1,15 +1,15 @@
-"""Which outputs to keep: exact choices over plain numbers. No torch here, no tensors, no clocks.
+"""Choose the outputs to save: exact choices over plain numbers. No torch here, no tensors, no clocks.
 
-Three problems, smallest first; the second is in `nemo_like.planning.choose.closure`:
+There are three problems, smallest first; the second is in `nemo_like.planning.choose.closure`:
 
-* **Linear replay** of one block (`linear_frontier`): replay runs every op that is not kept, up to the early stop. What
-  an op costs in replay does not depend on the other decisions, so the choice is a 0/1 knapsack: give up bytes, save
-  cost. Solved exactly by a sweep over non-dominated (bytes, cost) states.
-* **Replay with skips** (`closure_every`, `closure_optimum`, `closure_frontier`): an op whose output neither backward nor a
-  replayed op reads need not run. Now decisions hang together (whoever is replayed needs its inputs), which makes it a
-  closure problem with a budget.
-* **Many layers** (`combine`): one point per layer from the frontier of its kind, at least total cost for total bytes:
-  a multiple-choice knapsack. Identical layers are summed by doubling, so 126 layers cost seven merges.
+* **Linear recomputation** of one block (`linear_frontier`): every op that is not saved is recomputed, up to the early stop.
+  The cost of an op does not depend on the other decisions, so the choice is a 0/1 knapsack: give up bytes, save cost.
+  It is solved exactly by a sweep over non-dominated (bytes, cost) states.
+* **Recomputation with skips** (`closure_every`, `closure_optimum`, `closure_frontier`): an op whose output neither backward
+  nor a recomputed op reads is left out. Here decisions depend on each other, since a recomputed op requires its inputs.
+  That makes it a closure problem with a budget.
+* **Many layers** (`combine`): one point per layer from the frontier of its kind, at least total cost for total bytes.
+  This is a multiple-choice knapsack. Identical layers are summed by doubling, so 126 layers cost seven merges.
 
 All results are deterministic: ties go to fewer bytes, then to the smaller bit mask.
 """
@@ -35,17 +35,17 @@ class Op:
     """One op of a block, reduced to what the choice needs."""
 
     bytes: int
-    """What keeping its outputs costs, bytes."""
+    """Bytes that saving its outputs costs."""
     cost: float
-    """What running it again costs, in any unit (FLOPs or seconds), >= 0. Zero behind the early stop."""
+    """Cost of recomputing it, in any unit (FLOPs or seconds), >= 0. Zero behind the early stop."""
     reads: tuple[int, ...] = ()
     """Indices of the ops whose outputs it reads (through views too)."""
     needed: bool = False
-    """Backward reads an output of it."""
+    """True where backward reads an output of it."""
     keepable: bool = True
-    """May be kept (an output that is changed in place later may not)."""
+    """True where it may be saved (an output that is changed in place later may not)."""
     forced: str | None = None
-    """``"save"``: always kept (collectives, routing); ``"replay"``: always run again (random or in-place ops)."""
+    """``"save"``: always saved (collectives, routing); ``"replay"``: always recomputed (random or in-place ops)."""
 
     def __post_init__(self) -> None:
         if self.bytes < 0 or not self.cost >= 0:
@@ -56,19 +56,19 @@ class Op:
 
 @dataclass(frozen=True)
 class Point:
-    """One way to run a block: the bytes it keeps and the cost it pays in replay."""
+    """One way to run a block: the bytes it saves and the cost of its recomputation."""
 
     bytes: int
     cost: float
     keep: int = 0
-    """Bit i set: op i is kept."""
+    """Mask of ops that are saved; bit i is that of op i."""
     skip: int = 0
-    """Bit i set: op i is not run in replay."""
+    """Mask of ops that recomputation leaves out; bit i is that of op i."""
     gap: float = 0.0
     """Proven bound on how far `cost` may be above the least possible, in units of cost; 0: optimal."""
 
     def decisions(self, count: int) -> tuple[str, ...]:
-        """``"save"``, ``"skip"`` or ``"recompute"`` for each of `count` ops."""
+        """Return ``"save"``, ``"skip"`` or ``"recompute"`` for each of `count` ops."""
         return tuple(
             "save" if self.keep >> i & 1 else "skip" if self.skip >> i & 1 else "recompute" for i in range(count)
         )
@@ -76,7 +76,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Mix:
-    """How many layers of each kind use which point of their frontier."""
+    """Numbers of layers of each kind that use each point of their frontier."""
 
     bytes: int
     cost: float
@@ -85,12 +85,12 @@ class Mix:
 
 
 def linear_replay_cost(ops: Sequence[Op], keep: int) -> float:
-    """Cost of replaying everything that is not kept: the definition that `linear_frontier` minimises."""
+    """Return the cost of recomputing everything that is not saved: what `linear_frontier` minimises."""
     return sum(op.cost for i, op in enumerate(ops) if not keep >> i & 1)
 
 
 def linear_frontier(ops: Sequence[Op], max_states: int = EXACT_STATES) -> tuple[Point, ...]:
-    """Every best trade of bytes for replay cost without skips, from "keep only what must be kept" to "replay nothing".
+    """Return every best trade of bytes for cost without skips, from "save only what must be saved" to "recompute nothing".
 
     Ascending in bytes, strictly descending in cost. Each point is optimal for its bytes as long as the sweep stays
     below `max_states` non-dominated states; past that, states are thinned and `Point.gap` bounds what it may cost.
@@ -115,7 +115,7 @@ def linear_frontier(ops: Sequence[Op], max_states: int = EXACT_STATES) -> tuple[
 
 
 def _merge(a: list[tuple[int, float, int]], b: list[tuple[int, float, int]]) -> list[tuple[int, float, int]]:
-    """Two lists sorted by (bytes, cost, mask) as one; timsort sees the two runs and merges them in linear time."""
+    """Return two lists sorted by (bytes, cost, mask) as one; timsort sees the two runs and merges them in linear time."""
     return sorted(a + b)
 
 
@@ -128,7 +128,7 @@ def non_dominated(states: Iterable[tuple[int, float, int]]) -> list[tuple[int, f
 
 
 def _thin(states: list[tuple[int, float, int]], limit: int) -> list[tuple[int, float, int]]:
-    """At most `limit` states, spread evenly over the bytes; the cheapest of each bucket, and both ends, stay."""
+    """Return at most `limit` states, spread evenly over the bytes; the cheapest of each bucket, and both ends, stay."""
     low, high = states[0][0], states[-1][0]
     buckets: dict[int, tuple[int, float, int]] = {}
     for state in states:
@@ -137,7 +137,7 @@ def _thin(states: list[tuple[int, float, int]], limit: int) -> list[tuple[int, f
 
 
 def _relaxation(ops: Sequence[Op]) -> Callable[[int], float]:
-    """The knapsack's linear relaxation: a function from bytes to a cost no choice within those bytes can beat."""
+    """Return the knapsack's linear relaxation: a function from bytes to a cost that no choice within them can beat."""
     base = sum(op.bytes for op in ops if op.forced == "save")
     cost = sum(op.cost for op in ops if op.forced != "save")
     items = [op for op in ops if op.forced is None and op.keepable and op.cost > 0]
@@ -155,7 +155,7 @@ def _relaxation(ops: Sequence[Op]) -> Callable[[int], float]:
 
 
 def spread(points: Sequence[Point], limit: int) -> list[Point]:
-    """At most `limit` of a frontier's points, both ends included: the best at even steps of bytes."""
+    """Return at most `limit` of a frontier's points, both ends included: the best at even steps of bytes."""
     if len(points) <= limit:
         return list(points)
     low, high = points[0].bytes, points[-1].bytes
@@ -165,7 +165,7 @@ def spread(points: Sequence[Point], limit: int) -> list[Point]:
 
 
 def frontier(points: Iterable[Point]) -> tuple[Point, ...]:
-    """The points that no other beats in both bytes and cost, ascending in bytes."""
+    """Return the points that no other beats in both bytes and cost, ascending in bytes."""
     kept: list[Point] = []
     for point in sorted(points, key=lambda p: (p.bytes, p.cost, p.keep)):
         if not kept or point.cost < kept[-1].cost:
@@ -174,13 +174,13 @@ def frontier(points: Iterable[Point]) -> tuple[Point, ...]:
 
 
 def combine(kinds: Sequence[tuple[Sequence[tuple[int, float]], int]], max_states: int = 400) -> tuple[Mix, ...]:
-    """The frontier of a whole stack of layers: for each total of bytes, the mix of choices with the least cost.
+    """Return the frontier of a whole stack of layers: for each total of bytes, the mix of choices with the least cost.
 
     Args:
         kinds: for each kind of layer, the (bytes, cost) of its points, and how many layers of it there are.
         max_states: how many mixes are carried between merges. A merge of fewer pairs than that squared is exact while
-            its result fits; past that the cheapest of each of `max_states` equal steps of bytes is carried on.
-            `combine_bound` tells what that may have cost.
+            its result fits. Past that, the cheapest of each of `max_states` equal steps of bytes is carried on;
+            `combine_bound` bounds what that may have cost.
 
     Raises:
         ValueError: a kind without points, or a negative number of layers.
@@ -197,7 +197,7 @@ def combine(kinds: Sequence[tuple[Sequence[tuple[int, float]], int]], max_states
 
 
 def _times(single: list, count: int, width: int, limit: int) -> list:
-    """`count` layers of one kind, by doubling."""
+    """Return the states of `count` layers of one kind, by doubling."""
     result = [(0, 0.0, (0,) * width)]
     power = single
     while count:
@@ -210,11 +210,11 @@ def _times(single: list, count: int, width: int, limit: int) -> list:
 
 
 _FEW_PAIRS = 1 << 10
-"""Sums that plain Python is as quick with as numpy."""
+"""Number of sums below which plain Python is as quick as numpy."""
 
 
 def _summed(a: list, b: list, limit: int, *, symmetric: bool = False, quick: bool = True) -> list:
-    """The best sums of one state of `a` and one of `b`. `quick`: by numpy, which finds the same."""
+    """Return the best sums of one state of `a` and one of `b`. `quick`: by numpy, which finds the same."""
     if np is None or not quick or len(a) * len(b) < _FEW_PAIRS:
         return _best(_sums(a, b, symmetric), limit, add=True)
     first, second = np.triu_indices(len(a)) if symmetric else np.indices((len(a), len(b))).reshape(2, -1)
@@ -243,8 +243,10 @@ def _sums(a: list, b: list, symmetric: bool = False) -> Iterator[tuple]:
 
 
 def _best(states: Iterable[tuple], limit: int, *, add: bool = False) -> list[tuple]:
-    """Non-dominated states, at most about `limit`; `_summed` does the same with numpy. With `add`, the third field is a
-    pair of counts to be summed, which is done for the survivors only."""
+    """Return the non-dominated states, at most about `limit`; `_summed` does the same with numpy.
+
+    With `add`, the third field is a pair of counts to be summed, which is done for the survivors only.
+    """
     kept: list[tuple] = []
     for state in sorted(states, key=lambda s: (s[0], s[1])):
         if not kept or state[1] < kept[-1][1]:
@@ -261,7 +263,7 @@ def _best(states: Iterable[tuple], limit: int, *, add: bool = False) -> list[tup
 
 
 def combine_bound(kinds: Sequence[tuple[Sequence[tuple[int, float]], int]], budget: int) -> float | None:
-    """Least cost that any mix within `budget` bytes can have, by the linear relaxation; None where nothing fits."""
+    """Return the least cost of any mix within `budget` bytes, by the linear relaxation; None where nothing fits."""
     base_bytes, base_cost, steps = 0, 0.0, []
     for points, count in kinds:
         hull = _hull(points)

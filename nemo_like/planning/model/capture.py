@@ -1,7 +1,7 @@
-"""How a model calls its layers: one forward pass on fake tensors, each distinct block run once.
+"""Trace how a model calls its layers: one forward pass on fake tensors, in which each distinct block runs once.
 
-Later layers of a kind are not run: they hand on tensors of the shape that the first one returned. That is what makes a
-model of 126 layers as quick to plan as one of two.
+Later layers of a kind are not run: they hand on tensors of the shape that the first one returned. So a model of 126 layers
+is planned as quickly as one of two.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def trace_model(
     Args:
         model: bare (not sharded, not compiled, not checkpointed); on any device, `meta` included. It is not changed.
         layers: its layers, as `nemo_like.layers.find_layers` returns them (objects with ``fqn`` and ``module``).
-        sample_input: what one step of one rank gives to `model`: keywords, positions or one tensor. Only shapes, dtypes
-            and the values of small integer tensors count.
+        sample_input: the input of one step of one rank: keywords, positions or one tensor. Only shapes, dtypes and the
+            values of small integer tensors count.
         dtype: dtype of floating-point parameters in forward (FSDP2's ``param_dtype``); default: their own.
         autocast: run forward passes under autocast to this dtype; default: without.
         cuda: trace the operators of a GPU of this compute capability; default: those of the CPU.
@@ -85,7 +85,7 @@ def trace_model(
 
 
 def _parts(model: nn.Module) -> set[str]:
-    """Names of its modules and parameters."""
+    """Return the names of the model's modules and parameters."""
     return {name for name, _ in (*model.named_modules(), *model.named_parameters())}
 
 
@@ -101,7 +101,7 @@ class _Watcher:
 
     @contextmanager
     def installed(self, state: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Each layer's forward replaced by a watching one, and put back at the end, whatever happens."""
+        """Replace each layer's forward by a watching one within the context; put it back at the end, also after an error."""
         run_all = has_kv_sharing(self.model)
         names = {id(module): name for name, module in self.model.named_modules(remove_duplicate=False)}
         with replaced_forwards(
@@ -115,7 +115,7 @@ class _Watcher:
     ) -> Callable:
         module = bare(layer.module)
         prefix = name + "." if name else ""
-        own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+        layer_state = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
         settings = settings_of(module)
         names = parameter_names(forward)
 
@@ -135,34 +135,44 @@ class _Watcher:
                 return self.kinds[kind].output_with(_another, args, kwargs)
             position = len(self.calls)
             self.calls.append(TracedCall(layer.fqn, module, -1))
-            saved, given = map_tensors(_leaf, (args, kwargs)), tensors_in((args, kwargs))
+            saved, tensors = map_tensors(_leaf, (args, kwargs)), tensors_in((args, kwargs))
             with recording(module) as records:
                 output = forward(*args, **kwargs)
             self._refuse_iterator(layer.fqn, output)
             if not run_all:  # layers that share keys and values write them into what all are handed
-                self._refuse_changed(layer.fqn, given, tensors_in((args, kwargs)))
+                self._refuse_changed(layer.fqn, tensors, tensors_in((args, kwargs)))
             if kind is None:
                 kind = self._keys[key] = len(self.kinds)
                 passed = handed_on(output, args, kwargs)
                 self.kinds.append(
-                    Kind(module, saved[0], saved[1], output, own, records=records, passed=passed, grad=grad, key=key)
+                    Kind(
+                        module,
+                        saved[0],
+                        saved[1],
+                        output,
+                        layer_state,
+                        records=records,
+                        passed=passed,
+                        grad=grad,
+                        key=key,
+                    )
                 )
             self.calls[position] = TracedCall(layer.fqn, module, kind)
             return output
 
         return watching
 
-    def _refuse_cache(self, fqn: str, given: str | None) -> None:
-        if given is not None and torch.is_grad_enabled():
+    def _refuse_cache(self, fqn: str, cache: str | None) -> None:
+        if cache is not None and torch.is_grad_enabled():
             raise ValueError(
-                f"{type(self.model).__name__} hands {fqn} a key/value cache ({given}=) that it makes in every forward "
-                "and cannot be told not to: a replay would write it a second time, so no plan can be made. Use ac='none', "
-                "or layers= that are not handed it."
+                f"{type(self.model).__name__} hands {fqn} a key/value cache ({cache}=) that it makes in every forward "
+                "and cannot be told not to: recomputation would write it a second time, so no plan can be made. Use "
+                "ac='none', or layers= that are not handed it."
             )
 
-    def _refuse_hidden_graph(self, fqn: str, given: Any) -> None:
-        """What a tensor inside of such an object is part of is not this layer's to go through."""
-        for leaf in tree_leaves(given):
+    def _refuse_hidden_graph(self, fqn: str, call: Any) -> None:
+        """Refuse an object with a tensor inside that has a gradient: the graph behind it is not part of this layer."""
+        for leaf in tree_leaves(call):
             # Mappings are looked into by everything: a UserDict that hands states from layer to layer.
             hidden = {} if isinstance(leaf, torch.Tensor | Mapping) else getattr(leaf, "__dict__", {})
             inside = tensors_in(list(hidden.values()))
@@ -182,7 +192,7 @@ class _Watcher:
                 )
 
     def _refuse_changed(self, fqn: str, before: Sequence[torch.Tensor], now: Sequence[torch.Tensor]) -> None:
-        """A list or a dictionary that layers change: a layer that stands in for another one does not change it."""
+        """Refuse a layer that changes a list or a dictionary of its call: the stand-ins of later layers do not change it."""
         same = len(before) == len(now) and all(map(is_, before, now))
         if not same and any(tensor.requires_grad for tensor in (*before, *now)):
             raise ValueError(
@@ -207,8 +217,8 @@ class _Watcher:
         shared = {key for key, users in self._uses.items() if len(users) > 1}
         sizes: dict[int, int] = {}
         for kind in self.kinds:
-            given = by_argument(kind.args, kind.kwargs)
-            at = {place: tensor for place, tensor in given.items() if id(tensor.untyped_storage()) in shared}
+            inputs = by_argument(kind.args, kind.kwargs)
+            at = {place: tensor for place, tensor in inputs.items() if id(tensor.untyped_storage()) in shared}
             kind.shared_at, kind.shared = frozenset(at), tuple(at.values())
             sizes |= {id(t.untyped_storage()): t.untyped_storage().nbytes() for t in kind.shared}
             with torch.set_grad_enabled(kind.grad), named_reason(self.model, describe(args, kwargs)):
@@ -234,14 +244,14 @@ def _leaf(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _another(tensor: torch.Tensor) -> torch.Tensor:
-    made = torch.empty_like(tensor)
-    # A tensor that is no leaf, as a layer's output is: models may go on in place.
-    return made.requires_grad_().clone() if tensor.requires_grad else made
+    another = torch.empty_like(tensor)
+    # A tensor that is not a leaf, as a layer's output is: models may go on in place.
+    return another.requires_grad_().clone() if tensor.requires_grad else another
 
 
 IMBALANCE = 1.5
-"""Rows that the fullest rank's experts get, as a multiple of what they would get if all got alike, where nobody says. A
-router that has not been trained yet spreads tokens badly, and its first hundred steps have the highest peak."""
+"""Default imbalance: rows of the fullest rank's experts, as a multiple of their rows in an even split. A router that is not
+trained yet spreads tokens badly, and its first hundred steps have the highest peak."""
 
 
 def planned_imbalance(job: Job) -> float:

@@ -1,4 +1,4 @@
-"""A model with fewer of its repeated layers, and what a step of the whole one takes, from a step of it."""
+"""Shorten a model to fewer of its repeated layers, and derive the levels of the whole one's step from a step of it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Repeats:
     """A stretch of layers that is one period again and again, as in ``[dense] + 58 * [experts]``."""
 
     first: int
-    """Where it begins."""
+    """Number of its first layer."""
     period: int
-    """Layers of one period."""
+    """Number of layers of one period."""
     count: int
-    """Periods."""
+    """Number of periods."""
 
     def left_out(self, kept: int) -> range:
         """Return the numbers of the layers to leave out for `kept` periods: those in the middle, one more behind."""
@@ -59,17 +59,17 @@ def longest_repeats(kinds: Sequence[Hashable]) -> Repeats:
         begin = 0
         for at in range(period, len(kinds) + 1):
             if at == len(kinds) or kinds[at] != kinds[at - period]:
-                found = Repeats(begin, period, (at - begin) // period)
-                if (found.count - 1) * period > (best.count - 1) * best.period:
-                    best = found
+                candidate = Repeats(begin, period, (at - begin) // period)
+                if (candidate.count - 1) * period > (best.count - 1) * best.period:
+                    best = candidate
                 begin = at - period + 1
     return best
 
 
 @dataclass(frozen=True, eq=False)
 class _Skipped:
-    """A layer that is left out, with what it returns. Copies of a model share it: of the fake tensors in `kind`, a copy has
-    memory that nobody made, and Python crashes when it is freed."""
+    """A layer that is left out, with what it returns. Copies of a model share it: a copy of the fake tensors in `kind` has
+    memory that was never allocated, and Python crashes when it is freed."""
 
     layer: nn.Module
     kind: Kind
@@ -79,10 +79,10 @@ class _Skipped:
 
 
 class SkippedLayer(nn.Module):
-    """Stands for a layer that is left out: hands on the hidden states that it is called with, and has its attributes.
+    """Stand-in for a layer that is left out: it returns the hidden states of its call, and has the layer's attributes.
 
     Args:
-        layer: whose place it takes.
+        layer: the layer whose place it takes.
         kind: what the layer returns.
     """
 
@@ -97,7 +97,7 @@ class SkippedLayer(nn.Module):
             return getattr(self.__dict__["_skipped"].layer, name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The first tensor that it is given, in the form in which the layer returns hidden states."""
+        """Return the first tensor of the call, in the form in which the layer returns hidden states."""
         hidden = tensors_in((args, kwargs))[0]
         kind: Kind = self.__dict__["_skipped"].kind
         return kind.output_with(lambda tensor: hidden, args, kwargs)
@@ -106,16 +106,16 @@ class SkippedLayer(nn.Module):
 def leave_out(model: nn.Module, layers: Mapping[str, Kind]) -> None:
     """Put a `SkippedLayer` in the place of each of the `layers`, by their names, in `model` itself."""
     for name, kind in layers.items():
-        parent, _, own = name.rpartition(".")
-        model.get_submodule(parent)._modules[own] = SkippedLayer(model.get_submodule(name), kind)
+        parent, _, child = name.rpartition(".")
+        model.get_submodule(parent)._modules[child] = SkippedLayer(model.get_submodule(name), kind)
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """One of the stretches that a model was shortened in, with what the run of the short model knows of it."""
+    """A stretch that a model was shortened in, with what a run of the short model knows about it."""
 
     missing: int
-    """Periods that are left out."""
+    """Number of periods that are left out."""
     around: tuple[tuple[str, ...], ...]
     """Names of the layers of the two periods in front of the gap, and of the two behind it."""
     base: Counter[str]
@@ -127,9 +127,9 @@ class Stretch:
 def whole_levels(ledger: StorageLedger, stretches: Sequence[Stretch]) -> dict[StepMoment, Level] | None:
     """Return the levels of a step of the whole model, from the events of a step of the short one.
 
-    A period that is left out adds what its neighbours add: in forward, the difference between where the period in front of
-    the gap begins and where the one behind it does; in backward the same. Levels of what was left out lie between those of
-    the neighbours, so that none of them is the highest.
+    A period that is left out adds what its neighbours add. In forward this is the difference between the points where the
+    period in front of the gap begins and where the one behind it does; backward is alike. Levels of what was left out are
+    between those of the neighbours, so that none of them is the highest.
 
     Returns:
         None where the neighbours do not allocate and free the same, so that nothing is known.

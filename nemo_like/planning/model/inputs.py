@@ -1,6 +1,6 @@
-"""What a training step gives to a model, by its config: text, and the pictures or sound that its other towers take.
+"""Make the input of a training step by a model's config: text, and the pictures or sound that its other towers take.
 
-How many places in the text a picture or a sound takes is not computed here: its tower is run on fake tensors, and says.
+The number of places that a picture or a sound takes in the text is read from a run of its tower on fake tensors.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Media:
-    """What goes with the text."""
+    """Pictures and sound that go with the text."""
 
     images: int = 1
     """Pictures per sequence, for a model that takes some; 0: none."""
     image_size: int | None = None
     """Pixels per side; None: the config's, or `ANY_SIZE`."""
     audio_seconds: float | None = None
-    """Of one sound per sequence, for a model that takes some; 0: none; None: what the config's positions hold, or
-    `SECONDS`."""
+    """Seconds of the one sound per sequence, for a model that takes some; 0: none; None: as many as the config has
+    positions for, or `SECONDS`."""
 
 
 @dataclass(frozen=True)
@@ -51,45 +51,45 @@ class ModelInput:
     tensors: Mapping[str, torch.Tensor]
     """Integers are real, on the CPU; all else is on the meta device."""
     words: str
-    """What they are."""
+    """Description of the tensors."""
     missing: str = ""
-    """What could not be made up, and why; empty: nothing."""
+    """Inputs that could not be made, and why; empty: none."""
 
 
 def model_input(model: nn.Module, text: Mapping[str, torch.Tensor], media: Media = Media()) -> ModelInput:
-    """The input of a training step of a transformers `model`: `text`, with pictures and sound as its config names them.
+    """Return the input of a training step of a transformers `model`: `text`, with pictures and sound as its config has them.
 
     Args:
         model: on any device; its towers are run on fake tensors to see what they make of one picture.
         text: ``input_ids`` and ``labels``, (batch, tokens). Pictures and sounds take their places among these tokens.
-        media: how much of what.
+        media: the number and size of pictures and sounds.
 
     Raises:
-        ValueError: the pictures and sounds take more places than a sequence has, or more sound is asked for than the
-            model has positions.
+        ValueError: the pictures and sounds take more places than a sequence has, or more sound is requested than the
+            model has positions for.
     """
     batch, tokens = text["input_ids"].shape
     names = inspect.signature(model.forward).parameters
     main, config = getattr(model, "main_input_name", "input_ids"), model.config
     alone = None if "input_ids" in names else _alone(main, config, batch, media)
     if alone is not None:
-        made, words = alone
+        tensors, words = alone
         if "labels" in names and getattr(config, "is_encoder_decoder", False):
             most = getattr(config, "max_target_positions", None) or tokens
-            made["labels"] = text["labels"][:, :most]
+            tensors["labels"] = text["labels"][:, :most]
             words += f" and {batch} x {min(tokens, most)} tokens"
-        return ModelInput(made, words)
+        return ModelInput(tensors, words)
     builder = _Beside(model, dict(text), media)
     words = f"{batch} x {tokens} tokens"
     missing = []
-    for kind, make, asked in (
+    for kind, make, wanted in (
         ("pictures", builder.pictures, media.images),
         ("sound", builder.sound, media.audio_seconds != 0.0),
     ):
-        if not (asked and _takes(model, kind)):
+        if not (wanted and _takes(model, kind)):
             continue
-        said, problem = make()
-        words += f", {said}" if said else ""
+        placed, problem = make()
+        words += f", {placed}" if placed else ""
         missing += [f"{kind}: {problem}"] if problem else []
     return ModelInput(
         {k: v for k, v in builder.text.items() if k in names or k == "input_ids" or _open(names)},
@@ -123,7 +123,7 @@ def _meta(*shape: int) -> torch.Tensor:
 
 
 def _alone(main: str, config: Any, batch: int, media: Media) -> tuple[dict[str, torch.Tensor], str] | None:
-    """Input of a model that takes no text, or text as labels alone."""
+    """Return the input of a model that takes no text, or text as labels alone; None: it takes text."""
     if main == "pixel_values":
         side, channels = _side(config, media), _channels(config)
         return {main: _meta(batch, channels, side, side)}, f"{batch} picture(s) of {side} x {side}"
@@ -157,16 +157,16 @@ class _Beside:
         self.batch, self.tokens = text["input_ids"].shape
         self.names = inspect.signature(model.forward).parameters
         self.at = 0
-        """The first token of each sequence that nothing stands for yet."""
+        """Number of the first token of each sequence that is not a place of a picture or a sound yet."""
 
     def pictures(self) -> tuple[str, str]:
-        """Put them into `text`. Returns what was put there, and what was wrong."""
+        """Put pictures into `text`. Return what was put there, and what was wrong."""
         side, count = _side(_vision(self.config), self.media), self.media.images
         words = f"{count} picture(s) of {side} x {side} each"
         return self._put(words, list(_forms(self.model, self.names, self.batch, count, side)), count)
 
     def sound(self) -> tuple[str, str]:
-        """The same for one sound each."""
+        """Put one sound for each sequence into `text`; return as `pictures` does."""
         audio = next(
             (getattr(self.config, n) for n in ("audio_config", "encoder_config") if hasattr(self.config, n)), None
         )
@@ -181,13 +181,16 @@ class _Beside:
         return self._put(f"a sound of {seconds:g} s each", [form], 1, frames)
 
     def _put(self, words: str, forms: list[dict[str, torch.Tensor]], count: int, frames: int = 0) -> tuple[str, str]:
-        """`frames`: of a sound, which no tower makes more tokens of; 0: these are pictures."""
+        """Put the first of `forms` that the tower takes into `text`.
+
+        frames: those of a sound, of which no tower makes more tokens; 0: these are pictures.
+        """
         kind = "audio" if frames else "image"
         method, token = f"get_{kind}_features", _token(self.config, kind)
         if token is None or not hasattr(self.model, method):
             if frames:
-                return "", f"the model does not say how many tokens they take ({method}, {kind}_token_id)"
-            self.text |= forms[0]  # beside the text, which has no places for them: cross-attention, as a rule
+                return "", f"the model does not state how many tokens they take ({method}, {kind}_token_id)"
+            self.text |= forms[0]  # next to the text, which has no places for them: cross-attention, as a rule
             return words, ""
         problem = ""
         for form in forms:
@@ -207,15 +210,15 @@ class _Beside:
         return "", problem
 
     def _features(self, method: str, form: dict[str, torch.Tensor]) -> int:
-        """How many tokens the tower makes of it."""
+        """Return the number of tokens that the tower makes of `form`."""
         with quiet_fakes(), FakeRun(model=self.model) as run, torch.no_grad():
             caller = _Caller(model_copy(self.model), method)
-            found = call_with(caller, run.state(caller), (), run.sample(form))
-        found = getattr(found, "pooler_output", found)
-        return sum(t.shape[:-1].numel() for t in tensors_in(found))
+            features = call_with(caller, run.state(caller), (), run.sample(form))
+        features = getattr(features, "pooler_output", features)
+        return sum(t.shape[:-1].numel() for t in tensors_in(features))
 
     def _mark(self, token: int, each: int, count: int, modality: int, words: str) -> None:
-        """Write `token` into `each` places for each of `count`, with a token of text before: models tell them apart so."""
+        """Write `token` into `each` places for each of `count`, each behind a token of text that tells them apart."""
         end = self.at + count * (each + 1)
         if end > self.tokens:
             raise ValueError(
@@ -239,7 +242,7 @@ class _Beside:
 
 @contextmanager
 def quiet_fakes() -> Iterator[None]:
-    """Without the fake mode's own log of a shape that an op refuses: the refusal is handled here."""
+    """Silence the fake mode's own log of a shape that an op refuses: the refusal is handled here."""
     logger = logging.getLogger(FAKE_LOGGER)
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -259,12 +262,12 @@ class _Caller(nn.Module):
 
 
 def _token(config: Any, kind: str) -> int | None:
-    found = (getattr(config, f"{kind}_token_{end}", None) for end in ("id", "index"))
-    return next((token for token in found if isinstance(token, int)), None)
+    tokens = (getattr(config, f"{kind}_token_{end}", None) for end in ("id", "index"))
+    return next((token for token in tokens if isinstance(token, int)), None)
 
 
 def _forms(model: nn.Module, names: Any, batch: int, count: int, side: int) -> Iterator[dict[str, torch.Tensor]]:
-    """The shapes in which models take pictures, by the keywords that they have for them; likeliest first."""
+    """Yield the shapes in which models take pictures, by the keywords that they have for them; likeliest first."""
     config: Any = model.config
     vision, total = _vision(config), batch * count
     channels = _channels(vision)

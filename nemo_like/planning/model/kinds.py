@@ -1,7 +1,7 @@
-"""What a model calls: its distinct blocks, and which of its layers is which.
+"""The distinct blocks that a model calls, and the kind of each of its layers.
 
-Two layers are of one kind when class, parameter shapes, plain settings (numbers, words, flags and tuples of these of every
-sub-module, but for its own index) and call are equal.
+Two layers are of one kind when their class, parameter shapes, plain settings and call are equal. Plain settings are the
+numbers, words, flags and tuples of these of every sub-module, but for its own index.
 """
 
 from __future__ import annotations
@@ -35,26 +35,29 @@ class Kind:
     state: dict[str, torch.Tensor]
     shared: tuple[torch.Tensor, ...] = ()
     records: list[Record] = field(default_factory=list)
-    """What recorders inside the block saw."""
+    """Calls that recorders inside the block saw."""
     trace: BlockTrace | None = None
     passed: dict[int, Place] = field(default_factory=dict)
-    """Which tensors of its output are tensors that it was called with: position among the former → place in the call."""
+    """Tensors of its output that are tensors of its call: position in the output → place in the call."""
     grad: bool = True
-    """Called with gradients on: a model that repeats its layers may run some passes without."""
+    """True where it is called with gradients on: a model that repeats its layers may run some passes without."""
     key: Any = None
-    """Equal for blocks that are of one kind, also in traces of other parts of a model."""
+    """Value that is equal for blocks of one kind, also in traces of other parts of a model."""
     shared_at: frozenset[Place] = frozenset()
-    """Where `shared` stand in its call."""
+    """Places of `shared` in its call."""
     kept_at: frozenset[Place] = frozenset()
-    """Where those of them do that autograd keeps without checkpointing: a mask of booleans is not."""
+    """Places of the shared tensors that autograd saves without checkpointing: a mask of booleans is not saved."""
 
     def output_with(self, make: Callable[[torch.Tensor], Any], args: tuple, kwargs: Mapping[str, Any]) -> Any:
-        """Its output in a call of a block like it: what it hands on is handed on, ``make(tensor)`` stands for the rest."""
-        given, positions = by_argument(args, kwargs), itertools.count()
+        """Return its output in a call of a block like it.
+
+        What it hands on is handed on; ``make(tensor)`` replaces the other tensors.
+        """
+        inputs, positions = by_argument(args, kwargs), itertools.count()
 
         def one(tensor: torch.Tensor) -> Any:
             position = next(positions)
-            return given[self.passed[position]] if position in self.passed else make(tensor)
+            return inputs[self.passed[position]] if position in self.passed else make(tensor)
 
         return map_tensors(one, self.output)
 
@@ -70,12 +73,12 @@ class TracedCall:
 
 @dataclass
 class ModelTrace:
-    """A model's layers as it calls them, and what is needed to run any of them again."""
+    """A model's layers as it calls them, and what is required to run any of them again."""
 
     calls: tuple[TracedCall, ...]
     kinds: tuple[Kind, ...]
     shared_bytes: int
-    """Storages that several layers are called with (position tables, masks), counted once."""
+    """Bytes of the storages that several layers are called with (position tables, masks), counted once."""
     run: FakeRun
     state: dict[str, torch.Tensor]
     args: tuple
@@ -83,44 +86,44 @@ class ModelTrace:
     dtype: torch.dtype | None
 
     def traces(self) -> tuple[BlockTrace, ...]:
-        """The trace of each kind."""
+        """Return the trace of each kind."""
         return tuple(kind.trace for kind in self.kinds if kind.trace is not None)
 
     def counts(self) -> tuple[int, ...]:
-        """How many calls there are of each kind."""
+        """Return the number of calls of each kind."""
         return tuple(sum(call.kind == k for call in self.calls) for k in range(len(self.kinds)))
 
 
 def handed_on(output: Any, args: tuple, kwargs: Mapping[str, Any]) -> dict[int, Place]:
-    """Positions of the tensors in `output` that are tensors of the call, with their places there."""
-    given = {id(tensor): place for place, tensor in reversed(by_argument(args, kwargs).items())}
-    return {i: given[id(tensor)] for i, tensor in enumerate(tensors_in(output)) if id(tensor) in given}
+    """Return the positions of the tensors in `output` that are tensors of the call, with their places there."""
+    places = {id(tensor): place for place, tensor in reversed(by_argument(args, kwargs).items())}
+    return {i: places[id(tensor)] for i, tensor in enumerate(tensors_in(output)) if id(tensor) in places}
 
 
 def settings_of(module: nn.Module) -> tuple:
-    """Everything plain that tells one layer from another: classes, shapes, numbers, words and flags."""
-    found: list[Any] = []
+    """Return everything plain that tells one layer from another: classes, shapes, numbers, words and flags."""
+    settings: list[Any] = []
     for name, part in module.named_modules():
         plain = tuple(
             (key, value)
             for key, value in sorted(vars(part).items())
             if _plain(value) and not any(word in key for word in _OWN_INDEX)
         )
-        found.append((name, type(part), plain))
+        settings.append((name, type(part), plain))
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        found.append((name, tuple(local_part(tensor).shape), tensor.dtype, tensor.requires_grad))
-    return tuple(found)
+        settings.append((name, tuple(local_part(tensor).shape), tensor.dtype, tensor.requires_grad))
+    return tuple(settings)
 
 
 def _plain(value: Any) -> bool:
-    """A number, a word, a flag, or a tuple of such: the stride of a convolution is one."""
+    """Return whether a value is a number, a word, a flag, or a tuple of such: the stride of a convolution is one."""
     if isinstance(value, tuple):
         return all(map(_plain, value))
     return isinstance(value, bool | int | float | str | type(None))
 
 
 def call_key(value: Any) -> Any:
-    """A hashable stand-in for the arguments of a call: layouts of tensors, plain values, types of anything else."""
+    """Return a hashable stand-in for the arguments of a call: layouts of tensors, plain values, types of anything else."""
     leaves, spec = tree_flatten(value)
     described: list[Any] = []
     for leaf in leaves:
@@ -138,7 +141,7 @@ Record = tuple[str, tuple, Any]
 
 
 def _hooks(layer: nn.Module) -> Iterator[tuple[str, nn.Module, Callable]]:
-    """The recorders below `layer`, by module name; those on the layer itself are called with it."""
+    """Yield the recorders below `layer`, by module name; those on the layer itself are called with it."""
     for name, part in layer.named_modules():
         for hook in forward_hooks(part):
             if name and getattr(hook, "__module__", None) == RECORDERS:
@@ -147,7 +150,7 @@ def _hooks(layer: nn.Module) -> Iterator[tuple[str, nn.Module, Callable]]:
 
 @contextmanager
 def recording(layer: nn.Module) -> Iterator[list[Record]]:
-    """Within it, what the recorders below `layer` see is noted, one entry for each module and call."""
+    """Note what the recorders below `layer` see within the context, one entry for each module and call."""
     seen: list[Record] = []
     with ExitStack() as stack:
         for name, part in {name: part for name, part, _ in _hooks(layer)}.items():

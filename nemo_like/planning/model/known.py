@@ -1,4 +1,4 @@
-"""What was found by running parts of one model on fake tensors, for all traces of it that have the same parts."""
+"""Results of running parts of one model on fake tensors, for all traces of it that have the same parts."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ class Known:
 
     def __init__(self) -> None:
         self.blocks: dict[Hashable, BlockEvents] = {}
-        """What a block allocates, by its number, its choice, and how its step runs."""
+        """Allocations of a block, by its number, its choice, and how its step runs."""
         self.outside: dict[Hashable, OuterMemory] = {}
-        """What runs outside the layers, by the loss, and how the step runs."""
+        """Memory outside the layers, by the loss, and how the step runs."""
         self.trained: dict[Hashable, frozenset[str]] = {}
         """Names of the parameters that get a gradient in a step, by all names and which of them require gradients."""
         self.shardings: dict[Hashable, Sharding] = {}
-        """What one rank stores, by the weights and the ranks that share them."""
+        """Bytes that one rank stores, by the weights and the ranks that share them."""
         self.decisions: dict[Hashable, list[tuple[str, ...]]] = {}
-        """Of the choices that a search mixes plans of, by kind of layer."""
+        """Decisions of the choices that a search mixes plans of, by kind of layer."""
         self.cut: StageParts | str | None = None
-        """What is before, in and after the layers; or why the model cannot be cut."""
+        """Parts before, in and after the layers; or the reason why the model cannot be cut."""
         self._numbers: dict[Any, int] = {}
 
     def number(self, key: Hashable) -> int:
-        """Return a number for `key`, the same for equal ones: long keys are compared once."""
+        """Return a number for `key`, the same for equal ones, so that long keys are compared once."""
         return self._numbers.setdefault(key, len(self._numbers))

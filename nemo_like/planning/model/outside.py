@@ -1,7 +1,7 @@
-"""What a model does around its layers: embedding, position tables, norm, head and loss, as a log of allocations.
+"""Log the allocations of a model outside its layers: embedding, position tables, norm, head and loss.
 
-The model runs forward and backward on fake tensors with every layer replaced by a stand-in that hands on tensors of the
-right shape and keeps nothing.
+The model runs forward and backward on fake tensors. Every layer is replaced by a stand-in, which hands on tensors of the
+right shape and saves nothing.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ from nemo_like.torch_compat import under_loss_parallel
 
 @dataclass(frozen=True)
 class OuterMemory:
-    """A step of everything but the layers. Parameters and the step's input are not counted."""
+    """Memory of a step of everything but the layers. Parameters and the step's input are not counted."""
 
     events: OuterEvents
-    """What it allocates and frees, in order."""
+    """Allocations and frees, in order."""
     trained: frozenset[str]
-    """Names of the parameters around the layers that get a gradient."""
+    """Names of the parameters outside the layers that get a gradient."""
     used: tuple[frozenset[int], ...]
     """For each kind of layer, the positions of those tensors of its output that get a gradient."""
     layouts: tuple[dict[int, tuple[int, ...]], ...] = ()
-    """For each kind of layer, the strides of those of these gradients that are not in rows, by position: the layer's
-    backward copies them, as a rule."""
+    """For each kind of layer, the strides of those of these gradients that are not in rows, by position. As a
+    rule, the layer's backward copies them."""
     whole_logits: tuple[str, ...] = ()
-    """Why logits were whole, where a chunked loss was asked for; empty: they were not."""
+    """Reasons why logits were whole, where a chunked loss was requested; empty: they were not."""
     own_loss: bool = False
-    """Whether the model computes the loss."""
+    """True where the model computes the loss."""
     in_chunks: bool = False
-    """Whether the head made its gradients in forward, so that its backward begins with that of the loss."""
+    """True where the head made its gradients in forward, so that its backward begins with that of the loss."""
     seconds: float = 0.0
-    """Its forward and backward by the device's roofline; 0 where no device was given."""
+    """Seconds of its forward and backward by the device's roofline; 0 where no device was given."""
     idle: frozenset[int] = frozenset()
     """Layer calls that have no backward: what they return is not in the loss, or nothing before them trains."""
     dropped: frozenset[int] = frozenset()
-    """Of those, the ones that hold nothing when backward begins: nobody has what they returned any more."""
+    """Idle calls that hold nothing when backward begins: what they returned is not referenced any more."""
     kinds: Mapping[str, float] = field(default_factory=dict)
     """`seconds` by `nemo_like.planning.program.roofline.kernel_kind`."""
 
@@ -75,16 +75,16 @@ def outer_memory(
     regions: bool = True,
     split_loss: bool = False,
 ) -> OuterMemory:
-    """Run the model's step around its layers on fake tensors and watch its memory.
+    """Run the model's step outside its layers on fake tensors and watch its memory.
 
     Args:
         model, layers, traced: what runs, and how it was traced.
         step: the loss of the loop, and whether it keeps the output.
         chunks: compute the loss that the model computes in such chunks.
         accumulate: parameters have gradients before, which are not counted, and backward adds to them.
-        device: whose roofline times it.
+        device: the device whose roofline times it.
         halves: cut backward in two, as some schedules of pipelines do.
-        regions: whether layers are checkpointed; without, they hold those of their shared inputs that autograd keeps.
+        regions: whether layers are checkpointed; without, they hold those of their shared inputs that autograd saves.
         split_loss: the logits are one rank's part, by vocabulary, and the loss is that of all ranks' parts.
 
     Raises:
@@ -107,7 +107,7 @@ def outer_memory(
             assert position < len(traced.calls), "a layer runs that did not run when it was traced"
             number = traced.calls[position].kind
             kind = traced.kinds[number]
-            own = {
+            input_numbers = {
                 place: meter.number(t) for place, t in by_argument(args, kwargs).items() if place not in kind.shared_at
             }
             at = len(meter.log)
@@ -115,8 +115,8 @@ def outer_memory(
             output, records, standing = stand_in(kind, args, kwargs, begin, used[number], layouts[number], regions)
             if standing is not None:
                 alive[position] = standing
-            made = {i: meter.number(t) for i, t in enumerate(tensors_in(output)) if i not in kind.passed}
-            calls.append(ForwardCall(at, len(meter.log), own, made))
+            output_numbers = {i: meter.number(t) for i, t in enumerate(tensors_in(output)) if i not in kind.passed}
+            calls.append(ForwardCall(at, len(meter.log), input_numbers, output_numbers))
             record_again(bare(layer.module), records)
             return output
 
@@ -196,7 +196,7 @@ def outer_memory(
 
 
 class _Ends:
-    """Where modules return, and where the gradients of what they returned are there."""
+    """Positions in the log where modules return, and where the gradients of what they returned are there."""
 
     def __init__(self, meter: LiveBytes) -> None:
         self.meter = meter
@@ -205,7 +205,7 @@ class _Ends:
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
-        """All modules of `model` that have parameters of their own."""
+        """Watch all modules of `model` that have parameters of their own."""
         handles = []
         for prefix, module in model.named_modules():
             if names := [f"{prefix}.{name}" if prefix else name for name, _ in module.named_parameters(recurse=False)]:
@@ -221,7 +221,7 @@ class _Ends:
         self.returned(names, output)
 
     def returned(self, names: Sequence[str], output: Any) -> None:
-        """A module with these parameters has."""
+        """Note that a module with these parameters has returned `output`."""
         self.returns.update(dict.fromkeys(names, len(self.meter.log)))
         for tensor in tensors_in(output):
             if tensor.requires_grad:
@@ -233,26 +233,26 @@ class _Ends:
 
 
 def _given(traced: ModelTrace) -> list[torch.Tensor]:
-    """Those tensors of the model's input that get a gradient: the hidden states that a pipeline's stage is sent."""
+    """Return the tensors of the model's input that get a gradient: the hidden states that a pipeline's stage is sent."""
     return [t for t in tensors_in((traced.args, traced.kwargs)) if t.requires_grad]
 
 
 def _backward_begins(
     meter: LiveBytes, backs: list[BackwardCall], position: int, grads: Mapping[int, torch.Tensor]
 ) -> Callable[[Mapping[Place, torch.Tensor]], None]:
-    """The backward of a stand-in begins; what is returned is to be called when it has made its gradients."""
+    """Note that the backward of a stand-in begins; return the function to call when it has made its gradients."""
     at, numbers = len(meter.log), {at: meter.number(grad) for at, grad in grads.items()}
 
-    def done(made: Mapping[Place, torch.Tensor]) -> None:
-        own = {place: meter.number(grad) for place, grad in made.items()}
-        backs.append(BackwardCall(position, at, len(meter.log), numbers, own))
+    def done(input_grads: Mapping[Place, torch.Tensor]) -> None:
+        input_numbers = {place: meter.number(grad) for place, grad in input_grads.items()}
+        backs.append(BackwardCall(position, at, len(meter.log), numbers, input_numbers))
 
     return done
 
 
 Lap = Callable[[Mapping[int, torch.Tensor]], Callable[[Mapping[Place, torch.Tensor]], None]]
-"""To be called when a stand-in's backward begins, with its gradients by the position of the output; what it returns, with
-those that it has made by the place of the input."""
+"""Function to call when a stand-in's backward begins, with its gradients by the position of the output. It returns the
+function to call with the gradients that the stand-in has made, by the place of the input."""
 
 
 @dataclass(eq=False)
@@ -264,11 +264,11 @@ class LayerStub:
     layouts: dict[int, tuple[int, ...]]
     """Strides of the gradients that it gets, where they are not in rows."""
     places: list[int]
-    """Where in the layer's output its tensors stand."""
+    """Positions of its tensors in the layer's output."""
     inputs: list[Place]
-    """Where in its call those of its inputs stand that get a gradient."""
+    """Places in its call of the inputs that get a gradient."""
     held: list[torch.Tensor]
-    """What the layer shares with others, and holds till its backward."""
+    """Tensors that the layer shares with others, and holds till its backward."""
 
 
 class _StubbedLayer(torch.autograd.Function):
@@ -290,9 +290,9 @@ class _StubbedLayer(torch.autograd.Function):
             if grad is not None and not grad.is_contiguous() and 0 not in grad.stride()
         )
         call.held.clear()
-        made = [torch.empty(shape, dtype=dtype) for shape, dtype in ctx.layouts]  # in rows, as kernels make them
-        done(dict(zip(call.inputs, made)))
-        return None, None, *made
+        input_grads = [torch.empty(shape, dtype=dtype) for shape, dtype in ctx.layouts]  # in rows, as kernels make them
+        done(dict(zip(call.inputs, input_grads)))
+        return None, None, *input_grads
 
 
 def stand_in(
@@ -304,35 +304,35 @@ def stand_in(
     layouts: dict[int, tuple[int, ...]],
     regions: bool = True,
 ) -> tuple[Any, Any, weakref.ref[LayerStub] | None]:
-    """The output of a layer that is not run, what recorders in it would have seen, and what its backward will hold.
+    """Return the output of a layer that is not run, what its recorders would have seen, and what its backward will hold.
 
     regions: whether it is checkpointed, so that it holds all that it is called with.
     """
     places_held = kind.shared_at if regions else kind.kept_at
-    given = by_argument(args, kwargs)
+    tensors = by_argument(args, kwargs)
     outputs = tensors_in(kind.output)
     places = [place for place in range(len(outputs)) if place not in kind.passed]
     wanted = [outputs[place] for place in places] + tensors_in(kind.records)
-    places_in = [place for place, t in given.items() if t.requires_grad]
-    inputs = [given[place] for place in places_in]
+    places_in = [place for place, t in tensors.items() if t.requires_grad]
+    inputs = [tensors[place] for place in places_in]
     if not inputs and any(t.requires_grad for t in wanted):
         inputs = [torch.zeros((), requires_grad=True)]  # the layer's own parameters train, its input does not
     if inputs:
-        held = [tensor for place, tensor in given.items() if place in places_held]
+        held = [tensor for place, tensor in tensors.items() if place in places_held]
         call = LayerStub(lap, used, layouts, places, places_in, held)
         standing = weakref.ref(call)
-        made = iter(_StubbedLayer.apply(call, wanted, *inputs))
+        replacements = iter(_StubbedLayer.apply(call, wanted, *inputs))
     else:
-        made, standing = map(torch.empty_like, wanted), None
-    output = kind.output_with(lambda _: next(made), args, kwargs)
-    return output, map_tensors(lambda _: next(made), kind.records), standing
+        replacements, standing = map(torch.empty_like, wanted), None
+    output = kind.output_with(lambda _: next(replacements), args, kwargs)
+    return output, map_tensors(lambda _: next(replacements), kind.records), standing
 
 
 def loss_of(output: Any, loss_fn: Callable[[Any], torch.Tensor] | None = None) -> torch.Tensor:
-    """The number to run backward from: ``loss_fn(output)``, else a ``loss`` in the output, else a cross entropy.
+    """Return the number to run backward from: ``loss_fn(output)``, else a ``loss`` in the output, else a cross entropy.
 
-    That is of its first tensor that has a gradient: in float32, shifted by one token, as most loops outside of a model
-    compute it, and no less than others hold.
+    The cross entropy is of the first tensor that has a gradient. It is in float32 and shifted by one token, as most loops
+    outside of a model compute it, and holds no less than others do.
     """
     if loss_fn is not None:
         return _told_loss(output, loss_fn)

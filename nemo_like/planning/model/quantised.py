@@ -22,10 +22,10 @@ _TABLES = 16 + 256 + 1
 
 
 class FourBitLinear(nn.Module):
-    """A linear layer whose weight takes what it would in 4 bits. Its values mean nothing.
+    """A linear layer whose weight takes as many bytes as in 4 bits. Its values mean nothing.
 
     Args:
-        linear: whose shape and bias it has.
+        linear: the layer whose shape and bias it has.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -42,7 +42,7 @@ class FourBitLinear(nn.Module):
         self.bias = linear.bias
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """(..., in_features) to (..., out_features)."""
+        """Map (..., in_features) to (..., out_features)."""
         shape = (self.out_features, self.in_features)
         return _Product.apply(input, self.weight, self.bias, shape).clone()
 
@@ -67,7 +67,7 @@ def _whole(packed: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype) -> 
 
 
 def with_four_bit_weights(model: nn.Module) -> nn.Module:
-    """A copy of `model` whose frozen linear layers have their weights in 4 bits; its head stays as it is.
+    """Return a copy of `model` whose frozen linear layers have their weights in 4 bits; its head stays as it is.
 
     Parameters and values of all else are shared with `model`, so that it may be on the meta device or have weights.
 
@@ -78,28 +78,28 @@ def with_four_bit_weights(model: nn.Module) -> nn.Module:
     copied = copy.deepcopy(model, memo)
     head_of: Any = getattr(copied, "get_output_embeddings", lambda: None)
     head = head_of()
-    found = [
+    frozen = [
         (parent, name, child)
         for parent in copied.modules()
         for name, child in parent.named_children()
         if type(child) is nn.Linear and child is not head and not child.weight.requires_grad
     ]
-    if not found:
+    if not frozen:
         raise ValueError(
             f"{type(model).__name__} has no frozen linear layer to keep in 4 bits: those weights get no gradients. Put "
-            "adapters beside them first (peft.get_peft_model), or freeze them."
+            "adapters next to them first (peft.get_peft_model), or freeze them."
         )
-    for parent, name, child in found:
+    for parent, name, child in frozen:
         setattr(parent, name, FourBitLinear(child))
     return copied
 
 
 def with_adapters(model: nn.Module, rank: int, frozen: torch.dtype | None = None) -> nn.Module:
-    """`model` with adapters of `rank` beside all its linear layers but the head, by peft; all else no longer trains.
+    """Add adapters of `rank` to all linear layers of `model` but the head, by peft; all else no longer trains.
 
     Args:
         model: changed in place, as peft does.
-        rank: of the adapters, >= 1.
+        rank: rank of the adapters, >= 1.
         frozen: dtype of what does not train; None: as it is.
 
     Raises:
@@ -128,8 +128,8 @@ def check_float8_plan(job: Job, device: Device) -> None:
     """Raise where layers multiply in float8, and no plan is made of that.
 
     Raises:
-        ValueError: float8 beside what is not planned with it, or a GPU that does not multiply in it. MissingExtraError:
-            torchao is not installed.
+        ValueError: float8 together with what is not planned with it, or a GPU that does not multiply in it.
+        MissingExtraError: torchao is not installed.
     """
     word = job.precision.matmuls
     if word is None:
@@ -155,8 +155,11 @@ def convert(layers: Sequence[Any], job: Job, device: Device) -> None:
 
 
 def of_layers(device: Device, job: Job) -> Device:
-    """`device` at the rates of the layers' operators: all of their matrix products count at float8's, those of the few
-    linears too that it does not fit; at bfloat16's where no rate of float8 is known (a CPU emulates it)."""
+    """Return `device` at the rates of the layers' operators.
+
+    All of their matrix products count at the rate of float8, also those of the few linears that it does not fit. Where no
+    rate of float8 is known (a CPU emulates it), they count at that of bfloat16.
+    """
     if job.precision.matmuls is None or "float8" not in device.matmul_flops:
         return device
     return replace(device, matmul_flops={**device.matmul_flops, "half": device.matmul_flops["float8"]})

@@ -53,17 +53,17 @@ MODES = ("none", "full", "selective")
 
 
 class StepLoss(NamedTuple):
-    """How a step computes its loss: what a trace outside the layers depends on."""
+    """Settings of a step's loss, on which a trace outside the layers depends."""
 
     chunks: ChunkedLoss | None = None
-    """None: the logits are whole."""
+    """Chunks of the loss; None: the logits are whole."""
     keeps_output: bool = True
     loss_fn: Callable[..., Any] | None = None
-    """The loop's; None: the model computes it."""
+    """Loss function of the loop; None: the model computes the loss."""
 
     @classmethod
     def of(cls, job: Job) -> StepLoss:
-        """Return that of `job`."""
+        """Return the settings of `job`."""
         return cls(job.loss, job.step.keeps_output, job.step.loss_fn)
 
 
@@ -75,9 +75,9 @@ class TracedPart:
 
         Args:
             model: on any device; a stage of a pipeline as a model that is called with what it receives.
-            sample_input: what one micro-batch of one rank gives to it.
-            job: whose dtypes, device, and sizes of ``tp``, ``cp`` and ``ep`` are traced.
-            known: results of other traces of the same model, and this one's from now on.
+            sample_input: the input of one micro-batch of one rank.
+            job: the job whose dtypes, device, and sizes of ``tp``, ``cp`` and ``ep`` are traced.
+            known: results of other traces of the same model; those of this one are added.
 
         Raises:
             ValueError: a model that cannot be traced, or a job that is not planned.
@@ -113,15 +113,15 @@ class TracedPart:
         self._trace(sample_input, dtype, lower, job)
         if self.not_run:
             warn_once(
-                f"{self.idle_layers()} did not run with the sample input: the plan and its peak say nothing of them. Give a "
+                f"{self.idle_layers()} did not run with the sample input: the plan and its peak do not cover them. Give a "
                 "sample_input that goes through them, such as pictures or sound together with the text."
             )
 
     def _trace(self, sample_input: Any, dtype: torch.dtype | None, lower: torch.dtype | None, job: Job) -> None:
         device, measure = self.device, job.search.measure
-        given = tuple(tensors_in(sample_input))
-        self.sample = describe(given, {})
-        self.input_bytes = sum(tensor.numel() * tensor.element_size() for tensor in given)
+        inputs = tuple(tensors_in(sample_input))
+        self.sample = describe(inputs, {})
+        self.input_bytes = sum(tensor.numel() * tensor.element_size() for tensor in inputs)
         """Bytes of what the model is called with (token ids and labels), which peaks leave out."""
         at_hand = pick_device_type()
         if measure and at_hand != device.kind:
@@ -169,7 +169,7 @@ class TracedPart:
 
     @cached_property
     def blocks(self) -> list[BlockSeconds]:
-        """The seconds of each kind of layer."""
+        """Seconds of each kind of layer."""
         return [BlockSeconds.of(problem) for problem in self.problems]
 
     def frontier(self, kind: int, *, skip: bool, host: int) -> tuple[Choice, ...]:
@@ -200,7 +200,7 @@ class TracedPart:
         )
 
     def uniform(self, mode: str) -> list[Choice]:
-        """Return what each layer call keeps under ``none``, ``full`` or ``selective``."""
+        """Return the choice of each layer call under ``none``, ``full`` or ``selective``."""
         makers: dict[str, Callable[[BlockProblem], Choice]] = {
             "none": BlockProblem.none,
             "full": BlockProblem.full,
@@ -261,7 +261,7 @@ class TracedPart:
         """Return what a block allocates under `choice`, run by the engine on fake tensors.
 
         Args:
-            kind, choice: the block, and what it keeps.
+            kind, choice: the block, and what it saves.
             accumulate, received: as for `block_memory`.
             loss: of the step; None: the traced one.
             halves: a pipeline's schedule cuts backward in two, and recomputes once (True) or twice (False); None: it does
@@ -307,8 +307,8 @@ class TracedPart:
         Args:
             loss: of the step; None: the traced one.
             accumulate: backward adds to gradients that are there.
-            choices: how the layers run; None: as regions, which hold all that they are called with. Where only some do, the
-                others are counted so, too.
+            choices: how the layers run; None: as regions, which hold all that they are called with. Where only some are
+                regions, the others are counted as such, too.
             halves: backward is cut in two.
         """
         loss = self.loss if loss is None else loss
@@ -316,7 +316,7 @@ class TracedPart:
         regions |= all(kind.kept_at == kind.shared_at for kind in self.traced.kinds)
         key = (self._number, loss, accumulate, regions, halves)
         if key not in self.known.outside:
-            made = outer_memory(
+            memory = outer_memory(
                 self.model,
                 self.layers,
                 self.traced,
@@ -328,9 +328,9 @@ class TracedPart:
                 regions=regions,
                 split_loss=self.splits_loss,
             )
-            for reason in made.whole_logits if loss.chunks == self.loss.chunks else ():
+            for reason in memory.whole_logits if loss.chunks == self.loss.chunks else ():
                 say_whole_logits(self.whole, reason)
-            self.known.outside[key] = made
+            self.known.outside[key] = memory
         return self.known.outside[key]
 
     def can_chunk(self) -> bool:
@@ -362,8 +362,8 @@ class TracedPart:
         whole: one rank has all of the model.
         """
         if whole not in self._forms:
-            made = ParameterForms(self.model, self.layers, whole=whole, trained=self.trained, experts=self.experts)
-            self._forms[whole] = made, self.known.number(made.content())
+            forms = ParameterForms(self.model, self.layers, whole=whole, trained=self.trained, experts=self.experts)
+            self._forms[whole] = forms, self.known.number(forms.content())
         return self._forms[whole]
 
     def expert_names(self, call: TracedCall) -> frozenset[str]:
@@ -373,7 +373,7 @@ class TracedPart:
 
     @property
     def remembered(self) -> int:
-        """Bytes that stay from step to step and are no state: tables of the model's functions, masks of ``cp``."""
+        """Bytes that stay from step to step and are not state: tables of the model's functions, masks of ``cp``."""
         return self.traced.run.tables.bytes + (0 if self._masks is None else self._masks.bytes)
 
 
@@ -389,16 +389,16 @@ def local_shape(job: Job) -> Hashable:
 
 
 def _found_and_chosen(model: nn.Module, layers: Any) -> tuple[tuple[find.Layer, ...], frozenset[str]]:
-    """All layers of the model, and the names of those to plan for."""
-    asked = find.find_layers(model, layers)
-    names = frozenset(layer.fqn for layer in asked)
+    """Return all layers of the model, and the names of those to plan for."""
+    chosen = find.find_layers(model, layers)
+    names = frozenset(layer.fqn for layer in chosen)
     if hasattr(model, STAGE_MARK):
-        return asked, names  # the others are on other stages
+        return chosen, names  # the others are on other stages
     try:
-        found = find.find_layers(model)
+        every = find.find_layers(model)
     except find.LayersNotFoundError:
-        return asked, names  # only the caller knows the layers
-    return (found if names <= {layer.fqn for layer in found} else asked), names
+        return chosen, names  # only the caller knows the layers
+    return (every if names <= {layer.fqn for layer in every} else chosen), names
 
 
 def _refuse_lists(model: nn.Module, ep: ExpertParallel) -> None:

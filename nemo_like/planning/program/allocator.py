@@ -3,21 +3,21 @@
 The rules are those of ``c10/cuda/CUDACachingAllocator.cpp`` and ``c10/core/AllocatorConfig.h`` (PyTorch 2.13; the same in
 2.15 as far as they are modelled), and no GPU is needed:
 
-- A request is rounded up to 512 bytes (``kMinBlockSize``), or, with ``roundup_power2_divisions``, to the next of so many
-  equal steps between two powers of two.
-- Requests up to 1 MiB (``kSmallSize``) come from segments of 2 MiB (``kSmallBuffer``), those below 10 MiB
-  (``kMinLargeAlloc``) from segments of 20 MiB (``large_segment_size_mb``), larger ones from a segment of their own, rounded
-  up to 2 MiB (``kRoundLarge``).
+- A request is rounded up to 512 bytes (``kMinBlockSize``). With ``roundup_power2_divisions`` it is rounded up to the next
+  of so many equal steps between two powers of two.
+- Requests up to 1 MiB (``kSmallSize``) come from segments of 2 MiB (``kSmallBuffer``). Those below 10 MiB
+  (``kMinLargeAlloc``) come from segments of 20 MiB (``large_segment_size_mb``). Larger ones come from a segment of their
+  own, rounded up to 2 MiB (``kRoundLarge``).
 - Each stream has its own free blocks, small and large ones apart. The smallest that is large enough is taken, of several
   the one at the lowest address (`get_free_block`).
-- A block is split where 512 bytes or more would be left of a small one, more than 1 MiB of a large one; with
-  ``max_split_size_mb`` larger requests are not split, and larger blocks serve none of the smaller requests (`should_split`).
-- A freed block becomes one with its free neighbours; a segment stays reserved, until memory runs out: then free segments
+- A block is split where 512 bytes or more would be left of a small one, more than 1 MiB of a large one (`should_split`).
+  With ``max_split_size_mb`` larger requests are not split, and larger blocks serve none of the smaller requests.
+- A freed block becomes one with its free neighbours. A segment stays reserved until memory runs out. Then free segments
   of all streams go back to the device, and the request is tried once more.
 - With ``expandable_segments`` a stream has one segment of each kind that grows by pages of 2 or 20 MiB at its end.
 
 Not modelled: ``garbage_collection_threshold``, memory pools of CUDA graphs, ``record_stream``, and ``cudaMalloc``'s choice
-of addresses: segments here lie in the order in which they were made.
+of addresses: segments here are in the order in which they were made.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class CachingAllocator:
 
     Args:
         config: its settings; None: torch's defaults.
-        memory: bytes that it may reserve; None: as many as are asked for, so that nothing is ever given back.
+        memory: bytes that it may reserve; None: as many as are requested, so that nothing is ever given back.
         address_space: bytes of address space of a growing segment (torch: 9/8 of the device's memory).
     """
 
@@ -58,17 +58,17 @@ class CachingAllocator:
         self.config, self.memory = config or AllocatorConfig(), memory
         self.address_space = address_space
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
-        """Bytes in blocks in use, as ``torch.cuda.memory_allocated`` counts them, and in segments; now, and most."""
+        """Bytes in blocks in use, as ``torch.cuda.memory_allocated`` counts them, and in segments: now, and at most."""
         self.retries = 0
-        """How often segments were given back, because memory had run out."""
+        """Number of times that segments were given back, because memory had run out."""
         self._limit = float("inf") if self.config.max_split_size is None else self.config.max_split_size
         self._pools: dict[tuple[Hashable, bool], BlockPool] = {}
         self._rounded: dict[int, int] = {}
-        """`rounded` of the sizes that were asked for: a step asks for a dozen thousands of times."""
+        """Results of `rounded` by requested size: a step requests a dozen sizes thousands of times."""
         self._next_address = 0
 
     def allocate(self, size: int, stream: Hashable = 0) -> MemoryBlock:
-        """A block of at least `size` bytes on `stream`. (Of 0 bytes torch asks for none.)
+        """Return a block of at least `size` bytes on `stream`. (For 0 bytes torch requests none.)
 
         Raises:
             DeviceMemoryError: `memory` does not suffice.
@@ -107,7 +107,7 @@ class CachingAllocator:
         block.pool.add(block)
 
     def rounded(self, size: int) -> int:
-        """The bytes of a request for `size`."""
+        """Return the bytes of a request for `size`."""
         divisions = self.config.roundup_power2_divisions
         if divisions > 1 and size > MIN_BLOCK * divisions:
             step = (1 << (size.bit_length() - 1)) // divisions
@@ -115,7 +115,7 @@ class CachingAllocator:
         return max(MIN_BLOCK, -(-size // MIN_BLOCK) * MIN_BLOCK)
 
     def release_cached(self) -> None:
-        """What ``torch.cuda.empty_cache`` does: segments, or pages of growing ones, in which nothing is used go back."""
+        """Give back segments, or pages of growing ones, in which nothing is used, as ``torch.cuda.empty_cache`` does."""
         for pool in self._pools.values():
             for _, _, block in list(pool.free):
                 if self.config.expandable_segments:
@@ -172,7 +172,7 @@ class CachingAllocator:
         return block
 
     def _count(self, size: int) -> bool:
-        """Whether the device has `size` bytes more; then they are reserved."""
+        """Return whether the device has `size` bytes more, and reserve them then."""
         if self.memory is not None and self.reserved + size > self.memory:
             return False
         self.reserved += size
@@ -219,7 +219,7 @@ class CachingAllocator:
         return SMALL_SEGMENT if pool.small else self.config.large_segment
 
     def _grown(self, pool: BlockPool, size: int) -> MemoryBlock | None:
-        """A free block of `size` bytes at the lowest address where free and unmapped pieces suffice."""
+        """Return a free block of `size` bytes at the lowest address where free and unmapped pieces suffice."""
         block = self._with_room(pool, size)
         if not block.mapped and not self._map(block, min(block.size, size)):
             return None
@@ -243,11 +243,11 @@ class CachingAllocator:
                 return first
         page = self._page(pool)
         space = -(-self.address_space // page) * page
-        start = -(-self._next_address // page) * page  # so that its pages lie at multiples of their size
-        made = MemoryBlock(start, space, pool, mapped=False)
+        start = -(-self._next_address // page) * page  # so that its pages are at multiples of their size
+        segment = MemoryBlock(start, space, pool, mapped=False)
         self._next_address = start + space
-        insort(pool.unmapped, (made.address, made))
-        return made
+        insort(pool.unmapped, (segment.address, segment))
+        return segment
 
     def _map(self, block: MemoryBlock, size: int) -> bool:
         """Put memory behind the first `size` bytes of an unmapped block, in whole pages."""
@@ -322,10 +322,10 @@ class BlockPool:
     def __init__(self, *, small: bool, least_rest: int, most_split: float) -> None:
         self.small = small
         self.least_rest, self.most_split = least_rest, most_split
-        """Bytes from which on what is left of a block becomes one of its own, for requests below so many bytes."""
+        """Least bytes left of a block that become one of its own, and the bytes below which requests split blocks."""
         self.free: list[tuple[int, int, MemoryBlock]] = []
         self.unmapped: list[tuple[int, MemoryBlock]] = []
-        """Of growing segments, what has no memory behind it, by address."""
+        """Pieces of growing segments that have no memory behind them, by address."""
 
     def add(self, block: MemoryBlock) -> None:
         insort(self.free, (block.size, block.address, block))
@@ -338,6 +338,6 @@ class BlockPool:
 
 
 def can_become(block: MemoryBlock) -> int:
-    """Bytes of a free block of a growing segment, with what may still grow behind it."""
+    """Return the bytes of a free block of a growing segment, with what may still grow behind it."""
     behind = block.next
     return block.size + (behind.size if behind is not None and not behind.mapped else 0)

@@ -1,4 +1,4 @@
-"""Which storages are alive while real code runs on fake tensors, and what each is: one rank's allocator, on paper."""
+"""Follow the storages that are alive while real code runs on fake tensors, and what each is: one rank's allocator."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ class Level:
 
     total: int
     op: str
-    """What was made last."""
+    """Operator that made the last storage."""
     parts: Counter[str]
 
 
 @dataclass(eq=False)
 class Storage:
-    """One of those that were made."""
+    """One storage that was made."""
 
     part: str
     position: int = -1
-    """Of one that an operator of the optimizer over all parameters made: the parameter's number."""
+    """Number of the parameter for which an operator of the optimizer over all parameters made it; -1: none."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Event:
 
 
 class StorageLedger(LiveBytes):
-    """Tells what the bytes of all storages are that are made inside it, and where in the step they are made.
+    """Ledger of all storages that are made inside it: what their bytes are, and where in the step they are made.
 
     What FSDP2 frees and allocates again through `UntypedStorage.resize_` is followed.
 
@@ -81,7 +81,7 @@ class StorageLedger(LiveBytes):
     def __init__(self, *, on_cpu: bool) -> None:
         super().__init__()
         self.events: list[Event] = []
-        """Since `begin`."""
+        """Changes since `begin`."""
         self.phase = OTHER
         """``forward`` | ``backward`` | ``optimizer step``: where the loop is."""
         self.on_cpu, self.steps = on_cpu, 0
@@ -90,13 +90,13 @@ class StorageLedger(LiveBytes):
         self._layers: list[str] = []
         """The layers whose forward runs, the innermost last."""
         self._layer = ""
-        """The one that ran last, in forward or backward; empty: what is around them."""
+        """The layer that ran last, in forward or backward; empty: outside the layers."""
         self._marks: tuple[list[int], list[str]] = ([], [])
-        """From which number on autograd's nodes belong to which layer; ``""``: to none."""
+        """Numbers from which on autograd's nodes belong to a layer, and names of these layers; ``""``: none."""
         self.running: tuple[str, str, str] | None = None
-        """Of the operator that runs: where, what it makes, its name."""
+        """Place, product and name of the running operator; None: none runs."""
         self._position = -1
-        """Of what is counted, among what the operator returned."""
+        """Position of what is counted among what the operator returned."""
         self._originals: tuple[Callable[..., Any], Callable[..., Any]] = (
             torch.UntypedStorage.resize_,
             torch.get_rng_state,
@@ -191,20 +191,20 @@ class StorageLedger(LiveBytes):
                 stretches.append((event.where, Level(total, event.op, Counter(now))))
             elif total > stretches[-1][1].total:
                 stretches[-1] = event.where, Level(total, event.op, Counter(now))
-        found: dict[StepMoment, Level] = {}
+        highest: dict[StepMoment, Level] = {}
         microbatch, before = 0, ""
         for (where, level), (following, _) in zip(stretches, [*stretches[1:], ("", stretches[0][1])]):
             microbatch += where.startswith("forward") and before.startswith("backward")
             outside = where.endswith(_OUTSIDE)
             moment = StepMoment(where, (before, following) if outside else ("", ""), microbatch)
-            if moment not in found or level.total > found[moment].total:
-                found[moment] = level
+            if moment not in highest or level.total > highest[moment].total:
+                highest[moment] = level
             before = where
-        return found
+        return highest
 
     @contextmanager
     def watching(self, layers: Mapping[str, nn.Module]) -> Iterator[None]:
-        """Within it, know when a layer runs; by their names."""
+        """Note within the context when one of the `layers` runs; `layers`: by their names."""
 
         def enter(name: str) -> Callable[..., None]:
             def before(*_: Any) -> None:
@@ -250,16 +250,16 @@ class StorageLedger(LiveBytes):
             self.running = None
 
     def scratch(self, func: Any, args: tuple, kwargs: Mapping[str, Any], out: Any) -> int:
-        """Bytes that an operator takes and gives back, gloo's own copies among them."""
+        """Return the bytes that an operator takes and gives back, gloo's own copies among them."""
         return super().scratch(func, args, kwargs, out) + (_copied_by_gloo(func, args) if self.on_cpu else 0)
 
     def count(self, tensor: torch.Tensor, position: int = -1) -> int:
-        """As in `LiveBytes`."""
+        """Count a storage as `LiveBytes` does."""
         self._position = position
         return super().count(tensor)
 
     def changed(self, number: int, size: int) -> None:
-        """As in `LiveBytes`, with where that is."""
+        """Note a change as `LiveBytes` does, with where it is."""
         where, part, op = (*self.place(), "") if self.running is None else self.running
         more = size - self.sizes.get(number, 0)
         if number not in self._storages:
@@ -275,7 +275,7 @@ class StorageLedger(LiveBytes):
                 known.part = GRADIENTS
 
     def place(self) -> tuple[str, str]:
-        """Where the step is, and what is made there."""
+        """Return where the step is, and what is made there."""
         if self.phase == "optimizer step":
             return self.phase, OPTIMIZER
         node, accumulates = autograd_node(), False
@@ -292,7 +292,7 @@ class StorageLedger(LiveBytes):
 
 
 def _part_of_fsdp() -> str:
-    """What FSDP2 makes, where it is its own code that runs; empty: it is not."""
+    """Return what FSDP2 makes, where its own code runs; empty: it does not run."""
     frame = inspect.currentframe()
     inside = False
     while frame is not None:
@@ -307,7 +307,7 @@ def _part_of_fsdp() -> str:
 
 
 def _copied_by_gloo(func: Any, args: tuple) -> int:
-    """Bytes of gloo's own copies within a collective."""
+    """Return the bytes of gloo's own copies within a collective."""
     name = func._schema.name
     if name == "c10d::_allgather_base_":
         return args[0].nbytes

@@ -1,4 +1,4 @@
-"""What a block does, op by op, without running it: bytes, FLOPs, who reads whom, what autograd keeps.
+"""Trace a block op by op without running it: bytes, FLOPs, which op reads which, and what autograd saves.
 
 `Recorder` watches the ops of a forward pass (fake or real). `trace_block` runs one block under fake tensors and returns
 a `BlockTrace`; `BlockTrace.check` compares it with a real run.
@@ -24,7 +24,7 @@ from nemo_like.torch_compat import OpOverload, TorchDispatchMode, local_part
 
 
 class TraceMismatchError(RuntimeError):
-    """A block ran other ops than its trace says, so a plan made from the trace does not fit it."""
+    """A block ran other ops than its trace has, so a plan made from the trace does not fit it."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class OpRecord:
 
     op: OpOverload
     nth: int
-    """Its invocation index among the ops of the same overload in the block."""
+    """Invocation index among the ops of the same overload in the block."""
     shapes: tuple[tuple[int, ...], ...]
     """Shapes of its output tensors."""
     bytes: int
@@ -46,48 +46,48 @@ class OpRecord:
     writes: tuple[int, ...]
     """Indices of earlier ops that wrote storages it changes in place."""
     view: bool
-    """Makes no storage and changes none: a view, an alias, a query."""
+    """True where it makes no storage and changes none: a view, an alias, a query."""
     random: bool
     half: bool
-    """Computes in a 16-bit floating-point type."""
+    """True where it computes in a 16-bit floating-point type."""
     needed: bool = False
-    """Autograd keeps an output of it, or a view of one."""
+    """True where autograd saves an output of it, or a view of one."""
     changed: bool = False
-    """A later op changes one of its outputs in place."""
+    """True where a later op changes one of its outputs in place."""
 
 
 @dataclass(frozen=True)
 class BlockTrace:
-    """All that planning needs to know of one block in one call."""
+    """Facts about one block in one call that planning uses."""
 
     name: str
     ops: tuple[OpRecord, ...]
     input_bytes: int
-    """Storages of the tensors it is called with that are its own (not shared by all blocks, such as position tables)."""
+    """Bytes of the storages of its own inputs: those that not all blocks share, as they do position tables."""
     shared_bytes: int
-    """Storages of the other tensors it is called with: held once for all blocks."""
+    """Bytes of the storages of its other inputs, which are stored once for all blocks."""
     none_bytes: int
-    """What autograd keeps without checkpointing: distinct storages, without parameters, buffers and shared inputs."""
+    """Bytes that autograd saves without checkpointing: distinct storages, without parameters, buffers and shared inputs."""
     kept_input_bytes: int
-    """Of those, its own inputs."""
+    """Bytes of its own inputs among `none_bytes`."""
     kept_output_bytes: int
-    """Of those, its outputs."""
+    """Bytes of its outputs among `none_bytes`."""
     output_bytes: int
     last_pack: int
-    """Ops from this index on come after the last tensor that autograd keeps: replay stops before them."""
+    """Ops from this index on come after the last tensor that autograd saves: recomputation stops before them."""
     param_bytes: int
     state_bytes: int
-    """Its buffers that forward changes (running statistics): a region keeps a copy of them, as they were before."""
+    """Bytes of its buffers that forward changes (running statistics): a region keeps a copy of their values before it."""
     draws: bool
-    """Any op draws random numbers, so that a region keeps the generator's state."""
+    """True where an op draws random numbers, so that a region keeps the generator's state."""
     kept_inputs: frozenset[Place] = frozenset()
-    """Where its own inputs stand in its call that autograd keeps without checkpointing."""
+    """Places in its call of its own inputs that autograd saves without checkpointing."""
     kept_shared: frozenset[int] = frozenset()
-    """Which of the shared tensors, by their position, autograd keeps without checkpointing."""
+    """Positions of the shared tensors that autograd saves without checkpointing."""
 
     @property
     def saves_something(self) -> bool:
-        """Whether a gradient flows through the block at all; else nobody replays it (`CheckpointWrapper`)."""
+        """True where a gradient flows through the block; else it is never recomputed (`CheckpointWrapper`)."""
         return self.last_pack > 0
 
     @property
@@ -136,14 +136,14 @@ class _Storages:
 
 
 class _Packed:
-    """What autograd keeps in the place of a tensor."""
+    """Object that autograd saves in the place of a tensor."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
 
 
 class Recorder(TorchDispatchMode):
-    """Writes down every op that runs inside it; use as a context around a forward pass.
+    """Recorder of every op that runs inside it; use as a context around a forward pass.
 
     `declare` names the storages that exist before; whatever else appears as an input counts as a constant.
     """
@@ -163,32 +163,36 @@ class Recorder(TorchDispatchMode):
             self.storages.origin.setdefault(self.storages.key(tensor), origin)
 
     def pack(self, tensor: torch.Tensor) -> _Packed:
-        """A saved-tensor hook: autograd keeps `tensor`."""
+        """Note that autograd saves `tensor`: a saved-tensor hook."""
         packed, key = _Packed(tensor), self.storages.key(tensor)
         self.packs.append((len(self.ops), key))
         self._kept.append((weakref.ref(packed), key))
         return packed
 
     def kept(self) -> set[int]:
-        """Keys of the storages that autograd keeps now: what it kept for tensors that are gone, as those by which a router
-        chooses its experts, went with them."""
+        """Return the keys of the storages that autograd keeps now.
+
+        What it kept for tensors that are gone went with them: for example those by which a router chooses its experts.
+        """
         return {key for packed, key in self._kept if packed() is not None}
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        made = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         # An operator of a DTensor is one for the engine, too, which decides on it. Its bytes are those of this rank's part.
-        args, kwargs, out = map_tensors(local_part, (args, kwargs, made)) if is_wrapped(types) else (args, kwargs, made)
+        args, kwargs, out = (
+            map_tensors(local_part, (args, kwargs, result)) if is_wrapped(types) else (args, kwargs, result)
+        )
         inputs, outputs = tensors_in((args, kwargs)), tensors_in(out)
         for tensor in inputs:
             if not self.storages.known(tensor):
                 self.storages.origin[self.storages.key(tensor)] = "constant"
         if not outputs and not ops.written_tensors(func, args, kwargs):
-            return made  # a question (a device, a value), not an op
+            return result  # a question (a device, a value), not an op
         self._record(func, args, kwargs, inputs, out, outputs)
-        return made
+        return result
 
     def _record(self, func: OpOverload, args: tuple, kwargs: dict, inputs: list, out: Any, outputs: list) -> None:
         s, index = self.storages, len(self.ops)
@@ -222,7 +226,7 @@ class Recorder(TorchDispatchMode):
         )
 
     def needed(self) -> tuple[OpRecord, ...]:
-        """The ops, with those marked whose storages autograd keeps."""
+        """Return the ops, with those marked whose storages autograd saves."""
         ops = list(self.ops)
         for position, key in self.packs:
             for writer in self.storages.writers.get(key, ()):
@@ -232,7 +236,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _statistics(func: OpOverload, args: tuple, kwargs: dict) -> list[torch.Tensor]:
-    """Running statistics that a batch norm moves, which its schema does not say."""
+    """Return the running statistics that a batch norm changes, which its schema does not declare."""
     if packet_name(func) not in _BATCH_NORMS or not argument(func, args, kwargs, "training", "train"):
         return []
     return tensors_in([argument(func, args, kwargs, "running_mean"), argument(func, args, kwargs, "running_var")])
@@ -268,18 +272,18 @@ def record(
     origin, packed = s.origin, recorder.kept()
     outputs = {s.key(t) for t in tensors_in(out)}
     ours = {key for key in packed if origin.get(key) not in ("param", "shared", "constant")}
-    own = {key for key, kind in origin.items() if kind == "input"}
-    made = {key for key in outputs if key not in origin}
+    own_inputs = {key for key, kind in origin.items() if kind == "input"}
+    new_outputs = {key for key in outputs if key not in origin}
     ops = recorder.needed()
     trace = BlockTrace(
         name=name,
         ops=ops,
-        input_bytes=sum(s.size[key] for key in own),
+        input_bytes=sum(s.size[key] for key in own_inputs),
         shared_bytes=sum(s.size[key] for key, kind in origin.items() if kind == "shared"),
         none_bytes=sum(s.size[key] for key in ours),
-        kept_input_bytes=sum(s.size[key] for key in ours & own),
-        kept_output_bytes=sum(s.size[key] for key in ours & made),
-        output_bytes=sum(s.size[key] for key in made),
+        kept_input_bytes=sum(s.size[key] for key in ours & own_inputs),
+        kept_output_bytes=sum(s.size[key] for key in ours & new_outputs),
+        output_bytes=sum(s.size[key] for key in new_outputs),
         last_pack=max((position for position, _ in recorder.packs), default=0),
         param_bytes=sum(s.size[key] for key, kind in origin.items() if kind == "param"),
         state_bytes=sum(s.size[key] for key in recorder.changed if origin.get(key) == "param"),
@@ -306,7 +310,7 @@ def trace_block(
     Args:
         module: the block.
         args, kwargs: what its model calls it with; real tensors are replaced by fake ones. Their `requires_grad`
-            counts, as it decides what autograd keeps.
+            counts, as it decides what autograd saves.
         name: for messages; default: its class name.
         shared: those tensors among the arguments that all blocks are called with.
         run, state: a fake run in progress and the module's fake parameters in it; default: new ones.
@@ -321,23 +325,25 @@ def trace_block(
         def stand_in(value: torch.Tensor) -> torch.Tensor:
             if id(value) not in replaced:
                 # In a run in progress, what is not fake is known, as a mask made of constants is.
-                made = value.detach() if in_progress and not isinstance(value, FakeTensor) else run.sample(value)
-                replaced[id(value)] = made.requires_grad_(value.requires_grad) if value.requires_grad else made
+                fake = value.detach() if in_progress and not isinstance(value, FakeTensor) else run.sample(value)
+                replaced[id(value)] = fake.requires_grad_(value.requires_grad) if value.requires_grad else fake
             return replaced[id(value)]
 
         fake_args, fake_kwargs = map_tensors(stand_in, (args, kwargs))
-        own = {place: replaced[id(t)] for place, t in by_argument(args, kwargs).items() if id(t) not in shared_ids}
-        given = dict(state)
+        own_inputs = {
+            place: replaced[id(t)] for place, t in by_argument(args, kwargs).items() if id(t) not in shared_ids
+        }
+        fake_state = dict(state)
 
         def call() -> Any:
             with run.casting():
-                return call_with(module, given, fake_args, fake_kwargs)
+                return call_with(module, fake_state, fake_args, fake_kwargs)
 
         trace, _ = record(
             call,
             name=name or type(module).__name__,
             params=list(state.values()),
-            inputs=own,
+            inputs=own_inputs,
             shared=[replaced[id(t)] for t in shared if id(t) in replaced],
         )
     return trace
@@ -345,7 +351,7 @@ def trace_block(
 
 @contextmanager
 def fake_run(run: FakeRun | None = None) -> Iterator[FakeRun]:
-    """`run` itself, if one is in progress, else a new one that is active inside the context."""
+    """Yield `run` itself, if one is in progress, else a new one that is active inside the context."""
     if run is not None:
         yield run
         return

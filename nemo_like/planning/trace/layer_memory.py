@@ -1,4 +1,4 @@
-"""How much memory a block needs while it runs: forward, replay and backward, on fake tensors, through the engine."""
+"""Measure the memory of a block in forward, recomputation and backward, on fake tensors, through the engine."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def block_memory(
 ) -> BlockEvents:
     """Run a block forward and backward on fake tensors under `policy` (None: no region) and watch its memory.
 
-    It is the engine itself that runs, so a table that the engine would refuse is refused here.
+    The engine itself runs, so a table that the engine would refuse is refused here.
 
     Args:
         kind: the block, and how it is called.
-        policy: what its region keeps.
-        run: what fakes tensors.
+        policy: what its region saves.
+        run: the run that fakes tensors.
         used: positions of the tensors of its output that get a gradient (`OuterMemory.used`); None: all.
         layouts: strides of those of these gradients that are not in rows (`OuterMemory.layouts`).
         accumulate: its parameters have gradients before, which are not counted, and backward adds to them.
@@ -80,21 +80,23 @@ def block_memory(
                 out = call(*args, **kwargs)
             else:
                 out = run_region(call, args, kwargs, policy=policy, name="planned block", transfer=_ToHost())
-        made = tensors_in(out)
-        outputs = tuple(map(meter.number, made))
+        tensors = tensors_in(out)
+        outputs = tuple(map(meter.number, tensors))
         at = {
-            i: t for i, t in enumerate(made) if t.requires_grad and i not in kind.passed and (used is None or i in used)
+            i: t
+            for i, t in enumerate(tensors)
+            if t.requires_grad and i not in kind.passed and (used is None or i in used)
         }
         roots = list(at.values())
         if not roots:
-            del out, made
+            del out, tensors
             return BlockEvents(tuple(meter.log), (), outputs)
         given_to = tuple(at)
         # What follows sees the output freed where autograd does not keep it, as in a real backward, and the gradients
         # of the output as soon as autograd is done with them.
         stay: list[torch.Tensor] | None = [] if received else None
         gradients = OutputGradients.apply([(layouts or {}).get(i) for i in at], stay, *roots)
-        del out, roots, made, at
+        del out, roots, tensors, at
         begun = len(meter.log)
         gradients.backward(torch.empty_like(gradients))
         to_inputs = gradients_by_place(kind, replaced)
@@ -112,7 +114,7 @@ def block_memory(
 
 @contextmanager
 def _backward_ends(block: nn.Module, apart: Collection[nn.Module], ended: Callable[[], None]) -> Iterator[None]:
-    """`ended` is called where the gradients of the inputs of a module of `apart` are there, as FSDP2's hook is
+    """Call `ended` where the gradients of the inputs of a module of `apart` are there, as FSDP2's hook is called
     (`RegisterPostBackwardFunction`)."""
 
     def hook(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -132,7 +134,7 @@ def _backward_ends(block: nn.Module, apart: Collection[nn.Module], ended: Callab
 
 
 class _Marked(torch.autograd.Function):
-    """Its inputs; says when their gradients are there."""
+    """Identity of its inputs; reports when their gradients are there."""
 
     @staticmethod
     def forward(ctx: Any, ended: Callable[[], None], *inputs: torch.Tensor) -> Any:
@@ -146,8 +148,10 @@ class _Marked(torch.autograd.Function):
 
 
 def gradients_by_place(kind: Kind, replaced: Mapping[int, torch.Tensor]) -> dict[Place, torch.Tensor]:
-    """Of each tensor of the block's call that has one, under its first place; `replaced`: by the ids of these tensors, what
-    it was called with."""
+    """Return the gradient of each tensor of the block's call that has one, under its first place.
+
+    replaced: what the block was called with, by the ids of these tensors.
+    """
     first: dict[int, Place] = {}
     for place, tensor in by_argument(kind.args, kind.kwargs).items():
         first.setdefault(id(tensor), place)
@@ -155,7 +159,7 @@ def gradients_by_place(kind: Kind, replaced: Mapping[int, torch.Tensor]) -> dict
 
 
 def numbers_of(meter: LiveBytes, state: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """The gradients of a block's parameters by their first names, but for those that backward added to."""
+    """Return the numbers of the gradients of a block's parameters by first name, but for those that backward added to."""
     first: dict[int, str] = {}
     for name, tensor in state.items():
         first.setdefault(id(tensor), name)
@@ -164,7 +168,7 @@ def numbers_of(meter: LiveBytes, state: Mapping[str, torch.Tensor]) -> dict[str,
 
 
 class _Away:
-    """What a tensor in host memory leaves behind: its layout."""
+    """Layout of a tensor that is in host memory."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.shape, self.stride, self.dtype = tensor.shape, tensor.stride(), tensor.dtype
@@ -174,34 +178,34 @@ class _Away:
 
 
 class _ToHost:
-    """Host memory, which is not the device's: nothing there is counted. What comes back does when it is asked for."""
+    """Host memory, which is not the device's: nothing there is counted. What comes back counts once it is requested."""
 
     def to_host(self, tensor: torch.Tensor) -> _Away:
         return _Away(tensor)
 
     def prefetch(self, handle: Any) -> None:
-        """Nothing to start."""
+        """Start nothing."""
 
 
 def needing_no_values(kind: Kind) -> AbstractContextManager[None]:
-    """Around a step of the block: a look at values is an error that names it."""
+    """Return a context for a step of the block, in which a look at values is an error that names the block."""
     name = type(kind.module).__name__ if kind.trace is None else kind.trace.name
     return without_values(f"{name} cannot be planned: its step", kind.module)
 
 
 def with_gradients(params: Iterable[torch.Tensor], run: FakeRun) -> list[torch.Tensor]:
     """Give each of `params` that trains a gradient, and return these."""
-    made = []
+    grads = []
     for param in params:
         if param.requires_grad and param.is_leaf:
             with run.fake:
                 param.grad = torch.empty_like(param)
-            made.append(param.grad)
-    return made
+            grads.append(param.grad)
+    return grads
 
 
 class OutputGradients(torch.autograd.Function):
-    """Nothing, made of all outputs; its backward makes their gradients, and puts them into the list that it is given."""
+    """Empty tensor, made of all outputs; its backward makes their gradients, and puts them into the list of its call."""
 
     @staticmethod
     def forward(
@@ -212,13 +216,13 @@ class OutputGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> Any:
-        made = tuple(
+        made_grads = tuple(
             torch.empty(shape, dtype=dtype) if stride is None else torch.empty_strided(shape, stride, dtype=dtype)
             for shape, stride, dtype in ctx.layouts
         )
         if ctx.stay is not None:
-            ctx.stay += made
-        return None, None, *made
+            ctx.stay += made_grads
+        return None, None, *made_grads
 
 
 def backward_of_inputs(
@@ -228,9 +232,9 @@ def backward_of_inputs(
     params: Iterable[torch.Tensor],
     once: bool = True,
 ) -> Callable[[], None]:
-    """Run the first half of a backward, which leaves its gradients in ``inputs[i].grad``; the second is returned.
+    """Run the first half of a backward, which leaves its gradients in ``inputs[i].grad``; return the second.
 
-    `once`: what was checkpointed is replayed in the first half for both.
+    once: what was checkpointed is recomputed in the first half for both.
     """
     first, second = backward_in_halves()
     weights = [p for p in params if p.requires_grad and p.is_leaf]
@@ -245,7 +249,7 @@ def backward_of_inputs(
 
 
 class _Called(nn.Module):
-    """A call of a block. The engine remembers of a module what each half needs."""
+    """Module that calls a block. The engine remembers for a module what each half requires."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -269,15 +273,15 @@ def halves_memory(
 
     Args:
         kind, policy, run, used, accumulate, received: as for `block_memory`.
-        once: whether the first half replays for both.
+        once: whether the first half recomputes for both.
     """
     state = leaves_of(kind.state)
-    block, found = _Called(kind.module), None
+    block, events = _Called(kind.module), None
     with needing_no_values(kind), with_state(kind.module, state):
         for _ in range(2 if policy is not None and once else 1):  # from the second backward on, the engine knows more
-            found = _run(block, kind, state, policy, run, used, accumulate=accumulate, once=once, received=received)
-    assert found is not None
-    return found
+            events = _run(block, kind, state, policy, run, used, accumulate=accumulate, once=once, received=received)
+    assert events is not None
+    return events
 
 
 def _run(

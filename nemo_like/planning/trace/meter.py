@@ -1,4 +1,4 @@
-"""What planning measures with: live bytes counted over storages, and op times taken on the device at hand."""
+"""Measure live bytes, counted over storages, and op times, taken on the device at hand."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class LiveBytes(TorchDispatchMode):
     """Bytes of the storages made inside it that are alive, and their peak. For real and for fake tensors.
 
     A storage counts from the op that makes it to the moment its memory would be returned. Memory that a kernel takes
-    and gives back within one op is not seen; the peak has what `scratch_bytes` says of it. Of a tensor that is made of
-    others (DTensor, torchao's float8), what its ops run inside counts.
+    and gives back within one op is not seen; the peak has what `scratch_bytes` returns for it. Of a tensor that is made
+    of others (DTensor, torchao's float8), what its ops run inside counts.
     """
 
     def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
@@ -80,12 +80,14 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def scratch(self, func: Any, args: tuple, kwargs: Mapping[str, Any], out: Any) -> int:
-        """Bytes that an operator takes and gives back."""
+        """Return the bytes that an operator takes and gives back."""
         return scratch_bytes(func, args, kwargs, out)
 
     def count(self, tensor: torch.Tensor, position: int = -1) -> int:
-        """Count the storage of `tensor` from now on, unless it is known already; returns its number. `position`: among what
-        an operator returned, where that are several."""
+        """Count the storage of `tensor` from now on, unless it is known already; return its number.
+
+        position: that of `tensor` among what an operator returned, where that are several.
+        """
         check_layouts([tensor])
         storage = tensor.untyped_storage()
         number = self.numbers.get(storage)
@@ -97,11 +99,11 @@ class LiveBytes(TorchDispatchMode):
         return number
 
     def number(self, tensor: torch.Tensor) -> int:
-        """Of the storage of `tensor`, in `log`; 0: it was made outside."""
+        """Return the number of the storage of `tensor` in `log`; 0: it was made outside."""
         return self.numbers.get(local_part(tensor).untyped_storage(), 0)
 
     def changed(self, number: int, size: int) -> None:
-        """A storage has so many bytes from now on; 0: it is freed."""
+        """Note that a storage has so many bytes from now on; 0: it is freed."""
         self.live += size - self.sizes.get(number, 0)
         if size:
             self.sizes[number] = size
@@ -143,11 +145,11 @@ class _OpClock(TorchDispatchMode):
 def measured_seconds(
     kind: Kind, device: torch.device | str, runs: int = 5, autocast: torch.dtype | None = None
 ) -> tuple[float, ...]:
-    """Median time of each computing op of a block over `runs` forward passes with random weights, after a warm-up.
+    """Return the median time of each computing op of a block over `runs` forward passes with random weights.
 
-    The block's parameters and inputs are allocated on `device`: this needs the memory of one block without
-    checkpointing. Times include the launch, so short ops look as expensive as they are in eager mode. `autocast`: the
-    dtype of the autocast that the trace was made under.
+    One more pass runs before them, as a warm-up. The block's parameters and inputs are allocated on `device`: this requires
+    the memory of one block without checkpointing. Times include the launch, so short ops look as expensive as they are in
+    eager mode. `autocast`: the dtype of the autocast that the trace was made under.
 
     Raises:
         TraceMismatchError: the ops that ran are not those of the block's trace.
@@ -158,8 +160,8 @@ def measured_seconds(
 
     def real(value: torch.Tensor) -> torch.Tensor:
         if value.is_floating_point():
-            made = torch.randn(value.shape, device=device).mul_(0.02).to(value.dtype)
-            return made.requires_grad_(value.requires_grad)
+            values = torch.randn(value.shape, device=device).mul_(0.02).to(value.dtype)
+            return values.requires_grad_(value.requires_grad)
         return torch.zeros(value.shape, dtype=value.dtype, device=device)
 
     args, kwargs, state = map_tensors(real, (kind.args, kind.kwargs, dict(kind.state)))
@@ -176,17 +178,17 @@ def measured_seconds(
 
 
 def _computing(times: list[tuple[Any, float]], wanted: list[Any], name: str) -> list[float]:
-    """Times of the ops in `wanted`, which must occur in this order among all that ran."""
-    found: list[float] = []
+    """Return the times of the ops in `wanted`, which must occur in this order among all that ran."""
+    matched: list[float] = []
     for op, seconds in times:
-        if len(found) < len(wanted) and op is wanted[len(found)]:
-            found.append(seconds)
-    if len(found) != len(wanted):
+        if len(matched) < len(wanted) and op is wanted[len(matched)]:
+            matched.append(seconds)
+    if len(matched) != len(wanted):
         raise TraceMismatchError(
-            f"{name}: measuring found {len(found)} of {len(wanted)} traced ops; the next one, {wanted[len(found)]}, did "
+            f"{name}: measuring found {len(matched)} of {len(wanted)} traced ops; the next one, {wanted[len(matched)]}, did "
             "not run on this device in this order. Plan from the device table instead (leave out --measure)."
         )
-    return found
+    return matched
 
 
 _ADD = torch.ops.aten.add.Tensor
@@ -203,9 +205,10 @@ _ENGINE = "torch.autograd.graph"
 
 
 class SumsInPlace(TorchDispatchMode):
-    """Enter it last, so that it sees operators first: who else holds a tensor is only to be seen from there.
+    """Mode that adds in place what autograd would.
 
-    In place is added what autograd would: no gradients of gradients, and nobody else holds the first of the two
+    Enter it last, so that it sees operators first: what else refers to a tensor is only to be seen from there. Autograd adds
+    in place where there are no gradients of gradients and nothing else refers to the first of the two
     (`can_accumulate_inplace` in PyTorch's ``accumulate_grad.h``).
     """
 
@@ -234,13 +237,13 @@ class SumsInPlace(TorchDispatchMode):
 
 
 def _by_the_engine(frame: Any) -> bool:
-    """Whether the engine called the function that `frame` belongs to."""
+    """Return whether the engine called the function that `frame` belongs to."""
     caller = None if frame is None else frame.f_back
     return caller is not None and not torch.is_grad_enabled() and caller.f_globals.get("__name__") == _ENGINE
 
 
 def _holders(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """How often it, its storage and its Python object are referenced.
+    """Return how often a tensor, its storage and its Python object are referenced.
 
     All that Python holds of a tensor (what a hook was given and keeps) is one reference to the tensor. In a real step only
     such a tensor has a Python object; in a fake one each does.
@@ -276,10 +279,10 @@ class _CountHolders(TorchDispatchMode):
 
 @functools.cache
 def _counts_of_the_last_holder() -> tuple[int, int, int] | None:
-    """How often a tensor, its storage and its Python object are referenced in a sum of gradients that nobody else looks at.
+    """Return the counts of `_holders` for a tensor in a sum of gradients to which nothing else refers.
 
-    Measured once, as the dispatch itself takes references, and how many is torch's own affair. A mode of the first caller,
-    which may keep what it sees, has no part in it.
+    They are measured once, as the dispatch itself takes references, and how many is torch's own affair. A mode of the first
+    caller, which may keep what it sees, has no part in it.
     """
     with without_dispatch_modes(), _CountHolders() as counting:
         x = torch.ones(2, requires_grad=True) * 2

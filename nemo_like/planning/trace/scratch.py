@@ -1,7 +1,7 @@
 """Memory that a kernel takes and gives back within one op, where it is known to be large.
 
-Of convolutions, what is predicted is what oneDNN (the CPU's kernels) takes in float32: input, weight and output in
-blocks of 16 channels. cuDNN chooses its algorithm by the device, and converts layouts as well: there it is a margin.
+For convolutions, the prediction is what oneDNN (the CPU's kernels) takes in float32: input, weight and output in blocks of
+16 channels. cuDNN chooses its algorithm by the device, and converts layouts as well: there the prediction is a margin.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _FLASH_BACKWARD = find_op("aten._scaled_dot_product_flash_attention_for_cpu_back
 _SUMS = (torch.ops.aten.sum.default, torch.ops.aten.sum.dim_IntList)
 _BLOCK = 16
 _WIDEST = 14
-"""A wider kernel than that runs as a matrix product over a picture's patches."""
+"""Width above which a kernel runs as a matrix product over a picture's patches."""
 
 
 def scratch_bytes(func: Any, args: tuple, kwargs: Mapping[str, Any], out: Any) -> int:
-    """The most that `func` holds beyond its inputs and its output `out`, bytes; 0 where nothing is known."""
+    """Return the most bytes that `func` holds beyond its inputs and its output `out`; 0 where nothing is known."""
     if func is _FORWARD:
         return _of_forward(func, args, kwargs, out)
     if func is _BACKWARD:
@@ -80,7 +80,10 @@ def _of_backward(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> int:
 
 
 def _attention_blocks(query: torch.Tensor, key: torch.Tensor, *, forward: bool) -> int:
-    """The CPU's kernel keeps scores of a block of queries and keys for each thread, in float32; seen in torch 2.13."""
+    """Return the bytes of the scores that the CPU's kernel keeps of a block of queries and keys for each thread.
+
+    They are in float32; seen in torch 2.13.
+    """
     rows, width = query.shape[2], query.shape[3]
     block = 256 if rows >= 768 else 64 if rows >= 192 else 32
     scores = block * min(512, key.shape[2])
@@ -88,7 +91,7 @@ def _attention_blocks(query: torch.Tensor, key: torch.Tensor, *, forward: bool) 
 
 
 def _copies(image: torch.Tensor, weight: torch.Tensor, *more: torch.Tensor) -> int:
-    """What is not in the order of the kernel, rows or channels last, is copied first."""
+    """Return the bytes of what is copied first: what is not in the order of the kernel, rows or channels last."""
     last = any(_channels_last(t) and not t.is_contiguous() for t in (image, weight))
     return sum(t.nbytes for t in (image, *more) if not (_channels_last(t) if last else t.is_contiguous()))
 
@@ -99,19 +102,22 @@ def _channels_last(tensor: torch.Tensor) -> bool:
 
 
 def _plain(func: Any, args: tuple, kwargs: Mapping[str, Any], weight: torch.Tensor) -> bool:
-    """A matrix product in all but name, which needs no other layout; of groups, one each, which are joined."""
+    """Return whether this is a matrix product in all but name, which requires no other layout.
+
+    Of groups, there is one each, and these are joined.
+    """
     stride, padding = (argument(func, args, dict(kwargs), name) for name in ("stride", "padding"))
     return math.prod(weight.shape[2:]) == 1 and max(stride) == 1 and max(padding) == 0
 
 
 def _blocked(tensor: torch.Tensor, dim: int, block: int = _BLOCK) -> int:
-    """Bytes of `tensor` with its channels (`dim`) in whole blocks."""
+    """Return the bytes of `tensor` with its channels (`dim`) in whole blocks."""
     channels = tensor.shape[dim]
     return tensor.nbytes // max(1, channels) * (-(-channels // block) * block)
 
 
 def _input(image: torch.Tensor, groups: int) -> int:
-    """An image of few channels is read as it is, unless each is convolved by itself."""
+    """Return the bytes of the input in blocks; 0: few channels are read as they are, unless each is convolved by itself."""
     return _blocked(image, 1) if image.shape[1] >= _BLOCK or groups == image.shape[1] > 1 else 0
 
 
@@ -122,9 +128,10 @@ def _weight(image: torch.Tensor, weight: torch.Tensor, groups: int) -> int:
 
 
 def _forward(image: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, groups: int) -> int:
-    made = _blocked(out, 1)
+    blocked = _blocked(out, 1)
     return max(
-        _input(image, groups) + _weight(image, weight, groups) + made - out.nbytes + _picked(image, weight, out), made
+        _input(image, groups) + _weight(image, weight, groups) + blocked - out.nbytes + _picked(image, weight, out),
+        blocked,
     )
 
 
@@ -138,7 +145,7 @@ def _weight_backward(image: torch.Tensor, weight: torch.Tensor, grad: torch.Tens
 
 
 def _in_channels_last(image: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether kernels read the image as it is, a pixel's channels side by side, and nothing of it is put into blocks."""
+    """Return whether kernels read the image as it is, a pixel's channels side by side, and put nothing of it into blocks."""
     return any(_channels_last(t) and not t.is_contiguous() for t in (image, weight))
 
 
@@ -147,13 +154,13 @@ def _depthwise(weight: torch.Tensor, groups: int) -> bool:
 
 
 def _weight_copy(weight: torch.Tensor, groups: int) -> int:
-    """The weight with its channels last, where that is another order."""
+    """Return the bytes of the weight with its channels last, where that is another order."""
     same = _depthwise(weight, groups) or math.prod(weight.shape[2:]) == 1 or _channels_last(weight)
     return 0 if same else weight.nbytes
 
 
 def _sums(columns: int) -> int:
-    """What each thread adds up in, for so many columns of a matrix product."""
+    """Return the bytes that all threads add up in, for so many columns of a matrix product."""
     return torch.get_num_threads() * (8344 + (12160 + 1024 * columns if columns else 0))
 
 
@@ -178,22 +185,22 @@ def _input_backward_last(weight: torch.Tensor, grad: torch.Tensor, groups: int, 
 
 
 def _patches(image: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor) -> int:
-    """One picture, as the rows of a matrix product."""
+    """Return the bytes of one picture, as the rows of a matrix product."""
     return image.shape[1] * math.prod(weight.shape[2:]) * math.prod(grad.shape[2:]) * image.element_size()
 
 
 def _picked(image: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor) -> int:
-    """What a stride leaves of a picture, before a product with a kernel of one element."""
+    """Return the bytes that a stride leaves of a picture, before a product with a kernel of one element."""
     return _patches(image, weight, grad) if math.prod(weight.shape[2:]) == 1 else 0
 
 
 def _input_backward(image: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor, groups: int, strided: bool) -> int:
-    made = _blocked(image, 1)
+    blocked_image = _blocked(image, 1)
     if strided and groups > 1:
-        return made
+        return blocked_image
     if strided:
         product = grad.nbytes + _blocked(weight, 1) + _sums(-(-grad.shape[1] // _BLOCK) * _BLOCK)
         return max(2 * image.nbytes, product)
     inner = weight.shape[1]
     padded = -(-inner // _BLOCK) * _BLOCK if groups == 1 else inner
-    return _blocked(grad, 1) + _blocked(weight, 0) // inner * padded + made - image.nbytes
+    return _blocked(grad, 1) + _blocked(weight, 0) // inner * padded + blocked_image - image.nbytes
