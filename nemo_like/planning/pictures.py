@@ -20,11 +20,11 @@ from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.report import PlanReport, ReportRow, row_of
 
 _POINTS = 24
-"""Plans on the line of a picture, at most."""
+"""Most plans on the line of a picture."""
 
 
 def plot(query: PlanQuery, report: PlanReport, path: str | Path) -> None:
-    """Draw the report into a file: of a whole model its plans, of a pipeline the schedule of the recommended row.
+    """Draw the report into a file: for a whole model its plans, for a pipeline the schedule of the recommended row.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
@@ -117,8 +117,10 @@ def plot_fit(report: FitReport, path: str | Path, number: int = 1) -> None:
 
 
 def draw(report: FitReport, number: int = 1) -> Any:
-    """A figure: bytes of the `number`-th configuration over one step, stacked by part, with its phases and the limit; for
-    a pipeline those of its highest rank, and one line per rank; and the peaks of all configurations as bars.
+    """Return a figure of the `number`-th configuration, with the peaks of all configurations as bars.
+
+    It shows bytes over one step, stacked by part, with its phases and the limit. For a pipeline, they are of its highest
+    rank, and there is one line per rank.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
@@ -148,8 +150,13 @@ def draw(report: FitReport, number: int = 1) -> Any:
 
 
 def timelines(candidate: Candidate) -> dict[str, list[StepPoint]]:
-    """The stretches of a step in order, by rank of the pipeline (without one: under ``""``); the highest of all of them is
-    `Candidate.peak_bytes`. Of several microbatches it is the one that holds most."""
+    """Return the stretches of a step in order, by rank of the pipeline (without one: under ``""``).
+
+    The highest of all stretches is `Candidate.peak_bytes`. Of several micro-batches, the one with most bytes is shown.
+
+    Raises:
+        ValueError: the candidate came from another process, which planned the step.
+    """
     if candidate.account is None or not candidate.account.lines:
         raise ValueError(
             "Bytes over the step are known to the process that planned it: draw on rank 0, with the report that fit() "
@@ -171,7 +178,7 @@ def _stack(axes: Any, points: Sequence[StepPoint]) -> None:
 
 
 def _color(part: str) -> str:
-    """The same in all pictures: of matplotlib's first ten colours, then the same ones lighter."""
+    """Return the colour of a part in all pictures: one of matplotlib's first ten, then the same ones lighter."""
     number = list(Part).index(Part(part))
     color = require("matplotlib.colors", "plot", "to draw the picture").to_rgb(f"C{number % 10}")
     white = 0.5 if number >= 10 else 0.0

@@ -1,4 +1,4 @@
-"""`predict`: does a training step fit, with which checkpointing, on how many devices, at which length and batch?"""
+"""`predict`: report whether a training step fits, with which checkpointing, devices, length and batch."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from nemo_like.planning.what_if import Step, fewest, gpu_counts, largest, least_
 from nemo_like.planning.what_if import what_if as changes
 
 MOST_TOKENS, MOST_SEQUENCES = 1 << 22, 1 << 12
-"""Longer sequences and larger micro-batches are not looked for."""
+"""Longest sequence and largest micro-batch that are searched."""
 START = 4096
-"""Tokens of a sequence where the caller says nothing, and where the search for the longest begins."""
+"""Tokens of a sequence where the caller gives no length, and where the search for the longest begins."""
 _TOKENS = 128
-"""The longest sequence is found in steps of so many tokens for each rank that shares it."""
+"""Step of the search for the longest sequence, in tokens for each rank that shares it."""
 
 
 def predict(
@@ -57,10 +57,10 @@ def predict(
         seq_len: tokens per sequence. ``"max"``: the most that fit, in steps of 128.
         batch_size: sequences per rank and micro-batch. ``"max"``: the most that fit.
         sample_input: one micro-batch as the model is called with it, instead of token ids and labels of that size.
-        budgets: further rows of the report, as one writes them after ``ac=``.
+        budgets: further rows of the report, as they are written after ``ac=``.
         memory: bytes that a step may take on each device, or ``"70GiB"``. Default: its memory less a tenth.
-        dtype: of the parameters, where `model` is a name. Default: float32.
-        what_if: also report what single changes of the job would buy: `PlanReport.what_if`.
+        dtype: dtype of the parameters, where `model` is a name. Default: float32.
+        what_if: also report the effects of single changes of the job: `PlanReport.what_if`.
         asked: keywords of `nemo_like.parallelize`, but for ``ac``: every mode is reported.
 
     Raises:
@@ -104,7 +104,7 @@ def predict(
 
 @dataclass(frozen=True)
 class Question:
-    """What is looked for, at most one of the three."""
+    """Size that is searched for, at most one of the three."""
 
     gpus: bool = False
     seq_len: bool = False
@@ -115,7 +115,7 @@ class Question:
         """Read ``"min"`` and ``"max"``.
 
         Raises:
-            ValueError: more than one is asked for.
+            ValueError: more than one is requested.
         """
         asked = cls(gpus == "min", seq_len == "max", batch == "max")
         if asked.gpus + asked.seq_len + asked.batch > 1:
@@ -131,10 +131,10 @@ def answered(
     limit: int | None = None,
     query: PlanQuery | None = None,
 ) -> tuple[Step, PlanQuery, PlanReport]:
-    """Return the report of `step`, and what it was made from, with what `question` looks for set to its answer.
+    """Return the report of `step`, and what it was made from, with the size that `question` searches set to its answer.
 
     Args:
-        step: where the answer is looked for, its own value is where the search begins.
+        step: the step; its own value of the searched size is where the search begins.
         name: the model's, for the report.
         budgets, limit: as for `make_report`.
         query: of `step`, where it is traced already.
@@ -172,7 +172,7 @@ def _asked(step: Step, question: Question, limit: int | None, name: str) -> tupl
         return replace(step, batch=found), f"Largest micro-batch: {found:,}{more}."
     if question.seq_len:
         if not step.seq_len:
-            raise ValueError(f"{name} has a sample input, whose length is not known: none can be looked for.")
+            raise ValueError(f"{name} has a sample input, whose length is not known: none can be searched for.")
         known = most_positions(getattr(step.model, "config", None))
         positions = known or MOST_TOKENS
         size = job.cp.size * job.tp.size * (_TOKENS if positions >= 8 * _TOKENS else 1)

@@ -111,7 +111,7 @@ def _staged_second_rows(query: PlanQuery, conf: Configuration, choices: Choices,
 
 
 def _sends(query: PlanQuery, rank: int) -> int:
-    """Tensors that `rank` sends for one microbatch: outputs forward, gradients back, to other ranks."""
+    """Return how many tensors `rank` sends to other ranks for one micro-batch: outputs forward, gradients back."""
     own = query.of_rank(rank)
     edges = [(index, other) for index in own for other in (index - 1, index + 1) if 0 <= other < len(query.stages)]
     return sum(other not in own for _, other in edges)
@@ -120,7 +120,10 @@ def _sends(query: PlanQuery, rank: int) -> int:
 def _optimizer(
     trained: Sequence[TrainedParameter], name: str, device: Device, on_host: Sequence[TrainedParameter] = ()
 ) -> str:
-    """What the optimizer's step waits for; `on_host`: trained parameters in host memory, where none is elsewhere."""
+    """Return in words what the optimizer's step waits for.
+
+    `on_host`: trained parameters in host memory, where none is elsewhere.
+    """
     kernels, where = len([*trained, *on_host]) * KERNELS_PER_PARAMETER, " in host memory" if on_host else ""
     passes = optimizer_seconds(trained, name, device) + host_optimizer_seconds(on_host, name, device)
     if kernels * device.launch_seconds > passes:
@@ -134,12 +137,15 @@ _HEAD = ("forward of the head", "loss", "backward of the head")
 
 
 def highest(points: Sequence[StepPoint]) -> StepPoint:
-    """The first of the highest points."""
+    """Return the first of the highest points."""
     return max(points, key=lambda point: point.total)
 
 
 def byte_rows(query: PlanQuery, choices: Choices, rank: int, point: StepPoint) -> tuple[Row, ...]:
-    """Return the parts of the highest point of a step of one rank, which add up to it; of a pipeline, by stage."""
+    """Return the parts of the highest point of a step of one rank, which add up to it.
+
+    In a pipeline, parts are given by stage.
+    """
     finer: dict[str, list[Row]] = {}
 
     def add(index: int, part: str, rows: Iterable[Row]) -> None:
@@ -167,8 +173,10 @@ def byte_rows(query: PlanQuery, choices: Choices, rank: int, point: StepPoint) -
 
 
 def saved_by_kind(stage: Stage, choices: Sequence[Choice], upto: int) -> dict[str, int]:
-    """What the first `upto` layer calls keep for backward, bytes by kind of operator that made it; what waits in host
-    memory is not among it."""
+    """Return the bytes that the first `upto` layer calls save for backward, by kind of operator that made them.
+
+    Activations that wait in host memory are not counted.
+    """
     sizes: Counter[str] = Counter()
     moved, part = stage.moved(choices), stage.part
     dropped = stage.outside().dropped
@@ -182,7 +190,7 @@ def saved_by_kind(stage: Stage, choices: Sequence[Choice], upto: int) -> dict[st
 
 
 def _kept(problem: BlockProblem, choice: Choice) -> dict[str, int]:
-    """What one layer holds, by kind of operator."""
+    """Return the bytes that one layer saves, by kind of operator."""
     trace = problem.trace
     sizes: Counter[str] = Counter()
     if choice.decisions:
@@ -211,7 +219,7 @@ def _rows(part: str, sizes: dict[str, int]) -> list[Row]:
 
 
 def _static_rows(stage: Stage) -> dict[str, list[Row]]:
-    """Parameters and optimizer state, of layers and of what is around them."""
+    """Return rows of parameters and optimizer state, of layers and of what is outside the layers."""
     sharding, name = stage.sharding, stage.job.step.optimizer
     parameters = {
         f"{len(sharding.units)} layers": sum(unit.shard for unit in sharding.units),
@@ -232,7 +240,7 @@ def _static_rows(stage: Stage) -> dict[str, list[Row]]:
 
 
 def _running_rows(stage: Stage, choices: Sequence[Choice], point: StepPoint) -> list[Row]:
-    """Of the layer whose backward is the highest point."""
+    """Return the rows of the layer whose backward is the highest point."""
     found = re.fullmatch(r"backward of layer (\d+)", point.where)
     if found is None:
         return []
@@ -257,7 +265,7 @@ def _running_rows(stage: Stage, choices: Sequence[Choice], point: StepPoint) -> 
 
 
 def _outside_rows(stage: Stage, choices: Sequence[Choice], point: StepPoint) -> list[Row]:
-    """What is as wide as the vocabulary, where the head or the loss is the highest point."""
+    """Return the rows of tensors as wide as the vocabulary, where the head or the loss is the highest point."""
     head = find_head(stage.part.model)
     weight = None if head is None else next(head.parameters(), None)  # a stage of a pipeline may have none
     if weight is None or point.where not in _HEAD:

@@ -37,12 +37,12 @@ from nemo_like.planning.sharding import same_on_all_ranks
 
 
 class Traces:
-    """What is traced of one model for one precision, whatever the optimizer.
+    """Traces of one model for one precision; they do not depend on the optimizer.
 
     Args:
-        model: whose.
+        model: the model to trace.
         sample: makes the input of one micro-batch of so many sequences.
-        layers: those of the job.
+        layers: the layers of the job.
     """
 
     def __init__(self, model: nn.Module, sample: Callable[[int], Any], layers: Any = None) -> None:
@@ -50,7 +50,7 @@ class Traces:
         self._traced: dict[int, Traced] = {}
 
     def of(self, micro_batch: int) -> Traced:
-        """Return what is traced with so many sequences."""
+        """Return the trace with so many sequences."""
         if micro_batch not in self._traced:
             sample = self.sample(micro_batch)
             self._traced[micro_batch] = Traced(self.model, sample, self.layers, known=self._known)
@@ -78,30 +78,31 @@ def fit(
 
     Args:
         model: bare, on any device, `meta` included; or what ``nemo-like fit --model`` takes (a preset, a ``config.json``).
-        job: what is decided already: the fields that `Job.of` was given. The others are looked for.
+        job: decides the fields that `Job.of` was given. The others are searched for.
         gpus: how many devices.
-        seq_len: tokens per sequence; default: 4096. Where they differ, say one of
+        seq_len: tokens per sequence; default: 4096. Where sequences differ, give one of
         max_seq_len, p99, lengths: tokens of the longest; what 99 of 100 do not exceed; a histogram, sequences by tokens. The
-            step is planned for the largest micro-batch, all of whose sequences are as long as the longest; with `p99` alone
-            for that length, which the report says.
+            step is planned for the largest micro-batch, all of whose sequences are as long as the longest. With `p99` alone
+            it is planned for that length, and the report states it.
         global_batch: sequences of one optimizer step over all devices. None: as many as are fastest, without accumulation.
-        memory: bytes of each device that a step may take (``"70GiB"``), of what `nemo_like.planning.verdict` says.
-            Default: its memory less a tenth.
-        dtype: of the parameters where `model` is a name. Default: float32.
+        memory: bytes of each device that a step may take (``"70GiB"``); `nemo_like.planning.verdict` decides which bytes
+            count. Default: its memory less a tenth.
+        dtype: dtype of the parameters where `model` is a name. Default: float32.
         sample: makes the input of one micro-batch of so many sequences. Default: token ids, and the same as labels.
         count: how many configurations to report.
         progress: called with words on how far the search is.
-        pins: keywords of `Job.of` (``gpu``, ``precision``, ``optimizer``, ``step``, ``allocator``, ...), and what is decided
-            already of ``dp_replicate, dp_shard, tp, cp, ep, pp, schedule, micro_batch, grad_accum, ac`` (``none``, ``full``,
-            ``selective``, ``plan``), ``loss``, ``offload`` (``none``, ``boundary``), ``reshard_after_forward`` (``[None]``:
-            FSDP2's default), ``cpu_offload``: one value, or a list of allowed ones, also of ``precision`` and ``optimizer``.
-            Where nobody says, ``precision`` is ``"bf16"`` on CUDA, and ``pp`` is 1 on a single host.
+        pins: keywords of `Job.of` (``gpu``, ``precision``, ``optimizer``, ``step``, ``allocator``, ...), and values of what
+            is decided already: ``dp_replicate, dp_shard, tp, cp, ep, pp, schedule, micro_batch, grad_accum, ac`` (``none``,
+            ``full``, ``selective``, ``plan``), ``loss``, ``offload`` (``none``, ``boundary``), ``reshard_after_forward``
+            (``[None]``: FSDP2's default), ``cpu_offload``. Each is one value, or a list of allowed ones, also for
+            ``precision`` and ``optimizer``. By default, ``precision`` is ``"bf16"`` on CUDA, and ``pp`` is 1 on one host.
 
     Where a process group is up, rank 0 searches and the others receive its report.
 
     Raises:
         ValueError: no combination can be run on so many GPUs; an unknown device or pin; pins that contradict each other; a
-            model without repeated layers. TypeError: a value of the wrong kind.
+            model without repeated layers.
+        TypeError: a value of the wrong kind.
     """
     if not isinstance(model, str):
         check_model(model)
@@ -132,9 +133,12 @@ def fit(
 
 @contextmanager
 def frozen_garbage() -> Iterator[None]:
-    """The collector leaves alone what is there already: tracing makes many objects, and each full collection would go
-    through all of torch's and transformers' modules, a sixth of a search's time."""
-    if gc.get_freeze_count():  # somebody else's, who would not want them thawed
+    """Keep the garbage collector from the objects that exist already.
+
+    Tracing makes many objects, and each full collection would go through all of torch's and transformers' modules. That
+    takes a sixth of a search's time.
+    """
+    if gc.get_freeze_count():  # frozen by other code, which would not want them thawed
         yield
         return
     gc.freeze()
@@ -145,7 +149,7 @@ def frozen_garbage() -> Iterator[None]:
 
 
 def _best_of(reports: Sequence[FitReport], count: int) -> FitReport:
-    """The reports of several precisions and optimizers as one."""
+    """Return the reports of several precisions and optimizers as one."""
     if len(reports) == 1:
         return reports[0]
     every = sorted((c for report in reports for c in report.candidates), key=lambda c: -c.tokens_per_second_per_gpu)
@@ -172,7 +176,7 @@ def _searched(
     count: int,
     say: Say,
 ) -> list[FitReport]:
-    """A report for each of the questions, which are of one model; those of one precision trace it once."""
+    """Return a report for each of the questions on one model; questions of one precision trace it once."""
     name = model if isinstance(model, str) else type(model).__name__
     built = model
     if isinstance(model, str):
@@ -237,7 +241,7 @@ def make_search(
     traces: dict[Precision, Traces] | None = None,
     say: Say = silent,
 ) -> tuple[Search, Counter[str], int]:
-    """The search, combinations that are out before it begins, and how many layouts there are."""
+    """Return the search, combinations that are out before it begins, and how many layouts there are."""
     make = sample or _tokens(model, question.seq_len)
     known = {} if traces is None else traces
     own = known.setdefault(question.job.precision, Traces(model, make, question.job.layers))
@@ -257,7 +261,10 @@ def make_search(
 
 
 def _counts_of_experts(model: nn.Module) -> list[int]:
-    """Of each layer's experts that a plan can split; none where there are lists of experts, whose rows are not known."""
+    """Return how many experts each layer has that a plan can split.
+
+    The list is empty where there are lists of experts, whose rows are not known.
+    """
     try:
         return [found.count for found in find_experts(model, None) if found.call != EACH]
     except ValueError as error:
@@ -290,7 +297,7 @@ def _room(model: nn.Module, question: Question) -> Room:
 
 
 def _splits(model: nn.Module, size: int, whole: Collection[str] = ()) -> bool:
-    """Whether `tp` ranks can split its weights by its own plan; `whole`: as for `resolve_plan`."""
+    """Return whether `tp` ranks can split the model's weights by its own plan; `whole`: as for `resolve_plan`."""
     try:
         return size == 1 or bool(resolve_plan(model, None, size, whole))
     except ValueError:
