@@ -50,8 +50,8 @@ def changes(job: Job) -> Iterator[Change]:
 
 def _change(job: Job, changed: Job) -> Change:
     before = job.words()
-    said = {name: text for name, text in changed.words().items() if before.get(name) != text}
-    return Change(", ".join(f"{name}={text}" for name, text in said.items()), changed)
+    changed_words = {name: text for name, text in changed.words().items() if before.get(name) != text}
+    return Change(", ".join(f"{name}={text}" for name, text in changed_words.items()), changed)
 
 
 def helping(now: int, limit: int, tried: Iterable[tuple[str, int]]) -> tuple[list[str], list[str]]:
@@ -64,8 +64,8 @@ def helping(now: int, limit: int, tried: Iterable[tuple[str, int]]) -> tuple[lis
         tried: changes in words, with the bytes that are needed then.
     """
     lower = sorted(((words, size) for words, size in tried if now - size >= now / 100), key=lambda change: change[1])
-    said = [(f"{words} ({write_bytes(now - size)} less)", size <= limit) for words, size in lower]
-    return [words for words, fits in said if fits], [words for words, fits in said if not fits]
+    described = [(f"{words} ({write_bytes(now - size)} less)", size <= limit) for words, size in lower]
+    return [words for words, fits in described if fits], [words for words, fits in described if not fits]
 
 
 def in_words(fitting: Iterable[str], lowering: Iterable[str]) -> list[str]:

@@ -55,7 +55,7 @@ def _plans(pyplot: Any, query: PlanQuery, report: PlanReport) -> Any:
     mixes = stage.stack.mixes
     some = [*mixes[:: max(1, len(mixes) // _POINTS)], mixes[-1]]
     choices = [stage.part.proved_all(stage.stack.assignment(mix)) for mix in some]
-    rows = [row_of("", query, [own], report.limit) for own in choices]
+    rows = [row_of("", query, [chosen], report.limit) for chosen in choices]
     figure, axes = pyplot.subplots(figsize=(7, 4.5))
     axes.plot([1e3 * row.seconds for row in rows], [row.need.bytes / 2**30 for row in rows], ".-", label="plans")
     for row in report.rows:
@@ -75,12 +75,12 @@ def _schedule(pyplot: Any, query: PlanQuery, row: ReportRow) -> Any:
         len(spans), 1, figsize=(11, 1.6 * len(spans) + 0.6), sharex=True, sharey=True, squeeze=False
     )
     most = max(peak.total for peak in row.peaks) / 2**30
-    for rank, (own, axes) in enumerate(zip(spans, rows[:, 0])):
+    for rank, (rank_spans, axes) in enumerate(zip(spans, rows[:, 0])):
         log: list[ActionBytes] = []
         rank_peak(query, rank, row.choices, log=log, actions=actions[rank])
-        _boxes(axes, own, most)
-        points = [(begin, one.most) for one, (_, begin, _) in zip(log, own)]
-        ends = [(end, one.left) for one, (_, _, end) in zip(log, own)]
+        _boxes(axes, rank_spans, most)
+        points = [(begin, one.most) for one, (_, begin, _) in zip(log, rank_spans)]
+        ends = [(end, one.left) for one, (_, _, end) in zip(log, rank_spans)]
         line = [point for pair in zip(points, ends) for point in pair]
         axes.step([1e3 * at for at, _ in line], [size / 2**30 for _, size in line], where="post", color="black", lw=0.9)
         axes.set_ylabel(f"rank {rank}\nGiB")
@@ -170,8 +170,8 @@ def _stack(axes: Any, points: Sequence[StepPoint]) -> None:
     sizes = [[point.parts[name] / 2**30 for point in points] for name in names]
     axes.stackplot(range(len(points)), *sizes, labels=names, colors=list(map(_color, names)), step="post", linewidth=0)
     begin, seen = 0, set[str]()
-    for phase, own in itertools.groupby(points, key=lambda point: point.phase):
-        end = begin + len(list(own))
+    for phase, group in itertools.groupby(points, key=lambda point: point.phase):
+        end = begin + len(list(group))
         axes.axvspan(begin, end, color=_SHADES[phase], zorder=0, label=None if phase in seen else phase)
         seen.add(phase)
         begin = end

@@ -39,9 +39,9 @@ def plan_for(
 
     Args:
         model: a bare model: not sharded, compiled or checkpointed. On any device, `meta` included. It is not changed.
-        job: the job, whose ``ac`` is the budget. Or
-        asked: the keywords of `Job.of`, such as ``ac="40GiB", world_size=8, gpu="h100-80gb"``. Where the job names only some
-            of the layers that would be found, the others are left without checkpointing, and count in the peak.
+        job: the job, whose ``ac`` is the budget.
+        asked: the keywords of `Job.of`, instead of `job`: ``ac="40GiB", world_size=8, gpu="h100-80gb"``. Where the job names
+            only some of the layers that would be found, the others are left without checkpointing, and count in the peak.
         sample_input: the input of `model` in one step of one rank (keywords, positions, or one tensor); with ``cp``, whole
             sequences; with ``pp``, one micro-batch.
 
@@ -59,8 +59,8 @@ def plan_for(
     >>> plan_for(model, ac="40GiB", world_size=8, gpu="h100-80gb", sample_input=batch)  # doctest: +SKIP
     """
     check_model(model)
-    made = asked_job(job, asked, sample_input)
-    return same_on_all_ranks(lambda: planned(model, sample_input, made)[1])
+    job_to_plan = asked_job(job, asked, sample_input)
+    return same_on_all_ranks(lambda: planned(model, sample_input, job_to_plan)[1])
 
 
 def planned(model: nn.Module, sample_input: Any, job: Job) -> tuple[PlanQuery, Plan]:
@@ -81,7 +81,7 @@ def planned(model: nn.Module, sample_input: Any, job: Job) -> tuple[PlanQuery, P
             errors.append(error)
     if not plans:
         raise min(errors, key=lambda error: error.smallest_bytes)
-    return min(plans, key=lambda made: made[1].step_seconds)
+    return min(plans, key=lambda pair: pair[1].step_seconds)
 
 
 def query_of(model: nn.Module, sample_input: Any, job: Job, mode: str = "full") -> PlanQuery:
@@ -155,9 +155,9 @@ def describe(
     step |= {"loss": "model" if first.outside().own_loss else "loop", "sample": first.part.sample}
     sums: dict[str, Any] = {}
     layers: list[LayerPlan] = []
-    for stage, own in zip(query.stages, choices):
-        layers += _layers(stage, own)
-        for name, value in _sums(stage, own).items():
+    for stage, chosen in zip(query.stages, choices):
+        layers += _layers(stage, chosen)
+        for name, value in _sums(stage, chosen).items():
             sums[name] = sums.get(name, 0) + value
     return Plan(
         model=type(query.traced.given).__name__,
@@ -233,17 +233,19 @@ def asked_job(job: Job | None, asked: Mapping[str, Any], sample_input: Any) -> J
         raise TypeError(
             f"job is {job!r}; it must be a Job. A budget is given as ac=: plan_for(model, ac='40GiB', ...)."
         )
-    made = Job.of(**asked) if job is None else Job.of(job, **asked)
-    if made.world_size is None:
-        made = replace(made, world_size=world_size())
-    if not isinstance(made.ac, MemoryBudget):
-        raise ValueError(f"ac is {as_code(made.ac, parse_ac)}; a plan needs a budget: ac='40GiB', '50%' or 'auto'.")
+    job_to_plan = Job.of(**asked) if job is None else Job.of(job, **asked)
+    if job_to_plan.world_size is None:
+        job_to_plan = replace(job_to_plan, world_size=world_size())
+    if not isinstance(job_to_plan.ac, MemoryBudget):
+        raise ValueError(
+            f"ac is {as_code(job_to_plan.ac, parse_ac)}; a plan needs a budget: ac='40GiB', '50%' or 'auto'."
+        )
     if sample_input is None:
         raise ValueError(
             "A memory budget needs a sample input (sample_input=): activation bytes depend on batch and sequence. Give "
             "what one step of one rank gives to the model, such as {'input_ids': ..., 'labels': ...}."
         )
-    return made
+    return job_to_plan
 
 
 __all__ = ["BudgetError", "apply_plan", "plan_for"]
@@ -290,15 +292,15 @@ def balanced_peak(query: PlanQuery, choices: Choices) -> Peak | None:
     if job.ep.size == 1 or planned_imbalance(job) == 1:
         return None
     other = query.under(replace(job, ep=replace(job.ep, imbalance=1.0)))
-    return peak_of(other, [_same(stage, own) for stage, own in zip(other.stages, choices)])
+    return peak_of(other, [_same(stage, chosen) for stage, chosen in zip(other.stages, choices)])
 
 
 def _same(stage: Stage, choices: Sequence[Choice]) -> list[Choice]:
     """Return `choices` for the same operators on other numbers of rows."""
-    made = []
+    same = []
     for call, choice in zip(stage.part.traced.calls, choices):
         problem, words = stage.part.problems[call.kind], choice.decisions
         # The number of rows changes no operator. Tensors that wait on the host stay there.
         assert not words or len(words) == len(problem.records)
-        made.append(replace(as_choice(problem, words, choice.label), decisions=words) if words else problem.none())
-    return made
+        same.append(replace(as_choice(problem, words, choice.label), decisions=words) if words else problem.none())
+    return same

@@ -82,15 +82,15 @@ def predict(
         raise ValueError("sample_input has a size of its own. For batch_size='max', leave it out.")
     built, source = (model, None) if isinstance(model, nn.Module) else resolve_model(model).built("meta", dtype)
     name = type(built).__name__ if source is None else source.name
-    own = sample_input if source is None or sample_input is not None else source.sample
+    fixed_input = sample_input if source is None or sample_input is not None else source.sample
 
     def given(batch: int, length: int) -> tuple[Any, str]:
-        if own is not None:
-            sample = source.sample_of(batch) if source is not None and own is source.sample else own
+        if fixed_input is not None:
+            sample = source.sample_of(batch) if source is not None and fixed_input is source.sample else fixed_input
             return sample, describe(*split_sample(sample))
         return text_of(built, batch, length), f"{batch} x {length} tokens"
 
-    length = 0 if own is not None else START if seq_len == "max" else seq_len
+    length = 0 if fixed_input is not None else START if seq_len == "max" else seq_len
     step = Step(built, job, given, 1 if batch_size == "max" else batch_size, length)
     question = Question.of(gpus, seq_len, batch_size)
     limit = step_limit(device_of(job), memory)
@@ -117,10 +117,10 @@ class Question:
         Raises:
             ValueError: more than one is requested.
         """
-        asked = cls(gpus == "min", seq_len == "max", batch == "max")
-        if asked.gpus + asked.seq_len + asked.batch > 1:
+        question = cls(gpus == "min", seq_len == "max", batch == "max")
+        if question.gpus + question.seq_len + question.batch > 1:
             raise ValueError("gpus='min', seq_len='max' and batch_size='max' are one question each. Ask one at a time.")
-        return asked
+        return question
 
 
 def answered(
@@ -160,28 +160,28 @@ def _asked(step: Step, question: Question, limit: int | None, name: str) -> tupl
     most = step_limit(device) if limit is None else limit
     if question.gpus:
         counts = gpu_counts(job, device.gpus_per_host)
-        found = fewest(lambda count: needs(job=job.change(world_size=count)), counts, most)
-        if found is None:
+        best = fewest(lambda count: needs(job=job.change(world_size=count)), counts, most)
+        if best is None:
             raise ValueError(f"No number of GPUs up to {counts[-1]:,} fits. Give a smaller batch, or tp= or cp=.")
-        return replace(step, job=job.change(world_size=found)), f"Fewest GPUs: {found:,}."
+        return replace(step, job=job.change(world_size=best)), f"Fewest GPUs: {best:,}."
     if question.batch:
-        found = largest(lambda size: needs(batch=size), step.batch, most, MOST_SEQUENCES)
-        if not found:
+        best = largest(lambda size: needs(batch=size), step.batch, most, MOST_SEQUENCES)
+        if not best:
             raise ValueError("Not even a micro-batch of one sequence fits. Give more GPUs, or a shorter sequence.")
-        more = " or more" if found == MOST_SEQUENCES else ""
-        return replace(step, batch=found), f"Largest micro-batch: {found:,}{more}."
+        more = " or more" if best == MOST_SEQUENCES else ""
+        return replace(step, batch=best), f"Largest micro-batch: {best:,}{more}."
     if question.seq_len:
         if not step.seq_len:
             raise ValueError(f"{name} has a sample input, whose length is not known: none can be searched for.")
         known = most_positions(getattr(step.model, "config", None))
         positions = known or MOST_TOKENS
         size = job.cp.size * job.tp.size * (_TOKENS if positions >= 8 * _TOKENS else 1)
-        found = largest(lambda length: needs(seq_len=length), START, most, positions, size)
-        if not found:
+        best = largest(lambda length: needs(seq_len=length), START, most, positions, size)
+        if not best:
             raise ValueError(f"Not even a sequence of {size} tokens fits. Give more GPUs, or a smaller batch.")
         note = ", all that its config has positions for" if known else " or more"
-        note = note if found + size > positions else ""
-        return replace(step, seq_len=found), f"Longest sequence: {found:,} tokens{note}."
+        note = note if best + size > positions else ""
+        return replace(step, seq_len=best), f"Longest sequence: {best:,} tokens{note}."
     return step, ""
 
 

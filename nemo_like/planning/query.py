@@ -167,17 +167,17 @@ class Traced:
         parts = self.cut(job)
         names = tuple(parts.layers[i] for i in piece.layers)
         step = replace(job.step, microbatches=1, keeps_output=True, loss_fn=None if piece.is_last else _sent)
-        own = replace(job.of_stage(), loss=job.loss if piece.is_last else None, layers=names, step=step)
+        stage_job = replace(job.of_stage(), loss=job.loss if piece.is_last else None, layers=names, step=step)
 
         def make() -> tuple[nn.Module, Any]:
-            dtype = None if own.fsdp is None else own.param_dtype
+            dtype = None if stage_job.fsdp is None else stage_job.param_dtype
             tree, received = cut(self.whole, parts, piece, torch.device("cpu"), dtype)
             setattr(tree, STAGE_MARK, True)
             batch = by_name(self.given, self.sample)
             return planned_stage(tree, received), batch if piece.is_first else batch | {"given": self.hidden(job)}
 
         which = (piece.is_first, piece.is_last, tuple(self._settings[name] for name in names))
-        return Stage(self._part(own, which, make), own, piece, names)
+        return Stage(self._part(stage_job, which, make), stage_job, piece, names)
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,8 +206,8 @@ class Stage:
     @cached_property
     def skip(self) -> bool:
         """True if plans may skip operators. A placeholder cannot replace a DTensor."""
-        asked = self.job.search.skip
-        return (can_skip() if asked is None else asked) and self.job.tp.size == 1
+        wanted = self.job.search.skip
+        return (can_skip() if wanted is None else wanted) and self.job.tp.size == 1
 
     @property
     def host(self) -> int:
@@ -266,11 +266,11 @@ class Stage:
         """FSDP2 unit of each layer call, that of its experts, and a number, equal for calls that have equal units."""
         sharding = self.sharding
         by_name, numbers = dict(zip(sharding.modules, sharding.units)), dict[Any, int]()
-        found = []
+        units = []
         for call in self.part.traced.calls:
             unit, experts = by_name.get(call.fqn), sharding.experts.get(call.fqn)
-            found.append((unit, experts, numbers.setdefault((call.kind, unit, experts), len(numbers))))
-        return tuple(found)
+            units.append((unit, experts, numbers.setdefault((call.kind, unit, experts), len(numbers))))
+        return tuple(units)
 
     # --- a step ---------------------------------------------------------------------------------------------------
 
@@ -296,7 +296,7 @@ class Stage:
             received: the gradient of the last call's output comes from a pipeline's next stage, into a buffer that stays.
             halves: as for `TracedPart.memory`.
         """
-        part, known, made = self.part, dict[Any, LayerCall](), []
+        part, known, layers = self.part, dict[Any, LayerCall](), []
         last = len(part.traced.calls) - 1
         every = zip(part.traced.calls, choices, self._copies(choices), self.units)
         for position, (call, choice, copies, (unit, experts, number)) in enumerate(every):
@@ -316,8 +316,8 @@ class Stage:
                     copied_in_forward(call.module) if region else 0,
                     *copies,
                 )
-            made.append(known[key])
-        return made
+            layers.append(known[key])
+        return layers
 
     def moved(self, choices: Sequence[Choice]) -> list[int]:
         """Return the bytes of each call that ``offload=`` moves to the host: of regions, and of all layers but the last.
@@ -336,7 +336,7 @@ class Stage:
         if offload.mode == "none":
             return [(False, ())] * len(choices)
         left = float("inf") if offload.host_budget_bytes is None else offload.host_budget_bytes
-        found = []
+        copies = []
         for call, choice in zip(calls, choices):
             problem = self.part.problems[call.kind]
             sizes = [problem.trace.input_bytes]
@@ -348,8 +348,8 @@ class Stage:
                 if offload.min_bytes <= size <= left:
                     left -= size
                     going.append((at, size))
-            found.append((any(at == 0 for at, _ in going), tuple(size for at, size in going if at)))
-        return found
+            copies.append((any(at == 0 for at, _ in going), tuple(size for at, size in going if at)))
+        return copies
 
     def exposed(self, choices: Sequence[Choice]) -> list[float]:
         """Return, of each call, the seconds of the copies that ``offload=`` makes and computing does not hide."""
@@ -514,14 +514,14 @@ def planned_stage(tree: nn.Module, received: Received) -> nn.Module:
     base = type(tree)
 
     def forward(self: Any, given: Tensor | None = None, **batch: Any) -> Tensor:
-        own = self._planned_received
-        own.tensors = () if given is None else (given.requires_grad_(),)
+        slot = self._planned_received
+        slot.tensors = () if given is None else (given.requires_grad_(),)
         try:
             output = call_of(self)(**batch)
         except StageEnd as end:
             return end.sent
         finally:
-            own.tensors = ()
+            slot.tensors = ()
         return loss_of(output)
 
     MicrobatchCall(tree, types.MethodType(base.forward, tree))

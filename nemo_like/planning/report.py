@@ -356,8 +356,8 @@ def make_report(
     """
     limit = step_limit(query.device) if limit is None else limit
     rows = [row_of(mode, query, query.uniform(mode), limit) for mode in MODES]
-    unmet, asked = list[str](), list(dict.fromkeys(budgets or SHARES))
-    for text in asked:
+    unmet, texts = list[str](), list(dict.fromkeys(budgets or SHARES))
+    for text in texts:
         try:
             rows.append(row_of(text, query, choose(query, MemoryBudget.parse(text), text)[0], limit))
         except BudgetError as error:
@@ -434,6 +434,6 @@ def row_of(name: str, query: PlanQuery, choices: Choices, limit: int) -> ReportR
 def _padding(stage: Stage) -> int:
     """Return the bytes of parameters, gradients and optimizer state of a rank that belong to no weight."""
     sharding = stage.sharding
-    state = sum(sum(own[:2]) for own in stage.optimizer.states)  # a counter of steps has no padding
+    state = sum(sum(sizes[:2]) for sizes in stage.optimizer.states)  # a counter of steps has no padding
     trained = sum(param.size for param in sharding.trained)
     return int(sharding.padding * (2 + state / trained)) if trained else sharding.padding

@@ -67,9 +67,9 @@ def account_of(shape: Shape, conf: Configuration, choices: Choices, seconds: Ste
 
 
 def _second_rows(query: PlanQuery, conf: Configuration, choices: Choices, seconds: StepSeconds) -> Rows:
-    (stage,), (own,) = query.stages, choices
+    (stage,), (chosen,) = query.stages, choices
     links, took = Links.of(query.job, query.device), seconds.parts.get("optimizer", 0.0)
-    finer = second_rows(layer_runs(stage, own), units_outside(stage), stage, links, conf)
+    finer = second_rows(layer_runs(stage, chosen), units_outside(stage), stage, links, conf)
     name, sharding = query.job.step.optimizer, stage.sharding
     what = _optimizer(sharding.trained, name, query.device, sharding.trained_on_host)
     return finer | {"optimizer": [Row("optimizer", what, took)]}
@@ -80,15 +80,15 @@ def _staged_second_rows(query: PlanQuery, conf: Configuration, choices: Choices,
     links = Links.of(conf.job, device)
     parts = seconds_of_stages(query, choices)
     busiest = busiest_rank([query.of_rank(rank) for rank in range(query.pp.size)], parts)
-    made: list[Rows] = []
+    row_groups: list[Rows] = []
     for index in query.of_rank(busiest):
         where, stage = f"stage {index}: ", query.stages[index]
-        made.append({"head and embedding": outer_rows(stage.outside().kinds, turns, where)})
+        row_groups.append({"head and embedding": outer_rows(stage.outside().kinds, turns, where)})
         for run in layer_runs(stage, choices[index]):
             reachable = stage.part.problems[run.kind].reachable
-            made.append(kernel_rows(run, reachable, run.count * turns, where))
-            made.append(inside_rows(run, links, run.count * turns))
-    finer = merged(made)
+            row_groups.append(kernel_rows(run, reachable, run.count * turns, where))
+            row_groups.append(inside_rows(run, links, run.count * turns))
+    finer = merged(row_groups)
     handed = handing_on(query)
     late = seconds.parts.get("pipeline sends", 0.0)
     sent = handed * turns * _sends(query, busiest)
@@ -96,8 +96,8 @@ def _staged_second_rows(query: PlanQuery, conf: Configuration, choices: Choices,
     finer["pipeline bubble"] = [
         Row("pipeline bubble", f"rank {busiest} waits", seconds.parts.get("pipeline bubble", 0.0))
     ]
-    name, own = query.job.step.optimizer, [query.stages[index] for index in query.of_rank(busiest)]
-    trained = [param for stage in own for param in stage.sharding.trained]
+    name, stages = query.job.step.optimizer, [query.stages[index] for index in query.of_rank(busiest)]
+    trained = [param for stage in stages for param in stage.sharding.trained]
     finer["optimizer"] = [Row("optimizer", _optimizer(trained, name, device), seconds.parts.get("optimizer", 0.0))]
     over = ranks("dp_shard", links.shards)
     finer["parameter gathers"] = [
@@ -112,9 +112,9 @@ def _staged_second_rows(query: PlanQuery, conf: Configuration, choices: Choices,
 
 def _sends(query: PlanQuery, rank: int) -> int:
     """Return how many tensors `rank` sends to other ranks for one micro-batch: outputs forward, gradients back."""
-    own = query.of_rank(rank)
-    edges = [(index, other) for index in own for other in (index - 1, index + 1) if 0 <= other < len(query.stages)]
-    return sum(other not in own for _, other in edges)
+    indices = query.of_rank(rank)
+    edges = [(index, other) for index in indices for other in (index - 1, index + 1) if 0 <= other < len(query.stages)]
+    return sum(other not in indices for _, other in edges)
 
 
 def _optimizer(
@@ -155,13 +155,13 @@ def byte_rows(query: PlanQuery, choices: Choices, rank: int, point: StepPoint) -
     for index in query.of_rank(rank):
         for part, rows in _static_rows(query.stages[index]).items():
             add(index, part, rows)
-    running, own = query.stages[point.stage], choices[point.stage]
-    saved = saved_by_kind(running, own, point.upto)
+    running, chosen = query.stages[point.stage], choices[point.stage]
+    saved = saved_by_kind(running, chosen, point.upto)
     if point.stage and _INPUTS in saved:  # the first layer's is in a receive buffer
         saved[_INPUTS] -= min(saved[_INPUTS], query.hidden_bytes)
     add(point.stage, Part.HELD_ACTIVATIONS, _rows("", saved))
-    add(point.stage, Part.RUNNING_LAYER, _running_rows(running, own, point))
-    add(point.stage, Part.OUTSIDE_OF_LAYERS, _outside_rows(running, own, point))
+    add(point.stage, Part.RUNNING_LAYER, _running_rows(running, chosen, point))
+    add(point.stage, Part.OUTSIDE_OF_LAYERS, _outside_rows(running, chosen, point))
     waiting: Counter[tuple[int, str]] = Counter()
     sizes: Counter[tuple[int, str]] = Counter()
     for stage, what, size in point.in_flight:
@@ -230,8 +230,8 @@ def _static_rows(stage: Stage) -> dict[str, list[Row]]:
     }
     memory = stage.optimizer
     states: Counter[str] = Counter()
-    for param, own in zip(sharding.trained, memory.states):
-        states[f"{name}, of layers" if param.in_layer else f"{name}, of what is around them"] += sum(own)
+    for param, sizes in zip(sharding.trained, memory.states):
+        states[f"{name}, of layers" if param.in_layer else f"{name}, of what is around them"] += sum(sizes)
     return {
         Part.PARAMETERS: _rows(Part.PARAMETERS, parameters),
         Part.OPTIMIZER_STATE: _rows(Part.OPTIMIZER_STATE, states),
@@ -241,10 +241,10 @@ def _static_rows(stage: Stage) -> dict[str, list[Row]]:
 
 def _running_rows(stage: Stage, choices: Sequence[Choice], point: StepPoint) -> list[Row]:
     """Return the rows of the layer whose backward is the highest point."""
-    found = re.fullmatch(r"backward of layer (\d+)", point.where)
-    if found is None:
+    match = re.fullmatch(r"backward of layer (\d+)", point.where)
+    if match is None:
         return []
-    position = int(found[1])
+    position = int(match[1])
     part, choice = stage.part, choices[position]
     call = part.traced.calls[position]
     trace = part.problems[call.kind].trace

@@ -143,18 +143,18 @@ def _with_more_gpus(shape: Shape, conf: Configuration, question: Question, growi
     For a pipeline whose stages are too large on any number of them: GPUs for more stages.
     """
     limit = question.limit
-    said = []
+    ways = []
     gpus = _more_gpus(shape, limit, _sharded_over_more(conf))
     if gpus is not None:
-        said.append(f"{gpus - question.gpus} GPUs more ({gpus} in all)")
+        ways.append(f"{gpus - question.gpus} GPUs more ({gpus} in all)")
     fewer = _more_gpus(shape, limit, _sharded_over_more(conf.change(allocator=growing)))
     if fewer is not None and (gpus is None or fewer < gpus):
-        said.append(f"{fewer - question.gpus} GPUs more ({fewer} in all) with {_GROWING}")
+        ways.append(f"{fewer - question.gpus} GPUs more ({fewer} in all) with {_GROWING}")
     if gpus is None and shape.key.staged:
         gpus = _more_gpus(shape, limit, _in_more_stages(conf))
         if gpus is not None:
-            said.append(f"{gpus - question.gpus} GPUs more ({gpus} in all) in {gpus // conf.gpus} times as many stages")
-    return said
+            ways.append(f"{gpus - question.gpus} GPUs more ({gpus} in all) in {gpus // conf.gpus} times as many stages")
+    return ways
 
 
 def _sharded_over_more(conf: Configuration) -> Iterator[Configuration]:

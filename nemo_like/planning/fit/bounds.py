@@ -162,9 +162,10 @@ class WholeBounds:
         head = find_head(self.part.model)
         if head is None:
             return 0.0
-        own = any(p.requires_grad for p in head.parameters())
-        others = any(p.requires_grad for layer in self.part.layers for p in layer.module.parameters())
-        return 2.0 * (1 + own + others) * self.head_weights() * tokens / self.question.device.matmul_flops["half"]
+        head_trains = any(p.requires_grad for p in head.parameters())
+        layers_train = any(p.requires_grad for layer in self.part.layers for p in layer.module.parameters())
+        products = 1 + head_trains + layers_train
+        return 2.0 * products * self.head_weights() * tokens / self.question.device.matmul_flops["half"]
 
     def head_weights(self) -> int:
         """Return the number of the head's parameters on one rank; 0: it is not known."""
@@ -355,7 +356,7 @@ class StagedLeast:
         )
         calls = list(zip(kinds, choices))
         stages = ([calls[i] for i in stage.layers] for stage in self._stages(pp))
-        parts = [microbatch_seconds(runs_of_calls(self.part, own), links) for own in stages]
+        parts = [microbatch_seconds(runs_of_calls(self.part, stage_calls), links) for stage_calls in stages]
         parts[-1]["head and embedding"] = self.bounds.head(conf)
         handed = roofline.send_seconds(self.hidden, self.device.gpus_per_host > conf.gpus // conf.pp, self.device)
         return timeline(actions_of(pp), seconds_of_actions(parts, pp), len(parts), handed).seconds
@@ -386,18 +387,18 @@ class StagedLeast:
         if key not in self._flights:
             pp, hidden, choices = conf.job.pp, self.hidden, self.bounds.choices(mode)
             held = [sum(choices[i].held_bytes for i in stage.layers) for stage in stages]
-            gradients, found = self._gradients(pp, stages, on=on), []
+            gradients, rank_bytes = self._gradients(pp, stages, on=on), []
             for rank, states in enumerate(self._states_of(pp, conf)):
-                own = stages_of(pp, rank)
+                indices = stages_of(pp, rank)
                 # A stage's input is in a buffer, and what it hands on to the next one here takes the place of one.
-                each = [max(0, held[n] - hidden * (n > 0) - hidden * (n + 1 in own)) for n in own]
-                buffers = sum(hidden * ((n > 0) + (n + 1 < len(stages))) for n in own) * conf.grad_accum
+                each = [max(0, held[n] - hidden * (n > 0) - hidden * (n + 1 in indices)) for n in indices]
+                buffers = sum(hidden * ((n > 0) + (n + 1 < len(stages))) for n in indices) * conf.grad_accum
                 most = 0
                 for flights, back in states:
                     alive = sum(flight * size for flight, size in zip(flights, each))
-                    most = max(most, alive + sum(gradients[n] for n, begun in zip(own, back) if begun))
-                found.append(buffers + most)
-            self._flights[key] = found
+                    most = max(most, alive + sum(gradients[n] for n, begun in zip(indices, back) if begun))
+                rank_bytes.append(buffers + most)
+            self._flights[key] = rank_bytes
         return self._flights[key]
 
     def _states_of(self, pp: PipelineParallel, conf: Configuration) -> list[set[State]]:
@@ -416,7 +417,7 @@ class StagedLeast:
             ranks = conf.shard_ranks
             expert_ranks = max(1, ranks * conf.tp // conf.ep)
             memory = optimizer_memory(sharding.trained, self.question.job.step.optimizer, device=self.device.kind)
-            states, found = map(sum, memory.states), [0] * len(stages)
+            states, sizes = map(sum, memory.states), [0] * len(stages)
             for param, where in zip(self._parameters, self._places(pp, stages, on=sharding.on)):
                 stays = param.size // (expert_ranks if param.is_expert else ranks)
                 if param.trains:
@@ -424,28 +425,28 @@ class StagedLeast:
                 if sharding.on:
                     stays += param.gathered
                 for n in where:
-                    found[n] += stays
-            self._lies[key] = found
+                    sizes[n] += stays
+            self._lies[key] = sizes
         return self._lies[key]
 
     def _gradients(self, pp: PipelineParallel, stages: Sequence[StageSlice], *, on: bool) -> list[int]:
         """Return, for each stage, the bytes of whole gradients, which its first backward makes."""
-        found = [0] * len(stages)
+        sizes = [0] * len(stages)
         for param, where in zip(self._parameters, self._places(pp, stages, on=on)):
             for n in where if on else ():
-                found[n] += param.gradient
-        return found
+                sizes[n] += param.gradient
+        return sizes
 
     @cached_property
     def _parameters(self) -> list[_Parameter]:
         part, dtypes = self.part, self.question.job.precision.dtypes
         experts = {weight for each in part.experts for weight in each.weights}
-        found = []
+        parameters = []
         for name, param in part.model.named_parameters():
             cut = param.is_floating_point() and param.dim() > 0
             trains = param.requires_grad and name in part.trained
             reduced = dtypes["reduce_dtype"] or dtypes["param_dtype"] or param.dtype
-            found.append(
+            parameters.append(
                 _Parameter(
                     param.numel() * param.element_size(),
                     param in experts,
@@ -454,7 +455,7 @@ class StagedLeast:
                     param.numel() * reduced.itemsize if cut and trains else 0,
                 )
             )
-        return found
+        return parameters
 
     def _places(self, pp: PipelineParallel, stages: Sequence[StageSlice], *, on: bool) -> list[tuple[int, ...]]:
         """Return, for each parameter, the stages that hold it."""
@@ -464,12 +465,12 @@ class StagedLeast:
             names = self.parts.layers
             layers = {names[i]: stage.index for stage in stages for i in stage.layers}
             ends = ((self.parts.before, 0), (self.parts.after, len(stages) - 1))
-            found = []
+            places = []
             for name, _ in self.part.model.named_parameters():
                 inside = [layers[prefix] for prefix in _prefixes(name) if prefix in layers]
                 where = inside or [index for held, index in ends if name in held]
-                found.append(tuple(where[:1] if once else where))
-            self._placed[key] = found
+                places.append(tuple(where[:1] if once else where))
+            self._placed[key] = places
         return self._placed[key]
 
 
@@ -501,12 +502,12 @@ def _prefixes(name: str) -> Iterator[str]:
         at = name.find(".", at + 1)
 
 
-def _states(actions: Sequence[Action], own: Sequence[int]) -> Iterator[State]:
+def _states(actions: Sequence[Action], indices: Sequence[int]) -> Iterator[State]:
     """Yield the state of one rank at the end of each of its actions.
 
     With a backward cut in two, what the second half needs counts as nothing; the first stage's is not cut.
     """
-    flights, back = dict.fromkeys(own, 0), dict.fromkeys(own, False)
+    flights, back = dict.fromkeys(indices, 0), dict.fromkeys(indices, False)
     for action in actions:
         stage = action.stage
         if action.kind == FORWARD:

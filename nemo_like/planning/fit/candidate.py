@@ -82,10 +82,10 @@ class Candidate:
     def kwargs(self) -> dict[str, Any]:
         """Return the arguments of `nemo_like.parallelize`, without the model; a plan is a `Plan`, which needs no sample."""
         job = self._runnable(self.plan)
-        said = {name: getattr(job, "step" if name == "optimizer" else name) for name in job.words()}
-        if "optimizer" in said:
-            said["step"] = said.pop("optimizer")
-        return said | ({"sample_input": self.sample} if self.conf.pp > 1 else {})
+        arguments = {name: getattr(job, "step" if name == "optimizer" else name) for name in job.words()}
+        if "optimizer" in arguments:
+            arguments["step"] = arguments.pop("optimizer")
+        return arguments | ({"sample_input": self.sample} if self.conf.pp > 1 else {})
 
     def call(self, sample: str = "batch") -> str:
         """Return the line of Python that does the same; `sample`: the name of one micro-batch."""

@@ -83,14 +83,16 @@ def rows_of(totals: Mapping[str, float], finer: Mapping[str, Iterable[Row]], lea
 
     If the rows of a part leave over more than `least`, the rest is a row of its own.
     """
-    found: list[Row] = []
+    rows: list[Row] = []
     for part, total in sorted(totals.items(), key=lambda item: -item[1]):
-        own = sorted((row for row in finer.get(part, ()) if row.amount or row.hidden), key=lambda row: -row.amount)
-        left = total - sum(row.amount for row in own)
+        part_rows = sorted(
+            (row for row in finer.get(part, ()) if row.amount or row.hidden), key=lambda row: -row.amount
+        )
+        left = total - sum(row.amount for row in part_rows)
         if abs(left) > least:
-            own.append(Row(part, "other" if own else "", left))
-        found += own
-    return tuple(found)
+            part_rows.append(Row(part, "other" if part_rows else "", left))
+        rows += part_rows
+    return tuple(rows)
 
 
 Rows = dict[str, list[Row]]
@@ -150,15 +152,15 @@ def merged(several: Iterable[Rows]) -> Rows:
     """Return several rows of the same words as one."""
     sums: dict[tuple[str, str], list[float]] = {}
     for rows in several:
-        for own in rows.values():
-            for row in own:
+        for part_rows in rows.values():
+            for row in part_rows:
                 entry = sums.setdefault((row.part, row.what), [0.0, 0.0])
                 entry[0] += row.amount
                 entry[1] += row.hidden
-    found: Rows = {}
+    merged_rows: Rows = {}
     for (part, what), (amount, hidden) in sums.items():
-        found.setdefault(part, []).append(Row(part, what, amount, hidden))
-    return found
+        merged_rows.setdefault(part, []).append(Row(part, what, amount, hidden))
+    return merged_rows
 
 
 def ranks(axis: str, group: RankGroup) -> str:
@@ -170,16 +172,16 @@ def inside_rows(run: LayerRun, links: Links, count: int) -> Rows:
     """Return rows of the collectives that nothing hides: sums of ``tp``, gathers of ``cp``, exchanges of ``ep``."""
     sums, gathered, sent = inside_seconds(run, links)
     again = 1 if run.replays_exchanges else 0
-    made: Rows = {}
+    rows: Rows = {}
     for part, what, each, times in (
         ("tensor-parallel sums", f"all-reduce ({ranks('tp', links.tensor)})", sums, (2, 2)),
         ("sequence gathers", f"all-gather of keys and values ({ranks('cp', links.sequence)})", gathered, (1, 1)),
         ("expert exchanges", f"all-to-all of rows ({ranks('ep', links.experts)})", sent, (1, 1)),
     ):
         for phase, often in zip(("forward", "backward", "replay"), (*times, again)):
-            made.setdefault(part, []).append(Row(part, f"{what}, {phase}", count * often * each))
-    made["host copies"] = [Row("host copies", "layers' inputs to host memory and back", count * run.copies)]
-    return made
+            rows.setdefault(part, []).append(Row(part, f"{what}, {phase}", count * often * each))
+    rows["host copies"] = [Row("host copies", "layers' inputs to host memory and back", count * run.copies)]
+    return rows
 
 
 def _unit_rows(run: LayerRun, links: Links, count: int, reductions: int, summed: int) -> Rows:

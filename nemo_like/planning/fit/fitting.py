@@ -80,10 +80,10 @@ def fit(
         model: bare, on any device, `meta` included; or what ``nemo-like fit --model`` takes (a preset, a ``config.json``).
         job: decides the fields that `Job.of` was given. The others are searched for.
         gpus: how many devices.
-        seq_len: tokens per sequence; default: 4096. Where sequences differ, give one of
-        max_seq_len, p99, lengths: tokens of the longest; what 99 of 100 do not exceed; a histogram, sequences by tokens. The
-            step is planned for the largest micro-batch, all of whose sequences are as long as the longest. With `p99` alone
-            it is planned for that length, and the report states it.
+        seq_len: tokens per sequence; default: 4096.
+        max_seq_len, p99, lengths: give one where sequences differ: tokens of the longest; tokens that 99 of 100 do not
+            exceed; a histogram, sequences by tokens. The step is planned for the largest micro-batch, all of whose sequences
+            are as long as the longest. With `p99` alone it is planned for that length, and the report states it.
         global_batch: sequences of one optimizer step over all devices. None: as many as are fastest, without accumulation.
         memory: bytes of each device that a step may take (``"70GiB"``); `nemo_like.planning.verdict` decides which bytes
             count. Default: its memory less a tenth.
@@ -106,7 +106,7 @@ def fit(
     """
     if not isinstance(model, str):
         check_model(model)
-    asked, pinned = read_question(job, pins)
+    jobs, pinned = read_question(job, pins)
     length, planned_for = planned_length(seq_len, max_seq_len, p99, lengths)
     questions = [
         Question(
@@ -118,7 +118,7 @@ def fit(
             limit=step_limit(device_of(each), memory),
             pins=pinned,
         )
-        for each in asked
+        for each in jobs
     ]
 
     def search() -> FitReport:
@@ -198,23 +198,23 @@ def _answer(
 ) -> FitReport:
     start = time.perf_counter()
     search, rejected, spread = make_search(model, question, sample, traces, say)
-    found = search.run(count)
-    helps = [] if found.best or found.nearest is None else _helps(search, found.nearest, model, question, sample)
+    result = search.run(count)
+    helps = [] if result.best or result.nearest is None else _helps(search, result.nearest, model, question, sample)
     return FitReport(
         question,
         name,
         sum(p.numel() for p in model.parameters()),
-        tuple(found.best),
-        dict(rejected + found.rejected),
-        None if found.best else found.nearest,
+        tuple(result.best),
+        dict(rejected + result.rejected),
+        None if result.best else result.nearest,
         tuple(helps),
         {
             "layouts": spread,
-            "shapes": found.traced,
-            "looked_at": found.looked_at,
+            "shapes": result.traced,
+            "looked_at": result.looked_at,
             "seconds": round(time.perf_counter() - start, 2),
         },
-        found.interrupted,
+        result.interrupted,
     )
 
 
@@ -224,11 +224,11 @@ def _helps(
     shape = search.shapes[ShapeKey.of(nearest.conf)]
     assert not isinstance(shape, str), "what needs least was traced"
 
-    def remade(key: ShapeKey, asked: Question) -> Shape:
-        if sample is not None and asked.seq_len != question.seq_len:
+    def remade(key: ShapeKey, changed: Question) -> Shape:
+        if sample is not None and changed.seq_len != question.seq_len:
             raise ValueError("the sample's length is the caller's")
-        make = sample or _tokens(model, asked.seq_len)
-        return Shape(key, asked, Traces(model, make, asked.job.layers).of(key.micro_batch))
+        make = sample or _tokens(model, changed.seq_len)
+        return Shape(key, changed, Traces(model, make, changed.job.layers).of(key.micro_batch))
 
     with quietly():
         return ways_out(shape, nearest, question, remade)
@@ -244,17 +244,17 @@ def make_search(
     """Return the search, combinations that are out before it begins, and how many layouts there are."""
     make = sample or _tokens(model, question.seq_len)
     known = {} if traces is None else traces
-    own = known.setdefault(question.job.precision, Traces(model, make, question.job.layers))
+    own_traces = known.setdefault(question.job.precision, Traces(model, make, question.job.layers))
     spread, rejected = layouts(_room(model, question))
-    found: list[Configuration] = []
+    configurations: list[Configuration] = []
     for layout in spread:
         try:
-            found.append(configuration(question.job, layout))
+            configurations.append(configuration(question.job, layout))
         except ValueError as error:  # of `nemo_like.job.RULES`
             rejected[str(error)] += 1
 
     return (
-        Search(question, found, lambda key: Shape(key, question, own.of(key.micro_batch)), say),
+        Search(question, configurations, lambda key: Shape(key, question, own_traces.of(key.micro_batch)), say),
         rejected,
         len(spread),
     )
@@ -266,7 +266,7 @@ def _counts_of_experts(model: nn.Module) -> list[int]:
     The list is empty where there are lists of experts, whose rows are not known.
     """
     try:
-        return [found.count for found in find_experts(model, None) if found.call != EACH]
+        return [each.count for each in find_experts(model, None) if each.call != EACH]
     except ValueError as error:
         say_once(f"Layouts with ep are left out: {error}")
         return []
@@ -280,7 +280,7 @@ def _room(model: nn.Module, question: Question) -> Room:
             f"imbalance is {imbalance!r}, and {type(model).__name__} has no experts that ep could split. Leave it out."
         )
     host = question.device.gpus_per_host
-    apart = [found.fqn for found in find_experts(model)] if experts else []
+    apart = [each.fqn for each in find_experts(model)] if experts else []
     sizes = [n for n in range(1, min(question.gpus, host) + 1) if host % n == 0 and question.gpus % n == 0]
     return Room(
         gpus=question.gpus,

@@ -200,7 +200,7 @@ class Room:
 def layouts(room: Room) -> tuple[list[Layout], Counter[str]]:
     """Return all layouts in `room`, and how many combinations were left out, by reason."""
     rejected: Counter[str] = Counter()
-    found: list[Layout] = []
+    every: list[Layout] = []
     for pp in _sizes(room, "pp", _powers(min(room.layers, MOST_STAGES) if room.stages else 1)):
         sizes = sorted({*room.tensor_sizes, *room.beside_experts})
         for tp in _sizes(room, "tp", [t for t in sizes if t <= room.gpus_per_host]):
@@ -211,8 +211,8 @@ def layouts(room: Room) -> tuple[list[Layout], Counter[str]]:
                     continue
                 for shape in _data_axes(room, rest, tp, cp):
                     for batch in _batches(room, shape, pp, cp, rejected):
-                        found += _with_schedule(room, Layout(*shape[:2], tp, cp, shape[2], pp, None, *batch), rejected)
-    return found, rejected
+                        every += _with_schedule(room, Layout(*shape[:2], tp, cp, shape[2], pp, None, *batch), rejected)
+    return every, rejected
 
 
 def _sizes(room: Room, name: str, free: Collection[int]) -> list[int]:
@@ -270,7 +270,7 @@ def _batches(
 def _with_schedule(room: Room, layout: Layout, rejected: Counter[str]) -> list[Layout]:
     if layout.pp == 1:
         return [layout]
-    made = []
+    scheduled = []
     for word in room.pinned("schedule") or [name for name, facts in SCHEDULE_OBJECTS.items() if facts.is_searched]:
         facts = SCHEDULE_OBJECTS[word]
         stages = layout.pp * facts.default_per_rank
@@ -281,5 +281,5 @@ def _with_schedule(room: Room, layout: Layout, rejected: Counter[str]) -> list[L
         elif facts.check(layout.pp, layout.grad_accum) is not None:
             rejected["the schedule cannot run so many micro-batches"] += 1
         else:
-            made.append(replace(layout, schedule=word))
-    return made
+            scheduled.append(replace(layout, schedule=word))
+    return scheduled

@@ -67,19 +67,19 @@ def read_histogram(path: str | Path) -> dict[int, int]:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"Lengths {str(path)!r} cannot be read: {error}") from error
-    found: dict[int, int] = {}
+    counts: dict[int, int] = {}
     try:
         if text.lstrip().startswith("{"):
             for length, count in json.loads(text).items():
-                found[int(length)] = int(count)
-            return found
+                counts[int(length)] = int(count)
+            return counts
         for line in text.split():
-            found[int(line)] = found.get(int(line), 0) + 1
+            counts[int(line)] = counts.get(int(line), 0) + 1
     except (ValueError, TypeError) as error:
         raise ValueError(
             f"Lengths {str(path)!r} must be JSON of counts by tokens, or one number a line: {error}"
         ) from error
-    return found
+    return counts
 
 
 def _longest(histogram: Mapping[int, int]) -> int:

@@ -139,12 +139,12 @@ class Question:
     @property
     def lacks_host_rates(self) -> bool:
         """True if `cpu_offload` is left out since the speed of an optimizer on the host is not known."""
-        asked = self.gpus > 1 and "cpu_offload" not in self.pins
-        return asked and not self.device.knows_host_rates
+        considered = self.gpus > 1 and "cpu_offload" not in self.pins
+        return considered and not self.device.knows_host_rates
 
     def _check_host(self) -> None:
-        asked = self.pins.get("cpu_offload", ())
-        if True not in asked:
+        allowed = self.pins.get("cpu_offload", ())
+        if True not in allowed:
             return
         self.device.check_host_rates("cpu_offload")
         if self.gpus == 1:
@@ -194,17 +194,17 @@ def read_question(job: Job | None, given: Mapping[str, Any]) -> tuple[list[Job],
             raise ValueError(
                 f"{name!r} is not an argument of fit; these are: {', '.join(known)}." + did_you_mean(name, known)
             )
-    asked = Job.of(**rest) if job is None else job.change(**rest) if rest else job
-    read = read_pins({**_pinned_by(asked), **{name: value for name, value in pins.items() if value is not None}})
-    base = replace(asked, **{name: getattr(_plain_job(), name) for name in _SEARCHED}, world_size=None)
+    requested = Job.of(**rest) if job is None else job.change(**rest) if rest else job
+    read = read_pins({**_pinned_by(requested), **{name: value for name, value in pins.items() if value is not None}})
+    base = replace(requested, **{name: getattr(_plain_job(), name) for name in _SEARCHED}, world_size=None)
     base = replace(
         base,
-        cp=replace(asked.cp, size=1),
-        tp=replace(asked.tp, size=1),
-        ep=ExpertParallel(imbalance=asked.ep.imbalance if imbalance is None else imbalance),
+        cp=replace(requested.cp, size=1),
+        tp=replace(requested.tp, size=1),
+        ep=ExpertParallel(imbalance=requested.ep.imbalance if imbalance is None else imbalance),
         search=base.search if host_memory is None else replace(base.search, host_memory=host_memory),
     )
-    if precisions == [None] and "precision" not in asked.asked and device_of(base).kind == "cuda":
+    if precisions == [None] and "precision" not in requested.asked and device_of(base).kind == "cuda":
         precisions = ["bf16"]
     jobs = []
     for precision, optimizer in itertools.product(precisions, optimizers):
@@ -224,12 +224,12 @@ def _plain_job() -> Job:
     return Job.of(ac="none")
 
 
-def _several(name: str, given: Any) -> list[Any]:
-    if not isinstance(given, list | tuple):
-        return [given]
-    if not given:
-        raise ValueError(f"{name} is {given!r}; give at least one, or leave it out.")
-    return list(dict.fromkeys(given))
+def _several(name: str, value: Any) -> list[Any]:
+    if not isinstance(value, list | tuple):
+        return [value]
+    if not value:
+        raise ValueError(f"{name} is {value!r}; give at least one, or leave it out.")
+    return list(dict.fromkeys(value))
 
 
 def _pinned_by(job: Job) -> dict[str, Any]:
@@ -238,15 +238,15 @@ def _pinned_by(job: Job) -> dict[str, Any]:
     Raises:
         ValueError: a field has a value that `fit` does not search.
     """
-    asked, pins = job.asked, dict[str, Any]()
+    fields, pins = job.asked, dict[str, Any]()
     for name in ("tp", "cp", "ep", "pp"):
-        if name in asked:
+        if name in fields:
             pins[name] = getattr(job, name).size
-    if "dp_replicate" in asked:
+    if "dp_replicate" in fields:
         pins["dp_replicate"] = job.dp_replicate
-    if "pp" in asked and job.pp.size > 1:
+    if "pp" in fields and job.pp.size > 1:
         pins["schedule"], pins["grad_accum"] = job.pp.schedule, job.pp.microbatches
-    if "strategy" in asked:
+    if "strategy" in fields:
         if not isinstance(job.strategy, FSDP2):
             raise ValueError(
                 f"strategy is {type(job.strategy).__name__.lower()!r}, and fit searches FSDP2 alone. Leave strategy out, or "
@@ -255,11 +255,11 @@ def _pinned_by(job: Job) -> dict[str, Any]:
         if job.strategy != FSDP2():
             pins["reshard_after_forward"] = job.strategy.reshard_after_forward
             pins["cpu_offload"] = job.strategy.cpu_offload
-    if "ac" in asked:
+    if "ac" in fields:
         pins["ac"] = "plan" if isinstance(job.ac, MemoryBudget) else getattr(job.ac, "mode", "a plan")
-    if "loss" in asked:
+    if "loss" in fields:
         pins["loss"] = "model" if job.loss is None else "chunked"
-    if "offload" in asked:
+    if "offload" in fields:
         pins["offload"] = job.offload.mode
     return pins
 

@@ -315,7 +315,7 @@ def _stages(numbers: Sequence[int]) -> str:
 def recipe(report: FitReport, candidate: Candidate) -> str:
     """Return the command that trains with `candidate`."""
     conf, job = candidate.conf, candidate.job
-    said = {
+    flags = {
         "--model": report.model,
         "--seq-len": report.question.seq_len,
         "--batch-size": conf.sequences,
@@ -324,16 +324,16 @@ def recipe(report: FitReport, candidate: Candidate) -> str:
         "--precision": precision_word(job.precision),
     }
     axes = {"--dp-replicate": conf.dp_replicate, "--tp": conf.tp, "--cp": conf.cp, "--ep": conf.ep, "--pp": conf.pp}
-    said |= {name: size for name, size in axes.items() if size > 1}
+    flags |= {name: size for name, size in axes.items() if size > 1}
     if conf.pp > 1:
-        said["--pp-schedule"] = conf.schedule or PipelineParallel.schedule
+        flags["--pp-schedule"] = conf.schedule or PipelineParallel.schedule
     if job.loss is not None:
-        said["--loss"] = "chunked"
+        flags["--loss"] = "chunked"
     if job.offload.mode != "none":
-        said["--offload"] = job.offload.mode
+        flags["--offload"] = job.offload.mode
     if conf.reshard is not None:
-        said["--reshard-after-forward"] = "yes" if conf.reshard else "no"
-    options = [f"{name} {value}" for name, value in said.items()] + ["--cpu-offload"] * conf.cpu_offload
+        flags["--reshard-after-forward"] = "yes" if conf.reshard else "no"
+    options = [f"{name} {value}" for name, value in flags.items()] + ["--cpu-offload"] * conf.cpu_offload
     hosts = -(-conf.gpus // report.question.device.gpus_per_host)
     start = f"torchrun --nnodes {hosts} --nproc-per-node {min(conf.gpus, report.question.device.gpus_per_host)} -m "
     begin = "python -m " if conf.gpus == 1 else start

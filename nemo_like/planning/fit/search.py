@@ -119,12 +119,12 @@ class Search:
             return self._finished(queue)
         if not self.found.best:
             self._look_at_the_least()
-        found = self._finished(queue)
-        if found.best:
-            found.best[0] = self._refined(found.best[0])
+        result = self._finished(queue)
+        if result.best:
+            result.best[0] = self._refined(result.best[0])
         else:
-            found.nearest = self._nearest()
-        return found
+            result.nearest = self._nearest()
+        return result
 
     def _finished(self, queue: Iterable[tuple[float, int, Any]]) -> Found:
         """Count the entries that are left in the queue."""
@@ -157,7 +157,7 @@ class Search:
                         heapq.heappush(queue, (seconds, next(order), entry))
                 continue
             conf = item.conf if isinstance(item, StateOnHost) else item[0]
-            if any(found.layout == conf.layout for found in self.found.best):
+            if any(candidate.layout == conf.layout for candidate in self.found.best):
                 self.found.rejected["slower than another way to run the same layout"] += 1
                 continue
             shape = self._traced(ShapeKey.of(conf))
@@ -378,10 +378,10 @@ class Search:
 
     def _planned(self, shape: Shape, conf: Configuration, make: Planning) -> Resolved | None:
         """Return the plan that `make` makes for the highest peak with which the needed bytes fit; None: none does."""
-        found = plan_within(shape.query(conf), self.question.limit, lambda budget: make(conf, budget))
-        if found is None:
+        fitting = plan_within(shape.query(conf), self.question.limit, lambda budget: make(conf, budget))
+        if fitting is None:
             return None
-        choices, peak, need, budget = found
+        choices, peak, need, budget = fitting
         return Resolved(shape.seconds(conf, choices), peak, need, choices, budget)
 
     def _is_hopeless(self, shape: Shape, conf: Configuration) -> bool:
@@ -421,10 +421,10 @@ class Search:
         elif best.plan is None:
             return best
         with quietly():
-            made = self._planned(shape, conf, shape.refined)
-        if made is None or shape.host_bytes(conf, made.choices) > self.question.host_memory:
+            planned = self._planned(shape, conf, shape.refined)
+        if planned is None or shape.host_bytes(conf, planned.choices) > self.question.host_memory:
             return best
-        finer = self.candidate(shape, conf, made)
+        finer = self.candidate(shape, conf, planned)
         return finer if finer.step_seconds <= best.step_seconds else best
 
     def candidate(self, shape: Shape, conf: Configuration, resolved: Resolved) -> Candidate:

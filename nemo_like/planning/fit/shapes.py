@@ -139,7 +139,7 @@ class Shape:
 
         Operators are the same in shapes with the same weights, so such shapes share their choices.
         """
-        made, known = [], self.traced.known.decisions
+        menu, known = [], self.traced.known.decisions
         for kind, problem in enumerate(self.whole.part.problems):
             key = (self.key.tp, self.key.ep, kind, tuple(str(record.op) for record in problem.records))
             if key not in known:
@@ -147,8 +147,8 @@ class Shape:
                 skips = self.whole.skip and len(problem.records) <= _QUICK
                 known[key] = [choice.decisions for choice in _few(_some(problem, skips))]
             choices = [as_choice(problem, words) for words in known[key] if words]
-            made.append(best_of([problem.full(), *choices, problem.none()]))
-        return made
+            menu.append(best_of([problem.full(), *choices, problem.none()]))
+        return menu
 
     def planned(self, conf: Configuration, limit: int) -> tuple[Choices, Peak] | None:
         """Return the fastest choices whose peak is within `limit`, and that peak; None: none are.
@@ -210,7 +210,7 @@ class Shape:
         They are parameters, gradients and optimizer state, and activations that layers move there.
         """
         stages = self.query(conf).stages
-        moved = sum(sum(stage.moved(own)) for stage, own in zip(stages, choices))
+        moved = sum(sum(stage.moved(chosen)) for stage, chosen in zip(stages, choices))
         return max(stage.state_on_host for stage in stages) + moved
 
     def seconds(self, conf: Configuration, choices: Choices) -> StepSeconds:

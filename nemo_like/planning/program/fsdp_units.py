@@ -152,9 +152,9 @@ class Units:
         copy = storages.make(self._copied_by_gloo(unit, unit.reduce_input), Part.REDUCE_BUFFERS)
         if self.sharding.replicas > 1:
             self.summed.append(storages.hold(out))
-        made = unit.grad or unit.host_grad
-        if made != unit.reduce_output:
-            cast = storages.make(made, Part.GRADIENTS, REDUCE)
+        result_bytes = unit.grad or unit.host_grad
+        if result_bytes != unit.reduce_output:
+            cast = storages.make(result_bytes, Part.GRADIENTS, REDUCE)
             storages.drop(out)
             out = cast
         storages.drop(copy)

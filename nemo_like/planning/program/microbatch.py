@@ -192,14 +192,17 @@ class Microbatch:
         if layers is not self.layers:
             kept = []
             for run, old, new in zip(self.inside, self.layers, layers):
-                own = _renumbered(run.alive, old.events.until(halfway), new.events.until(halfway))
-                kept.append(old if own is None else new)
-                run.alive = run.alive if own is None else own
+                renumbered = _renumbered(run.alive, old.events.until(halfway), new.events.until(halfway))
+                kept.append(old if renumbered is None else new)
+                run.alive = run.alive if renumbered is None else renumbered
             self.layers = kept
         old_log, events = self.events.log[: self.at], around.events
         at = events.backward_end if halfway else events.forward_end
-        if events is not self.events and (own := _renumbered(self.outside, old_log, events.log[:at])) is not None:
-            self.around, self.events, self.outside, self.at = around, events, own, at
+        if (
+            events is not self.events
+            and (renumbered := _renumbered(self.outside, old_log, events.log[:at])) is not None
+        ):
+            self.around, self.events, self.outside, self.at = around, events, renumbered, at
 
     def sent_on(self) -> list[int]:
         """Return the storages of the stage's output; after forward."""
@@ -211,16 +214,16 @@ class Microbatch:
             events = self.events
             self.output = [self.outside.pop(n) for n in events.outputs if n in self.outside]
             self.input_grads = [self.outside.pop(n) for n in events.input_grads if n in self.outside]
-        found = self.output, self.input_grads
+        ends = self.output, self.input_grads
         self.output, self.input_grads = [], []
-        return found
+        return ends
 
     def given_gradient(self, storage: int) -> None:
         """Use `storage` as the gradient that a later stage sent: it replaces the first of its size that backward makes."""
         behind = self.events.log[self.events.forward_end :]
-        made = next((number for number, size in behind if size == self.storages.sizes[storage]), 0)
-        if made:
-            self.outside[made] = self.storages.hold(storage)
+        replaced = next((number for number, size in behind if size == self.storages.sizes[storage]), 0)
+        if replaced:
+            self.outside[replaced] = self.storages.hold(storage)
 
     def backward_of_inputs(self) -> None:
         """Run backward, or its first half where it was recorded in two."""
@@ -289,13 +292,13 @@ class Microbatch:
         if self.around.halves:
             self._after_head()
         names = [name for name, number in events.param_grads.items() if number in self.outside]
-        own = [self.outside.pop(events.param_grads[name]) for name in names if name not in self.step.elsewhere]
+        root_grads = [self.outside.pop(events.param_grads[name]) for name in names if name not in self.step.elsewhere]
         if self.on:
             self.units.close_all()
-            self.units.reduce(ROOT, self.sharding.root, [*own, *self.waiting], self.rule)
+            self.units.reduce(ROOT, self.sharding.root, [*root_grads, *self.waiting], self.rule)
             self.units.finish()
         else:
-            self.step.keep_gradients(ROOT, own, self.rule)
+            self.step.keep_gradients(ROOT, root_grads, self.rule)
         self.output, self.input_grads = self.take_ends()
         storages.drop_all(self.outside.values())
         for i in range(len(self.layers)):
@@ -367,9 +370,9 @@ class Microbatch:
         if layer.experts is None:
             return
         numbers, storages = layer.events.param_grads, run.alive
-        own = [storages.pop(n) for name, n in numbers.items() if n in storages and name in layer.expert_weights]
+        grads = [storages.pop(n) for name, n in numbers.items() if n in storages and name in layer.expert_weights]
         self.units.close(("experts", i))
-        self.units.reduce(("experts", i), layer.experts, own, self.rule)
+        self.units.reduce(("experts", i), layer.experts, grads, self.rule)
 
     def _share_output(self, run: LogRun, number: int, events: int) -> None:
         """Give a storage that a layer made the number that it has outside the layers."""
@@ -378,7 +381,7 @@ class Microbatch:
             self.outside[events] = self.storages.hold(storage)
 
     def _share_gradients(
-        self, events: BlockEvents, given: Mapping[int, int], end: int, storages: dict[int, int]
+        self, events: BlockEvents, grads: Mapping[int, int], end: int, storages: dict[int, int]
     ) -> None:
         """Give a layer the gradients of its output that the operators behind it made.
 
@@ -386,7 +389,7 @@ class Microbatch:
         """
         freed = {number for number, size in self.events.log[self.at : end] if not size}
         for position, mine in events.output_grads.items():
-            theirs = given.get(position, 0)
+            theirs = grads.get(position, 0)
             storage = self.outside.get(theirs)
             if storage is None or self.storages.sizes.get(storage) != events.sizes.get(mine):
                 continue

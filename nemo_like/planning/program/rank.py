@@ -183,10 +183,12 @@ class RankSteps:
         self.storages, self.kept_outputs, self.query = storages, kept_outputs, query
         self.actions = query.actions[rank] if actions is None else actions
         self.once = query.held_once(rank)
-        # 1F1B frees what it has sent at once; schedules with several stages on a rank do when the step ends.
+        # 1F1B frees what it has sent; schedules with several stages on a rank do so when the step ends.
         self.holds_sent = not query.pp.facts.frees_sent
-        own = [query.stages[index] for index in query.of_rank(rank)]
-        self.stages = {s.slice.index: StageOfRank(query, s, choices[s.slice.index], storages) for s in own}
+        own_stages = [query.stages[index] for index in query.of_rank(rank)]
+        self.stages = {
+            one.slice.index: StageOfRank(query, one, choices[one.slice.index], storages) for one in own_stages
+        }
         self.input_grads: list[int] = []
         """Gradients of the inputs of stages whose backward is cut in two, kept until the next step."""
         self.log: list[ActionBytes] = []
@@ -225,7 +227,7 @@ class RankSteps:
         State of tied parameters that another stage of the rank has is left out.
         """
         for stage in self.stages.values():
-            sizes = [size for own in stage.stage.optimizer.states for size in own]
+            sizes = [size for param_sizes in stage.stage.optimizer.states for size in param_sizes]
             for size in without(sizes, self.once.state if stage.is_first else 0):
                 self.storages.make(size, Part.OPTIMIZER_STATE)
 
@@ -387,9 +389,9 @@ class RankSteps:
 
     def _end(self, action: Action) -> None:
         self.storages.suffix = ""
-        found = self.storages.end_action()
-        if found is not None:
-            self.log.append(ActionBytes(action, *found))
+        levels = self.storages.end_action()
+        if levels is not None:
+            self.log.append(ActionBytes(action, *levels))
 
 
 def rank_peak(

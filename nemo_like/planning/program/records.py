@@ -48,28 +48,28 @@ class Recorded:
             there: exposed storages that exist when it begins.
             alone: numbers out of `there` that have no other holder.
         """
-        found = self._folds.get((there, alone))
-        if found is None:
-            found = self._folds[there, alone] = self._fold(there, alone)
-        return found
+        fold = self._folds.get((there, alone))
+        if fold is None:
+            fold = self._folds[there, alone] = self._fold(there, alone)
+        return fold
 
     def _fold(self, there: frozenset[int], alone: frozenset[int]) -> Fold:
         level = peak = net = 0
-        own: dict[int, int] = {}
+        new: dict[int, int] = {}
         left, late = set(there), []
         for number, size in self.entries:
             if number not in self.exposed:
                 change = size or -self.sizes[number]
                 net += change
             elif size:
-                if number in left or number in own:
+                if number in left or number in new:
                     continue
-                own[number] = change = size
+                new[number] = change = size
             elif number in self.late:
                 late.append(number)
                 continue
-            elif number in own:
-                change = -own.pop(number)
+            elif number in new:
+                change = -new.pop(number)
             elif number in left:
                 left.remove(number)
                 change = -self.sizes[number] if number in alone else 0
@@ -77,7 +77,7 @@ class Recorded:
                 continue
             level += change
             peak = max(peak, level)
-        return Fold(peak, net, tuple(own.items()), tuple(n for n in there if n not in left), tuple(late))
+        return Fold(peak, net, tuple(new.items()), tuple(n for n in there if n not in left), tuple(late))
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ def step_seconds(query: PlanQuery, choices: Choices) -> StepSeconds:
     parts["pipeline bubble"] = max(0.0, computing - sum(parts.values()))
     sending = timeline(actions, seconds, len(stages), handing_on(query)).seconds
     parts["pipeline sends"] = max(0.0, sending - computing)
-    once = [_once_seconds(query, own, links) for own in ranks]
+    once = [_once_seconds(query, indices, links) for indices in ranks]
     for number, name in enumerate(("parameter gathers", "gradient reductions", "optimizer")):
         parts[name] = max(each[number] for each in once)
     return StepSeconds({name: value for name, value in parts.items() if value})
@@ -126,14 +126,14 @@ def seconds_of_stages(query: PlanQuery, choices: Choices) -> list[dict[str, floa
     """Return the seconds of one micro-batch in each stage, by what takes them."""
     links = Links.of(query.job, query.device)
     return [
-        microbatch_seconds(layer_runs(stage, own), links, stage.outside().seconds)
-        for stage, own in zip(query.stages, choices)
+        microbatch_seconds(layer_runs(stage, chosen), links, stage.outside().seconds)
+        for stage, chosen in zip(query.stages, choices)
     ]
 
 
 def seconds_of_actions(stages: Iterable[Mapping[str, float]], pp: PipelineParallel) -> dict[tuple[str, int], float]:
     """Return seconds by kind of action and stage; `stages`: the `microbatch_seconds` of each."""
-    made = (
+    of_stages = (
         StageSeconds(
             forward=parts["forward"],
             backward=parts["backward"],
@@ -143,7 +143,7 @@ def seconds_of_actions(stages: Iterable[Mapping[str, float]], pp: PipelineParall
         )
         for parts in stages
     )
-    return action_seconds(made, pp.replay)
+    return action_seconds(of_stages, pp.replay)
 
 
 def timeline_of(query: PlanQuery, choices: Choices) -> Timeline:
@@ -163,13 +163,13 @@ def busiest_rank(ranks: Sequence[Sequence[int]], stages: Sequence[Mapping[str, f
     return max(range(len(ranks)), key=lambda rank: sum(sum(stages[index].values()) for index in ranks[rank]))
 
 
-def _once_seconds(query: PlanQuery, own: Sequence[int], links: Links) -> tuple[float, float, float]:
-    """Return the seconds of one rank with the stages `own`: gathers, reductions and the optimizer.
+def _once_seconds(query: PlanQuery, indices: Sequence[int], links: Links) -> tuple[float, float, float]:
+    """Return the seconds of one rank with the stages `indices`: gathers, reductions and the optimizer.
 
     Nothing is assumed to hide gathers and reductions.
     """
     gathers = reductions = optimizer = 0.0
-    for index in own:
+    for index in indices:
         stage = query.stages[index]
         sharding = stage.sharding
         optimizer += optimizer_seconds_of(stage)
@@ -188,8 +188,8 @@ def _gathers(query: PlanQuery, index: int) -> int:
     """
     if not query.stages[index].sharding.root.reshard:
         return 1
-    own = [action.kind for rank in actions_of(query.pp) for action in rank if action.stage == index]
-    return 1 + own[:-1].count(FORWARD)
+    kinds = [action.kind for rank in actions_of(query.pp) for action in rank if action.stage == index]
+    return 1 + kinds[:-1].count(FORWARD)
 
 
 def optimizer_seconds_of(stage: Stage) -> float:
@@ -219,12 +219,12 @@ def layer_runs(stage: Stage, choices: Sequence[Choice]) -> list[LayerRun]:
 
 def runs_of_calls(part: TracedPart, calls: Iterable[tuple[int, Choice]]) -> list[LayerRun]:
     """Return calls of layers, as kinds and choices, with equal ones together, without FSDP2 and without copies."""
-    made = []
+    runs = []
     for (kind, choice), count in Counter(calls).items():
         replay = part.blocks[kind].replay(choice, part.problems[kind].reachable)
         full = choice.label == "full"
-        made.append(LayerRun(count, part.blocks[kind], replay, full, None, kind=kind, choice=choice))
-    return made
+        runs.append(LayerRun(count, part.blocks[kind], replay, full, None, kind=kind, choice=choice))
+    return runs
 
 
 def _run(stage: Stage, count: int, kind: int, choice: Choice, moved: int, units: tuple[Any, ...]) -> LayerRun:

@@ -241,7 +241,9 @@ class Bytes(Storages):
 
     def run_log(self, log: Recorded, run: LogRun, part: Part) -> Sequence[int]:
         storages = run.alive
-        fold = log.fold(frozenset(storages), frozenset(n for n, s in storages.items() if self.holders.get(s) == 1))
+        fold = log.fold(
+            frozenset(storages), frozenset(n for n, storage in storages.items() if self.holders.get(storage) == 1)
+        )
         self._look(fold.peak)
         self.now[part] += fold.net
         self.total += fold.net
@@ -359,11 +361,13 @@ class Allocations(Storages):
         return late
 
     def move_out(self, run: LogRun, size: int) -> Moved | None:
-        own = run.alive
-        number = next((n for n, s in own.items() if self.sizes.get(s) == size and self.holders[s] == 1), 0)
+        alive = run.alive
+        number = next(
+            (n for n, storage in alive.items() if self.sizes.get(storage) == size and self.holders[storage] == 1), 0
+        )
         if not number:
             return None
-        self.drop(own.pop(number))
+        self.drop(alive.pop(number))
         return Moved(number, size)
 
     def move_back(self, run: LogRun, away: Moved) -> None:
@@ -377,14 +381,14 @@ class Allocations(Storages):
         for each in memory.passes:
             before = 0
             for sizes in each.alone:
-                made = [self._step(sizes[0])]
+                buffers = [self._step(sizes[0])]
                 if each.hands_over:
                     self.drop(before)
-                made += map(self._step, sizes[1:])
+                buffers += map(self._step, sizes[1:])
                 if not each.hands_over:
                     self.drop(before)
-                self.drop_all(made[:-1])
-                before = made[-1]
+                self.drop_all(buffers[:-1])
+                before = buffers[-1]
             self.drop(before)
             self.drop_all([self._step(size) for size in each.together])
 

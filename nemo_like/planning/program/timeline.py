@@ -74,7 +74,7 @@ def timeline(
     free, at = [0.0] * len(actions), [0] * len(actions)
     spans: list[list[tuple[Action, float, float]]] = [[] for _ in actions]
     left = sum(map(len, actions))
-    ranks = {action.stage: rank for rank, own in enumerate(actions) for action in own}
+    ranks = {action.stage: rank for rank, rank_actions in enumerate(actions) for action in rank_actions}
     late = {
         (stage, other): sending if ranks[stage] != ranks[other] else 0.0
         for stage in ranks
@@ -83,9 +83,9 @@ def timeline(
     }
     while left:
         before = left
-        for rank, own in enumerate(actions):
-            while at[rank] < len(own):
-                action = own[at[rank]]
+        for rank, rank_actions in enumerate(actions):
+            while at[rank] < len(rank_actions):
+                action = rank_actions[at[rank]]
                 ready = _ready(action, done, stages, late)
                 if ready is None:
                     break
@@ -95,7 +95,9 @@ def timeline(
                 spans[rank].append((action, begin, end))
                 at[rank], left = at[rank] + 1, left - 1
         if left == before:
-            stuck = next(own[at[rank]] for rank, own in enumerate(actions) if at[rank] < len(own))
+            stuck = next(
+                rank_actions[at[rank]] for rank, rank_actions in enumerate(actions) if at[rank] < len(rank_actions)
+            )
             raise ValueError(f"The schedule comes to a standstill at {stuck}: what it needs is never made.")
     return Timeline(tuple(map(tuple, spans)))
 
