@@ -1,4 +1,4 @@
-"""What would help a job that does not fit: one list of changes, each predicted by whoever asks, told in one form."""
+"""Changes that would help a job that does not fit: one list, each predicted by the caller, reported in one form."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class Change:
     """One change of a job."""
 
     words: str
-    """In the keywords of `nemo_like.parallelize`, or in the words of the environment."""
+    """The change in the keywords of `nemo_like.parallelize`, or in variables of the environment."""
     job: Job
-    """The changed one."""
+    """The changed job."""
 
 
 def changes(job: Job) -> Iterator[Change]:
-    """Single changes of `job` that may lower what a rank needs, and change no result."""
+    """Yield single changes of `job` that may lower what a rank needs, and change no result."""
     fsdp, step = job.fsdp, job.step
     if isinstance(job.ac, CheckpointConfig) and job.ac.mode not in ("full", "submodule", "sequential"):
         yield _change(job, job.change(ac="full"))
@@ -50,24 +50,25 @@ def changes(job: Job) -> Iterator[Change]:
 
 def _change(job: Job, changed: Job) -> Change:
     before = job.words()
-    said = {name: text for name, text in changed.words().items() if before.get(name) != text}
-    return Change(", ".join(f"{name}={text}" for name, text in said.items()), changed)
+    changed_words = {name: text for name, text in changed.words().items() if before.get(name) != text}
+    return Change(", ".join(f"{name}={text}" for name, text in changed_words.items()), changed)
 
 
 def helping(now: int, limit: int, tried: Iterable[tuple[str, int]]) -> tuple[list[str], list[str]]:
-    """Return what makes a job fit that needs the bytes `now`, and what lowers them by a hundredth or more and is not enough
-    alone, each with how much.
+    """Return the changes that make a job fit that needs the bytes `now`, and the changes that are not enough alone.
+
+    Each is given with the bytes that it saves. Changes that save less than a hundredth are left out.
 
     Args:
         limit: bytes that fit.
         tried: changes in words, with the bytes that are needed then.
     """
     lower = sorted(((words, size) for words, size in tried if now - size >= now / 100), key=lambda change: change[1])
-    said = [(f"{words} ({write_bytes(now - size)} less)", size <= limit) for words, size in lower]
-    return [words for words, fits in said if fits], [words for words, fits in said if not fits]
+    described = [(f"{words} ({write_bytes(now - size)} less)", size <= limit) for words, size in lower]
+    return [words for words, fits in described if fits], [words for words, fits in described if not fits]
 
 
 def in_words(fitting: Iterable[str], lowering: Iterable[str]) -> list[str]:
-    """Return both lists of `helping` as one, whose last entry names all that is not enough."""
+    """Return both lists of `helping` as one, whose last entry names all changes that are not enough."""
     words = ", ".join(lowering)
     return [*fitting, *([f"not enough alone: {words}"] if words else [])]

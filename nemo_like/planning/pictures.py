@@ -21,11 +21,11 @@ from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.report import PlanReport, ReportRow, row_of
 
 _POINTS = 24
-"""Plans on the line of a picture, at most."""
+"""Most plans on the line of a picture."""
 
 
 def plot(query: PlanQuery, report: PlanReport, path: str | Path) -> None:
-    """Draw the report into a file: of a whole model its plans, of a pipeline the schedule of the recommended row.
+    """Draw the report into a file: for a whole model its plans, for a pipeline the schedule of the recommended row.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
@@ -56,7 +56,7 @@ def _plans(pyplot: Any, query: PlanQuery, report: PlanReport) -> Any:
     mixes = stage.stack.mixes
     some = [*mixes[:: max(1, len(mixes) // _POINTS)], mixes[-1]]
     choices = [stage.part.proved_all(stage.stack.assignment(mix)) for mix in some]
-    rows = [row_of("", query, [own], report.limit) for own in choices]
+    rows = [row_of("", query, [chosen], report.limit) for chosen in choices]
     figure, axes = pyplot.subplots(figsize=(7, 4.5))
     axes.plot([1e3 * row.seconds for row in rows], [row.need.bytes / GIB for row in rows], ".-", label="plans")
     for row in report.rows:
@@ -76,12 +76,12 @@ def _schedule(pyplot: Any, query: PlanQuery, row: ReportRow) -> Any:
         len(spans), 1, figsize=(11, 1.6 * len(spans) + 0.6), sharex=True, sharey=True, squeeze=False
     )
     most = max(peak.total for peak in row.peaks) / GIB
-    for rank, (own, axes) in enumerate(zip(spans, rows[:, 0])):
+    for rank, (rank_spans, axes) in enumerate(zip(spans, rows[:, 0])):
         log: list[ActionBytes] = []
         rank_peak(query, rank, row.choices, log=log, actions=actions[rank])
-        _boxes(axes, own, most)
-        points = [(begin, one.most) for one, (_, begin, _) in zip(log, own)]
-        ends = [(end, one.left) for one, (_, _, end) in zip(log, own)]
+        _boxes(axes, rank_spans, most)
+        points = [(begin, one.most) for one, (_, begin, _) in zip(log, rank_spans)]
+        ends = [(end, one.left) for one, (_, _, end) in zip(log, rank_spans)]
         line = [point for pair in zip(points, ends) for point in pair]
         axes.step([1e3 * at for at, _ in line], [size / GIB for _, size in line], where="post", color="black", lw=0.9)
         axes.set_ylabel(f"rank {rank}\nGiB")
@@ -118,8 +118,10 @@ def plot_fit(report: FitReport, path: str | Path, number: int = 1) -> None:
 
 
 def draw(report: FitReport, number: int = 1) -> Any:
-    """A figure: bytes of the `number`-th configuration over one step, stacked by part, with its phases and the limit; for
-    a pipeline those of its highest rank, and one line per rank; and the peaks of all configurations as bars.
+    """Return a figure of the `number`-th configuration, with the peaks of all configurations as bars.
+
+    It shows bytes over one step, stacked by part, with its phases and the limit. For a pipeline, they are of its highest
+    rank, and there is one line per rank.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
@@ -149,8 +151,13 @@ def draw(report: FitReport, number: int = 1) -> Any:
 
 
 def timelines(candidate: Candidate) -> dict[str, list[StepPoint]]:
-    """The stretches of a step in order, by rank of the pipeline (without one: under ``""``); the highest of all of them is
-    `Candidate.peak_bytes`. Of several microbatches it is the one that holds most."""
+    """Return the stretches of a step in order, by rank of the pipeline (without one: under ``""``).
+
+    The highest of all stretches is `Candidate.peak_bytes`. Of several micro-batches, the one with most bytes is shown.
+
+    Raises:
+        ValueError: the candidate came from another process, which planned the step.
+    """
     if candidate.account is None or not candidate.account.lines:
         raise ValueError(
             "Bytes over the step are known to the process that planned it: draw on rank 0, with the report that fit() "
@@ -164,15 +171,15 @@ def _stack(axes: Any, points: Sequence[StepPoint]) -> None:
     sizes = [[point.parts[name] / GIB for point in points] for name in names]
     axes.stackplot(range(len(points)), *sizes, labels=names, colors=list(map(_color, names)), step="post", linewidth=0)
     begin, seen = 0, set[str]()
-    for phase, own in itertools.groupby(points, key=lambda point: point.phase):
-        end = begin + len(list(own))
+    for phase, group in itertools.groupby(points, key=lambda point: point.phase):
+        end = begin + len(list(group))
         axes.axvspan(begin, end, color=_SHADES[phase], zorder=0, label=None if phase in seen else phase)
         seen.add(phase)
         begin = end
 
 
 def _color(part: str) -> str:
-    """The same in all pictures: of matplotlib's first ten colours, then the same ones lighter."""
+    """Return the colour of a part in all pictures: one of matplotlib's first ten, then the same ones lighter."""
     number = list(Part).index(Part(part))
     color = require("matplotlib.colors", "plot", "to draw the picture").to_rgb(f"C{number % 10}")
     white = 0.5 if number >= 10 else 0.0

@@ -33,37 +33,38 @@ def plan_for(
 ) -> Plan:
     """Find the fastest way to run `model`'s layers within a memory budget, with its predicted peak.
 
-    Runs no kernel and needs no GPU. Where a process group is up, rank 0 plans and the others receive its plan, so that all
-    ranks run the same one. In the stages of a pipeline, early ones have more micro-batches in flight than late ones, as a
-    rule, so their layers save less.
+    Runs no kernel and requires no GPU. Where a process group is up, rank 0 plans and the others receive its plan, so that
+    all ranks run the same one. In a pipeline, early stages usually have more micro-batches in flight than late ones, so
+    their layers save less.
 
     Args:
-        model: bare: not sharded, compiled or checkpointed. On any device, `meta` included. Not changed.
-        job: the job, whose ``ac`` is the budget. Or
-        asked: the keywords of `Job.of`, such as ``ac="40GiB", world_size=8, gpu="h100-80gb"``. Where the job has layers that
-            are some of those that would be found, the others are left without checkpointing, and count in the peak.
-        sample_input: what one step of one rank gives to `model` (keywords, positions, or one tensor); with ``cp``, whole
+        model: a bare model: not sharded, compiled or checkpointed. On any device, `meta` included. It is not changed.
+        job: the job, whose ``ac`` is the budget.
+        asked: the keywords of `Job.of`, instead of `job`: ``ac="40GiB", world_size=8, gpu="h100-80gb"``. Where the job names
+            only some of the layers that would be found, the others are left without checkpointing, and count in the peak.
+        sample_input: the input of `model` in one step of one rank (keywords, positions, or one tensor); with ``cp``, whole
             sequences; with ``pp``, one micro-batch.
 
     Returns:
-        The plan; for a pipeline that of all stages. `Plan.step` says what was left open: ``replay``, for
+        The plan; for a pipeline that of all stages. `Plan.step` has what was left open: ``replay``, for
         ``PipelineParallel(replay="auto")``, and ``balance``, for ``balance="memory"``.
 
     Raises:
-        BudgetError: (a ValueError) no plan fits, with the smallest budget that one does.
+        BudgetError: (a ValueError) no plan fits; the error has the smallest budget that one does.
         ValueError: no budget, no sample input, an unknown device, no head for a chunked loss, a model that cannot be traced
-            or cut. TypeError: an unknown keyword, or keywords together with a job.
+            or cut.
+        TypeError: an unknown keyword, or keywords together with a job.
         MissingExtraError: ``PlanSearch(skip=True)`` and scipy is not installed.
 
     >>> plan_for(model, ac="40GiB", world_size=8, gpu="h100-80gb", sample_input=batch)  # doctest: +SKIP
     """
     check_model(model)
-    made = asked_job(job, asked, sample_input)
-    return same_on_all_ranks(lambda: planned(model, sample_input, made)[1])
+    job_to_plan = asked_job(job, asked, sample_input)
+    return same_on_all_ranks(lambda: planned(model, sample_input, job_to_plan)[1])
 
 
 def planned(model: nn.Module, sample_input: Any, job: Job) -> tuple[PlanQuery, Plan]:
-    """Return the plan for the budget of `job`, and the job as it was planned, with what it leaves open decided.
+    """Return the plan for the budget of `job`, and the query as it was planned, with options that were open decided.
 
     Raises:
         BudgetError: no plan fits.
@@ -80,11 +81,11 @@ def planned(model: nn.Module, sample_input: Any, job: Job) -> tuple[PlanQuery, P
             errors.append(error)
     if not plans:
         raise min(errors, key=lambda error: error.smallest_bytes)
-    return min(plans, key=lambda made: made[1].step_seconds)
+    return min(plans, key=lambda pair: pair[1].step_seconds)
 
 
 def query_of(model: nn.Module, sample_input: Any, job: Job, mode: str = "full") -> PlanQuery:
-    """Return what `job` asks, with its layers divided for ``balance="memory"`` if it says so; `mode`: as for `balanced`.
+    """Return the query of `job`, with layers divided for ``balance="memory"`` if it has that; `mode`: as for `balanced`.
 
     Raises:
         ValueError: as `plan_for`, for models that cannot be traced or cut.
@@ -96,8 +97,8 @@ def query_of(model: nn.Module, sample_input: Any, job: Job, mode: str = "full") 
 def balanced(query: PlanQuery, mode: str) -> PlanQuery:
     """Return the same job with layers divided for memory under ``none``, ``full`` or ``selective``.
 
-    From the division by time on, a layer goes from the highest rank's stages to another stage as long as that lowers the
-    highest peak (and of those, where it lowers it most).
+    The search begins with the division by time. A layer goes from the highest rank's stages to the other stage where that
+    lowers the highest peak most, as long as one does.
     """
     best = query
     peak = _worst(best, mode)
@@ -117,7 +118,7 @@ def balanced(query: PlanQuery, mode: str) -> PlanQuery:
 
 
 def _worst(query: PlanQuery, mode: str) -> tuple[int, int]:
-    """The highest peak, and the rank that has it."""
+    """Return the highest peak, and the rank that has it."""
     return max((peak.total, rank) for rank, peak in enumerate(peaks_of(query, query.uniform(mode))))
 
 
@@ -132,7 +133,7 @@ def describe(
     """Return choices for all stages as one `Plan` of the whole model, with the peak of the rank that has the highest.
 
     Args:
-        query, choices: what was chosen for which job.
+        query, choices: the job, and what was chosen for it.
         asked: the budget, as the caller wrote it.
         gap: seconds that better choices could save at most.
         reserved: bytes on the fullest ranks, where they are known already.
@@ -154,9 +155,9 @@ def describe(
     step |= {"loss": "model" if first.outside().own_loss else "loop", "sample": first.part.sample}
     sums: dict[str, Any] = {}
     layers: list[LayerPlan] = []
-    for stage, own in zip(query.stages, choices):
-        layers += _layers(stage, own)
-        for name, value in _sums(stage, own).items():
+    for stage, chosen in zip(query.stages, choices):
+        layers += _layers(stage, chosen)
+        for name, value in _sums(stage, chosen).items():
             sums[name] = sums.get(name, 0) + value
     return Plan(
         model=type(query.traced.given).__name__,
@@ -177,7 +178,7 @@ def describe(
 
 
 def _layers(stage: Stage, choices: Sequence[Choice]) -> list[LayerPlan]:
-    """What each layer of a stage keeps, by its name in the whole model."""
+    """Return the plan of each layer of a stage, with its name in the whole model."""
     part, layers = stage.part, dict[str, LayerPlan]()
     modules = {name: bare(module) for name, module in bare_modules(part.whole)}
     names = dict(zip((layer.fqn for layer in part.layers), stage.names))
@@ -186,7 +187,7 @@ def _layers(stage: Stage, choices: Sequence[Choice]) -> list[LayerPlan]:
         problem = part.problems[call.kind]
         before = layers.get(call.fqn)
         if before is not None and not problem.trace.saves_something:
-            continue  # a call without gradients: what the layer keeps is decided by its others
+            continue  # a call without gradients: what the layer saves is decided by its others
         if before is not None and not before.none_bytes:
             before = None  # and this is the first of those
         times = 1 if before is None else before.replay_flops // max(1, choice.replay_flops) + 1
@@ -208,7 +209,7 @@ def _layers(stage: Stage, choices: Sequence[Choice]) -> list[LayerPlan]:
 
 
 def _sums(stage: Stage, choices: Sequence[Choice]) -> dict[str, Any]:
-    """The fields of a `Plan` that add up over stages."""
+    """Return the fields of a `Plan` that add up over stages."""
     part = stage.part
     calls = [part.problems[call.kind] for call in part.traced.calls]
     return {
@@ -223,7 +224,7 @@ def _sums(stage: Stage, choices: Sequence[Choice]) -> dict[str, Any]:
 
 
 def asked_job(job: Job | None, asked: Mapping[str, Any], sample_input: Any) -> Job:
-    """Return the job that `plan_for` was asked about, with its number of ranks.
+    """Return the job that `plan_for` plans, with its number of ranks.
 
     Raises:
         ValueError, TypeError: as `plan_for`, for its arguments.
@@ -232,23 +233,25 @@ def asked_job(job: Job | None, asked: Mapping[str, Any], sample_input: Any) -> J
         raise TypeError(
             f"job is {job!r}; it must be a Job. A budget is given as ac=: plan_for(model, ac='40GiB', ...)."
         )
-    made = Job.of(**asked) if job is None else Job.of(job, **asked)
-    if made.world_size is None:
-        made = replace(made, world_size=world_size())
-    if not isinstance(made.ac, MemoryBudget):
-        raise ValueError(f"ac is {as_code(made.ac, parse_ac)}; a plan needs a budget: ac='40GiB', '50%' or 'auto'.")
+    job_to_plan = Job.of(**asked) if job is None else Job.of(job, **asked)
+    if job_to_plan.world_size is None:
+        job_to_plan = replace(job_to_plan, world_size=world_size())
+    if not isinstance(job_to_plan.ac, MemoryBudget):
+        raise ValueError(
+            f"ac is {as_code(job_to_plan.ac, parse_ac)}; a plan needs a budget: ac='40GiB', '50%' or 'auto'."
+        )
     if sample_input is None:
         raise ValueError(
             "A memory budget needs a sample input (sample_input=): activation bytes depend on batch and sequence. Give "
             "what one step of one rank gives to the model, such as {'input_ids': ..., 'labels': ...}."
         )
-    return made
+    return job_to_plan
 
 
 __all__ = ["BudgetError", "apply_plan", "plan_for"]
 
 
-# A plan put into a model by itself, for callers who own the order of the steps.
+# A plan that is applied to a model by itself, for callers who own the order of the steps.
 
 
 def apply_plan(
@@ -259,7 +262,7 @@ def apply_plan(
     transfer: Transfer | None = None,
     compile: bool = False,
 ) -> nn.Module:
-    """Wrap `model`'s layers as `plan` says, in place, and return it. Call it before compiling and sharding.
+    """Wrap `model`'s layers by `plan`, in place, and return it. Call it before compiling and sharding.
 
     As with every other mode, the model is called without a key/value cache where gradients are on.
 
@@ -272,8 +275,8 @@ def apply_plan(
         compile: `nemo_like.compile.compile_layers` will be called afterwards.
 
     Raises:
-        PlanError: the plan was made for another model. TypeError: a layer is checkpointed already. The model is
-            unchanged then.
+        PlanError: the plan was made for another model. The model is unchanged then.
+        TypeError: a layer is checkpointed already. The model is unchanged then.
     """
     specs = plan_specs(model, plan, device_type or pick_device_type(), transfer)
     apply_specs(model, specs, compile=compile)
@@ -281,23 +284,23 @@ def apply_plan(
 
 
 def balanced_peak(query: PlanQuery, choices: Choices) -> Peak | None:
-    """Return what a step peaks at where each rank's experts get as many rows, under the decisions of `choices`.
+    """Return the peak of a step where each rank's experts get as many rows, under the decisions of `choices`.
 
-    None where that is what `query` counts with already: no experts on other ranks, or ``imbalance=1``.
+    None where `query` counts with that already: no experts on other ranks, or ``imbalance=1``.
     """
     job = query.job
     if job.ep.size == 1 or planned_imbalance(job) == 1:
         return None
     other = query.under(replace(job, ep=replace(job.ep, imbalance=1.0)))
-    return peak_of(other, [_same(stage, own) for stage, own in zip(other.stages, choices)])
+    return peak_of(other, [_same(stage, chosen) for stage, chosen in zip(other.stages, choices)])
 
 
 def _same(stage: Stage, choices: Sequence[Choice]) -> list[Choice]:
-    """`choices` for the same operators on other numbers of rows."""
-    made = []
+    """Return `choices` for the same operators on other numbers of rows."""
+    same = []
     for call, choice in zip(stage.part.traced.calls, choices):
         problem, words = stage.part.problems[call.kind], choice.decisions
-        # The number of rows changes no operator. What waits on the host stays there.
+        # The number of rows changes no operator. Tensors that wait on the host stay there.
         assert not words or len(words) == len(problem.records)
-        made.append(replace(as_choice(problem, words, choice.label), decisions=words) if words else problem.none())
-    return made
+        same.append(replace(as_choice(problem, words, choice.label), decisions=words) if words else problem.none())
+    return same

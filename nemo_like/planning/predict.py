@@ -1,4 +1,4 @@
-"""`predict`: does a training step fit, with which checkpointing, on how many devices, at which length and batch?"""
+"""`predict`: report whether a training step fits, with which checkpointing, devices, length and batch."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from nemo_like.planning.what_if import Step, fewest, gpu_counts, largest, least_
 from nemo_like.planning.what_if import what_if as changes
 
 MOST_TOKENS, MOST_SEQUENCES = 1 << 22, 1 << 12
-"""Longer sequences and larger micro-batches are not looked for."""
+"""Longest sequence and largest micro-batch that are searched."""
 START = 4096
-"""Tokens of a sequence where the caller says nothing, and where the search for the longest begins."""
+"""Tokens of a sequence where the caller gives no length, and where the search for the longest begins."""
 _TOKENS = 128
-"""The longest sequence is found in steps of so many tokens for each rank that shares it."""
+"""Step of the search for the longest sequence, in tokens for each rank that shares it."""
 
 
 def predict(
@@ -57,10 +57,10 @@ def predict(
         seq_len: tokens per sequence. ``"max"``: the most that fit, in steps of 128.
         batch_size: sequences per rank and micro-batch. ``"max"``: the most that fit.
         sample_input: one micro-batch as the model is called with it, instead of token ids and labels of that size.
-        budgets: further rows of the report, as one writes them after ``ac=``.
+        budgets: further rows of the report, as they are written after ``ac=``.
         memory: bytes that a step may take on each device, or ``"70GiB"``. Default: its memory less a tenth.
-        dtype: of the parameters, where `model` is a name. Default: float32.
-        what_if: also report what single changes of the job would buy: `PlanReport.what_if`.
+        dtype: dtype of the parameters, where `model` is a name. Default: float32.
+        what_if: also report the effects of single changes of the job: `PlanReport.what_if`.
         asked: keywords of `nemo_like.parallelize`, but for ``ac``: every mode is reported.
 
     Raises:
@@ -82,15 +82,15 @@ def predict(
         raise ValueError("sample_input has a size of its own. For batch_size='max', leave it out.")
     built, source = (model, None) if isinstance(model, nn.Module) else resolve_model(model).built("meta", dtype)
     name = type(built).__name__ if source is None else source.name
-    own = sample_input if source is None or sample_input is not None else source.sample
+    fixed_input = sample_input if source is None or sample_input is not None else source.sample
 
     def given(batch: int, length: int) -> tuple[Any, str]:
-        if own is not None:
-            sample = source.sample_of(batch) if source is not None and own is source.sample else own
+        if fixed_input is not None:
+            sample = source.sample_of(batch) if source is not None and fixed_input is source.sample else fixed_input
             return sample, describe(*split_sample(sample))
         return text_of(built, batch, length), f"{batch} x {length} tokens"
 
-    length = 0 if own is not None else START if seq_len == "max" else seq_len
+    length = 0 if fixed_input is not None else START if seq_len == "max" else seq_len
     step = Step(built, job, given, 1 if batch_size == "max" else batch_size, length)
     question = Question.of(gpus, seq_len, batch_size)
     limit = step_limit(device_of(job), memory)
@@ -104,7 +104,7 @@ def predict(
 
 @dataclass(frozen=True)
 class Question:
-    """What is looked for, at most one of the three."""
+    """Size that is searched for, at most one of the three."""
 
     gpus: bool = False
     seq_len: bool = False
@@ -115,12 +115,12 @@ class Question:
         """Read ``"min"`` and ``"max"``.
 
         Raises:
-            ValueError: more than one is asked for.
+            ValueError: more than one is requested.
         """
-        asked = cls(gpus == "min", seq_len == "max", batch == "max")
-        if asked.gpus + asked.seq_len + asked.batch > 1:
+        question = cls(gpus == "min", seq_len == "max", batch == "max")
+        if question.gpus + question.seq_len + question.batch > 1:
             raise ValueError("gpus='min', seq_len='max' and batch_size='max' are one question each. Ask one at a time.")
-        return asked
+        return question
 
 
 def answered(
@@ -131,10 +131,10 @@ def answered(
     limit: int | None = None,
     query: PlanQuery | None = None,
 ) -> tuple[Step, PlanQuery, PlanReport]:
-    """Return the report of `step`, and what it was made from, with what `question` looks for set to its answer.
+    """Return the report of `step`, and what it was made from, with the size that `question` searches set to its answer.
 
     Args:
-        step: where the answer is looked for, its own value is where the search begins.
+        step: the step; its own value of the searched size is where the search begins.
         name: the model's, for the report.
         budgets, limit: as for `make_report`.
         query: of `step`, where it is traced already.
@@ -160,28 +160,28 @@ def _asked(step: Step, question: Question, limit: int | None, name: str) -> tupl
     most = step_limit(device) if limit is None else limit
     if question.gpus:
         counts = gpu_counts(job, device.gpus_per_host)
-        found = fewest(lambda count: needs(job=job.change(world_size=count)), counts, most)
-        if found is None:
+        best = fewest(lambda count: needs(job=job.change(world_size=count)), counts, most)
+        if best is None:
             raise ValueError(f"No number of GPUs up to {counts[-1]:,} fits. Give a smaller batch, or tp= or cp=.")
-        return replace(step, job=job.change(world_size=found)), f"Fewest GPUs: {found:,}."
+        return replace(step, job=job.change(world_size=best)), f"Fewest GPUs: {best:,}."
     if question.batch:
-        found = largest(lambda size: needs(batch=size), step.batch, most, MOST_SEQUENCES)
-        if not found:
+        best = largest(lambda size: needs(batch=size), step.batch, most, MOST_SEQUENCES)
+        if not best:
             raise ValueError("Not even a micro-batch of one sequence fits. Give more GPUs, or a shorter sequence.")
-        more = " or more" if found == MOST_SEQUENCES else ""
-        return replace(step, batch=found), f"Largest micro-batch: {found:,}{more}."
+        more = " or more" if best == MOST_SEQUENCES else ""
+        return replace(step, batch=best), f"Largest micro-batch: {best:,}{more}."
     if question.seq_len:
         if not step.seq_len:
-            raise ValueError(f"{name} has a sample input, whose length is not known: none can be looked for.")
+            raise ValueError(f"{name} has a sample input, whose length is not known: none can be searched for.")
         known = most_positions(getattr(step.model, "config", None))
         positions = known or MOST_TOKENS
         size = job.cp.size * job.tp.size * (_TOKENS if positions >= 8 * _TOKENS else 1)
-        found = largest(lambda length: needs(seq_len=length), START, most, positions, size)
-        if not found:
+        best = largest(lambda length: needs(seq_len=length), START, most, positions, size)
+        if not best:
             raise ValueError(f"Not even a sequence of {size} tokens fits. Give more GPUs, or a smaller batch.")
         note = ", all that its config has positions for" if known else " or more"
-        note = note if found + size > positions else ""
-        return replace(step, seq_len=found), f"Longest sequence: {found:,} tokens{note}."
+        note = note if best + size > positions else ""
+        return replace(step, seq_len=best), f"Longest sequence: {best:,} tokens{note}."
     return step, ""
 
 

@@ -1,4 +1,4 @@
-"""What a plan is asked about: a job, on a model that is traced once. A job without a pipeline has one stage."""
+"""Query that a plan answers: a job, on a model that is traced once. A job without a pipeline has one stage."""
 
 from __future__ import annotations
 
@@ -62,11 +62,14 @@ RNG_STATE = torch.get_rng_state().numel()
 """Bytes of the state of the CPU's generator."""
 
 Choices = Sequence[Sequence[Choice]]
-"""For each stage, one choice per layer call."""
+"""Choices of each stage: one per layer call."""
 
 
 class Traced:
-    """A model and the input of one micro-batch: traced for a job that needs it, once for all that run the same operators."""
+    """A model and the input of one micro-batch.
+
+    The model is traced for a job that requires it, once for all jobs that run the same operators.
+    """
 
     def __init__(
         self,
@@ -80,9 +83,9 @@ class Traced:
         """Trace nothing yet.
 
         Args:
-            model: bare; on any device, `meta` included. Not changed.
-            sample_input: what one micro-batch of one rank gives to it.
-            layers: those of the job; None: all that are found.
+            model: a bare model on any device, `meta` included. It is not changed.
+            sample_input: the input of one micro-batch on one rank.
+            layers: the layers of the job; None: all that are found.
             known: results of other traces of the same model, with the same device and dtypes.
             parts_sent: ranks of ``tp`` each of which sends its part of the sequence to the next stage.
         """
@@ -92,10 +95,10 @@ class Traced:
         self._parts: dict[Hashable, TracedPart] = {}
 
     def query(self, job: Job) -> PlanQuery:
-        """Return what is asked by `job`, with whatever of it is not traced yet traced.
+        """Return the query of `job`, and trace the parts of it that are not traced yet.
 
         Raises:
-            ValueError: a model that cannot be traced, or cut into the stages of the job.
+            ValueError: the model cannot be traced, or cut into the stages of the job.
         """
         job = replace(job, layers=self.layers)
         if job.pp.size == 1:
@@ -107,7 +110,7 @@ class Traced:
         )
 
     def cut(self, job: Job) -> StageParts:
-        """Return what is before, in and after the layers; looked for once.
+        """Return what is before, in and after the layers; it is determined once.
 
         Raises:
             ValueError: the model cannot be cut.
@@ -122,17 +125,17 @@ class Traced:
         return self.known.cut
 
     def hidden(self, job: Job) -> Tensor:
-        """Return what one rank sends to the next stage for a micro-batch, without data."""
+        """Return the tensor that one rank sends to the next stage for a micro-batch, without data."""
         return hidden_of(self.given, self.sample, self.cut(job), job.cp.size * self.parts_sent)
 
     @cached_property
     def whole(self) -> nn.Module:
-        """The copy that stages are cut from."""
+        """Copy of the model that stages are cut from."""
         return model_copy(self.given)
 
     @cached_property
     def input_bytes(self) -> int:
-        """Bytes of what the model is called with for one micro-batch."""
+        """Bytes of the model's input for one micro-batch."""
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(self.sample))
 
     @cached_property
@@ -141,7 +144,7 @@ class Traced:
 
     @cached_property
     def _settings(self) -> dict[str, int]:
-        """Of each layer, a number that is equal for equal layers: what is trained of them, too."""
+        """Number of each layer that is equal for equal layers, of which the same is trained."""
         return {name: self.known.number(settings_of(self._modules[name])) for name in self._cut_layers}
 
     @property
@@ -160,21 +163,21 @@ class Traced:
         return part
 
     def _stage(self, job: Job, piece: StageSlice) -> Stage:
-        """Stages of the same layers are traced once."""
+        """Return one stage; stages of the same layers are traced once."""
         parts = self.cut(job)
         names = tuple(parts.layers[i] for i in piece.layers)
         step = replace(job.step, microbatches=1, keeps_output=True, loss_fn=None if piece.is_last else _sent)
-        own = replace(job.of_stage(), loss=job.loss if piece.is_last else None, layers=names, step=step)
+        stage_job = replace(job.of_stage(), loss=job.loss if piece.is_last else None, layers=names, step=step)
 
         def make() -> tuple[nn.Module, Any]:
-            dtype = None if own.fsdp is None else own.param_dtype
+            dtype = None if stage_job.fsdp is None else stage_job.param_dtype
             tree, received = cut(self.whole, parts, piece, torch.device("cpu"), dtype)
             setattr(tree, STAGE_MARK, True)
             batch = by_name(self.given, self.sample)
             return planned_stage(tree, received), batch if piece.is_first else batch | {"given": self.hidden(job)}
 
         which = (piece.is_first, piece.is_last, tuple(self._settings[name] for name in names))
-        return Stage(self._part(own, which, make), own, piece, names)
+        return Stage(self._part(stage_job, which, make), stage_job, piece, names)
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,12 +186,12 @@ class Stage:
 
     part: TracedPart
     job: Job
-    """Of the ranks that hold a copy of the stage: it has no pipeline."""
+    """Job of the ranks that hold a copy of the stage: it has no pipeline."""
     slice: StageSlice
     names: tuple[str, ...]
-    """Of its layers, in the whole model."""
+    """Names of its layers in the whole model."""
     runs: dict[tuple[Choice, ...], list[LayerRun]] = field(default_factory=dict, repr=False)
-    """Of `nemo_like.planning.program.seconds.layer_runs`."""
+    """Results of `nemo_like.planning.program.seconds.layer_runs`."""
 
     @property
     def device(self) -> Device:
@@ -197,34 +200,34 @@ class Stage:
 
     @cached_property
     def loss(self) -> StepLoss:
-        """How its step computes the loss."""
+        """Way in which its step computes the loss."""
         return StepLoss.of(self.job)
 
     @cached_property
     def skip(self) -> bool:
-        """Whether plans may skip operators. A DTensor cannot be stood in for by a placeholder."""
-        asked = self.job.search.skip
-        return (can_skip() if asked is None else asked) and self.job.tp.size == 1
+        """True if plans may skip operators. A placeholder cannot replace a DTensor."""
+        wanted = self.job.search.skip
+        return (can_skip() if wanted is None else wanted) and self.job.tp.size == 1
 
     @property
     def host(self) -> int:
-        """Host bytes that one layer call may take."""
+        """Bytes of host memory that one layer call may take."""
         return int(self.job.search.host_memory) // len(self.part.traced.calls) if self.job.search.host else 0
 
     @property
     def stack(self) -> Stack:
-        """Layers that may make the same choices (of one kind, and all in scope or none), and their best mixes."""
+        """Stack of layers that may make the same choices (of one kind, and all in scope or none), and their best mixes."""
         return self.part.stack(skip=self.skip, host=self.host)
 
     @cached_property
     def casts(self) -> bool:
-        """Whether it computes in another dtype than parameters are stored in."""
+        """True if it computes in another dtype than parameters are stored in."""
         dtype = self.job.param_dtype
         return dtype is not None and any(p.dtype != dtype for p in self.part.model.parameters() if p.requires_grad)
 
     @cached_property
     def sharding(self) -> Sharding:
-        """Its FSDP2 units on one rank."""
+        """FSDP2 units of the stage on one rank."""
         job, part = self.job, self.part
         alone = job.fsdp is not None and job.tp.size * job.dp_replicate > 1
         ranks, experts = job.shard_ranks, job.shard_ranks * job.tp.size // job.ep.size
@@ -240,14 +243,14 @@ class Stage:
                 gloo=self.device.kind == "cpu",
                 alone=alone,
                 replicas=job.dp_replicate,
-                # Of a CPU, host memory is its own.
+                # A CPU's host memory is its own.
                 host=job.fsdp is not None and job.fsdp.cpu_offload and self.device.kind != "cpu",
             )
         return known[key]
 
     @cached_property
     def optimizer(self) -> OptimizerMemory:
-        """What the optimizer holds on this rank's device."""
+        """Optimizer state on this rank's device."""
         return optimizer_memory(self.sharding.trained, self.job.step.optimizer, device=self.device.kind)
 
     @cached_property
@@ -260,40 +263,40 @@ class Stage:
 
     @cached_property
     def units(self) -> tuple[tuple[UnitBytes | None, UnitBytes | None, int], ...]:
-        """Of each layer call: its FSDP2 unit, that of its experts, and a number, equal for calls that have equal ones."""
+        """FSDP2 unit of each layer call, that of its experts, and a number, equal for calls that have equal units."""
         sharding = self.sharding
         by_name, numbers = dict(zip(sharding.modules, sharding.units)), dict[Any, int]()
-        found = []
+        units = []
         for call in self.part.traced.calls:
             unit, experts = by_name.get(call.fqn), sharding.experts.get(call.fqn)
-            found.append((unit, experts, numbers.setdefault((call.kind, unit, experts), len(numbers))))
-        return tuple(found)
+            units.append((unit, experts, numbers.setdefault((call.kind, unit, experts), len(numbers))))
+        return tuple(units)
 
     # --- a step ---------------------------------------------------------------------------------------------------
 
     def outside(
         self, accumulate: bool = False, choices: Sequence[Choice] | None = None, *, halves: bool = False
     ) -> OuterMemory:
-        """Return what it allocates outside its layers; arguments as `TracedPart.outside`."""
+        """Return the memory that it allocates outside the layers; arguments as `TracedPart.outside`."""
         return self.part.outside(self.loss, accumulate=accumulate, choices=choices, halves=halves)
 
     def around(self, choices: Sequence[Choice], accumulate: bool, *, halves: bool = False) -> Around:
-        """Return the same for the writer of a step."""
+        """Return `outside` for the writer of a step."""
         outside = self.outside(accumulate, choices, halves=halves)
         return Around(outside.events, outside.idle, outside.dropped, outside.in_chunks, halves)
 
     def layer_calls(
         self, choices: Sequence[Choice], accumulate: bool, *, received: bool = False, halves: bool | None = None
     ) -> list[LayerCall]:
-        """Return what each layer call allocates and frees, and what it keeps.
+        """Return what each layer call allocates and frees, and what it saves.
 
         Args:
             choices: one for each.
-            accumulate: backward adds to gradients that are there.
-            received: the gradient of what the last one returns comes from a pipeline's next stage, into a buffer that stays.
+            accumulate: backward adds to existing gradients.
+            received: the gradient of the last call's output comes from a pipeline's next stage, into a buffer that stays.
             halves: as for `TracedPart.memory`.
         """
-        part, known, made = self.part, dict[Any, LayerCall](), []
+        part, known, layers = self.part, dict[Any, LayerCall](), []
         last = len(part.traced.calls) - 1
         every = zip(part.traced.calls, choices, self._copies(choices), self.units)
         for position, (call, choice, copies, (unit, experts, number)) in enumerate(every):
@@ -301,7 +304,7 @@ class Stage:
             key = (number, choice, copies, stays)
             if key not in known:
                 trace, region = part.problems[call.kind].trace, bool(choice.decisions)
-                # On the CPU, a region that draws random numbers keeps the generator's state among its tensors.
+                # On the CPU, a region that draws random numbers saves the generator's state among its tensors.
                 state = RNG_STATE if trace.draws and self.device.kind == "cpu" else 0
                 known[key] = LayerCall(
                     part.memory(call.kind, choice, accumulate, loss=self.loss, received=stays, halves=halves),
@@ -313,8 +316,8 @@ class Stage:
                     copied_in_forward(call.module) if region else 0,
                     *copies,
                 )
-            made.append(known[key])
-        return made
+            layers.append(known[key])
+        return layers
 
     def moved(self, choices: Sequence[Choice]) -> list[int]:
         """Return the bytes of each call that ``offload=`` moves to the host: of regions, and of all layers but the last.
@@ -325,13 +328,15 @@ class Stage:
         return [size * moves + sum(others) for size, (moves, others) in zip(inputs, self._copies(choices))]
 
     def _copies(self, choices: Sequence[Choice]) -> list[tuple[bool, tuple[int, ...]]]:
-        """Of each call, whether its inputs are moved to the host, and the bytes of what else is, in the order in which it is
-        copied."""
+        """Return, for each call, whether its inputs are moved to the host, and the bytes of other moved tensors.
+
+        These are in the order in which they are copied.
+        """
         offload, calls = self.job.offload, self.part.traced.calls
         if offload.mode == "none":
             return [(False, ())] * len(choices)
         left = float("inf") if offload.host_budget_bytes is None else offload.host_budget_bytes
-        found = []
+        copies = []
         for call, choice in zip(calls, choices):
             problem = self.part.problems[call.kind]
             sizes = [problem.trace.input_bytes]
@@ -343,8 +348,8 @@ class Stage:
                 if offload.min_bytes <= size <= left:
                     left -= size
                     going.append((at, size))
-            found.append((any(at == 0 for at, _ in going), tuple(size for at, size in going if at)))
-        return found
+            copies.append((any(at == 0 for at, _ in going), tuple(size for at, size in going if at)))
+        return copies
 
     def exposed(self, choices: Sequence[Choice]) -> list[float]:
         """Return, of each call, the seconds of the copies that ``offload=`` makes and computing does not hide."""
@@ -355,17 +360,17 @@ class Stage:
 
 
 class HeldOnce(NamedTuple):
-    """Bytes that two stages of one rank count, and that are there once: a tied embedding."""
+    """Bytes that two stages of one rank count, but that exist once: those of a tied embedding."""
 
     params: int = 0
     grads: int = 0
     state: int = 0
-    """The optimizer's."""
+    """Bytes of the optimizer's state."""
 
 
 @dataclass(frozen=True, eq=False)
 class PlanQuery:
-    """A job on a traced model. Functions of other files answer for it: bytes, seconds, plans, a report."""
+    """A job on a traced model. Functions of other files compute its bytes, seconds, plans and report."""
 
     traced: Traced
     job: Job
@@ -377,7 +382,7 @@ class PlanQuery:
         return Traced(model, sample_input, job.layers, **how).query(job)
 
     def under(self, job: Job) -> PlanQuery:
-        """Return what is asked by another job on the same model and input; only what it runs otherwise is traced again.
+        """Return the query of another job on the same model and input; only what it runs differently is traced again.
 
         Raises:
             ValueError: as `Traced.query`.
@@ -391,7 +396,7 @@ class PlanQuery:
         return self.under(job)
 
     def with_pipeline(self, **options: Any) -> PlanQuery:
-        """Return what is asked by the same job with other options of its pipeline."""
+        """Return the query of the same job with other options of its pipeline."""
         return self.under(replace(self.job, pp=replace(self.pp, **options)))
 
     @property
@@ -401,7 +406,7 @@ class PlanQuery:
 
     @property
     def is_pipeline(self) -> bool:
-        """Whether there are ranks that hold other stages."""
+        """True if there are ranks that hold other stages."""
         return self.pp.size > 1
 
     @property
@@ -416,12 +421,12 @@ class PlanQuery:
 
     @property
     def counts(self) -> list[int]:
-        """How many layers each stage has."""
+        """Number of layers of each stage."""
         return [len(stage.names) for stage in self.stages]
 
     @cached_property
     def actions(self) -> tuple[tuple[Action, ...], ...]:
-        """What each rank of the pipeline runs, up to the micro-batch from which on its memory repeats itself."""
+        """Actions of each rank of the pipeline, up to the micro-batch from which on its memory repeats itself."""
         return walked_actions(self.pp) if self.is_pipeline else ((),)
 
     def of_rank(self, rank: int) -> list[int]:
@@ -442,11 +447,11 @@ class PlanQuery:
         return ", ".join(words for stage in self.stages if (words := stage.part.idle_layers()))
 
     def uniform(self, mode: str) -> list[list[Choice]]:
-        """Return what each layer call of each stage keeps under ``none``, ``full`` or ``selective``."""
+        """Return the choices of each layer call of each stage under ``none``, ``full`` or ``selective``."""
         return [stage.part.uniform(mode) for stage in self.stages]
 
     def held_once(self, rank: int) -> HeldOnce:
-        """Return what the first and the last stage of a rank both count, and have in common."""
+        """Return the bytes that the first and the last stage of a rank both count, but share."""
         ends = [self.stages[index] for index in self.of_rank(rank)]
         ends = [stage for stage in ends if stage.slice.is_first or stage.slice.is_last]
         if len(ends) < 2:
@@ -460,7 +465,7 @@ class PlanQuery:
 
     @property
     def input_bytes(self) -> int:
-        """Bytes of what a step is called with at one time, which peaks leave out: of a pipeline, all micro-batches."""
+        """Bytes of a step's input at one time, which peaks leave out; in a pipeline, of all micro-batches."""
         return self.traced.input_bytes * (self.microbatches if self.is_pipeline else 1)
 
     @cached_property
@@ -470,7 +475,7 @@ class PlanQuery:
 
 
 def walked_actions(pp: PipelineParallel) -> tuple[tuple[Action, ...], ...]:
-    """Return what each rank runs, up to the micro-batch from which on its memory repeats itself."""
+    """Return the actions of each rank, up to the micro-batch from which on its memory repeats itself."""
     count, repeats_after = pp.microbatches or 1, pp.facts.repeats_after
     enough = count if repeats_after is None else min(count, repeats_after(pp.size))
     return all_actions_of(replace(pp, microbatches=enough))
@@ -487,7 +492,7 @@ def parts_of(model: nn.Module, microbatch: Any, job: Job) -> StageParts:
 
 
 class _ReceivedGradient(torch.autograd.Function):
-    """In the place of a loss: the gradient of a stage's output comes from the next stage."""
+    """Replacement of a loss: the gradient of a stage's output comes from the next stage."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor) -> Tensor:
@@ -500,7 +505,7 @@ class _ReceivedGradient(torch.autograd.Function):
 
 
 def _sent(hidden: Tensor) -> Tensor:
-    """Begin backward in a stage that sends `hidden`; where it trains nothing, that goes nowhere."""
+    """Begin backward in a stage that sends `hidden`; where it trains nothing, the gradient goes nowhere."""
     return _ReceivedGradient.apply(hidden if hidden.requires_grad else hidden.new_empty(0).requires_grad_())
 
 
@@ -509,14 +514,14 @@ def planned_stage(tree: nn.Module, received: Received) -> nn.Module:
     base = type(tree)
 
     def forward(self: Any, given: Tensor | None = None, **batch: Any) -> Tensor:
-        own = self._planned_received
-        own.tensors = () if given is None else (given.requires_grad_(),)
+        slot = self._planned_received
+        slot.tensors = () if given is None else (given.requires_grad_(),)
         try:
             output = call_of(self)(**batch)
         except StageEnd as end:
             return end.sent
         finally:
-            own.tensors = ()
+            slot.tensors = ()
         return loss_of(output)
 
     MicrobatchCall(tree, types.MethodType(base.forward, tree))
@@ -526,13 +531,13 @@ def planned_stage(tree: nn.Module, received: Received) -> nn.Module:
 
 
 def by_name(model: nn.Module, microbatch: Any) -> dict[str, Any]:
-    """Return what the model is called with, by the names of its arguments."""
+    """Return the model's arguments by their names."""
     args, batch = split_sample(microbatch)
     return dict(zip(inspect.signature(model.forward).parameters, args)) | dict(batch)
 
 
 def hidden_of(model: nn.Module, microbatch: Any, parts: StageParts, cp: int) -> Tensor:
-    """Return what one of `cp` ranks sends to the next stage for such a micro-batch, without data."""
+    """Return the tensor that one of `cp` ranks sends to the next stage for such a micro-batch, without data."""
     batch = by_name(model, microbatch)
     first = next(value for value in batch.values() if isinstance(value, Tensor) and value.dim() >= 2)
     rows, tokens = first.shape[:2]

@@ -1,4 +1,4 @@
-"""The answer of a plan: does it fit, with which checkpointing, how fast. One report for a whole model and for stages."""
+"""The answer of a plan: whether it fits, with which checkpointing, how fast; for a whole model and for stages."""
 
 from __future__ import annotations
 
@@ -34,30 +34,30 @@ from nemo_like.planning.query import Choices, PlanQuery, Stage
 from nemo_like.planning.verdict import Need, most_allocated, need_of, plan_within, reserved_within
 
 SHARES = ("75%", "50%", "25%", "12.5%")
-"""What is planned for where the caller names no budget."""
+"""Budgets that are planned where the caller names none."""
 
 
 @dataclass(frozen=True)
 class ReportRow:
-    """One way to checkpoint, with what a step then takes."""
+    """One way to checkpoint, with the bytes and seconds of a step."""
 
     ac: str
-    """What to write after ``ac=``."""
+    """Text to write after ``ac=``."""
     plan: Plan
     need: Need
-    """The bytes that decide whether it fits: of a pipeline, on the rank that needs most."""
+    """Bytes that decide whether it fits; in a pipeline, on the rank that needs most."""
     fits: bool
-    """On the device, and in host memory."""
+    """True if it fits on the device, and in host memory."""
     choices: Choices = field(default=(), compare=False, repr=False)
-    """What each layer of each stage keeps."""
+    """One choice for each layer call of each stage."""
     host_bytes: int = 0
     """Bytes that one rank has in host memory."""
     peaks: tuple[Peak, ...] = ()
     """The peak of each rank of the pipeline; one without a pipeline."""
     reserved: tuple[int, ...] = ()
-    """What the caching allocator reserves on each rank of a pipeline; empty: no pipeline, or no such allocator."""
+    """Bytes that the caching allocator reserves on each rank of a pipeline; empty: no pipeline, or no such allocator."""
     bubble: float | None = None
-    """The share of the time in which the ranks of a pipeline wait, communication left out; None: no pipeline."""
+    """Share of the time in which the ranks of a pipeline wait, communication left out; None: no pipeline."""
 
     @property
     def seconds(self) -> float:
@@ -70,11 +70,11 @@ class WhatIf:
     """One change of a job, and the fastest plan that then fits."""
 
     change: str
-    """In the keywords of `nemo_like.parallelize`, or in words."""
+    """The change in the keywords of `nemo_like.parallelize`, or in words."""
     row: ReportRow
-    """The fastest that fits; where nothing does, full checkpointing."""
+    """The fastest row that fits; where nothing does, full checkpointing."""
     tokens_per_second: float | None
-    """Of one device; None: no text goes in."""
+    """Tokens per second of one device; None: the input is not text."""
 
     def cells(self, unit: ByteUnit) -> tuple[str, ...]:
         """Return the line of the table."""
@@ -103,43 +103,43 @@ class WhatIf:
 
 @dataclass(frozen=True)
 class PlanReport:
-    """What fits, and what it costs. ``print(report)`` is the verdict, the line to paste and the table.
+    """Ways to checkpoint that fit, with their cost. ``print(report)`` prints the verdict, the line to paste and the table.
 
-    Bytes are of the rank that needs most, seconds of one optimizer step. All of it is predicted.
+    Bytes are of the rank that needs most, seconds of one optimizer step. All numbers are predicted.
     """
 
     rows: tuple[ReportRow, ...]
-    """No checkpointing, the modes, and the plans that were asked for."""
+    """Rows of no checkpointing, the modes, and the requested plans."""
     best: ReportRow | None
-    """The fastest that fits; None where nothing does."""
+    """The fastest row that fits; None where nothing does."""
     limit: int
     """Bytes that a step may take on each device."""
     job: Job
-    """What all rows were planned for, but for ``ac``."""
+    """The job that all rows were planned for, but for ``ac``."""
     device: str
     about: str = ""
     """The model, its input and the devices, in a line."""
     unmet: tuple[str, ...] = ()
-    """Why a budget that was asked for is met by no plan, a sentence each."""
+    """Reasons why no plan meets a requested budget, a sentence each."""
     tokens: int | None = None
-    """Tokens of one micro-batch, of all ranks that share it; None: it takes no text."""
+    """Tokens of one micro-batch, of all ranks that share it; None: the input is not text."""
     balanced: int | None = None
-    """Bytes that `best` peaks at where every rank's experts get as many tokens; None: it is planned so."""
+    """Peak of `best` in bytes where every rank's experts get as many tokens; None: `best` is planned so."""
     padding: int = 0
     """Bytes of parameters, gradients and optimizer state on a rank that belong to no weight."""
     answer: str = ""
-    """What ``"min"`` or ``"max"`` came to, in a sentence."""
+    """Result of ``"min"`` or ``"max"``, in a sentence."""
     pipeline: Mapping[str, Any] | None = None
-    """Of a pipeline: its stages, schedule, micro-batches, layers and micro-batches in flight of each stage."""
+    """Stages, schedule and micro-batches of a pipeline, and layers and micro-batches in flight of each stage."""
     what_if: tuple[WhatIf, ...] = ()
-    """What single changes of the job would buy, where that was asked for."""
+    """Effects of single changes of the job, where they were requested."""
 
     def call(self, row: ReportRow | None = None, sample: str | None = None) -> str:
         """Return the line of Python that runs `row` as it was planned (default: `best`).
 
         Args:
             row: one of `rows`.
-            sample: the name of one input; default: ``batch``, of a pipeline ``microbatch``.
+            sample: the name of one input; default: ``batch``, in a pipeline ``microbatch``.
 
         Raises:
             ValueError: nothing fits, and no row was given.
@@ -153,7 +153,7 @@ class PlanReport:
         return self.job.change(ac=row.ac).as_call(sample=sample or ("microbatch" if staged else "batch"))
 
     def tokens_per_second(self, row: ReportRow) -> float | None:
-        """Return the predicted tokens per second of one device; None: no text goes in."""
+        """Return the predicted tokens per second of one device; None: the input is not text."""
         if self.tokens is None or not row.seconds:
             return None
         count = self.job.step.microbatches if self.job.pp.size == 1 else self.job.pp.microbatches or 1
@@ -225,7 +225,7 @@ class PlanReport:
         """Return the report for a screen of `width` columns (None: as wide as it gets).
 
         Args:
-            explain: also the parts of the peak, and what the columns mean.
+            explain: also report the parts of the peak, and what the columns mean.
         """
         table, unit = self.table(), self._unit()
         first = f"{self.answer}\n{self.verdict()}".strip()
@@ -261,7 +261,7 @@ class PlanReport:
         return head + call + self.table().html()
 
     def _warnings(self) -> list[str]:
-        """Return what a reader must know of the numbers, a sentence each."""
+        """Return warnings about the numbers, a sentence each."""
         lines = []
         if self.balanced is not None and self.best is not None:
             peaks = (write_bytes(self.best.plan.peak_bytes), write_bytes(self.balanced))
@@ -350,14 +350,14 @@ def make_report(
 
     Args:
         query: the job, on a traced model.
-        budgets: as one writes them after ``ac=``; default: `SHARES` of the activations.
+        budgets: budgets as they are written after ``ac=``; default: `SHARES` of the activations.
         limit: bytes that a step may take on each device; default: nine tenths of its memory, as ``ac="auto"``.
         tokens, about: see `PlanReport`.
     """
     limit = step_limit(query.device) if limit is None else limit
     rows = [row_of(mode, query, query.uniform(mode), limit) for mode in MODES]
-    unmet, asked = list[str](), list(dict.fromkeys(budgets or SHARES))
-    for text in asked:
+    unmet, texts = list[str](), list(dict.fromkeys(budgets or SHARES))
+    for text in texts:
         try:
             rows.append(row_of(text, query, choose(query, MemoryBudget.parse(text), text)[0], limit))
         except BudgetError as error:
@@ -397,7 +397,7 @@ def _pipeline(query: PlanQuery) -> dict[str, Any]:
 
 
 def fastest_within(query: PlanQuery, limit: int) -> ReportRow | None:
-    """Return no checkpointing if that fits in `limit` bytes, else the fastest plan that does; None: none does."""
+    """Return no checkpointing if that fits in `limit` bytes, else the fastest plan that does, as a row; None: none does."""
     choices = query.uniform("none")
     if peak_of(query, choices).total <= most_allocated(query, limit):
         none = row_of("none", query, choices, limit)
@@ -419,7 +419,7 @@ def _planned_within(query: PlanQuery, limit: int) -> ReportRow | None:
 
 
 def row_of(name: str, query: PlanQuery, choices: Choices, limit: int) -> ReportRow:
-    """Return one way to checkpoint, with what a step within `limit` bytes then takes."""
+    """Return the row of one way to checkpoint, for a step within `limit` bytes."""
     peaks = peaks_of(query, choices)
     reserved = reserved_within(query, choices, limit)
     need = need_of(query, max(peaks, key=lambda peak: peak.total), reserved)
@@ -432,8 +432,8 @@ def row_of(name: str, query: PlanQuery, choices: Choices, limit: int) -> ReportR
 
 
 def _padding(stage: Stage) -> int:
-    """Bytes of parameters, gradients and optimizer state of a rank that belong to no weight."""
+    """Return the bytes of parameters, gradients and optimizer state of a rank that belong to no weight."""
     sharding = stage.sharding
-    state = sum(sum(own[:2]) for own in stage.optimizer.states)  # a counter of steps has no padding
+    state = sum(sum(sizes[:2]) for sizes in stage.optimizer.states)  # a counter of steps has no padding
     trained = sum(param.size for param in sharding.trained)
     return int(sharding.padding * (2 + state / trained)) if trained else sharding.padding

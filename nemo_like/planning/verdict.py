@@ -1,8 +1,9 @@
-"""What decides whether a configuration fits: what CUDA's caching allocator reserves, where that is predicted.
+"""Verdict whether a configuration fits, by what CUDA's caching allocator reserves, where that is predicted.
 
-Users run out of what is reserved, not of what tensors take. A step fits where the allocator, replayed with no more memory
-than the limit, goes through without giving segments back in every step, for which the device would have to wait. Where
-nothing reserves more than tensors take (the CPU), these decide. Of a pipeline, the rank that reserves most decides.
+Users run out of what is reserved, not of what tensors take. The step is run through a model of the allocator with no more
+memory than the limit. It fits where this ends without giving segments back in every step, since the device would have to
+wait for that. Where nothing reserves more than tensors take (the CPU), tensors decide. In a pipeline, the rank that
+reserves most decides.
 """
 
 from __future__ import annotations
@@ -26,21 +27,24 @@ class Need:
 
     bytes: int
     by: str
-    """What they are: `RESERVED` or `ALLOCATED`."""
+    """Kind of `bytes`: `RESERVED` or `ALLOCATED`."""
     reserved: int | None = None
-    """What the caching allocator reserves at most; None: there is none."""
+    """Most bytes that the caching allocator reserves; None: the device has no such allocator."""
     inputs: int = 0
-    """Of `bytes`, the step's input (token ids and labels), which peaks and what is reserved for them leave out."""
+    """Part of `bytes` that is the step's input (token ids and labels), which peaks and reserved bytes leave out."""
 
 
 def verdict(query: PlanQuery, choices: Choices, peak: Peak, limit: int) -> Need:
-    """Return what decides whether a step fits in `limit` bytes of each rank; `peak`: of `choices`, on the highest rank."""
+    """Return what decides whether a step fits in `limit` bytes of each rank.
+
+    `peak`: the peak of `choices` on the highest rank.
+    """
     reserved = reserved_within(query, choices, limit, fullest_ranks(query, choices))
     return need_of(query, peak, reserved)
 
 
 def need_of(query: PlanQuery, peak: Peak, reserved: Iterable[int]) -> Need:
-    """Return the same from what is `reserved` on ranks; empty: nothing reserves more than tensors take."""
+    """Return the bytes that decide, from what is `reserved` on ranks; empty: nothing reserves more than tensors take."""
     inputs, most = query.input_bytes, max(reserved, default=None)
     if most is None:
         return Need(peak.total + inputs, ALLOCATED, inputs=inputs)
@@ -53,9 +57,9 @@ def most_allocated(query: PlanQuery, limit: int) -> int:
 
 
 def reserved_within(query: PlanQuery, choices: Choices, limit: int, ranks: Iterable[int] | None = None) -> list[int]:
-    """Return what the caching allocator reserves on `ranks` (None: all) of devices on which a step may take `limit` bytes.
+    """Return the bytes that the caching allocator reserves on `ranks` (None: all), where a step may take `limit` bytes.
 
-    On a device that does not have them: what it would on a larger one. Empty: there is no such allocator.
+    Where `limit` does not suffice, they are what it would reserve on a larger device. Empty: there is no such allocator.
     """
     if query.device.cuda is None:
         return []
@@ -73,15 +77,15 @@ def _within(query: PlanQuery, logs: StepLogs, memory: int) -> int:
 
 
 Planned = tuple[Any, Peak]
-"""The choices of a plan, and its peak."""
+"""Choices of a plan, and its peak."""
 
 
 def plan_within(
     query: PlanQuery, limit: int, make: Callable[[int], Planned | None]
 ) -> tuple[Any, Peak, Need, str] | None:
-    """Return a plan of which what decides is within `limit`: its choices, its peak, its need, and its budget in words.
+    """Return a plan whose deciding bytes are within `limit`: its choices, its peak, its need, and its budget in words.
 
-    A plan is made for a peak. Where more is reserved than there is, the next one is made for a peak that is lower in the
+    A plan is made for a peak. Where more is reserved than `limit`, the next plan is made for a peak that is lower in the
     same proportion. Budgets are rounded down to what is short to write (`budget_words`). None: no plan fits.
 
     Args:
@@ -104,7 +108,7 @@ def plan_within(
 
 
 _ATTEMPTS = 6
-"""Plans for ever lower peaks, until what is reserved fits."""
+"""Most plans that are made, for ever lower peaks, until reserved bytes fit."""
 
 
 def budget_words(size: int) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""What a change of the job would buy: bytes and seconds of the fastest plan that then fits; and how far a device goes."""
+"""Effects of a change of the job: bytes and seconds of the fastest plan that then fits; and how far a device goes."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _MOST_PROBES = 12
 
 @dataclass(frozen=True)
 class Step:
-    """What a step is planned for: a model, a job and its input."""
+    """A model, a job and its input, which a step is planned for."""
 
     model: nn.Module
     job: Job
     given: Callable[[int, int], tuple[Any, str]]
-    """Makes the input of one micro-batch, of so many sequences of so many tokens, and says in words what it is."""
+    """Function that makes the input of one micro-batch, of so many sequences of so many tokens, and describes it."""
     batch: int = 1
     """Sequences of a micro-batch."""
     seq_len: int = 0
@@ -35,11 +35,11 @@ class Step:
 
     @cached_property
     def input(self) -> tuple[Any, str]:
-        """The input of one micro-batch, and in words what it is."""
+        """Input of one micro-batch, and its description."""
         return self.given(self.batch, self.seq_len)
 
     def query(self, job: Job | None = None, batch: int | None = None, seq_len: int | None = None) -> PlanQuery:
-        """Trace the model for a job, a batch and a length; what is None stays.
+        """Trace the model for a job, a batch and a length; None: the step's own.
 
         Raises:
             ValueError: as `nemo_like.plan_for`.
@@ -51,12 +51,12 @@ class Step:
 
 
 def what_if(step: Step, query: PlanQuery, report: PlanReport) -> Iterator[WhatIf]:
-    """Yield what single changes of a job would buy: sequence, devices, loss, optimizer, offloading, in this order.
+    """Yield the effects of single changes of a job: sequence, devices, loss, optimizer, offloading, in this order.
 
     A change that cannot be planned is left out.
 
     Args:
-        step, query: what `report` is of.
+        step, query: the step and its query that `report` was made from.
     """
     for words, make in _changed(step, query):
         try:
@@ -80,7 +80,7 @@ def _changed(step: Step, query: PlanQuery) -> Iterator[tuple[str, Callable[[], P
     if job.ranks > 1 and job.ranks % 2 == 0:
         yield "half the GPUs", lambda: query.under(job.change(world_size=job.ranks // 2))
     for change in changes(job):
-        if change.job.ac == job.ac:  # which ac= is best is what the report says
+        if change.job.ac == job.ac:  # the report shows which ac= is best
             yield change.words, partial(query.changed, change.job)
 
 
@@ -92,11 +92,11 @@ def least_need(query: PlanQuery, limit: int) -> int:
 def largest(needs: Callable[[int], int], start: int, limit: int, most: int, step: int = 1) -> int:
     """Return the largest multiple of `step` up to `most` that needs at most `limit` bytes; 0: not even one.
 
-    What is needed grows almost evenly, so two values say where the limit is crossed. The answer and the next multiple are
-    both asked for.
+    The need grows almost evenly, so two values show where the limit is crossed. The answer and the next multiple are both
+    computed.
 
     Args:
-        needs: bytes by size, growing.
+        needs: returns bytes by size, growing.
         start: the first size to try.
     """
     fits, fails, known = 0, most // step + 1, dict[int, int]()
@@ -124,7 +124,7 @@ def fewest(needs: Callable[[int], int], counts: Sequence[int], limit: int) -> in
     """Return the smallest of `counts` that needs at most `limit` bytes each; None: none does.
 
     Args:
-        needs: bytes of one device by their number, falling.
+        needs: returns bytes of one device by the number of devices, falling.
         counts: in order; doubling steps find the first that fits, bisection the smallest.
     """
     low, high = 0, 0

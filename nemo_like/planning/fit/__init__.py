@@ -1,4 +1,4 @@
-"""`fit`: which configuration of a training job is the fastest that fits, before a GPU is touched."""
+"""`fit`: find the fastest configuration of a training job that fits, before a GPU is used."""
 
 from nemo_like.planning.fit.candidate import Candidate
 from nemo_like.planning.fit.fitting import fit

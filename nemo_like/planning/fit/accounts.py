@@ -67,9 +67,9 @@ def account_of(shape: Shape, conf: Configuration, choices: Choices, seconds: Ste
 
 
 def _second_rows(query: PlanQuery, conf: Configuration, choices: Choices, seconds: StepSeconds) -> Rows:
-    (stage,), (own,) = query.stages, choices
+    (stage,), (chosen,) = query.stages, choices
     links, took = Links.of(query.job, query.device), seconds.parts.get("optimizer", 0.0)
-    finer = second_rows(layer_runs(stage, own), units_outside(stage), stage, links, conf)
+    finer = second_rows(layer_runs(stage, chosen), units_outside(stage), stage, links, conf)
     name, sharding = query.job.step.optimizer, stage.sharding
     what = _optimizer(sharding.trained, name, query.device, sharding.trained_on_host)
     return finer | {"optimizer": [Row("optimizer", what, took)]}
@@ -80,15 +80,15 @@ def _staged_second_rows(query: PlanQuery, conf: Configuration, choices: Choices,
     links = Links.of(conf.job, device)
     parts = seconds_of_stages(query, choices)
     busiest = busiest_rank([query.of_rank(rank) for rank in range(query.pp.size)], parts)
-    made: list[Rows] = []
+    row_groups: list[Rows] = []
     for index in query.of_rank(busiest):
         where, stage = f"stage {index}: ", query.stages[index]
-        made.append({"head and embedding": outer_rows(stage.outside().kinds, turns, where)})
+        row_groups.append({"head and embedding": outer_rows(stage.outside().kinds, turns, where)})
         for run in layer_runs(stage, choices[index]):
             reachable = stage.part.problems[run.kind].reachable
-            made.append(kernel_rows(run, reachable, run.count * turns, where))
-            made.append(inside_rows(run, links, run.count * turns))
-    finer = merged(made)
+            row_groups.append(kernel_rows(run, reachable, run.count * turns, where))
+            row_groups.append(inside_rows(run, links, run.count * turns))
+    finer = merged(row_groups)
     handed = handing_on(query)
     late = seconds.parts.get("pipeline sends", 0.0)
     sent = handed * turns * _sends(query, busiest)
@@ -96,8 +96,8 @@ def _staged_second_rows(query: PlanQuery, conf: Configuration, choices: Choices,
     finer["pipeline bubble"] = [
         Row("pipeline bubble", f"rank {busiest} waits", seconds.parts.get("pipeline bubble", 0.0))
     ]
-    name, own = query.job.step.optimizer, [query.stages[index] for index in query.of_rank(busiest)]
-    trained = [param for stage in own for param in stage.sharding.trained]
+    name, stages = query.job.step.optimizer, [query.stages[index] for index in query.of_rank(busiest)]
+    trained = [param for stage in stages for param in stage.sharding.trained]
     finer["optimizer"] = [Row("optimizer", _optimizer(trained, name, device), seconds.parts.get("optimizer", 0.0))]
     over = ranks("dp_shard", links.shards)
     finer["parameter gathers"] = [
@@ -111,16 +111,19 @@ def _staged_second_rows(query: PlanQuery, conf: Configuration, choices: Choices,
 
 
 def _sends(query: PlanQuery, rank: int) -> int:
-    """Tensors that `rank` sends for one microbatch: outputs forward, gradients back, to other ranks."""
-    own = query.of_rank(rank)
-    edges = [(index, other) for index in own for other in (index - 1, index + 1) if 0 <= other < len(query.stages)]
-    return sum(other not in own for _, other in edges)
+    """Return how many tensors `rank` sends to other ranks for one micro-batch: outputs forward, gradients back."""
+    indices = query.of_rank(rank)
+    edges = [(index, other) for index in indices for other in (index - 1, index + 1) if 0 <= other < len(query.stages)]
+    return sum(other not in indices for _, other in edges)
 
 
 def _optimizer(
     trained: Sequence[TrainedParameter], name: str, device: Device, on_host: Sequence[TrainedParameter] = ()
 ) -> str:
-    """What the optimizer's step waits for; `on_host`: trained parameters in host memory, where none is elsewhere."""
+    """Return in words what the optimizer's step waits for.
+
+    `on_host`: trained parameters in host memory, where none is elsewhere.
+    """
     kernels, where = len([*trained, *on_host]) * KERNELS_PER_PARAMETER, " in host memory" if on_host else ""
     passes = optimizer_seconds(trained, name, device) + host_optimizer_seconds(on_host, name, device)
     if kernels * device.launch_seconds > passes:
@@ -134,12 +137,15 @@ _HEAD = ("forward of the head", "loss", "backward of the head")
 
 
 def highest(points: Sequence[StepPoint]) -> StepPoint:
-    """The first of the highest points."""
+    """Return the first of the highest points."""
     return max(points, key=lambda point: point.total)
 
 
 def byte_rows(query: PlanQuery, choices: Choices, rank: int, point: StepPoint) -> tuple[Row, ...]:
-    """Return the parts of the highest point of a step of one rank, which add up to it; of a pipeline, by stage."""
+    """Return the parts of the highest point of a step of one rank, which add up to it.
+
+    In a pipeline, parts are given by stage.
+    """
     finer: dict[str, list[Row]] = {}
 
     def add(index: int, part: str, rows: Iterable[Row]) -> None:
@@ -149,13 +155,13 @@ def byte_rows(query: PlanQuery, choices: Choices, rank: int, point: StepPoint) -
     for index in query.of_rank(rank):
         for part, rows in _static_rows(query.stages[index]).items():
             add(index, part, rows)
-    running, own = query.stages[point.stage], choices[point.stage]
-    saved = saved_by_kind(running, own, point.upto)
+    running, chosen = query.stages[point.stage], choices[point.stage]
+    saved = saved_by_kind(running, chosen, point.upto)
     if point.stage and _INPUTS in saved:  # the first layer's is in a receive buffer
         saved[_INPUTS] -= min(saved[_INPUTS], query.hidden_bytes)
     add(point.stage, Part.HELD_ACTIVATIONS, _rows("", saved))
-    add(point.stage, Part.RUNNING_LAYER, _running_rows(running, own, point))
-    add(point.stage, Part.OUTSIDE_OF_LAYERS, _outside_rows(running, own, point))
+    add(point.stage, Part.RUNNING_LAYER, _running_rows(running, chosen, point))
+    add(point.stage, Part.OUTSIDE_OF_LAYERS, _outside_rows(running, chosen, point))
     waiting: Counter[tuple[int, str]] = Counter()
     sizes: Counter[tuple[int, str]] = Counter()
     for stage, what, size in point.in_flight:
@@ -167,8 +173,10 @@ def byte_rows(query: PlanQuery, choices: Choices, rank: int, point: StepPoint) -
 
 
 def saved_by_kind(stage: Stage, choices: Sequence[Choice], upto: int) -> dict[str, int]:
-    """What the first `upto` layer calls keep for backward, bytes by kind of operator that made it; what waits in host
-    memory is not among it."""
+    """Return the bytes that the first `upto` layer calls save for backward, by kind of operator that made them.
+
+    Activations that wait in host memory are not counted.
+    """
     sizes: Counter[str] = Counter()
     moved, part = stage.moved(choices), stage.part
     dropped = stage.outside().dropped
@@ -182,7 +190,7 @@ def saved_by_kind(stage: Stage, choices: Sequence[Choice], upto: int) -> dict[st
 
 
 def _kept(problem: BlockProblem, choice: Choice) -> dict[str, int]:
-    """What one layer holds, by kind of operator."""
+    """Return the bytes that one layer saves, by kind of operator."""
     trace = problem.trace
     sizes: Counter[str] = Counter()
     if choice.decisions:
@@ -211,7 +219,7 @@ def _rows(part: str, sizes: dict[str, int]) -> list[Row]:
 
 
 def _static_rows(stage: Stage) -> dict[str, list[Row]]:
-    """Parameters and optimizer state, of layers and of what is around them."""
+    """Return rows of parameters and optimizer state, of layers and of what is outside the layers."""
     sharding, name = stage.sharding, stage.job.step.optimizer
     parameters = {
         f"{len(sharding.units)} layers": sum(unit.shard for unit in sharding.units),
@@ -222,8 +230,8 @@ def _static_rows(stage: Stage) -> dict[str, list[Row]]:
     }
     memory = stage.optimizer
     states: Counter[str] = Counter()
-    for param, own in zip(sharding.trained, memory.states):
-        states[f"{name}, of layers" if param.in_layer else f"{name}, of what is around them"] += sum(own)
+    for param, sizes in zip(sharding.trained, memory.states):
+        states[f"{name}, of layers" if param.in_layer else f"{name}, of what is around them"] += sum(sizes)
     return {
         Part.PARAMETERS: _rows(Part.PARAMETERS, parameters),
         Part.OPTIMIZER_STATE: _rows(Part.OPTIMIZER_STATE, states),
@@ -232,11 +240,11 @@ def _static_rows(stage: Stage) -> dict[str, list[Row]]:
 
 
 def _running_rows(stage: Stage, choices: Sequence[Choice], point: StepPoint) -> list[Row]:
-    """Of the layer whose backward is the highest point."""
-    found = re.fullmatch(r"backward of layer (\d+)", point.where)
-    if found is None:
+    """Return the rows of the layer whose backward is the highest point."""
+    match = re.fullmatch(r"backward of layer (\d+)", point.where)
+    if match is None:
         return []
-    position = int(found[1])
+    position = int(match[1])
     part, choice = stage.part, choices[position]
     call = part.traced.calls[position]
     trace = part.problems[call.kind].trace
@@ -257,7 +265,7 @@ def _running_rows(stage: Stage, choices: Sequence[Choice], point: StepPoint) -> 
 
 
 def _outside_rows(stage: Stage, choices: Sequence[Choice], point: StepPoint) -> list[Row]:
-    """What is as wide as the vocabulary, where the head or the loss is the highest point."""
+    """Return the rows of tensors as wide as the vocabulary, where the head or the loss is the highest point."""
     head = find_head(stage.part.model)
     weight = None if head is None else next(head.parameters(), None)  # a stage of a pipeline may have none
     if weight is None or point.where not in _HEAD:

@@ -1,4 +1,4 @@
-"""What binds a configuration, and the cheapest things that would help."""
+"""The limit that binds a configuration, and the cheapest changes that would help."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def binds(candidate: Candidate, limit: int, device: Device) -> str:
     """Return what keeps a configuration from being faster.
 
     ``memory: ...``: it recomputes for want of memory. ``network: ...``: waiting for collectives takes longer than any other
-    extra; "between hosts" where their ranks are on several. ``pipeline: the bubble``; else ``compute``.
+    extra. "between hosts" is added where their ranks are on several hosts. ``pipeline: the bubble``; else ``compute``.
     """
     parts = candidate.seconds.parts
     sent = {name: parts[name] for name in _NETWORK if parts.get(name)}
@@ -56,7 +56,7 @@ def binds(candidate: Candidate, limit: int, device: Device) -> str:
 
 
 def _spans_hosts(part: str, job: Job, device: Device) -> bool:
-    """Whether the ranks of a collective are on several hosts."""
+    """Return whether the ranks of a collective are on several hosts."""
     links = Links.of(job, device)
     groups = {
         "tensor-parallel sums": (links.tensor,),
@@ -76,12 +76,12 @@ def ways_out(
     question: Question,
     remade: Callable[[ShapeKey, Question], Shape],
 ) -> list[str]:
-    """For a job that does not fit: single changes that make it fit, the smallest of each kind; then what lowers its need.
+    """Return single changes that make a job fit that does not, the smallest of each kind; then changes that lower its need.
 
     Args:
-        shape, candidate: what needs least as it is.
-        question: what was asked.
-        remade: another shape, or the same one for another question; raises ValueError where there is none.
+        shape, candidate: the configuration that needs least as it is.
+        question: the question that `fit` answers.
+        remade: makes another shape, or the same one for another question; raises ValueError where there is none.
     """
     limit, conf = question.limit, candidate.conf.change(ac="full")
     key, growing = shape.key, AllocatorConfig(expandable_segments=True)
@@ -107,20 +107,25 @@ def ways_out(
 
 
 def _needs(shape: Shape, conf: Configuration) -> int:
-    """Bytes under ``ac="full"``."""
+    """Return the bytes that `conf` needs under ``ac="full"``."""
     choices = shape.choices(conf)
     return shape.need(conf, choices, shape.peak(conf, choices)).bytes
 
 
 def _fits(shape: Shape, conf: Configuration, limit: int) -> bool:
-    """The same within `limit`; what is reserved is asked for only where tensors alone would fit."""
+    """Return whether `conf` fits in `limit` bytes under ``ac="full"``.
+
+    Reserved bytes are computed only where tensors alone would fit.
+    """
     tensors = shape.peak(conf, shape.choices(conf)).total
     return tensors <= limit and _needs(shape, conf) <= limit
 
 
 def _fewer_rows(question: Question, conf: Configuration, of_rows: Callable[[int], Shape]) -> int | None:
-    """The most of half, a quarter ... of a microbatch's sequences with which it fits, where fewer were not searched; None:
-    none does."""
+    """Return the most of half, a quarter ... of a micro-batch's sequences with which it fits; None: none does.
+
+    None, too, where smaller micro-batches were searched already.
+    """
     if "micro_batch" not in question.pins:
         return None
     rows = conf.micro_batch // 2
@@ -133,37 +138,40 @@ def _fewer_rows(question: Question, conf: Configuration, of_rows: Callable[[int]
 
 
 def _with_more_gpus(shape: Shape, conf: Configuration, question: Question, growing: AllocatorConfig) -> list[str]:
-    """More GPUs to shard over, or for a pipeline whose stages are too large on any number of them, more stages."""
+    """Return how many more GPUs to shard over would help.
+
+    For a pipeline whose stages are too large on any number of them: GPUs for more stages.
+    """
     limit = question.limit
-    said = []
+    ways = []
     gpus = _more_gpus(shape, limit, _sharded_over_more(conf))
     if gpus is not None:
-        said.append(f"{gpus - question.gpus} GPUs more ({gpus} in all)")
+        ways.append(f"{gpus - question.gpus} GPUs more ({gpus} in all)")
     fewer = _more_gpus(shape, limit, _sharded_over_more(conf.change(allocator=growing)))
     if fewer is not None and (gpus is None or fewer < gpus):
-        said.append(f"{fewer - question.gpus} GPUs more ({fewer} in all) with {_GROWING}")
+        ways.append(f"{fewer - question.gpus} GPUs more ({fewer} in all) with {_GROWING}")
     if gpus is None and shape.key.staged:
         gpus = _more_gpus(shape, limit, _in_more_stages(conf))
         if gpus is not None:
-            said.append(f"{gpus - question.gpus} GPUs more ({gpus} in all) in {gpus // conf.gpus} times as many stages")
-    return said
+            ways.append(f"{gpus - question.gpus} GPUs more ({gpus} in all) in {gpus // conf.gpus} times as many stages")
+    return ways
 
 
 def _sharded_over_more(conf: Configuration) -> Iterator[Configuration]:
-    """Over twice, four times ... the ranks."""
+    """Yield `conf` sharded over twice, four times ... the ranks."""
     for power in range(1, MOST_GPUS.bit_length()):
         yield conf.sized(dp_shard=conf.dp_shard << power)
 
 
 def _in_more_stages(conf: Configuration) -> Iterator[Configuration]:
-    """Of a pipeline, with as many microbatches more where each rank needs one."""
+    """Yield the pipeline in twice, four times ... the stages, with more micro-batches where each rank needs one."""
     for power in range(1, MOST_STAGES.bit_length()):
         stages = conf.pp << power
         yield conf.sized(pp=stages, grad_accum=max(conf.grad_accum, stages))
 
 
 def _more_gpus(shape: Shape, limit: int, larger: Iterator[Configuration]) -> int | None:
-    """The GPUs of the first configuration that fits; None: none does, up to `MOST_GPUS`."""
+    """Return the GPUs of the first configuration that fits; None: none does, up to `MOST_GPUS`."""
     for conf in itertools.takewhile(lambda conf: conf.gpus <= MOST_GPUS, larger):
         try:
             if _fits(shape, conf, limit):
@@ -174,7 +182,7 @@ def _more_gpus(shape: Shape, limit: int, larger: Iterator[Configuration]) -> int
 
 
 def _shorter(question: Question, conf: Configuration, at_length: Callable[[int], Shape]) -> int | None:
-    """The longest of seven, six ... eighths of the sequence that fits; None: not even one eighth does."""
+    """Return the longest of seven, six ... eighths of the sequence that fits; None: not even one eighth does."""
     low, high, limit = 0, 8, question.limit
     while high - low > 1:
         eighths = (low + high) // 2

@@ -3,13 +3,13 @@
 Three kinds of bounds, each with the inequality that it proves:
 
 - `WholeBounds`, for other micro-batches and parts of sequences of one stage. Launches, part waves, and the bytes of weights
-  are left out, so a token takes at least its share of the traced kernels. At the point where the traced shape peaks, what is
-  sharded is the same, and what is computed takes at least its share of rows or tokens.
-- `StagedBounds`, for all pipelines of a layout. All stages together compute, send and hold what the whole model does; the
+  are left out, so a token takes at least its share of the traced kernels. Bytes are compared at the point where the traced
+  shape peaks. What is sharded is the same there, and what is computed takes at least its share of rows or tokens.
+- `StagedBounds`, for all pipelines of a layout. All stages together compute, send and save what the whole model does; the
   busiest rank has no less than an even share of it.
-- `StagedLeast`, for one pipeline of a traced shape, stage by stage and action by action. What is left out only adds: what
-  runs outside the layers (but for the head's products), how unevenly gathers and reductions are divided, and what a layer
-  needs while it runs.
+- `StagedLeast`, for one pipeline of a traced shape, stage by stage and action by action. Three things are left out, and
+  each would only add: what runs outside the layers (but for the head's products), how unevenly gathers and reductions are
+  divided, and what a layer needs while it runs.
 """
 
 from __future__ import annotations
@@ -55,15 +55,17 @@ _ROUNDING = 1 - 1e-9
 
 
 class WholeBounds:
-    """By a traced shape in one stage, for shapes with the same weights, or another share of the experts."""
+    """Bounds by a traced shape in one stage, for shapes with the same weights, or another share of the experts."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape, self.part, self.question = shape, shape.whole.part, shape.question
         self._least: dict[int, tuple[float, float]] = {}
 
     def least(self, conf: Configuration) -> tuple[list[Choice], int]:
-        """Choices that no fitting ones of this conf are faster than, and bytes that their peak is not below: what is
-        held when forward ends, parameters and optimizer state. Nothing runs for it."""
+        """Return choices that no fitting ones of `conf` are faster than, and bytes that their peak is not below.
+
+        The bytes are saved activations at the end of forward, parameters and optimizer state. Nothing runs for it.
+        """
         key = (conf.shard_ranks, conf.dp_replicate, conf.mode, conf.job.offload.mode, conf.cpu_offload)
         if key not in self.shape.least_of:
             self.shape.least_of[key] = self._least_choices(conf)
@@ -85,10 +87,12 @@ class WholeBounds:
         return choices, bytes_of(choices)
 
     def least_peak(self, conf: Configuration) -> int:
-        """Bytes that no step of `conf` is below, whose local shape was not traced but has the same weights: at the point
-        where this shape peaks, what is sharded, gathered and reduced is the same, what is computed takes at least the share
-        that its rows or tokens are of this shape's (what does not grow with them is more than that), and what is held
-        between forward and backward grows with them."""
+        """Return the bytes that no step of `conf` is below, whose local shape was not traced but has the same weights.
+
+        The bound is taken at the point where this shape peaks. What is sharded, gathered and reduced is the same there.
+        What is computed takes at least the share that its rows or tokens are of this shape's; what does not grow with them
+        is more than that. Saved activations grow with rows and tokens.
+        """
         rows = conf.micro_batch / self.shape.key.micro_batch
         tokens = rows * self.shape.key.cp / conf.cp
         choices = self.shape.choices(conf)
@@ -100,23 +104,25 @@ class WholeBounds:
 
     @cached_property
     def _constant(self) -> int:
-        """At most of what layers hold whose bytes may not grow with rows: random states, tensors that they make."""
+        """Upper bound of the saved bytes of layers that may not grow with rows: random states, tensors that they make."""
         return sum(
             self.part.problems[call.kind].trace.state_bytes + self._leaves(call.kind) + RNG_STATE
             for call in self.part.traced.calls
         )
 
     def _leaves(self, kind: int) -> int:
-        """What a block holds whatever is kept of it: tensors that it makes and asks a gradient of, which the graph keeps."""
+        """Return the bytes that a block saves under any choice: tensors that it makes and that require a gradient."""
         full = self.part.problems[kind].full()
         routing = full.held_bytes - self.part.problems[kind].trace.input_bytes
         return self.part.memory(kind, full).held - routing if full.decisions else 0
 
     def least_step(self, conf: Configuration) -> float:
-        """Seconds that no step of `conf` is faster than, whose local shape was not traced but has the same weights, or
-        another share of the experts: kernels without launches, part waves and the bytes of weights, and all collectives
-        but those between parts of sequences, where this shape has none, and what splitting experts brings, where this
-        one has them all."""
+        """Return the seconds that no step of `conf` is faster than.
+
+        Its local shape was not traced, but has the same weights, or another share of the experts. Counted are kernels
+        without launches, part waves and the bytes of weights, and collectives. Not counted are collectives between parts of
+        sequences, where this shape has none, and those of split experts, where this shape has all experts.
+        """
         key, device = ShapeKey.of(conf), self.question.device
         rows = key.micro_batch / self.shape.key.micro_batch  # whole sequences
         share = rows * self.shape.key.cp / key.cp  # tokens
@@ -152,22 +158,23 @@ class WholeBounds:
         return loop_seconds(runs, [], Links.of(conf.job, device), conf.job.step, outer=head, optimizer=0.0).total
 
     def head_seconds(self, tokens: float) -> float:
-        """At least, of the head's products with so many tokens: with its weights, and with what trains."""
+        """Return the least seconds of the head's products with so many tokens: with its weights, and with what trains."""
         head = find_head(self.part.model)
         if head is None:
             return 0.0
-        own = any(p.requires_grad for p in head.parameters())
-        others = any(p.requires_grad for layer in self.part.layers for p in layer.module.parameters())
-        return 2.0 * (1 + own + others) * self.head_weights() * tokens / self.question.device.matmul_flops["half"]
+        head_trains = any(p.requires_grad for p in head.parameters())
+        layers_train = any(p.requires_grad for layer in self.part.layers for p in layer.module.parameters())
+        products = 1 + head_trains + layers_train
+        return 2.0 * products * self.head_weights() * tokens / self.question.device.matmul_flops["half"]
 
     def head_weights(self) -> int:
-        """Parameters of the head on one rank; 0: it is not known."""
+        """Return the number of the head's parameters on one rank; 0: it is not known."""
         head = find_head(self.part.model)
         return 0 if head is None else sum(p.numel() for p in head.parameters())
 
 
 class StagedBounds:
-    """By the whole model, for all pipelines that have its local weights."""
+    """Bounds by the whole model, for all pipelines that have its local weights."""
 
     def __init__(self, whole: WholeBounds) -> None:
         self.whole, self.shape, self.part = whole, whole.shape, whole.part
@@ -180,16 +187,16 @@ class StagedBounds:
 
     @cached_property
     def counts(self) -> Counter[int]:
-        """Layer calls by kind."""
+        """Number of layer calls by kind."""
         return Counter(call.kind for call in self.part.traced.calls)
 
     def seconds(self, conf: Configuration, mode: str, *, exchanges: bool = True, once: bool = True) -> float:
-        """Of a step under `mode` (``none``, ``full``, ``selective``).
+        """Return the least seconds of a step under `mode` (``none``, ``full``, ``selective``).
 
         Args:
-            conf: with stages.
-            mode: what is run again.
-            exchanges: the traced shape splits experts, as the conf does, be it over other ranks.
+            conf: a configuration with stages.
+            mode: decides what is recomputed.
+            exchanges: the traced shape splits experts, as the conf does, possibly over other ranks.
             once: it splits them over as many; else what is gathered, reduced and stepped once is left out.
         """
         pp = conf.pp
@@ -201,7 +208,7 @@ class StagedBounds:
         return conf.grad_accum * one / pp + fill + (self.once(conf) / pp if once else 0.0)
 
     def _microbatch(self, conf: Configuration, mode: str, exchanges: bool) -> float:
-        """Of one, in all stages."""
+        """Return the least seconds of one micro-batch in all stages."""
         key = (conf.micro_batch, conf.cp, conf.ep, mode, exchanges)
         if key not in self._one:
             links, share = Links.of(conf.job, self.device), self._share(conf)
@@ -220,9 +227,9 @@ class StagedBounds:
         return self._one[key]
 
     def bytes(self, conf: Configuration, mode: str) -> int:
-        """Of the first rank's peak: what lies there of its layers, and what its microbatches in flight hold."""
+        """Return the least bytes of the first rank's peak: stored for its layers, and saved by micro-batches in flight."""
         if conf.reshard or conf.job.offload.mode != "none":
-            return 0  # less lies there, or is held
+            return 0  # less is stored there, or saved
         held = sum(choice.held_bytes for choice in self.choices("full" if mode == "plan" else mode))
         lies = self._lying(conf)
         facts = SCHEDULE_OBJECTS[conf.schedule or PipelineParallel.schedule]
@@ -231,7 +238,7 @@ class StagedBounds:
         return int(self._even(stages) / conf.pp * (lies + held * self._share(conf) * flight))
 
     def _lying(self, conf: Configuration) -> int:
-        """Parameters of all layers, stored and gathered, whole gradients and optimizer state."""
+        """Return the bytes of all layers: parameters, stored and gathered, whole gradients and optimizer state."""
         if conf.shard_ranks not in self._lies:
             sharding, optimizer = self.sharding(conf), self.shape.question.job.step.optimizer
             layers = (*sharding.units, *sharding.experts.values())
@@ -245,15 +252,15 @@ class StagedBounds:
         return self._lies[conf.shard_ranks]
 
     def _share(self, conf: Configuration) -> float:
-        """Tokens of a microbatch, as a share of the traced shape's."""
+        """Return the tokens of a micro-batch, as a share of the traced shape's."""
         return self._rows(conf) * self.shape.key.cp / conf.cp
 
     def _rows(self, conf: Configuration) -> float:
-        """Sequences of a microbatch, as a share of the traced shape's."""
+        """Return the sequences of a micro-batch, as a share of the traced shape's."""
         return conf.micro_batch / self.shape.key.micro_batch
 
     def _even(self, stages: int) -> float:
-        """The least that a stage has, of its even share of the layers."""
+        """Return the least that a stage has, of its even share of the layers."""
         layers = sum(self.counts.values())
         return layers // stages * stages / layers
 
@@ -272,7 +279,7 @@ class StagedBounds:
         return self._again[kind, mode]
 
     def choices(self, mode: str) -> list[Choice]:
-        """Of a mode that needs no budget, one for each layer call."""
+        """Return the choices of a mode that needs no budget, one for each layer call."""
         return self.shape.uniform[mode]
 
     def _choice(self, kind: int, mode: str) -> Choice:
@@ -280,11 +287,11 @@ class StagedBounds:
         return next(c for call, c in zip(self.part.traced.calls, choices) if call.kind == kind)
 
     def head(self, conf: Configuration) -> float:
-        """Of the head's products with one microbatch."""
+        """Return the least seconds of the head's products with one micro-batch."""
         return self.whole.head_seconds(conf.micro_batch * self.shape.question.seq_len / conf.cp)
 
     def once(self, conf: Configuration) -> float:
-        """Of gathers, reductions and the optimizer, of all stages."""
+        """Return the seconds of gathers, reductions and the optimizer, of all stages."""
         key = (conf.shard_ranks, conf.dp_replicate)
         if key not in self._ends:
             sharding, links = self.sharding(conf), Links.of(conf.job, self.device)
@@ -297,7 +304,7 @@ class StagedBounds:
         return self._ends[key]
 
     def sharding(self, conf: Configuration) -> Sharding:
-        """Of the whole model over the ranks that share a stage."""
+        """Return the sharding of the whole model over the ranks that share a stage."""
         whole = conf.sized(pp=1, schedule=None, grad_accum=1, micro_batch=1)
         plain = whole.change(ac="none", loss=None, offload="none").with_strategy(
             reshard_after_forward=None, cpu_offload=False
@@ -306,14 +313,14 @@ class StagedBounds:
 
 
 State = tuple[tuple[int, ...], tuple[bool, ...]]
-"""At the end of an action, of each stage of a rank: microbatches in flight, and whether one has gone back."""
+"""State at the end of an action, of each stage of a rank: micro-batches in flight, and whether one has gone back."""
 
 
 class StagedLeast:
-    """Of all pipelines that have one local shape."""
+    """Bounds of all pipelines that have one local shape."""
 
     def __init__(self, bounds: StagedBounds, parts: StageParts, hidden: int) -> None:
-        """`bounds`: of the model in one stage in that shape. `hidden`: bytes that a stage sends for one micro-batch."""
+        """Keep `bounds` of the model in one stage in that shape; `hidden`: bytes that a stage sends for one micro-batch."""
         self.bounds, self.parts, self.hidden, self.device = bounds, parts, hidden, bounds.device
         self.part, self.question = bounds.part, bounds.shape.question
         self._timelines: dict[Any, float] = {}
@@ -335,7 +342,7 @@ class StagedLeast:
         return cls(bounds, parts, hidden) if in_order else None
 
     def seconds(self, conf: Configuration, mode: str) -> float:
-        """Of a step under `mode` (``none``, ``full``, ``selective``, ``plan``)."""
+        """Return the least seconds of a step under `mode` (``none``, ``full``, ``selective``, ``plan``)."""
         key = (conf.pp, conf.schedule, conf.grad_accum, conf.gpus, mode)
         if key not in self._timelines:
             self._timelines[key] = self._timeline(conf, mode)
@@ -349,7 +356,7 @@ class StagedLeast:
         )
         calls = list(zip(kinds, choices))
         stages = ([calls[i] for i in stage.layers] for stage in self._stages(pp))
-        parts = [microbatch_seconds(runs_of_calls(self.part, own), links) for own in stages]
+        parts = [microbatch_seconds(runs_of_calls(self.part, stage_calls), links) for stage_calls in stages]
         parts[-1]["head and embedding"] = self.bounds.head(conf)
         handed = roofline.send_seconds(self.hidden, self.device.gpus_per_host > conf.gpus // conf.pp, self.device)
         return timeline(actions_of(pp), seconds_of_actions(parts, pp), len(parts), handed).seconds
@@ -362,35 +369,36 @@ class StagedLeast:
     # --- bytes ----------------------------------------------------------------------------------------------------
 
     def bytes(self, conf: Configuration, mode: str) -> int:
-        """Of the highest rank's peak: what lies there, and what its microbatches in flight hold."""
+        """Return the least bytes of the highest rank's peak: stored there, and saved by its micro-batches in flight."""
         if conf.reshard or conf.job.offload.mode != "none":
-            return 0  # less lies there, or is held
+            return 0  # less is stored there, or saved
         pp = conf.job.pp
         stages = self._stages(pp)
         lies, flies = self._lying(conf, stages), self._flying(conf, stages, "full" if mode == "plan" else mode)
         return max(0, *(sum(lies[n] for n in stages_of(pp, rank)) + most for rank, most in enumerate(flies)))
 
     def _flying(self, conf: Configuration, stages: Sequence[StageSlice], mode: str) -> list[int]:
-        """Of each rank, the most that buffers, microbatches in flight and whole gradients take, however many ranks share a
-        stage's parameters."""
+        """Return, for each rank, the most that buffers, micro-batches in flight and whole gradients take.
+
+        The number of ranks that share a stage's parameters does not change it.
+        """
         on = self.bounds.sharding(conf).on
         key = (conf.pp, conf.schedule, conf.grad_accum, mode, on)
         if key not in self._flights:
             pp, hidden, choices = conf.job.pp, self.hidden, self.bounds.choices(mode)
             held = [sum(choices[i].held_bytes for i in stage.layers) for stage in stages]
-            gradients, found = self._gradients(pp, stages, on=on), []
+            gradients, rank_bytes = self._gradients(pp, stages, on=on), []
             for rank, states in enumerate(self._states_of(pp, conf)):
-                own = stages_of(pp, rank)
-                # What a stage is called with is in a buffer, and what it hands on to the next one here takes the place of
-                # one.
-                each = [max(0, held[n] - hidden * (n > 0) - hidden * (n + 1 in own)) for n in own]
-                buffers = sum(hidden * ((n > 0) + (n + 1 < len(stages))) for n in own) * conf.grad_accum
+                indices = stages_of(pp, rank)
+                # A stage's input is in a buffer, and what it hands on to the next one here takes the place of one.
+                each = [max(0, held[n] - hidden * (n > 0) - hidden * (n + 1 in indices)) for n in indices]
+                buffers = sum(hidden * ((n > 0) + (n + 1 < len(stages))) for n in indices) * conf.grad_accum
                 most = 0
                 for flights, back in states:
                     alive = sum(flight * size for flight, size in zip(flights, each))
-                    most = max(most, alive + sum(gradients[n] for n, begun in zip(own, back) if begun))
-                found.append(buffers + most)
-            self._flights[key] = found
+                    most = max(most, alive + sum(gradients[n] for n, begun in zip(indices, back) if begun))
+                rank_bytes.append(buffers + most)
+            self._flights[key] = rank_bytes
         return self._flights[key]
 
     def _states_of(self, pp: PipelineParallel, conf: Configuration) -> list[set[State]]:
@@ -401,7 +409,7 @@ class StagedLeast:
         return self._states[key]
 
     def _lying(self, conf: Configuration, stages: Sequence[StageSlice]) -> list[int]:
-        """Of each stage, parameters, stored and gathered, and optimizer state."""
+        """Return, for each stage, the bytes of parameters, stored and gathered, and optimizer state."""
         pp = conf.job.pp
         key = (conf.shard_ranks, len(stages), _shares_ends(pp, stages))
         if key not in self._lies:
@@ -409,7 +417,7 @@ class StagedLeast:
             ranks = conf.shard_ranks
             expert_ranks = max(1, ranks * conf.tp // conf.ep)
             memory = optimizer_memory(sharding.trained, self.question.job.step.optimizer, device=self.device.kind)
-            states, found = map(sum, memory.states), [0] * len(stages)
+            states, sizes = map(sum, memory.states), [0] * len(stages)
             for param, where in zip(self._parameters, self._places(pp, stages, on=sharding.on)):
                 stays = param.size // (expert_ranks if param.is_expert else ranks)
                 if param.trains:
@@ -417,28 +425,28 @@ class StagedLeast:
                 if sharding.on:
                     stays += param.gathered
                 for n in where:
-                    found[n] += stays
-            self._lies[key] = found
+                    sizes[n] += stays
+            self._lies[key] = sizes
         return self._lies[key]
 
     def _gradients(self, pp: PipelineParallel, stages: Sequence[StageSlice], *, on: bool) -> list[int]:
-        """Of each stage, whole gradients, which come with its first backward."""
-        found = [0] * len(stages)
+        """Return, for each stage, the bytes of whole gradients, which its first backward makes."""
+        sizes = [0] * len(stages)
         for param, where in zip(self._parameters, self._places(pp, stages, on=on)):
             for n in where if on else ():
-                found[n] += param.gradient
-        return found
+                sizes[n] += param.gradient
+        return sizes
 
     @cached_property
     def _parameters(self) -> list[_Parameter]:
         part, dtypes = self.part, self.question.job.precision.dtypes
         experts = {weight for each in part.experts for weight in each.weights}
-        found = []
+        parameters = []
         for name, param in part.model.named_parameters():
             cut = param.is_floating_point() and param.dim() > 0
             trains = param.requires_grad and name in part.trained
             reduced = dtypes["reduce_dtype"] or dtypes["param_dtype"] or param.dtype
-            found.append(
+            parameters.append(
                 _Parameter(
                     param.numel() * param.element_size(),
                     param in experts,
@@ -447,43 +455,43 @@ class StagedLeast:
                     param.numel() * reduced.itemsize if cut and trains else 0,
                 )
             )
-        return found
+        return parameters
 
     def _places(self, pp: PipelineParallel, stages: Sequence[StageSlice], *, on: bool) -> list[tuple[int, ...]]:
-        """Of each parameter, which stages hold it."""
+        """Return, for each parameter, the stages that hold it."""
         once = _shares_ends(pp, stages)  # of a tied parameter, stages of one rank have one
         key = (len(stages), once)
         if key not in self._placed:
             names = self.parts.layers
             layers = {names[i]: stage.index for stage in stages for i in stage.layers}
             ends = ((self.parts.before, 0), (self.parts.after, len(stages) - 1))
-            found = []
+            places = []
             for name, _ in self.part.model.named_parameters():
                 inside = [layers[prefix] for prefix in _prefixes(name) if prefix in layers]
                 where = inside or [index for held, index in ends if name in held]
-                found.append(tuple(where[:1] if once else where))
-            self._placed[key] = found
+                places.append(tuple(where[:1] if once else where))
+            self._placed[key] = places
         return self._placed[key]
 
 
 class _Parameter(NamedTuple):
-    """What of a parameter's bytes does not depend on how many ranks share it."""
+    """Sizes of a parameter that do not depend on how many ranks share it."""
 
     size: int
     is_expert: bool
     trains: bool
     gathered: int
     gradient: int
-    """Whole; 0: it has none."""
+    """Bytes of the whole gradient; 0: it has none."""
 
 
 def _shares_ends(pp: PipelineParallel, stages: Sequence[StageSlice]) -> bool:
-    """Whether one rank has the first stage and the last one."""
+    """Return whether one rank has the first stage and the last one."""
     return rank_of(pp, 0) == rank_of(pp, len(stages) - 1)
 
 
 def _prefixes(name: str) -> Iterator[str]:
-    """Names of the modules that a parameter is in, from the outermost.
+    """Yield the names of the modules that a parameter is in, from the outermost.
 
     >>> list(_prefixes("layers.0.weight"))
     ['layers', 'layers.0']
@@ -494,10 +502,12 @@ def _prefixes(name: str) -> Iterator[str]:
         at = name.find(".", at + 1)
 
 
-def _states(actions: Sequence[Action], own: Sequence[int]) -> Iterator[State]:
-    """Of one rank, at the end of each of its actions. With a backward cut in two, what the second half needs counts as
-    nothing; the first stage's is not cut."""
-    flights, back = dict.fromkeys(own, 0), dict.fromkeys(own, False)
+def _states(actions: Sequence[Action], indices: Sequence[int]) -> Iterator[State]:
+    """Yield the state of one rank at the end of each of its actions.
+
+    With a backward cut in two, what the second half needs counts as nothing; the first stage's is not cut.
+    """
+    flights, back = dict.fromkeys(indices, 0), dict.fromkeys(indices, False)
     for action in actions:
         stage = action.stage
         if action.kind == FORWARD:

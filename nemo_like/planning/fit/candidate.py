@@ -1,4 +1,4 @@
-"""One configuration: what to say to `nemo_like.parallelize`, and what a step then takes."""
+"""One configuration: the arguments of `nemo_like.parallelize`, and what a step then takes."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ class Candidate:
 
     conf: Configuration
     peak: Peak
-    """Allocated bytes, on the rank (of a pipeline: of the stage) that needs most."""
+    """Allocated bytes, on the rank that needs most; in a pipeline, on the stage that does."""
     need: Need
-    """What decides whether it fits."""
+    """Bytes that decide whether it fits."""
     seconds: StepSeconds
     tokens: int
-    """Of all GPUs in one step."""
+    """Tokens of all GPUs in one step."""
     model_flops: float
-    """Of one step on one GPU, without what is computed again."""
+    """FLOPs of one step on one GPU, without recomputation."""
     peak_flops: float
     fits: bool
     host_bytes: int = 0
-    """What one rank has in host memory."""
+    """Bytes that one rank has in host memory."""
     plan: Plan | None = field(default=None, compare=False, repr=False)
-    """What each layer keeps, where `ac` is a peak."""
+    """The plan of what each layer saves, where `ac` is a peak."""
     account: Account | None = field(default=None, compare=False, repr=False)
-    """Where its bytes and seconds come from."""
+    """Sources of its bytes and seconds."""
     sample: Any = field(default=None, compare=False, repr=False)
-    """One microbatch, on the meta device but for small integers: what a cut into stages looks at."""
+    """One micro-batch, on the meta device but for small integers: the input that a cut into stages looks at."""
 
     @property
     def job(self) -> Job:
-        """What to train with."""
+        """The job to train with."""
         return self.conf.job
 
     @property
     def layout(self) -> Layout:
-        """Its sizes."""
+        """Sizes of its axes, micro-batch and accumulation."""
         return self.conf.layout
 
     @property
@@ -80,21 +80,21 @@ class Candidate:
         return self.model_flops / self.step_seconds / self.peak_flops if self.peak_flops else 0.0
 
     def kwargs(self) -> dict[str, Any]:
-        """What to call `nemo_like.parallelize` with, beside the model; a plan as a `Plan`, which needs no sample."""
+        """Return the arguments of `nemo_like.parallelize`, without the model; a plan is a `Plan`, which needs no sample."""
         job = self._runnable(self.plan)
-        said = {name: getattr(job, "step" if name == "optimizer" else name) for name in job.words()}
-        if "optimizer" in said:
-            said["step"] = said.pop("optimizer")
-        return said | ({"sample_input": self.sample} if self.conf.pp > 1 else {})
+        arguments = {name: getattr(job, "step" if name == "optimizer" else name) for name in job.words()}
+        if "optimizer" in arguments:
+            arguments["step"] = arguments.pop("optimizer")
+        return arguments | ({"sample_input": self.sample} if self.conf.pp > 1 else {})
 
     def call(self, sample: str = "batch") -> str:
-        """The line of Python that does the same; `sample`: the name of one microbatch."""
+        """Return the line of Python that does the same; `sample`: the name of one micro-batch."""
         from_file = self.plan is not None and self.conf.tp > 1 and self.conf.pp == 1
         needs_sample = self.conf.pp > 1 or (self.plan is not None and not from_file)
         return self._runnable(self.plan if from_file else None).as_call(sample=sample if needs_sample else None)
 
     def _runnable(self, plan: Plan | None) -> Job:
-        """The job without what the launcher says; with `plan`, if given, and else with the tokens that were planned for."""
+        """Return the job without what the launcher sets; with `plan`, if given, else with the tokens planned for."""
         job = replace(self.job, step=replace(self.job.step, microbatches=1), search=PlanSearch(), world_size=None)
         if self.plan is None and (tokens := most_elements(tensors_in(self.sample))):
             job = replace(job, planned_tokens=tokens)  # a plan knows them itself
@@ -131,5 +131,5 @@ class Candidate:
 
 
 def precision_word(precision: Precision) -> str:
-    """The shortest word for it; ``fp32`` where nothing is cast."""
+    """Return the shortest word for a precision; ``fp32`` where nothing is cast."""
     return precision.matmuls or dtype_word(precision.dtypes["param_dtype"]) or "fp32"

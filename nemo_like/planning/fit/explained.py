@@ -1,4 +1,4 @@
-"""Where each GiB and each millisecond of one configuration comes from: rows that add up to its peak and its step."""
+"""Sources of each GiB and each millisecond of one configuration: rows that add up to its peak and its step."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Row:
     part: str
     """A key of `Candidate.peak.parts` or `Candidate.seconds.parts`."""
     what: str
-    """Of the part; empty: all of it."""
+    """Share of the part, in words; empty: the whole part."""
     amount: float
     """Bytes (whole numbers), or seconds."""
     hidden: float = 0.0
-    """Seconds beside `amount` that computing hides."""
+    """Seconds in addition to `amount` that computing hides."""
 
 
 @dataclass(frozen=True)
@@ -45,29 +45,29 @@ class RankPeak:
 
     stages: tuple[int, ...]
     total: int
-    """Its peak, bytes."""
+    """Bytes of its peak."""
     at: str
 
 
 @dataclass(frozen=True)
 class Account:
-    """All of it for one configuration."""
+    """Rows of one configuration: bytes, seconds, and the ranks of a pipeline."""
 
     bytes: tuple[Row, ...]
-    """They add up to the peak, bytes."""
+    """Rows in bytes that add up to the peak."""
     seconds: tuple[Row, ...]
-    """They add up to the step, seconds."""
+    """Rows in seconds that add up to the step."""
     ranks: tuple[RankPeak, ...] = ()
-    """Of a pipeline: the peak of each of its ranks."""
+    """Peaks of the ranks of a pipeline; empty: no pipeline."""
     lines: Mapping[str, Callable[[], list[StepPoint]]] = field(default_factory=dict, compare=False, repr=False)
-    """The stretches of a step in order, by rank of the pipeline; made when asked for."""
+    """Stretches of a step in order, by rank of the pipeline; made when the function is called."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """What planned the step stays with the process that did."""
+        """Leave out `lines`, which stay with the process that planned the step."""
         return {**self.__dict__, "lines": {}}
 
     def as_json(self) -> dict[str, Any]:
-        """In JSON values; bytes and seconds."""
+        """Return the account in JSON values; bytes and seconds."""
         return {
             "bytes": [{"part": row.part, "what": row.what, "bytes": row.amount} for row in self.bytes],
             "seconds": [
@@ -79,18 +79,20 @@ class Account:
 
 
 def rows_of(totals: Mapping[str, float], finer: Mapping[str, Iterable[Row]], least: float) -> tuple[Row, ...]:
-    """The parts of `totals`, each by its rows in `finer`, where it has any; the largest part first.
+    """Return the parts of `totals`, each by its rows in `finer`, where it has any; the largest part first.
 
-    What the rows of a part leave over by more than `least` is a row of its own.
+    If the rows of a part leave over more than `least`, the rest is a row of its own.
     """
-    found: list[Row] = []
+    rows: list[Row] = []
     for part, total in sorted(totals.items(), key=lambda item: -item[1]):
-        own = sorted((row for row in finer.get(part, ()) if row.amount or row.hidden), key=lambda row: -row.amount)
-        left = total - sum(row.amount for row in own)
+        part_rows = sorted(
+            (row for row in finer.get(part, ()) if row.amount or row.hidden), key=lambda row: -row.amount
+        )
+        left = total - sum(row.amount for row in part_rows)
         if abs(left) > least:
-            own.append(Row(part, "other" if own else "", left))
-        found += own
-    return tuple(found)
+            part_rows.append(Row(part, "other" if part_rows else "", left))
+        rows += part_rows
+    return tuple(rows)
 
 
 Rows = dict[str, list[Row]]
@@ -100,7 +102,7 @@ _SUMS = "gradient sums on the host"
 
 
 def kernel_rows(run: LayerRun, reachable: int, count: float, where: str) -> Rows:
-    """Kernels of `count` equal layer calls, by kind; `where`: words before each kind."""
+    """Return rows of the kernels of `count` equal layer calls, by kind; `where`: words before each kind."""
     block, choice = run.block, run.choice
     assert choice is not None
     sums: dict[tuple[str, str], float] = defaultdict(float)
@@ -117,18 +119,18 @@ def kernel_rows(run: LayerRun, reachable: int, count: float, where: str) -> Rows
 
 
 def outer_rows(kinds: Mapping[str, float], turns: int, where: str) -> list[Row]:
-    """What is around the layers, forward and backward, by kind of kernel."""
+    """Return rows of what runs outside the layers, forward and backward, by kind of kernel."""
     return [Row("head and embedding", f"{where}{kind}", turns * seconds) for kind, seconds in kinds.items()]
 
 
 def second_rows(
     runs: Sequence[LayerRun], outside: Sequence[UnitBytes], stage: Stage, links: Links, conf: Configuration
 ) -> Rows:
-    """Of a step without stages: for each part what its rows are, which add up to it.
+    """Return, for each part of a step without stages, the rows that add up to it.
 
     Args:
-        runs, outside, links, conf: what `nemo_like.planning.program.seconds.loop_seconds` was called with.
-        stage: of the layers that `runs` are calls of.
+        runs, outside, links, conf: arguments that `nemo_like.planning.program.seconds.loop_seconds` was called with.
+        stage: the stage of the layers that `runs` are calls of.
     """
     turns, step = conf.grad_accum, stage.job.step
     reduced = turns if step.sync == "every" else 1
@@ -147,44 +149,46 @@ def second_rows(
 
 
 def merged(several: Iterable[Rows]) -> Rows:
-    """Rows of the same words as one."""
+    """Return several rows of the same words as one."""
     sums: dict[tuple[str, str], list[float]] = {}
     for rows in several:
-        for own in rows.values():
-            for row in own:
+        for part_rows in rows.values():
+            for row in part_rows:
                 entry = sums.setdefault((row.part, row.what), [0.0, 0.0])
                 entry[0] += row.amount
                 entry[1] += row.hidden
-    found: Rows = {}
+    merged_rows: Rows = {}
     for (part, what), (amount, hidden) in sums.items():
-        found.setdefault(part, []).append(Row(part, what, amount, hidden))
-    return found
+        merged_rows.setdefault(part, []).append(Row(part, what, amount, hidden))
+    return merged_rows
 
 
 def ranks(axis: str, group: RankGroup) -> str:
-    """An axis for people."""
+    """Return an axis in words."""
     return f"{axis}, {group.ranks} ranks" + (f" on {group.hosts} hosts" if group.hosts > 1 else "")
 
 
 def inside_rows(run: LayerRun, links: Links, count: int) -> Rows:
-    """What nothing hides: sums of ``tp``, gathers of ``cp``, exchanges of ``ep``."""
+    """Return rows of the collectives that nothing hides: sums of ``tp``, gathers of ``cp``, exchanges of ``ep``."""
     sums, gathered, sent = inside_seconds(run, links)
     again = 1 if run.replays_exchanges else 0
-    made: Rows = {}
+    rows: Rows = {}
     for part, what, each, times in (
         ("tensor-parallel sums", f"all-reduce ({ranks('tp', links.tensor)})", sums, (2, 2)),
         ("sequence gathers", f"all-gather of keys and values ({ranks('cp', links.sequence)})", gathered, (1, 1)),
         ("expert exchanges", f"all-to-all of rows ({ranks('ep', links.experts)})", sent, (1, 1)),
     ):
         for phase, often in zip(("forward", "backward", "replay"), (*times, again)):
-            made.setdefault(part, []).append(Row(part, f"{what}, {phase}", count * often * each))
-    made["host copies"] = [Row("host copies", "layers' inputs to host memory and back", count * run.copies)]
-    return made
+            rows.setdefault(part, []).append(Row(part, f"{what}, {phase}", count * often * each))
+    rows["host copies"] = [Row("host copies", "layers' inputs to host memory and back", count * run.copies)]
+    return rows
 
 
 def _unit_rows(run: LayerRun, links: Links, count: int, reductions: int, summed: int) -> Rows:
-    """What FSDP2 gathers and reduces for layers, and what of it their computing hides; `summed`: of the reductions, those
-    whose gradients are added to others in host memory, for which the host waits."""
+    """Return rows of FSDP2's gathers and reductions for layers, with the seconds of them that computing hides.
+
+    `summed`: of the reductions, those whose gradients are added to others in host memory, for which the host waits.
+    """
     assert run.unit is not None
     waits = waits_of(run, links)
     over = ranks("dp_shard", links.shards) + (f"; experts: {links.expert_shards.ranks}" if run.experts else "")
@@ -226,7 +230,7 @@ def _unit_rows(run: LayerRun, links: Links, count: int, reductions: int, summed:
 
 
 def _host_rows(waits: Waits, reshard: bool, count: int, reductions: int, summed: int) -> Rows:
-    """Of layers whose parameters and gradients lie in host memory."""
+    """Return rows of layers whose parameters and gradients are in host memory."""
     fetch, store = waits.copies
     beside = reductions - (summed if waits.summing else 0)
     copies = [

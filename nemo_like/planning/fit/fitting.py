@@ -37,12 +37,12 @@ from nemo_like.planning.sharding import same_on_all_ranks
 
 
 class Traces:
-    """What is traced of one model for one precision, whatever the optimizer.
+    """Traces of one model for one precision; they do not depend on the optimizer.
 
     Args:
-        model: whose.
+        model: the model to trace.
         sample: makes the input of one micro-batch of so many sequences.
-        layers: those of the job.
+        layers: the layers of the job.
     """
 
     def __init__(self, model: nn.Module, sample: Callable[[int], Any], layers: Any = None) -> None:
@@ -50,7 +50,7 @@ class Traces:
         self._traced: dict[int, Traced] = {}
 
     def of(self, micro_batch: int) -> Traced:
-        """Return what is traced with so many sequences."""
+        """Return the trace with so many sequences."""
         if micro_batch not in self._traced:
             sample = self.sample(micro_batch)
             self._traced[micro_batch] = Traced(self.model, sample, self.layers, known=self._known)
@@ -78,34 +78,35 @@ def fit(
 
     Args:
         model: bare, on any device, `meta` included; or what ``nemo-like fit --model`` takes (a preset, a ``config.json``).
-        job: what is decided already: the fields that `Job.of` was given. The others are looked for.
+        job: decides the fields that `Job.of` was given. The others are searched for.
         gpus: how many devices.
-        seq_len: tokens per sequence; default: 4096. Where they differ, say one of
-        max_seq_len, p99, lengths: tokens of the longest; what 99 of 100 do not exceed; a histogram, sequences by tokens. The
-            step is planned for the largest micro-batch, all of whose sequences are as long as the longest; with `p99` alone
-            for that length, which the report says.
+        seq_len: tokens per sequence; default: 4096.
+        max_seq_len, p99, lengths: give one where sequences differ: tokens of the longest; tokens that 99 of 100 do not
+            exceed; a histogram, sequences by tokens. The step is planned for the largest micro-batch, all of whose sequences
+            are as long as the longest. With `p99` alone it is planned for that length, and the report states it.
         global_batch: sequences of one optimizer step over all devices. None: as many as are fastest, without accumulation.
-        memory: bytes of each device that a step may take (``"70GiB"``), of what `nemo_like.planning.verdict` says.
-            Default: its memory less a tenth.
-        dtype: of the parameters where `model` is a name. Default: float32.
+        memory: bytes of each device that a step may take (``"70GiB"``); `nemo_like.planning.verdict` decides which bytes
+            count. Default: its memory less a tenth.
+        dtype: dtype of the parameters where `model` is a name. Default: float32.
         sample: makes the input of one micro-batch of so many sequences. Default: token ids, and the same as labels.
         count: how many configurations to report.
         progress: called with words on how far the search is.
-        pins: keywords of `Job.of` (``gpu``, ``precision``, ``optimizer``, ``step``, ``allocator``, ...), and what is decided
-            already of ``dp_replicate, dp_shard, tp, cp, ep, pp, schedule, micro_batch, grad_accum, ac`` (``none``, ``full``,
-            ``selective``, ``plan``), ``loss``, ``offload`` (``none``, ``boundary``), ``reshard_after_forward`` (``[None]``:
-            FSDP2's default), ``cpu_offload``: one value, or a list of allowed ones, also of ``precision`` and ``optimizer``.
-            Where nobody says, ``precision`` is ``"bf16"`` on CUDA, and ``pp`` is 1 on a single host.
+        pins: keywords of `Job.of` (``gpu``, ``precision``, ``optimizer``, ``step``, ``allocator``, ...), and values of what
+            is decided already: ``dp_replicate, dp_shard, tp, cp, ep, pp, schedule, micro_batch, grad_accum, ac`` (``none``,
+            ``full``, ``selective``, ``plan``), ``loss``, ``offload`` (``none``, ``boundary``), ``reshard_after_forward``
+            (``[None]``: FSDP2's default), ``cpu_offload``. Each is one value, or a list of allowed ones, also for
+            ``precision`` and ``optimizer``. By default, ``precision`` is ``"bf16"`` on CUDA, and ``pp`` is 1 on one host.
 
     Where a process group is up, rank 0 searches and the others receive its report.
 
     Raises:
         ValueError: no combination can be run on so many GPUs; an unknown device or pin; pins that contradict each other; a
-            model without repeated layers. TypeError: a value of the wrong kind.
+            model without repeated layers.
+        TypeError: a value of the wrong kind.
     """
     if not isinstance(model, str):
         check_model(model)
-    asked, pinned = read_question(job, pins)
+    jobs, pinned = read_question(job, pins)
     length, planned_for = planned_length(seq_len, max_seq_len, p99, lengths)
     questions = [
         Question(
@@ -117,7 +118,7 @@ def fit(
             limit=step_limit(device_of(each), memory),
             pins=pinned,
         )
-        for each in asked
+        for each in jobs
     ]
 
     def search() -> FitReport:
@@ -132,9 +133,12 @@ def fit(
 
 @contextmanager
 def frozen_garbage() -> Iterator[None]:
-    """The collector leaves alone what is there already: tracing makes many objects, and each full collection would go
-    through all of torch's and transformers' modules, a sixth of a search's time."""
-    if gc.get_freeze_count():  # somebody else's, who would not want them thawed
+    """Keep the garbage collector from the objects that exist already.
+
+    Tracing makes many objects, and each full collection would go through all of torch's and transformers' modules. That
+    takes a sixth of a search's time.
+    """
+    if gc.get_freeze_count():  # frozen by other code, which would not want them thawed
         yield
         return
     gc.freeze()
@@ -145,7 +149,7 @@ def frozen_garbage() -> Iterator[None]:
 
 
 def _best_of(reports: Sequence[FitReport], count: int) -> FitReport:
-    """The reports of several precisions and optimizers as one."""
+    """Return the reports of several precisions and optimizers as one."""
     if len(reports) == 1:
         return reports[0]
     every = sorted((c for report in reports for c in report.candidates), key=lambda c: -c.tokens_per_second_per_gpu)
@@ -172,7 +176,7 @@ def _searched(
     count: int,
     say: Say,
 ) -> list[FitReport]:
-    """A report for each of the questions, which are of one model; those of one precision trace it once."""
+    """Return a report for each of the questions on one model; questions of one precision trace it once."""
     name = model if isinstance(model, str) else type(model).__name__
     built = model
     if isinstance(model, str):
@@ -194,23 +198,23 @@ def _answer(
 ) -> FitReport:
     start = time.perf_counter()
     search, rejected, spread = make_search(model, question, sample, traces, say)
-    found = search.run(count)
-    helps = [] if found.best or found.nearest is None else _helps(search, found.nearest, model, question, sample)
+    result = search.run(count)
+    helps = [] if result.best or result.nearest is None else _helps(search, result.nearest, model, question, sample)
     return FitReport(
         question,
         name,
         sum(p.numel() for p in model.parameters()),
-        tuple(found.best),
-        dict(rejected + found.rejected),
-        None if found.best else found.nearest,
+        tuple(result.best),
+        dict(rejected + result.rejected),
+        None if result.best else result.nearest,
         tuple(helps),
         {
             "layouts": spread,
-            "shapes": found.traced,
-            "looked_at": found.looked_at,
+            "shapes": result.traced,
+            "looked_at": result.looked_at,
             "seconds": round(time.perf_counter() - start, 2),
         },
-        found.interrupted,
+        result.interrupted,
     )
 
 
@@ -220,11 +224,11 @@ def _helps(
     shape = search.shapes[ShapeKey.of(nearest.conf)]
     assert not isinstance(shape, str), "what needs least was traced"
 
-    def remade(key: ShapeKey, asked: Question) -> Shape:
-        if sample is not None and asked.seq_len != question.seq_len:
+    def remade(key: ShapeKey, changed: Question) -> Shape:
+        if sample is not None and changed.seq_len != question.seq_len:
             raise ValueError("the sample's length is the caller's")
-        make = sample or _tokens(model, asked.seq_len)
-        return Shape(key, asked, Traces(model, make, asked.job.layers).of(key.micro_batch))
+        make = sample or _tokens(model, changed.seq_len)
+        return Shape(key, changed, Traces(model, make, changed.job.layers).of(key.micro_batch))
 
     with quietly():
         return ways_out(shape, nearest, question, remade)
@@ -237,29 +241,32 @@ def make_search(
     traces: dict[Precision, Traces] | None = None,
     say: Say = silent,
 ) -> tuple[Search, Counter[str], int]:
-    """The search, combinations that are out before it begins, and how many layouts there are."""
+    """Return the search, combinations that are out before it begins, and how many layouts there are."""
     make = sample or _tokens(model, question.seq_len)
     known = {} if traces is None else traces
-    own = known.setdefault(question.job.precision, Traces(model, make, question.job.layers))
+    own_traces = known.setdefault(question.job.precision, Traces(model, make, question.job.layers))
     spread, rejected = layouts(_room(model, question))
-    found: list[Configuration] = []
+    configurations: list[Configuration] = []
     for layout in spread:
         try:
-            found.append(configuration(question.job, layout))
+            configurations.append(configuration(question.job, layout))
         except ValueError as error:  # of `nemo_like.job.RULES`
             rejected[str(error)] += 1
 
     return (
-        Search(question, found, lambda key: Shape(key, question, own.of(key.micro_batch)), say),
+        Search(question, configurations, lambda key: Shape(key, question, own_traces.of(key.micro_batch)), say),
         rejected,
         len(spread),
     )
 
 
 def _counts_of_experts(model: nn.Module) -> list[int]:
-    """Of each layer's experts that a plan can split; none where there are lists of experts, whose rows are not known."""
+    """Return how many experts each layer has that a plan can split.
+
+    The list is empty where there are lists of experts, whose rows are not known.
+    """
     try:
-        return [found.count for found in find_experts(model, None) if found.call != EACH]
+        return [each.count for each in find_experts(model, None) if each.call != EACH]
     except ValueError as error:
         say_once(f"Layouts with ep are left out: {error}")
         return []
@@ -273,7 +280,7 @@ def _room(model: nn.Module, question: Question) -> Room:
             f"imbalance is {imbalance!r}, and {type(model).__name__} has no experts that ep could split. Leave it out."
         )
     host = question.device.gpus_per_host
-    apart = [found.fqn for found in find_experts(model)] if experts else []
+    apart = [each.fqn for each in find_experts(model)] if experts else []
     sizes = [n for n in range(1, min(question.gpus, host) + 1) if host % n == 0 and question.gpus % n == 0]
     return Room(
         gpus=question.gpus,
@@ -290,7 +297,7 @@ def _room(model: nn.Module, question: Question) -> Room:
 
 
 def _splits(model: nn.Module, size: int, whole: Collection[str] = ()) -> bool:
-    """Whether `tp` ranks can split its weights by its own plan; `whole`: as for `resolve_plan`."""
+    """Return whether `tp` ranks can split the model's weights by its own plan; `whole`: as for `resolve_plan`."""
     try:
         return size == 1 or bool(resolve_plan(model, None, size, whole))
     except ValueError:

@@ -11,11 +11,11 @@ from nemo_like.planning.fit.shapes import Shape, ShapeKey
 
 
 class KnownBounds:
-    """What is known of shapes while they are traced.
+    """Bounds that are known of shapes while they are traced.
 
     Args:
-        question: what is searched for.
-        shapes: those that are traced; why the model cannot have the others.
+        question: the question of the search.
+        shapes: shapes that are traced; for the others, why the model cannot have them.
         by_shape: the configurations of every shape.
         trace: puts a shape into `shapes`, and returns it.
     """
@@ -42,7 +42,7 @@ class KnownBounds:
             known = [self.staged(other) for other in self._traced() if _like_stages(other.key, key)]
             return max((self._least_staged(key, bounds) for bounds in known), default=0.0)
         alike = [shape for shape in self._traced() if _like_weights(shape.key, key)]
-        # One of each kind says all: with and without split experts, with and without parts of sequences.
+        # One of each kind suffices: with and without split experts, with and without parts of sequences.
         kinds = {(shape.key.ep > 1, shape.key.cp > 1): shape for shape in alike if shape.key.cp == 1 or key.cp > 1}
         bounds = [self.whole(shape) for shape in kinds.values()]
         return max((self._least_per_token(key, each.least_step) for each in bounds), default=0.0)
@@ -98,7 +98,7 @@ class KnownBounds:
         return self._pipelines[key]
 
     def _traced(self) -> list[Shape]:
-        """The shapes in one stage that are traced."""
+        """Return the shapes in one stage that are traced."""
         return [shape for shape in self.shapes.values() if isinstance(shape, Shape) and not shape.key.staged]
 
     def _least_per_token(self, key: ShapeKey, least: Callable[[Configuration], float]) -> float:
@@ -122,7 +122,7 @@ def _like_stages(whole: ShapeKey, stages: ShapeKey) -> bool:
 
 
 def _like_weights(one: ShapeKey, other: ShapeKey) -> bool:
-    """Return whether they hold the same weights, but for the share of the experts.
+    """Return whether both shapes have the same weights, but for the share of the experts.
 
     Under tp all weights are cut by other rules where experts are split.
     """

@@ -1,4 +1,4 @@
-"""Every way to spread a step over the GPUs: sizes of the axes, micro-batch and accumulation."""
+"""Layouts of a step over the GPUs: sizes of the axes, micro-batch and accumulation."""
 
 from __future__ import annotations
 
@@ -13,24 +13,23 @@ from nemo_like.options import FSDP2, CheckpointConfig, PipelineParallel
 from nemo_like.options.pipelining import SCHEDULE_OBJECTS
 
 SHORTEST_PART = 4096
-"""Tokens: sequences are not cut into shorter parts, unless somebody pins ``cp``."""
+"""Tokens of the shortest part that sequences are cut into, unless the caller pins ``cp``."""
 MOST_TOKENS = 1 << 15
-"""Of one rank in one microbatch, of one sequence or more: more are not looked at, unless somebody pins
-``micro_batch``."""
+"""Most tokens of one rank in one micro-batch, of one sequence or more, unless the caller pins ``micro_batch``."""
 MOST_CONTEXT, MOST_STAGES = 64, 32
-"""Ranks of ``cp`` and of ``pp`` that are looked at, unless somebody pins more."""
+"""Most ranks of ``cp`` and of ``pp`` that are searched, unless the caller pins more."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The sizes of a configuration: who has which part, and how often a step goes through it."""
+    """The sizes of a configuration: which rank has which part, and how often a step goes through it."""
 
     dp_replicate: int = 1
     dp_shard: int = 1
     tp: int = 1
     cp: int = 1
     ep: int = 1
-    """Out of ``dp_shard x cp x tp``."""
+    """Ranks that share the experts, out of ``dp_shard x cp x tp``."""
     pp: int = 1
     schedule: str | None = None
     micro_batch: int = 1
@@ -44,20 +43,20 @@ class Layout:
 
     @property
     def sequences(self) -> int:
-        """Of all ranks in one step."""
+        """Sequences of all ranks in one step."""
         return self.dp_replicate * self.dp_shard * self.micro_batch * self.grad_accum
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """A job and the sequences of its micro-batch: what `fit` looks at."""
+    """A job and the sequences of its micro-batch, as `fit` examines them."""
 
     job: Job
     micro_batch: int = 1
 
     @cached_property
     def layout(self) -> Layout:
-        """Its sizes."""
+        """Sizes of the configuration."""
         job, staged = self.job, self.job.pp.size > 1
         return Layout(
             job.dp_replicate,
@@ -107,7 +106,7 @@ class Configuration:
 
     @cached_property
     def gpus(self) -> int:
-        """Ranks in all."""
+        """Number of all ranks."""
         return self.job.ranks
 
     @cached_property
@@ -117,7 +116,7 @@ class Configuration:
 
     @property
     def sequences(self) -> int:
-        """Of all ranks in one step."""
+        """Sequences of all ranks in one step."""
         return self.layout.sequences
 
     @property
@@ -127,7 +126,7 @@ class Configuration:
 
     @property
     def way(self) -> tuple[str, bool, str, bool | int | None, bool]:
-        """What changes no local shape: the mode, chunked loss, offloading, resharding, state in host memory."""
+        """Options that change no local shape: the mode, chunked loss, offloading, resharding, state in host memory."""
         return self.mode, self.job.loss is not None, self.job.offload.mode, self.reshard, self.cpu_offload
 
     @property
@@ -137,7 +136,7 @@ class Configuration:
 
     @property
     def cpu_offload(self) -> bool:
-        """Whether parameters, gradients and optimizer state are in host memory."""
+        """True if parameters, gradients and optimizer state are in host memory."""
         return isinstance(self.job.strategy, FSDP2) and self.job.strategy.cpu_offload
 
     def change(self, **fields: Any) -> Configuration:
@@ -175,7 +174,7 @@ def configuration(job: Job, layout: Layout) -> Configuration:
 
 @dataclass(frozen=True)
 class Room:
-    """What layouts have to keep to."""
+    """Limits that layouts have to keep to."""
 
     gpus: int
     seq_len: int
@@ -184,11 +183,11 @@ class Room:
     layers: int
     gpus_per_host: int = 8
     experts: int = 0
-    """Of one layer; 0: none, or not of a kind that is split."""
+    """Experts of one layer; 0: none, or not of a kind that is split."""
     tensor_sizes: tuple[int, ...] = (1,)
     """Sizes of ``tp`` that the model can have."""
     beside_experts: tuple[int, ...] = (1,)
-    """Those that it can have where its experts are split."""
+    """Sizes of ``tp`` that it can have where its experts are split."""
     stages: bool = True
     """The model can be cut into stages."""
     pins: Mapping[str, Collection[Any]] | None = None
@@ -199,9 +198,9 @@ class Room:
 
 
 def layouts(room: Room) -> tuple[list[Layout], Counter[str]]:
-    """All layouts in `room`, and how many combinations were left out, by reason."""
+    """Return all layouts in `room`, and how many combinations were left out, by reason."""
     rejected: Counter[str] = Counter()
-    found: list[Layout] = []
+    every: list[Layout] = []
     for pp in _sizes(room, "pp", _powers(min(room.layers, MOST_STAGES) if room.stages else 1)):
         sizes = sorted({*room.tensor_sizes, *room.beside_experts})
         for tp in _sizes(room, "tp", [t for t in sizes if t <= room.gpus_per_host]):
@@ -212,8 +211,8 @@ def layouts(room: Room) -> tuple[list[Layout], Counter[str]]:
                     continue
                 for shape in _data_axes(room, rest, tp, cp):
                     for batch in _batches(room, shape, pp, cp, rejected):
-                        found += _with_schedule(room, Layout(*shape[:2], tp, cp, shape[2], pp, None, *batch), rejected)
-    return found, rejected
+                        every += _with_schedule(room, Layout(*shape[:2], tp, cp, shape[2], pp, None, *batch), rejected)
+    return every, rejected
 
 
 def _sizes(room: Room, name: str, free: Collection[int]) -> list[int]:
@@ -230,7 +229,7 @@ def _context_sizes(room: Room) -> list[int]:
 
 
 def _data_axes(room: Room, ranks: int, tp: int, cp: int) -> Iterator[tuple[int, int, int]]:
-    """(dp_replicate, dp_shard, ep) for so many ranks that see other data."""
+    """Yield (dp_replicate, dp_shard, ep) for so many ranks that see other data."""
     for replicas in _sizes(room, "dp_replicate", [n for n in _powers(ranks) if ranks % n == 0]):
         shards, left = divmod(ranks, replicas)
         wanted = room.pinned("dp_shard")
@@ -248,7 +247,7 @@ def _data_axes(room: Room, ranks: int, tp: int, cp: int) -> Iterator[tuple[int, 
 def _batches(
     room: Room, shape: tuple[int, int, int], pp: int, cp: int, rejected: Counter[str]
 ) -> Iterator[tuple[int, int]]:
-    """(micro_batch, grad_accum)."""
+    """Yield (micro_batch, grad_accum)."""
     groups = shape[0] * shape[1]
     micro, accum = room.pinned("micro_batch"), room.pinned("grad_accum")
     most = max(1, MOST_TOKENS * cp // room.seq_len)
@@ -271,16 +270,16 @@ def _batches(
 def _with_schedule(room: Room, layout: Layout, rejected: Counter[str]) -> list[Layout]:
     if layout.pp == 1:
         return [layout]
-    made = []
+    scheduled = []
     for word in room.pinned("schedule") or [name for name, facts in SCHEDULE_OBJECTS.items() if facts.is_searched]:
         facts = SCHEDULE_OBJECTS[word]
         stages = layout.pp * facts.default_per_rank
         if layout.grad_accum < layout.pp:
-            rejected["fewer microbatches than stages"] += 1
+            rejected["fewer micro-batches than stages"] += 1
         elif stages > room.layers:
             rejected["more stages than layers"] += 1
         elif facts.check(layout.pp, layout.grad_accum) is not None:
-            rejected["the schedule cannot run so many microbatches"] += 1
+            rejected["the schedule cannot run so many micro-batches"] += 1
         else:
-            made.append(replace(layout, schedule=word))
-    return made
+            scheduled.append(replace(layout, schedule=word))
+    return scheduled

@@ -1,4 +1,4 @@
-"""Sequences of different lengths: which one a step is planned for, and what that leaves uncovered."""
+"""Sequences of different lengths: the one that a step is planned for, and what that leaves uncovered."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ from collections.abc import Mapping
 from pathlib import Path
 
 USUAL = 4096
-"""Tokens of a sequence where nobody says."""
+"""Tokens of a sequence where the caller gives no length."""
 
 
 def planned_length(
     seq_len: int | None, longest: int | None = None, p99: int | None = None, histogram: Mapping[int, int] | None = None
 ) -> tuple[int, str]:
-    """Tokens of the longest sequence that a step is planned for, and in words what for.
+    """Return the tokens of the longest sequence that a step is planned for, and in words which sequences these are.
 
     Args:
-        seq_len: what is planned for where nothing else is known; None: `USUAL`.
+        seq_len: the length where nothing else is known; None: `USUAL`.
         longest: no sequence has more tokens.
         p99: 99 of 100 sequences have no more.
         histogram: sequences by their tokens; its longest is planned for.
 
     Raises:
-        ValueError: the values contradict each other, or the histogram has no sequence. TypeError: no whole numbers.
+        ValueError: the values contradict each other, or the histogram has no sequence.
+        TypeError: a value is not a whole number.
 
     >>> planned_length(4096, longest=9000, p99=6000)
     (9000, 'the longest sequences, of 9000 tokens')
@@ -49,7 +50,7 @@ def planned_length(
         return longest, f"the longest sequences, of {longest} tokens"
     if p99 is not None:
         return p99, (
-            f"sequences of {p99} tokens: 1 of 100 is longer, and a step with such a one takes more than is said; give "
+            f"sequences of {p99} tokens: 1 of 100 is longer, and a step with such a one takes more than is reported; give "
             "max_seq_len to plan for the longest"
         )
     seq_len = USUAL if seq_len is None else seq_len
@@ -57,28 +58,28 @@ def planned_length(
 
 
 def read_histogram(path: str | Path) -> dict[int, int]:
-    """Sequences by their tokens, from a file: JSON, ``{"512": 1000, ...}``, or one sequence's tokens a line.
+    """Read sequences by their tokens from a file: JSON, ``{"512": 1000, ...}``, or one sequence's tokens a line.
 
     Raises:
-        ValueError: it cannot be read; the message says where and why.
+        ValueError: it cannot be read; the message states where and why.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"Lengths {str(path)!r} cannot be read: {error}") from error
-    found: dict[int, int] = {}
+    counts: dict[int, int] = {}
     try:
         if text.lstrip().startswith("{"):
             for length, count in json.loads(text).items():
-                found[int(length)] = int(count)
-            return found
+                counts[int(length)] = int(count)
+            return counts
         for line in text.split():
-            found[int(line)] = found.get(int(line), 0) + 1
+            counts[int(line)] = counts.get(int(line), 0) + 1
     except (ValueError, TypeError) as error:
         raise ValueError(
             f"Lengths {str(path)!r} must be JSON of counts by tokens, or one number a line: {error}"
         ) from error
-    return found
+    return counts
 
 
 def _longest(histogram: Mapping[int, int]) -> int:

@@ -1,4 +1,4 @@
-"""What `fit` was asked: the job, the device, and what is pinned; checked before anything is traced."""
+"""The question that `fit` answers: the job, the device, and the pins; checked before anything is traced."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from nemo_like.planning.fit.layouts import Configuration
 
 MODES = ("none", "full", "selective", "plan")
 AXES = ("dp_replicate", "dp_shard", "tp", "cp", "ep", "pp", "micro_batch", "grad_accum")
-"""Pins that are whole numbers."""
+"""Names of pins that are whole numbers."""
 _WORDS: dict[str, tuple[str, ...]] = {
     "ac": MODES,
     "loss": LOSSES,
@@ -50,7 +50,7 @@ Switch = bool | Sequence[bool] | None
 
 
 class FitKeywords(TypedDict, total=False):
-    """What `fit` takes by keyword: pins (one value or several), and the fields of a `Job` that it does not choose."""
+    """Keywords of `fit`: pins (one value or several), and the fields of a `Job` that it does not choose."""
 
     dp_replicate: Number
     dp_shard: Number
@@ -88,18 +88,18 @@ class Question:
     """One job on one kind of device."""
 
     job: Job
-    """What is asked of every configuration: precision, loop, optimizer, device, allocator, host memory."""
+    """Fields that every configuration has: precision, loop, optimizer, device, allocator, host memory."""
     gpus: int
     seq_len: int
-    """Tokens of the sequences that bytes and seconds are of: the longest, where they differ."""
+    """Tokens of the sequences that bytes and seconds are predicted for: the longest, where they differ."""
     limit: int
-    """Bytes that a step may take on each of them."""
+    """Bytes that a step may take on each GPU."""
     global_batch: int | None = None
-    """Sequences of a step over all of them."""
+    """Sequences of a step over all GPUs."""
     planned_for: str = ""
-    """In words: which sequences these are."""
+    """The sequences of `seq_len`, in words."""
     pins: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Allowed values by name out of `PINS`; what is not there is free."""
+    """Allowed values by name out of `PINS`; other names are free."""
 
     def __post_init__(self) -> None:
         for name, least in (("gpus", 1), ("seq_len", 2), ("global_batch", 1), ("limit", 1)):
@@ -109,7 +109,7 @@ class Question:
             check_whole(name, value, least)
         if self.job.step.microbatches != 1:
             raise ValueError(
-                f"step has microbatches={self.job.step.microbatches}, which fit looks for itself; pin grad_accum instead."
+                f"step has microbatches={self.job.step.microbatches}, which fit chooses itself; pin grad_accum instead."
             )
         if (imbalance := self.job.ep.imbalance) is not None:
             check_imbalance("imbalance", imbalance, max(self.pins["ep"]) if "ep" in self.pins else None)
@@ -132,19 +132,19 @@ class Question:
 
     @property
     def host_state(self) -> tuple[bool, ...]:
-        """Values of `cpu_offload` that are looked at, where a parameter is sharded; of a CPU, host memory is its own."""
+        """Values of `cpu_offload` that are searched, where a parameter is sharded; a CPU's host memory is its own."""
         looked = self.gpus > 1 and self.device.kind != "cpu" and not self.lacks_host_rates
         return tuple(dict.fromkeys(self.pins.get("cpu_offload", (False, True) if looked else (False,))))
 
     @property
     def lacks_host_rates(self) -> bool:
-        """`cpu_offload` is left out since nobody knows how fast an optimizer on the host is."""
-        asked = self.gpus > 1 and "cpu_offload" not in self.pins
-        return asked and not self.device.knows_host_rates
+        """True if `cpu_offload` is left out since the speed of an optimizer on the host is not known."""
+        considered = self.gpus > 1 and "cpu_offload" not in self.pins
+        return considered and not self.device.knows_host_rates
 
     def _check_host(self) -> None:
-        asked = self.pins.get("cpu_offload", ())
-        if True not in asked:
+        allowed = self.pins.get("cpu_offload", ())
+        if True not in allowed:
             return
         self.device.check_host_rates("cpu_offload")
         if self.gpus == 1:
@@ -153,7 +153,7 @@ class Question:
             )
 
     def _check_sizes(self) -> None:
-        """Pins that contradict each other or the number of GPUs."""
+        """Refuse pins that contradict each other or the number of GPUs."""
         one = {name: self.pins[name][0] for name in AXES if len(self.pins.get(name, ())) == 1}
         axes = [name for name in ("dp_replicate", "dp_shard", "tp", "cp", "pp") if name in one]
         product = math.prod(one[name] for name in axes)
@@ -166,7 +166,7 @@ class Question:
         sequences = math.prod(one[name] for name in shares)
         if self.global_batch is not None and self.global_batch % sequences:
             raise ValueError(
-                f"global_batch is {self.global_batch}, which is no multiple of "
+                f"global_batch is {self.global_batch}, which is not a multiple of "
                 f"{' x '.join(f'{name} {one[name]}' for name in shares)} = {sequences}. Change one of them."
             )
         if "schedule" in self.pins and one.get("pp") == 1:
@@ -174,14 +174,15 @@ class Question:
 
 
 def read_question(job: Job | None, given: Mapping[str, Any]) -> tuple[list[Job], dict[str, tuple[Any, ...]]]:
-    """Return the jobs to look for, one for each precision and optimizer, and the values that are pinned, by name.
+    """Return the jobs to search for, one for each precision and optimizer, and the values that are pinned, by name.
 
     Args:
-        job: whose fields that somebody gave are pinned; None: a job of the keywords.
+        job: a job whose given fields are pinned; None: a job of the keywords.
         given: keywords of `fit`, out of `PINS`, `Job.of`'s, ``imbalance`` and ``host_memory``.
 
     Raises:
-        ValueError: an unknown name, or a value that the name cannot have. TypeError: a value of the wrong kind.
+        ValueError: an unknown name, or a value that the name cannot have.
+        TypeError: a value of the wrong kind.
     """
     pins = {name: value for name, value in given.items() if name in PINS}
     rest = {name: value for name, value in given.items() if name not in PINS and value is not None}
@@ -191,19 +192,19 @@ def read_question(job: Job | None, given: Mapping[str, Any]) -> tuple[list[Job],
         if name not in KEYWORDS:
             known = sorted({*PINS, *KEYWORDS, "imbalance", "host_memory"})
             raise ValueError(
-                f"{name!r} is no argument of fit; these are: {', '.join(known)}." + did_you_mean(name, known)
+                f"{name!r} is not an argument of fit; these are: {', '.join(known)}." + did_you_mean(name, known)
             )
-    asked = Job.of(**rest) if job is None else job.change(**rest) if rest else job
-    read = read_pins({**_pinned_by(asked), **{name: value for name, value in pins.items() if value is not None}})
-    base = replace(asked, **{name: getattr(_plain_job(), name) for name in _SEARCHED}, world_size=None)
+    requested = Job.of(**rest) if job is None else job.change(**rest) if rest else job
+    read = read_pins({**_pinned_by(requested), **{name: value for name, value in pins.items() if value is not None}})
+    base = replace(requested, **{name: getattr(_plain_job(), name) for name in _SEARCHED}, world_size=None)
     base = replace(
         base,
-        cp=replace(asked.cp, size=1),
-        tp=replace(asked.tp, size=1),
-        ep=ExpertParallel(imbalance=asked.ep.imbalance if imbalance is None else imbalance),
+        cp=replace(requested.cp, size=1),
+        tp=replace(requested.tp, size=1),
+        ep=ExpertParallel(imbalance=requested.ep.imbalance if imbalance is None else imbalance),
         search=base.search if host_memory is None else replace(base.search, host_memory=host_memory),
     )
-    if precisions == [None] and "precision" not in asked.asked and device_of(base).kind == "cuda":
+    if precisions == [None] and "precision" not in requested.asked and device_of(base).kind == "cuda":
         precisions = ["bf16"]
     jobs = []
     for precision, optimizer in itertools.product(precisions, optimizers):
@@ -215,7 +216,7 @@ def read_question(job: Job | None, given: Mapping[str, Any]) -> tuple[list[Job],
 
 
 _SEARCHED = ("strategy", "ac", "loss", "offload", "dp_replicate", "pp", "planned_tokens")
-"""Fields of a job that `fit` chooses; with the sizes of the other axes."""
+"""Fields of a job that `fit` chooses, together with the sizes of the other axes."""
 
 
 @functools.cache
@@ -223,51 +224,52 @@ def _plain_job() -> Job:
     return Job.of(ac="none")
 
 
-def _several(name: str, given: Any) -> list[Any]:
-    if not isinstance(given, list | tuple):
-        return [given]
-    if not given:
-        raise ValueError(f"{name} is {given!r}; give at least one, or leave it out.")
-    return list(dict.fromkeys(given))
+def _several(name: str, value: Any) -> list[Any]:
+    if not isinstance(value, list | tuple):
+        return [value]
+    if not value:
+        raise ValueError(f"{name} is {value!r}; give at least one, or leave it out.")
+    return list(dict.fromkeys(value))
 
 
 def _pinned_by(job: Job) -> dict[str, Any]:
-    """What the fields that somebody gave to `job` pin.
+    """Return the pins of the fields that the caller gave to `job`.
 
     Raises:
-        ValueError: a field has a value that `fit` does not look at.
+        ValueError: a field has a value that `fit` does not search.
     """
-    asked, pins = job.asked, dict[str, Any]()
+    fields, pins = job.asked, dict[str, Any]()
     for name in ("tp", "cp", "ep", "pp"):
-        if name in asked:
+        if name in fields:
             pins[name] = getattr(job, name).size
-    if "dp_replicate" in asked:
+    if "dp_replicate" in fields:
         pins["dp_replicate"] = job.dp_replicate
-    if "pp" in asked and job.pp.size > 1:
+    if "pp" in fields and job.pp.size > 1:
         pins["schedule"], pins["grad_accum"] = job.pp.schedule, job.pp.microbatches
-    if "strategy" in asked:
+    if "strategy" in fields:
         if not isinstance(job.strategy, FSDP2):
             raise ValueError(
-                f"strategy is {type(job.strategy).__name__.lower()!r}, and fit looks at FSDP2 alone. Leave strategy out, or "
+                f"strategy is {type(job.strategy).__name__.lower()!r}, and fit searches FSDP2 alone. Leave strategy out, or "
                 "use 'fsdp2'."
             )
         if job.strategy != FSDP2():
             pins["reshard_after_forward"] = job.strategy.reshard_after_forward
             pins["cpu_offload"] = job.strategy.cpu_offload
-    if "ac" in asked:
+    if "ac" in fields:
         pins["ac"] = "plan" if isinstance(job.ac, MemoryBudget) else getattr(job.ac, "mode", "a plan")
-    if "loss" in asked:
+    if "loss" in fields:
         pins["loss"] = "model" if job.loss is None else "chunked"
-    if "offload" in asked:
+    if "offload" in fields:
         pins["offload"] = job.offload.mode
     return pins
 
 
 def read_pins(pins: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
-    """What callers pinned, as allowed values: one value means that one, a list any of its members, None nothing.
+    """Return the caller's pins as allowed values: one value means that one, a list any of its members, None nothing.
 
     Raises:
-        ValueError: an unknown name, or a value that the name cannot have. TypeError: a value of the wrong kind.
+        ValueError: an unknown name, or a value that the name cannot have.
+        TypeError: a value of the wrong kind.
     """
     read: dict[str, tuple[Any, ...]] = {}
     for name, value in pins.items():

@@ -1,4 +1,4 @@
-"""The answer of a search: how fast, with which configuration, in how many bytes, and where they come from."""
+"""The answer of a search: the fastest configurations, their speed, their bytes, and the sources of both."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CHECKED = {
     "reserved_bytes": "published steps of Llama 3 on H100 (docs/evidence/published.md)",
     "step_seconds": "published steps of Llama 3 on H100 (docs/evidence/published.md)",
 }
-"""What predictions were compared with; a GPU at hand is not among it."""
+"""References that predictions were compared with; none of them was measured on a GPU at hand."""
 
 
 _COLUMNS = (
@@ -67,32 +67,33 @@ _USUAL = {
     "reshard": "default",
     "cpu_offload": "no",
 }
-"""What a column has where nothing was done."""
+"""Default value of each column."""
 
 
 @dataclass(frozen=True)
 class FitReport:
-    """The best configurations, and what became of the others. ``print(report)`` is the verdict and the table.
+    """The best configurations, and reasons why the others are not among them.
 
-    Bytes are of the rank that needs most, seconds of one optimizer step. All of it is predicted.
+    ``print(report)`` prints the verdict and the table. Bytes are of the rank that needs most, seconds of one optimizer
+    step. All numbers are predicted.
     """
 
     question: Question
     model: str
-    """How the caller named it, or its class."""
+    """Name of the model as the caller gave it, or of its class."""
     parameters: int
     candidates: tuple[Candidate, ...]
-    """Those that fit, fastest first."""
+    """Configurations that fit, fastest first."""
     rejected: Mapping[str, int]
-    """Combinations that are not among them, by reason."""
+    """Number of combinations that are not among `candidates`, by reason."""
     nearest: Candidate | None
-    """Where nothing fits: what needs least."""
+    """The configuration that needs least, where nothing fits."""
     helps: tuple[str, ...] = ()
-    """Where nothing fits: single changes that make it fit, the smallest of each kind; then what lowers the peak."""
+    """Single changes that make it fit, where nothing does: the smallest of each kind, then changes that lower the peak."""
     searched: Mapping[str, float] = field(default_factory=dict)
-    """``layouts``, ``shapes`` traced, configurations ``looked_at``, and ``seconds`` that the search took."""
+    """Counts of ``layouts``, ``shapes`` traced and configurations ``looked_at``, and ``seconds`` that the search took."""
     interrupted: bool = False
-    """The search was interrupted: a faster configuration may be among those that it did not look at."""
+    """True if the search was interrupted: a faster configuration may be among those that it did not examine."""
 
     @property
     def best(self) -> Candidate:
@@ -107,7 +108,7 @@ class FitReport:
 
     @property
     def problem(self) -> str:
-        """Why nothing fits; empty where something does."""
+        """Reason why nothing fits; empty where something does."""
         if self.candidates:
             return ""
         limit, near = self.question.limit, self.nearest
@@ -122,7 +123,10 @@ class FitReport:
 
     @property
     def binds(self) -> str:
-        """What keeps the best from being faster, or the nearest from fitting: see `nemo_like.planning.fit.advice.binds`."""
+        """Limit that keeps the best from being faster, or the nearest from fitting.
+
+        See `nemo_like.planning.fit.advice.binds`.
+        """
         candidate = self.candidates[0] if self.candidates else self.nearest
         return "" if candidate is None else binds(candidate, self.question.limit, self.question.device)
 
@@ -174,7 +178,7 @@ class FitReport:
         """Return the report for a screen of `width` columns (None: as wide as it gets).
 
         Args:
-            explain: also where the bytes and milliseconds of the configuration of this number come from.
+            explain: number of a configuration, to report also where its bytes and milliseconds come from.
         """
         if not self.candidates:
             return f"{paragraph(self.problem, width)}\n\n{paragraph(self.about(), width)}"
@@ -309,9 +313,9 @@ def _stages(numbers: Sequence[int]) -> str:
 
 
 def recipe(report: FitReport, candidate: Candidate) -> str:
-    """The command that trains so."""
+    """Return the command that trains with `candidate`."""
     conf, job = candidate.conf, candidate.job
-    said = {
+    flags = {
         "--model": report.model,
         "--seq-len": report.question.seq_len,
         "--batch-size": conf.sequences,
@@ -320,16 +324,16 @@ def recipe(report: FitReport, candidate: Candidate) -> str:
         "--precision": precision_word(job.precision),
     }
     axes = {"--dp-replicate": conf.dp_replicate, "--tp": conf.tp, "--cp": conf.cp, "--ep": conf.ep, "--pp": conf.pp}
-    said |= {name: size for name, size in axes.items() if size > 1}
+    flags |= {name: size for name, size in axes.items() if size > 1}
     if conf.pp > 1:
-        said["--pp-schedule"] = conf.schedule or PipelineParallel.schedule
+        flags["--pp-schedule"] = conf.schedule or PipelineParallel.schedule
     if job.loss is not None:
-        said["--loss"] = "chunked"
+        flags["--loss"] = "chunked"
     if job.offload.mode != "none":
-        said["--offload"] = job.offload.mode
+        flags["--offload"] = job.offload.mode
     if conf.reshard is not None:
-        said["--reshard-after-forward"] = "yes" if conf.reshard else "no"
-    options = [f"{name} {value}" for name, value in said.items()] + ["--cpu-offload"] * conf.cpu_offload
+        flags["--reshard-after-forward"] = "yes" if conf.reshard else "no"
+    options = [f"{name} {value}" for name, value in flags.items()] + ["--cpu-offload"] * conf.cpu_offload
     hosts = -(-conf.gpus // report.question.device.gpus_per_host)
     start = f"torchrun --nnodes {hosts} --nproc-per-node {min(conf.gpus, report.question.device.gpus_per_host)} -m "
     begin = "python -m " if conf.gpus == 1 else start

@@ -1,11 +1,11 @@
 """The search: best first, so that the first configurations that fit are the best there are.
 
-Everything not looked at yet stands in a queue by the least time that it could take: a local shape that is not traced by
-a bound, a traced configuration by its time. The bytes of a configuration are only asked for when no other could be faster,
-and no shape is traced that could not win. A configuration with a plan stands there, till the plan is made, by the time of
-one that may hold all the memory but parameters and optimizer state. All ways to run a layout with its state in host memory
-share one entry, keyed by the fastest; it is expanded when popped. So nothing that is left out can beat what was found
-(tests compare it with a search of everything).
+A queue has everything not examined yet, by the least time that it could take: for a local shape that is not traced, a
+bound; for a traced configuration, its time. The bytes of a configuration are only predicted when no other could be faster.
+No shape is traced that could not win. A configuration whose plan is not made yet has the time of the fastest choices that
+fit next to parameters and optimizer state. All ways to run a layout with its state in host memory share one entry, keyed by
+the fastest; it is expanded when popped. So nothing that is left out can beat the result (tests compare it with a search of
+everything).
 """
 
 from __future__ import annotations
@@ -36,55 +36,55 @@ from nemo_like.planning.verdict import ALLOCATED, Need, plan_within
 
 Tracer = Callable[[ShapeKey], Shape]
 Planning = Callable[[Configuration, int], tuple[Choices, Peak] | None]
-"""A plan's choices and its peak, for the highest peak that it may have."""
+"""Function that returns a plan's choices and its peak, for the highest peak that it may have."""
 
 
 @dataclass(frozen=True)
 class StateOnHost:
-    """All ways to run a layout with parameters, gradients and optimizer state in host memory."""
+    """Entry for all ways to run a layout with parameters, gradients and optimizer state in host memory."""
 
     conf: Configuration
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """What a configuration takes."""
+    """Bytes and seconds that a configuration takes."""
 
     seconds: StepSeconds
     peak: Peak
     need: Need
     choices: Choices
-    """What each layer of each stage keeps."""
+    """One choice for each layer call of each stage."""
     budget: str = ""
-    """The peak that a plan was made for, as one writes it after ``ac=``."""
+    """The peak that a plan was made for, as it is written after ``ac=``."""
 
 
 @dataclass
 class Found:
-    """What a search looked at."""
+    """Result of a search."""
 
     best: list[Candidate] = field(default_factory=list)
-    """Those that fit, fastest first."""
+    """Configurations that fit, fastest first."""
     rejected: Counter[str] = field(default_factory=Counter)
-    """Combinations by the reason why they are not among `best`."""
+    """Number of combinations by the reason why they are not among `best`."""
     nearest: Candidate | None = None
-    """Where nothing fits: what needs least."""
+    """The configuration that needs least, where nothing fits."""
     looked_at: int = 0
-    """Configurations of which bytes were predicted."""
+    """Number of configurations of which bytes were predicted."""
     traced: int = 0
-    """Local shapes that were traced."""
+    """Number of local shapes that were traced."""
     interrupted: bool = False
-    """The search was interrupted: what it had found by then is not known to be the fastest."""
+    """True if the search was interrupted: its best by then is not known to be the fastest."""
 
 
 class Search:
-    """One question on one model."""
+    """Search for one question on one model."""
 
     def __init__(self, question: Question, layouts: Iterable[Configuration], trace: Tracer, say: Say = silent) -> None:
         self.question, self.trace, self.say = question, trace, say
         self.found = Found()
         self.shapes: dict[ShapeKey, Shape | str] = {}
-        """The traced ones; why the model cannot have the others."""
+        """Traced shapes; for the others, why the model cannot have them."""
         self.by_shape: dict[ShapeKey, list[Configuration]] = {}
         # Shapes that others are bounded by come first.
         for conf in sorted(layouts, key=lambda conf: (conf.pp > 1, conf.cp, conf.micro_batch, conf.tp, conf.ep)):
@@ -92,16 +92,16 @@ class Search:
         self.hopeless: dict[Any, bool] = {}
         self.bounds = KnownBounds(question, self.shapes, self.by_shape, self._traced)
         self.least_staged: tuple[int, Configuration] | None = None
-        """Of the pipelines that the whole model shows not to fit, the one with the fewest bytes."""
+        """The pipeline with the fewest bytes, out of those that the whole model shows not to fit."""
         self.too_large: dict[Configuration, int] = {}
-        """Of those that were looked at more closely, bytes that they take at least."""
+        """Least bytes of the pipelines that were examined more closely."""
         self.least: tuple[Shape, Configuration, Resolved] | None = None
-        """Of what does not fit, the one with the lowest peak."""
+        """The configuration with the lowest peak, out of those that do not fit."""
 
     # --- the two ways through everything --------------------------------------------------------------------------
 
     def run(self, count: int = 10) -> Found:
-        """The best that fits, and up to `count` of the next best layouts among the shapes that were traced for it."""
+        """Find the best that fits, and up to `count` of the next best layouts among the shapes that were traced for it."""
         order = itertools.count()
         queue: list[tuple[float, int, Any]] = []
         try:
@@ -119,15 +119,15 @@ class Search:
             return self._finished(queue)
         if not self.found.best:
             self._look_at_the_least()
-        found = self._finished(queue)
-        if found.best:
-            found.best[0] = self._refined(found.best[0])
+        result = self._finished(queue)
+        if result.best:
+            result.best[0] = self._refined(result.best[0])
         else:
-            found.nearest = self._nearest()
-        return found
+            result.nearest = self._nearest()
+        return result
 
     def _finished(self, queue: Iterable[tuple[float, int, Any]]) -> Found:
-        """Count what is left in the queue."""
+        """Count the entries that are left in the queue."""
         for _, _, item in queue:
             self.found.rejected[_SLOWER] += len(self.by_shape[item]) if isinstance(item, ShapeKey) else 1
         self.found.traced = self._traced_shapes()
@@ -157,7 +157,7 @@ class Search:
                         heapq.heappush(queue, (seconds, next(order), entry))
                 continue
             conf = item.conf if isinstance(item, StateOnHost) else item[0]
-            if any(found.layout == conf.layout for found in self.found.best):
+            if any(candidate.layout == conf.layout for candidate in self.found.best):
                 self.found.rejected["slower than another way to run the same layout"] += 1
                 continue
             shape = self._traced(ShapeKey.of(conf))
@@ -182,7 +182,7 @@ class Search:
                 heapq.heappush(queue, (per_token, next(order), (conf, resolved)))
 
     def _look_at_the_least(self) -> None:
-        """Nothing fits: of the pipelines that are known not to, those that may need less than all else."""
+        """Examine the pipelines that may need less than all else, where nothing fits."""
         large = [(least, conf) for conf, least in self.too_large.items()]
         for least, conf in sorted(large, key=lambda entry: entry[0]):
             if self._near(least):
@@ -212,7 +212,7 @@ class Search:
             return self.bounds.exclude(key, self._variants)
 
     def _entries(self, key: ShapeKey) -> Iterator[tuple[float, Entry]]:
-        """All configurations of a traced shape by the least seconds per token that they take."""
+        """Yield all configurations of a traced shape by the least seconds per token that they take."""
         shape = self._traced(key)
         if isinstance(shape, str):
             self.found.rejected[shape] += len(self.by_shape[key])
@@ -229,8 +229,10 @@ class Search:
                 self.found.rejected["cpu_offload: the bandwidth of host memory is not known for this device"] += 1
 
     def _least_on_host(self, shape: Shape, conf: Configuration) -> float | None:
-        """Seconds per token that no way to run a layout with its state in host memory is below: nothing is run again and no
-        activation moved; None: there is no such way, which is counted."""
+        """Return the seconds per token that no way to run a layout with its state in host memory is below.
+
+        For the bound, nothing is recomputed and no activation moved. None: there is no such way, which is counted.
+        """
         every = self._variants(shape, conf, (True,))
         ways = dict.fromkeys(way.change(ac="none", offload="none") for way in every)
         if not ways:
@@ -240,7 +242,7 @@ class Search:
         return min(self.question.per_token(each.total, conf) for each in seconds)
 
     def _ways(self, shape: Shape | str, conf: Configuration, states: Collection[bool]) -> Iterator[tuple[float, Entry]]:
-        """Configurations of the layout of `conf`; `states`: values of ``cpu_offload``."""
+        """Yield configurations of the layout of `conf`; `states`: values of ``cpu_offload``."""
         assert isinstance(shape, Shape)
         for way in self._variants(shape, conf, states):
             choices, least = self.bounds.whole(shape).least(way)
@@ -251,7 +253,7 @@ class Search:
             yield self.question.per_token(seconds.total, way), (way, None)
 
     def _staged_entries(self, key: ShapeKey, shape: Shape) -> Iterator[tuple[float, Entry]]:
-        """All pipelines of a shape by the least seconds per token that they could take; none is cut for that."""
+        """Yield all pipelines of a shape by the least seconds per token that they could take; none is cut for that."""
         bounds = self.bounds.exact(key)
         for conf in self.by_shape[key]:
             per_token = conf.gpus / (conf.sequences * self.question.seq_len)
@@ -268,10 +270,12 @@ class Search:
                 yield bounds.seconds(way, way.mode) * per_token, (way, None)
 
     def _least_pipeline(self, shape: Shape, conf: Configuration) -> float:
-        """Seconds of one GPU for a token that this pipeline is not below; infinite where its bytes are too many, which is
-        counted."""
+        """Return the seconds of one GPU for a token that this pipeline is not below.
+
+        They are infinite where its bytes are too many, which is counted.
+        """
         known = self.bounds.pipeline(shape.key)
-        if known is None:  # it cannot be cut, which whoever cuts it says
+        if known is None:  # it cannot be cut, which is reported when it is tried
             return 0.0
         if known.bytes(conf, conf.mode) > shape.most_allocated(conf):
             self.found.rejected["memory"] += 1
@@ -280,13 +284,19 @@ class Search:
         return self.question.per_token(known.seconds(conf, conf.mode), conf)
 
     def _near(self, least: int) -> bool:
-        """Whether what takes at least so many bytes could need less than anything yet: worth a look if nothing fits."""
+        """Return whether a configuration of at least so many bytes could need less than all others so far.
+
+        If nothing fits, it is worth examining.
+        """
         return self.least is None or least < self.least[2].peak.total
 
     def _variants(
         self, shape: Shape, conf: Configuration, states: Collection[bool] | None = None
     ) -> Iterator[Configuration]:
-        """`states`: values of ``cpu_offload``, by default all that are looked at; none with more than host memory has."""
+        """Yield all ways to run the layout of `conf`.
+
+        `states`: values of ``cpu_offload``, by default all that are searched. State that overfills host memory is left out.
+        """
         states = self.question.host_state if states is None else states
         pins = self.question.pins
         losses = pins.get("loss", ("model", "chunked"))
@@ -295,10 +305,10 @@ class Search:
         reshards = pins.get("reshard_after_forward", (None, False) if sharded else (None,))
         offloads = pins.get("offload", ("none", "boundary"))
         if conf.pp > 1:
-            # Stages stay gathered for a whole step, and nothing waits elsewhere, where nobody asks for something else.
+            # Stages stay gathered for a whole step, and nothing waits elsewhere, unless the caller requests it.
             reshards = tuple(dict.fromkeys(reshard if reshard else None for reshard in reshards))
             offloads = pins.get("offload", ("none",))
-            # A budget for each stage takes long to plan: where nobody asks for one, the winner alone gets it.
+            # A budget for each stage takes long to plan: unless the caller requests one, the winner alone gets it.
             assert shape.key.staged
             modes = tuple(mode for mode in modes if mode != "plan" or "ac" in pins)
             states = tuple(state for state in states if not state)
@@ -328,7 +338,7 @@ class Search:
     # --- one configuration ----------------------------------------------------------------------------------------
 
     def _resolve(self, shape: Shape, conf: Configuration) -> Resolved | None:
-        """What it takes; None where it does not fit, which is counted."""
+        """Return what `conf` takes; None where it does not fit, which is counted."""
         self.found.looked_at += 1
         if isinstance(shape, Shape) and shape.key.staged:
             try:
@@ -356,7 +366,10 @@ class Search:
         return resolved
 
     def _uniform(self, shape: Shape, conf: Configuration) -> Resolved:
-        """Of a mode that needs no budget. What is needed beyond the peak is asked for only where that alone would fit."""
+        """Return what a mode without a budget takes.
+
+        The bytes beyond the peak are predicted only where the peak alone would fit.
+        """
         choices = shape.choices(conf)
         peak = shape.peak(conf, choices)
         known = peak.total <= self.question.limit
@@ -364,15 +377,15 @@ class Search:
         return Resolved(shape.seconds(conf, choices), peak, need, choices)
 
     def _planned(self, shape: Shape, conf: Configuration, make: Planning) -> Resolved | None:
-        """The plan that `make` makes for the highest peak with which what is needed fits; None: none does."""
-        found = plan_within(shape.query(conf), self.question.limit, lambda budget: make(conf, budget))
-        if found is None:
+        """Return the plan that `make` makes for the highest peak with which the needed bytes fit; None: none does."""
+        fitting = plan_within(shape.query(conf), self.question.limit, lambda budget: make(conf, budget))
+        if fitting is None:
             return None
-        choices, peak, need, budget = found
+        choices, peak, need, budget = fitting
         return Resolved(shape.seconds(conf, choices), peak, need, choices, budget)
 
     def _is_hopeless(self, shape: Shape, conf: Configuration) -> bool:
-        """Nothing holds less than the layers' inputs, so where these are too much, all other modes are, too."""
+        """Return whether no mode can fit: none saves less than the layers' inputs, and these are too many bytes."""
         turns = conf.grad_accum if conf.pp > 1 else min(conf.grad_accum, 3)
         key = (shape.key, conf.shard_ranks, conf.pp, conf.schedule, turns, conf.way[1:])
         if key not in self.hopeless:
@@ -388,17 +401,17 @@ class Search:
             self.least = shape, conf, resolved
 
     def _nearest(self) -> Candidate | None:
-        """What needs least, where nothing fits."""
+        """Return the configuration that needs least, where nothing fits."""
         if self.least is None:
             return None
         shape, conf, resolved = self.least
-        # What it needs was only asked for where the peak alone would fit.
+        # Its need was only predicted where the peak alone would fit.
         with quietly():
             need = shape.need(conf, resolved.choices, resolved.peak)
         return self.candidate(shape, conf, replace(resolved, need=need))
 
     def _refined(self, best: Candidate) -> Candidate:
-        """The winner with the best plan of all, where a plan is what it has."""
+        """Return the winner with the best plan of all, where it has a plan."""
         conf = best.conf
         shape = self._traced(ShapeKey.of(conf))
         if isinstance(shape, str):
@@ -408,14 +421,14 @@ class Search:
         elif best.plan is None:
             return best
         with quietly():
-            made = self._planned(shape, conf, shape.refined)
-        if made is None or shape.host_bytes(conf, made.choices) > self.question.host_memory:
+            planned = self._planned(shape, conf, shape.refined)
+        if planned is None or shape.host_bytes(conf, planned.choices) > self.question.host_memory:
             return best
-        finer = self.candidate(shape, conf, made)
+        finer = self.candidate(shape, conf, planned)
         return finer if finer.step_seconds <= best.step_seconds else best
 
     def candidate(self, shape: Shape, conf: Configuration, resolved: Resolved) -> Candidate:
-        """All that is known of one configuration."""
+        """Return the report of one configuration."""
         question, plan = self.question, None
         with quietly():
             account = account_of(shape, conf, resolved.choices, resolved.seconds)
@@ -452,7 +465,7 @@ def _is_resolved(item: object) -> bool:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """What planning says of one candidate among thousands would drown the report."""
+    """Silence planning's log: messages on one candidate among thousands would drown the report."""
     logger = logging.getLogger("nemo_like")
     before = logger.level
     logger.setLevel(logging.ERROR)

@@ -25,18 +25,18 @@ from nemo_like.planning.query import Choices, PlanQuery, Stage, Traced
 from nemo_like.planning.verdict import Need, verdict
 
 _MENU = 10
-"""Choices of one kind of layer that plans are mixed of while searching, beside all and nothing."""
+"""Number of choices of one kind of layer that plans are mixed of while searching, in addition to all and nothing."""
 
 _COARSE = 1 << 9
-"""States of the frontier of a block whose skips are not looked for."""
+"""States of the frontier of a block whose skips are not searched."""
 
 _QUICK = 64
-"""Operators of a block whose best choices with skips are all known in a moment."""
+"""Most operators of a block whose best choices with skips are all known in a moment."""
 
 
 @dataclass(frozen=True)
 class ShapeKey:
-    """What makes one local shape; `whole`: nothing is sharded, so that autocast lowers dtypes."""
+    """Sizes that make one local shape; `whole`: nothing is sharded, so that autocast lowers dtypes."""
 
     tp: int
     cp: int
@@ -44,14 +44,14 @@ class ShapeKey:
     micro_batch: int
     whole: bool
     staged: bool = False
-    """Cut into the stages of a pipeline, of which `whole` then speaks."""
+    """True if the model is cut into the stages of a pipeline, to which `whole` then applies."""
 
     @property
     def in_one_stage(self) -> ShapeKey:
         return replace(self, staged=False)
 
     def job(self, asked: Job) -> Job:
-        """Return what was `asked` in this shape, on as few ranks as have it, in one stage."""
+        """Return the job `asked` in this shape, on as few ranks as have it, in one stage."""
         return asked.on(
             dp_shard=1 if self.whole else 2 * self.ep,
             dp_replicate=1,
@@ -73,12 +73,12 @@ class Shape:
         """Trace it, if it has one stage; raises ValueError where the model cannot have that shape."""
         self.key, self.question, self.traced = key, question, traced
         self.least_of: dict[Hashable, tuple[list[Choice], int]] = {}
-        """Of `nemo_like.planning.fit.bounds`."""
+        """Results of `nemo_like.planning.fit.bounds`."""
         self._queries: dict[Hashable, PlanQuery] = {}
         self._peaks: dict[Hashable, Peak] = {}
         self._plans: dict[Hashable, tuple[Choices, Peak] | None] = {}
         self._mixed: dict[Hashable, tuple[Choices, Peak]] = {}
-        """By what a peak depends on, and a place in the row of mixes: the choices, and their peak."""
+        """Choices and their peak, by what a peak depends on, and a place in the row of mixes."""
         self._needs: dict[Hashable, Need] = {}
         if not key.staged:
             _ = self.whole
@@ -90,13 +90,13 @@ class Shape:
 
     @cached_property
     def can_chunk(self) -> bool:
-        """Whether the loss can be computed in chunks."""
+        """True if the loss can be computed in chunks."""
         return find_head(self.traced.given) is not None if self.key.staged else self.whole.part.can_chunk()
 
     def query(self, conf: Configuration) -> PlanQuery:
-        """Return what `conf` asks, but for its checkpointing.
+        """Return the query of `conf`, but for its checkpointing.
 
-        In one stage, of this shape's trace, also where `conf` has another shape: bounds are made of that.
+        In one stage, the query uses this shape's trace, also where `conf` has another shape: bounds are made of that.
 
         Raises:
             ValueError: the model cannot be cut into the stages of `conf`.
@@ -108,36 +108,38 @@ class Shape:
         return self._queries[key]
 
     def whole_under(self, job: Job) -> PlanQuery:
-        """Return what `job` asks of the model in one stage, as it is traced in this shape."""
+        """Return the query of `job` on the model in one stage, as it is traced in this shape."""
         whole = self.whole
         return PlanQuery(self.traced, job, (Stage(whole.part, job, whole.slice, whole.names),))
 
     @property
     def cuts(self) -> int:
-        """Cuts, schedules and set-ups that were asked about."""
+        """Number of cuts, schedules and set-ups that were queried."""
         return len(self._queries)
 
     # --- choices --------------------------------------------------------------------------------------------------
 
     @cached_property
     def uniform(self) -> dict[str, list[Choice]]:
-        """Of the model in one stage, the modes that need no budget."""
+        """Choices of the modes that need no budget, for the model in one stage."""
         return {mode: self.whole.part.uniform(mode) for mode in MODES}
 
     def choices(self, conf: Configuration) -> Choices:
-        """Return those of a mode that needs no budget."""
+        """Return the choices of a mode that needs no budget."""
         return self.query(conf).uniform(conf.mode) if self.key.staged else [self.uniform[conf.mode]]
 
     @cached_property
     def stack(self) -> Stack:
-        """All layers as one choice, with a few choices of each kind: the whole frontier is for the winner alone."""
+        """Stack of all layers as one choice, with a few choices of each kind: the winner alone gets the whole frontier."""
         return Stack(self.whole.part.choice_groups(lambda kind: self._menu[kind]))
 
     @cached_property
     def _menu(self) -> list[tuple[Choice, ...]]:
-        """A few choices of each kind, from least saved to none: the best for that many bytes. Operators are the same in
-        shapes with the same weights, so that what one of them has others use."""
-        made, known = [], self.traced.known.decisions
+        """A few choices of each kind, from least saved to none: the best for that many bytes.
+
+        Operators are the same in shapes with the same weights, so such shapes share their choices.
+        """
+        menu, known = [], self.traced.known.decisions
         for kind, problem in enumerate(self.whole.part.problems):
             key = (self.key.tp, self.key.ep, kind, tuple(str(record.op) for record in problem.records))
             if key not in known:
@@ -145,12 +147,14 @@ class Shape:
                 skips = self.whole.skip and len(problem.records) <= _QUICK
                 known[key] = [choice.decisions for choice in _few(_some(problem, skips))]
             choices = [as_choice(problem, words) for words in known[key] if words]
-            made.append(best_of([problem.full(), *choices, problem.none()]))
-        return made
+            menu.append(best_of([problem.full(), *choices, problem.none()]))
+        return menu
 
     def planned(self, conf: Configuration, limit: int) -> tuple[Choices, Peak] | None:
-        """Return the fastest choices whose peak is within `limit`, and that peak; None: none are. In one stage, out of the
-        menu."""
+        """Return the fastest choices whose peak is within `limit`, and that peak; None: none are.
+
+        In one stage, the choices come from the menu.
+        """
         if self.key.staged:
             return self.refined(conf, limit)
         key = (*_bytes_of(conf), limit)
@@ -168,7 +172,7 @@ class Shape:
         return self._plans[key]
 
     def refined(self, conf: Configuration, limit: int) -> tuple[Choices, Peak] | None:
-        """Return `planned` out of all choices."""
+        """Return `planned` with choices out of all that there are."""
         key = ("refined", *_bytes_of(conf), limit)
         if key not in self._plans:
             query = self.query(conf)
@@ -189,7 +193,7 @@ class Shape:
         return self._peaks[key]
 
     def need(self, conf: Configuration, choices: Choices, peak: Peak) -> Need:
-        """Return what decides whether it fits; `peak`: of these choices."""
+        """Return what decides whether `conf` fits; `peak`: that of these choices."""
         key = (*_bytes_of(conf), tuple(map(tuple, choices)))
         if key not in self._needs:
             self._needs[key] = verdict(self.query(conf), choices, peak, self.question.limit)
@@ -201,18 +205,23 @@ class Shape:
         return max(0, self.question.limit - inputs)
 
     def host_bytes(self, conf: Configuration, choices: Choices = ()) -> int:
-        """Return what one rank has in host memory: parameters, gradients and optimizer state, and what layers move there."""
+        """Return the bytes that one rank has in host memory.
+
+        They are parameters, gradients and optimizer state, and activations that layers move there.
+        """
         stages = self.query(conf).stages
-        moved = sum(sum(stage.moved(own)) for stage, own in zip(stages, choices))
+        moved = sum(sum(stage.moved(chosen)) for stage, chosen in zip(stages, choices))
         return max(stage.state_on_host for stage in stages) + moved
 
     def seconds(self, conf: Configuration, choices: Choices) -> StepSeconds:
-        """Return those of a whole step."""
+        """Return the seconds of a whole step."""
         return step_seconds(self.query(conf), choices)
 
     def flops(self, conf: Configuration) -> float:
-        """Return those of one micro-batch in all stages of a rank's shape: forward and backward of layers and head, nothing
-        twice."""
+        """Return the FLOPs of one micro-batch in all stages of a rank's shape.
+
+        They are of forward and backward of layers and head, without recomputation.
+        """
         parts = [stage.part for stage in self.query(conf).stages]
         layers = sum(part.problems[call.kind].trace.flops for part in parts for call in part.traced.calls)
         head = find_head(self.traced.given)
@@ -222,7 +231,10 @@ class Shape:
 
 
 def _bytes_of(conf: Configuration) -> tuple[Any, ...]:
-    """What the bytes of a step depend on; the mode comes last. After three micro-batches of one stage, they repeat."""
+    """Return what the bytes of a step depend on; the mode comes last.
+
+    After three micro-batches of one stage, bytes repeat.
+    """
     turns = conf.grad_accum if conf.pp > 1 else min(conf.grad_accum, 3)
     mode, *way = conf.way
     job = conf.job
@@ -241,7 +253,7 @@ def _bytes_of(conf: Configuration) -> tuple[Any, ...]:
 
 
 def _few(choices: Sequence[Choice]) -> list[Choice]:
-    """`_MENU` of them, at even steps of held bytes."""
+    """Return `_MENU` of the choices, at even steps of saved bytes."""
     if len(choices) <= _MENU:
         return list(choices)
     low, high = choices[0].held_bytes, choices[-1].held_bytes
@@ -251,7 +263,7 @@ def _few(choices: Sequence[Choice]) -> list[Choice]:
 
 
 def _some(problem: BlockProblem, skips: bool) -> Sequence[Choice]:
-    """The frontier of a block, coarse where it has many operators: a dozen of its choices are looked for."""
+    """Return the frontier of a block, coarse where it has many operators, since a dozen of its choices suffice."""
     if skips:
         return problem.frontier(skip=True)
     points = solver.spread(solver.linear_frontier(problem.ops(), _COARSE), _COARSE)

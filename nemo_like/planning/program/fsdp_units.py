@@ -1,9 +1,10 @@
-"""What FSDP2 allocates: gathered parameters, flat buffers, reduced gradients.
+"""Allocations of FSDP2: gathered parameters, flat buffers, reduced gradients.
 
-After ``torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py`` and ``_fsdp_param_group.py`` (PyTorch 2.13): the flat
-buffer of an all-gather and the cast copy that it reads are made on a stream of their own (``all_gather_copy_in_stream``),
-the gathered parameters copied out of it on the computing stream, one by one; the input of a reduce-scatter on the computing
-stream, its output, which the gradients are views of, on the stream of the reduce-scatter.
+The rules follow ``torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py`` and ``_fsdp_param_group.py`` (PyTorch 2.13).
+The flat buffer of an all-gather and the cast copy that it reads are made on a stream of their own
+(``all_gather_copy_in_stream``). The gathered parameters are copied out of it on the computing stream, one by one. The input
+of a reduce-scatter is made on the computing stream. Its output, which the gradients are views of, is made on the stream of
+the reduce-scatter.
 """
 
 from __future__ import annotations
@@ -21,26 +22,26 @@ ROOT, TAIL = "root", "tail"
 
 @dataclass(frozen=True)
 class GradientRule:
-    """How one micro-batch treats its gradients."""
+    """Rule by which one micro-batch treats its gradients."""
 
     accumulates: bool = False
-    """Autograd adds to a parameter's gradient that is there, so that a layer's new gradients are never all alive."""
+    """Autograd adds to a parameter's existing gradient, so that a layer's new gradients are never all alive."""
     reduces: bool = True
-    """FSDP2: reduces over the ranks; else each rank keeps whole gradients."""
+    """FSDP2 reduces over the ranks; else each rank keeps whole gradients."""
     adds: bool = False
-    """Reduced gradients are added to those that are there."""
+    """Reduced gradients are added to existing ones."""
     frees: bool = False
-    """DDP: whole gradients are there; each goes once it is in its bucket."""
+    """Under DDP, whole gradients exist; each is freed once it is in its bucket."""
     waits: bool = False
-    """A second half of backward, which FSDP2 does not see: it casts these gradients in the next first half."""
+    """Gradients of a second half of backward, which FSDP2 does not see: it casts them in the next first half."""
 
 
 def rules_of(step: StepSpec, *, sharded: bool, ddp: bool, cast: bool, first: bool) -> list[GradientRule]:
-    """The micro-batches of a step. After the third they repeat.
+    """Return the rules of the micro-batches of a step. After the third they repeat.
 
     Args:
-        step: how many there are, and whether gradients stay between steps.
-        sharded: by FSDP2.
+        step: how many micro-batches there are, and whether gradients stay between steps.
+        sharded: parameters are sharded by FSDP2.
         ddp: gradients are views of buckets that stay, whatever `step` frees.
         cast: FSDP2 computes in another dtype than it reduces in, so that gradients are added up outside of autograd.
         first: the first step of all.
@@ -68,7 +69,7 @@ class Units:
     def __init__(self, storages: Storages, sharding: Sharding) -> None:
         self.storages, self.sharding = storages, sharding
         self.flat: dict[Hashable, int] = {}
-        """Flat buffers of units that are fetched and not copied out yet."""
+        """Flat buffers of units that are gathered and not copied out yet."""
         self.gathered: dict[Hashable, list[int]] = {}
         """Gathered parameters."""
         self.last_flat = 0
@@ -76,8 +77,10 @@ class Units:
         self.reducing = 0
         """The input of the last reduce-scatter."""
         self.summed: list[int] = []
-        """Gradients that were summed over replicas, which FSDP2 holds until backward ends
-        (`FSDPParamGroup._all_reduce_state`)."""
+        """Gradients that were summed over replicas.
+
+        FSDP2 has references to them until backward ends (`FSDPParamGroup._all_reduce_state`).
+        """
         self.grads: list[int] = []
         """Reduced gradients."""
         self.whole_grads: dict[Hashable, list[int]] = {}
@@ -149,9 +152,9 @@ class Units:
         copy = storages.make(self._copied_by_gloo(unit, unit.reduce_input), Part.REDUCE_BUFFERS)
         if self.sharding.replicas > 1:
             self.summed.append(storages.hold(out))
-        made = unit.grad or unit.host_grad
-        if made != unit.reduce_output:
-            cast = storages.make(made, Part.GRADIENTS, REDUCE)
+        result_bytes = unit.grad or unit.host_grad
+        if result_bytes != unit.reduce_output:
+            cast = storages.make(result_bytes, Part.GRADIENTS, REDUCE)
             storages.drop(out)
             out = cast
         storages.drop(copy)
@@ -180,11 +183,11 @@ class Units:
         whole.append(self.storages.make(left, Part.GRADIENTS))
 
     def start_with_gradients(self, sizes: Iterable[int]) -> None:
-        """Reduced ones of the step before are there."""
+        """Make the reduced gradients of the step before."""
         self.grads += [self.storages.make(size, Part.GRADIENTS) for size in sizes]
 
     def add_waiting(self, key: Hashable, unit: UnitBytes | None) -> None:
-        """Add gradients that wait to those that FSDP2 reduces. Here none wait."""
+        """Add waiting gradients to those that FSDP2 reduces. Here none wait."""
 
     def close_all(self) -> None:
         """Free all units."""
@@ -194,7 +197,7 @@ class Units:
         self.flat.clear()
 
     def finish(self) -> None:
-        """Free what the last reduction held."""
+        """Free the buffers of the last reduction."""
         self.storages.drop_all(self.summed)
         self.summed.clear()
         self.storages.drop(self.reducing)
@@ -238,7 +241,7 @@ class GatheredOnce(Units):
         """Reduce nothing before `end`."""
 
     def end(self, units: Sequence[tuple[Hashable, UnitBytes | None]], rule: GradientRule) -> None:
-        """Gradients are reduced, unit by unit, and nothing is gathered any more."""
+        """Reduce gradients, unit by unit, and free all gathered parameters."""
         for key, unit in units:
             self.add_waiting(key, unit)
             super().close(key)

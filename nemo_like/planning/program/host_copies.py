@@ -15,8 +15,8 @@ class HostCopies:
     """Writes the copies of one micro-batch.
 
     Args:
-        storages: what is written into.
-        offload: how much may be on its way, and how far ahead it is fetched.
+        storages: receives what is written.
+        offload: limits how many bytes may be on their way, and how far ahead they are fetched.
         at_once: a copy to the host has ended when the next operator runs, as on the CPU; else any may still be on its way.
         inside: the runs of the layers' logs.
         inputs: for each layer, the storages of its inputs that it keeps.
@@ -27,12 +27,15 @@ class HostCopies:
     ) -> None:
         self.storages, self.offload, self.at_once, self.inside, self.inputs = storages, offload, at_once, inside, inputs
         self.sent: deque[tuple[int, Callable[[], None], int]] = deque()
-        """Copies to the host that may be on their way: bytes, what frees their source, and the layer."""
+        """Copies to the host that may be on their way: bytes, the function that frees their source, and the layer."""
         self.away: dict[int, list[tuple[int, Callable[[], None]]]] = {}
-        """By layer, of each storage that went its bytes, and what copies it back."""
+        """Bytes of each storage that was copied out, and the function that copies it back, by layer."""
 
     def send(self, i: int, *, inputs: bool, sizes: Sequence[int]) -> None:
-        """Copy out what waits on the host of layer `i`: its inputs, and storages of these bytes. Free what has arrived."""
+        """Copy out what waits on the host for layer `i`: its inputs, and storages of these bytes.
+
+        Free the sources of copies that have arrived.
+        """
         storages, run, back = self.storages, self.inside[i], list[tuple[int, Callable[[], None]]]()
         self.away[i] = back
         for storage in self.inputs[i] if inputs else ():

@@ -1,4 +1,4 @@
-"""One micro-batch of one stage: forward and backward through its layers and what is around them."""
+"""One micro-batch of one stage: forward and backward through its layers and what is outside the layers."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ class LayerCall:
 
     events: BlockEvents
     unit: UnitBytes | None
-    """Its FSDP2 unit; None where it belongs to the root."""
+    """FSDP2 unit of the layer; None where it belongs to the root."""
     experts: UnitBytes | None
-    """The unit of its experts, inside; None where they are not split."""
+    """Unit of its experts, inside; None where they are not split."""
     inputs: frozenset[Place] | None
-    """Places of its inputs that it keeps till its backward; None: all of its own."""
+    """Places of its inputs that it saves for its backward; None: all of its own."""
     expert_weights: frozenset[str] = frozenset()
     """Names of the parameters of `experts`."""
     state: int = 0
-    """Bytes that its region keeps and that are no tensors of the layer: the state of a generator, copies of buffers."""
+    """Bytes that its region saves and that are not tensors of the layer: the state of a generator, copies of buffers."""
     copied: int = 0
     """Bytes of buffers that its region copies while forward runs."""
     moves_inputs: bool = False
-    """Its inputs wait in host memory."""
+    """True if its inputs wait in host memory."""
     moved: tuple[int, ...] = ()
-    """Bytes of each further tensor that does, in the order in which they are copied out."""
+    """Bytes of each further tensor that waits there, in the order in which they are copied out."""
 
     @property
     def moves(self) -> bool:
@@ -51,20 +51,20 @@ class Around:
     idle: frozenset[int] = frozenset()
     """Layer calls that have no backward."""
     dropped: frozenset[int] = frozenset()
-    """Idle calls that keep nothing when backward begins, since no tensor that they returned is used."""
+    """Idle calls that have nothing saved when backward begins, since no tensor that they returned is used."""
     in_chunks: bool = False
-    """The head made its gradients in forward."""
+    """True if the head made its gradients in forward."""
     halves: bool = False
-    """Backward is cut in two."""
+    """True if backward is cut in two."""
 
 
 class StageStep:
     """Writes passes of micro-batches through one stage.
 
     Args:
-        storages: what it is written into.
+        storages: receives what is written.
         sharding: FSDP2's units.
-        offload: how much of what moves to the host is on the device at one time.
+        offload: limits how many bytes of what moves to the host are on the device at one time.
         copies_at_once: a copy to the host has ended when the next operator runs, as on the CPU; else any may still be on
             its way.
     """
@@ -82,11 +82,11 @@ class StageStep:
         self.units = units(storages, sharding)
         self.offload, self.copies_at_once = offload, copies_at_once
         self.kept: list[int] = []
-        """The output of the micro-batch before."""
+        """Storages of the output of the micro-batch before."""
         self.grads: dict[Hashable, list[int]] = {}
         """Gradients that stay till the optimizer's step, where FSDP2 does not reduce them."""
         self.elsewhere: frozenset[str] = frozenset()
-        """Names of parameters around the layers whose gradients another stage of the rank has."""
+        """Names of parameters outside the layers whose gradients another stage of the rank has."""
 
     def drop_output(self) -> None:
         """Free the output of the micro-batch before."""
@@ -128,16 +128,16 @@ class Microbatch:
         self.storages, self.units, self.sharding, self.on = step.storages, step.units, step.sharding, step.on
         self.fsdp_units = [layer.unit for layer in layers]
         self.outside: dict[int, int] = {}
-        """Storages by their numbers in the log of what is around the layers."""
+        """Storages by their numbers in the log of what is outside the layers."""
         self.inside: list[LogRun] = [LogRun() for _ in layers]
         self.inputs: list[list[int]] = [[] for _ in layers]
-        """For each layer, the storages of its inputs that it keeps."""
+        """Storages of the inputs that each layer saves."""
         self.states: dict[int, int] = {}
         self.host = HostCopies(step.storages, step.offload, step.copies_at_once, self.inside, self.inputs)
         self.waiting: list[int] = []
         """Gradients that the root reduces."""
         self.at = 0
-        """Position in the log of what is around the layers."""
+        """Position in the log of what is outside the layers."""
         self.output: list[int] = []
         self.input_grads: list[int] = []
 
@@ -183,45 +183,47 @@ class Microbatch:
         storages.end_forward()
 
     def go_on_as(self, rule: GradientRule, layers: Sequence[LayerCall], around: Around) -> None:
-        """Go on with the gradients that are there now, between forward and backward, or its halves.
+        """Go on with the gradients that exist now, between forward and backward, or its halves.
 
-        Logs that have not allocated the same so far as those that it began with are left as they were.
+        A new log is used only if it has allocated the same so far as the log that the micro-batch began with.
         """
         self.rule = rule
         halfway = self.at > self.events.forward_end
         if layers is not self.layers:
             kept = []
             for run, old, new in zip(self.inside, self.layers, layers):
-                own = _renumbered(run.alive, old.events.until(halfway), new.events.until(halfway))
-                kept.append(old if own is None else new)
-                run.alive = run.alive if own is None else own
+                renumbered = _renumbered(run.alive, old.events.until(halfway), new.events.until(halfway))
+                kept.append(old if renumbered is None else new)
+                run.alive = run.alive if renumbered is None else renumbered
             self.layers = kept
         old_log, events = self.events.log[: self.at], around.events
         at = events.backward_end if halfway else events.forward_end
-        if events is not self.events and (own := _renumbered(self.outside, old_log, events.log[:at])) is not None:
-            self.around, self.events, self.outside, self.at = around, events, own, at
+        if (
+            events is not self.events
+            and (renumbered := _renumbered(self.outside, old_log, events.log[:at])) is not None
+        ):
+            self.around, self.events, self.outside, self.at = around, events, renumbered, at
 
     def sent_on(self) -> list[int]:
-        """Return the storages of what the stage returns; after forward."""
+        """Return the storages of the stage's output; after forward."""
         return [self.outside[n] for n in self.events.outputs if n in self.outside]
 
     def take_ends(self) -> tuple[list[int], list[int]]:
-        """Return the storages of what the stage returned, and of the gradients of its inputs. The caller frees them."""
+        """Return the storages of the stage's output, and of the gradients of its inputs. The caller frees them."""
         if not self.output and not self.input_grads:
             events = self.events
             self.output = [self.outside.pop(n) for n in events.outputs if n in self.outside]
             self.input_grads = [self.outside.pop(n) for n in events.input_grads if n in self.outside]
-        found = self.output, self.input_grads
+        ends = self.output, self.input_grads
         self.output, self.input_grads = [], []
-        return found
+        return ends
 
     def given_gradient(self, storage: int) -> None:
-        """Use `storage` as the gradient that a later stage sent. It stands for the first one of its size that backward
-        makes."""
+        """Use `storage` as the gradient that a later stage sent: it replaces the first of its size that backward makes."""
         behind = self.events.log[self.events.forward_end :]
-        made = next((number for number, size in behind if size == self.storages.sizes[storage]), 0)
-        if made:
-            self.outside[made] = self.storages.hold(storage)
+        replaced = next((number for number, size in behind if size == self.storages.sizes[storage]), 0)
+        if replaced:
+            self.outside[replaced] = self.storages.hold(storage)
 
     def backward_of_inputs(self) -> None:
         """Run backward, or its first half where it was recorded in two."""
@@ -274,7 +276,7 @@ class Microbatch:
     def backward_of_weights(self) -> None:
         """Run the second half of backward, where there are two, and reduce the gradients of the root.
 
-        Free all of the micro-batch, but for what `take_ends` returns.
+        Free all storages of the micro-batch, but for what `take_ends` returns.
         """
         events, storages = self.events, self.storages
         storages.phase = "backward"
@@ -290,13 +292,13 @@ class Microbatch:
         if self.around.halves:
             self._after_head()
         names = [name for name, number in events.param_grads.items() if number in self.outside]
-        own = [self.outside.pop(events.param_grads[name]) for name in names if name not in self.step.elsewhere]
+        root_grads = [self.outside.pop(events.param_grads[name]) for name in names if name not in self.step.elsewhere]
         if self.on:
             self.units.close_all()
-            self.units.reduce(ROOT, self.sharding.root, [*own, *self.waiting], self.rule)
+            self.units.reduce(ROOT, self.sharding.root, [*root_grads, *self.waiting], self.rule)
             self.units.finish()
         else:
-            self.step.keep_gradients(ROOT, own, self.rule)
+            self.step.keep_gradients(ROOT, root_grads, self.rule)
         self.output, self.input_grads = self.take_ends()
         storages.drop_all(self.outside.values())
         for i in range(len(self.layers)):
@@ -368,9 +370,9 @@ class Microbatch:
         if layer.experts is None:
             return
         numbers, storages = layer.events.param_grads, run.alive
-        own = [storages.pop(n) for name, n in numbers.items() if n in storages and name in layer.expert_weights]
+        grads = [storages.pop(n) for name, n in numbers.items() if n in storages and name in layer.expert_weights]
         self.units.close(("experts", i))
-        self.units.reduce(("experts", i), layer.experts, own, self.rule)
+        self.units.reduce(("experts", i), layer.experts, grads, self.rule)
 
     def _share_output(self, run: LogRun, number: int, events: int) -> None:
         """Give a storage that a layer made the number that it has outside the layers."""
@@ -379,7 +381,7 @@ class Microbatch:
             self.outside[events] = self.storages.hold(storage)
 
     def _share_gradients(
-        self, events: BlockEvents, given: Mapping[int, int], end: int, storages: dict[int, int]
+        self, events: BlockEvents, grads: Mapping[int, int], end: int, storages: dict[int, int]
     ) -> None:
         """Give a layer the gradients of its output that the operators behind it made.
 
@@ -387,7 +389,7 @@ class Microbatch:
         """
         freed = {number for number, size in self.events.log[self.at : end] if not size}
         for position, mine in events.output_grads.items():
-            theirs = given.get(position, 0)
+            theirs = grads.get(position, 0)
             storage = self.outside.get(theirs)
             if storage is None or self.storages.sizes.get(storage) != events.sizes.get(mine):
                 continue

@@ -2,12 +2,15 @@
 
 A rank that holds the whole model runs forward and backward of one micro-batch after the other.
 
-Of a pipeline, what `torch.distributed.pipelining` keeps (torch 2.13): a receiving buffer per micro-batch for each stage's
-input and for the gradient of its output, made once; each output until its backward, and under schedules with several stages
-on a rank all that was sent until the step ends; with a backward cut in two, what the second half needs, and the gradients of
-the stages' inputs until the next step. Stages that follow each other on one rank hand tensors on instead of sending them.
-FSDP2 keeps whole gradients of a stage, and reduces them behind its last backward; schedules with several stages on a rank
-gather all of a stage's parameters at once.
+In a pipeline, `torch.distributed.pipelining` (torch 2.13) keeps tensors:
+
+- a receiving buffer per micro-batch for each stage's input and for the gradient of its output, made once;
+- each output until its backward, and under schedules with several stages on a rank all that was sent until the step ends;
+- with a backward cut in two, what the second half needs, and the gradients of the stages' inputs until the next step.
+
+Stages that follow each other on one rank hand tensors on instead of sending them. FSDP2 keeps whole gradients of a stage,
+and reduces them behind its last backward. Schedules with several stages on a rank gather all of a stage's parameters at
+once.
 """
 
 from __future__ import annotations
@@ -63,17 +66,17 @@ class StageOfRank:
             copies_at_once=stage.device.kind == "cpu",
         )
         self.rules: Sequence[GradientRule] = ()
-        """Without a pipeline, what each micro-batch does with its gradients."""
+        """Rules of the gradients of each micro-batch, without a pipeline."""
         self._calls: dict[tuple[bool, bool], list[LayerCall]] = {}
         self.running: dict[int, Microbatch] = {}
         self.going_back: dict[int, Microbatch] = {}
         self.first_done = self.fetched = False
         self.stays = False
-        """Gradients of the step before are there."""
+        """True if gradients of the step before exist."""
         self.received: dict[int, int] = {}
-        """By micro-batch, the buffer that its input comes in."""
+        """Buffer that each micro-batch's input comes in, by micro-batch."""
         self.received_grads: dict[int, int] = {}
-        """The same of the gradient of its output."""
+        """Buffer that the gradient of its output comes in, by micro-batch."""
 
     def forward(self, number: int) -> None:
         rule = self._rule(number)
@@ -88,7 +91,7 @@ class StageOfRank:
         return one
 
     def go_on(self, one: Microbatch, number: int, *, halves: bool) -> None:
-        """Take into account the gradients that are there now; backward runs in one piece or in two."""
+        """Take into account the gradients that exist now; backward runs in one piece or in two."""
         rule = self._rule(number, halves=halves)
         one.go_on_as(rule, self._layers(rule, halves=halves), self._around(rule, halves=halves))
 
@@ -97,7 +100,7 @@ class StageOfRank:
         self.first_done = True
 
     def unshard(self) -> None:
-        """Fetches all units; they are copied out by `copy_out`."""
+        """Gather all units; they are copied out by `copy_out`."""
         if self.step.on:
             self.fetched = True
             for key, unit in self._units():
@@ -111,7 +114,7 @@ class StageOfRank:
                 self.step.units.copy_out(key, unit, forward=False)
 
     def reshard(self) -> None:
-        """Frees all units."""
+        """Free all units."""
         for key, _ in self._units():
             self.step.units.reshard(key)
 
@@ -124,7 +127,7 @@ class StageOfRank:
         self.first_done = False
 
     def _units(self) -> list[tuple[Hashable, UnitBytes | None]]:
-        """Return its units in the order of the stage's modules."""
+        """Return the stage's units in the order of its modules."""
         sharding, calls = self.stage.sharding, self._layers(self._rule(0))
         inside = [unit for i, layer in enumerate(calls) for unit in ((i, layer.unit), (("experts", i), layer.experts))]
         return [(ROOT, sharding.root), *inside, (TAIL, sharding.tail)]
@@ -132,7 +135,7 @@ class StageOfRank:
     def _rule(self, number: int, *, halves: bool = False) -> GradientRule:
         """Return how a micro-batch treats its gradients.
 
-        Of a pipeline, the first backward makes gradients, and the others add to them; none is reduced before the end.
+        In a pipeline, the first backward makes gradients, and the others add to them; none is reduced before the end.
         """
         if self.rules:
             return self.rules[number]
@@ -160,11 +163,11 @@ class RankSteps:
 
     Args:
         query: the job, and its stages.
-        rank: of the pipeline; 0 without one.
+        rank: rank of the pipeline; 0 without one.
         choices: for each stage, one for each layer call.
-        storages: what it is written into.
-        kept_outputs: for each stage, bytes of a micro-batch's output that are there until the step ends.
-        actions: of a pipeline, what the rank runs; None: up to the micro-batch from which on its memory repeats itself.
+        storages: receives what is written.
+        kept_outputs: for each stage, bytes of a micro-batch's output that are kept until the step ends.
+        actions: actions of the rank of a pipeline; None: up to the micro-batch from which on its memory repeats itself.
     """
 
     def __init__(
@@ -180,12 +183,14 @@ class RankSteps:
         self.storages, self.kept_outputs, self.query = storages, kept_outputs, query
         self.actions = query.actions[rank] if actions is None else actions
         self.once = query.held_once(rank)
-        # What 1F1B has sent it lets go of; schedules with several stages on a rank do when the step ends.
+        # 1F1B frees what it has sent; schedules with several stages on a rank do so when the step ends.
         self.holds_sent = not query.pp.facts.frees_sent
-        own = [query.stages[index] for index in query.of_rank(rank)]
-        self.stages = {s.slice.index: StageOfRank(query, s, choices[s.slice.index], storages) for s in own}
+        own_stages = [query.stages[index] for index in query.of_rank(rank)]
+        self.stages = {
+            one.slice.index: StageOfRank(query, one, choices[one.slice.index], storages) for one in own_stages
+        }
         self.input_grads: list[int] = []
-        """Gradients of the inputs of stages whose backward is cut in two, till the next step."""
+        """Gradients of the inputs of stages whose backward is cut in two, kept until the next step."""
         self.log: list[ActionBytes] = []
         shares = self.once.params > 0
         for stage in self.stages.values():
@@ -202,9 +207,9 @@ class RankSteps:
     # --- what stays from step to step ---------------------------------------------------------------------------------
 
     def _make_parameters(self, stage: Stage, *, less: int) -> None:
-        """Make what is there before the first step: parameters, their running mean, DDP's buckets, remembered tables.
+        """Make the storages before the first step: parameters, their running mean, DDP's buckets, remembered tables.
 
-        less: bytes that another stage of the rank has made.
+        `less`: bytes that another stage of the rank has made.
         """
         sharding, make = stage.sharding, self.storages.make
         sizes = [size for unit in sharding.all if unit.shard for size in unit.each_shard]
@@ -217,14 +222,17 @@ class RankSteps:
                 make(unit.grad, Part.GRADIENTS)
 
     def _make_optimizer_state(self) -> None:
-        """Make what the optimizer's first step leaves, but for what another stage of the rank has of tied parameters."""
+        """Make the state that the optimizer's first step leaves.
+
+        State of tied parameters that another stage of the rank has is left out.
+        """
         for stage in self.stages.values():
-            sizes = [size for own in stage.stage.optimizer.states for size in own]
+            sizes = [size for param_sizes in stage.stage.optimizer.states for size in param_sizes]
             for size in without(sizes, self.once.state if stage.is_first else 0):
                 self.storages.make(size, Part.OPTIMIZER_STATE)
 
     def begin_later(self) -> None:
-        """Make what is there when a later step begins."""
+        """Make the storages that exist when a later step begins."""
         self._make_optimizer_state()
         starts = self.stay
         if not self.query.is_pipeline:
@@ -241,7 +249,7 @@ class RankSteps:
             stage.step.start_with_gradients(less=self.once.grads if stage.is_first else 0)
 
     def _rules(self, *, first: bool) -> list[GradientRule]:
-        """Without a pipeline, what the micro-batches of a step do with their gradients."""
+        """Return the rules of the gradients of a step's micro-batches, without a pipeline."""
         stage, job = self.stages[0].stage, self.query.job
         return rules_of(job.step, sharded=stage.sharding.on, ddp=job.ddp is not None, cast=stage.casts, first=first)
 
@@ -298,7 +306,7 @@ class RankSteps:
         self.storages.park(stage.index, number, _WAITING)
 
     def _backward(self, stage: StageOfRank, action: Action, done: int, warmup: int) -> list[int]:
-        """Returns what stays till the step ends, of what went to other ranks."""
+        """Run a backward action, and return the storages that were sent to other ranks and stay until the step ends."""
         storages, number, halves = (
             self.storages,
             action.microbatch,
@@ -342,10 +350,10 @@ class RankSteps:
     ) -> list[int]:
         """Return the storages that stay of the output of a micro-batch, and of the gradient of its input.
 
-        Of 1F1B's one each does, that the last send of its warm-up and a later one hold on to.
+        Under 1F1B one of each stays: the last send of its warm-up and a later send have references to them.
 
         Args:
-            done: how many backwards this was.
+            done: number of backwards so far, with this one.
             warmup: forwards before the first of them.
         """
         storages, before = self.storages, self.stages.get(stage.index - 1)
@@ -381,9 +389,9 @@ class RankSteps:
 
     def _end(self, action: Action) -> None:
         self.storages.suffix = ""
-        found = self.storages.end_action()
-        if found is not None:
-            self.log.append(ActionBytes(action, *found))
+        levels = self.storages.end_action()
+        if levels is not None:
+            self.log.append(ActionBytes(action, *levels))
 
 
 def rank_peak(
@@ -399,8 +407,8 @@ def rank_peak(
 
     Args:
         query, rank, choices, actions: as for `RankSteps`.
-        log: gets each action.
-        points: gets every stretch of the step, in order.
+        log: receives each action.
+        points: receives every stretch of the step, in order.
     """
     storages = Bytes(points)
     steps = RankSteps(query, rank, choices, storages, actions=actions)
@@ -412,7 +420,7 @@ def rank_peak(
 
 
 def peaks_of(query: PlanQuery, choices: Sequence[Sequence[Choice]]) -> list[Peak]:
-    """Return the peak of every rank of the pipeline; of one without."""
+    """Return the peak of every rank of the pipeline; without a pipeline, of one rank."""
     return [rank_peak(query, rank, choices) for rank in range(query.pp.size)]
 
 

@@ -1,4 +1,4 @@
-"""What was allocated and freed while a block, or the model around its blocks, ran on fake tensors."""
+"""Logs of what a block, or the model outside its blocks, allocated and freed while it ran on fake tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 from nemo_like._util.tensors import Place
 
 Log = tuple[tuple[int, int], ...]
-"""In order: the number of a storage, and its bytes; 0 bytes: it is freed."""
+"""Entries in order: the number of a storage, and its bytes; 0 bytes: it is freed."""
 
 
 class Fold(NamedTuple):
@@ -18,7 +18,7 @@ class Fold(NamedTuple):
 
     peak: int
     net: int
-    """Bytes that it adds, without exposed storages."""
+    """Bytes that the run adds, without exposed storages."""
     made: tuple[tuple[int, int], ...]
     """Exposed storages that it leaves: number and bytes."""
     freed: tuple[int, ...]
@@ -45,31 +45,31 @@ class Recorded:
         """Return the result of a run.
 
         Args:
-            there: exposed storages that are there when it begins.
-            alone: those of them that have no other holder.
+            there: exposed storages that exist when it begins.
+            alone: numbers out of `there` that have no other holder.
         """
-        found = self._folds.get((there, alone))
-        if found is None:
-            found = self._folds[there, alone] = self._fold(there, alone)
-        return found
+        fold = self._folds.get((there, alone))
+        if fold is None:
+            fold = self._folds[there, alone] = self._fold(there, alone)
+        return fold
 
     def _fold(self, there: frozenset[int], alone: frozenset[int]) -> Fold:
         level = peak = net = 0
-        own: dict[int, int] = {}
+        new: dict[int, int] = {}
         left, late = set(there), []
         for number, size in self.entries:
             if number not in self.exposed:
                 change = size or -self.sizes[number]
                 net += change
             elif size:
-                if number in left or number in own:
+                if number in left or number in new:
                     continue
-                own[number] = change = size
+                new[number] = change = size
             elif number in self.late:
                 late.append(number)
                 continue
-            elif number in own:
-                change = -own.pop(number)
+            elif number in new:
+                change = -new.pop(number)
             elif number in left:
                 left.remove(number)
                 change = -self.sizes[number] if number in alone else 0
@@ -77,7 +77,7 @@ class Recorded:
                 continue
             level += change
             peak = max(peak, level)
-        return Fold(peak, net, tuple(own.items()), tuple(n for n in there if n not in left), tuple(late))
+        return Fold(peak, net, tuple(new.items()), tuple(n for n in there if n not in left), tuple(late))
 
 
 @dataclass(frozen=True)
@@ -85,18 +85,18 @@ class BlockEvents:
     """Logs of one block under one choice. Its parameters and inputs are not in them."""
 
     forward: Log = ()
-    """Its output is freed at the end, where autograd does not keep it."""
+    """Log of its forward. Its output is freed at the end, where autograd does not save it."""
     backward: Log = ()
     outputs: tuple[int, ...] = ()
-    """The storage of each tensor that it returns; 0: one that it was given."""
+    """Storage of each tensor that it returns; 0: one of its inputs."""
     output_grads: Mapping[int, int] = field(default_factory=dict)
-    """The gradients that its backward is given, made at its beginning, by their position among `outputs`."""
+    """Gradients that its backward receives, made at its beginning, by their position among `outputs`."""
     input_grads: Mapping[Place, int] = field(default_factory=dict)
     """Gradients of its inputs, alive at its end, by the place of the input in its call."""
     param_grads: Mapping[str, int] = field(default_factory=dict)
     """Gradients of its parameters by name, alive at its end, but for those that backward added to."""
     apart_end: int = 0
-    """Position in `backward` at which that of its experts has ended, where they are an FSDP2 unit of their own."""
+    """Position in `backward` at which the experts' backward has ended, where they are an FSDP2 unit of their own."""
     weights: Log = ()
     """The second half of backward, which makes `param_grads`, where a pipeline's schedule cuts it in two."""
 
@@ -112,7 +112,7 @@ class BlockEvents:
 
     @property
     def output_grad(self) -> int:
-        """Bytes of the gradients that its backward is given."""
+        """Bytes of the gradients that its backward receives."""
         return self._bytes(self.output_grads.values())
 
     @property
@@ -127,7 +127,7 @@ class BlockEvents:
 
     @property
     def backward_peak(self) -> int:
-        """Most bytes alive in its backward, or the first half of it, above what was there before its forward."""
+        """Most bytes alive in its backward, or the first half of it, above those alive before its forward."""
         level = peak = sum(self.sizes[number] for number in _alive(self.forward))
         for number, size in self.backward:
             level += size or -self.sizes[number]
@@ -158,12 +158,12 @@ class BlockEvents:
 
     @cached_property
     def running_forward(self) -> Recorded:
-        """Its forward. Its output is freed by whoever runs it."""
+        """Log of its forward. The caller that runs it frees the output."""
         return Recorded(self.forward, self._exposed, self.sizes, frozenset(self.outputs) - {0})
 
     @cached_property
     def running_backward(self) -> Recorded:
-        """Its backward, or the first half of it."""
+        """Log of its backward, or the first half of it."""
         return Recorded(self.backward, self._exposed, self.sizes, frozenset())
 
     @cached_property
@@ -175,7 +175,7 @@ class BlockEvents:
 
     @cached_property
     def running_weights(self) -> Recorded:
-        """The second half of its backward."""
+        """Log of the second half of its backward."""
         return Recorded(self.weights, self._exposed, self.sizes, frozenset())
 
 
@@ -192,7 +192,7 @@ class ForwardCall:
     """Position in `OuterEvents.log`."""
     end: int
     inputs: Mapping[Place, int]
-    """The storages that it is given for itself, by place."""
+    """Storages of its inputs, by place."""
     outputs: Mapping[int, int]
     """Storages that it makes, by position."""
 
@@ -206,7 +206,7 @@ class BackwardCall:
     begin: int
     end: int
     grads: Mapping[int, int]
-    """The gradients that it is given, by the position of the output."""
+    """Gradients that it receives, by the position of the output."""
     made: Mapping[Place, int]
     """Storages that it makes, by the place of the input."""
 
@@ -220,20 +220,20 @@ class OuterEvents:
     forward_end: int = 0
     """Position in `log` at which the model has returned."""
     loss_end: int = 0
-    """Position at which the loss is there."""
+    """Position at which the loss has been computed."""
     backs: tuple[BackwardCall, ...] = ()
     backward_end: int = 0
     """Position at which backward, or its first half, has ended."""
     weights_end: int = 0
-    """Position at which its second half has, where a schedule cuts backward in two; else `backward_end`."""
+    """Position at which the second half of backward has ended, where a schedule cuts it in two; else `backward_end`."""
     param_grads: Mapping[str, int] = field(default_factory=dict)
-    """By name; alive at the end."""
+    """Gradients of parameters by name, alive at the end."""
     returns: Mapping[str, int] = field(default_factory=dict)
-    """By name of a parameter, the position at which the module that has it returned last."""
+    """Position at which the module that has a parameter returned last, by name of the parameter."""
     goes_back: Mapping[str, int] = field(default_factory=dict)
-    """The same of the gradient of what that module returned; ``""``: the model."""
+    """Position of the gradient of that module's output, by name of the parameter; ``""``: of the model's output."""
     outputs: tuple[int, ...] = ()
-    """Storages of the model's output, if that is kept."""
+    """Storages of the model's output, if it is kept."""
     input_grads: tuple[int, ...] = ()
     """Storages of the gradients of what a stage of a pipeline received."""
 

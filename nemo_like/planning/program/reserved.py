@@ -1,10 +1,10 @@
-"""What the caching allocator reserves for a training step: the step's allocations, replayed.
+"""Bytes that the caching allocator reserves for a training step: the step's allocations are run through a model of it.
 
-`peak_bytes` counts what tensors take. A GPU runs out of what the allocator has *reserved*: whole segments, of which free
-pieces may fit nothing that is asked for, and those of one stream serve no other. Several steps are replayed, from the
-first one on, in which the optimizer's state comes into being, until one reserves nothing more.
+`peak_bytes` counts what tensors take. A GPU runs out of what the allocator has *reserved*, which is whole segments. Their
+free pieces may be too small for any request, and those of one stream serve no other. Several steps are run, from the first
+one on, in which the optimizer's state is made, until one reserves nothing more.
 
-Nobody has compared these bytes with ``torch.cuda.memory_reserved`` on a GPU yet.
+These bytes have not been compared with ``torch.cuda.memory_reserved`` on a GPU yet.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from nemo_like.planning.program.storages import Allocations
 from nemo_like.planning.query import PlanQuery
 
 _MOST_STEPS = 4
-"""In the second one the optimizer's state is there from the beginning; the third one reserves nothing more, as a rule."""
+"""Most steps to run. In the second, optimizer state exists from the start; the third usually reserves nothing more."""
 
 
 @dataclass(frozen=True)
 class Reserved:
-    """Bytes of one rank."""
+    """Reserved bytes of one rank."""
 
     reserved: int
-    """Most that the allocator reserves, as ``torch.cuda.max_memory_reserved`` would say."""
+    """Most bytes that the allocator reserves, as ``torch.cuda.max_memory_reserved`` would report."""
     allocated: int
-    """Most in blocks that are in use, rounded as the allocator rounds them."""
+    """Most bytes in blocks that are in use, rounded as the allocator rounds them."""
     tensors: int
-    """Most in tensors: `Peak.total`."""
+    """Most bytes in tensors: `Peak.total`."""
     workspaces: int
     """Bytes of `reserved` that libraries take for themselves."""
     given_back: int = 0
@@ -58,8 +58,7 @@ class StepLogs:
         new = {number: size for number, size in storages.sizes.items() if number not in before}
         assert list(gone.values()) == list(new.values()), "a step does not end as it begins"
         self.renewed = dict(zip(new, gone))
-        """The storages that are there when a later step ends, by number, and those that were there when it began in their
-        places."""
+        """Storages that exist when a later step ends, each with the one that was in its place when the step began."""
 
 
 def replay(
@@ -74,7 +73,7 @@ def replay(
         logs: the steps.
         device: a CUDA device.
         config: the allocator's settings; None: torch's defaults.
-        memory: bytes of the device; None: as many as are asked for.
+        memory: bytes of the device; None: as many as are requested.
 
     Raises:
         DeviceMemoryError: `memory` does not suffice.
@@ -98,8 +97,11 @@ def reserved_on(
 
 
 def fullest_ranks(query: PlanQuery, choices: Sequence[Sequence[Choice]]) -> list[int]:
-    """Return the ranks of which one reserves most: of those that run the same layers in the same way, which differ in how
-    many micro-batches are in flight, the one with the highest peak. Arguments as for `StepLogs`."""
+    """Return the ranks of which one reserves most; arguments as for `StepLogs`.
+
+    Ranks that run the same layers in the same way differ in how many micro-batches are in flight. Of them, the one with the
+    highest peak is returned.
+    """
     alike: dict[Hashable, list[int]] = {}
     for rank in range(query.pp.size):
         runs = tuple((query.stages[index].part, tuple(choices[index])) for index in query.of_rank(rank))
@@ -111,11 +113,11 @@ def fullest_ranks(query: PlanQuery, choices: Sequence[Sequence[Choice]]) -> list
 
 
 class _Replayed:
-    """An allocator through which steps go, one after the other.
+    """An allocator through which steps run, one after the other.
 
     Args:
         config, memory: as for `CachingAllocator`.
-        capability: of the device, by which libraries take workspaces.
+        capability: the device's compute capability, which decides how large libraries' workspaces are.
     """
 
     def __init__(self, config: AllocatorConfig | None, memory: int | None, capability: tuple[int, int] | None) -> None:
@@ -145,13 +147,13 @@ class _Replayed:
         self.given_back = self.allocator.retries - retries
 
     def rename(self, numbers: Mapping[int, int]) -> None:
-        """Know storages by other numbers from now on."""
+        """Give storages other numbers from now on."""
         live, sizes = self._live, self._sizes
         live.update({other: live.pop(number) for number, other in numbers.items()})
         sizes.update({other: sizes.pop(number) for number, other in numbers.items()})
 
     def found(self) -> Reserved:
-        """Return the result of all steps so far; `Reserved.given_back` is of the last."""
+        """Return the result of all steps so far; `Reserved.given_back` counts the last step only."""
         allocator = self.allocator
         return Reserved(
             allocator.peak_reserved, allocator.peak_allocated, self._tensors, sum(self._workspaces), self.given_back

@@ -1,8 +1,9 @@
-"""How long a step takes in seconds, by what takes it: kernels, collectives that nothing hides, bubble, optimizer.
+"""Seconds of a step by what takes them: kernels, collectives that nothing hides, bubble, optimizer.
 
-FSDP2 gathers a unit while the one before it computes, and reduces its gradients during the next one's backward: only what is
-longer than that computing counts. Shards in host memory (`cpu_offload`) come over the bus before they are gathered, and
-reduced gradients go there after. The stages of a pipeline run by its schedule, gathered and reduced once in a step.
+FSDP2 gathers a unit while the one before it computes, and reduces its gradients during the next one's backward. Only the
+part that is longer than that computing counts. Shards in host memory (`cpu_offload`) come over the bus before they are
+gathered, and reduced gradients go there after. The stages of a pipeline run by its schedule, gathered and reduced once in a
+step.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from nemo_like.planning.query import Choices, PlanQuery, Stage
 from nemo_like.planning.sharding import UnitBytes
 
 KERNELS_PER_PARAMETER = 12
-"""Of an AdamW step that goes through its parameters one by one."""
+"""Kernels per parameter of an AdamW step that goes through its parameters one by one."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,8 @@ class Links:
 def step_seconds(query: PlanQuery, choices: Choices) -> StepSeconds:
     """Return the seconds of a step, by what takes them.
 
-    Of a pipeline: what the busiest rank computes and sends, what it waits for, and what its stages gather and reduce, which
-    is once in a step.
+    In a pipeline, they are what the busiest rank computes, sends and waits for. What its stages gather and reduce once in a
+    step is added.
     """
     links = Links.of(query.job, query.device)
     if not query.is_pipeline:
@@ -93,7 +94,7 @@ def step_seconds(query: PlanQuery, choices: Choices) -> StepSeconds:
     parts["pipeline bubble"] = max(0.0, computing - sum(parts.values()))
     sending = timeline(actions, seconds, len(stages), handing_on(query)).seconds
     parts["pipeline sends"] = max(0.0, sending - computing)
-    once = [_once_seconds(query, own, links) for own in ranks]
+    once = [_once_seconds(query, indices, links) for indices in ranks]
     for number, name in enumerate(("parameter gathers", "gradient reductions", "optimizer")):
         parts[name] = max(each[number] for each in once)
     return StepSeconds({name: value for name, value in parts.items() if value})
@@ -125,14 +126,14 @@ def seconds_of_stages(query: PlanQuery, choices: Choices) -> list[dict[str, floa
     """Return the seconds of one micro-batch in each stage, by what takes them."""
     links = Links.of(query.job, query.device)
     return [
-        microbatch_seconds(layer_runs(stage, own), links, stage.outside().seconds)
-        for stage, own in zip(query.stages, choices)
+        microbatch_seconds(layer_runs(stage, chosen), links, stage.outside().seconds)
+        for stage, chosen in zip(query.stages, choices)
     ]
 
 
 def seconds_of_actions(stages: Iterable[Mapping[str, float]], pp: PipelineParallel) -> dict[tuple[str, int], float]:
-    """Return seconds by kind of action and stage, of stages by their `microbatch_seconds`."""
-    made = (
+    """Return seconds by kind of action and stage; `stages`: the `microbatch_seconds` of each."""
+    of_stages = (
         StageSeconds(
             forward=parts["forward"],
             backward=parts["backward"],
@@ -142,7 +143,7 @@ def seconds_of_actions(stages: Iterable[Mapping[str, float]], pp: PipelineParall
         )
         for parts in stages
     )
-    return action_seconds(made, pp.replay)
+    return action_seconds(of_stages, pp.replay)
 
 
 def timeline_of(query: PlanQuery, choices: Choices) -> Timeline:
@@ -162,10 +163,13 @@ def busiest_rank(ranks: Sequence[Sequence[int]], stages: Sequence[Mapping[str, f
     return max(range(len(ranks)), key=lambda rank: sum(sum(stages[index].values()) for index in ranks[rank]))
 
 
-def _once_seconds(query: PlanQuery, own: Sequence[int], links: Links) -> tuple[float, float, float]:
-    """Of one rank with the stages `own`: gathers, reductions, which nothing is taken to hide, and the optimizer."""
+def _once_seconds(query: PlanQuery, indices: Sequence[int], links: Links) -> tuple[float, float, float]:
+    """Return the seconds of one rank with the stages `indices`: gathers, reductions and the optimizer.
+
+    Nothing is assumed to hide gathers and reductions.
+    """
     gathers = reductions = optimizer = 0.0
-    for index in own:
+    for index in indices:
         stage = query.stages[index]
         sharding = stage.sharding
         optimizer += optimizer_seconds_of(stage)
@@ -178,12 +182,14 @@ def _once_seconds(query: PlanQuery, own: Sequence[int], links: Links) -> tuple[f
 
 
 def _gathers(query: PlanQuery, index: int) -> int:
-    """How often a step gathers the parameters of stage `index`: once; if each forward frees them, before whatever follows a
-    forward."""
+    """Return how often a step gathers the parameters of stage `index`.
+
+    It is once; if each forward frees them, again before each action that follows a forward.
+    """
     if not query.stages[index].sharding.root.reshard:
         return 1
-    own = [action.kind for rank in actions_of(query.pp) for action in rank if action.stage == index]
-    return 1 + own[:-1].count(FORWARD)
+    kinds = [action.kind for rank in actions_of(query.pp) for action in rank if action.stage == index]
+    return 1 + kinds[:-1].count(FORWARD)
 
 
 def optimizer_seconds_of(stage: Stage) -> float:
@@ -213,12 +219,12 @@ def layer_runs(stage: Stage, choices: Sequence[Choice]) -> list[LayerRun]:
 
 def runs_of_calls(part: TracedPart, calls: Iterable[tuple[int, Choice]]) -> list[LayerRun]:
     """Return calls of layers, as kinds and choices, with equal ones together, without FSDP2 and without copies."""
-    made = []
+    runs = []
     for (kind, choice), count in Counter(calls).items():
         replay = part.blocks[kind].replay(choice, part.problems[kind].reachable)
         full = choice.label == "full"
-        made.append(LayerRun(count, part.blocks[kind], replay, full, None, kind=kind, choice=choice))
-    return made
+        runs.append(LayerRun(count, part.blocks[kind], replay, full, None, kind=kind, choice=choice))
+    return runs
 
 
 def _run(stage: Stage, count: int, kind: int, choice: Choice, moved: int, units: tuple[Any, ...]) -> LayerRun:
@@ -241,10 +247,10 @@ def loop_seconds(
 
     Args:
         runs: the layer calls of one rank (of its stages), grouped.
-        outside: FSDP2's units beside the layers: tail and root.
-        links: who is connected how.
-        step: how many micro-batches, which of them reduce gradients, and whether gradients of the step before are there.
-        outer: seconds of one microbatch's embedding, head and loss, forward and backward.
+        outside: FSDP2's units outside the layers: tail and root.
+        links: the groups of ranks.
+        step: how many micro-batches, which of them reduce gradients, and whether gradients of the step before exist.
+        outer: seconds of one micro-batch's embedding, head and loss, forward and backward.
         optimizer: seconds of the optimizer's step.
     """
     turns = step.microbatches
@@ -272,7 +278,10 @@ def loop_seconds(
 
 
 def inside_seconds(run: LayerRun, links: Links) -> tuple[float, float, float]:
-    """Of one of each: a sum of tensor parallelism, a layer's gathers of keys and values, its exchanges of experts' rows."""
+    """Return the seconds of one of each collective inside a layer.
+
+    They are a sum of tensor parallelism, a layer's gathers of keys and values, and its exchanges of experts' rows.
+    """
     block, device = run.block, links.device
     return (
         roofline.reduce_seconds(block.boundary_bytes, links.tensor, device),
@@ -282,29 +291,32 @@ def inside_seconds(run: LayerRun, links: Links) -> tuple[float, float, float]:
 
 
 class Waits(NamedTuple):
-    """FSDP2 in one layer call: what its collectives and copies take, and what of that computing does not hide; seconds."""
+    """Seconds of FSDP2 in one layer call: of its collectives and copies, and of these what computing does not hide."""
 
     gather: float
     reduce: float
     forward: float
-    """For the gather before forward."""
+    """Exposed seconds of the gather before forward."""
     backward: float
-    """For the one before backward; 0 where the layer stays gathered."""
+    """Exposed seconds of the gather before backward; 0 where the layer stays gathered."""
     reduction: float
     fetch_forward: float = 0.0
-    """For the copy of shards from host memory that is gathered before forward."""
+    """Exposed seconds of the copy of shards from host memory that is gathered before forward."""
     fetch_backward: float = 0.0
     store: float = 0.0
-    """For the copy of reduced gradients to host memory."""
+    """Exposed seconds of the copy of reduced gradients to host memory."""
     copies: tuple[float, float] = (0.0, 0.0)
-    """What a copy from there takes, and one to there."""
+    """Seconds of a copy from host memory, and of one to it."""
     summing: float = 0.0
-    """To add gradients to those that are there. The host waits for reduction and copy first, and launches nothing, so that
-    what else computing hides of both is among it."""
+    """Seconds to add gradients to existing ones.
+
+    The host waits for reduction and copy first, and launches nothing. So the part of both that computing would hide counts
+    here.
+    """
 
 
 def waits_of(run: LayerRun, links: Links) -> Waits:
-    """Of a call of a layer that is a unit."""
+    """Return the seconds of FSDP2 in a call of a layer that is a unit."""
     assert run.unit is not None
     block, again = run.block, 1 if run.replays_exchanges else 0
     sums, gathered, sent = inside_seconds(run, links)
@@ -348,19 +360,22 @@ def _run_seconds(run: LayerRun, links: Links) -> tuple[float, float]:
 
 
 def copy_seconds(units: Sequence[UnitBytes], device: Device) -> tuple[float, float]:
-    """To copy shards from host memory, and reduced gradients to it."""
+    """Return the seconds to copy shards from host memory, and reduced gradients to it."""
     link = device.host_link
     return sum(unit.host_shard for unit in units) / link, sum(unit.host_grad for unit in units) / link
 
 
 def host_sum_seconds(units: Sequence[UnitBytes], device: Device) -> float:
-    """To add gradients to those of an earlier microbatch in host memory: both are read and one is written."""
+    """Return the seconds to add gradients to those of an earlier micro-batch in host memory.
+
+    Both are read and one is written.
+    """
     size = sum(unit.host_grad for unit in units)
     return 3 * size / (device.host_bandwidth or device.host_link) if size else 0.0
 
 
 def unit_seconds(unit: UnitBytes, shards: RankGroup, links: Links) -> tuple[float, float]:
-    """To gather a unit, and to reduce its gradients, over replicas too."""
+    """Return the seconds to gather a unit, and to reduce its gradients, over replicas too."""
     device = links.device
     gather = roofline.gather_seconds(unit.gathered, shards, device)
     reduce = roofline.gather_seconds(unit.reduce_input, shards, device)

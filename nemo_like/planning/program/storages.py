@@ -1,7 +1,8 @@
-"""What a program is written into: `Bytes` adds up levels, `Allocations` lists every allocation for the caching allocator.
+"""Storages that a program is written into.
 
-Both follow the same storages. A recorded log of a layer is one entry for `Bytes`, which knows what it adds and its peak
-(`Recorded.fold`), and all of its entries for `Allocations`.
+`Bytes` adds up levels, `Allocations` lists every allocation for the caching allocator. Both follow the same storages. A
+recorded log of a layer is one entry for `Bytes`, which knows what it adds and its peak (`Recorded.fold`). For `Allocations`
+it is all of its entries.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ COMPUTE, GATHER, REDUCE = "compute", "gather", "reduce"
 
 @dataclass(frozen=True)
 class StepPoint:
-    """One stretch of a step, when most is alive in it."""
+    """One stretch of a step, at the moment when most bytes are alive in it."""
 
     where: str
     phase: str
     """``forward`` | ``backward`` | ``optimizer``."""
     parts: dict[str, int]
-    """Bytes by what they are."""
+    """Bytes by part."""
     upto: int
-    """Layer calls, from the first on, that hold what they keep for backward."""
+    """Number of layer calls, from the first on, that have activations saved for backward."""
     in_flight: tuple[tuple[int, str, int], ...] = ()
-    """For each micro-batch of a pipeline's rank that waits: stage, where it waits, and bytes."""
+    """Waiting micro-batches of a pipeline's rank: for each its stage, the place where it waits, and its bytes."""
     stage: int = 0
     """The stage that runs."""
 
@@ -44,12 +45,11 @@ class Peak:
     """A predicted peak."""
 
     parts: Mapping[str, int]
-    """Bytes by what they are, at the peak."""
+    """Bytes by part, at the peak."""
     at: str
-    """The place in the step, in words."""
+    """Place in the step, in words."""
     held: int
-    """Alive when the model's forward has ended, its output among it, beyond what stays from step to step (`STAYING`);
-    bytes."""
+    """Bytes alive when the model's forward has ended, with its output, without what stays between steps (`STAYING`)."""
 
     @property
     def total(self) -> int:
@@ -58,7 +58,7 @@ class Peak:
 
     @property
     def words(self) -> str:
-        """The place and the four largest parts: ``"optimizer step: parameters 1.00GiB, ..."``."""
+        """Place and the four largest parts: ``"optimizer step: parameters 1.00GiB, ..."``."""
         largest = sorted(self.parts.items(), key=lambda part: -part[1])[:4]
         return f"{self.at}: " + ", ".join(f"{name} {write_bytes(size)}" for name, size in largest)
 
@@ -68,7 +68,7 @@ class LogRun:
     """The storages of one run of a recorded log."""
 
     alive: dict[int, int] = field(default_factory=dict)
-    """By their numbers in the log: all, or for `Bytes` those that are exposed."""
+    """Storages by their numbers in the log: all, or for `Bytes` those that are exposed."""
     other_bytes: int = 0
     """Bytes of the storages that are not exposed."""
 
@@ -81,12 +81,12 @@ class Moved(NamedTuple):
 
 
 class Storages:
-    """Storages by number, each with the number of those that hold it: the last one frees it."""
+    """Storages by number, each with the number of its holders: the last one frees it."""
 
     phase, upto, stage = "forward", 0, 0
-    """See `StepPoint`."""
+    """Fields of the `StepPoint` that is written."""
     suffix = ""
-    """Added to the names of places: the action that runs."""
+    """Name of the action that runs, added to the names of places."""
 
     def __init__(self) -> None:
         self.made = 0
@@ -122,12 +122,14 @@ class Storages:
             self.drop(storage)
 
     def make_and_drop(self, size: int, part: Part, stream: str = COMPUTE) -> None:
-        """Made and freed at once."""
+        """Make a storage and free it at once."""
         self.drop(self.make(size, part, stream))
 
     def run_entries(self, entries: Sequence[tuple[int, int]], storages: dict[int, int], part: Part) -> None:
-        """Make and free what the entries of a log say; what is there already is not made, and what somebody else has taken
-        is not freed."""
+        """Make and free storages by the entries of a log.
+
+        A storage that exists already is not made, and one that another holder has taken is not freed.
+        """
         make, drop = self.make, self.drop
         for number, size in entries:
             if size:
@@ -136,7 +138,7 @@ class Storages:
             elif number in storages:
                 drop(storages.pop(number))
 
-    # What the readers do differently. Most need no words about parts, places and marks.
+    # Methods that the readers implement differently. Most ignore parts, places and marks.
 
     def _alloc(self, number: int, size: int, part: Part, stream: str) -> None:
         raise NotImplementedError
@@ -145,12 +147,14 @@ class Storages:
         raise NotImplementedError
 
     def run_log(self, log: Recorded, run: LogRun, part: Part) -> Sequence[int]:
-        """Run a recorded log in `run`; what stays of it afterwards is of `part`. Returns the numbers of what it frees at
-        its end, which is left to the caller."""
+        """Run a recorded log in `run`; storages that stay afterwards belong to `part`.
+
+        Return the numbers of the storages that it frees at its end: freeing them is left to the caller.
+        """
         raise NotImplementedError
 
     def move_out(self, run: LogRun, size: int) -> Moved | None:
-        """Free a storage of so many bytes that `run` keeps; None: it has none."""
+        """Free a storage of so many bytes that `run` has; None: it has none."""
         raise NotImplementedError
 
     def move_back(self, run: LogRun, away: Moved) -> None:
@@ -164,7 +168,7 @@ class Storages:
         raise NotImplementedError
 
     def mark(self, where: str) -> None:
-        """Name what follows."""
+        """Name the stretch that follows."""
 
     def end_forward(self) -> None:
         """Note that the model has returned."""
@@ -173,14 +177,14 @@ class Storages:
         """Note that an action of a rank begins."""
 
     def end_action(self) -> tuple[int, int] | None:
-        """Return the most bytes alive since the action began, and those alive now; None: they are not counted."""
+        """Return the most bytes alive since the action began, and the bytes alive now; None: they are not counted."""
         return None
 
     def park(self, stage: int, number: int, what: str) -> None:
-        """Count all that layers hold, and what is outside of them, as waiting with this micro-batch."""
+        """Count the saved activations of layers, and what is outside the layers, as waiting with this micro-batch."""
 
     def unpark(self, stage: int, number: int, what: str) -> None:
-        """Count it as running again."""
+        """Count the bytes of a waiting micro-batch as running again."""
 
     def relabel(self, storage: int, part: Part) -> None:
         """Count a storage as another part from now on."""
@@ -193,7 +197,7 @@ class Bytes(Storages):
     """Level of bytes that are alive, by part, and the highest one."""
 
     def __init__(self, points: list[StepPoint] | None = None) -> None:
-        """Begin with no bytes; `points`: gets every stretch between two marks."""
+        """Begin with no bytes; `points`: receives every stretch between two marks."""
         super().__init__()
         self.now: dict[str, int] = dict.fromkeys(Part, 0)
         self.total = 0
@@ -205,7 +209,7 @@ class Bytes(Storages):
         self._most, self._parts, self._action = -1, self.now, 0
         self._at = self.phase, self.upto, self.stage
         self.parked: dict[tuple[int, int, str], tuple[int, int]] = {}
-        """By stage, micro-batch and place, what waiting micro-batches hold: bytes of layers, and others."""
+        """Bytes of waiting micro-batches, of layers and others, by stage, micro-batch and place."""
         self.held = 0
 
     def _alloc(self, number: int, size: int, part: Part, stream: str) -> None:
@@ -224,7 +228,7 @@ class Bytes(Storages):
         self.total -= size
 
     def _look(self, extra: int) -> None:
-        """Take into account bytes of the running layer that are there for a moment."""
+        """Take into account bytes of the running layer that are alive for a moment."""
         total = self.total + extra
         if total > self._action:
             self._action = total
@@ -237,7 +241,9 @@ class Bytes(Storages):
 
     def run_log(self, log: Recorded, run: LogRun, part: Part) -> Sequence[int]:
         storages = run.alive
-        fold = log.fold(frozenset(storages), frozenset(n for n, s in storages.items() if self.holders.get(s) == 1))
+        fold = log.fold(
+            frozenset(storages), frozenset(n for n, storage in storages.items() if self.holders.get(storage) == 1)
+        )
         self._look(fold.peak)
         self.now[part] += fold.net
         self.total += fold.net
@@ -305,7 +311,7 @@ class Bytes(Storages):
         self.held = self.total - sum(self.now[part] for part in STAYING)
 
     def in_flight(self) -> tuple[tuple[int, str, int], ...]:
-        """See `StepPoint.in_flight`."""
+        """Return the waiting micro-batches, as in `StepPoint.in_flight`."""
         return tuple((stage, what, sum(sizes)) for (stage, _, what), sizes in self.parked.items())
 
     def park(self, stage: int, number: int, what: str) -> None:
@@ -334,7 +340,7 @@ class Allocations(Storages):
     def __init__(self) -> None:
         super().__init__()
         self.log: list[tuple[int, int, str]] = []
-        """In order: the number of a storage, its bytes (0: it is freed), and its stream."""
+        """Events in order: the number of a storage, its bytes (0: it is freed), and its stream."""
 
     def _alloc(self, number: int, size: int, part: Part, stream: str) -> None:
         self.log.append((number, size, stream))
@@ -355,11 +361,13 @@ class Allocations(Storages):
         return late
 
     def move_out(self, run: LogRun, size: int) -> Moved | None:
-        own = run.alive
-        number = next((n for n, s in own.items() if self.sizes.get(s) == size and self.holders[s] == 1), 0)
+        alive = run.alive
+        number = next(
+            (n for n, storage in alive.items() if self.sizes.get(storage) == size and self.holders[storage] == 1), 0
+        )
         if not number:
             return None
-        self.drop(own.pop(number))
+        self.drop(alive.pop(number))
         return Moved(number, size)
 
     def move_back(self, run: LogRun, away: Moved) -> None:
@@ -373,14 +381,14 @@ class Allocations(Storages):
         for each in memory.passes:
             before = 0
             for sizes in each.alone:
-                made = [self._step(sizes[0])]
+                buffers = [self._step(sizes[0])]
                 if each.hands_over:
                     self.drop(before)
-                made += map(self._step, sizes[1:])
+                buffers += map(self._step, sizes[1:])
                 if not each.hands_over:
                     self.drop(before)
-                self.drop_all(made[:-1])
-                before = made[-1]
+                self.drop_all(buffers[:-1])
+                before = buffers[-1]
             self.drop(before)
             self.drop_all([self._step(size) for size in each.together])
 

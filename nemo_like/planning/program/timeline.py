@@ -1,4 +1,4 @@
-"""How long a pipeline's schedule takes: each rank's actions in their order, each once what it needs is there."""
+"""Timeline of a pipeline's schedule: each rank's actions in their order, each as soon as what it needs exists."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from nemo_like.distributed.pipeline.schedules import BACKWARD, FORWARD, INPUTS, 
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each action runs, seconds from the step's start."""
+    """Times at which each action runs, in seconds from the step's start."""
 
     spans: tuple[tuple[tuple[Action, float, float], ...], ...]
-    """For each rank: action, begin and end."""
+    """Actions of each rank, each with its begin and end."""
 
     @property
     def seconds(self) -> float:
-        """From the first action to the end of the last."""
+        """Seconds from the first action to the end of the last."""
         return max((span[2] for rank in self.spans for span in rank), default=0.0)
 
     @property
@@ -30,21 +30,21 @@ class Timeline:
 
 
 class StageSeconds(NamedTuple):
-    """One microbatch in one stage."""
+    """Seconds of one micro-batch in one stage."""
 
     forward: float
-    """Of its layers."""
+    """Seconds of its layers' forward."""
     backward: float
-    """Of its layers, without what is replayed."""
+    """Seconds of its layers' backward, without recomputation."""
     replay: float
     outer: float = 0.0
     """Forward and backward of embedding, head and loss, of which a third is the forward."""
     sent: float = 0.0
-    """By collectives inside: forward and backward send as much."""
+    """Seconds of collectives inside: forward and backward send as much."""
 
 
 def action_seconds(stages: Iterable[StageSeconds], replay: str) -> dict[tuple[str, int], float]:
-    """Seconds by kind of action and stage; `replay`: ``"twice"`` if both halves of a cut backward replay."""
+    """Return seconds by kind of action and stage; `replay`: ``"twice"`` if both halves of a cut backward recompute."""
     seconds: dict[tuple[str, int], float] = {}
     for index, own in enumerate(stages):
         third, sent, again = own.outer / 3, own.sent / 2, own.replay if replay == "twice" else 0.0
@@ -62,19 +62,19 @@ def timeline(
     """Run the schedule.
 
     Args:
-        actions: of each rank, in its order.
-        seconds: by kind of action and stage.
-        stages: how many there are.
+        actions: actions of each rank, in its order.
+        seconds: seconds by kind of action and stage.
+        stages: number of stages.
         sending: seconds from the end of an action to the begin of one on another rank that needs it.
 
     Raises:
-        ValueError: the order is none in which every action gets what it needs.
+        ValueError: in this order, an action never gets what it needs.
     """
     done: dict[tuple[str, int, int], float] = {}
     free, at = [0.0] * len(actions), [0] * len(actions)
     spans: list[list[tuple[Action, float, float]]] = [[] for _ in actions]
     left = sum(map(len, actions))
-    ranks = {action.stage: rank for rank, own in enumerate(actions) for action in own}
+    ranks = {action.stage: rank for rank, rank_actions in enumerate(actions) for action in rank_actions}
     late = {
         (stage, other): sending if ranks[stage] != ranks[other] else 0.0
         for stage in ranks
@@ -83,9 +83,9 @@ def timeline(
     }
     while left:
         before = left
-        for rank, own in enumerate(actions):
-            while at[rank] < len(own):
-                action = own[at[rank]]
+        for rank, rank_actions in enumerate(actions):
+            while at[rank] < len(rank_actions):
+                action = rank_actions[at[rank]]
                 ready = _ready(action, done, stages, late)
                 if ready is None:
                     break
@@ -95,7 +95,9 @@ def timeline(
                 spans[rank].append((action, begin, end))
                 at[rank], left = at[rank] + 1, left - 1
         if left == before:
-            stuck = next(own[at[rank]] for rank, own in enumerate(actions) if at[rank] < len(own))
+            stuck = next(
+                rank_actions[at[rank]] for rank, rank_actions in enumerate(actions) if at[rank] < len(rank_actions)
+            )
             raise ValueError(f"The schedule comes to a standstill at {stuck}: what it needs is never made.")
     return Timeline(tuple(map(tuple, spans)))
 
@@ -107,7 +109,7 @@ def _result(action: Action) -> str:
 def _ready(
     action: Action, done: Mapping[tuple[str, int, int], float], stages: int, late: Mapping[tuple[int, int], float]
 ) -> float | None:
-    """When what `action` needs is there; None: not yet. `late`: how long it takes between two stages."""
+    """Return the time at which what `action` needs exists; None: it does not yet. `late`: seconds between two stages."""
     stage, number = action.stage, action.microbatch
     needed: list[tuple[str, int, int]] = []
     if action.kind == FORWARD:
