@@ -23,7 +23,7 @@ from nemo_like.torch_compat import OpOverload
 
 @dataclass(frozen=True)
 class Device:
-    """What planning knows of an accelerator. Speeds are those that real kernels reach, not peaks."""
+    """Rates and sizes of an accelerator. Speeds are those that real kernels reach, not peaks."""
 
     name: str
     memory_bytes: int
@@ -52,7 +52,7 @@ class Device:
     launch_seconds: float = 0.0
     """The least that one kernel takes, with its launch."""
     rates: str = "the table"
-    """Where its speeds come from: the table, or the file of a calibration."""
+    """Source of its speeds: the table, or the file of a calibration."""
     known_as: str = ""
     """The table's name of it, where it has another one of its own."""
     host_bandwidth: float = 0.0
@@ -67,7 +67,7 @@ class Device:
 
     @property
     def knows_host_rates(self) -> bool:
-        """Whether the seconds of an optimizer in host memory are known."""
+        """Return whether the seconds of an optimizer in host memory are known."""
         return self.kind == "cpu" or bool(self.host_bandwidth)
 
     def check_host_rates(self, asked: str) -> None:
@@ -149,14 +149,14 @@ def device_of(job: Job) -> Device:
 
 
 def cache_folder() -> Path:
-    """Where what was measured lies: ``NEMO_LIKE_CACHE``, else ``nemo_like`` in the user's folder for caches."""
+    """Return the folder of what was measured: ``NEMO_LIKE_CACHE``, else ``nemo_like`` in the user's folder for caches."""
     if own := os.environ.get("NEMO_LIKE_CACHE"):
         return Path(own)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nemo_like"
 
 
 def rates_file(device: Device) -> Path:
-    """The file of what devices of that kind reach."""
+    """Return the file of the rates that devices of that kind reach."""
     name = device.known_as or device.name
     return cache_folder() / "rates" / (re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") + ".json")
 
@@ -172,7 +172,7 @@ RATES: Mapping[str, tuple[str, str | None]] = {
     "nvlink": ("nvlink", None),
     "network": ("network", None),
 }
-"""What is measured: the field of `Device` that it replaces, and its entry there."""
+"""By field of `Device` that is measured, its entry in the file."""
 
 
 def calibrated(device: Device) -> Device:

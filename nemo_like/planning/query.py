@@ -139,18 +139,11 @@ class Traced:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(self.sample))
 
     @cached_property
-    def _modules(self) -> dict[str, nn.Module]:
-        return dict(bare_modules(self.whole))
-
-    @cached_property
     def _settings(self) -> dict[str, int]:
         """Number of each layer that is equal for equal layers, of which the same is trained."""
-        return {name: self.known.number(settings_of(self._modules[name])) for name in self._cut_layers}
-
-    @property
-    def _cut_layers(self) -> tuple[str, ...]:
-        assert isinstance(self.known.cut, StageParts)
-        return self.known.cut.layers
+        modules, cut = dict(bare_modules(self.whole)), self.known.cut
+        assert isinstance(cut, StageParts)
+        return {name: self.known.number(settings_of(modules[name])) for name in cut.layers}
 
     def _part(self, job: Job, which: Hashable, make: Callable[[], tuple[nn.Module, Any]]) -> TracedPart:
         key = (which, local_shape(job))

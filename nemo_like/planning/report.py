@@ -371,6 +371,13 @@ def make_report(
     if best is not None and query.job.ep.size > 1:
         peak = balanced_peak(query, best.choices)
         balanced = None if peak is None else peak.total
+    pipeline = {
+        "stages": len(query.stages),
+        "schedule": query.pp.schedule,
+        "microbatches": query.microbatches,
+        "layers_per_stage": query.counts,
+        "in_flight": [query.most_in_flight(index) for index in range(len(query.stages))],
+    }
     return PlanReport(
         tuple(rows),
         best,
@@ -382,18 +389,8 @@ def make_report(
         tokens,
         balanced,
         max(map(_padding, query.stages)),
-        pipeline=_pipeline(query) if query.is_pipeline else None,
+        pipeline=pipeline if query.is_pipeline else None,
     )
-
-
-def _pipeline(query: PlanQuery) -> dict[str, Any]:
-    return {
-        "stages": len(query.stages),
-        "schedule": query.pp.schedule,
-        "microbatches": query.microbatches,
-        "layers_per_stage": query.counts,
-        "in_flight": [query.most_in_flight(index) for index in range(len(query.stages))],
-    }
 
 
 def fastest_within(query: PlanQuery, limit: int) -> ReportRow | None:

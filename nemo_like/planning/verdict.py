@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from nemo_like.options import parse_bytes
 from nemo_like.planning.program.allocator import DeviceMemoryError
@@ -39,8 +38,8 @@ def verdict(query: PlanQuery, choices: Choices, peak: Peak, limit: int) -> Need:
 
     `peak`: the peak of `choices` on the highest rank.
     """
-    reserved = reserved_within(query, choices, limit, fullest_ranks(query, choices))
-    return need_of(query, peak, reserved)
+    ranks = () if query.device.cuda is None else fullest_ranks(query, choices)
+    return need_of(query, peak, reserved_within(query, choices, limit, ranks))
 
 
 def need_of(query: PlanQuery, peak: Peak, reserved: Iterable[int]) -> Need:
@@ -76,13 +75,9 @@ def _within(query: PlanQuery, logs: StepLogs, memory: int) -> int:
     return replay(logs, device, config).reserved if run.given_back else run.reserved
 
 
-Planned = tuple[Any, Peak]
-"""Choices of a plan, and its peak."""
-
-
 def plan_within(
-    query: PlanQuery, limit: int, make: Callable[[int], Planned | None]
-) -> tuple[Any, Peak, Need, str] | None:
+    query: PlanQuery, limit: int, make: Callable[[int], tuple[Choices, Peak] | None]
+) -> tuple[Choices, Peak, Need, str] | None:
     """Return a plan whose deciding bytes are within `limit`: its choices, its peak, its need, and its budget in words.
 
     A plan is made for a peak. Where more is reserved than `limit`, the next plan is made for a peak that is lower in the

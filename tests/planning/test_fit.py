@@ -405,7 +405,7 @@ def test_no_pipeline_takes_less_than_its_bounds_by_the_whole_model():
     for key in search.by_shape:
         entries = list(search._entries(key))
         assert {conf.schedule for _, (conf, _) in entries} == set(schedules)
-        assert not search.shapes[key].cuts
+        assert not search.shapes[key]._queries
         (bounds,) = search.bounds._staged.values()
         for least, (conf, _) in entries:
             resolved = search._resolve(search.shapes[key], conf)

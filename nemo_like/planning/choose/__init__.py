@@ -1,1 +1,1 @@
-"""What each layer saves: the best choices of a layer, of all layers, and within a budget."""
+"""Choices of what layers save: the best of one layer, of all layers, and within a budget."""

@@ -15,7 +15,7 @@ from nemo_like.planning.program.roofline import exposed_seconds, op_seconds
 from nemo_like.planning.trace.block import BlockTrace, OpRecord
 
 _CLOSE = 1e-3
-"""How much more than the least a choice of a block with too many of them may cost, as a share of it."""
+"""Cost above the least that a choice of a block with too many of them may have, as a share of it."""
 _MOST = 4096
 """Choices of one block that are looked at together."""
 
@@ -40,7 +40,7 @@ class Choice:
 
     @property
     def is_full(self) -> bool:
-        """``ac="full"`` itself, and not only a choice that came from it."""
+        """Return whether it is ``ac="full"`` itself, and not only a choice that came from it."""
         return self.label == "full" and set(self.decisions) <= {"recompute", "save"}
 
 
@@ -66,16 +66,16 @@ class BlockProblem:
 
     @property
     def forward_seconds(self) -> float:
-        """One forward pass."""
+        """Seconds of one forward pass."""
         return sum(self.seconds)
 
     @property
     def reachable(self) -> int:
-        """How many of `records` a replay gets to, before the early stop."""
+        """Number of `records` that a recomputation runs before its early stop."""
         return sum(1 for i in self._index if i < self.trace.last_pack)
 
     def ops(self, by: str = "seconds") -> tuple[solver.Op, ...]:
-        """The solver's ops; their cost is replay ``"seconds"`` or ``"flops"``."""
+        """Return the solver's operators, whose cost is ``"seconds"`` or ``"flops"`` of recomputation."""
         reachable = self.reachable
         made = []
         for k, record in enumerate(self.records):
@@ -99,7 +99,7 @@ class BlockProblem:
         return Choice("none", self.trace.none_bytes, 0, 0, 0.0)
 
     def choice(self, point: solver.Point, label: str = "plan") -> Choice:
-        """A solver's point as a choice: its bytes with the inputs, its replay in FLOPs and seconds."""
+        """Return a solver's point as a choice: its bytes with the inputs, its recomputation in FLOPs and seconds."""
         reachable = self.reachable
         words = tuple(  # behind the early stop nothing runs, so there is nothing to decide
             word if k < reachable else "recompute" for k, word in enumerate(point.decisions(len(self.records)))
@@ -146,7 +146,7 @@ class BlockProblem:
         return best_of([self.full(), *self._choices(solver.spread(found, _MOST), host), self.none()])
 
     def every(self, skip: bool) -> tuple[solver.Point, ...] | None:
-        """Every best choice for its bytes; None where the block has too many to go through."""
+        """Return every best choice for its bytes; None: the block has too many to go through."""
         return self._with_skips if skip else self._without_skips
 
     @cached_property
@@ -158,7 +158,7 @@ class BlockProblem:
         return solver.linear_frontier(self.ops())
 
     def at_budgets(self, budgets: Iterable[int], *, host: int) -> list[Choice]:
-        """The best way to run the block with skips for each of these numbers of held bytes, inputs included."""
+        """Return the best way to run the block with skips for each of these numbers of saved bytes, inputs included."""
         if not self.trace.saves_something:
             return []
         ops = self.ops()
@@ -204,7 +204,7 @@ class BlockProblem:
 
 
 def best_of(choices: Iterable[Choice]) -> tuple[Choice, ...]:
-    """Those that no other beats in both held bytes and seconds, ascending in bytes."""
+    """Return the choices that no other beats in both saved bytes and seconds, ascending in bytes."""
     kept: list[Choice] = []
     for choice in sorted(choices, key=lambda c: (c.held_bytes, c.replay_seconds, c.host_bytes)):
         if not kept or choice.replay_seconds < kept[-1].replay_seconds:
@@ -226,11 +226,11 @@ def _forced(record: OpRecord) -> str | None:
 
 
 _FINER = 6
-"""How many budgets are solved for between two neighbouring choices, where a mix stands on them."""
+"""Budgets between two neighbouring choices that are solved for, where a mix is on them."""
 
 
 _AROUND = 100
-"""How many choices on either side of those that a mix uses are looked at again, where all are known."""
+"""Choices on either side of those that a mix uses that are looked at again, where all are known."""
 
 
 @dataclass(frozen=True)
@@ -273,7 +273,7 @@ class Stack:
         return max(0.0, mix.cost - bound) if bound is not None else 0.0
 
     def assignment(self, mix: solver.Mix) -> list[Choice]:
-        """A choice for each call. Within a kind, the layers that hold more come later: backward frees them first."""
+        """Return a choice for each call. Within a kind, layers that save more come later: backward frees them first."""
         chosen: dict[int, Choice] = {}
         for group, counts in zip(self.groups, mix.counts):
             ordered = [c for c, n in zip(group.choices, counts) for _ in range(n)]  # choices ascend in held bytes

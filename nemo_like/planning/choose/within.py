@@ -1,4 +1,4 @@
-"""Which choices are the fastest within a budget; and where none fit, the least, and what would lower it."""
+"""The fastest choices within a budget; and where none fit, the least, and what would lower it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nemo_like.planning.program.rank import rank_peak
 from nemo_like.planning.query import PlanQuery, Stage
 
 Mixed = tuple[Stack, solver.Mix]
-"""What the layers of one stage choose from, and which of it they take."""
+"""Choices of the layers of one stage, and the mix of them that is taken."""
 
 
 def choose(query: PlanQuery, budget: MemoryBudget, asked: str = "") -> tuple[list[list[Choice]], float]:
@@ -43,7 +43,7 @@ def choose(query: PlanQuery, budget: MemoryBudget, asked: str = "") -> tuple[lis
 
 
 def _choices(stage: Stage, stack: Stack, mix: solver.Mix) -> list[Choice]:
-    """Those of a mix, as the engine runs them."""
+    """Return the choices of a mix, as the engine runs them."""
     return stage.part.proved_all(stack.assignment(mix))
 
 
@@ -69,7 +69,7 @@ def _within_share(query: PlanQuery, stage: Stage, fraction: float, asked: str) -
 
 
 def _within_peak(query: PlanQuery, rank: int, limit: int, asked: str) -> dict[int, Mixed]:
-    """The fastest mixes of the stages of one rank, by stage.
+    """Return the fastest mixes of the stages of one rank, by stage.
 
     From those that save least, step by step to the next mix of the stage where a byte saves most time; a byte of a stage
     counts for each micro-batch that it has in flight.

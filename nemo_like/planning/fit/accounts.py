@@ -4,28 +4,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 from nemo_like._util.words import write_bytes
 from nemo_like.activation_checkpointing.plan import Part
 from nemo_like.losses.model_loss import find_head
-from nemo_like.options.optimizers import TrainedParameter
 from nemo_like.planning.choose.layer import BlockProblem, Choice
-from nemo_like.planning.devices import Device
-from nemo_like.planning.fit.explained import (
-    Account,
-    RankPeak,
-    Row,
-    Rows,
-    inside_rows,
-    kernel_rows,
-    merged,
-    outer_rows,
-    ranks,
-    rows_of,
-    second_rows,
-)
+from nemo_like.planning.fit.explained import Account, RankPeak, Row, fsdp_rows, merged, microbatch_rows, ranks, rows_of
 from nemo_like.planning.fit.layouts import Configuration
 from nemo_like.planning.fit.shapes import Shape
 from nemo_like.planning.program.rank import peaks_of, points_of
@@ -50,7 +36,7 @@ _NOTHING = 1e-12
 def account_of(shape: Shape, conf: Configuration, choices: Choices, seconds: StepSeconds) -> Account:
     """Return where the bytes of the peak and the `seconds` of a configuration come from."""
     query = shape.query(conf)
-    finer = (_staged_second_rows if query.is_pipeline else _second_rows)(query, conf, choices, seconds)
+    finer = merged(_second_rows(query, choices, seconds))
     peaks = peaks_of(query, choices)
     most = max(range(len(peaks)), key=lambda rank: peaks[rank].total)
     lines = {
@@ -59,55 +45,37 @@ def account_of(shape: Shape, conf: Configuration, choices: Choices, seconds: Ste
     }
     of_ranks = (RankPeak(tuple(query.of_rank(rank)), peak.total, peak.at) for rank, peak in enumerate(peaks))
     return Account(
-        byte_rows(query, choices, most, highest(points_of(query, most, choices))),
+        byte_rows(query, choices, most, max(points_of(query, most, choices), key=lambda point: point.total)),
         rows_of(seconds.parts, finer, seconds.total * _NOTHING),
         tuple(of_ranks) if query.is_pipeline else (),
         lines,
     )
 
 
-def _second_rows(query: PlanQuery, conf: Configuration, choices: Choices, seconds: StepSeconds) -> Rows:
-    (stage,), (chosen,) = query.stages, choices
-    links, took = Links.of(query.job, query.device), seconds.parts.get("optimizer", 0.0)
-    finer = second_rows(layer_runs(stage, chosen), units_outside(stage), stage, links, conf)
-    name, sharding = query.job.step.optimizer, stage.sharding
-    what = _optimizer(sharding.trained, name, query.device, sharding.trained_on_host)
-    return finer | {"optimizer": [Row("optimizer", what, took)]}
-
-
-def _staged_second_rows(query: PlanQuery, conf: Configuration, choices: Choices, seconds: StepSeconds) -> Rows:
-    device, turns = query.device, conf.grad_accum
-    links = Links.of(conf.job, device)
-    parts = seconds_of_stages(query, choices)
-    busiest = busiest_rank([query.of_rank(rank) for rank in range(query.pp.size)], parts)
-    row_groups: list[Rows] = []
-    for index in query.of_rank(busiest):
-        where, stage = f"stage {index}: ", query.stages[index]
-        row_groups.append({"head and embedding": outer_rows(stage.outside().kinds, turns, where)})
-        for run in layer_runs(stage, choices[index]):
-            reachable = stage.part.problems[run.kind].reachable
-            row_groups.append(kernel_rows(run, reachable, run.count * turns, where))
-            row_groups.append(inside_rows(run, links, run.count * turns))
-    finer = merged(row_groups)
-    handed = handing_on(query)
-    late = seconds.parts.get("pipeline sends", 0.0)
-    sent = handed * turns * _sends(query, busiest)
-    finer["pipeline sends"] = [Row("pipeline sends", f"hand-overs (pp, {conf.pp} ranks)", late, max(0.0, sent - late))]
-    finer["pipeline bubble"] = [
-        Row("pipeline bubble", f"rank {busiest} waits", seconds.parts.get("pipeline bubble", 0.0))
-    ]
-    name, stages = query.job.step.optimizer, [query.stages[index] for index in query.of_rank(busiest)]
-    trained = [param for stage in stages for param in stage.sharding.trained]
-    finer["optimizer"] = [Row("optimizer", _optimizer(trained, name, device), seconds.parts.get("optimizer", 0.0))]
-    over = ranks("dp_shard", links.shards)
-    finer["parameter gathers"] = [
-        Row("parameter gathers", f"all-gather of a rank's stages ({over})", seconds.parts.get("parameter gathers", 0.0))
-    ]
-    reductions = f"reduce-scatter ({over}), then all-reduce ({ranks('dp_replicate', links.replicas)})"
-    finer["gradient reductions"] = [
-        Row("gradient reductions", reductions, seconds.parts.get("gradient reductions", 0.0))
-    ]
-    return finer
+def _second_rows(query: PlanQuery, choices: Choices, seconds: StepSeconds) -> Iterator[Row]:
+    """Yield the rows of the rank that is busy longest; of a pipeline, parts that its stages do not decide have one row."""
+    links, turns, parts = Links.of(query.job, query.device), query.microbatches, seconds.parts
+    every = [query.of_rank(rank) for rank in range(query.pp.size)]
+    busiest = busiest_rank(every, seconds_of_stages(query, choices)) if query.is_pipeline else 0
+    stages = [query.stages[index] for index in every[busiest]]
+    for stage in stages:
+        index = stage.slice.index
+        runs, where = layer_runs(stage, choices[index]), f"stage {index}: " if query.is_pipeline else ""
+        yield from microbatch_rows(stage, runs, links, turns, where)
+        if not query.is_pipeline:
+            yield from fsdp_rows(runs, units_outside(stage), query.job.step, links, turns)
+    yield Row("optimizer", _optimizer(stages), parts.get("optimizer", 0.0))
+    if not query.is_pipeline:
+        return
+    late, sent = parts.get("pipeline sends", 0.0), handing_on(query) * turns * _sends(query, busiest)
+    yield Row("pipeline sends", f"hand-overs (pp, {query.pp.size} ranks)", late, max(0.0, sent - late))
+    over, replicas = ranks("dp_shard", links.shards), ranks("dp_replicate", links.replicas)
+    for part, what in (
+        ("pipeline bubble", f"rank {busiest} waits"),
+        ("parameter gathers", f"all-gather of a rank's stages ({over})"),
+        ("gradient reductions", f"reduce-scatter ({over}), then all-reduce ({replicas})"),
+    ):
+        yield Row(part, what, parts.get(part, 0.0))
 
 
 def _sends(query: PlanQuery, rank: int) -> int:
@@ -117,28 +85,21 @@ def _sends(query: PlanQuery, rank: int) -> int:
     return sum(other not in indices for _, other in edges)
 
 
-def _optimizer(
-    trained: Sequence[TrainedParameter], name: str, device: Device, on_host: Sequence[TrainedParameter] = ()
-) -> str:
-    """Return in words what the optimizer's step waits for.
-
-    `on_host`: trained parameters in host memory, where none is elsewhere.
-    """
-    kernels, where = len([*trained, *on_host]) * KERNELS_PER_PARAMETER, " in host memory" if on_host else ""
-    passes = optimizer_seconds(trained, name, device) + host_optimizer_seconds(on_host, name, device)
+def _optimizer(stages: Sequence[Stage]) -> str:
+    """Return in words what the optimizer's step waits for."""
+    name, device = stages[0].job.step.optimizer, stages[0].device
+    here = [param for stage in stages for param in stage.sharding.trained]
+    on_host = [param for stage in stages for param in stage.sharding.trained_on_host]
+    kernels, where = len([*here, *on_host]) * KERNELS_PER_PARAMETER, " in host memory" if on_host else ""
+    passes = optimizer_seconds(here, name, device) + host_optimizer_seconds(on_host, name, device)
     if kernels * device.launch_seconds > passes:
         return f"{name}{where}: launches of {kernels} kernels"
-    size = write_bytes(sum(param.size for param in [*trained, *on_host]))
+    size = write_bytes(sum(param.size for param in [*here, *on_host]))
     return f"{name}{where}: passes over {size} of parameters, gradients and states"
 
 
 _INPUTS = "layers' inputs"
 _HEAD = ("forward of the head", "loss", "backward of the head")
-
-
-def highest(points: Sequence[StepPoint]) -> StepPoint:
-    """Return the first of the highest points."""
-    return max(points, key=lambda point: point.total)
 
 
 def byte_rows(query: PlanQuery, choices: Choices, rank: int, point: StepPoint) -> tuple[Row, ...]:

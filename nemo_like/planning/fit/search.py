@@ -107,7 +107,8 @@ class Search:
         try:
             self._walk(queue, order, count)
         except KeyboardInterrupt:
-            resolved = [item for _, _, item in sorted(queue, key=lambda entry: entry[:2]) if _is_resolved(item)]
+            items = (item for *_, item in sorted(queue, key=lambda entry: entry[:2]))
+            resolved = [item for item in items if isinstance(item, tuple) and item[1] is not None]
             if not (resolved or self.found.best):
                 raise
             self.found.interrupted = True
@@ -457,10 +458,6 @@ Entry = tuple[Configuration, Resolved | None] | StateOnHost
 _HOST_MEMORY = "host memory"
 _SLOWER = "slower than the best, not looked at"
 _NOT_BESIDE_PP = "not planned beside pp: cpu_offload"
-
-
-def _is_resolved(item: object) -> bool:
-    return isinstance(item, tuple) and item[1] is not None
 
 
 @contextmanager

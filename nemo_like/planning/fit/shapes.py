@@ -112,11 +112,6 @@ class Shape:
         whole = self.whole
         return PlanQuery(self.traced, job, (Stage(whole.part, job, whole.slice, whole.names),))
 
-    @property
-    def cuts(self) -> int:
-        """Number of cuts, schedules and set-ups that were queried."""
-        return len(self._queries)
-
     # --- choices --------------------------------------------------------------------------------------------------
 
     @cached_property

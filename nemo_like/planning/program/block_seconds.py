@@ -15,7 +15,7 @@ from nemo_like.planning.sharding import UnitBytes
 from nemo_like.planning.trace.block import OpRecord
 
 BACKWARD_TIMES = {True: 2.5, False: 2.0}
-"""Of forward: attention, and all else."""
+"""Backward as a multiple of forward: attention, and all else."""
 
 
 def least_seconds(problem: BlockProblem, only: Collection[int] | None = None) -> tuple[float, float]:
@@ -39,9 +39,11 @@ _NOT_OF_SEQUENCES = ("nemo_like::route", "nemo_like::rows_of_all")
 
 
 def _summed(records: Sequence[OpRecord], hidden: int) -> int:
-    """Bytes that ranks of tensor parallelism sum up in a forward, behind attention and behind the FFN; a gather takes half
-    the time of a sum. `hidden`: bytes of the hidden states, as of each of the two that the trace lacks: the sum of experts
-    that are split inside is in place."""
+    """Return the bytes that ranks of ``tp`` sum up in a forward, behind attention and behind the FFN.
+
+    A gather takes half the time of a sum. `hidden`: bytes of the hidden states, as of each of the two sums that the trace
+    does not have: that of experts that are split inside is in place.
+    """
     sums = [op.bytes for op in records if op.op.name() == "_c10d_functional::all_reduce"]
     gathered = ("_c10d_functional::all_gather_into_tensor", "nemo_like::rows_of_all")
     sums += [op.bytes // 2 for op in records if op.op.name() in gathered]
@@ -69,7 +71,7 @@ class BlockSeconds:
     """One kind of layer in one local shape: seconds of its kernels, and bytes that it sends."""
 
     kernels: tuple[float, ...]
-    """Of each of `BlockProblem.records`, forward."""
+    """Seconds of each of `BlockProblem.records`, forward."""
     forward: float
     backward: float
     sequence_bytes: int
@@ -77,18 +79,22 @@ class BlockSeconds:
     expert_bytes: int
     """Sent by all-to-all over ``ep`` in a forward."""
     boundary_bytes: int
-    """What tensor parallelism sums up, behind attention and behind the FFN: of both the mean. The hidden states, where the
-    trace has no such sum; half of them for what is gathered alone, as the rows of split experts."""
+    """Bytes of one sum of tensor parallelism: the mean of that behind attention and that behind the FFN.
+
+    Without such a sum in the trace, those of the hidden states; half of them for what is gathered alone, as rows of experts.
+    """
     kinds: tuple[str, ...] = ()
-    """Of each of `kernels`: ``launch`` where that is what it takes, else its `kernel_kind`."""
+    """Kind of each of `kernels`: ``launch`` where that is what it takes, else its `kernel_kind`."""
     attends: tuple[bool, ...] = ()
-    """Of each of `kernels`: whether it is attention."""
+    """For each of `kernels`, True if it is attention."""
 
     @classmethod
     def of(cls, problem: BlockProblem, *, compiled: bool = False, fp8_flops: float = 0.0) -> BlockSeconds:
-        """Of one traced block, at the rates of its device. `compiled`: what stands between matrix products is fused, see
-        `fused`. `fp8_flops`: matrix products run at this rate, and their operands are read once more to be cast; 0: they
-        do not."""
+        """Return the seconds of a traced block at the rates of its device.
+
+        compiled: operators between matrix products are `fused`. fp8_flops: matrix products run at this rate, and their
+        operands are read once more to be cast; 0: they do not.
+        """
         records, device = fused(problem.records) if compiled else problem.records, problem.device
         kernels = problem.measured or tuple(kernel_seconds(op, device) for op in records)
         if fp8_flops:

@@ -1,4 +1,4 @@
-"""How long kernels, optimizers, copies and collectives take by the rates of a device."""
+"""Seconds of kernels, optimizers, copies and collectives by the rates of a device."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class OpSeconds(TorchDispatchMode):
 
 
 def kernel_kind(op: Any, flops: int) -> str:
-    """``attention`` | ``matmul`` | ``memory-bound``: norms, elementwise, lookups."""
+    """Return ``attention`` | ``matmul`` | ``memory-bound``: norms, elementwise, lookups."""
     if ops.facts(op).attention:
         return "attention"
     return "matmul" if flops else "memory-bound"
@@ -130,7 +130,7 @@ def update_seconds(sharding: Sharding, name: str, device: Device) -> float:
 
 
 def host_optimizer_seconds(trained: Sequence[TrainedParameter], name: str, device: Device) -> float:
-    """The part of `update_seconds` that goes over parameters in host memory."""
+    """Return the seconds of `update_seconds` that go over parameters in host memory."""
     if not trained:
         return 0.0
     rate = device.host_bandwidth
@@ -146,10 +146,9 @@ def host_optimizer_seconds(trained: Sequence[TrainedParameter], name: str, devic
 
 
 def exposed_seconds(moved: int, forward_seconds: float, device: Device) -> float:
-    """What of a block's copies to host memory and back its own computing does not hide.
+    """Return the seconds of a block's copies to host memory and back that its own computing does not hide.
 
-    The copy out runs beside this block's forward, the copy back beside its backward, which takes twice as long. Nothing
-    else is assumed to use the link.
+    The copy out runs during this block's forward, the copy back during its backward, which takes twice as long.
     """
     copy = moved / device.host_link
     return max(0.0, copy - forward_seconds) + max(0.0, copy - 2 * forward_seconds)
@@ -161,7 +160,7 @@ class RankGroup:
 
     ranks: int
     per_host: int
-    """How many of them sit on one host."""
+    """Ranks of the group on one host."""
 
     @property
     def hosts(self) -> int:
@@ -206,5 +205,5 @@ def exchange_seconds(size: int, group: RankGroup, device: Device) -> float:
 
 
 def send_seconds(size: int, same_host: bool, device: Device) -> float:
-    """From one rank to the next."""
+    """Return the seconds from one rank to the next."""
     return size / (device.nvlink if same_host else device.network) + device.hop_seconds
