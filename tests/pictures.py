@@ -54,7 +54,7 @@ def memory_of_a_step() -> Any:
     groups = {
         "parameters, optimizer state": (GREY, (Part.PARAMETERS, Part.OPTIMIZER_STATE, Part.OPTIMIZER_STEP)),
         "gradients": (VIOLET, (Part.GRADIENTS,)),
-        "saved activations": (BLUE, (Part.HELD_ACTIVATIONS,)),
+        "saved activations": (BLUE, (Part.SAVED_ACTIVATIONS,)),
         "the running layer": (ORANGE, (Part.RUNNING_LAYER,)),
         "embedding, head, logits, loss": (GREEN, (Part.OUTSIDE_OF_LAYERS, Part.KEPT_OUTPUT)),
     }

@@ -290,19 +290,19 @@ class Part(StrEnum):
     GATHERED_LAYERS = "gathered layers"
     GATHERED_ROOT = "gathered root"
     REDUCE_BUFFERS = "reduce buffers"
-    HELD_ACTIVATIONS = "held activations"
+    SAVED_ACTIVATIONS = "saved activations"
     RUNNING_LAYER = "running layer"
     OUTSIDE_OF_LAYERS = "outside of layers"
     KEPT_OUTPUT = "kept output"
     OPTIMIZER_STEP = "optimizer step"
-    MICROBATCHES_IN_FLIGHT = "microbatches in flight"
+    MICROBATCHES_IN_FLIGHT = "micro-batches in flight"
     RECEIVE_BUFFERS = "receive buffers"
     SENT_TENSORS = "sent tensors"
 
 
 STAYING = (Part.PARAMETERS, Part.AVERAGED_WEIGHTS, Part.REMEMBERED_TABLES, Part.OPTIMIZER_STATE)
 """There before the first step of a loop, or from then on; gradients apart."""
-OF_LAYERS = (Part.HELD_ACTIVATIONS, Part.RUNNING_LAYER)
+OF_LAYERS = (Part.SAVED_ACTIVATIONS, Part.RUNNING_LAYER)
 OF_HEAD = (Part.OUTSIDE_OF_LAYERS, Part.KEPT_OUTPUT)
 STATE, GATHERED = "parameters and optimizer", "gathered layers and their reductions"
 ACTIVATIONS, HEAD = "activations", "head"
@@ -311,7 +311,7 @@ GROUPS: Mapping[str, tuple[Part, ...]] = {
     GATHERED: (Part.GATHERED_LAYERS, Part.GATHERED_ROOT, Part.REDUCE_BUFFERS),
     ACTIVATIONS: OF_LAYERS,
     HEAD: OF_HEAD,
-    "activations of microbatches in flight": (Part.MICROBATCHES_IN_FLIGHT,),
+    "activations of micro-batches in flight": (Part.MICROBATCHES_IN_FLIGHT,),
     "what stages send and receive": (Part.RECEIVE_BUFFERS, Part.SENT_TENSORS),
 }
 """Parts by what would lower them."""

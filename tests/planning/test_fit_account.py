@@ -121,7 +121,7 @@ def test_what_is_kept_is_told_by_the_operators_that_made_it():
     rows = {}
     for ac in ("full", "none"):
         best = fit(llama(2), ac=ac, **asked).best
-        rows[ac] = {row.what: row.amount for row in best.account.bytes if row.part == "held activations"}
+        rows[ac] = {row.what: row.amount for row in best.account.bytes if row.part == "saved activations"}
     assert rows["full"] == {"layers' inputs": 2 * 2 * 64 * 48 * 4}
     assert rows["none"].keys() >= {"layers' inputs", "kept outputs of matrix products", "kept outputs of attention"}
 

@@ -83,7 +83,7 @@ def test_every_schedule_runs_every_microbatch_of_every_stage_once() -> None:
 
 
 def test_layers_are_dealt_out_for_memory() -> None:
-    # Under 1F1B the first stage has most microbatches in flight, so that without checkpointing it gets fewer layers.
+    # Under 1F1B the first stage has most micro-batches in flight, so that without checkpointing it gets fewer layers.
     query = _query(PipelineParallel(2, microbatches=4), layers=6)
     other = balanced(query, "none")
     worst = [max(peak.total for peak in peaks_of(p, p.uniform("none"))) for p in (query, other)]

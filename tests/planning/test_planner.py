@@ -132,7 +132,7 @@ def test_peak_budget_is_kept_and_used(tiny):
     plan = plan_of(tiny, MemoryBudget(peak_bytes=limit))
     assert least < plan.peak_bytes <= limit
     assert plan.peak_bytes > limit - (most - least) / 4, "room is used"
-    assert sum(plan.peak.values()) == plan.peak_bytes and "held activations" in plan.peak
+    assert sum(plan.peak.values()) == plan.peak_bytes and "saved activations" in plan.peak
 
 
 def test_budgets_that_cannot_be_met_name_the_smallest(tiny):

@@ -130,7 +130,7 @@ def test_a_folded_log_comes_to_what_its_entries_do(data: st.DataObject) -> None:
         run = LogRun({number: reader.make(sizes[number], Part.GRADIENTS) for number in sorted(there)})
         for storage in run.alive.values() if shared else ():
             reader.hold(storage)
-        reader.run_log(log, run, Part.HELD_ACTIVATIONS)
+        reader.run_log(log, run, Part.SAVED_ACTIVATIONS)
         if isinstance(reader, Bytes):
             levels.append((reader.best_total if entries else 0, reader.total))
         else:

@@ -120,7 +120,7 @@ def byte_rows(query: PlanQuery, choices: Choices, rank: int, point: StepPoint) -
     saved = saved_by_kind(running, chosen, point.upto)
     if point.stage and _INPUTS in saved:  # the first layer's is in a receive buffer
         saved[_INPUTS] -= min(saved[_INPUTS], query.hidden_bytes)
-    add(point.stage, Part.HELD_ACTIVATIONS, _rows("", saved))
+    add(point.stage, Part.SAVED_ACTIVATIONS, _rows("", saved))
     add(point.stage, Part.RUNNING_LAYER, _running_rows(running, chosen, point))
     add(point.stage, Part.OUTSIDE_OF_LAYERS, _outside_rows(running, chosen, point))
     waiting: Counter[tuple[int, str]] = Counter()

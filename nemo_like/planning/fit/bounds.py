@@ -99,7 +99,7 @@ class WholeBounds:
         peak = self.shape.peak(conf, choices)
         computed = sum(peak.parts.get(name, 0) for name in _COMPUTED)
         least = peak.total - computed + int(min(1.0, rows, tokens) * computed)
-        growing = peak.parts.get(Part.HELD_ACTIVATIONS, 0) - self.part.traced.shared_bytes - self._constant
+        growing = peak.parts.get(Part.SAVED_ACTIVATIONS, 0) - self.part.traced.shared_bytes - self._constant
         return least + int(max(0.0, min(rows, tokens) - 1.0) * max(0, growing))
 
     @cached_property

@@ -72,7 +72,7 @@ class HostCopies:
         return fetched
 
     def _make_input(self, i: int, size: int) -> None:
-        self.inputs[i].append(self.storages.make(size, Part.HELD_ACTIVATIONS))
+        self.inputs[i].append(self.storages.make(size, Part.SAVED_ACTIVATIONS))
 
     def _move_out(self, run: LogRun, size: int, gone: list[Moved]) -> None:
         gone += filter(None, [self.storages.move_out(run, size)])

@@ -156,14 +156,14 @@ class Microbatch:
                 units.copy_out(("experts", i), layer.experts, forward=True)
             storages.mark(f"forward of layer {i}")
             copied, run = storages.make(layer.copied, Part.RUNNING_LAYER), self.inside[i]
-            late = storages.run_log(layer.events.running_forward, run, Part.HELD_ACTIVATIONS)
+            late = storages.run_log(layer.events.running_forward, run, Part.SAVED_ACTIVATIONS)
             for position, number in call.outputs.items():
                 self._share_output(run, layer.events.outputs[position], number)
             self._run_outside(call.end)
             for number in late:
                 storages.drop(run.alive.pop(number))
             storages.drop(copied)
-            self.states[i] = storages.make(layer.state, Part.HELD_ACTIVATIONS)
+            self.states[i] = storages.make(layer.state, Part.SAVED_ACTIVATIONS)
             self.host.send(i, inputs=layer.moves_inputs, sizes=layer.moved)
             storages.upto = i + 1
             for key, unit in ((("experts", i), layer.experts), (i, layer.unit)):
@@ -284,7 +284,7 @@ class Microbatch:
             layer, run = self.layers[i], self.inside[i]
             if self.around.halves:
                 storages.mark(f"second half of backward of layer {i}")
-                storages.run_log(layer.events.running_weights, run, Part.HELD_ACTIVATIONS)
+                storages.run_log(layer.events.running_weights, run, Part.SAVED_ACTIVATIONS)
                 self._reduce(i, layer, run)
                 self._drop_layer(i)
         storages.mark("end of backward")
@@ -324,7 +324,7 @@ class Microbatch:
         storages.mark(f"backward of layer {i}")
         storages.drop(self.states.pop(i, 0))
         self.host.fetch(i, ahead=layer.moves)
-        storages.move_bytes(run.other_bytes, Part.HELD_ACTIVATIONS, Part.RUNNING_LAYER)
+        storages.move_bytes(run.other_bytes, Part.SAVED_ACTIVATIONS, Part.RUNNING_LAYER)
         for storage in self.inputs[i]:
             storages.relabel(storage, Part.RUNNING_LAYER)
         self._share_gradients(layer.events, back.grads, end, run.alive)
@@ -335,7 +335,7 @@ class Microbatch:
             storages.run_log(until, run, Part.RUNNING_LAYER)
             self._reduce_experts(i, layer, run)
             storages.run_log(rest, run, Part.RUNNING_LAYER)
-        storages.move_bytes(run.other_bytes, Part.RUNNING_LAYER, Part.HELD_ACTIVATIONS)
+        storages.move_bytes(run.other_bytes, Part.RUNNING_LAYER, Part.SAVED_ACTIVATIONS)
         for place, number in layer.events.input_grads.items():
             self._share_output(run, number, back.made.get(place, 0))
             storages.drop(run.alive.pop(number, 0))
@@ -343,7 +343,7 @@ class Microbatch:
         if self.around.halves:  # its gradients come later
             units.add_waiting(i, layer.unit)
             for storage in (*self.inputs[i], *run.alive.values()):
-                storages.relabel(storage, Part.HELD_ACTIVATIONS)
+                storages.relabel(storage, Part.SAVED_ACTIVATIONS)
             return
         for storage in self.inputs[i]:
             storages.relabel(storage, Part.OUTSIDE_OF_LAYERS)  # others may hold it still
@@ -401,7 +401,7 @@ class Microbatch:
         for number in {number for place, number in numbers.items() if kept is None or place in kept}:
             if storage := self.outside.get(number, 0):
                 self.inputs[i].append(self.storages.hold(storage))
-                self.storages.relabel(storage, Part.HELD_ACTIVATIONS)
+                self.storages.relabel(storage, Part.SAVED_ACTIVATIONS)
 
     # --- FSDP2 --------------------------------------------------------------------------------------------------------
 

@@ -384,7 +384,7 @@ class RankSteps:
     def _begin(self, action: Action) -> None:
         storages = self.storages
         storages.stage, storages.phase = action.stage, "forward"
-        storages.suffix = f" of stage {action.stage}, microbatch {action.microbatch}" if self.query.is_pipeline else ""
+        storages.suffix = f" of stage {action.stage}, micro-batch {action.microbatch}" if self.query.is_pipeline else ""
         storages.begin_action()
 
     def _end(self, action: Action) -> None:

@@ -260,19 +260,19 @@ class Bytes(Storages):
 
     def move_out(self, run: LogRun, size: int) -> Moved | None:
         run.other_bytes -= size
-        self.now[Part.HELD_ACTIVATIONS] -= size
+        self.now[Part.SAVED_ACTIVATIONS] -= size
         self.total -= size
         return Moved(0, size)
 
     def move_back(self, run: LogRun, away: Moved) -> None:
         run.other_bytes += away.size
-        self.now[Part.HELD_ACTIVATIONS] += away.size
+        self.now[Part.SAVED_ACTIVATIONS] += away.size
         self.total += away.size
         self._look(0)
 
     def close(self, run: LogRun) -> None:
         self.drop_all(run.alive.values())
-        self.now[Part.HELD_ACTIVATIONS] -= run.other_bytes
+        self.now[Part.SAVED_ACTIVATIONS] -= run.other_bytes
         self.total -= run.other_bytes
         run.alive, run.other_bytes = {}, 0
 
@@ -315,7 +315,7 @@ class Bytes(Storages):
         return tuple((stage, what, sum(sizes)) for (stage, _, what), sizes in self.parked.items())
 
     def park(self, stage: int, number: int, what: str) -> None:
-        sizes = self.now[Part.HELD_ACTIVATIONS], self.now[Part.OUTSIDE_OF_LAYERS]
+        sizes = self.now[Part.SAVED_ACTIVATIONS], self.now[Part.OUTSIDE_OF_LAYERS]
         self.parked[stage, number, what] = sizes
         self._park(sizes, 1)
 
@@ -324,7 +324,7 @@ class Bytes(Storages):
 
     def _park(self, sizes: tuple[int, int], sign: int) -> None:
         held, outside = sizes
-        self.now[Part.HELD_ACTIVATIONS] -= sign * held
+        self.now[Part.SAVED_ACTIVATIONS] -= sign * held
         self.now[Part.OUTSIDE_OF_LAYERS] -= sign * outside
         self.now[Part.MICROBATCHES_IN_FLIGHT] += sign * (held + outside)
 
@@ -371,7 +371,7 @@ class Allocations(Storages):
         return Moved(number, size)
 
     def move_back(self, run: LogRun, away: Moved) -> None:
-        run.alive[away.number] = self.make(away.size, Part.HELD_ACTIVATIONS)
+        run.alive[away.number] = self.make(away.size, Part.SAVED_ACTIVATIONS)
 
     def close(self, run: LogRun) -> None:
         self.drop_all(run.alive.values())
