@@ -43,11 +43,11 @@ from nemo_like.options.optimizers import OPTIMIZER_OBJECTS
 from nemo_like.parallelizer import parallelize
 from nemo_like.planning.devices import Device, resolve_device
 from nemo_like.planning.model.capture import routing_of
-from nemo_like.planning.model.fewer_layers import Stretch, leave_out, repeats, whole_levels
-from nemo_like.planning.model.kinds import Kind, ModelTrace
 from nemo_like.planning.model.outside import loss_of
 from nemo_like.planning.planned_rank import PlannedRank, plan_rank
+from nemo_like.planning.program.fewer_layers import Stretch, leave_out, repeats, whole_levels
 from nemo_like.planning.program.storage_ledger import PARAMETERS, Level, StepMoment, StorageLedger
+from nemo_like.planning.trace.kinds import Kind, ModelTrace
 from nemo_like.planning.trace.meter import SumsInPlace
 from nemo_like.precision import float8_linears
 from nemo_like.resolve import layers_for

@@ -25,9 +25,9 @@ from nemo_like.activation_checkpointing.policy import HOST, SAVE
 from nemo_like.job import Job
 from nemo_like.models import resolve_model
 from nemo_like.parallelizer import parallelize
+from nemo_like.planning.answers.rank import points_of
 from nemo_like.planning.planner import query_of
 from nemo_like.planning.predict import text_of
-from nemo_like.planning.program.rank import points_of
 from nemo_like.planning.report import make_report
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -11,11 +11,11 @@ from nemo_like._util.extras import require
 from nemo_like._util.words import GIB
 from nemo_like.activation_checkpointing.plan import Part
 from nemo_like.distributed.pipeline.schedules import all_actions_of
+from nemo_like.planning.answers.rank import ActionBytes, rank_peak
+from nemo_like.planning.answers.seconds import timeline_of
 from nemo_like.planning.fit.candidate import Candidate
 from nemo_like.planning.fit.fitting import FitReport
 from nemo_like.planning.model.traced import MODES
-from nemo_like.planning.program.rank import ActionBytes, rank_peak
-from nemo_like.planning.program.seconds import timeline_of
 from nemo_like.planning.program.storages import StepPoint
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.report import PlanReport, ReportRow, row_of

@@ -10,12 +10,12 @@ from torch import nn
 from nemo_like.activation_checkpointing.plan import LayerPlan, Plan
 from nemo_like.job import Job
 from nemo_like.options import MemoryBudget, parse_ac
-from nemo_like.planning.choose.layer import BlockProblem, Choice
-from nemo_like.planning.model.kinds import ModelTrace
-from nemo_like.planning.model.traced import MODES, as_choice
+from nemo_like.planning.answers.rank import rank_peak
+from nemo_like.planning.choose.layer import BlockProblem, Choice, as_choice
+from nemo_like.planning.model.traced import MODES
 from nemo_like.planning.planner import planned, query_of
-from nemo_like.planning.program.rank import rank_peak
 from nemo_like.planning.query import PlanQuery, Stage
+from nemo_like.planning.trace.kinds import ModelTrace
 
 
 @dataclass(frozen=True)

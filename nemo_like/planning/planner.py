@@ -15,13 +15,12 @@ from nemo_like.activation_checkpointing.plan import BudgetError, LayerPlan, Plan
 from nemo_like.distributed.launch import pick_device_type, world_size
 from nemo_like.job import AllKeywords, Job, as_code
 from nemo_like.options import MemoryBudget, parse_ac
-from nemo_like.planning.choose.layer import Choice
-from nemo_like.planning.choose.within import choose
+from nemo_like.planning.answers.rank import peak_of, peaks_of
+from nemo_like.planning.answers.reserved import fullest_ranks, reserved_on
+from nemo_like.planning.answers.seconds import step_seconds
+from nemo_like.planning.answers.within import choose
+from nemo_like.planning.choose.layer import Choice, as_choice
 from nemo_like.planning.model.capture import planned_imbalance
-from nemo_like.planning.model.traced import as_choice
-from nemo_like.planning.program.rank import peak_of, peaks_of
-from nemo_like.planning.program.reserved import fullest_ranks, reserved_on
-from nemo_like.planning.program.seconds import step_seconds
 from nemo_like.planning.program.storages import Peak
 from nemo_like.planning.query import Choices, PlanQuery, Stage
 from nemo_like.planning.sharding import same_on_all_ranks

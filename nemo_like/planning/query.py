@@ -48,15 +48,14 @@ from nemo_like.losses.model_loss import check_head
 from nemo_like.options import FSDP2, PipelineParallel, Precision
 from nemo_like.options.optimizers import OptimizerMemory, TrainedParameter, optimizer_memory
 from nemo_like.planning.choose.layer import Choice, Stack
+from nemo_like.planning.choose.layer_seconds import LayerRun
 from nemo_like.planning.devices import Device
-from nemo_like.planning.model.kinds import settings_of
-from nemo_like.planning.model.known import Known
 from nemo_like.planning.model.outside import OuterMemory
-from nemo_like.planning.model.traced import StepLoss, TracedPart, can_skip, local_shape
-from nemo_like.planning.program.block_seconds import LayerRun
+from nemo_like.planning.model.traced import Known, StepLoss, TracedPart, can_skip, local_shape
 from nemo_like.planning.program.microbatch import Around, LayerCall
-from nemo_like.planning.program.roofline import exposed_seconds
+from nemo_like.planning.roofline import exposed_seconds
 from nemo_like.planning.sharding import Sharding, UnitBytes, sharding_of
+from nemo_like.planning.trace.kinds import settings_of
 
 RNG_STATE = torch.get_rng_state().numel()
 """Bytes of the state of the CPU's generator."""
@@ -184,7 +183,7 @@ class Stage:
     names: tuple[str, ...]
     """Names of its layers in the whole model."""
     runs: dict[tuple[Choice, ...], list[LayerRun]] = field(default_factory=dict, repr=False)
-    """Results of `nemo_like.planning.program.seconds.layer_runs`."""
+    """Results of `nemo_like.planning.answers.seconds.layer_runs`."""
 
     @property
     def device(self) -> Device:

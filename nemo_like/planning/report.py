@@ -22,16 +22,16 @@ from nemo_like._util.words import write_bytes
 from nemo_like.activation_checkpointing.plan import BudgetError, Plan
 from nemo_like.job import Job
 from nemo_like.options import MemoryBudget, PlanSearch, StepSpec
-from nemo_like.planning.choose.within import choose
+from nemo_like.planning.answers.rank import peak_of, peaks_of
+from nemo_like.planning.answers.seconds import timeline_of
+from nemo_like.planning.answers.verdict import Need, most_allocated, need_of, plan_within, reserved_within
+from nemo_like.planning.answers.within import choose
 from nemo_like.planning.devices import step_limit
 from nemo_like.planning.model.capture import planned_imbalance
 from nemo_like.planning.model.traced import MODES
 from nemo_like.planning.planner import balanced_peak, describe
-from nemo_like.planning.program.rank import peak_of, peaks_of
-from nemo_like.planning.program.seconds import timeline_of
 from nemo_like.planning.program.storages import Peak
 from nemo_like.planning.query import Choices, PlanQuery, Stage
-from nemo_like.planning.verdict import Need, most_allocated, need_of, plan_within, reserved_within
 
 SHARES = ("75%", "50%", "25%", "12.5%")
 """Budgets that are planned where the caller names none."""

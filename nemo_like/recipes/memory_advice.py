@@ -16,9 +16,9 @@ from nemo_like.activation_checkpointing.plan import BudgetError
 from nemo_like.flags import changed_flags
 from nemo_like.options import MemoryBudget, parse_ac, parse_dtype
 from nemo_like.planning.advise import changes, helping
-from nemo_like.planning.choose.within import choose
+from nemo_like.planning.answers.rank import peak_of
+from nemo_like.planning.answers.within import choose
 from nemo_like.planning.devices import Device, device_at_hand
-from nemo_like.planning.program.rank import peak_of
 from nemo_like.planning.query import PlanQuery
 from nemo_like.recipes.agree import Ranks
 from nemo_like.recipes.run_options import RunOptions

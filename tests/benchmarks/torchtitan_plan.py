@@ -16,16 +16,16 @@ from nemo_like.job import Job
 from nemo_like.models import resolve_model
 from nemo_like.options import PipelineParallel
 from nemo_like.options.pipelining import SCHEDULE_OBJECTS
+from nemo_like.planning import roofline
+from nemo_like.planning.answers.reserved import Reserved
+from nemo_like.planning.answers.seconds import KERNELS_PER_PARAMETER, Links, unit_seconds
 from nemo_like.planning.choose.layer import Choice
 from nemo_like.planning.devices import Device
 from nemo_like.planning.fit.layouts import Configuration, Layout, configuration
-from nemo_like.planning.model.known import Known
-from nemo_like.planning.program import roofline
-from nemo_like.planning.program.reserved import Reserved
-from nemo_like.planning.program.roofline import optimizer_seconds
-from nemo_like.planning.program.seconds import KERNELS_PER_PARAMETER, Links, unit_seconds
+from nemo_like.planning.model.traced import Known
 from nemo_like.planning.program.timeline import StageSeconds, action_seconds, timeline
 from nemo_like.planning.query import Choices, PlanQuery, Stage, parts_of
+from nemo_like.planning.roofline import optimizer_seconds
 from nemo_like.torch_compat import local_part
 from tests.benchmarks import torchtitan_step
 from tests.benchmarks.torchtitan_model import tensor_parallel_rank, with_ring

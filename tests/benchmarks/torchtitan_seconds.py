@@ -1,6 +1,6 @@
 """How long one of torchtitan's layers takes in our model of seconds, with what it sends inside.
 
-What differs from `nemo_like.planning.program.seconds`, after its files and PyTorch's:
+What differs from `nemo_like.planning.answers.seconds`, after its files and PyTorch's:
 
 - ``Float8ColwiseParallel`` and ``PrepareFloat8ModuleInput`` of torchao cast before they gather: gathers send one byte for
   each value, also of gradients behind a rowwise product, and a rank casts its own part. What is summed stays in 16 bits.
@@ -20,11 +20,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nemo_like.activation_checkpointing.ops import facts
+from nemo_like.planning import roofline
+from nemo_like.planning.answers.seconds import Links
 from nemo_like.planning.choose.layer import BlockProblem, Choice
+from nemo_like.planning.choose.layer_seconds import BACKWARD_TIMES, BlockSeconds, fused
 from nemo_like.planning.devices import Device
-from nemo_like.planning.program import roofline
-from nemo_like.planning.program.block_seconds import BACKWARD_TIMES, BlockSeconds, fused
-from nemo_like.planning.program.seconds import Links
 from nemo_like.planning.trace.block import OpRecord
 
 _SENT = "_c10d_functional"

@@ -23,9 +23,9 @@ from nemo_like.activation_checkpointing.ops import facts
 from nemo_like.distributed.pipeline.schedules import RESHARD, UNSHARD
 from nemo_like.options import StepSpec
 from nemo_like.options.memory import AllocatorConfig
+from nemo_like.planning.answers.reserved import Reserved, StepLogs, replay
 from nemo_like.planning.choose.layer import BlockProblem
 from nemo_like.planning.program.microbatch import LayerCall
-from nemo_like.planning.program.reserved import Reserved, StepLogs, replay
 from nemo_like.planning.query import Choices, PlanQuery
 from nemo_like.planning.sharding import Sharding, joined
 

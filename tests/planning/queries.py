@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from nemo_like.activation_checkpointing.plan import Plan
 from nemo_like.options import MemoryBudget
-from nemo_like.planning.choose.within import choose
+from nemo_like.planning.answers.reserved import Reserved, reserved_on
+from nemo_like.planning.answers.within import choose
 from nemo_like.planning.model.traced import TracedPart
 from nemo_like.planning.planner import describe
-from nemo_like.planning.program.reserved import Reserved, reserved_on
 from nemo_like.planning.query import Choices, PlanQuery
 
 

@@ -15,8 +15,8 @@ from nemo_like import ChunkedLoss, Job, cli, parallelize
 from nemo_like._util.log import forget_announcements
 from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from nemo_like.planning import BudgetError, plan_for
+from nemo_like.planning.answers.rank import peak_of
 from nemo_like.planning.devices import resolve_device
-from nemo_like.planning.program.rank import peak_of
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.report import PlanReport, make_report
 from nemo_like.planning.what_if import Step, what_if

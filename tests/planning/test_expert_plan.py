@@ -13,10 +13,10 @@ from nemo_like.fake.run import PlannedRouting, planned_table
 from nemo_like.layers import find_layers
 from nemo_like.models import resolve_model
 from nemo_like.options import FSDP2, ExpertParallel, MemoryBudget, Precision, TensorParallel
-from nemo_like.planning.choose.within import choose
+from nemo_like.planning.answers.rank import peak_of
+from nemo_like.planning.answers.within import choose
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.planner import balanced_peak
-from nemo_like.planning.program.rank import peak_of
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.report import make_report
 from nemo_like.planning.sharding import ParameterForms, sharding_of

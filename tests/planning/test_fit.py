@@ -12,6 +12,8 @@ from nemo_like import Job, parallelize
 from nemo_like.cli import main
 from nemo_like.distributed.pipeline.schedules import actions_of
 from nemo_like.options import PipelineParallel, Precision
+from nemo_like.planning.answers.verdict import ALLOCATED, RESERVED, Need
+from nemo_like.planning.choose.layer_seconds import fused
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.fit import fit
 from nemo_like.planning.fit.bounds import WholeBounds
@@ -19,10 +21,8 @@ from nemo_like.planning.fit.fitting import make_search
 from nemo_like.planning.fit.layouts import Layout, Room, layouts
 from nemo_like.planning.fit.question import Question, read_pins
 from nemo_like.planning.fit.report import explanation, recipe
-from nemo_like.planning.program.block_seconds import fused
-from nemo_like.planning.program.roofline import gather_seconds, group_of
 from nemo_like.planning.program.timeline import timeline
-from nemo_like.planning.verdict import ALLOCATED, RESERVED, Need
+from nemo_like.planning.roofline import gather_seconds, group_of
 from tests.models.fit_models import llama, mixture
 from tests.planning.search_of_all import search_of_all
 from tests_distributed.allocated import loop_peak_bytes

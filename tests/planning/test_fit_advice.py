@@ -9,10 +9,10 @@ from nemo_like import Job
 from nemo_like._util.words import write_bytes
 from nemo_like.options import PipelineParallel, Precision
 from nemo_like.options.memory import AllocatorConfig
+from nemo_like.planning.answers.reserved import StepLogs, replay
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.fit import fit
 from nemo_like.planning.fit.advice import _spans_hosts
-from nemo_like.planning.program.reserved import StepLogs, replay
 from nemo_like.planning.query import PlanQuery
 from tests.models.fit_models import llama
 

@@ -10,12 +10,12 @@ from nemo_like import Job
 from nemo_like.cli import main
 from nemo_like.models import resolve_model
 from nemo_like.options import FSDP2, ChunkedLoss, Precision, StepSpec
+from nemo_like.planning.answers.rank import peak_of
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.fit import fit
 from nemo_like.planning.fit.fitting import make_search
 from nemo_like.planning.fit.question import Question, read_pins
 from nemo_like.planning.fit.report import recipe
-from nemo_like.planning.program.rank import peak_of
 from nemo_like.planning.query import PlanQuery
 from tests.models.fit_models import llama
 from tests.planning.queries import reserved

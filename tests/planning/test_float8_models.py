@@ -9,8 +9,8 @@ import torch
 
 from nemo_like import Job, parallelize
 from nemo_like.options import MemoryBudget
+from nemo_like.planning.answers.rank import peak_of
 from nemo_like.planning.devices import resolve_device
-from nemo_like.planning.program.rank import peak_of
 from nemo_like.planning.query import PlanQuery
 from tests.models.fit_models import llama
 from tests.planning.queries import plan_of

@@ -11,9 +11,9 @@ from torch import nn
 from nemo_like import Job
 from nemo_like.cli import main
 from nemo_like.options import Precision
+from nemo_like.planning.answers.rank import peak_of
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.model.quantised import FourBitLinear, with_four_bit_weights
-from nemo_like.planning.program.rank import peak_of
 from nemo_like.planning.query import PlanQuery
 from tests.planning.queries import reserved
 

@@ -11,10 +11,10 @@ from torch import nn
 
 from nemo_like import Job
 from nemo_like.options import MemoryBudget, Precision, StepSpec
+from nemo_like.planning.answers.rank import peak_of
+from nemo_like.planning.answers.within import choose
 from nemo_like.planning.choose import closure, solver
-from nemo_like.planning.choose.within import choose
 from nemo_like.planning.devices import resolve_device
-from nemo_like.planning.program.rank import peak_of
 from nemo_like.planning.query import PlanQuery
 from tests.planning.brute_force import all_best, least_cost, least_cost_of_two
 from tests.planning.queries import part_of, plan_of, saved

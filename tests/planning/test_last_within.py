@@ -8,7 +8,7 @@ from itertools import accumulate
 
 import pytest
 
-from nemo_like.planning.choose.within import last_within
+from nemo_like.planning.answers.within import last_within
 
 
 @pytest.mark.parametrize("noise", [0, 5, 1000])

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from nemo_like import Job
 from nemo_like.bench.measured_step import cpu_events
 from nemo_like.options import MemoryBudget, StepSpec
-from nemo_like.planning.choose.within import choose
+from nemo_like.planning.answers.rank import peak_of
+from nemo_like.planning.answers.within import choose
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.planner import apply_plan, describe
-from nemo_like.planning.program.rank import peak_of
 from nemo_like.planning.query import PlanQuery
 from nemo_like.profiling.first_step import bytes_between_steps
 from tests.planning.queries import part_of

@@ -10,8 +10,8 @@ from nemo_like.layers import find_layers
 from nemo_like.offload.backends import CopyingBackend
 from nemo_like.offload.layer_offload import apply_offloading
 from nemo_like.planning import apply_plan
+from nemo_like.planning.answers.within import choose
 from nemo_like.planning.choose.layer import Choice
-from nemo_like.planning.choose.within import choose
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.planner import describe
 from nemo_like.planning.query import PlanQuery

@@ -9,8 +9,8 @@ import torch
 
 from nemo_like import Job, StepSpec
 from nemo_like.options.optimizers import TrainedParameter, optimizer_memory
+from nemo_like.planning.answers.rank import peak_of
 from nemo_like.planning.devices import resolve_device
-from nemo_like.planning.program.rank import peak_of
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.trace.meter import LiveBytes
 from tests.planning.queries import reserved

@@ -14,11 +14,11 @@ from nemo_like.cli import main
 from nemo_like.distributed.pipeline.schedules import Action, actions_of
 from nemo_like.options import FSDP2, MemoryBudget, PipelineParallel, StepSpec
 from nemo_like.planning import BudgetError, plan_for
-from nemo_like.planning.choose.within import choose
+from nemo_like.planning.answers.rank import peaks_of, rank_peak
+from nemo_like.planning.answers.seconds import step_seconds, timeline_of
+from nemo_like.planning.answers.within import choose
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.planner import balanced, describe
-from nemo_like.planning.program.rank import peaks_of, rank_peak
-from nemo_like.planning.program.seconds import step_seconds, timeline_of
 from nemo_like.planning.program.timeline import StageSeconds, action_seconds, timeline
 from nemo_like.planning.query import PlanQuery
 

@@ -14,12 +14,12 @@ pytest.importorskip("transformers", reason="needs the extra 'hf'")
 from nemo_like import Job, OffloadConfig, PlanSearch, StepSpec, cli
 from nemo_like.options import MemoryBudget
 from nemo_like.options.optimizers import TrainedParameter
+from nemo_like.planning.answers.seconds import step_seconds
 from nemo_like.planning.devices import Device, resolve_device
 from nemo_like.planning.planner import describe
-from nemo_like.planning.program.roofline import OpSeconds, exposed_seconds, optimizer_seconds
-from nemo_like.planning.program.seconds import step_seconds
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.report import make_report
+from nemo_like.planning.roofline import OpSeconds, exposed_seconds, optimizer_seconds
 from nemo_like.planning.what_if import fewest, gpu_counts, largest, least_need
 from tests.models import decoders
 from tests.planning.queries import part_of

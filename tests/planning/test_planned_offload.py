@@ -11,9 +11,9 @@ from nemo_like import Job, OffloadConfig, StepSpec, parallelize, plan_for
 from nemo_like.models import resolve_model
 from nemo_like.offload.layer_offload import OffloadWrapper
 from nemo_like.planning import BudgetError
+from nemo_like.planning.answers.rank import peak_of
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.planner import describe
-from nemo_like.planning.program.rank import peak_of
 from nemo_like.planning.query import PlanQuery
 from tests.planning.queries import part_of
 

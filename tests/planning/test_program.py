@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from nemo_like import Job
 from nemo_like.activation_checkpointing.plan import Part
 from nemo_like.options import FSDP2, OffloadConfig, PipelineParallel, StepSpec
-from nemo_like.planning.program.rank import RankSteps
-from nemo_like.planning.program.records import Recorded
+from nemo_like.planning.answers.rank import RankSteps
 from nemo_like.planning.program.storages import Allocations, Bytes, LogRun
 from nemo_like.planning.query import PlanQuery
+from nemo_like.planning.trace.records import Recorded
 
 transformers = pytest.importorskip("transformers")
 

@@ -14,8 +14,8 @@ from nemo_like import Job
 from nemo_like.bench.measured_step import cpu_events
 from nemo_like.fake.outside_state import RememberedTables
 from nemo_like.options import StepSpec
+from nemo_like.planning.answers.rank import peak_of
 from nemo_like.planning.devices import resolve_device
-from nemo_like.planning.program.rank import peak_of
 from nemo_like.planning.query import PlanQuery
 from nemo_like.profiling.first_step import bytes_between_steps
 from nemo_like.torch_compat import is_fake

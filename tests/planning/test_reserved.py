@@ -14,10 +14,10 @@ from nemo_like.cli import main
 from nemo_like.options import Precision
 from nemo_like.options.memory import AllocatorConfig
 from nemo_like.planning import Plan
+from nemo_like.planning.answers.rank import peak_of
+from nemo_like.planning.answers.reserved import StepLogs, replay
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.planner import describe
-from nemo_like.planning.program.rank import peak_of
-from nemo_like.planning.program.reserved import StepLogs, replay
 from nemo_like.planning.program.storages import COMPUTE, Allocations
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.report import make_report

@@ -9,9 +9,9 @@ import torch
 
 from nemo_like import Job
 from nemo_like.options import PipelineParallel, StepSpec
+from nemo_like.planning.answers.reserved import Reserved, StepLogs, fullest_ranks, replay
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.planner import describe
-from nemo_like.planning.program.reserved import Reserved, StepLogs, fullest_ranks, replay
 from nemo_like.planning.query import PlanQuery
 
 transformers = pytest.importorskip("transformers")

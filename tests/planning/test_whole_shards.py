@@ -10,8 +10,8 @@ import torch
 from nemo_like import Job, dry_run
 from nemo_like.fake_rank import SAME
 from nemo_like.options import FSDP2, StepSpec, TensorParallel
+from nemo_like.planning.answers.rank import peak_of
 from nemo_like.planning.devices import resolve_device
-from nemo_like.planning.program.rank import peak_of
 from nemo_like.planning.query import PlanQuery
 from tests.planning.queries import part_of
 

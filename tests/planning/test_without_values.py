@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from nemo_like import Job, StepSpec
+from nemo_like.planning.answers.rank import peak_of
 from nemo_like.planning.devices import resolve_device
-from nemo_like.planning.program.rank import peak_of
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.trace.layer_memory import halves_memory
 from tests.planning.queries import part_of

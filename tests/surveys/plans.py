@@ -17,11 +17,11 @@ from nemo_like.bench.measured_step import cpu_events
 from nemo_like.fake.outside_state import RememberedTables
 from nemo_like.job import Job
 from nemo_like.options import MemoryBudget, StepSpec
-from nemo_like.planning.choose.within import choose
+from nemo_like.planning.answers.rank import peak_of
+from nemo_like.planning.answers.within import choose
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.model.outside import loss_of
 from nemo_like.planning.planner import apply_plan, describe
-from nemo_like.planning.program.rank import peak_of
 from nemo_like.planning.query import PlanQuery
 from nemo_like.profiling.first_step import bytes_between_steps
 from tests.planning.queries import saved

@@ -7,8 +7,8 @@ import torch
 
 from nemo_like import Job, parallelize
 from nemo_like.options import ExpertParallel, MemoryBudget
+from nemo_like.planning.answers.rank import peak_of
 from nemo_like.planning.devices import resolve_device
-from nemo_like.planning.program.rank import peak_of
 from nemo_like.planning.query import PlanQuery
 from tests.models.expert_families import all_to_the_first_rank, tokens
 from tests.planning.queries import plan_of

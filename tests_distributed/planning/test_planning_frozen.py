@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from nemo_like import Job, StepSpec, parallelize
+from nemo_like.planning.answers.rank import peak_of
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.model.quantised import with_four_bit_weights
-from nemo_like.planning.program.rank import peak_of
 from nemo_like.planning.query import PlanQuery
 from tests_distributed.allocated import step_peak_bytes
 from tests_distributed.spawn import run_ranks

@@ -12,10 +12,10 @@ from nemo_like.activation_checkpointing.engine import run_region
 from nemo_like.distributed.pipeline.schedules import actions_of
 from nemo_like.options import MemoryBudget, PipelineParallel, Precision, StepSpec
 from nemo_like.planning import Plan
-from nemo_like.planning.choose.within import choose
+from nemo_like.planning.answers.rank import rank_peak
+from nemo_like.planning.answers.within import choose
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.planner import describe
-from nemo_like.planning.program.rank import rank_peak
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.trace.layer_memory import backward_of_inputs
 from tests.planning.queries import plan_of

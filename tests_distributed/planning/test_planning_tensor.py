@@ -11,8 +11,8 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from nemo_like import Job, parallelize
 from nemo_like.options import MemoryBudget, PipelineParallel, StepSpec, TensorParallel
+from nemo_like.planning.answers.rank import peak_of
 from nemo_like.planning.devices import resolve_device
-from nemo_like.planning.program.rank import peak_of
 from nemo_like.planning.query import PlanQuery
 from tests.planning.queries import plan_of
 from tests_distributed.allocated import local, pipeline_peak_bytes, step_peak_bytes

@@ -9,9 +9,10 @@ from itertools import pairwise
 
 from nemo_like._util.op_lookup import Op
 from nemo_like.activation_checkpointing.ops import exchange_routing_ops, facts, routing_ops
+from nemo_like.activation_checkpointing.policy import Decision, SelectivePolicy
 from nemo_like.planning.choose import closure, solver
 from nemo_like.planning.devices import Device
-from nemo_like.planning.program.roofline import exposed_seconds, op_seconds
+from nemo_like.planning.roofline import exposed_seconds, op_seconds
 from nemo_like.planning.trace.block import BlockTrace, OpRecord
 
 _CLOSE = 1e-3
@@ -304,3 +305,22 @@ class Stack:
             added = problems[group.kind].at_budgets(budgets, host=host)
             groups.append(replace(group, choices=best_of([*group.choices, *added])))
         return Stack(tuple(groups))
+
+
+def as_choice(problem: BlockProblem, words: Sequence[str], label: str = "plan") -> Choice:
+    """Return the choice that does this with each operator: ``save``, ``skip`` or ``recompute``."""
+    keep = sum(1 << k for k, word in enumerate(words) if word == "save")
+    skip = sum(1 << k for k, word in enumerate(words) if word == "skip")
+    return replace(problem.choice(solver.Point(0, 0.0, keep, skip)), label=label)
+
+
+def selective(problem: BlockProblem) -> Choice:
+    if not problem.trace.saves_something:
+        return problem.none()
+    policy = SelectivePolicy()
+    tracked, decide = policy.tracked_ops(), policy.start()
+    words = []
+    for k, record in enumerate(problem.records):
+        word = decide(record.op, record.nth) if record.op in tracked else Decision.RECOMPUTE
+        words.append("save" if word is Decision.SAVE and k < problem.reachable else "recompute")
+    return as_choice(problem, words, "selective")

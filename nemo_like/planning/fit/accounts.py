@@ -10,13 +10,8 @@ from functools import partial
 from nemo_like._util.words import write_bytes
 from nemo_like.activation_checkpointing.plan import Part
 from nemo_like.losses.model_loss import find_head
-from nemo_like.planning.choose.layer import BlockProblem, Choice
-from nemo_like.planning.fit.explained import Account, RankPeak, Row, fsdp_rows, merged, microbatch_rows, ranks, rows_of
-from nemo_like.planning.fit.layouts import Configuration
-from nemo_like.planning.fit.shapes import Shape
-from nemo_like.planning.program.rank import peaks_of, points_of
-from nemo_like.planning.program.roofline import host_optimizer_seconds, kernel_kind, optimizer_seconds
-from nemo_like.planning.program.seconds import (
+from nemo_like.planning.answers.rank import peaks_of, points_of
+from nemo_like.planning.answers.seconds import (
     KERNELS_PER_PARAMETER,
     Links,
     StepSeconds,
@@ -26,8 +21,13 @@ from nemo_like.planning.program.seconds import (
     seconds_of_stages,
     units_outside,
 )
+from nemo_like.planning.choose.layer import BlockProblem, Choice
+from nemo_like.planning.fit.explained import Account, RankPeak, Row, fsdp_rows, merged, microbatch_rows, ranks, rows_of
+from nemo_like.planning.fit.layouts import Configuration
+from nemo_like.planning.fit.shapes import Shape
 from nemo_like.planning.program.storages import StepPoint
 from nemo_like.planning.query import RNG_STATE, Choices, PlanQuery, Stage
+from nemo_like.planning.roofline import host_optimizer_seconds, kernel_kind, optimizer_seconds
 
 _NOTHING = 1e-12
 """A share of a step that rounding may leave over."""

@@ -28,13 +28,8 @@ from nemo_like.losses.model_loss import find_head
 from nemo_like.options import PipelineParallel
 from nemo_like.options.optimizers import optimizer_memory
 from nemo_like.options.pipelining import SCHEDULE_OBJECTS
-from nemo_like.planning.choose.layer import Choice
-from nemo_like.planning.fit.layouts import Configuration
-from nemo_like.planning.fit.shapes import Shape, ShapeKey
-from nemo_like.planning.program import roofline
-from nemo_like.planning.program.block_seconds import least_seconds
-from nemo_like.planning.program.roofline import optimizer_seconds
-from nemo_like.planning.program.seconds import (
+from nemo_like.planning import roofline
+from nemo_like.planning.answers.seconds import (
     Links,
     layer_runs,
     loop_seconds,
@@ -43,8 +38,13 @@ from nemo_like.planning.program.seconds import (
     seconds_of_actions,
     unit_seconds,
 )
+from nemo_like.planning.choose.layer import Choice
+from nemo_like.planning.choose.layer_seconds import least_seconds
+from nemo_like.planning.fit.layouts import Configuration
+from nemo_like.planning.fit.shapes import Shape, ShapeKey
 from nemo_like.planning.program.timeline import timeline
 from nemo_like.planning.query import RNG_STATE, walked_actions
+from nemo_like.planning.roofline import optimizer_seconds
 from nemo_like.planning.sharding import Sharding
 
 _COMPUTED = (*OF_LAYERS, *OF_HEAD)

@@ -9,11 +9,11 @@ from nemo_like._util.tensors import tensors_in
 from nemo_like.activation_checkpointing.plan import Plan
 from nemo_like.job import Job
 from nemo_like.options import PlanSearch, Precision, dtype_word
+from nemo_like.planning.answers.seconds import StepSeconds
+from nemo_like.planning.answers.verdict import Need
 from nemo_like.planning.fit.explained import Account
 from nemo_like.planning.fit.layouts import Configuration, Layout
-from nemo_like.planning.program.seconds import StepSeconds
 from nemo_like.planning.program.storages import Peak
-from nemo_like.planning.verdict import Need
 from nemo_like.profiling.first_step import most_elements
 
 

@@ -8,10 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_like.options import StepSpec
-from nemo_like.planning.program import roofline
-from nemo_like.planning.program.block_seconds import BACKWARD_TIMES, LayerRun
-from nemo_like.planning.program.roofline import RankGroup
-from nemo_like.planning.program.seconds import (
+from nemo_like.planning import roofline
+from nemo_like.planning.answers.seconds import (
     Links,
     copy_seconds,
     host_sum_seconds,
@@ -19,8 +17,10 @@ from nemo_like.planning.program.seconds import (
     unit_seconds,
     waits_of,
 )
+from nemo_like.planning.choose.layer_seconds import BACKWARD_TIMES, LayerRun
 from nemo_like.planning.program.storages import StepPoint
 from nemo_like.planning.query import Stage
+from nemo_like.planning.roofline import RankGroup
 from nemo_like.planning.sharding import UnitBytes
 
 
@@ -153,7 +153,7 @@ def fsdp_rows(
     """Yield rows of FSDP2's gathers and reductions without a pipeline, with the seconds that computing hides.
 
     Args:
-        runs, outside, step, links: as for `nemo_like.planning.program.seconds.loop_seconds`.
+        runs, outside, step, links: as for `nemo_like.planning.answers.seconds.loop_seconds`.
         turns: micro-batches.
     """
     reduced = turns if step.sync == "every" else 1

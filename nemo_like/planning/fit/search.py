@@ -22,6 +22,8 @@ from typing import Any
 
 from nemo_like._util.progress import Say, silent
 from nemo_like.options import MemoryBudget
+from nemo_like.planning.answers.seconds import StepSeconds
+from nemo_like.planning.answers.verdict import ALLOCATED, Need, plan_within
 from nemo_like.planning.fit.accounts import account_of
 from nemo_like.planning.fit.candidate import Candidate
 from nemo_like.planning.fit.known_bounds import KnownBounds
@@ -29,10 +31,8 @@ from nemo_like.planning.fit.layouts import Configuration
 from nemo_like.planning.fit.question import Question
 from nemo_like.planning.fit.shapes import Shape, ShapeKey
 from nemo_like.planning.planner import describe
-from nemo_like.planning.program.seconds import StepSeconds
 from nemo_like.planning.program.storages import Peak
 from nemo_like.planning.query import Choices
-from nemo_like.planning.verdict import ALLOCATED, Need, plan_within
 
 Tracer = Callable[[ShapeKey], Shape]
 Planning = Callable[[Configuration, int], tuple[Choices, Peak] | None]

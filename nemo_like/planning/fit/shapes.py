@@ -12,17 +12,17 @@ from nemo_like.activation_checkpointing.plan import BudgetError
 from nemo_like.job import Job
 from nemo_like.losses.model_loss import find_head
 from nemo_like.options import MemoryBudget
+from nemo_like.planning.answers.rank import peak_of
+from nemo_like.planning.answers.seconds import StepSeconds, step_seconds
+from nemo_like.planning.answers.verdict import Need, verdict
+from nemo_like.planning.answers.within import choose, last_within
 from nemo_like.planning.choose import solver
-from nemo_like.planning.choose.layer import BlockProblem, Choice, Stack, best_of
-from nemo_like.planning.choose.within import choose, last_within
+from nemo_like.planning.choose.layer import BlockProblem, Choice, Stack, as_choice, best_of
 from nemo_like.planning.fit.layouts import Configuration
 from nemo_like.planning.fit.question import Question
-from nemo_like.planning.model.traced import MODES, as_choice
-from nemo_like.planning.program.rank import peak_of
-from nemo_like.planning.program.seconds import StepSeconds, step_seconds
+from nemo_like.planning.model.traced import MODES
 from nemo_like.planning.program.storages import Peak
 from nemo_like.planning.query import Choices, PlanQuery, Stage, Traced
-from nemo_like.planning.verdict import Need, verdict
 
 _MENU = 10
 """Number of choices of one kind of layer that plans are mixed of while searching, in addition to all and nothing."""

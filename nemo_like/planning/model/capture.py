@@ -27,7 +27,8 @@ from nemo_like.distributed.tensor.apply import edges
 from nemo_like.fake.reasons import named_reason
 from nemo_like.fake.run import FakeRun, PlannedRouting, cache_off, call_flags, replaced_forwards, run_forward
 from nemo_like.job import Job
-from nemo_like.planning.model.kinds import (
+from nemo_like.planning.trace.block import trace_block
+from nemo_like.planning.trace.kinds import (
     Kind,
     ModelTrace,
     TracedCall,
@@ -37,7 +38,6 @@ from nemo_like.planning.model.kinds import (
     recording,
     settings_of,
 )
-from nemo_like.planning.trace.block import trace_block
 from nemo_like.torch_compat import tree_leaves
 from nemo_like.transformers_compat import given_cache, parameter_names
 

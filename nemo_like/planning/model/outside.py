@@ -25,11 +25,11 @@ from nemo_like.fake.run import cache_off, replaced_forwards
 from nemo_like.losses.model_loss import chunked_calls
 from nemo_like.options import ChunkedLoss, StepSpec
 from nemo_like.planning.devices import Device
-from nemo_like.planning.model.kinds import Kind, ModelTrace, record_again
-from nemo_like.planning.program.records import BackwardCall, ForwardCall, OuterEvents
-from nemo_like.planning.program.roofline import OpSeconds
+from nemo_like.planning.roofline import OpSeconds
+from nemo_like.planning.trace.kinds import Kind, ModelTrace, record_again
 from nemo_like.planning.trace.layer_memory import backward_of_inputs, with_gradients
 from nemo_like.planning.trace.meter import LiveBytes, SumsInPlace
+from nemo_like.planning.trace.records import BackwardCall, ForwardCall, OuterEvents
 from nemo_like.torch_compat import under_loss_parallel
 
 
@@ -59,7 +59,7 @@ class OuterMemory:
     dropped: frozenset[int] = frozenset()
     """Idle calls that hold nothing when backward begins: what they returned is not referenced any more."""
     kinds: Mapping[str, float] = field(default_factory=dict)
-    """`seconds` by `nemo_like.planning.program.roofline.kernel_kind`."""
+    """`seconds` by `nemo_like.planning.roofline.kernel_kind`."""
 
 
 def outer_memory(

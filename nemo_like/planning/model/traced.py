@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ from nemo_like._util.module_tree import bare
 from nemo_like._util.tensors import describe, tensors_in
 from nemo_like.activation_checkpointing.engine.handles import RegionError
 from nemo_like.activation_checkpointing.kv_sharing import has_kv_sharing, shares_states_explicitly
-from nemo_like.activation_checkpointing.policy import Decision, DecisionTable, FullPolicy, Policy, SelectivePolicy
+from nemo_like.activation_checkpointing.policy import DecisionTable, FullPolicy, Policy
 from nemo_like.activation_checkpointing.spec import KeepRouting
 from nemo_like.distributed.context import cut_for_planning
 from nemo_like.distributed.context.parts import MasksOfAllLayers
@@ -27,29 +26,50 @@ from nemo_like.distributed.expert.find_experts import EACH, find_experts
 from nemo_like.distributed.expert.split_experts import has_experts
 from nemo_like.distributed.first_rank import first_rank
 from nemo_like.distributed.launch import pick_device_type
-from nemo_like.distributed.pipeline.cut import STAGE_MARK, call_of
+from nemo_like.distributed.pipeline.cut import STAGE_MARK, StageParts, call_of
 from nemo_like.fake.model_copy import model_copy
 from nemo_like.job import Job
 from nemo_like.layers import find
 from nemo_like.losses.model_loss import find_head, say_whole_logits
 from nemo_like.options import ChunkedLoss, ExpertParallel, StepSpec
-from nemo_like.planning.choose import solver
-from nemo_like.planning.choose.layer import BlockProblem, Choice, ChoiceGroup, Stack
+from nemo_like.planning.choose.layer import BlockProblem, Choice, ChoiceGroup, Stack, as_choice, selective
+from nemo_like.planning.choose.layer_seconds import BlockSeconds
 from nemo_like.planning.devices import Device, device_of
 from nemo_like.planning.model.capture import routing_of, trace_model
-from nemo_like.planning.model.kinds import ModelTrace, TracedCall
-from nemo_like.planning.model.known import Known
 from nemo_like.planning.model.outside import OuterMemory, outer_memory
 from nemo_like.planning.model.quantised import check_float8_plan, convert, of_layers
-from nemo_like.planning.program.block_seconds import BlockSeconds
-from nemo_like.planning.program.records import BlockEvents
-from nemo_like.planning.sharding import ParameterForms
+from nemo_like.planning.sharding import ParameterForms, Sharding
+from nemo_like.planning.trace.kinds import ModelTrace, TracedCall
 from nemo_like.planning.trace.layer_memory import block_memory, halves_memory
 from nemo_like.planning.trace.meter import measured_seconds
+from nemo_like.planning.trace.records import BlockEvents
 from nemo_like.torch_compat import under_loss_parallel
 
 MODES = ("none", "full", "selective")
 """Modes that are planned without a budget: those that `TracedPart.uniform` takes."""
+
+
+class Known:
+    """Results by what they depend on. `nemo_like.planning.model.traced.TracedPart` reads and fills them."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[Hashable, BlockEvents] = {}
+        """Allocations of a block, by its number, its choice, and how its step runs."""
+        self.outside: dict[Hashable, OuterMemory] = {}
+        """Memory outside the layers, by the loss, and how the step runs."""
+        self.trained: dict[Hashable, frozenset[str]] = {}
+        """Names of the parameters that get a gradient in a step, by all names and which of them require gradients."""
+        self.shardings: dict[Hashable, Sharding] = {}
+        """Bytes that one rank stores, by the weights and the ranks that share them."""
+        self.decisions: dict[Hashable, list[tuple[str, ...]]] = {}
+        """Decisions of the choices that a search mixes plans of, by kind of layer."""
+        self.cut: StageParts | str | None = None
+        """Parts before, in and after the layers; or the reason why the model cannot be cut."""
+        self._numbers: dict[Any, int] = {}
+
+    def number(self, key: Hashable) -> int:
+        """Return a number for `key`, the same for equal ones, so that long keys are compared once."""
+        return self._numbers.setdefault(key, len(self._numbers))
 
 
 class StepLoss(NamedTuple):
@@ -204,7 +224,7 @@ class TracedPart:
         makers: dict[str, Callable[[BlockProblem], Choice]] = {
             "none": BlockProblem.none,
             "full": BlockProblem.full,
-            "selective": _selective,
+            "selective": selective,
         }
         per_kind = [makers[mode](problem) for problem in self.problems]
         none = [problem.none() for problem in self.problems]
@@ -418,22 +438,3 @@ def can_skip() -> bool:
         warn_once(f"Plans are made without skipped ops: {error}")
         return False
     return True
-
-
-def as_choice(problem: BlockProblem, words: Sequence[str], label: str = "plan") -> Choice:
-    """Return the choice that does this with each operator: ``save``, ``skip`` or ``recompute``."""
-    keep = sum(1 << k for k, word in enumerate(words) if word == "save")
-    skip = sum(1 << k for k, word in enumerate(words) if word == "skip")
-    return replace(problem.choice(solver.Point(0, 0.0, keep, skip)), label=label)
-
-
-def _selective(problem: BlockProblem) -> Choice:
-    if not problem.trace.saves_something:
-        return problem.none()
-    policy = SelectivePolicy()
-    tracked, decide = policy.tracked_ops(), policy.start()
-    words = []
-    for k, record in enumerate(problem.records):
-        word = decide(record.op, record.nth) if record.op in tracked else Decision.RECOMPUTE
-        words.append("save" if word is Decision.SAVE and k < problem.reachable else "recompute")
-    return as_choice(problem, words, "selective")

@@ -10,9 +10,9 @@ from nemo_like.activation_checkpointing.plan import Part
 from nemo_like.options import OffloadConfig
 from nemo_like.planning.program.fsdp_units import ROOT, TAIL, GradientRule, Units
 from nemo_like.planning.program.host_copies import HostCopies
-from nemo_like.planning.program.records import BackwardCall, BlockEvents, Log, OuterEvents
 from nemo_like.planning.program.storages import LogRun, Storages
 from nemo_like.planning.sharding import Sharding, UnitBytes
+from nemo_like.planning.trace.records import BackwardCall, BlockEvents, Log, OuterEvents
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from nemo_like._util.words import write_bytes
 from nemo_like.activation_checkpointing.plan import STAYING, Part
 from nemo_like.options.optimizers import OptimizerMemory
-from nemo_like.planning.program.records import Recorded
+from nemo_like.planning.trace.records import Recorded
 
 COMPUTE, GATHER, REDUCE = "compute", "gather", "reduce"
 

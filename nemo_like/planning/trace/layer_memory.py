@@ -16,9 +16,9 @@ from nemo_like.activation_checkpointing.policy import Policy
 from nemo_like.fake.model_copy import leaves_of, with_state
 from nemo_like.fake.reasons import without_values
 from nemo_like.fake.run import FakeRun
-from nemo_like.planning.model.kinds import Kind
-from nemo_like.planning.program.records import BlockEvents
+from nemo_like.planning.trace.kinds import Kind
 from nemo_like.planning.trace.meter import LiveBytes, SumsInPlace
+from nemo_like.planning.trace.records import BlockEvents
 from nemo_like.torch_compat import backward_in_halves
 
 

@@ -17,8 +17,8 @@ import torch
 from nemo_like._util.tensors import is_wrapped, map_tensors, tensors_in
 from nemo_like.fake.model_copy import call_with
 from nemo_like.fake.run import check_layouts
-from nemo_like.planning.model.kinds import Kind
 from nemo_like.planning.trace.block import TraceMismatchError
+from nemo_like.planning.trace.kinds import Kind
 from nemo_like.planning.trace.scratch import scratch_bytes
 from nemo_like.torch_compat import TorchDispatchMode, local_part, storage_use_count, use_count, without_dispatch_modes
 

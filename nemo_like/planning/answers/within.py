@@ -9,9 +9,9 @@ from nemo_like._util.words import write_bytes
 from nemo_like.activation_checkpointing.plan import BudgetError
 from nemo_like.options import MemoryBudget
 from nemo_like.planning.advise import changes, helping, in_words
+from nemo_like.planning.answers.rank import rank_peak
 from nemo_like.planning.choose import solver
 from nemo_like.planning.choose.layer import Choice, Stack
-from nemo_like.planning.program.rank import rank_peak
 from nemo_like.planning.query import PlanQuery, Stage
 
 Mixed = tuple[Stack, solver.Mix]

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from nemo_like.options import parse_bytes
+from nemo_like.planning.answers.reserved import StepLogs, fullest_ranks, replay
 from nemo_like.planning.program.allocator import DeviceMemoryError
-from nemo_like.planning.program.reserved import StepLogs, fullest_ranks, replay
 from nemo_like.planning.program.storages import Peak
 from nemo_like.planning.query import Choices, PlanQuery
 

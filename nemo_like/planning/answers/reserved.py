@@ -13,10 +13,10 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from nemo_like.options.memory import AllocatorConfig
+from nemo_like.planning.answers.rank import RankSteps, rank_peak
 from nemo_like.planning.choose.layer import Choice
 from nemo_like.planning.devices import Device
 from nemo_like.planning.program.allocator import CachingAllocator, MemoryBlock
-from nemo_like.planning.program.rank import RankSteps, rank_peak
 from nemo_like.planning.program.storages import Allocations
 from nemo_like.planning.query import PlanQuery
 

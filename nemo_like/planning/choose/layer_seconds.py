@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from nemo_like.activation_checkpointing.ops import facts
 from nemo_like.planning.choose.layer import BlockProblem, Choice
-from nemo_like.planning.program.roofline import is_sequence_op, kernel_kind, kernel_seconds, wave_share
+from nemo_like.planning.roofline import is_sequence_op, kernel_kind, kernel_seconds, wave_share
 from nemo_like.planning.sharding import UnitBytes
 from nemo_like.planning.trace.block import OpRecord
 

@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 from nemo_like.distributed.pipeline.schedules import FORWARD, actions_of
 from nemo_like.job import Job
 from nemo_like.options import PipelineParallel, StepSpec
+from nemo_like.planning import roofline
 from nemo_like.planning.choose.layer import Choice
+from nemo_like.planning.choose.layer_seconds import LayerRun
 from nemo_like.planning.devices import Device
 from nemo_like.planning.model.traced import TracedPart
-from nemo_like.planning.program import roofline
-from nemo_like.planning.program.block_seconds import LayerRun
-from nemo_like.planning.program.roofline import RankGroup, exposed_seconds, group_of, update_seconds
 from nemo_like.planning.program.timeline import StageSeconds, Timeline, action_seconds, timeline
 from nemo_like.planning.query import Choices, PlanQuery, Stage
+from nemo_like.planning.roofline import RankGroup, exposed_seconds, group_of, update_seconds
 from nemo_like.planning.sharding import UnitBytes
 
 KERNELS_PER_PARAMETER = 12

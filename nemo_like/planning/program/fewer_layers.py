@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from nemo_like._util.tensors import tensors_in
-from nemo_like.planning.model.kinds import Kind
 from nemo_like.planning.program.storage_ledger import Event, Level, StepMoment, StorageLedger
+from nemo_like.planning.trace.kinds import Kind
 
 
 @dataclass(frozen=True)
