@@ -85,8 +85,8 @@ def fit(
             exceed; a histogram, sequences by tokens. The step is planned for the largest micro-batch, all of whose sequences
             are as long as the longest. With `p99` alone it is planned for that length, and the report states it.
         global_batch: sequences of one optimizer step over all devices. None: as many as are fastest, without accumulation.
-        memory: bytes of each device that a step may take (``"70GiB"``). Which bytes count, `nemo_like.planning.answers.verdict`
-            decides. Default: its memory less a tenth.
+        memory: bytes of each device that a step may take (``"70GiB"``); default: its memory less a tenth. What counts:
+            `nemo_like.planning.answers.verdict`.
         dtype: dtype of the parameters where `model` is a name. Default: float32.
         sample: makes the input of one micro-batch of so many sequences. Default: token ids, and the same as labels.
         count: how many configurations to report.
