@@ -132,6 +132,8 @@ class Search:
         for _, _, item in queue:
             self.found.rejected[_SLOWER] += len(self.by_shape[item]) if isinstance(item, ShapeKey) else 1
         self.found.traced = self._traced_shapes()
+        # The least time of a plan is that of the mix that recomputes least, which may not be the fastest of all.
+        self.found.best.sort(key=lambda candidate: -candidate.tokens_per_second_per_gpu)
         return self.found
 
     def _traced_shapes(self) -> int:
