@@ -114,9 +114,8 @@ def write_bytes(size: int) -> str:
     >>> write_bytes(3 << 29), write_bytes(1536), write_bytes(0)
     ('1.50GiB', '1.50KiB', '0B')
     """
-    # From a quarter of a unit on.
-    least = {"GiB": GIB // 4, "MiB": UNITS[1][0] // 4, "KiB": UNITS[2][0]}
-    return next((f"{size / unit:.2f}{name}" for unit, name in UNITS if abs(size) >= least[name]), f"{size}B")
+    units = ((unit if name == "KiB" else unit // 4, unit, name) for unit, name in UNITS)
+    return next((f"{size / unit:.2f}{name}" for least, unit, name in units if abs(size) >= least), f"{size}B")
 
 
 def parse_dtype(name: str, value: object, others: Sequence[str] = ()) -> torch.dtype | None:

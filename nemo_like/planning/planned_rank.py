@@ -39,7 +39,6 @@ def plan_rank(model: nn.Module, sample_input: Any, job: Job, rank: int) -> Plann
     if isinstance(job.ac, MemoryBudget):
         query, plan = planned(model, sample_input, job)
         job = replace(job, ac=plan)
-        query = query.under(replace(query.job, ac=plan))
     else:
         query = _under_plan(model, sample_input, job)
     chosen = [choices_of(stage, job) for stage in query.stages]

@@ -127,7 +127,13 @@ def balance_for_memory(model: nn.Module, sample_input: Any, job: Job, mode: str)
 
 
 def describe(
-    query: PlanQuery, choices: Choices, asked: str, gap: float = 0.0, reserved: Iterable[int] | None = None
+    query: PlanQuery,
+    choices: Choices,
+    asked: str,
+    gap: float = 0.0,
+    *,
+    reserved: Iterable[int] | None = None,
+    peaks: Sequence[Peak] | None = None,
 ) -> Plan:
     """Return choices for all stages as one `Plan` of the whole model, with the peak of the rank that has the highest.
 
@@ -135,12 +141,12 @@ def describe(
         query, choices: the job, and what was chosen for it.
         asked: the budget, as the caller wrote it.
         gap: seconds that better choices could save at most.
-        reserved: bytes on the fullest ranks, where they are known already.
+        reserved, peaks: of the fullest ranks, and of every rank, where they are known already.
     """
     if reserved is None:
         ranks = [] if query.device.cuda is None else fullest_ranks(query, choices)
         reserved = [reserved_on(query, rank, choices).reserved for rank in ranks]
-    peaks = peaks_of(query, choices)
+    peaks = peaks_of(query, choices) if peaks is None else peaks
     rank = max(range(len(peaks)), key=lambda rank: peaks[rank].total)
     first = query.stages[0]
     pipeline = {

@@ -236,12 +236,12 @@ class RankSteps:
         self._make_optimizer_state()
         starts = self.stay
         if not self.query.is_pipeline:
-            (stage,), step, job = self.stages.values(), self.query.job.step, self.query.job
+            stage = self.stages[0]
             kept = stage.stage.outside(choices=stage.choices).events.kept_bytes
             stage.step.kept.append(self.storages.make(kept, Part.KEPT_OUTPUT))
             rules = self._rules(first=False)
             alike = len(rules) > 1 and rules[-1].reduces and all(rule.reduces and not rule.frees for rule in rules)
-            starts = (alike or step.zero_grad == "zero") and job.ddp is None
+            starts = (alike or self.stay) and self.query.job.ddp is None
             # The one with the highest peak.
             stage.rules = rules[-1:] if alike else rules
         for stage in self.stages.values() if starts else ():

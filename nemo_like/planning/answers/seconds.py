@@ -24,7 +24,7 @@ from nemo_like.planning.model.traced import TracedPart
 from nemo_like.planning.program.timeline import StageSeconds, Timeline, action_seconds, timeline
 from nemo_like.planning.query import Choices, PlanQuery, Stage
 from nemo_like.planning.roofline import RankGroup, exposed_seconds, group_of, update_seconds
-from nemo_like.planning.sharding import UnitBytes
+from nemo_like.planning.sharding import Sharding, UnitBytes
 
 KERNELS_PER_PARAMETER = 12
 """Kernels per parameter of an AdamW step that goes through its parameters one by one."""
@@ -171,13 +171,10 @@ def _once_seconds(query: PlanQuery, indices: Sequence[int], links: Links) -> tup
     gathers = reductions = optimizer = 0.0
     for index in indices:
         stage = query.stages[index]
-        sharding = stage.sharding
         optimizer += optimizer_seconds_of(stage)
-        experts = tuple(sharding.experts.values())
-        for unit in sharding.all if sharding.on else ():
-            gather, reduction = unit_seconds(unit, links.expert_shards if unit in experts else links.shards, links)
-            gathers += _gathers(query, index) * gather
-            reductions += reduction
+        gather, reduction = units_seconds(stage.sharding, links)
+        gathers += _gathers(query, index) * gather
+        reductions += reduction
     return gathers, reductions, optimizer
 
 
@@ -213,24 +210,21 @@ def layer_runs(stage: Stage, choices: Sequence[Choice]) -> list[LayerRun]:
         counts = Counter(
             zip((call.kind for call in stage.part.traced.calls), choices, stage.moved(choices), stage.units)
         )
-        stage.runs[key] = [_run(stage, count, *same) for same, count in counts.items()]
+        stage.runs[key] = [_run(stage.part, count, *same) for same, count in counts.items()]
     return stage.runs[key]
 
 
 def runs_of_calls(part: TracedPart, calls: Iterable[tuple[int, Choice]]) -> list[LayerRun]:
     """Return calls of layers, as kinds and choices, with equal ones together, without FSDP2 and without copies."""
-    runs = []
-    for (kind, choice), count in Counter(calls).items():
-        replay = part.blocks[kind].replay(choice, part.problems[kind].reachable)
-        full = choice.label == "full"
-        runs.append(LayerRun(count, part.blocks[kind], replay, full, None, kind=kind, choice=choice))
-    return runs
+    return [_run(part, count, *call) for call, count in Counter(calls).items()]
 
 
-def _run(stage: Stage, count: int, kind: int, choice: Choice, moved: int, units: tuple[Any, ...]) -> LayerRun:
-    block, (unit, experts, _) = stage.part.blocks[kind], units
-    replay = block.replay(choice, stage.part.problems[kind].reachable)
-    copies = exposed_seconds(moved, block.forward, stage.device)
+def _run(
+    part: TracedPart, count: int, kind: int, choice: Choice, moved: int = 0, units: tuple[Any, ...] = (None, None)
+) -> LayerRun:
+    block, (unit, experts, *_) = part.blocks[kind], units
+    replay = block.replay(choice, part.problems[kind].reachable)
+    copies = exposed_seconds(moved, block.forward, part.device)
     return LayerRun(count, block, replay, choice.label == "full", unit, experts, copies, moved, kind, choice)
 
 
@@ -372,6 +366,15 @@ def host_sum_seconds(units: Sequence[UnitBytes], device: Device) -> float:
     """
     size = sum(unit.host_grad for unit in units)
     return 3 * size / (device.host_bandwidth or device.host_link) if size else 0.0
+
+
+def units_seconds(sharding: Sharding, links: Links) -> tuple[float, float]:
+    """Return the seconds to gather every unit once, and to reduce all gradients; 0 where FSDP2 does neither."""
+    gather = reduce = 0.0
+    for unit in sharding.all if sharding.on else ():
+        one = unit_seconds(unit, links.expert_shards if unit.kind == "experts" else links.shards, links)
+        gather, reduce = gather + one[0], reduce + one[1]
+    return gather, reduce
 
 
 def unit_seconds(unit: UnitBytes, shards: RankGroup, links: Links) -> tuple[float, float]:

@@ -76,7 +76,7 @@ def _within_peak(query: PlanQuery, rank: int, limit: int, asked: str) -> dict[in
     """
     own = query.of_rank(rank)
     stages = {index: query.stages[index] for index in own}
-    flights = {index: max(1, query.most_in_flight(index)) if query.is_pipeline else 1 for index in own}
+    flights = {index: max(1, query.most_in_flight(index)) for index in own}
     steps = []
     for index, stage in stages.items():
         for number, (low, high) in enumerate(zip(stage.stack.mixes, stage.stack.mixes[1:])):

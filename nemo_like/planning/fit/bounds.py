@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -36,7 +36,7 @@ from nemo_like.planning.answers.seconds import (
     microbatch_seconds,
     runs_of_calls,
     seconds_of_actions,
-    unit_seconds,
+    units_seconds,
 )
 from nemo_like.planning.choose.layer import Choice
 from nemo_like.planning.choose.layer_seconds import least_seconds
@@ -60,6 +60,7 @@ class WholeBounds:
     def __init__(self, shape: Shape) -> None:
         self.shape, self.part, self.question = shape, shape.whole.part, shape.question
         self._least: dict[int, tuple[float, float]] = {}
+        self._least_of: dict[Hashable, tuple[list[Choice], int]] = {}
 
     def least(self, conf: Configuration) -> tuple[list[Choice], int]:
         """Return choices that no fitting ones of `conf` are faster than, and bytes that their peak is not below.
@@ -67,9 +68,9 @@ class WholeBounds:
         The bytes are saved activations at the end of forward, parameters and optimizer state. Nothing runs for it.
         """
         key = (conf.shard_ranks, conf.dp_replicate, conf.mode, conf.job.offload.mode, conf.cpu_offload)
-        if key not in self.shape.least_of:
-            self.shape.least_of[key] = self._least_choices(conf)
-        return self.shape.least_of[key]
+        if key not in self._least_of:
+            self._least_of[key] = self._least_choices(conf)
+        return self._least_of[key]
 
     def _least_choices(self, conf: Configuration) -> tuple[list[Choice], int]:
         stage, shape = self.shape.query(conf).stages[0], self.shape
@@ -295,12 +296,8 @@ class StagedBounds:
         key = (conf.shard_ranks, conf.dp_replicate)
         if key not in self._ends:
             sharding, links = self.sharding(conf), Links.of(conf.job, self.device)
-            total = optimizer_seconds(sharding.trained, self.shape.question.job.step.optimizer, self.device)
-            experts = set(map(id, sharding.experts.values()))
-            for unit in sharding.all if sharding.on else ():
-                shards = links.expert_shards if id(unit) in experts else links.shards
-                total += sum(unit_seconds(unit, shards, links))
-            self._ends[key] = total
+            optimizer = optimizer_seconds(sharding.trained, self.shape.question.job.step.optimizer, self.device)
+            self._ends[key] = optimizer + sum(units_seconds(sharding, links))
         return self._ends[key]
 
     def sharding(self, conf: Configuration) -> Sharding:

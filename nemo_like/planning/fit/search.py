@@ -175,9 +175,7 @@ class Search:
                 self.found.rejected[_SLOWER] += 1
             elif resolved is not None:
                 self.found.best.append(self.candidate(shape, conf, resolved))
-            elif (
-                isinstance(shape, Shape) and shape.key.staged and (better := self._least_pipeline(shape, conf)) > bound
-            ):
+            elif shape.key.staged and (better := self._least_pipeline(shape, conf)) > bound:
                 if better < math.inf:
                     heapq.heappush(queue, (better, next(order), item))
             elif (resolved := self._resolve(shape, conf)) is not None:
@@ -220,7 +218,7 @@ class Search:
         if isinstance(shape, str):
             self.found.rejected[shape] += len(self.by_shape[key])
             return
-        if isinstance(shape, Shape) and shape.key.staged:
+        if shape.key.staged:
             yield from self._staged_entries(key, shape)
             return
         states = tuple(state for state in self.question.host_state if not state)
@@ -259,7 +257,6 @@ class Search:
         """Yield all pipelines of a shape by the least seconds per token that they could take; none is cut for that."""
         bounds = self.bounds.exact(key)
         for conf in self.by_shape[key]:
-            per_token = conf.gpus / (conf.sequences * self.question.seq_len)
             for way in self._variants(shape, conf):
                 if bounds is None:
                     yield 0.0, (way, None)
@@ -270,7 +267,7 @@ class Search:
                     if self.least_staged is None or least < self.least_staged[0]:
                         self.least_staged = least, way.change(ac="full")
                     continue
-                yield bounds.seconds(way, way.mode) * per_token, (way, None)
+                yield self.question.per_token(bounds.seconds(way, way.mode), way), (way, None)
 
     def _least_pipeline(self, shape: Shape, conf: Configuration) -> float:
         """Return the seconds of one GPU for a token that this pipeline is not below.

@@ -72,8 +72,6 @@ class Shape:
     def __init__(self, key: ShapeKey, question: Question, traced: Traced) -> None:
         """Trace it, if it has one stage; raises ValueError where the model cannot have that shape."""
         self.key, self.question, self.traced = key, question, traced
-        self.least_of: dict[Hashable, tuple[list[Choice], int]] = {}
-        """Results of `nemo_like.planning.fit.bounds`."""
         self._queries: dict[Hashable, PlanQuery] = {}
         self._peaks: dict[Hashable, Peak] = {}
         self._plans: dict[Hashable, tuple[Choices, Peak] | None] = {}

@@ -139,10 +139,7 @@ class TracedPart:
 
     def _trace(self, sample_input: Any, dtype: torch.dtype | None, lower: torch.dtype | None, job: Job) -> None:
         device, measure = self.device, job.search.measure
-        inputs = tuple(tensors_in(sample_input))
-        self.sample = describe(inputs, {})
-        self.input_bytes = sum(tensor.numel() * tensor.element_size() for tensor in inputs)
-        """Bytes of what the model is called with (token ids and labels), which peaks leave out."""
+        self.sample = describe(tuple(tensors_in(sample_input)), {})
         at_hand = pick_device_type()
         if measure and at_hand != device.kind:
             raise ValueError(

@@ -1,6 +1,6 @@
-"""The step of one rank as a program: allocations, frees and collectives in the order in which PyTorch makes them.
+"""One micro-batch of a rank as a program: allocations, frees and collectives in the order in which PyTorch makes them.
 
-`step` writes one micro-batch of one stage, `rank` the steps of a rank of a pipeline, `units` what FSDP2 gathers and reduces.
-What a layer and the model around the layers allocate was recorded (`records`). `readers` are what a program is written
-into: one counts bytes, the other runs the caching allocator.
+`microbatch` writes it, `fsdp_units` the gathers and reductions of FSDP2, `host_copies` what moves to host memory. Actions of
+a whole step are in `nemo_like.planning.answers.rank`. A program is written into `storages`: one counts bytes, the other
+lists allocations for the model of the caching allocator (`allocator`).
 """
