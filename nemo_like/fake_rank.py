@@ -314,7 +314,7 @@ def _pipeline_loop(pipeline: Pipeline, batch: dict[str, Any], ledger: StorageLed
     for stage in pipeline.stages:
         stage.module.register_forward_pre_hook(enter, prepend=True)
         stage.module.register_forward_hook(leave)
-    pipeline.trust(batch)
+    pipeline.trust()
 
     def go() -> None:
         pipeline.step(**batch)

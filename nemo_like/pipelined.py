@@ -28,6 +28,7 @@ from nemo_like.distributed.pipeline.cut import (
     loss_of,
     slices,
 )
+from nemo_like.distributed.pipeline.loss_mean import LossMean
 from nemo_like.distributed.pipeline.schedules import stages_of
 from nemo_like.distributed.pipeline.stage import Stage
 from nemo_like.distributed.pipeline.stage_parts import SplitParts, check_stages, stage_parts
@@ -58,6 +59,7 @@ class CutModel:
     job: Job
     mesh: DeviceMesh
     device: torch.device
+    loss_mean: LossMean
 
     @property
     def stage_mesh(self) -> DeviceMesh | None:
@@ -97,7 +99,7 @@ class CutModel:
     def pipeline(self, ready: Sequence[tuple[CutStage, nn.Module]]) -> Pipeline:
         """Return the pipeline of this rank's stages, which are `ready` to train."""
         stages = [Stage(stage.slice, module, stage.forward) for stage, module in ready]
-        pipeline = Pipeline(stages, self.parts, self.job.pp, self.mesh, self.device)
+        pipeline = Pipeline(stages, self.parts, self.job.pp, self.mesh, self.device, self.loss_mean)
         watch = size_watch(self.job.ac if isinstance(self.job.ac, Plan) else None, self.job.planned_tokens)
         if watch is not None and is_rank_zero():
             pipeline.sees = watch.see
@@ -114,7 +116,8 @@ def cut_into_stages(model: nn.Module, job: Job, mesh: DeviceMesh, sample_input: 
         sample_input: one micro-batch.
 
     Raises:
-        ValueError: no sample input, a model that cannot be cut, a budget that cannot be met.
+        ValueError: no sample input, a plain model without ``loss_mean``, a model that cannot be cut, a budget that
+            cannot be met.
     """
     if sample_input is None:
         raise ValueError(
@@ -145,7 +148,7 @@ def cut_into_stages(model: nn.Module, job: Job, mesh: DeviceMesh, sample_input: 
     planned = _planned(model, job, sample_input)
     if not isinstance(parts, SplitParts):
         check_stages(model, parts, slices(counts_of(parts, planned.pp)), sample_input, **lowered)
-    return CutModel(model, parts, planned, mesh, device)
+    return CutModel(model, parts, planned, mesh, device, LossMean(model, job.pp))
 
 
 def _planned(model: nn.Module, job: Job, sample_input: object) -> Job:

@@ -7,6 +7,7 @@ written is then in the cache when the next one reads it.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from nemo_like._util.module_tree import base_model
 from nemo_like.torch_compat import is_fake
 
 _BLOCKS, _BLOCKS_COPIED = 40, 128
@@ -128,8 +130,12 @@ IGNORED = -100
 
 def predicts_next_token(model: nn.Module) -> bool:
     """Return whether `model` computes transformers' loss of causal models, which shifts ``labels``, unless it is given
-    ``shift_labels``. GPT-2 does, too, whose ``loss_type`` is None."""
-    return getattr(getattr(model, "loss_function", None), "__name__", None) == "ForCausalLMLoss"
+    ``shift_labels``. GPT-2 does, too, whose ``loss_type`` is None; BART has that function, and its forward calls another."""
+    inner = base_model(model)
+    if getattr(getattr(inner, "loss_function", None), "__name__", None) != "ForCausalLMLoss":
+        return False
+    code = getattr(inspect.unwrap(type(inner).forward), "__code__", None)
+    return code is not None and "loss_function" in code.co_names
 
 
 # Cross entropy with label smoothing and z-loss of the logits of one chunk, and its gradient.

@@ -12,6 +12,9 @@ from typing import Any
 
 from nemo_like._util.words import check_whole, did_you_mean, normalise
 
+LOSS_MEANS = ("tokens", "rows", "sum")
+"""The words of `PipelineParallel.loss_mean`."""
+
 
 @dataclass(frozen=True)
 class PipelineParallel:
@@ -39,6 +42,11 @@ class PipelineParallel:
     """Recomputations of a checkpointed layer where a schedule cuts backward in two. ``"once"`` recomputes it in the
     first half and saves for the second one what that still needs; ``"twice"`` saves nothing and recomputes it in both.
     ``"auto"``: once, or under a memory budget whichever makes the faster plan."""
+    loss_mean: str | Callable[[Any], Any] | None = None
+    """What the model's loss of a batch is a mean over. So much each micro-batch counts in it: ``"tokens"``, labels that are
+    not -100, or all alike where the batch has ``num_items_in_batch``; ``"rows"``, rows or elements; ``"sum"``, it is a sum;
+    or a function of a micro-batch, a dict of tensors, that returns how much counts in it. None: ``"tokens"`` for a model of
+    transformers; any other has to say it. Steps compare it with one call of two micro-batches."""
     split: Callable[[Any, int, int], Any] | None = None
     """For a model that its list of layers does not cut: ``split(model, stage, stages)`` returns the module of one stage. It
     gets a copy of the model's modules with the model's own parameters, which it may take apart; parameters keep the names
@@ -74,6 +82,14 @@ class PipelineParallel:
             self._check_counts()
         if self.replay not in ("auto", "once", "twice"):
             raise ValueError(f"PipelineParallel.replay is {self.replay!r}; it must be 'auto', 'once' or 'twice'.")
+        if isinstance(self.loss_mean, str):
+            object.__setattr__(self, "loss_mean", normalise(self.loss_mean))
+        if not (self.loss_mean is None or callable(self.loss_mean) or self.loss_mean in LOSS_MEANS):
+            raise ValueError(
+                f"PipelineParallel.loss_mean is {self.loss_mean!r}; it must be {', '.join(map(repr, LOSS_MEANS))} or a "
+                "function of a micro-batch that returns how much counts in it."
+                + did_you_mean(str(self.loss_mean), LOSS_MEANS)
+            )
         if self.split is None:
             return
         if not callable(self.split):

@@ -149,7 +149,8 @@ def _refused(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match="Mamba"):
         parallelize(build("mamba2"), ac="none", cp=2, **given)
     plain = NanoGPT()  # counts its positions in a slice of a parameter: seen in the first step
-    pipeline = parallelize(plain, ac="none", cp=2, **given)
+    stages = PipelineParallel(2, microbatches=2, loss_mean="tokens")
+    pipeline = parallelize(plain, ac="none", cp=2, **given | {"pp": stages})
     with pytest.raises(ValueError, match="other outputs than whole sequences"):
         pipeline.step(**inputs)
 

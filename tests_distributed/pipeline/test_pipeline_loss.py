@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy as imported_cross_entropy
 
 from nemo_like import parallelize
 from nemo_like.options import ChunkedLoss, PipelineParallel
@@ -64,44 +63,67 @@ def _masked(logits: Tensor, batch: Batch) -> Tensor:
 
 
 def _weighted(logits: Tensor, batch: Batch) -> Tensor:
-    return _next(logits, batch, weight=torch.linspace(0.1, 2.0, VOCAB), label_smoothing=0.1)
+    return _next(logits, batch, weight=_CLASSES, label_smoothing=0.1)
 
 
-RIGHT: dict[str, Callable[[Tensor, Batch], Tensor]] = {
-    "mean over labels": lambda logits, batch: _ce(logits, batch["labels"]),
-    "the plainest GPT": _next,
-    "padded, as transformers": lambda logits, batch: _ce(logits, F.pad(batch["labels"], (0, 1), value=-100)[:, 1:]),
-    "tokens first": lambda logits, batch: _ce(logits.transpose(0, 1), batch["labels"].t()),
-    "heads of a class": lambda logits, batch: nn.CrossEntropyLoss()(logits.transpose(1, 2), batch["labels"]),
-    "sum": lambda logits, batch: _next(logits, batch, reduction="sum"),
-    "sum / numel": lambda logits, batch: _next(logits, batch, reduction="sum") / batch["labels"].numel(),
-    "sum / count": lambda logits, batch: _next(logits, batch, reduction="sum") / (batch["labels"][:, 1:] != -100).sum(),
-    "another ignore_index": lambda logits, batch: _ce(
-        logits, batch["labels"].masked_fill(batch["labels"] < 0, 3), ignore_index=3
+Said = str | Callable[[Any], Any]
+_NEXT: Said = lambda batch: (batch["labels"][:, 1:] != -100).sum()  # noqa: E731
+_CLASSES = torch.linspace(0.1, 2.0, VOCAB)
+
+
+def _of_classes(batch: Batch) -> Tensor:
+    labels = batch["labels"][:, 1:]
+    return _CLASSES[labels.clamp(min=0)][labels >= 0].sum()
+
+
+RIGHT: dict[str, tuple[Said, Callable[[Tensor, Batch], Tensor]]] = {
+    "mean over labels": ("tokens", lambda logits, batch: _ce(logits, batch["labels"])),
+    "the plainest GPT": (_NEXT, _next),
+    "padded": (_NEXT, lambda logits, batch: _ce(logits, F.pad(batch["labels"], (0, 1), value=-100)[:, 1:])),
+    "tokens first": ("tokens", lambda logits, batch: _ce(logits.transpose(0, 1), batch["labels"].t())),
+    "heads of a class": (
+        "tokens",
+        lambda logits, batch: nn.CrossEntropyLoss()(logits.transpose(1, 2), batch["labels"]),
     ),
-    "padding counts for nothing": lambda logits, batch: _ce(logits, batch["padded"], ignore_index=0),
-    "class weights and smoothing": _weighted,
-    "and a mean term": lambda logits, batch: _next(logits, batch) + logits.logsumexp(-1).square().mean(),
-    "a sum and a mean": lambda logits, batch: _next(logits, batch, reduction="sum") + _next(logits, batch),
-    "a sum of squares": lambda logits, batch: 0.01 * logits.square().sum(),
-    "two means": lambda logits, batch: _next(logits, batch) + _ce(logits[:, 0], batch["first"]),
-    "nll": lambda logits, batch: F.nll_loss(logits.log_softmax(-1).flatten(0, 1), batch["labels"].flatten()),
-    "by hand": _by_hand,
-    "an imported function": lambda logits, batch: imported_cross_entropy(
-        logits.flatten(0, 1), batch["labels"].flatten()
+    "sum": ("sum", lambda logits, batch: _next(logits, batch, reduction="sum")),
+    "sum / numel": ("rows", lambda logits, batch: _next(logits, batch, reduction="sum") / batch["labels"].numel()),
+    "another ignore_index": (
+        lambda batch: ((batch["labels"] >= 0) & (batch["labels"] != 3)).sum(),
+        lambda logits, batch: _ce(logits, batch["labels"].masked_fill(batch["labels"] < 0, 3), ignore_index=3),
     ),
-    "a mask of floats": _masked,
-    "regression": lambda logits, batch: F.mse_loss(logits.mean((1, 2)), batch["value"]),
-    "of many values": lambda logits, batch: F.smooth_l1_loss(logits.mean(1), batch["values"]),
-    "yes or no": lambda logits, batch: F.binary_cross_entropy_with_logits(logits.mean(1), batch["yes"]),
-    "probabilities": lambda logits, batch: F.cross_entropy(logits.mean(1), batch["yes"].softmax(-1)),
+    "padding counts for nothing": (
+        lambda batch: (batch["padded"] != 0).sum(),
+        lambda logits, batch: _ce(logits, batch["padded"], ignore_index=0),
+    ),
+    "class weights and smoothing": (_of_classes, _weighted),
+    "a sum of squares": ("sum", lambda logits, batch: 0.01 * logits.square().sum()),
+    "nll": (
+        "tokens",
+        lambda logits, batch: F.nll_loss(logits.log_softmax(-1).flatten(0, 1), batch["labels"].flatten()),
+    ),
+    "by hand": ("tokens", _by_hand),
+    "a mask of floats": (lambda batch: batch["loss_mask"].sum(), _masked),
+    "regression": ("rows", lambda logits, batch: F.mse_loss(logits.mean((1, 2)), batch["value"])),
+    "of many values": ("rows", lambda logits, batch: F.smooth_l1_loss(logits.mean(1), batch["values"])),
+    "yes or no": ("rows", lambda logits, batch: F.binary_cross_entropy_with_logits(logits.mean(1), batch["yes"])),
+    "probabilities": ("rows", lambda logits, batch: F.cross_entropy(logits.mean(1), batch["yes"].softmax(-1))),
 }
-WRONG: dict[str, Callable[[Tensor, Batch], Tensor]] = {
-    "contrastive": lambda logits, batch: F.cross_entropy(
-        (x := logits.mean(1)) @ x.roll(1, 0).t(), torch.arange(len(x), device=x.device)
+WRONG: dict[str, tuple[Said, Callable[[Tensor, Batch], Tensor]]] = {
+    "contrastive": (
+        "rows",
+        lambda logits, batch: F.cross_entropy(
+            (x := logits.mean(1)) @ x.roll(1, 0).t(), torch.arange(len(x), device=x.device)
+        ),
     ),
-    "a root": lambda logits, batch: logits.square().mean().sqrt(),
-    "two counts by hand": lambda logits, batch: _by_hand(logits, batch) + _masked(logits, batch),
+    "a root": ("rows", lambda logits, batch: logits.square().mean().sqrt()),
+    "two counts by hand": ("tokens", lambda logits, batch: _by_hand(logits, batch) + _masked(logits, batch)),
+    "a mean said to be a sum": ("sum", _next),
+    "a sum said to be a mean": ("rows", lambda logits, batch: _next(logits, batch, reduction="sum")),
+    "labels said to be rows": ("rows", _next),
+    "labels but the first": ("tokens", _next),
+    "and a mean term": (_NEXT, lambda logits, batch: _next(logits, batch) + logits.logsumexp(-1).square().mean()),
+    "a sum and a mean": (_NEXT, lambda logits, batch: _next(logits, batch, reduction="sum") + _next(logits, batch)),
+    "two means": (_NEXT, lambda logits, batch: _next(logits, batch) + _ce(logits[:, 0], batch["first"])),
 }
 
 
@@ -153,20 +175,20 @@ def _plain(loss: Callable[[Tensor, Batch], Tensor]) -> nn.Module:
     return without_dropout(Decoder(loss).train())
 
 
-def _pipeline(model: nn.Module, batch: Mapping[str, Any], **options: Any) -> Any:
+def _pipeline(model: nn.Module, batch: Mapping[str, Any], said: Said | None = None, **options: Any) -> Any:
     sample = {k: v[:2] if isinstance(v, Tensor) and v.dim() else v for k, v in batch.items()}
-    pp = PipelineParallel(2, microbatches=MICROBATCHES)
+    pp = PipelineParallel(2, microbatches=MICROBATCHES, loss_mean=said)
     return parallelize(model, **{"ac": "none", "pp": pp, "sample_input": sample} | options)
 
 
 def _every_plain_loss(rank: int, world_size: int) -> list[str]:
     off = []
-    for name, loss in RIGHT.items():
+    for name, (said, loss) in RIGHT.items():
         whole = _plain(loss)
-        pipeline = _pipeline(_plain(loss), _batch(False))
+        pipeline = _pipeline(_plain(loss), _batch(False), said)
         for counts in (False, True):  # what the first batch does not show, too
             off += _differences(pipeline, whole, _batch(counts), f"{name}, {counts}")
-        off += _differences(_pipeline(_plain(loss), _batch(True)), whole, _batch(True), f"{name} at once")
+        off += _differences(_pipeline(_plain(loss), _batch(True), said), whole, _batch(True), f"{name} at once")
     return off
 
 
@@ -174,43 +196,67 @@ def test_every_loss_of_a_plain_model() -> None:
     assert run_ranks(2, _every_plain_loss, timeout=240) == [[], []]
 
 
-def _what_no_share_gives(rank: int, world_size: int) -> None:
-    for name, loss in WRONG.items():
-        pipeline = _pipeline(_plain(loss), _batch(True))
+_REFUSED = "pp cannot add up the losses of this Decoder's micro-batches under loss_mean"
+
+
+def _what_does_not_add_up(rank: int, world_size: int) -> None:
+    for name, (said, loss) in WRONG.items():
+        pipeline = _pipeline(_plain(loss), _batch(True), said)
         before = {key: value.clone() for key, value in pipeline.state_dict().items()}
-        with pytest.raises(ValueError, match="pp cannot add up the losses of this Decoder's micro-batches"):
+        with pytest.raises(ValueError, match=_REFUSED):
             pipeline.step(**_batch(True))
         assert all(parameter.grad is None for parameter in pipeline.parameters()), name
         assert all(torch.equal(value, before[key]) for key, value in pipeline.state_dict().items())
 
 
-def test_a_loss_that_is_not_made_of_its_microbatches_is_refused_on_every_rank() -> None:
-    run_ranks(2, _what_no_share_gives, timeout=120)
+def test_a_loss_that_is_another_mean_than_said_is_refused_on_every_rank() -> None:
+    run_ranks(2, _what_does_not_add_up, timeout=120)
+
+
+def _unsaid(rank: int, world_size: int) -> None:
+    model = _plain(RIGHT["sum"][1])
+    before = {name: id(parameter) for name, parameter in model.named_parameters()}
+    with pytest.raises(ValueError, match=r"(?s)cannot see what the loss of Decoder is a mean over.*loss_mean=\"rows\""):
+        _pipeline(model, _batch(True))
+    assert {name: id(parameter) for name, parameter in model.named_parameters()} == before
+    no_labels = {name: value for name, value in _batch(True).items() if name != "labels"}
+    pipeline = _pipeline(_plain(RIGHT["regression"][1]), no_labels, "tokens")
+    with pytest.raises(
+        ValueError, match="which counts labels, targets, target, shift_labels, and the batch has input_ids"
+    ):
+        pipeline.step(**no_labels)
+
+
+def test_a_plain_model_has_to_say_it() -> None:
+    run_ranks(2, _unsaid)
 
 
 def _later(rank: int, world_size: int) -> None:
-    """Two counts that are the same in the first batch: refused where they differ."""
-    pipeline = _pipeline(_plain(WRONG["two counts by hand"]), _batch(False))
-    pipeline.step(**_batch(False))
-    with pytest.raises(ValueError, match="pp cannot add up the losses of this Decoder's micro-batches"):
-        pipeline.step(**_batch(True))
-    # Targets that the mask beside the labels takes away: seen in the next step.
-    masked = _plain(lambda logits, batch: _ce(logits, batch["labels"].masked_fill(batch["loss_mask"] < 1, -100)))
-    pipeline = _pipeline(masked, _batch(False))
-    pipeline.step(**_batch(False))
-    pipeline.step(**_batch(True))
-    with pytest.raises(ValueError, match="cross entropies of the last step counted other targets"):
-        pipeline.step(**_batch(True))
-    few = _batch(False)
-    few["loss_mask"][0, :5] = 0  # 5 of a micro-batch's 24 tokens: 24 / 19 - 1
-    pipeline = _pipeline(masked, _batch(False))
-    for batch in (_batch(False), few):
-        pipeline.step(**batch)
-    with pytest.raises(ValueError, match=r"counted other targets .*off by 26\.3%"):
-        pipeline.step(**few)
+    """Means that are the same in the first batch: refused in the step that shows a difference, before anything changes."""
+    for name in ("two counts by hand", "labels said to be rows", "and a mean term"):
+        said, loss = WRONG[name]
+        pipeline = _pipeline(_plain(loss), _batch(False), said)
+        pipeline.step(**_batch(False))
+        pipeline.zero_grad()
+        with pytest.raises(ValueError, match=_REFUSED):
+            pipeline.step(**_batch(True))
+        assert all(parameter.grad is None for parameter in pipeline.parameters())
+    # Targets that a mask beside the labels takes away, the ids, or the values of labels.
+    hidden = _batch(False)
+    hidden["loss_mask"][0, :5] = 0
+    padded = _batch(False)
+    padded["input_ids_again"][3, 5:] = 0
+    for batch, loss in (
+        (hidden, lambda logits, batch: _ce(logits, batch["labels"].masked_fill(batch["loss_mask"] < 1, -100))),
+        (padded, _padded_ids),
+    ):
+        pipeline = _pipeline(_plain(loss), _batch(False), "tokens")
+        pipeline.step(**_batch(False))
+        with pytest.raises(ValueError, match=_REFUSED):
+            pipeline.step(**batch)
 
 
-def test_a_loss_that_a_later_batch_shows_to_be_another() -> None:
+def test_a_mean_that_a_later_batch_shows_to_be_another() -> None:
     run_ranks(2, _later, timeout=120)
 
 
@@ -232,25 +278,31 @@ def _padded_ids(logits: Tensor, batch: Batch) -> Tensor:
     return (losses * shown).sum() / shown.sum()
 
 
-def _terms_and_masks(rank: int, world_size: int) -> list[str]:
+def _masks_and_outputs(rank: int, world_size: int) -> list[str]:
     full, padded = _batch(False), _batch(False)
     for row in range(1, ROWS):
         padded["input_ids_again"][row, LENGTH - row :] = 0
-    wrong = []
-    for kind, loss in ((Penalised, RIGHT["mean over labels"]), (Penalised, _padded_ids), (Decoder, _padded_ids)):
-        torch.manual_seed(0)
-        whole = without_dropout(kind(loss).train())
-        pipeline = _pipeline(copy.deepcopy(whole), full)
-        for name, batch in (("full", full), ("padded", padded), ("counts", _batch(True))):
-            wrong += _differences(pipeline, whole, batch, f"{kind.__name__}, {name}")
     torch.manual_seed(0)
-    whole = without_dropout(InDict(RIGHT["mean over labels"]).train())
-    loss, found = whole(**full)["loss"], _pipeline(copy.deepcopy(whole), full).step(**full)
+    whole = without_dropout(Decoder(_padded_ids).train())
+    pipeline = _pipeline(copy.deepcopy(whole), full, lambda batch: (batch["input_ids_again"] != 0).sum())
+    wrong = []
+    for name, batch in (("full", full), ("padded", padded), ("counts", _batch(True))):
+        wrong += _differences(pipeline, whole, batch, name)
+    # A term that gives the hidden states no gradient counts once in each micro-batch: a mean over rows, and no other.
+    for said, loss in (("rows", RIGHT["sum / numel"][1]), ("tokens", RIGHT["mean over labels"][1])):
+        torch.manual_seed(0)
+        whole = without_dropout(Penalised(loss).train())
+        wrong += _differences(_pipeline(copy.deepcopy(whole), padded, said), whole, padded, f"penalised, {said}")
+        with pytest.raises(ValueError, match="this Penalised's micro-batches"):
+            _pipeline(copy.deepcopy(whole), padded, "sum").step(**padded)
+    torch.manual_seed(0)
+    whole = without_dropout(InDict(RIGHT["mean over labels"][1]).train())
+    loss, found = whole(**full)["loss"], _pipeline(copy.deepcopy(whole), full, "tokens").step(**full)
     return wrong + ([] if abs(found - loss) <= 2e-6 * abs(loss) else [f"in a dict: {found} for {loss}"])
 
 
 def test_terms_without_hidden_states_and_masks_that_a_later_batch_shows() -> None:
-    assert run_ranks(2, _terms_and_masks) == [[], []]
+    assert run_ranks(2, _masks_and_outputs) == [[], []]
 
 
 _SMALL = {"vocab_size": VOCAB, "d_model": 32, "decoder_layers": 2, "decoder_ffn_dim": 48, "decoder_attention_heads": 4}
@@ -327,9 +379,15 @@ def _hugging_face(rank: int, world_size: int) -> list[str]:
         whole = without_dropout(build().float().train())
         torch.manual_seed(0)
         staged = without_dropout(build().float().train())
-        pipeline = _pipeline(staged, _words(asked, False))
-        for counts in (False, True):
-            off += _differences(pipeline, whole, _words(asked, counts), f"{name}, {counts}")
+        plain = name == "torch's encoder"
+        said = "tokens" if plain else "rows" if "start_positions" in asked else None
+        pipeline = _pipeline(staged, _words(asked, False), said)
+        off += _differences(pipeline, whole, _words(asked, False), name)
+        if len(asked) and name in ("BERT, both", "answers"):  # means over different things
+            with pytest.raises(ValueError, match="pp cannot add up the losses of this BertFor"):
+                pipeline.step(**_words(asked, True))
+            continue
+        off += _differences(pipeline, whole, _words(asked, True), f"{name}, counts")
     return off
 
 
@@ -343,16 +401,21 @@ def _llama() -> nn.Module:
 
 
 def _with_items(rank: int, world_size: int) -> list[str]:
-    """What a loss is divided by, as the caller says it: in a model that heeds it, and in one that does not."""
+    """What a loss is divided by, as the caller says it: in a model that heeds it; one that does not is refused."""
     off = []
     for build in (_llama, HUGGING_FACE["BERT, masked"][0]):
         torch.manual_seed(0)
         whole = without_dropout(build().float().train())
         torch.manual_seed(0)
         pipeline = _pipeline(without_dropout(build().float().train()), _words((), True))
-        for more in ({}, {"num_items_in_batch": 17}, {"num_items_in_batch": torch.tensor(29)}):
-            kind = type(whole).__name__
-            off += _differences(pipeline, whole, _words((), True) | more, f"{kind} {more}")
+        off += _differences(pipeline, whole, _words((), True), type(whole).__name__)
+        for number in (17, torch.tensor(29)):
+            more = _words((), True) | {"num_items_in_batch": number}
+            if build is _llama:
+                off += _differences(pipeline, whole, more, f"{type(whole).__name__} {number}")
+            elif number == 17:
+                with pytest.raises(ValueError, match="or leave num_items_in_batch out"):
+                    pipeline.step(**more)
     return off
 
 
@@ -362,20 +425,20 @@ def test_the_number_of_items_is_the_callers() -> None:
 
 def _missing_rows(rank: int, world_size: int) -> list[str]:
     off = []
-    for name in (
-        "mean over labels",
-        "padding counts for nothing",
-        "class weights and smoothing",
-        "sum",
-        "tokens first",
-    ):
-        for rows in (6, 2, 1) if name == "mean over labels" else (6,):
-            pipeline = _pipeline(_plain(RIGHT[name]), _batch(True))
+    for name, every in (("mean over labels", (6, 2, 1)), ("tokens first", (6,))):
+        said, loss = RIGHT[name]
+        for rows in every:
+            pipeline = _pipeline(_plain(loss), _batch(True), said)
             few = {key: value[:rows] for key, value in _batch(True).items()}
             for _ in range(2):
-                off += _differences(pipeline, _plain(RIGHT[name]), few, f"{rows} rows, {name}")
-    for name in ("sum / numel", "regression", "by hand", "and a mean term"):
-        pipeline = _pipeline(_plain(RIGHT[name]), _batch(True))
+                off += _differences(pipeline, _plain(loss), few, f"{rows} rows, {name}")
+    for chunks in (None, "chunked"):
+        few = {key: value[:1] for key, value in _words((), True).items()}
+        pipeline = _pipeline(_llama(), _words((), True), loss=chunks)
+        off += _differences(pipeline, _llama(), few, f"a row, {chunks}")
+    for name in ("sum / numel", "regression", "sum"):
+        said, loss = RIGHT[name]
+        pipeline = _pipeline(_plain(loss), _batch(True), said)
         with pytest.raises(
             ValueError, match="The batch has 6 rows and the pipeline 4 micro-batches: give a multiple of 4"
         ):
@@ -388,16 +451,15 @@ def test_rows_that_are_missing() -> None:
 
 
 def _empty_parts(rank: int, world_size: int) -> list[str]:
-    """A microbatch in which nothing counts adds nothing; a batch of such has no loss."""
+    """A micro-batch in which nothing counts adds nothing; a batch of such has no loss."""
     batch = _batch(True)
     batch["labels"][2:4] = -100
-    off = _differences(
-        _pipeline(_plain(RIGHT["the plainest GPT"]), batch), _plain(RIGHT["the plainest GPT"]), batch, ""
-    )
-    pipeline = _pipeline(_plain(RIGHT["by hand"]), batch)
-    with pytest.raises(ValueError, match="A micro-batch has nothing that counts"):
+    said, loss = RIGHT["the plainest GPT"]
+    off = _differences(_pipeline(_plain(loss), batch, said), _plain(loss), batch, "")
+    pipeline = _pipeline(_plain(RIGHT["by hand"][1]), batch, "tokens")
+    with pytest.raises(ValueError, match="pp cannot add up the losses"):  # 0 / 0
         pipeline.step(**batch)
-    pipeline = _pipeline(_plain(RIGHT["mean over labels"]), batch)
+    pipeline = _pipeline(_plain(RIGHT["mean over labels"][1]), batch, "tokens")
     with pytest.raises(ValueError, match="Nothing counts in the batch"):
         pipeline.step(**batch | {"labels": torch.full_like(batch["labels"], -100)})
     return off
@@ -413,10 +475,13 @@ def _other_names(rank: int, world_size: int) -> list[str]:
     def loss(logits: Tensor, batch: Batch) -> Tensor:
         return _ce(logits, batch["labels"]) if "labels" in batch else F.mse_loss(logits.mean((1, 2)), batch["value"])
 
+    def counted(batch: Batch) -> Tensor | int:
+        return (batch["labels"] != -100).sum() if "labels" in batch else len(batch["value"])
+
     batch = _batch(True)
     texts = {key: batch[key] for key in ("input_ids", "labels")}
     values = {key: batch[key] for key in ("input_ids", "value")}
-    pipeline, whole = _pipeline(_plain(loss), texts), _plain(loss)
+    pipeline, whole = _pipeline(_plain(loss), texts, counted), _plain(loss)
     with torch.inference_mode():
         evaluated = pipeline.eval_step(**{key: value + 0 for key, value in texts.items()})
         torch.testing.assert_close(evaluated, whole(**texts), rtol=2e-6, atol=0)
@@ -431,9 +496,10 @@ def _of_data_ranks(rank: int, world_size: int) -> list[str]:
     """Two pipelines, of which one's first batch tells less than the other's."""
     off = []
     for name in ("the plainest GPT", "by hand", "a mask of floats", "padding counts for nothing"):
-        pipeline = _pipeline(_plain(RIGHT[name]), _batch(True))
+        said, loss = RIGHT[name]
+        pipeline = _pipeline(_plain(loss), _batch(True), said)
         for counts in ((True, False), (False, True), (True, True)):
-            whole, batches = _plain(RIGHT[name]), [_batch(each, seed) for seed, each in enumerate(counts)]
+            whole, batches = _plain(loss), [_batch(each, seed) for seed, each in enumerate(counts)]
             losses = [whole(**batch) for batch in batches]
             (sum(losses) / 2).backward()
             pipeline.zero_grad()
@@ -454,9 +520,10 @@ def test_two_pipelines_with_batches_of_their_own() -> None:
 
 
 def _beside(rank: int, world_size: int, build: str, options: dict[str, Any]) -> list[str]:
-    make = {"llama": _llama, "plain": lambda: _plain(RIGHT["two means"])}[build]
-    pipeline = _pipeline(make(), _batch(True) if build == "plain" else _words((), True), **options)
+    said, loss = RIGHT["the plainest GPT"]
+    make = {"llama": _llama, "plain": lambda: _plain(loss)}[build]
     batch = _batch(True) if build == "plain" else _words((), True)
+    pipeline = _pipeline(make(), batch, said if build == "plain" else None, **options)
     return _differences(pipeline, make(), batch, f"{build} {options}")
 
 
@@ -477,7 +544,7 @@ class _Counting(Decoder):
     """Counts its calls in all that a module may count in."""
 
     def __init__(self) -> None:
-        super().__init__(RIGHT["by hand"])
+        super().__init__(RIGHT["by hand"][1])
         self.number, self.every, self.named = 0, [0], {"calls": 0}
         self.calls: Tensor
         self.register_buffer("calls", torch.zeros((), dtype=torch.long))
@@ -494,7 +561,7 @@ class _Counting(Decoder):
 
 def _counted(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
-    pipeline = _pipeline(without_dropout(_Counting().train()), _batch(True))
+    pipeline = _pipeline(without_dropout(_Counting().train()), _batch(True), "tokens")
     module, drawn = pipeline.stages[0].module, torch.get_rng_state()
 
     def counts() -> list[int]:
@@ -537,7 +604,7 @@ def _sees_microbatches(rank: int, world: int, norm: bool) -> list[str]:
     batch["labels"] = batch["input_ids"]
     bare = copy.deepcopy(model)
     pipeline = parallelize(
-        model, pp=PipelineParallel(2, microbatches=2), ac="full", device="cpu",
+        model, pp=PipelineParallel(2, microbatches=2, loss_mean="rows"), ac="full", device="cpu",
         sample_input={name: rows[: ROWS // 2] for name, rows in batch.items()},
     )  # fmt: skip
     for _ in range(3):

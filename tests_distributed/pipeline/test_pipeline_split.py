@@ -102,11 +102,11 @@ def _batch(length: int = 12) -> dict[str, Tensor]:
 
 
 def _reference(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """One process, the same microbatches one after the other."""
+    """One process, the same microbatches one after the other, each mean times its share."""
     count = int(batch["labels"].ne(-100).sum())
     total = torch.zeros(())
     for ids, labels in zip(batch["input_ids"].chunk(MICROBATCHES), batch["labels"].chunk(MICROBATCHES)):
-        loss = model(ids, labels, "sum") / count
+        loss = model(ids, labels) * (int(labels.ne(-100).sum()) / count)
         loss.backward()
         total += loss.detach()
     return total
@@ -138,12 +138,14 @@ def _every_case(rank: int, world_size: int, cases: list[tuple[str, Any, bool]]) 
         where = f"{schedule} {ac} {tied}"
         model, batch = _build(tied), _batch()
         loss = _reference(model, batch)
-        pp = PipelineParallel(2, schedule=schedule, microbatches=MICROBATCHES, split=split)
+        pp = PipelineParallel(2, schedule=schedule, microbatches=MICROBATCHES, split=split, loss_mean="tokens")
         sample = {key: value[:2] for key, value in batch.items()}
         pipeline = parallelize(_build(tied), ac=ac, pp=pp, sample_input=sample)
         for _ in range(2):
             pipeline.zero_grad()
-            torch.testing.assert_close(pipeline.step(**batch), loss, rtol=0, atol=1e-6, msg=where)
+            torch.testing.assert_close(
+                pipeline.step(**batch), loss, rtol=0, atol=1e-6, msg=lambda text: f"{where}: {text}"
+            )
             _same(pipeline, model, tied, where)
         torch.testing.assert_close(pipeline.eval_step(**batch), loss, rtol=0, atol=1e-6)
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -172,7 +174,7 @@ def _saved(rank: int, world_size: int, folder: str) -> None:
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     batch = _batch()
-    pp = PipelineParallel(2, microbatches=MICROBATCHES, split=split)
+    pp = PipelineParallel(2, microbatches=MICROBATCHES, split=split, loss_mean="tokens")
     sample = {key: value[:2] for key, value in batch.items()}
     pipeline = parallelize(empty, ac="full", pp=pp, sample_input=sample)
     pipeline.materialize(state_dict=whole.state_dict())
@@ -199,7 +201,7 @@ def _beside(rank: int, world_size: int, cases: list[dict[str, Any]]) -> None:
     for options in cases:
         model, batch = _build(), _batch()
         loss = _reference(model, batch)
-        pp = PipelineParallel(2, microbatches=MICROBATCHES, split=split)
+        pp = PipelineParallel(2, microbatches=MICROBATCHES, split=split, loss_mean="tokens")
         sample = {key: value[:2] for key, value in batch.items()}
         pipeline = parallelize(_build(), pp=pp, sample_input=sample, **options)
         wanted = dict(model.named_parameters())

@@ -26,7 +26,6 @@ from nemo_like.distributed.context.sequence_ops import find_group, sum_parts
 from nemo_like.distributed.context.stack_calls import exchange, main_input, tensors_of
 from nemo_like.distributed.context.verify_cut import sequence_length, verify_cut, wanted
 from nemo_like.layers.structure import class_of
-from nemo_like.losses.batch_means import LossCall, mean_of
 from nemo_like.losses.model_loss import LABELS
 from nemo_like.losses.rows import IGNORED
 from nemo_like.transformers_compat import LOGITS_TO_KEEP, PREPARE_DECODER, SHIFT_RIGHT, given_cache, parameter_names
@@ -214,6 +213,12 @@ def _put_back(function: Callable[..., Tensor]) -> Iterator[None]:
         F.cross_entropy = replaced
 
 
+def _counted(target: Tensor, ignore_index: int, weight: Tensor | None) -> Tensor:
+    """What a mean cross entropy is divided by: how many targets count, or the sum of their weights; 0-dim."""
+    counts = target != ignore_index
+    return counts.sum() if weight is None else (weight[target.where(counts, 0)] * counts).sum()
+
+
 class _Loss:
     """The loss of one call."""
 
@@ -254,7 +259,7 @@ class _Loss:
                 input, mine, weight, ignore_index=ignore_index, reduction="sum", label_smoothing=label_smoothing
             )
         if reduction == "mean":
-            total = mean_of(total, LossCall(whole, ignore_index, weight, reduction))
+            total = total / _counted(whole, ignore_index, weight)
         self.found.append(total)
         return total
 

@@ -8,7 +8,6 @@ every stage (it makes masks and positions), and what it makes of such weights is
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -151,15 +150,6 @@ def call_of(model: nn.Module) -> nn.Module:
     return module
 
 
-class MicrobatchShares(Protocol):
-    """Shares of the loss of each micro-batch in that of the whole batch."""
-
-    shares: Sequence[float]
-
-    def calls(self, number: int) -> contextlib.AbstractContextManager[Any]:
-        """The context in which the loss of micro-batch `number` is computed."""
-
-
 class StageForward:
     """The forward of a stage's tree: the model's own, from what was received to what is sent, or the loss.
 
@@ -181,8 +171,8 @@ class StageForward:
         self._model, self._packed = model, packed
         self._in_chunks = None if in_chunks is None or not stage.is_last else loss_hooks(model, in_chunks)
         self.microbatches: Sequence[Mapping[str, Any]] = ()
-        self.shares: MicrobatchShares | None = None
-        """Shares of the loss of the whole batch; None: there is one micro-batch."""
+        self.shares: Sequence[float] = ()
+        """Each one's share of the loss of the whole batch."""
 
     def __call__(self, *inputs: Tensor, microbatch: Tensor | None = None, **more: object) -> Any:
         """`given`: the number of the micro-batch on the first stage; on others what the one before sent, as a rule the
@@ -193,12 +183,10 @@ class StageForward:
             for tensor in self._received.tensors:
                 # torch may detach what a stage has sent, in place: the buffer itself, where it is handed on as it came.
                 tensor.requires_grad_()
-        calls = contextlib.nullcontext() if self.shares is None else self.shares.calls(number)
         batch, output, sent = {**self.microbatches[number], **more}, None, None
         try:
             changed = None if self._packed is None else self._packed(self._model, (), batch)
-            with calls:
-                output = self._output(batch if changed is None else changed[1])
+            output = self._output(batch if changed is None else changed[1])
         except StageEnd as end:
             sent = end.sent
         finally:
@@ -208,7 +196,8 @@ class StageForward:
         if output is None:
             return map_tensors(Tensor.contiguous, sent)  # or torch could not send it
         loss = self._loss_of(output).reshape(())
-        return torch.stack([loss if self.shares is None else loss * self.shares.shares[number]])
+        share = self.shares[number]
+        return torch.stack([loss * share if share else loss.nan_to_num() * 0.0])  # a mean over nothing is no number
 
     def _output(self, batch: dict[str, Any]) -> Any:
         if self._in_chunks is None:

@@ -20,9 +20,9 @@ from nemo_like.activation_checkpointing.engine import half_of_backward
 from nemo_like.distributed.agreement import check_same_batch, sharing_groups
 from nemo_like.distributed.context.sequence_ops import padded_length
 from nemo_like.distributed.gradients import clip_stages_
-from nemo_like.distributed.pipeline.batches import BatchShares
+from nemo_like.distributed.pipeline.batches import size_of
 from nemo_like.distributed.pipeline.cut import StageSlice, StagesOfModel, TensorForm, merged
-from nemo_like.distributed.pipeline.learn_shares import SharesByNames
+from nemo_like.distributed.pipeline.loss_mean import LossMean
 from nemo_like.distributed.pipeline.schedules import make_schedule, rank_of, stages_of
 from nemo_like.distributed.pipeline.stage import Stage, StagesOfRank, verify_stages
 from nemo_like.distributed.weights.materialize import materialize
@@ -44,10 +44,11 @@ class Pipeline(StagesOfRank):
         options: PipelineParallel,
         mesh: DeviceMesh,
         device: torch.device,
+        loss_mean: LossMean,
     ) -> None:
         super().__init__(stages, parts, options, mesh, device)
         self._sharing = sharing_groups(mesh, ("pp", "cp", "tp"))
-        self._shares = SharesByNames(self)
+        self._loss_mean = loss_mean
         self._last_rank = rank_of(options, options.stages - 1)
         self._schedules: dict[Any, Any] = {}
         self._tied_group = _tied_group(mesh) if parts.tied and self._last_rank else None
@@ -65,18 +66,17 @@ class Pipeline(StagesOfRank):
         Args:
             batch: what the model is called with, for all micro-batches together: tensors with as many rows as there are
                 are cut along them, all else goes to every micro-batch. The rows must be a multiple of the micro-batches,
-                or the loss must be a cross entropy of labels: then rows are added that count for nothing.
+                or the loss must be a mean over labels: then rows are added that count for nothing.
 
         Returns:
             The model's loss of the whole batch, 0-dim, the same on every rank of the pipeline.
 
         Raises:
-            ValueError: a batch that cannot be cut; a loss that is not made of those of micro-batches, in the first step with
-                such a batch.
+            ValueError: a batch that cannot be cut; losses of micro-batches that do not add up to that of the batch as
+                `PipelineParallel.loss_mean` has it.
         """
         if self.sees is not None:
             self.sees(batch, self.options.microbatches or 1)
-        self._shares.check_last_step()
         self._verify(batch)
         self._by_microbatch.step_begins()
         schedule = self._schedule(*self.cut(batch))
@@ -96,23 +96,22 @@ class Pipeline(StagesOfRank):
 
         One stage after the other; torch's own way for this fails for schedules with several stages on a rank (torch 2.13).
         """
-        self._shares.check_last_step()
         self._verify(batch)
         return self._mean(self.forward(batch))
 
     def _verify(self, batch: Mapping[str, Any]) -> None:
         """Once: whether all ranks have this batch; under ``cp``, as
-        `nemo_like.distributed.context.verify_cut` does for whole models."""
+        `nemo_like.distributed.context.verify_cut` does for whole models. Then what the loss is a mean over."""
         if not self._verified:
             self._verified = True
             check_same_batch(batch, self._sharing)
-            self.cut(batch)
             verify_stages(self, batch, self.cut, self.forward)
+        self.cut(batch)
+        self._loss_mean.check(self, batch)
 
-    def trust(self, batch: Mapping[str, Any]) -> None:
-        """Compare nothing in steps with such batches: for runs on tensors without values."""
-        self._verified = True
-        self._shares.trust(batch)
+    def trust(self) -> None:
+        """Compare nothing: for runs on tensors without values."""
+        self._verified, self._loss_mean.has_values = True, False
 
     @torch.no_grad()
     def forward(self, batch: Mapping[str, Any], seen: list[Tensor] | None = None) -> Sequence[Tensor]:
@@ -153,7 +152,8 @@ class Pipeline(StagesOfRank):
     def cut(self, batch: Mapping[str, Any]) -> tuple[int, int]:
         """Give the stages the batch's micro-batches; returns rows and tokens of each, those of one rank of ``cp``."""
         batch = self.stages[0].forward.whole_batch(batch)
-        microbatches, rows, tokens, shares = self._shares.cut(batch)
+        microbatches, shares = self._loss_mean.cut(batch, self.options.microbatches or 1)
+        rows, tokens = size_of(microbatches[0])
         for stage in self.stages:
             stage.forward.microbatches, stage.forward.shares = microbatches, shares
         cut = self.sequence_parts()
@@ -162,18 +162,14 @@ class Pipeline(StagesOfRank):
 
     def _mean(self, losses: Sequence[Tensor]) -> Tensor:
         """The sum of what the last stage made of all micro-batches, on every rank."""
-        shares = self.stages[-1].forward.shares if losses else None
         for stage in self.stages:
-            stage.forward.microbatches, stage.forward.shares = (), None
-        total = torch.zeros(2, dtype=torch.float32, device=self.device)
+            stage.forward.microbatches = stage.forward.shares = ()
+        total = torch.zeros((), dtype=torch.float32, device=self.device)
         for loss in losses:
             value = loss.detach()  # of logits that stay split by vocabulary a DTensor, whole on every rank of `tp`
-            total[0] += (value.full_tensor() if isinstance(value, DTensor) else value).reshape(())
-        if isinstance(shares, BatchShares):
-            total[1] = shares.off(self.device)
+            total += (value.full_tensor() if isinstance(value, DTensor) else value).reshape(())
         dist.broadcast(total, group=self.group, group_src=self._last_rank)
-        self._shares.last_off = total[1]
-        return total[0]
+        return total
 
     def _schedule(self, rows: int, tokens: int) -> Any:
         """torch's schedule for micro-batches of this shape; the receiving buffers are made for it."""
