@@ -16,7 +16,7 @@ _LIFT = torch.ops.aten.lift_fresh.default
 
 
 def storages_of(value: object) -> Iterator[torch.UntypedStorage]:
-    """Yield the storage of every tensor in `value`; of a tensor that is made of others (DTensor, quantised types), theirs."""
+    """Yield the storages behind every tensor in `value`, and inside tensors made of others (DTensor, quantised types)."""
     for tensor in tensors_in(value):
         if hasattr(tensor, "__tensor_flatten__"):
             names, _ = tensor.__tensor_flatten__()

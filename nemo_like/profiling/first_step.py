@@ -20,12 +20,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
+from nemo_like._util.live_bytes import storages_of
 from nemo_like._util.log import logger, warn_once
 from nemo_like._util.tensors import describe, tensors_in
 from nemo_like._util.words import write_bytes
 from nemo_like.activation_checkpointing.plan import Part, Plan
 from nemo_like.options.optimizers import OPTIMIZER_OBJECTS, optimizer_word
-from nemo_like.profiling.meters import AllocatorEvents, storages_of
+from nemo_like.profiling.meters import AllocatorEvents
 
 VARIABLE = "NEMO_LIKE_COMPARE_PEAK"
 TOLERANCE = 0.03
