@@ -30,8 +30,8 @@ class LiveBytes(TorchDispatchMode):
 
     A storage counts from the op that makes it to the moment its memory would be returned. Memory that a kernel takes
     and gives back within one op is not seen, and neither is code outside of PyTorch's dispatcher (compiled graphs). Of a
-    tensor that is made of others (DTensor, torchao's float8), what its ops run inside counts. Python's cyclic garbage
-    collector is off inside: it would free cycles at another place in each run.
+    tensor that is made of others (DTensor, torchao's float8), what its ops run inside counts; of a sparse one, nothing.
+    Python's cyclic garbage collector is off inside: it would free cycles at another place in each run.
 
     >>> with LiveBytes() as counter:
     ...     kept = torch.ones(4)
@@ -143,7 +143,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 class CudaBytes:
-    """Reads the same two numbers from the caching allocator of one CUDA device."""
+    """Reads `live` and `take_peak` from the caching allocator of one CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
