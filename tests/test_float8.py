@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from nemo_like import apply_activation_checkpointing, parallelize
+from nemo_like._util.live_bytes import LiveBytes
 from nemo_like.options import Precision
 from nemo_like.precision import float8_linears
-from tests.models.blocks import NewBytes
 
 transformers = pytest.importorskip("transformers")
 
@@ -71,10 +71,10 @@ def _held(word: str | None, ac: str) -> tuple[int, list[int]]:
     apply_activation_checkpointing(model, ac)
     weights = {p.numel() for p in model.model.layers.parameters() if p.dim() == 2}
     ids = torch.arange(33).reshape(3, 11)  # rows of no weight's size
-    with NewBytes(*model.parameters(), *model.buffers()) as live:
+    with LiveBytes() as live:
         loss = model(input_ids=ids, labels=ids).loss
-        held = live.count()
-        sizes = [size for key, (_, size) in live._made.items() if key not in live._existing]
+        held = live.live
+        sizes = list(live.sizes.values())
     loss.backward()
     return held, [size for size in sizes if any(size == n * bytes for n in weights for bytes in (1, 2, 4))]
 

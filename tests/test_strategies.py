@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from nemo_like._util.live_bytes import LiveBytes
 from nemo_like._util.log import forget_announcements
 from nemo_like.activation_checkpointing.kv_sharing import disable_cache
 from nemo_like.activation_checkpointing.timesteps import UnrolledCell
@@ -18,7 +19,7 @@ from nemo_like.legacy import ActivationCheckpointTransform, SelectiveCheckpointe
 from nemo_like.models import resolve_model
 from nemo_like.options import CheckpointConfig
 from nemo_like.parallelizer import apply_activation_checkpointing
-from nemo_like.profiling import CpuMeter, MemoryProfiler, StorageRegistry
+from nemo_like.profiling import MemoryProfiler
 
 
 class Mlp(nn.Module):
@@ -63,10 +64,8 @@ def train_step(model: nn.Module, sample: dict | torch.Tensor) -> tuple[int, dict
     tensors = list(sample.values()) if isinstance(sample, dict) else [sample]
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    registry = StorageRegistry()
     state = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters())]
-    registry.ignore([*state, *tensors])
-    with CpuMeter(registry) as meter:
+    with LiveBytes([*state, *tensors]) as meter:
         loss = model(**sample).loss if isinstance(sample, dict) else model(sample).sum()
         loss.backward()
         del loss
@@ -274,10 +273,8 @@ def test_ops_to_save_are_kept_and_only_they(name):
     apply_activation_checkpointing(nothing, config(strategy="selective", ops_to_save=["aten.bmm"]))
     held = {}
     for model in (kept, nothing):
-        registry = StorageRegistry()
         x = torch.randn(8, 16)
-        registry.ignore([*model.parameters(), x])
-        with CpuMeter(registry) as meter:
+        with LiveBytes() as meter:
             loss = model(x).sum()
             held[model] = meter.live
         loss.backward()

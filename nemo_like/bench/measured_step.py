@@ -12,11 +12,12 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from nemo_like._util.live_bytes import CudaBytes
 from nemo_like._util.module_tree import bare_name
 from nemo_like._util.tensors import tensors_in
 from nemo_like.distributed.launch import world_size
 from nemo_like.profiling.layer_trace import run_model
-from nemo_like.profiling.meters import AllocatorEvents, CudaMeter
+from nemo_like.profiling.meters import AllocatorEvents
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def measure_bytes(model: nn.Module, sample: object, device: torch.device) -> Mea
     """One step's bytes from the allocator: CUDA's statistics, or PyTorch's allocation events on the CPU."""
     zero_gradients(model)
     if device.type == "cuda":
-        with CudaMeter(device) as meter:
+        with CudaBytes(device) as meter:
             loss = step_loss(model, sample)
             torch.cuda.synchronize(device)
             held = meter.live
@@ -74,7 +75,7 @@ def peak_of(run: Callable[[], Any], device: torch.device) -> int:
     """The most that is alive at one time while `run` runs, beyond what was there before it."""
     if device.type != "cuda":
         return max(cpu_events(run))
-    with CudaMeter(device) as meter:
+    with CudaBytes(device) as meter:
         run()
     return meter.take_peak()
 

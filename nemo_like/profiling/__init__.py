@@ -1,16 +1,12 @@
 """Measured bytes and time per layer, and which layers to recompute for a budget. Needs torch alone."""
 
-from nemo_like.profiling.meters import CpuMeter, CudaMeter, StorageRegistry
 from nemo_like.profiling.profile_report import LayerProfile, ProfileReport
 from nemo_like.profiling.profiler import BudgetUnmeetableError, MemoryProfiler, recommend
 
 __all__ = [
     "BudgetUnmeetableError",
-    "CpuMeter",
-    "CudaMeter",
     "LayerProfile",
     "MemoryProfiler",
     "ProfileReport",
-    "StorageRegistry",
     "recommend",
 ]

@@ -20,12 +20,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
+from nemo_like._util.live_bytes import storages_of
 from nemo_like._util.log import logger, warn_once
 from nemo_like._util.tensors import describe, tensors_in
 from nemo_like._util.words import write_bytes
 from nemo_like.activation_checkpointing.plan import Part, Plan
 from nemo_like.options.optimizers import OPTIMIZER_OBJECTS, optimizer_word
-from nemo_like.profiling.meters import AllocatorEvents, storages_of
+from nemo_like.profiling.meters import AllocatorEvents
 
 VARIABLE = "NEMO_LIKE_COMPARE_PEAK"
 TOLERANCE = 0.03
@@ -89,7 +90,7 @@ class _StepWatch:
         self.wait = (
             2 if isinstance(model, DistributedDataParallel) else 1
         )  # DDP makes its buckets anew in the second step
-        self.meter: _CudaPeak | _CpuPeak | None = None
+        self.meter: _CudaPeak | AllocatorEvents | None = None
         self.output: list[weakref.ref[torch.Tensor]] = []
         self.handles = [
             model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
@@ -118,7 +119,7 @@ class _StepWatch:
     def _begin(self, module: nn.Module) -> None:
         self.seen.gradients_before = any(p.grad is not None for p in module.parameters())
         gc.collect()  # else what an earlier model left in cycles may be freed within the step, and counted
-        meter = _CudaPeak(self.device) if self.device.type == "cuda" else _CpuPeak()
+        meter = _CudaPeak(self.device) if self.device.type == "cuda" else AllocatorEvents()
         try:
             meter.start()
         except RuntimeError as error:  # another profiler is on
@@ -144,14 +145,16 @@ class _StepWatch:
         if not any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
             return
         self.steps, self.idle, self.between = self.steps + 1, 0, True
-        if self.meter is None:
+        meter, self.meter = self.meter, None
+        if meter is None:
             self.seen.forwards = 0
             return
+        measured = meter.stop()
         self.seen.optimizer = optimizer_word(optimizer)
         self.seen.output_kept = any(ref() is not None for ref in self.output)
         between = bytes_between_steps(model, optimizer, gradients=self.seen.gradients_before)
         between += self.plan.peak.get(Part.REMEMBERED_TABLES, 0)  # of the functions of its code: no tensors
-        peak = self.meter.stop(between)
+        peak = between + max(measured) if isinstance(measured, list) else measured
         self._close()
         if peak is not None:
             self._compare(peak)
@@ -172,8 +175,8 @@ class _StepWatch:
     def _close(self) -> None:
         self.over = True
         _watches.remove(self)
-        if isinstance(self.meter, _CpuPeak):
-            self.meter.drop()
+        if isinstance(self.meter, AllocatorEvents):
+            self.meter.stop()
         for handle in self.handles:
             handle.remove()
         self.handles = []
@@ -219,28 +222,6 @@ def bytes_between_steps(model: nn.Module, optimizer: Optimizer, *, gradients: bo
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-class _CpuPeak:
-    """The allocator's events of this thread."""
-
-    def __init__(self) -> None:
-        self.events: AllocatorEvents | None = AllocatorEvents()
-
-    def start(self) -> None:
-        assert self.events is not None
-        self.events.start()
-
-    def stop(self, before: int) -> int | None:
-        """The peak, where `before` bytes were alive at the start."""
-        assert self.events is not None
-        levels, self.events = self.events.stop(), None
-        return before + max(levels)
-
-    def drop(self) -> None:
-        if self.events is not None:
-            self.events.stop()
-            self.events = None
-
-
 class _CudaPeak:
     """The caching allocator's highest mark, which is not reset: it may be from other code."""
 
@@ -250,7 +231,7 @@ class _CudaPeak:
     def start(self) -> None:
         self.before = torch.cuda.max_memory_allocated(self.device)
 
-    def stop(self, before: int) -> int | None:
+    def stop(self) -> int | None:
         """The peak; None where an earlier one was higher, and hides it."""
         peak = torch.cuda.max_memory_allocated(self.device)
         return peak if peak > self.before else None

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from nemo_like._util.live_bytes import CudaBytes, LiveBytes, storages_of
 from nemo_like._util.tensors import tensors_in
-from nemo_like.profiling.meters import Clock, CpuMeter, CudaMeter, StorageRegistry, storages_of
+from nemo_like.profiling.meters import Clock
 from nemo_like.profiling.profile_report import Moment
 from nemo_like.torch_compat import left_to_python
 
@@ -153,8 +154,8 @@ class StepBytes:
 
 
 class _ByteListener(Listener):
-    def __init__(self, registry: StorageRegistry, meter: CpuMeter | CudaMeter, ignored: set[int]) -> None:
-        self._registry = registry
+    def __init__(self, counter: LiveBytes, meter: LiveBytes | CudaBytes, ignored: set[int]) -> None:
+        self._counter = counter
         self._meter = meter
         self._ignored = ignored
         self._seen: set[int] = set()
@@ -173,9 +174,9 @@ class _ByteListener(Listener):
     def forward_begins(self, call: int, layer: int, arguments: object) -> None:
         self.next_moment(call)
         inputs = {
-            self._registry.number(storage): storage.nbytes()
+            number: storage.nbytes()
             for storage in storages_of(arguments)
-            if id(storage) not in self._ignored
+            if (number := self._counter.identify(storage)) not in self._ignored
         }
         self.step.calls.append(CallBytes(layer, inputs))
         self._running = call
@@ -193,9 +194,9 @@ class _ByteListener(Listener):
     def saved(self, tensor: torch.Tensor) -> torch.Tensor:
         """The pack hook: counts, and keeps the tensor as it is."""
         for storage in storages_of(tensor):
-            if id(storage) in self._ignored:
+            number = self._counter.identify(storage)
+            if number in self._ignored:
                 continue
-            number = self._registry.number(storage)
             call = None if self._running is None else self.step.calls[self._running]
             (self.step.outside_touched if call is None else call.touched).add(number)
             if number not in self._seen:
@@ -208,13 +209,11 @@ def trace_bytes(
     model: nn.Module, layers: Sequence[nn.Module], sample: object, loss_fn: LossFn | None, device: torch.device
 ) -> StepBytes:
     """One step, with every saved storage and the live bytes recorded. Its times would mean nothing."""
-    registry = StorageRegistry()
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     state = [*model.parameters(), *model.buffers()]
-    registry.ignore([*state, *gradients, *tensors_in(sample)])
-    meter = CudaMeter(device) if device.type == "cuda" else CpuMeter(registry)
-    # The storages' Python objects are referenced by `registry`, so that their ids stay theirs.
-    listener = _ByteListener(registry, meter, {id(storage) for storage in storages_of(state)})
+    counter = LiveBytes([*state, *gradients, *tensors_in(sample)])
+    meter = CudaBytes(device) if device.type == "cuda" else counter
+    listener = _ByteListener(counter, meter, set(map(counter.identify, storages_of(state))))
     with meter, torch.autograd.graph.saved_tensors_hooks(listener.saved, lambda tensor: tensor):
         watch_step(model, layers, sample, loss_fn, listener)
         listener.next_moment(0)

@@ -13,9 +13,9 @@ from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from nemo_like import apply_activation_checkpointing
+from nemo_like._util.live_bytes import LiveBytes
 from nemo_like.activation_checkpointing.engine import checkpoint_region
 from nemo_like.activation_checkpointing.policy import FullPolicy
-from tests.models.live_bytes import LiveBytes
 
 
 @dataclass
@@ -123,11 +123,11 @@ def test_a_forward_without_a_backward_leaves_nothing(kind: str, ac: str) -> None
     model = apply_activation_checkpointing(Model(MAKERS[kind], dim=64), ac)
     model(torch.randn(256, 64))  # what the first call makes for good
     gc.collect()
-    with LiveBytes(model.parameters()) as live:
+    with LiveBytes() as live:
         for _ in range(3):
             model(torch.randn(256, 64))
         gc.collect()
-        assert live.count() == 0
+        assert live.live == 0
 
 
 class Plain:

@@ -1,6 +1,5 @@
 """The engine's plain duties: equal gradients, counted FLOPs, counted bytes."""
 
-import gc
 import itertools
 
 import pytest
@@ -9,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from nemo_like._util.live_bytes import LiveBytes
 from nemo_like.activation_checkpointing.engine import checkpoint_region, run_region
 from nemo_like.activation_checkpointing.engine.handles import RegionError
 from nemo_like.activation_checkpointing.policy import (
@@ -22,7 +22,7 @@ from nemo_like.activation_checkpointing.policy import (
     SelectivePolicy,
     TorchPolicy,
 )
-from tests.models.blocks import LlamaBlock, NewBytes, RouterBlock, assert_bitwise, gradients, region
+from tests.models.blocks import LlamaBlock, RouterBlock, assert_bitwise, gradients, region
 
 pytestmark = pytest.mark.compat
 
@@ -118,10 +118,10 @@ def test_backward_flops(policy, early_stop, units):
 
 def held_after(forward, block, x):
     """Bytes made in `forward` and still alive after it; its output, `x` and the parameters are not counted."""
-    with NewBytes(x, *block.parameters()) as live:
+    with LiveBytes() as live:
         out = forward()
         size = out.untyped_storage().nbytes()
-        return live.count() - size
+        return live.live - size
 
 
 def test_full_holds_nothing_of_its_own():
@@ -166,16 +166,11 @@ def test_memory_returns_to_the_level_before_without_a_garbage_collection(policy)
     block = LlamaBlock(32)
     x = torch.randn(1, 8, 32, requires_grad=True)
     checkpoint_region(block, x, policy=policy).sum().backward()  # gradients exist from here on
-    gc.collect()
-    gc.disable()
-    try:
-        with NewBytes(x, x.grad, *block.parameters(), *(p.grad for p in block.parameters())) as live:
-            checkpoint_region(block, x, policy=policy).sum().backward()
-            assert live.count() == 0
-            checkpoint_region(block, x, policy=policy)  # a graph that is dropped, not run
-            assert live.count() == 0
-    finally:
-        gc.enable()
+    with LiveBytes() as live:
+        checkpoint_region(block, x, policy=policy).sum().backward()
+        assert live.live == 0
+        checkpoint_region(block, x, policy=policy)  # a graph that is dropped, not run
+        assert live.live == 0
 
 
 def test_a_plan_that_skips_beside_a_routers_choice_leaves_nothing():
@@ -190,19 +185,14 @@ def test_a_plan_that_skips_beside_a_routers_choice_leaves_nothing():
         {"aten.topk.default": [SAVE], "aten._softmax.default": [SAVE], "aten.mm.default": [SKIP, SAVE]}
     )
     wanted = torch.autograd.grad(route(x).sum(), [x, gate.weight, out.weight])
-    gc.collect()
-    gc.disable()
-    try:
-        with NewBytes(x, gate.weight, out.weight, *wanted) as live:
-            y = checkpoint_region(route, x, policy=table)
-            found = torch.autograd.grad(y.sum(), [x, gate.weight, out.weight])
-            assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, wanted))
-            del found
-            assert live.count() == y.untyped_storage().nbytes()  # though the graph is there
-            del y
-            assert live.count() == 0
-    finally:
-        gc.enable()
+    with LiveBytes() as live:
+        y = checkpoint_region(route, x, policy=table)
+        found = torch.autograd.grad(y.sum(), [x, gate.weight, out.weight])
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, wanted))
+        del found
+        assert live.live == y.untyped_storage().nbytes()  # though the graph is there
+        del y
+        assert live.live == 0
 
 
 def test_what_is_kept_is_freed_while_backward_consumes_it():
@@ -215,10 +205,10 @@ def test_what_is_kept_is_freed_while_backward_consumes_it():
     def fn(t):
         for layer in layers:
             t = layer(t).tanh()
-            t.register_hook(lambda _: seen.append(live.count()))
+            t.register_hook(lambda _: seen.append(live.live))
         return t
 
-    with NewBytes(x, *layers.parameters()) as live:
+    with LiveBytes() as live:
         checkpoint_region(fn, x, policy=FullPolicy()).sum().backward()
     # A hook sees the incoming gradient, and below the top also the weight gradients made so far.
     weights = 32 * 32 * 4

@@ -8,9 +8,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nemo_like._util.live_bytes import LiveBytes
 from nemo_like.activation_checkpointing.engine import checkpoint_region, run_region
 from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, DecisionTable, FullPolicy, SelectivePolicy
-from tests.models.blocks import LlamaBlock, NewBytes, RouterBlock, assert_bitwise, gradients, region
+from tests.models.blocks import LlamaBlock, RouterBlock, assert_bitwise, gradients, region
 
 POLICIES = {
     "full": FullPolicy(),
@@ -176,9 +177,9 @@ def saved_hooks_active():
 def test_a_region_of_which_nothing_needs_a_gradient_holds_nothing(policy):
     block = mlp().requires_grad_(False)
     x = torch.randn(3, 8)
-    with NewBytes(x, *block.parameters()) as live:
+    with LiveBytes() as live:
         out = checkpoint_region(block, x, policy=policy)
-        assert live.count() == out.untyped_storage().nbytes()
+        assert live.live == out.untyped_storage().nbytes()
 
 
 def test_torch_func_is_refused():
@@ -213,7 +214,7 @@ def test_an_exception_leaves_no_mode_and_no_memory(policy, when):
     x = torch.randn(1, 8, 32, requires_grad=True)
     before = stack_depths()
     gc.collect()
-    with NewBytes(x, *block.parameters()) as live:
+    with LiveBytes() as live:
         inside = stack_depths()
         with pytest.raises(Boom) as caught:
             checkpoint_region(fn, x, policy=policy, name="layers.5").sum().backward()
@@ -221,7 +222,7 @@ def test_an_exception_leaves_no_mode_and_no_memory(policy, when):
         if when == "replay":
             assert any("layers.5" in note for note in caught.value.__notes__)
         del caught
-        assert live.count() == 0
+        assert live.live == 0
     assert stack_depths() == before
     assert_bitwise(gradients(region(block, policy), block, x), gradients(block, block, x))  # and all goes on
 

@@ -5,10 +5,10 @@ import gc
 import pytest
 import torch
 
+from nemo_like._util.live_bytes import LiveBytes
 from nemo_like.activation_checkpointing.op_trace import trace_regions
 from nemo_like.activation_checkpointing.policy import FullPolicy, SelectivePolicy
 from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
-from tests.models.blocks import NewBytes
 
 hf = pytest.importorskip("transformers")
 
@@ -84,12 +84,9 @@ def test_held_bytes_are_the_sum_of_the_save_decisions_to_the_byte(name, policy):
     with trace_regions() as trace:
         layer(*args, **kwargs)
     gc.collect()
-    existing = [
-        t for t in (*args, *kwargs.values(), *kwargs.get("position_embeddings", ())) if isinstance(t, torch.Tensor)
-    ]
-    with NewBytes(*existing, *layer.parameters(), *layer.buffers()) as live:
+    with LiveBytes() as live:
         out = layer(*args, **kwargs)
-        held = live.count() - (out if isinstance(out, torch.Tensor) else out[0]).untyped_storage().nbytes()
+        held = live.live - (out if isinstance(out, torch.Tensor) else out[0]).untyped_storage().nbytes()
     (region,) = trace.regions
     assert region.name == "model.layers.0"
     assert held == region.kept_bytes > 0

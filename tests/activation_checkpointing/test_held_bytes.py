@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 import torch
 from torch import nn
 
 from nemo_like import apply_activation_checkpointing
+from nemo_like._util.live_bytes import LiveBytes
 from tests.models.decoders import PlainBlock
-from tests.models.live_bytes import LiveBytes
 
 TOKENS, WIDTH, HEADS = 2048, 1024, 16
 UNIT = TOKENS * WIDTH * 4  # one (1, T, D) float32 tensor
@@ -30,18 +28,14 @@ class TwoBlocks(nn.Module):
 def held(ac: str) -> float:
     """Bytes held per block after forward, its input included and its output not."""
     model = apply_activation_checkpointing(TwoBlocks(), ac)
-    gc.disable()
-    try:
-        with LiveBytes(model.parameters()) as live:
-            out = model(torch.randn(1, TOKENS, WIDTH, requires_grad=True))
+    with LiveBytes() as live:
+        out = model(torch.randn(1, TOKENS, WIDTH, requires_grad=True))
         graph = out.grad_fn
         del out
-        total = live.count()
+        total = live.live
         del graph
         # Nothing is left without the garbage collector's help: no reference cycle holds activations.
-        assert live.count() == 0
-    finally:
-        gc.enable()
+        assert live.live == 0
     return total / 2
 
 

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper as TorchCheckpointWrapper
 
+from nemo_like._util.live_bytes import LiveBytes
 from nemo_like.activation_checkpointing import apply_specs
 from nemo_like.activation_checkpointing.engine import RegionError
 from nemo_like.activation_checkpointing.legacy import names_in
 from nemo_like.activation_checkpointing.sequential import SegmentMember
 from nemo_like.activation_checkpointing.spec import segment_sizes, segments_of
 from nemo_like.models import resolve_model
-from nemo_like.profiling import CpuMeter, StorageRegistry
 
 
 class Block(nn.Module):
@@ -54,9 +54,7 @@ def step(model: nn.Module, *inputs) -> tuple[int, dict[str, torch.Tensor]]:
     """Bytes held between forward and backward, and the gradients."""
     model.zero_grad()
     torch.manual_seed(1)
-    registry = StorageRegistry()
-    registry.ignore([*model.parameters(), *inputs])
-    with CpuMeter(registry) as meter:
+    with LiveBytes() as meter:
         loss = model(*inputs).square().mean()
         held = meter.live
     loss.backward()
@@ -101,9 +99,7 @@ def test_a_transformers_own_loop():
     sample = source.sample_input(2, 32)
     held = {}
     for model in (plain, segmented):
-        registry = StorageRegistry()
-        registry.ignore([*model.parameters(), *model.buffers()])
-        with CpuMeter(registry) as meter:
+        with LiveBytes() as meter:
             loss = model(**sample).loss
             held[model] = meter.live
         loss.backward()

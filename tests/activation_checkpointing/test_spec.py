@@ -12,13 +12,13 @@ from torch import nn
 
 import nemo_like
 from nemo_like import CheckpointConfig, SelectivePolicy, parallelize
+from nemo_like._util.live_bytes import LiveBytes
 from nemo_like.activation_checkpointing import CheckpointSpec, CheckpointWrapper, apply_specs
 from nemo_like.activation_checkpointing.engine.handles import SynchronousTransfer
 from nemo_like.activation_checkpointing.sequential import SegmentMember
 from nemo_like.activation_checkpointing.spec import one_region_each, segments_of
 from nemo_like.offload import HostPolicy, OffloadWrapper
 from tests.models.decoders import PlainDecoder, batch, build, loss_of
-from tests.models.live_bytes import LiveBytes
 
 BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
 
@@ -65,7 +65,7 @@ def _step(model: nn.Module) -> tuple[int, list[torch.Tensor]]:
     torch.manual_seed(3)
     with LiveBytes() as live:
         loss = loss_of(model, batch(2))
-        held = live.count()
+        held = live.live
     loss.backward()
     return held, [p.grad for p in model.parameters()]
 

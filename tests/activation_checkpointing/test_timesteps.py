@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from nemo_like import CheckpointConfig, apply_activation_checkpointing, parallelize
+from nemo_like._util.live_bytes import LiveBytes
 from nemo_like.activation_checkpointing import apply_specs
 from nemo_like.activation_checkpointing.spec import chunks_of_calls
 from nemo_like.activation_checkpointing.timesteps import (
@@ -17,8 +18,6 @@ from nemo_like.activation_checkpointing.timesteps import (
     default_chunk_size,
     unroll,
 )
-from nemo_like.profiling import CpuMeter, StorageRegistry
-from tests.models.live_bytes import LiveBytes
 
 
 class Spike(torch.autograd.Function):
@@ -123,10 +122,7 @@ def held_and_peak(steps: int, chunk_size: int | None, levels: int | None = None)
     def last_only(spikes, state):
         return None, model(spikes, state)[1]
 
-    registry = StorageRegistry()
-    registry.ignore([spikes, *state.values(), *model.parameters(), *(p.grad for p in model.parameters())])
-    meter = CpuMeter(registry)
-    with meter:
+    with LiveBytes() as meter:
         run = unroll if chunk_size == 0 else checkpoint_timesteps
         options = {} if chunk_size == 0 else {"chunk_size": chunk_size, "levels": levels}
         _, state = run(last_only, spikes, state, **options)
@@ -181,7 +177,7 @@ def test_pytorchs_cells_over_1000_steps(cell_class):
         first = torch.randn(3, 7, requires_grad=True)
         with LiveBytes() as live:
             outputs, _ = run(cell, inputs, (first, first * 2) if cell_class is nn.LSTMCell else first)
-            kept = live.count()
+            kept = live.live
         outputs.square().mean().backward()
         results.append((outputs.detach(), inputs.grad, first.grad, kept))
     for wanted, got in zip(results[0][:3], results[1][:3]):
@@ -285,7 +281,7 @@ def test_a_cell_in_somebody_elses_loop_is_replayed_by_chunks():
         for _ in range(2):  # a second sequence begins a chunk of its own
             with LiveBytes() as live:
                 loss = model(inputs).square().sum()
-                held[model] = live.count()
+                held[model] = live.live
             loss.backward()
     assert held[checkpointed] < 0.5 * held[plain]
     assert_equal_gradients(plain, checkpointed)
@@ -328,10 +324,10 @@ def test_a_lone_cell(front):
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(bare.parameters(), chunked.parameters(), strict=True))
     with LiveBytes() as live:
         out = chunked(inputs)
-    held = live.count()
+    held = live.live
     with LiveBytes() as live:
         plain = bare(inputs)
-    assert held < live.count()
+    assert held < live.live
     del out, plain
 
 

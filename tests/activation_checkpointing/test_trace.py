@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import nn
 
+from nemo_like._util.live_bytes import LiveBytes
 from nemo_like.activation_checkpointing.engine import checkpoint_region
 from nemo_like.activation_checkpointing.op_trace import table_of, trace_regions
 from nemo_like.activation_checkpointing.policy import RECOMPUTE, SAVE, DecisionTable, FullPolicy, SelectivePolicy
 from nemo_like.cli import main
-from tests.models.blocks import LlamaBlock, NewBytes
+from tests.models.blocks import LlamaBlock
 
 UNIT = 2 * 8 * 16 * 16  # FLOPs of one matmul of 8 rows, 16 -> 16
 SIZE = 8 * 16 * 4  # bytes of one activation
@@ -68,9 +69,9 @@ def test_it_says_when_a_policy_pays_without_saving():
 def test_traced_bytes_are_the_bytes_held(policy):
     block, x = LlamaBlock(32), torch.randn(1, 8, 32, requires_grad=True)
     region = traced(block, policy, x)
-    with NewBytes(x, *block.parameters()) as live:
+    with LiveBytes() as live:
         out = checkpoint_region(block, x, policy=policy)
-        assert live.count() - out.untyped_storage().nbytes() == region.kept_bytes
+        assert live.live - out.untyped_storage().nbytes() == region.kept_bytes
     assert region.input_bytes == x.untyped_storage().nbytes()
     stored = set()
 

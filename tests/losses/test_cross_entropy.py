@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
+from nemo_like._util.live_bytes import LiveBytes
 from nemo_like.losses import chunked_cross_entropy, chunked_log_probs
 from nemo_like.options import ChunkedLoss
-from tests.losses.whole_logits import D, N, Peak, V, close, gradients, inputs, plain
+from tests.losses.whole_logits import D, N, V, close, gradients, inputs, plain
 
 
 class Capped(nn.Module):
@@ -254,16 +255,15 @@ def test_float16_keeps_small_gradients():
 def test_held_bytes_are_one_chunk(dtype, options):
     vocabulary, tokens, chunk = 2000, 1024, 128
     hidden, head, labels = inputs(dtype, vocabulary, (tokens,))
-    before = [hidden, head.weight, labels]
-    peak = Peak(before)
+    peak = LiveBytes()
     with peak:
         loss = chunked_cross_entropy(hidden, head, labels, chunk_tokens=chunk, **options)
     kept = tokens * D * dtype.itemsize + vocabulary * D * 4
-    assert peak.bytes - kept <= 1.1 * chunk * vocabulary * dtype.itemsize
+    assert peak.take_peak() - kept <= 1.1 * chunk * vocabulary * dtype.itemsize
     with peak:
         loss.backward()
     # float32 sums become gradients of the parameters' dtype
-    assert peak.bytes - kept <= vocabulary * D * (0 if dtype == torch.float32 else 2) + 4096
+    assert peak.take_peak() - kept <= vocabulary * D * (0 if dtype == torch.float32 else 2) + 4096
 
 
 def test_log_probs_for_a_preference_loss():
@@ -319,10 +319,10 @@ def test_bad_input(change, message):
 def test_sums_in_the_dtype_of_the_head():
     hidden, head, labels = inputs(torch.bfloat16, 300, (64,))
     options = ChunkedLoss(chunk_tokens=8, grads_in_float32=False)
-    peak = Peak([hidden, head.weight, labels])
+    peak = LiveBytes()
     with peak:
         loss = chunked_cross_entropy(hidden, head, labels, options=options)
         loss.backward()
-    assert peak.count() <= 300 * D * 2 + 64 * D * 2 + 64
+    assert peak.live <= 300 * D * 2 + 64 * D * 2 + 64
     theirs = gradients(plain(hidden, head, labels), hidden, head)
     close([head.weight.grad.float()], theirs[1:], 3e-2)

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from nemo_like._util.live_bytes import LiveBytes
 from nemo_like._util.log import forget_announcements
 from nemo_like.losses.model_loss import chunk_model_loss
 from nemo_like.options import ChunkedLoss
-from tests.losses.whole_logits import Peak
 from tests.models.families import FAMILIES
 
 CHUNKED = [
@@ -274,10 +274,9 @@ def test_logits_never_exist():
     ids = torch.randint(4096, (2, 256))
     peaks = []
     for _ in range(2):
-        peak = Peak(list(model.parameters()))
-        with peak:
+        with LiveBytes() as peak:
             model(input_ids=ids, labels=ids).loss.backward()
-        peaks.append(peak.bytes)
+        peaks.append(peak.take_peak())
         model.zero_grad()
         chunk_model_loss(model, ChunkedLoss(32))
     logits = 2 * 256 * 4096 * 4

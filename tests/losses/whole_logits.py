@@ -6,8 +6,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.models.live_bytes import LiveBytes
-
 D, V, N = 16, 50, 23
 
 
@@ -41,18 +39,3 @@ def gradients(loss, hidden, head, upstream=None):
 def close(ours, theirs, tolerance=1e-5):
     for one, other in zip(ours, theirs, strict=True):
         assert (one - other).norm() <= tolerance * other.norm() + 1e-12
-
-
-class Peak(LiveBytes):
-    """The most bytes that were alive after any op."""
-
-    bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        self.bytes = max(self.bytes, self.count())
-        return result
-
-    def __enter__(self):
-        self.bytes = 0
-        return super().__enter__()

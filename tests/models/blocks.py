@@ -8,11 +8,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from nemo_like.activation_checkpointing.engine import checkpoint_region
 from nemo_like.activation_checkpointing.policy import Policy
-from tests.models.live_bytes import LiveBytes
 
 
 class LlamaBlock(nn.Module):
@@ -77,18 +75,6 @@ def assert_bitwise(got: list[Tensor], wanted: list[Tensor]) -> None:
 def region(module: Callable[..., Any], policy: Policy, **options: Any) -> Callable[..., Any]:
     """`module` as one region under `policy`."""
     return lambda *args, **kwargs: checkpoint_region(module, *args, policy=policy, name="block", **options, **kwargs)
-
-
-class NewBytes(LiveBytes):
-    """`LiveBytes` without the storages of `existing` tensors, of which the operators inside make views."""
-
-    def __init__(self, *existing: Tensor) -> None:
-        super().__init__()
-        self._existing = {StorageWeakRef(t.untyped_storage()).cdata for t in existing}
-
-    def count(self) -> int:
-        super().count()
-        return sum(size for key, (_, size) in self._made.items() if key not in self._existing)
 
 
 def train(model: nn.Module, width: int = 16, steps: int = 2) -> list[Tensor]:

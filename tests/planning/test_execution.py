@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
-
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from nemo_like._util.live_bytes import LiveBytes
 from nemo_like._util.module_tree import bare
 from nemo_like.activation_checkpointing.engine import run_region
 from nemo_like.activation_checkpointing.policy import DecisionTable
@@ -101,26 +99,6 @@ MODELS = {
 }  # fmt: skip
 
 
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the storages that ops made inside it and that are still alive."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.storages = weakref.WeakKeyDictionary()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        before = {id(t.untyped_storage()) for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)}
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_flatten(out)[0]:
-            if isinstance(tensor, torch.Tensor) and id(tensor.untyped_storage()) not in before:
-                self.storages.setdefault(tensor.untyped_storage(), None)
-        return out
-
-    def bytes_without(self, tensors) -> int:
-        given = {id(t.untyped_storage()) for t in tensors}
-        return sum(s.nbytes() for s in list(self.storages) if id(s) not in given)
-
-
 def _real_call(model, sample, layer):
     """The arguments of one layer's call in a real forward pass, as fresh leaves."""
     caught = {}
@@ -146,14 +124,13 @@ def _run(module, args, kwargs, table, seed=7):
     for tensor in [*module.parameters(), *inputs]:
         tensor.grad = None
     torch.manual_seed(seed)
-    meter = LiveBytes()
-    with meter:
+    with LiveBytes() as meter:
         if table is None:
             out = module(*args, **kwargs)
         else:
             out = run_region(module, args, kwargs, policy=table, name="layer")
     outputs = [t for t in tree_flatten(out)[0] if isinstance(t, torch.Tensor)]
-    held = meter.bytes_without(outputs)
+    held = meter.live - sum(meter.sizes.get(number, 0) for number in set(map(meter.number, outputs)))
     roots = [t for t in outputs if t.requires_grad]
     torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
     grads = [t.grad for t in [*module.parameters(), *inputs] if t.requires_grad]

@@ -11,7 +11,7 @@ from torch import nn
 from nemo_like.fake.run import FakeRun
 from nemo_like.planning.trace import meter as gradient_sums
 from nemo_like.planning.trace.block import record
-from nemo_like.planning.trace.meter import LiveBytes, SumsInPlace
+from nemo_like.planning.trace.meter import SumsInPlace, TracedBytes
 from nemo_like.torch_compat import TorchDispatchMode, is_fake
 from tests_distributed.allocated import allocator_events
 
@@ -55,7 +55,7 @@ def test_gradients_that_meet_are_summed_in_place() -> None:
 
     def peak() -> int:
         x = torch.empty(1024, requires_grad=True)
-        meter = LiveBytes([x])
+        meter = TracedBytes([x])
         with meter, SumsInPlace():
             y = x * 2
             z = torch.cat((y.neg(), y.neg(), y.neg())).sum()
@@ -84,7 +84,7 @@ def test_a_gradient_that_a_hook_of_a_node_keeps_is_not_summed_into() -> None:
 
     def left() -> tuple[int, torch.Tensor]:
         x, kept = torch.empty(1024, requires_grad=True), list[torch.Tensor]()
-        meter = LiveBytes([x])
+        meter = TracedBytes([x])
         with meter, SumsInPlace():
             y = x * 1
             z = y.sin()
@@ -123,7 +123,7 @@ def _backward_peaks(make: Callable[[torch.Tensor], torch.Tensor]) -> tuple[int, 
         x = run.like(x)
         y = make(x)
         given = torch.ones_like(y)
-        meter = LiveBytes([x, y, given, ROWS])
+        meter = TracedBytes([x, y, given, ROWS])
         with meter, SumsInPlace():
             grad(y, x, given)
     return real, meter.peak

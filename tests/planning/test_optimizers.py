@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from nemo_like import Job, StepSpec
+from nemo_like._util.live_bytes import LiveBytes
 from nemo_like.options.optimizers import TrainedParameter, optimizer_memory
 from nemo_like.planning.answers.rank import peak_of
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.query import PlanQuery
-from nemo_like.planning.trace.meter import LiveBytes
 from tests.planning.queries import reserved
 
 SHAPES = [(64, 64), (512, 64), (7,), (300, 200), (16, 2, 5)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nemo_like.bench.measured_step import cpu_events
-from nemo_like.planning.trace.meter import LiveBytes
+from nemo_like.planning.trace.meter import TracedBytes
 
 SHAPES = [  # batch, channels in, side, channels out, kernel, stride, padding, groups, channels last
     (2, 3, 64, 16, 3, 1, 1, 1, False),
@@ -53,7 +53,7 @@ def test_a_convolution_takes_no_more_than_is_said(shape: tuple) -> None:
     def check(run) -> None:
         run()
         real = max(cpu_events(run))
-        with LiveBytes([image, weight, grad]) as meter:
+        with TracedBytes([image, weight, grad]) as meter:
             run()
         assert real <= meter.peak * 1.01 + 4096, shape
 
@@ -80,7 +80,7 @@ def test_a_convolutions_backward_takes_what_is_said(shape: tuple) -> None:
         def run(wanted: list = wanted) -> object:
             return torch.ops.aten.convolution_backward(grad, image, weight, [0], *layout, wanted)
 
-        with LiveBytes([image, weight, grad]) as meter:
+        with TracedBytes([image, weight, grad]) as meter:
             run()
         assert abs(meter.peak - max(cpu_events(run))) <= meter.peak * 0.02 + 8192, (shape, wanted)
 
@@ -91,7 +91,7 @@ def test_attention_without_a_fused_kernel_looks_for_empty_rows() -> None:
     def run() -> torch.Tensor:
         return torch.ops.aten._safe_softmax(scores, -1)
 
-    with LiveBytes([scores]) as meter:
+    with TracedBytes([scores]) as meter:
         run()
     assert meter.peak == scores.nbytes + scores.numel() + scores.numel() // 64
     assert max(cpu_events(run)) <= meter.peak + 64

@@ -21,9 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from nemo_like import CheckpointConfig, apply_activation_checkpointing
+from nemo_like._util.live_bytes import LiveBytes
 from nemo_like.activation_checkpointing import CheckpointSpec, FullPolicy, SelectivePolicy, apply_specs
 from nemo_like.activation_checkpointing.engine import checkpoint_region
-from tests.models.blocks import NewBytes, assert_bitwise, gradients, region
+from tests.models.blocks import assert_bitwise, gradients, region
 
 each_policy = pytest.mark.parametrize("policy", [FullPolicy(), SelectivePolicy()], ids=["full", "selective"])
 
@@ -166,10 +167,10 @@ def test_what_replay_made_is_freed_while_backward_goes_on(retain: bool) -> None:
     def fn(t: Tensor) -> Tensor:
         for _ in range(3):
             t = t**2
-            t.register_hook(lambda grad: held.append(live.count() - grad.untyped_storage().nbytes()))
+            t.register_hook(lambda grad: held.append(live.live - grad.untyped_storage().nbytes()))
         return (t**2).sum()
 
-    with NewBytes(x) as live:
+    with LiveBytes() as live:
         checkpoint_region(fn, x, policy=FullPolicy()).backward(retain_graph=retain)
     assert len(held) == 3 and held[0] > held[1] > held[2]
 

@@ -22,10 +22,11 @@ from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import FlopCounterMode
 
 from nemo_like import SelectivePolicy
+from nemo_like._util.live_bytes import LiveBytes
 from nemo_like.activation_checkpointing import FullPolicy, Policy
 from nemo_like.activation_checkpointing.engine import checkpoint_region
 from nemo_like.activation_checkpointing.policy import TorchPolicy
-from tests.models.blocks import NewBytes, assert_bitwise
+from tests.models.blocks import assert_bitwise
 
 KEEP, DROP = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -61,9 +62,9 @@ def test_bytes_held_and_flops_of_backward(case: str) -> None:
     def fn(a: Tensor, b: Tensor) -> Tensor:
         return torch.mm(a.cos(), b).sin().sum()
 
-    with NewBytes(x, y) as live:
+    with LiveBytes() as live:
         out = fn(x, y) if policy is None else checkpoint_region(fn, x, y, policy=policy)
-        held = live.count() - out.untyped_storage().nbytes()
+        held = live.live - out.untyped_storage().nbytes()
     assert held == matrices * 128 * 128 * 4
     with FlopCounterMode(display=False) as counter:
         out.backward()
@@ -139,19 +140,19 @@ def test_how_long_what_is_kept_lives(ended: str) -> None:
     x = torch.randn(1000, requires_grad=True)
     gc.disable()
     try:
-        with NewBytes(x) as live:
+        with LiveBytes() as live:
             out = checkpoint_region(
                 lambda t: t.cos().exp().sin(), x, policy=keeping("aten.cos.default", "aten.exp.default")
             )
-            mark, kept = weakref.ref(out), live.count() - out.untyped_storage().nbytes()
+            mark, kept = weakref.ref(out), live.live - out.untyped_storage().nbytes()
             assert kept == 2 * 4000
             if ended != "dropped":
                 out.sum().backward(retain_graph=ended == "retained")
                 x.grad = None
                 # A retained graph may be walked again, and what was kept is what that needs.
-                assert live.count() - 4000 == (kept if ended == "retained" else 0)
+                assert live.live - 4000 == (kept if ended == "retained" else 0)
             del out
-            assert live.count() == 0 and mark() is None
+            assert live.live == 0 and mark() is None
     finally:
         gc.enable()
 

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from nemo_like import CheckpointConfig, OffloadConfig, SelectivePolicy, apply_activation_checkpointing
+from nemo_like._util.live_bytes import LiveBytes
 from nemo_like.activation_checkpointing import (
     DecisionTable,
     FullPolicy,
@@ -33,7 +34,7 @@ from nemo_like.activation_checkpointing.engine import RegionError, checkpoint_re
 from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, SKIP
 from nemo_like.offload import apply_offloading
 from nemo_like.offload.backends import CopyingBackend
-from tests.models.blocks import NewBytes, assert_bitwise, gradients
+from tests.models.blocks import assert_bitwise, gradients
 from tests.models.tiny import Decoder, tokens
 
 WIDTH = 64
@@ -104,9 +105,9 @@ def test_bytes_held_between_forward_and_backward(case: str) -> None:
     policy, *_, matrices = CASES[case]
     model, x = checkpointed(policy, Model()), torch.randn(WIDTH, WIDTH, requires_grad=True)
     model(x).backward()  # the gradients are there from here on
-    with NewBytes(x, *model.parameters()) as live:
+    with LiveBytes() as live:
         out = model(x)
-        assert live.count() - out.untyped_storage().nbytes() == matrices * MATRIX
+        assert live.live - out.untyped_storage().nbytes() == matrices * MATRIX
 
 
 @each_case

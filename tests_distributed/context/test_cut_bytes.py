@@ -9,9 +9,9 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from nemo_like import ContextParallel, apply_activation_checkpointing
+from nemo_like._util.live_bytes import LiveBytes
 from nemo_like.distributed.context import apply_context_parallel
 from nemo_like.distributed.context.methods import ring
-from nemo_like.planning.trace.meter import LiveBytes
 from nemo_like.torch_compat import TorchDispatchMode
 from tests.models.families import COMMON, hf
 from tests_distributed.spawn import run_ranks

@@ -28,7 +28,7 @@ from nemo_like.planning.devices import Device
 from nemo_like.planning.roofline import OpSeconds
 from nemo_like.planning.trace.kinds import Kind, ModelTrace, record_again
 from nemo_like.planning.trace.layer_memory import backward_of_inputs, with_gradients
-from nemo_like.planning.trace.meter import LiveBytes, SumsInPlace
+from nemo_like.planning.trace.meter import SumsInPlace, TracedBytes
 from nemo_like.planning.trace.records import BackwardCall, ForwardCall, OuterEvents
 from nemo_like.torch_compat import under_loss_parallel
 
@@ -94,7 +94,7 @@ def outer_memory(
     state = leaves_of(traced.state)
     leaves = list(dict.fromkeys(state.values()))
     before = with_gradients(leaves, traced.run) if accumulate else []
-    meter = LiveBytes([*leaves, *before, *tensors_in((traced.args, traced.kwargs))])
+    meter = TracedBytes([*leaves, *before, *tensors_in((traced.args, traced.kwargs))])
     used: list[set[int]] = [set() for _ in traced.kinds]
     layouts: list[dict[int, tuple[int, ...]]] = [{} for _ in traced.kinds]
     alive: dict[int, weakref.ref[LayerStub]] = {}
@@ -198,7 +198,7 @@ def outer_memory(
 class _Ends:
     """Positions in the log where modules return, and where the gradients of what they returned are there."""
 
-    def __init__(self, meter: LiveBytes) -> None:
+    def __init__(self, meter: TracedBytes) -> None:
         self.meter = meter
         self.returns: dict[str, int] = {}
         self.goes_back: dict[str, int] = {}
@@ -238,7 +238,7 @@ def _given(traced: ModelTrace) -> list[torch.Tensor]:
 
 
 def _backward_begins(
-    meter: LiveBytes, backs: list[BackwardCall], position: int, grads: Mapping[int, torch.Tensor]
+    meter: TracedBytes, backs: list[BackwardCall], position: int, grads: Mapping[int, torch.Tensor]
 ) -> Callable[[Mapping[Place, torch.Tensor]], None]:
     """Note that the backward of a stand-in begins; return the function to call when it has made its gradients."""
     at, numbers = len(meter.log), {at: meter.number(grad) for at, grad in grads.items()}

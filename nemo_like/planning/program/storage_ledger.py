@@ -15,7 +15,7 @@ from torch import nn
 
 from nemo_like._util.tensors import is_wrapped, tensors_in
 from nemo_like.activation_checkpointing.ops import draws
-from nemo_like.planning.trace.meter import LiveBytes
+from nemo_like.planning.trace.meter import TracedBytes
 from nemo_like.torch_compat import autograd_node, next_sequence_number, sequence_number, unseen
 
 PARAMETERS, GATHERED, GRADIENTS, OPTIMIZER = "parameters", "gathered", "gradients", "optimizer"
@@ -66,7 +66,7 @@ class Event:
     op: str
 
 
-class StorageLedger(LiveBytes):
+class StorageLedger(TracedBytes):
     """Ledger of all storages that are made inside it: what their bytes are, and where in the step they are made.
 
     What FSDP2 frees and allocates again through `UntypedStorage.resize_` is followed.

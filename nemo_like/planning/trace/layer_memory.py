@@ -17,7 +17,7 @@ from nemo_like.fake.model_copy import leaves_of, with_state
 from nemo_like.fake.reasons import without_values
 from nemo_like.fake.run import FakeRun
 from nemo_like.planning.trace.kinds import Kind
-from nemo_like.planning.trace.meter import LiveBytes, SumsInPlace
+from nemo_like.planning.trace.meter import SumsInPlace, TracedBytes
 from nemo_like.planning.trace.records import BlockEvents
 from nemo_like.torch_compat import backward_in_halves
 
@@ -65,7 +65,7 @@ def block_memory(
         return kind.module(*a, **k)
 
     before = with_gradients(leaves, run) if accumulate else []
-    meter = LiveBytes([*leaves, *replaced.values(), *before])
+    meter = TracedBytes([*leaves, *replaced.values(), *before])
     ends: list[int] = []
     with (
         needing_no_values(kind),
@@ -158,7 +158,7 @@ def gradients_by_place(kind: Kind, replaced: Mapping[int, torch.Tensor]) -> dict
     return {place: grad for key, place in first.items() if (grad := replaced[key].grad) is not None}
 
 
-def numbers_of(meter: LiveBytes, state: Mapping[str, torch.Tensor]) -> dict[str, int]:
+def numbers_of(meter: TracedBytes, state: Mapping[str, torch.Tensor]) -> dict[str, int]:
     """Return the numbers of the gradients of a block's parameters by first name, but for those that backward added to."""
     first: dict[int, str] = {}
     for name, tensor in state.items():
@@ -306,7 +306,7 @@ def _run(
     for tensor in leaves:
         tensor.grad = None
     before = with_gradients(leaves, run) if accumulate else []
-    meter = LiveBytes([*leaves, *replaced.values(), *before])
+    meter = TracedBytes([*leaves, *replaced.values(), *before])
     inputs = [t for t in replaced.values() if t.requires_grad]
     with run, meter, SumsInPlace():
         with run.casting(), torch.set_grad_enabled(kind.grad):

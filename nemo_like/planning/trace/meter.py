@@ -1,124 +1,34 @@
-"""Measure live bytes, counted over storages, and op times, taken on the device at hand."""
+"""Count live bytes as a plan does, add gradients as autograd does, and measure op times on the device at hand."""
 
 from __future__ import annotations
 
 import functools
-import gc
 import inspect
 import statistics
 import sys
 import time
-import weakref
-from collections.abc import Iterable, Mapping
-from typing import Any, Self
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
+from nemo_like._util.live_bytes import LiveBytes
 from nemo_like._util.tensors import is_wrapped, map_tensors, tensors_in
 from nemo_like.fake.model_copy import call_with
 from nemo_like.fake.run import check_layouts
 from nemo_like.planning.trace.block import TraceMismatchError
 from nemo_like.planning.trace.kinds import Kind
 from nemo_like.planning.trace.scratch import scratch_bytes
-from nemo_like.torch_compat import TorchDispatchMode, local_part, storage_use_count, use_count, without_dispatch_modes
-
-_LIFT = torch.ops.aten.lift_fresh.default
+from nemo_like.torch_compat import TorchDispatchMode, storage_use_count, use_count, without_dispatch_modes
 
 
-class LiveBytes(TorchDispatchMode):
-    """Bytes of the storages made inside it that are alive, and their peak. For real and for fake tensors.
-
-    A storage counts from the op that makes it to the moment its memory would be returned. Memory that a kernel takes
-    and gives back within one op is not seen; the peak has what `scratch_bytes` returns for it. Of a tensor that is made
-    of others (DTensor, torchao's float8), what its ops run inside counts.
-    """
-
-    def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
-        super().__init__()
-        self.live = 0
-        self.peak = 0
-        self.log: list[tuple[int, int]] = []
-        """Storages in the order in which they were made and freed: (its number from 1 on, its bytes; 0: freed)."""
-        self.sizes: dict[int, int] = {}
-        """Bytes of what is alive, by number."""
-        self._made = 0
-        self.numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        for tensor in known:
-            self.numbers[local_part(tensor).untyped_storage()] = 0
-        self._collects = False
-
-    def __enter__(self) -> Self:
-        # Cycles would be freed at another place in each run, and ranks would find other plans.
-        self._collects = gc.isenabled()
-        gc.disable()
-        super().__enter__()
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
-        if self._collects:
-            gc.enable()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if is_wrapped(types):
-            return NotImplemented
-        if func is not _LIFT:  # which is given what torch.tensor() has just made
-            for tensor in tensors_in((args, kwargs)):
-                self.numbers.setdefault(tensor.untyped_storage(), 0)  # made outside: not ours to count
-        out = func(*args, **(kwargs or {}))
-        tensors = tensors_in(out)
-        for position, tensor in enumerate(tensors):
-            if not tensor.is_meta:
-                self.count(tensor, position if len(tensors) > 1 else -1)
-        scratch = self.scratch(func, args, kwargs or {}, out)
-        if scratch:
-            number = self._next()
-            self.changed(number, scratch)
-            self.changed(number, 0)
-        return out
+class TracedBytes(LiveBytes):
+    """Counts as a plan does: with `scratch_bytes` in the peak, and no layouts that no plan is made of."""
 
     def scratch(self, func: Any, args: tuple, kwargs: Mapping[str, Any], out: Any) -> int:
         """Return the bytes that an operator takes and gives back."""
+        check_layouts(tensors_in(out))
         return scratch_bytes(func, args, kwargs, out)
-
-    def count(self, tensor: torch.Tensor, position: int = -1) -> int:
-        """Count the storage of `tensor` from now on, unless it is known already; return its number.
-
-        position: that of `tensor` among what an operator returned, where that are several.
-        """
-        check_layouts([tensor])
-        storage = tensor.untyped_storage()
-        number = self.numbers.get(storage)
-        if number is None:
-            number = self.numbers[storage] = self._next()
-            weakref.finalize(storage, self._freed, number).atexit = False
-            if storage.nbytes():
-                self.changed(number, storage.nbytes())
-        return number
-
-    def number(self, tensor: torch.Tensor) -> int:
-        """Return the number of the storage of `tensor` in `log`; 0: it was made outside."""
-        return self.numbers.get(local_part(tensor).untyped_storage(), 0)
-
-    def changed(self, number: int, size: int) -> None:
-        """Note that a storage has so many bytes from now on; 0: it is freed."""
-        self.live += size - self.sizes.get(number, 0)
-        if size:
-            self.sizes[number] = size
-            self.peak = max(self.peak, self.live)
-        else:
-            del self.sizes[number]
-        self.log.append((number, size))
-
-    def _next(self) -> int:
-        self._made += 1
-        return self._made
-
-    def _freed(self, number: int) -> None:
-        if number in self.sizes:
-            self.changed(number, 0)
 
 
 class _OpClock(TorchDispatchMode):

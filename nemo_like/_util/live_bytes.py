@@ -1,0 +1,169 @@
+"""Count live bytes: the storages that operators make, on any device, with a log; or what CUDA's allocator has given out."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Self
+
+import torch
+
+from nemo_like._util.tensors import is_wrapped, tensors_in
+from nemo_like.torch_compat import TorchDispatchMode, local_part
+
+_LIFT = torch.ops.aten.lift_fresh.default
+
+
+def storages_of(value: object) -> Iterator[torch.UntypedStorage]:
+    """Yield the storages behind every tensor in `value`, and inside tensors made of others (DTensor, quantised types)."""
+    for tensor in tensors_in(value):
+        if hasattr(tensor, "__tensor_flatten__"):
+            names, _ = tensor.__tensor_flatten__()
+            yield from storages_of([getattr(tensor, name) for name in names])
+        elif tensor.layout is torch.strided:
+            yield tensor.untyped_storage()
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the storages that operators make inside it and that are alive. For real and for fake tensors.
+
+    A storage counts from the op that makes it to the moment its memory would be returned. Memory that a kernel takes
+    and gives back within one op is not seen, and neither is code outside of PyTorch's dispatcher (compiled graphs). Of a
+    tensor that is made of others (DTensor, torchao's float8), what its ops run inside counts; of a sparse one, nothing.
+    Python's cyclic garbage collector is off inside: it would free cycles at another place in each run.
+
+    >>> with LiveBytes() as counter:
+    ...     kept = torch.ones(4)
+    ...     _ = torch.ones(1000)
+    >>> del _
+    >>> counter.live, counter.take_peak()
+    (16, 4016)
+    """
+
+    def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
+        """Begin with nothing; `known`: tensors from before. What operators are called with is known as well."""
+        super().__init__()
+        self.live = 0
+        """Bytes alive now."""
+        self.peak = 0
+        """The most bytes alive at one time since `take_peak`."""
+        self.log: list[tuple[int, int]] = []
+        """Storages in the order in which they were made and freed: (its number from 1 on, its bytes; 0: freed)."""
+        self.sizes: dict[int, int] = {}
+        """Bytes of what is alive, by number."""
+        self._made = 0
+        self.numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        for storage in storages_of(list(known)):
+            self.numbers[storage] = 0
+        self._collects = False
+
+    def __enter__(self) -> Self:
+        self._collects = gc.isenabled()
+        gc.disable()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        if self._collects:
+            gc.enable()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if is_wrapped(types):
+            return NotImplemented
+        if func is not _LIFT:  # which is given what torch.tensor() has just made
+            for tensor in tensors_in((args, kwargs)):
+                if tensor.layout is torch.strided:
+                    self.numbers.setdefault(tensor.untyped_storage(), 0)  # made outside: not ours to count
+        out = func(*args, **(kwargs or {}))
+        tensors = tensors_in(out)
+        for position, tensor in enumerate(tensors):
+            if tensor.layout is torch.strided and not tensor.is_meta:
+                self.count(tensor, position if len(tensors) > 1 else -1)
+        scratch = self.scratch(func, args, kwargs or {}, out)
+        if scratch:
+            number = self._next()
+            self.changed(number, scratch)
+            self.changed(number, 0)
+        return out
+
+    def scratch(self, func: Any, args: tuple, kwargs: Mapping[str, Any], out: Any) -> int:
+        """Return the bytes that an operator takes and gives back: 0 here, where no operator is known."""
+        return 0
+
+    def count(self, tensor: torch.Tensor, position: int = -1) -> int:
+        """Count the storage of `tensor` from now on, unless it is known already; return its number.
+
+        position: that of `tensor` among what an operator returned, where that are several.
+        """
+        storage = tensor.untyped_storage()
+        number = self.numbers.get(storage)
+        if number is None:
+            number = self.numbers[storage] = self._next()
+            weakref.finalize(storage, self._freed, number).atexit = False
+            if storage.nbytes():
+                self.changed(number, storage.nbytes())
+        return number
+
+    def number(self, tensor: torch.Tensor) -> int:
+        """Return the number of the storage of `tensor` in `log`; 0: it was made outside."""
+        return max(self.numbers.get(local_part(tensor).untyped_storage(), 0), 0)
+
+    def identify(self, storage: torch.UntypedStorage) -> int:
+        """Return a number that no other storage gets, unlike its ``id``; below 0: it was made outside."""
+        if not self.numbers.get(storage):
+            self.numbers[storage] = -self._next()
+        return self.numbers[storage]
+
+    def take_peak(self) -> int:
+        """Return the most bytes alive at one time since the last call."""
+        peak, self.peak = self.peak, self.live
+        return peak
+
+    def changed(self, number: int, size: int) -> None:
+        """Note that a storage has so many bytes from now on; 0: it is freed."""
+        self.live += size - self.sizes.get(number, 0)
+        if size:
+            self.sizes[number] = size
+            self.peak = max(self.peak, self.live)
+        else:
+            del self.sizes[number]
+        self.log.append((number, size))
+
+    def _next(self) -> int:
+        self._made += 1
+        return self._made
+
+    def _freed(self, number: int) -> None:
+        if number in self.sizes:
+            self.changed(number, 0)
+
+
+class CudaBytes:
+    """Reads `live` and `take_peak` from the caching allocator of one CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def __enter__(self) -> Self:
+        torch.cuda.synchronize(self._device)
+        self._base = torch.cuda.memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        torch.cuda.synchronize(self._device)
+
+    @property
+    def live(self) -> int:
+        """Bytes alive now that were not when it was entered."""
+        return torch.cuda.memory_allocated(self._device) - self._base
+
+    def take_peak(self) -> int:
+        """Return the most bytes alive at one time since the last call."""
+        peak = torch.cuda.max_memory_allocated(self._device) - self._base
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return peak
