@@ -46,7 +46,7 @@ class PipelineParallel:
     """What the model's loss of a batch is a mean over. So much each micro-batch counts in it: ``"tokens"``, labels that are
     not -100, or all alike where the batch has ``num_items_in_batch``; ``"rows"``, rows or elements; ``"sum"``, it is a sum;
     or a function of a micro-batch, a dict of tensors, that returns how much counts in it. None: ``"tokens"`` for a model of
-    transformers; any other has to say it. Steps compare it with one call of two micro-batches."""
+    transformers; any other model needs one of these. Steps compare it with one call of two micro-batches."""
     split: Callable[[Any, int, int], Any] | None = None
     """For a model that its list of layers does not cut: ``split(model, stage, stages)`` returns the module of one stage. It
     gets a copy of the model's modules with the model's own parameters, which it may take apart; parameters keep the names

@@ -238,7 +238,7 @@ def _uneven(rank: int, world_size: int) -> None:
     pipeline.zero_grad()
     short = {key: value[:, :7] for key, value in batch.items()}  # another length, another schedule
     torch.testing.assert_close(pipeline.step(**short), model(**short).loss.detach(), rtol=0, atol=1e-6)
-    with pytest.raises(ValueError, match="which counts labels, targets.*and the batch has input_ids. Give labels"):
+    with pytest.raises(ValueError, match=r"which counts labels, targets.*and the batch has input_ids. Give labels"):
         pipeline.step(input_ids=batch["input_ids"][:4])
 
 

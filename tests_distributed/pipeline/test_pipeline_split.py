@@ -143,9 +143,7 @@ def _every_case(rank: int, world_size: int, cases: list[tuple[str, Any, bool]]) 
         pipeline = parallelize(_build(tied), ac=ac, pp=pp, sample_input=sample)
         for _ in range(2):
             pipeline.zero_grad()
-            torch.testing.assert_close(
-                pipeline.step(**batch), loss, rtol=0, atol=1e-6, msg=lambda text: f"{where}: {text}"
-            )
+            torch.testing.assert_close(pipeline.step(**batch), loss, rtol=0, atol=1e-6, msg=where)
             _same(pipeline, model, tied, where)
         torch.testing.assert_close(pipeline.eval_step(**batch), loss, rtol=0, atol=1e-6)
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -1,9 +1,9 @@
-"""How much each micro-batch of a pipeline counts in the loss of the whole batch: as the caller says it, and compared.
+"""How much each micro-batch of a pipeline counts in the loss of the whole batch, by `PipelineParallel.loss_mean`.
 
-No model states whether its loss is a sum, a mean over rows, or a mean over what counts. `PipelineParallel.loss_mean` does.
-The last stage is then asked for the loss of two micro-batches in one call. That must be what the losses of each alone add
-up to, and so must its gradients. Layers are left out of these calls, and hidden states are drawn: the loss is a function of
-what comes behind the layers.
+No model tells whether its loss is a sum, a mean over rows, or a mean over what counts: its user does. The last stage is
+then called with two micro-batches at once. That loss must be what the losses of each alone add up to, and so must its
+gradients. Layers are left out of these calls, and hidden states are drawn: the loss is a function of what comes behind the
+layers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from nemo_like.torch_compat import answering_calls
 from nemo_like.transformers_compat import model_base
 
 _ITEMS = "num_items_in_batch"
-"""The argument by which a model of transformers is told what to divide the sum of its losses by."""
+"""The argument by which a model of transformers is given what to divide the sum of its losses by."""
 _TOLERANCE, _LOWER = 1e-4, 3e-2
 """Allowed difference of gradients, relative to their norm; the second where something is computed with fewer bits than
 float32 has."""
@@ -54,8 +54,8 @@ class LossMean:
                 f'  pp=PipelineParallel({pp.size}, loss_mean="rows")  # over rows or elements; or "sum"\n'
                 f'  pp=PipelineParallel({pp.size}, loss_mean=lambda batch: (batch["ids"] != 0).sum())  # over what counts'
             )
-        self.said = "tokens" if pp.loss_mean is None else pp.loss_mean
-        self._is_asked = pp.loss_mean is None  # and not told
+        self.over = "tokens" if pp.loss_mean is None else pp.loss_mean
+        self._is_default = pp.loss_mean is None
         self._shifts, self._kind = predicts_next_token(model), kind
         self._calls = 0
         self._compared: set[Hashable] = set()
@@ -65,21 +65,21 @@ class LossMean:
     def cut(self, batch: Mapping[str, Any], count: int) -> tuple[list[dict[str, Any]], list[float]]:
         """Cut `batch` into `count` micro-batches, and return each one's share of the loss.
 
-        Rows that are missing are filled up where labels say that they count for nothing.
+        Rows that are missing are filled up with labels that count for nothing.
         """
-        labels = [name for name in LABELS if _are_classes(batch.get(name))] if self.said == "tokens" else []
+        labels = [name for name in LABELS if _are_classes(batch.get(name))] if self.over == "tokens" else []
         parts = cut_batch(batch, count, dict.fromkeys(labels, IGNORED) or None)
         if count == 1 or self._is_sum(batch):
             return parts, [1.0] * count
-        if self.said == "rows" or not self.has_values:
+        if self.over == "rows" or not self.has_values:
             return parts, [1 / count] * count
-        weigh = self.said if callable(self.said) else self._labels
+        weigh = self.over if callable(self.over) else self._labels
         weights = [torch.as_tensor(weigh(part)).detach().double().reshape(()) for part in parts]
         numbers = torch.stack(weights).tolist()
         return parts, [number / (sum(numbers) or 1.0) for number in numbers]
 
     def _is_sum(self, batch: Mapping[str, Any]) -> bool:
-        return self.said == "sum" or (self.said == "tokens" and batch.get(_ITEMS) is not None)
+        return self.over == "sum" or (self.over == "tokens" and batch.get(_ITEMS) is not None)
 
     def _labels(self, microbatch: Mapping[str, Any]) -> Tensor:
         """Return how many labels count, 0-dim."""
@@ -138,10 +138,10 @@ class LossMean:
             raise ValueError(self._refusal(max(answers)))
 
     def _refusal(self, off: float) -> str:
-        said = f"loss_mean={self.said!r}" if isinstance(self.said, str) else "loss_mean"
-        items = f", or leave {_ITEMS} out" if self.said == "tokens" else ""
+        setting = f"loss_mean={self.over!r}" if isinstance(self.over, str) else "loss_mean"
+        items = f", or leave {_ITEMS} out" if self.over == "tokens" else ""
         return (
-            f"pp cannot add up the losses of this {self._kind}'s micro-batches under {said}: the loss of two of them in one "
+            f"pp cannot add up the losses of this {self._kind}'s micro-batches under {setting}: the loss of two in one "
             f"call, or its gradient, is off by {off:.1e} of its size. Write what the loss is a mean over, with "
             f"PipelineParallel(loss_mean='tokens' | 'rows' | 'sum' | a function of a micro-batch){items}. A loss of terms "
             "that are means over different things takes strategy='fsdp2' with tp or cp in place of pp."
@@ -152,15 +152,15 @@ class LossMean:
     ) -> list[tuple[int, int]]:
         """Return the two micro-batches to compare for each thing that no comparison has seen."""
         self._calls += 1
-        found: dict[Hashable, Sequence[float]] = {("names", frozenset(batch)): shares}
+        news: dict[Hashable, Sequence[float]] = {("names", frozenset(batch)): shares}
         if self._calls & (self._calls - 1) == 0:
-            found["calls", self._calls] = shares
+            news["calls", self._calls] = shares
         if len(set(shares)) > 1:
-            found["shares", all(shares)] = shares
-        if not self._is_asked:
-            found |= {key: numbers for key, numbers in _counts(batch, parts).items() if len(set(numbers)) > 1}
-        new = [numbers for key, numbers in found.items() if key not in self._compared]
-        self._compared |= found.keys()
+            news["shares", all(shares)] = shares
+        if not self._is_default:
+            news |= {key: numbers for key, numbers in _counts(batch, parts).items() if len(set(numbers)) > 1}
+        new = [numbers for key, numbers in news.items() if key not in self._compared]
+        self._compared |= news.keys()
         return list(dict.fromkeys(map(_most_and_least, new)))
 
     def _off(
@@ -168,20 +168,20 @@ class LossMean:
     ) -> float:
         """By which part of its size the loss of two micro-batches, or its gradient, is off what both add up to."""
         first, second = (last.usable(parts[number]) for number in pair)
-        own = [shares[number] for number in pair]
+        weights = [shares[number] for number in pair]
         if not self._is_sum(first):
-            own = [share / (sum(own) or 1.0) for share in own]
+            weights = [share / (sum(weights) or 1.0) for share in weights]
         rows, tokens = size_of(first)
         both = joined(first, second)
         states, places = last.states(first, both, rows, tokens)
         whole, loss = last.gradients(both, states)
         halves = zip(*(_halves(tensor, place) for tensor, place in zip(states, places)))
         singles, losses = [], []
-        for part, half, share in zip((first, second), halves, own):
+        for part, half, share in zip((first, second), halves, weights):
             gradients, value = last.gradients(part, half)
             singles.append([gradient * share for gradient in gradients])
             losses.append(value * share if share else value.nan_to_num() * 0.0)  # a mean over nothing
-        if not any(own):
+        if not any(weights):
             return 0.0
         norm = _norm(whole)
         off = [
