@@ -21,7 +21,7 @@ from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.report import make_report
 from nemo_like.recipes.agree import Ranks
 from nemo_like.recipes.fitted import best_of
-from nemo_like.recipes.job_options import Options
+from nemo_like.recipes.options import PretrainOptions
 
 GPU, ROWS, TOKENS = "h100-80gb", 2, 64
 
@@ -114,12 +114,12 @@ def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
     return one[:2] == other[:2] and math.isclose(one[2], other[2], rel_tol=1e-12)
 
 
-def _options(job: Job) -> Options:
+def _options(job: Job) -> PretrainOptions:
     """The pretraining job of the same options."""
     count = job.pp.microbatches if job.pp.size > 1 else job.step.microbatches
     reshard = {None: "default", True: "yes", False: "no"}
     assert isinstance(job.strategy, FSDP2)
-    return Options(
+    return PretrainOptions(
         ac=job.ac.mode, loss="model" if job.loss is None else "chunked", offload=job.offload.mode,  # type: ignore[union-attr]
         precision="bfloat16" if job.param_dtype == torch.bfloat16 else "float32", dp_replicate=job.dp_replicate,
         reshard_after_forward=reshard[job.strategy.reshard_after_forward], tp=job.tp.size, cp=job.cp.size, pp=job.pp.size,
@@ -127,7 +127,7 @@ def _options(job: Job) -> Options:
     )  # fmt: skip
 
 
-def _chosen(options: Options, job: Job, limit: int) -> tuple[Any, ...]:
+def _chosen(options: PretrainOptions, job: Job, limit: int) -> tuple[Any, ...]:
     """What ``--fit`` predicts of these options."""
     ranks = Ranks(0, job.ranks, torch.device("cpu"), options.tp, options.cp, options.pp)
     asked = replace(options, fit="ep", fit_memory=f"{limit}B")  # the model has no experts: all is as the options say

@@ -40,8 +40,7 @@ from nemo_like.offload import apply_offloading, offload_activations
 from nemo_like.planning import Plan
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.fit import fit
-from nemo_like.recipes.finetune_options import parse_finetune_options
-from nemo_like.recipes.job_options import parse_options
+from nemo_like.recipes.command_line import parse_options
 from tests.benchmarks.__main__ import SUITES as OUR_SUITES
 from tests.models.decoders import DecoderWithLoss, PlainDecoder, batch, build
 
@@ -418,16 +417,16 @@ def test_a_job_refuses_it_before_any_work(line: str, tmp_path: Path, capsys: pyt
     job, *options = line.format(folder=tmp_path).split()
     more = ["--model", "m", "--data", "d"] if job == "finetune" else []
     with pytest.raises(SystemExit) as ended:
-        (parse_options if job == "pretrain" else parse_finetune_options)([*options, *more])
+        parse_options(job, [*options, *more])
     assert ended.value.code == 2
     said = capsys.readouterr().err
     assert _JOBS[line].format(folder=tmp_path) in said and len(said.splitlines()) == 1
 
 
 def test_a_short_run_warms_up_within_its_steps() -> None:
-    assert parse_options([]).warmup == 20 and parse_options(["--steps", "4"]).warmup == 4
-    assert parse_options(["--steps", "4", "--warmup-steps", "3"]).warmup == 3
-    tuned = parse_finetune_options(["--model", "m", "--data", "d", "--steps", "50"])
+    assert parse_options("pretrain", []).warmup == 20 and parse_options("pretrain", ["--steps", "4"]).warmup == 4
+    assert parse_options("pretrain", ["--steps", "4", "--warmup-steps", "3"]).warmup == 3
+    tuned = parse_options("finetune", ["--model", "m", "--data", "d", "--steps", "50"])
     assert tuned.warmup == 10
 
 

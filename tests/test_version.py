@@ -41,6 +41,6 @@ def test_the_command_says_it(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_summaries_of_runs_name_it() -> None:
-    from nemo_like.recipes.run_job import versions
+    from nemo_like.recipes.loop import versions
 
     assert versions()["nemo_like"] == nemo_like.__version__

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import argparse
 
-from nemo_like.recipes.finetune_options import EXAMPLES, FinetuneOptions
-from nemo_like.recipes.job_options import add_arguments as add_options
-from nemo_like.recipes.job_options import read_options
+from nemo_like.recipes import options
+from nemo_like.recipes.command_line import add_arguments as add_options
+from nemo_like.recipes.command_line import read_options
 
-__all__ = ["EXAMPLES", "add_arguments", "run"]
+EXAMPLES = options.EXAMPLES["finetune"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    add_options(parser, FinetuneOptions)
+    add_options(parser, options.FinetuneOptions)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the job on this rank; its exit code."""
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    from nemo_like.recipes.finetune import tune
-    from nemo_like.recipes.run_job import run_on_ranks
+    from nemo_like.recipes.finetune import FineTuning
+    from nemo_like.recipes.loop import run_on_ranks
 
-    return record(run_on_ranks)(read_options(FinetuneOptions, args), tune) or 0
+    return record(run_on_ranks)(read_options(options.FinetuneOptions, args), FineTuning) or 0

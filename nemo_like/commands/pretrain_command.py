@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import argparse
 
-from nemo_like.recipes.job_options import EXAMPLES, Options, read_options
-from nemo_like.recipes.job_options import add_arguments as add_options
+from nemo_like.recipes import options
+from nemo_like.recipes.command_line import add_arguments as add_options
+from nemo_like.recipes.command_line import read_options
 
-__all__ = ["EXAMPLES", "add_arguments", "run"]
+EXAMPLES = options.EXAMPLES["pretrain"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    add_options(parser, Options)
+    add_options(parser, options.PretrainOptions)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the job on this rank; its exit code."""
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    from nemo_like.recipes.pretrain import train
-    from nemo_like.recipes.run_job import run_on_ranks
+    from nemo_like.recipes.loop import run_on_ranks
+    from nemo_like.recipes.pretrain import Pretraining
 
-    return record(run_on_ranks)(read_options(Options, args), train) or 0
+    return record(run_on_ranks)(read_options(options.PretrainOptions, args), Pretraining) or 0

@@ -134,8 +134,8 @@ def predicts_next_token(model: nn.Module) -> bool:
     inner = base_model(model)
     if getattr(getattr(inner, "loss_function", None), "__name__", None) != "ForCausalLMLoss":
         return False
-    code = getattr(inspect.unwrap(type(inner).forward), "__code__", None)
-    return code is not None and "loss_function" in code.co_names
+    forwards = [inspect.unwrap(vars(kind)["forward"]) for kind in type(inner).__mro__ if "forward" in vars(kind)]
+    return any("loss_function" in forward.__code__.co_names for forward in forwards if hasattr(forward, "__code__"))
 
 
 # Cross entropy with label smoothing and z-loss of the logits of one chunk, and its gradient.

@@ -43,9 +43,9 @@ class PipelineParallel:
     first half and saves for the second one what that still needs; ``"twice"`` saves nothing and recomputes it in both.
     ``"auto"``: once, or under a memory budget whichever makes the faster plan."""
     loss_mean: str | Callable[[Any], Any] | None = None
-    """What the model's loss of a batch is a mean over. So much each micro-batch counts in it: ``"tokens"``, labels that are
-    not -100, or all alike where the batch has ``num_items_in_batch``; ``"rows"``, rows or elements; ``"sum"``, it is a sum;
-    or a function of a micro-batch, a dict of tensors, that returns how much counts in it. None: ``"tokens"`` for a model of
+    """The numbers that the loss of a batch is a mean over; so many each micro-batch has. ``"tokens"``: labels that are
+    not -100, or a sum where the batch has ``num_items_in_batch``; ``"rows"``: rows or elements; ``"sum"``: it is a sum; or
+    a function of a micro-batch, a dict of tensors, that returns how much counts in it. None: ``"tokens"`` for a model of
     transformers; any other model needs one of these. Steps compare it with one call of two micro-batches."""
     split: Callable[[Any, int, int], Any] | None = None
     """For a model that its list of layers does not cut: ``split(model, stage, stages)`` returns the module of one stage. It

@@ -41,6 +41,7 @@ class Encoder:
     def __init__(self, tokenizer: Any, seq_len: int):
         self.tokenizer = tokenizer
         self._seq_len = seq_len
+        self._template = str(getattr(tokenizer, "chat_template", None) or "")
         self._end: list[int] = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
     def encode(self, sample: dict[str, Any]) -> Encoded:
@@ -84,6 +85,8 @@ class Encoder:
     def _messages(self, sample: dict[str, Any]) -> tuple[list[int], list[bool]]:
         messages = _check_messages(sample["messages"])
         tools = {"tools": sample["tools"]} if sample.get("tools") else {}
+        if "{% generation" in self._template or "{%- generation" in self._template:
+            return self._marked(messages, tools)
         text, spans = self._render(messages, tools)
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         counts, at = [], 0
@@ -92,6 +95,16 @@ class Encoder:
                 at += 1
             counts.append(at < len(spans) and start >= spans[at][0] and end > start)
         return list(encoded["input_ids"]), counts
+
+    def _marked(self, messages: list[dict[str, Any]], tools: dict[str, Any]) -> tuple[list[int], list[bool]]:
+        """A conversation whose template marks by itself, with ``{% generation %}``, what the assistant writes."""
+        try:
+            encoded = self.tokenizer.apply_chat_template(
+                messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **tools
+            )
+        except Exception as error:  # a template is a program: it raises what it likes
+            raise BadSampleError(f"the chat template refuses it: {' '.join(str(error).split())}") from error
+        return list(encoded["input_ids"]), list(map(bool, encoded["assistant_masks"]))
 
     def _render(self, messages: list[dict[str, Any]], tools: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
         """The conversation as text, and where in it the assistant's answers are."""

@@ -27,7 +27,7 @@ from nemo_like.options import FSDP2, MemoryBudget, normalise, parse_ac, parse_by
 from nemo_like.planning.devices import Device, device_at_hand
 from nemo_like.planning.fit import Candidate, FitReport, fit
 from nemo_like.recipes.agree import Ranks
-from nemo_like.recipes.run_options import RunOptions
+from nemo_like.recipes.options import RunOptions
 
 FILE = "fit.json"
 """In the folder of checkpoints."""

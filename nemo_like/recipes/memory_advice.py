@@ -21,7 +21,7 @@ from nemo_like.planning.answers.within import choose
 from nemo_like.planning.devices import Device, device_at_hand
 from nemo_like.planning.query import PlanQuery
 from nemo_like.recipes.agree import Ranks
-from nemo_like.recipes.run_options import RunOptions
+from nemo_like.recipes.options import RunOptions
 
 _LESS = 0.9
 """Share of a budget that did not fit, to try next."""

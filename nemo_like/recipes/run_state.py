@@ -18,7 +18,7 @@ from nemo_like._util.console import flag
 from nemo_like._util.log import warn_once
 from nemo_like.distributed import get_model_state
 from nemo_like.distributed.weights.slots import in_boxes
-from nemo_like.recipes.run_options import RunOptions
+from nemo_like.recipes.options import RunOptions
 
 # These may change on purpose (train longer, with another rate); the change is logged.
 _MAY_CHANGE = (

@@ -8,7 +8,7 @@ counts it the same way, without halving for the causal mask.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,12 +153,13 @@ class Speed:
         self._tokens, self._flops, self._seconds = 0, 0, 0.0
         self._only_first = False
 
-    def add(self, seconds: float, tokens: int, flops: int, *, first: bool) -> None:
+    def add(self, seconds: float, lengths: Sequence[int], flops: StepFlops | None, *, first: bool) -> None:
+        """Note a step on samples of so many tokens each."""
         if self._only_first:
             self._tokens, self._flops, self._seconds = 0, 0, 0.0
         self._only_first = first
-        self._tokens += tokens
-        self._flops += flops
+        self._tokens += sum(lengths)
+        self._flops += 0 if flops is None else flops.of(lengths)
         self._seconds += seconds
 
     @property

@@ -19,7 +19,7 @@ from nemo_like.distributed.weights.slots import bare_name, find_slots
 from nemo_like.distributed.weights.sources import LayeredSource, Source, StateDictSource, open_source
 from nemo_like.models import ModelSource, read_config, resolve_model
 from nemo_like.options import parse_dtype
-from nemo_like.recipes.finetune_options import FinetuneOptions
+from nemo_like.recipes.options import FinetuneOptions
 from nemo_like.recipes.quantised import FourBitSource, packed_weights, quantise_layers
 
 _PEFT = "base_model.model."  # what peft puts before the names of the model it wraps

@@ -21,10 +21,8 @@ from nemo_like.cli import main, make_parser
 from nemo_like.commands import COMMANDS
 from nemo_like.job import Job
 from nemo_like.options import ChunkedLoss, MemoryBudget
-from nemo_like.recipes.finetune_options import EXAMPLES as FINETUNE
-from nemo_like.recipes.finetune_options import parse_finetune_options
-from nemo_like.recipes.job_options import EXAMPLES as PRETRAIN
-from nemo_like.recipes.job_options import parse_options
+from nemo_like.recipes.command_line import parse_options
+from nemo_like.recipes.options import EXAMPLES
 
 
 def _help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -56,16 +54,15 @@ def test_the_overview_has_every_command_with_its_purpose(capsys: pytest.CaptureF
 
 @pytest.mark.parametrize("job", ["pretrain", "finetune"])
 def test_a_job_is_the_same_as_a_command_and_as_a_module(job: str, capsys: pytest.CaptureFixture[str]) -> None:
-    parse, examples = (parse_options, PRETRAIN) if job == "pretrain" else (parse_finetune_options, FINETUNE)
     with pytest.raises(SystemExit):
-        parse(["--help"])
+        parse_options(job, ["--help"])
     alone, command = capsys.readouterr().out, _help([job], capsys)
     options = re.compile(r"^  (?:-\w, )?(--[a-z0-9-]+)", re.MULTILINE)
     assert options.findall(alone) == options.findall(command)
-    for example in examples:
+    for example in EXAMPLES[job]:
         assert f"  nemo-like {job} {example}\n" in command and f" -m nemo_like.recipes.{job} {example}\n" in alone
     with pytest.raises(SystemExit):
-        parse(["--steps", "-1", "--model", "m", "--data", "d"])
+        parse_options(job, ["--steps", "-1", "--model", "m", "--data", "d"])
     said = capsys.readouterr().err
     assert main([job, "--steps", "-1", "--model", "m", "--data", "d"]) == 2
     assert capsys.readouterr().err.partition(": ")[2] == said.partition("error: ")[2] != ""

@@ -11,15 +11,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_like.recipes.data import (
+from nemo_like.recipes.loop import LearningRate
+from nemo_like.recipes.text import (
     Corpus,
+    HeldOutText,
     Piece,
-    Sampler,
-    held_out_windows,
+    TextRows,
     load_text,
     unigram_entropy,
 )
-from nemo_like.recipes.run_options import LearningRate
 
 
 def _write(folder: Path, **files: bytes) -> Path:
@@ -126,7 +126,7 @@ def _corpus_of(folder: Path, size: int) -> Corpus:
 @settings(max_examples=60, deadline=None)
 @given(size=st.integers(20, 2000), seq_len=st.integers(1, 9), seed=st.integers(0, 2**40), epoch=st.integers(0, 3))
 def test_every_epoch_reads_every_window_once(size: int, seq_len: int, seed: int, epoch: int):
-    sampler = Sampler(Corpus([Piece(Path("unread"), 0, size)]), seq_len, 1, seed)
+    sampler = TextRows(Corpus([Piece(Path("unread"), 0, size)]), seq_len, 1, seed)
     n = sampler.windows
     starts = sorted(sampler.start_of(epoch * n + i) for i in range(n))
     assert starts == list(range(starts[0], starts[0] + n * seq_len, seq_len))
@@ -135,7 +135,7 @@ def test_every_epoch_reads_every_window_once(size: int, seq_len: int, seed: int,
 
 def test_order_is_shuffled_and_depends_on_seed_and_epoch(tmp_path: Path):
     corpus = _corpus_of(tmp_path, 10_000)
-    samplers = [Sampler(corpus, 8, 4, seed) for seed in (0, 1)]
+    samplers = [TextRows(corpus, 8, 4, seed) for seed in (0, 1)]
     orders = [[s.start_of(first + i) for i in range(200)] for s in samplers for first in (0, s.windows)]
     assert len({tuple(order) for order in orders}) == 4
     for order in orders:  # of a random order, half the neighbours ascend: 99 or so, standard deviation 4
@@ -144,20 +144,41 @@ def test_order_is_shuffled_and_depends_on_seed_and_epoch(tmp_path: Path):
 
 @pytest.mark.parametrize("parts", [1, 2, 4, 8])
 def test_global_batch_does_not_depend_on_the_number_of_ranks(tmp_path: Path, parts: int):
-    sampler = Sampler(_corpus_of(tmp_path, 3000), 16, 8, seed=5)
+    sampler = TextRows(_corpus_of(tmp_path, 3000), 16, 8, seed=5)
     for step in (0, 7, 100):
-        whole = sampler.batch(step)
-        assert whole.shape == (8, 17)
-        assert torch.equal(torch.cat([sampler.batch(step, part, parts) for part in range(parts)]), whole)
+        whole, cut = sampler.batch(step), [sampler.batch(step, part, parts) for part in range(parts)]
+        assert whole.inputs.shape == whole.targets.shape == (8, 16)
+        assert torch.equal(whole.inputs[:, 1:], whole.targets[:, :-1])
+        assert torch.equal(torch.cat([part.inputs for part in cut]), whole.inputs)
+        assert torch.equal(torch.cat([part.targets for part in cut]), whole.targets)
+
+
+def test_documents_of_a_packed_sample_are_counted_apart(tmp_path: Path):
+    (tmp_path / "text").write_bytes(bytes(range(40)))
+    corpus = Corpus([Piece(tmp_path / "text", begin, length) for begin, length in ((0, 7), (7, 20), (27, 13))])
+    rows = TextRows(corpus, 8, 2, seed=0, packed=True)
+    starts = [rows.start_of(i) for i in range(2)]
+    inside = [[border for border in (7, 27) if start < border < start + 8] for start in starts]
+    assert sum(map(len, inside)) > 0
+    wanted = []
+    for start, borders in zip(starts, inside):
+        at = [start, *borders, start + 8]
+        wanted += [end - begin for begin, end in itertools.pairwise(at)]
+    assert rows.lengths(0) == wanted
+    batch = rows.batch(0)
+    assert rows.targets(0) == int((batch.targets != -100).sum()) < 16
+    assert batch.positions is not None and [int((row == 0).sum()) for row in batch.positions] == [
+        1 + len(borders) for borders in inside
+    ]
 
 
 def test_too_little_text_is_an_error(tmp_path: Path):
     corpus = _corpus_of(tmp_path, 100)
     with pytest.raises(ValueError, match=r"5 windows of 16 tokens: too few for one batch of 6.*--batch-size"):
-        Sampler(corpus, 16, 6, 0)
-    Sampler(corpus, 16, 5, 0)
+        TextRows(corpus, 16, 6, 0)
+    TextRows(corpus, 16, 5, 0)
     with pytest.raises(ValueError, match=r"100 bytes, less than one window of 100 tokens"):
-        held_out_windows(corpus, 100, 1)
+        HeldOutText(corpus, 100, 1)
 
 
 @given(size=st.integers(2, 500), seq_len=st.integers(1, 20), count=st.integers(1, 40))
@@ -165,9 +186,9 @@ def test_held_out_windows_are_apart_and_inside(size: int, seq_len: int, count: i
     corpus = Corpus([Piece(Path("unread"), 0, size)])
     if size <= seq_len:
         with pytest.raises(ValueError, match="less than one window"):
-            held_out_windows(corpus, seq_len, count)
+            HeldOutText(corpus, seq_len, count)
         return
-    starts = held_out_windows(corpus, seq_len, count)
+    starts = HeldOutText(corpus, seq_len, count).starts
     assert len(starts) == min(count, (size - 1) // seq_len)
     assert all(b - a >= seq_len for a, b in itertools.pairwise(starts)) and starts[-1] + seq_len + 1 <= size
 

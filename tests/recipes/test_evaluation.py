@@ -13,7 +13,8 @@ from nemo_like import parallelize
 from nemo_like.losses.model_loss import loss_hooks
 from nemo_like.losses.rows import IGNORED
 from nemo_like.options import ChunkedLoss
-from nemo_like.recipes.loss import Batch, MeanLoss
+from nemo_like.recipes.loss import MeanLoss
+from nemo_like.recipes.rows import Batch
 
 transformers = pytest.importorskip("transformers")
 
@@ -41,17 +42,20 @@ def _model(loss: Any) -> torch.nn.Module:
     return parallelize(transformers.LlamaForCausalLM(config).train(), ac="full", loss=loss, device="cpu")
 
 
-def _batch() -> Batch:
+def _batch(rows: int | None = None) -> Batch:
+    """rows: how many count, from the first; None: all."""
     ids = torch.randint(VOCABULARY, (ROWS, TOKENS + 1), generator=torch.Generator().manual_seed(1))
     target = ids[:, 1:].clone()
     target[0, :5] = IGNORED
+    if rows is not None:
+        target[rows:] = IGNORED
     return Batch(ids[:, :-1], target)
 
 
 def _evaluated(loss: Any, rows: int | None = None) -> tuple[torch.Tensor, int]:
     model = _model(loss).eval()
     with torch.no_grad(), _Largest() as largest:
-        total = MeanLoss(own=loss != "model").total(model, _batch(), rows)
+        total = MeanLoss(own=loss != "model").total(model, _batch(rows))
     assert not model.training
     return total, largest.most
 

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from nemo_like._util.log import forget_announcements
-from nemo_like.recipes.job import Interrupt
+from nemo_like.recipes.interrupt import Interrupt
 
 
 def test_a_signal_is_noted_in_the_main_thread() -> None:

@@ -15,8 +15,8 @@ from nemo_like.options import MemoryBudget
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.planner import plan_for
 from nemo_like.recipes.agree import Ranks
-from nemo_like.recipes.job_options import Options
 from nemo_like.recipes.memory_advice import MemoryRanOutError, PlannedStep, advice_on_memory, smaller_budget
+from nemo_like.recipes.options import PretrainOptions
 
 pytest.importorskip("transformers")
 pytest.importorskip("scipy", reason="budgets need the extra 'plan'")
@@ -34,14 +34,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def _step(options: Options, ranks: Ranks) -> PlannedStep:
-    def build(options: Options) -> nn.Module:
+def _step(options: PretrainOptions, ranks: Ranks) -> PlannedStep:
+    def build(options: PretrainOptions) -> nn.Module:
         return resolve_model(options.model).build("meta", torch.float32)
 
     return PlannedStep(build, options, ranks, options.seq_len, CPU)
 
 
-def _peak(options: Options, budget: str) -> int:
+def _peak(options: PretrainOptions, budget: str) -> int:
     """What `parallelize` would plan for one rank."""
     sample = options.planned_input(options.rows(1), options.seq_len)
     bare = resolve_model(options.model).build("meta", torch.float32)
@@ -54,7 +54,7 @@ def _peak(options: Options, budget: str) -> int:
 def test_a_budget_counts_as_what_it_was_planned_to(model: str, budget: str) -> None:
     # With nothing left to change but the budget, which is what takes long to plan.
     said = {"loss": "chunked", "precision": "bfloat16", "batch_size": 8, "grad_accum": 8}
-    options = Options(model=model, ac=budget, seq_len=256, **said)
+    options = PretrainOptions(model=model, ac=budget, seq_len=256, **said)
     step = _step(options, Ranks(0, 1, torch.device("cpu")))
     now, full = step.peak(options), step.peak(replace(options, ac="full"))
     assert now == _peak(options, budget) and full < now
@@ -76,15 +76,15 @@ def test_the_budget_to_try_next() -> None:
 
 
 def test_ranks_and_axes_of_the_job_are_those_of_the_plan(model: str) -> None:
-    options = Options(model=model, ac="full", seq_len=64, batch_size=8, tp=2, cp=2)
-    alone = Options(model=model, ac="full", seq_len=64, batch_size=8)
+    options = PretrainOptions(model=model, ac="full", seq_len=64, batch_size=8, tp=2, cp=2)
+    alone = PretrainOptions(model=model, ac="full", seq_len=64, batch_size=8)
     one = _step(alone, Ranks(0, 1, torch.device("cpu"))).peak(alone)
     split = _step(options, Ranks(0, 8, torch.device("cpu"), tp=2, cp=2)).peak(options)
     assert split < one / 3, "half of the rows, half of their tokens, a quarter of the weights"
 
 
 def test_what_cannot_be_planned_says_so(model: str) -> None:
-    options = Options(model=model, ac="full", seq_len=64, batch_size=8, pp=2)
+    options = PretrainOptions(model=model, ac="full", seq_len=64, batch_size=8, pp=2)
     step = _step(options, Ranks(0, 2, torch.device("cpu"), pp=2))
     reasons = r"no space.*no plan can be made.*nemo-like plan --pp.*larger --grad-accum"
     with pytest.raises(MemoryRanOutError, match=reasons), advice_on_memory(step):

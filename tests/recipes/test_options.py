@@ -1,4 +1,4 @@
-"""Options of the training job: each wrong value is refused with the option, the value and the way out."""
+"""PretrainOptions of the training job: each wrong value is refused with the option, the value and the way out."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_like.recipes.job_options import Options, parse_options
+from nemo_like.recipes.command_line import parse_options
+from nemo_like.recipes.options import PretrainOptions
 
 WRONG = {
     "--strategy fsdp1": r"--strategy is 'fsdp1'; it must be one of fsdp2, ddp, single\. Did you mean 'fsdp2'\?",
@@ -35,7 +36,7 @@ WRONG = {
 @pytest.mark.parametrize("line", WRONG)
 def test_wrong_option_ends_with_code_2_and_says_why(line: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as ended:
-        parse_options(line.split())
+        parse_options("pretrain", line.split())
     assert ended.value.code == 2
     written = capsys.readouterr()
     assert written.out == ""
@@ -43,24 +44,24 @@ def test_wrong_option_ends_with_code_2_and_says_why(line: str, capsys: pytest.Ca
 
 
 def test_command_line_and_dataclass_are_the_same_options(tmp_path: Path):
-    assert parse_options([]) == Options()
-    given = Options(
+    assert parse_options("pretrain", []) == PretrainOptions()
+    given = PretrainOptions(
         strategy="ddp", ac="40GiB", steps=7, lr=0.5, sync_save=True, checkpoint_dir=str(tmp_path), resume="must"
     )
     line = f"--strategy DDP --ac 40GiB --steps 7 --lr .5 --sync-save --checkpoint-dir {tmp_path} --resume"
-    assert parse_options(line.split()) == given
+    assert parse_options("pretrain", line.split()) == given
 
 
 def test_every_option_is_explained(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as ended:
-        parse_options(["--help"])
+        parse_options("pretrain", ["--help"])
     assert ended.value.code == 0
     text = capsys.readouterr().out
-    for field in dataclasses.fields(Options):
+    for field in dataclasses.fields(PretrainOptions):
         assert re.search(rf"--{field.name.replace('_', '-')}[ ,\n]", text)
         assert len(field.metadata["help"]) > 10
 
 
 def test_scope_may_be_several():
-    assert Options(scope="vision,audio").job().ac_scope == ("vision", "audio")
-    assert Options(scope="all").job().ac_scope == "all"
+    assert PretrainOptions(scope="vision,audio").job().ac_scope == ("vision", "audio")
+    assert PretrainOptions(scope="all").job().ac_scope == "all"

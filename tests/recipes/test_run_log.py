@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from nemo_like._util.log import forget_announcements
-from nemo_like.recipes.finetune_options import FinetuneOptions, parse_finetune_options
-from nemo_like.recipes.finetuner import RunLog, plot_log, read_log
-from nemo_like.recipes.job_options import changed_options, config_text
+from nemo_like.recipes.command_line import changed_options, config_text, parse_options
+from nemo_like.recipes.options import FinetuneOptions
+from nemo_like.recipes.run_log import RunLog, plot_log, read_log
 from tests.said import said
 
 
@@ -92,8 +92,8 @@ def test_the_options_in_full_are_read_back(tmp_path: Path, capsys: pytest.Captur
     options = FinetuneOptions(model="m: #1", data='a "b"', lora=True, lr=1e-5, wandb=None, sample="so\nit is")
     path = tmp_path / "options.yaml"
     path.write_text(config_text(options))
-    assert parse_finetune_options(["--config", str(path)]) == options
-    assert parse_finetune_options(["--config", str(path), "--lr", "0.5"]) == dataclasses.replace(options, lr=0.5)
+    assert parse_options("finetune", ["--config", str(path)]) == options
+    assert parse_options("finetune", ["--config", str(path), "--lr", "0.5"]) == dataclasses.replace(options, lr=0.5)
     wrong = {
         "lora-ranks: 4": "has 'lora-ranks', which is not an option. Did you mean 'lora_rank'?",
         "steps: many": "steps is 'many'; it must be of type int",
@@ -105,7 +105,7 @@ def test_the_options_in_full_are_read_back(tmp_path: Path, capsys: pytest.Captur
     for text, reason in wrong.items():
         path.write_text(text)
         with pytest.raises(SystemExit):
-            parse_finetune_options(["--config", str(path)])
+            parse_options("finetune", ["--config", str(path)])
         assert reason in capsys.readouterr().err
     path.write_text("model: m\ndata: d\nlr: 1e-4\nmax: 1\n".replace("max: 1\n", ""))
-    assert parse_finetune_options(["--config", str(path)]).lr == 1e-4
+    assert parse_options("finetune", ["--config", str(path)]).lr == 1e-4

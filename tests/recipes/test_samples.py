@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from nemo_like.recipes.encode import Encoder, check_vocabulary, load_tokenizer
-from nemo_like.recipes.sample_data import SampleOrder, TrainingRows, hold_out, pack
 from nemo_like.recipes.sample_files import open_samples
+from nemo_like.recipes.sample_rows import SampleRows, SampleSet, hold_out, pack
 from tests_distributed.recipes.finetune_job import make_tokenizer, questions, read_samples, write_lines
 
 pytest.importorskip("transformers")
@@ -38,6 +39,13 @@ def test_what_counts_in_each_form(tokenizer: Any) -> None:
     whole, counted = _answer(tokenizer, {"messages": messages})
     assert whole == tokenizer.apply_chat_template(messages, tokenize=False)
     assert counted == "3<|end|>6<|end|>"
+    marked = make_tokenizer(300)  # a template that marks what the assistant writes, and drops what it thought before
+    marked.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'].split('~')[-1] if not "
+        "loop.last else m['content'] }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}|{% endfor %}"
+    )
+    chat = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "a~3"}] * 2
+    assert _answer(marked, {"messages": chat}) == ("1?|3|1?|a~3|", "3a~3")
     assert _answer(tokenizer, {"prompt": "1", "completion": "2 3 4 5 6 7 8 9"}, seq_len=4)[1].startswith("2 3")
 
 
@@ -130,11 +138,16 @@ def test_tokenizers_that_do_not_fit(tokenizer: Any, tmp_path: Path) -> None:
         read_samples(path, bare)
 
 
+def _rows(lengths: list[int], seed: int, room: int | None) -> SampleRows:
+    files: Any = SimpleNamespace(fingerprint="unread")
+    return SampleRows(SampleSet(files, files, list(range(len(lengths))), lengths, lengths), 2, seed, room)
+
+
 def test_order_uses_every_sample_once_an_epoch_and_none_twice() -> None:
     lengths = [3, 9, 4, 7, 5, 2, 8, 6, 1, 5, 3]
     for room in (None, 10):
-        order = SampleOrder(lengths, 2, seed=5, room=room)
-        rows = [row for step in range(40) for row in order.rows(step)]
+        order = _rows(lengths, 5, room)
+        rows = [row for step in range(40) for row in order.of_step(step)]
         if room is None:
             assert all(len(row) == 1 for row in rows)
         used: list[int] = []
@@ -146,9 +159,9 @@ def test_order_uses_every_sample_once_an_epoch_and_none_twice() -> None:
                 assert sorted(used[-len(lengths) :]) == list(range(len(lengths)))
         assert epoch > 3
         assert used[: len(lengths)] != used[len(lengths) : 2 * len(lengths)]
-        again = SampleOrder(lengths, 2, seed=5, room=room)
-        assert again.rows(37) == order.rows(37), "a step's rows do not depend on which were asked for before"
-        assert SampleOrder(lengths, 2, seed=6, room=room).rows(0) != order.rows(0)
+        again = _rows(lengths, 5, room)
+        assert again.of_step(37) == order.of_step(37), "a step's rows do not depend on which were asked for before"
+        assert _rows(lengths, 6, room).of_step(0) != order.of_step(0)
 
 
 def test_packing_fills_rows() -> None:
@@ -161,10 +174,10 @@ def test_packing_fills_rows() -> None:
 
 def test_packed_rows_are_their_samples(tokenizer: Any, tmp_path: Path) -> None:
     samples = read_samples(write_lines(tmp_path / "data.jsonl", questions(12)), tokenizer)
-    rows = TrainingRows(samples, batch_size=2, seq_len=64, seed=0, packed=True)
+    rows = SampleRows(samples, 2, 0, 64)
     batch = rows.batch(0, 0, 1)
     assert batch.inputs.shape == batch.targets.shape == (2, 64) and batch.positions is not None
-    for row, members in enumerate(rows.order.rows(0)):
+    for row, members in enumerate(rows.of_step(0)):
         assert len(members) > 1
         at = 0
         for sample in members:
@@ -192,12 +205,12 @@ def test_held_out_samples_do_not_depend_on_the_seed_and_are_not_trained_on(token
 
 def test_the_largest_step_is_no_smaller_than_any(tokenizer: Any, tmp_path: Path) -> None:
     samples = read_samples(write_lines(tmp_path / "data.jsonl", questions(12)), tokenizer)
-    rows = TrainingRows(samples, batch_size=4, seq_len=64, seed=0, packed=False)
+    rows = SampleRows(samples, 4, 0)
     largest = rows.largest(2).inputs.shape
     assert largest == (2, max(samples.lengths))
     assert all(rows.batch(step, part, 2).inputs.shape[1] <= largest[1] for step in range(9) for part in range(2))
     with pytest.raises(ValueError, match="fewer than --batch-size 13"):
-        TrainingRows(samples, batch_size=13, seq_len=64, seed=0, packed=False)
+        SampleRows(samples, 13, 0)
 
 
 def test_folders_and_parquet(tokenizer: Any, tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from nemo_like.options import Precision
 from nemo_like.planning.devices import device_at_hand, rates_file, resolve_device
 from nemo_like.recipes.agree import Ranks
-from nemo_like.recipes.job_options import parse_options
-from nemo_like.recipes.loss import document_lengths
-from nemo_like.recipes.pretrain import train
+from nemo_like.recipes.command_line import parse_options
+from nemo_like.recipes.loop import run_job
+from nemo_like.recipes.pretrain import Pretraining
 from nemo_like.recipes.quantised import quantise_layers
 from nemo_like.recipes.step_flops import StepFlops, Utilisation
 
@@ -95,10 +95,6 @@ def test_what_has_other_flops_is_not_counted() -> None:
         StepFlops.count(torch.nn.Linear(2, 2))
 
 
-def test_documents_of_a_packed_sample_are_counted_apart() -> None:
-    assert document_lengths(torch.tensor([[1, 1, 1, 2, 2], [3, 3, 3, 3, 4]])) == [3, 1, 4]
-
-
 def test_the_share_is_of_a_known_speed_or_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, half = _llama(), Precision("bf16")
     known = resolve_device("h100")
@@ -132,7 +128,7 @@ def test_a_run_says_its_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
         f"--model {tmp_path}/config.json --data {tmp_path}/text.txt --steps 3 --batch-size 2 --seq-len 16 --device cpu"
     )
     line += f" --eval-samples 0 --log-every 1 --plain --json {tmp_path}/run.json"
-    assert train(parse_options(line.split()), Ranks(0, 1, torch.device("cpu"))) == 0
+    assert run_job(Pretraining(parse_options("pretrain", line.split()), Ranks(0, 1, torch.device("cpu")))) == 0
     run, said = json.loads((tmp_path / "run.json").read_text()), capsys.readouterr().out
     flops = StepFlops.count(_llama(vocab_size=256)).of([16])
     assert run["mfu"] == pytest.approx(run["tokens_per_second"] / 16 * flops / 2e9, rel=1e-9)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_like.recipes.data import END, Sampler, as_tokens, for_transformers, load_text, train_bpe
+from nemo_like.recipes.text import END, TextRows, as_tokens, for_transformers, load_text, train_bpe
 
 pytest.importorskip("tokenizers")
 pytest.importorskip("transformers")
@@ -30,6 +30,6 @@ def test_tokens_are_the_text_and_training_repeats_itself(tmp_path: Path) -> None
         for number, one in enumerate(whole):  # each with its end token
             assert decode(corpus.read(0, corpus.size)[documents == number + 1]) == one + END
     assert tokens.train.size < text.train.size / 3
-    assert Sampler(tokens.train, 8, 2, 0).batch(0).shape == (2, 9)
+    assert TextRows(tokens.train, 8, 2, 0).batch(0).inputs.shape == (2, 8)
     with pytest.raises(ValueError, match="--vocab-size is 256; a byte-level tokenizer has 256 bytes"):
         train_bpe(text.train, 256)

@@ -28,18 +28,18 @@ def _worker(config: dict[str, str]) -> None:
 
     import ray.train
 
-    import nemo_like.recipes.job as job
+    import nemo_like.recipes.loop as job
     from nemo_like.recipes.pretrain import main
 
     killed = Path(config["folder"]) / "killed"
     if ray.train.get_context().get_world_rank() == 1 and not killed.exists():
         before = job.TrainingJob._train_step
 
-        def train_step(self: job.TrainingJob, step: int) -> None:
-            if step >= 3:
+        def train_step(self: job.TrainingJob) -> None:
+            if self.step >= 3:
                 killed.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
-            before(self, step)
+            before(self)
 
         job.TrainingJob._train_step = train_step
     code = main(json.loads(config["arguments"]))

@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_like.recipes.finetune import main, tune
-from nemo_like.recipes.finetune_options import parse_finetune_options
+from nemo_like.recipes.command_line import parse_options
+from nemo_like.recipes.finetune import FineTuning, main
+from nemo_like.recipes.loop import run_job
 from tests_distributed.spawn import run_ranks
 
 TEMPLATE = (
@@ -75,8 +76,8 @@ def read_samples(path: Path, tokenizer: Any, seq_len: int = 64, skip_bad: bool =
 
     from nemo_like.recipes.agree import Ranks
     from nemo_like.recipes.encode import Encoder
-    from nemo_like.recipes.sample_data import look_through
     from nemo_like.recipes.sample_files import open_samples
+    from nemo_like.recipes.sample_rows import look_through
 
     alone = Ranks(0, 1, torch.device("cpu"))
     return look_through(
@@ -105,9 +106,9 @@ def _several(rank: int, world_size: int, cases: dict[str, list[str]], folder: st
     control = dist.new_group(backend="gloo") if world_size > 1 else None
     for name, line in cases.items():
         torch._dynamo.reset()
-        options = parse_finetune_options(["--output", f"{folder}/{name}", "--json", f"{folder}/{name}.json", *line])
+        options = parse_options("finetune", ["--output", f"{folder}/{name}", "--json", f"{folder}/{name}.json", *line])
         with contextlib.redirect_stdout(io.StringIO()):
-            code = tune(options, Ranks(rank, world_size, torch.device("cpu"), control=control))
+            code = run_job(FineTuning(options, Ranks(rank, world_size, torch.device("cpu"), control=control)))
         assert code == 0, f"rank {rank} ended {name!r} with code {code}"
 
 

@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 
 from nemo_like.recipes.agree import Ranks
-from nemo_like.recipes.finetune import main, tune
-from nemo_like.recipes.finetune_options import parse_finetune_options
-from nemo_like.recipes.finetuner import read_log
-from nemo_like.recipes.sample_data import SampleOrder
+from nemo_like.recipes.command_line import parse_options
+from nemo_like.recipes.finetune import FineTuning, main
+from nemo_like.recipes.loop import run_job
+from nemo_like.recipes.run_log import read_log
+from nemo_like.recipes.sample_rows import SampleRows
 from tests_distributed.recipes.finetune_job import make_model, questions, read_samples, run_finetune, write_lines
 from tests_distributed.spawn import run_ranks
 
@@ -77,7 +78,7 @@ def _rows(base: list[str], room: int) -> tuple[int, int]:
     """How many samples the data has, and how many packed rows of `room` tokens the first epoch."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(base[base.index("--model") + 1])
     samples = read_samples(Path(base[base.index("--data") + 1]), tokenizer)
-    return len(samples), SampleOrder(samples.lengths, 1, seed=0, room=room).rows_per_epoch
+    return len(samples), SampleRows(samples, 1, 0, room).rows_per_epoch
 
 
 def _weights(folder: Path | str) -> dict[str, torch.Tensor]:
@@ -201,7 +202,7 @@ def _errors(rank: int, world_size: int, cases: list[list[str]]) -> list[str]:
     for case in cases:
         with contextlib.redirect_stdout(io.StringIO()):
             try:
-                tune(parse_finetune_options(case), ranks)
+                run_job(FineTuning(parse_options("finetune", case), ranks))
                 found.append("no error")
             except (ValueError, RuntimeError) as error:
                 found.append(f"{type(error).__name__}: {error}")

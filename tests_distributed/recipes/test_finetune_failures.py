@@ -16,14 +16,13 @@ import pytest
 import torch
 
 from nemo_like.recipes.agree import Ranks
-from nemo_like.recipes.finetune import main
-from nemo_like.recipes.finetune_options import parse_finetune_options
-from nemo_like.recipes.finetuner import FineTuner
+from nemo_like.recipes.command_line import parse_options
+from nemo_like.recipes.finetune import FineTuning, main
 from nemo_like.recipes.job_checkpoint import CheckpointError
+from nemo_like.recipes.loop import run_job
+from nemo_like.recipes.pretrain import Pretraining
 from nemo_like.recipes.pretrain import main as pretrain_main
 from nemo_like.recipes.result import _replace
-from nemo_like.recipes.run_job import run_job
-from nemo_like.recipes.trainer import Trainer
 from tests_distributed.recipes.finetune_job import make_model, questions, run_finetune, write_lines
 from tests_distributed.recipes.pretrain_job import LLAMA
 from tests_distributed.spawn import RankDiedError, run_ranks
@@ -45,14 +44,14 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def _killed_in_a_step(rank: int, world_size: int, arguments: list[str]) -> None:
-    train = FineTuner._train
+    train = FineTuning._forward_and_backward
 
-    def killed(self: FineTuner, step: int) -> torch.Tensor:
-        if step == 3 and self.ranks.rank == world_size - 1:
+    def killed(self: FineTuning) -> torch.Tensor:
+        if self.step == 3 and self.ranks.rank == world_size - 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        return train(self, step)
+        return train(self)
 
-    FineTuner._train = killed  # type: ignore[method-assign]
+    FineTuning._forward_and_backward = killed  # type: ignore[method-assign]
     main(arguments)
 
 
@@ -99,7 +98,7 @@ def _without_disk(rank: int, world_size: int, arguments: list[str], checkpoints:
     """The error where a file can have no more than 20 kB, in the checkpoints or only in the result."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     full = (20_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
-    job = FineTuner(parse_finetune_options(arguments), ALONE)
+    job = FineTuning(parse_options("finetune", arguments), ALONE)
     if checkpoints:
         resource.setrlimit(resource.RLIMIT_FSIZE, full)
     save_result = job.save_result
@@ -158,8 +157,8 @@ def _code(rank: int, world_size: int, arguments: list[str]) -> int:
 
 def _without_memory(rank: int, world_size: int, arguments: list[str], pretrain: bool = False) -> tuple[int, str]:
     """The exit code, and what was written to standard error, where this process may have 90 MB more in a step."""
-    job: Any = Trainer if pretrain else FineTuner
-    name = "_train" if pretrain else "_try_largest_step"
+    job: Any = Pretraining if pretrain else FineTuning
+    name = "_forward_and_backward" if pretrain else "_try_largest_step"
     train = getattr(job, name)
 
     def limited(self: Any, *step: int) -> Any:

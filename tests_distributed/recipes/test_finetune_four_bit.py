@@ -45,17 +45,19 @@ def test_what_is_packed_is_unpacked_row_by_row() -> None:
 def _first_step(rank: int, world_size: int, arguments: list[str]) -> tuple[dict[str, torch.Tensor], int, int]:
     """Gradients of the adapters, whole; bytes of 4-bit weights on this rank; and of the same in 16 bits on all ranks."""
     from nemo_like.recipes.agree import Ranks
-    from nemo_like.recipes.finetune_options import parse_finetune_options
-    from nemo_like.recipes.finetuner import FineTuner
+    from nemo_like.recipes.command_line import parse_options
+    from nemo_like.recipes.finetune import FineTuning
     from nemo_like.recipes.quantised import PackedLinear
 
     control = dist.new_group(backend="gloo") if world_size > 1 else None
-    job = FineTuner(parse_finetune_options(arguments), Ranks(rank, world_size, torch.device("cpu"), control=control))
+    job = FineTuning(
+        parse_options("finetune", arguments), Ranks(rank, world_size, torch.device("cpu"), control=control)
+    )
     with torch.no_grad():
         for name, parameter in job.model.named_parameters():
             if "lora_B" in name:  # they begin as zeros, behind which A has no gradient
                 parameter.fill_(0.01)
-    job._train(0)
+    job._forward_and_backward()
     named = ((bare_name(name), parameter.grad) for name, parameter in job.model.named_parameters())
     grads = {name: grad for name, grad in named if grad is not None}
     whole = {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in grads.items()}

@@ -13,9 +13,9 @@ import torch
 
 from nemo_like.planning.devices import rates_file, resolve_device
 from nemo_like.recipes.agree import Ranks
-from nemo_like.recipes.finetune import main
-from nemo_like.recipes.finetune_options import parse_finetune_options
-from nemo_like.recipes.finetuner import FineTuner, read_log
+from nemo_like.recipes.command_line import parse_options
+from nemo_like.recipes.finetune import FineTuning, main
+from nemo_like.recipes.run_log import read_log
 from tests_distributed.recipes.finetune_job import make_model, questions, run_several, write_lines
 
 transformers = pytest.importorskip("transformers")
@@ -138,7 +138,7 @@ def test_the_log_has_the_share_of_the_speed_that_was_measured(
     path.parent.mkdir(parents=True)
     path.write_text('{"measured": "2026-01-01", "torch": "2.13.0", "rates": {"matmul_single": 2e9}}')
     line = f"--model {base / 'model'} --data {base / 'data.jsonl'} {COMMON} --lora --pack --output {tmp_path / 'run'}"
-    job = FineTuner(parse_finetune_options([*line.split(), "--steps", "2"]), Ranks(0, 1, torch.device("cpu")))
+    job = FineTuning(parse_options("finetune", [*line.split(), "--steps", "2"]), Ranks(0, 1, torch.device("cpu")))
     job.run()
     lengths = job.rows.lengths(1)  # the first step is not timed
     assert len(lengths) > 4 and job.mfu is not None and job.utilisation.flops is not None
@@ -151,7 +151,7 @@ def test_records_stand_in_the_order_of_their_steps(base: Path, tmp_path: Path) -
     """Weights & Biases drops what comes later, for a step before."""
     line = f"--model {base / 'model'} --data {base / 'data.jsonl'} {COMMON} --lora --output {tmp_path} --log-every 9"
     line += " --eval-samples 2 --eval-every 3 --steps 6 --sample what --sample-every 5 --sample-tokens 1"
-    FineTuner(parse_finetune_options(line.split()), Ranks(0, 1, torch.device("cpu"))).run()
+    FineTuning(parse_options("finetune", line.split()), Ranks(0, 1, torch.device("cpu"))).run()
     records = read_log(tmp_path / "log.jsonl")
     steps = [record["step"] for record in records]
     assert steps == sorted(steps) and [record["step"] for record in records if "loss" in record] == [1, 2, 3, 4, 5, 6]
@@ -215,7 +215,7 @@ def test_gpt2_which_names_no_loss_trains_with_a_chunked_one(base: Path, tmp_path
     losses = []
     for loss in ("model", "chunked"):
         line = f"--model {folder} --data {base / 'data.jsonl'} {COMMON} --loss {loss} --output {tmp_path / loss}"
-        job = FineTuner(parse_finetune_options(line.split()), Ranks(0, 1, torch.device("cpu")))
+        job = FineTuning(parse_options("finetune", line.split()), Ranks(0, 1, torch.device("cpu")))
         job.run()
         losses.append(torch.tensor(job.log.losses))
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=0)

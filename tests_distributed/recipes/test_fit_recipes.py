@@ -16,13 +16,12 @@ from nemo_like.models import resolve_model
 from nemo_like.planning.devices import Device, resolve_device
 from nemo_like.recipes import fitted, pretrain
 from nemo_like.recipes.agree import Ranks
-from nemo_like.recipes.finetune_options import FinetuneOptions
-from nemo_like.recipes.finetuner import FineTuner
+from nemo_like.recipes.command_line import parse_options
+from nemo_like.recipes.finetune import FineTuning
 from nemo_like.recipes.fitted import FILE, Fitted
-from nemo_like.recipes.job import TrainingJob
-from nemo_like.recipes.job_options import Options, parse_options
-from nemo_like.recipes.run_job import joined
-from nemo_like.recipes.trainer import Trainer
+from nemo_like.recipes.loop import TrainingJob, joined
+from nemo_like.recipes.options import FinetuneOptions, PretrainOptions
+from nemo_like.recipes.pretrain import Pretraining
 from tests_distributed.allocated import step_peak_bytes
 from tests_distributed.recipes.finetune_job import make_model, questions, write_lines
 from tests_distributed.recipes.pretrain_job import LLAMA
@@ -38,7 +37,7 @@ def _peak(job: TrainingJob) -> int:
     """Bytes that the allocator says a step peaks at."""
 
     def step() -> None:
-        job._train(0)
+        job._forward_and_backward()
         job.optimizer.step()
         job.optimizer.zero_grad(set_to_none=True)
 
@@ -63,19 +62,21 @@ def _job(folder: Path) -> dict[str, Any]:
 def _run(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     asked = _job(Path(folder)) | {"fit": FREE, "fit_memory": "1MiB"}
-    with joined(Options(**asked)) as ranks:
-        job = Trainer(Options(**asked), ranks)
+    with joined(PretrainOptions(**asked)) as ranks:
+        job = Pretraining(PretrainOptions(**asked), ranks)
         found["first"] = vars(job.fitted), job.options
         job.run()
         found["losses"], found["peak"] = job.log.losses, _peak(job)
-        again = Options(**asked | {"steps": 6, "resume": "must"})
-        resumed = Trainer(again, ranks)
+        again = PretrainOptions(**asked | {"steps": 6, "resume": "must"})
+        resumed = Pretraining(again, ranks)
         resumed.run()
         found["kept"], found["resumed"] = vars(resumed.fitted), (resumed.first_step, resumed.log.losses)
-        other = Trainer(Options(**asked | {"steps": 6, "resume": "must", "fit": "ac", "fit_memory": "1GiB"}), ranks)
+        other = Pretraining(
+            PretrainOptions(**asked | {"steps": 6, "resume": "must", "fit": "ac", "fit_memory": "1GiB"}), ranks
+        )
         found["other"] = vars(other.fitted)
         own = asked | {"fit": "no", "fit_memory": None, "steps": 6} | UNSAVED
-        plain = Trainer(Options(**own), ranks)
+        plain = Pretraining(PretrainOptions(**own), ranks)
         plain.run()
         found["plain"] = plain.log.losses
     return found
@@ -114,31 +115,31 @@ def _run_on_host(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     asked = _job(Path(folder)) | free
     (Path(folder) / "config.json").write_text(json.dumps(LLAMA | WIDE))
     own = asked | {"fit": "no", "fit_memory": None, "steps": 6} | UNSAVED
-    with joined(Options(**asked)) as ranks, pytest.MonkeyPatch.context() as patch:
+    with joined(PretrainOptions(**asked)) as ranks, pytest.MonkeyPatch.context() as patch:
         patch.setattr(fitted, "device_at_hand", _small_gpu)
-        job = Trainer(Options(**asked), ranks)
+        job = Pretraining(PretrainOptions(**asked), ranks)
         found["first"], found["words"] = vars(job.fitted), job.fitted.words()
         job.run()
         found["on"] = {str(p.to_local().device) for p in job.model.parameters()}, hasattr(job.model, CPU_OFFLOAD_MARK)
-        resumed = Trainer(Options(**asked | {"steps": 6, "resume": "must"}), ranks)
+        resumed = Pretraining(PretrainOptions(**asked | {"steps": 6, "resume": "must"}), ranks)
         resumed.run()
         found["kept"], found["losses"] = vars(resumed.fitted), job.log.losses + resumed.log.losses
-        more = Trainer(Options(**asked | {"steps": 6, "resume": "must", "fit_memory": "1GiB"}), ranks)
+        more = Pretraining(PretrainOptions(**asked | {"steps": 6, "resume": "must", "fit_memory": "1GiB"}), ranks)
         found["more"] = vars(more.fitted)
         patch.setattr(fitted, "host_bytes", lambda: 1 << (9 if rank else 40))
         found["refused"] = []
         for changed in (UNSAVED, {"resume": "must"}):
             with pytest.raises(ValueError) as refused:
-                Trainer(Options(**asked | changed), ranks)
+                Pretraining(PretrainOptions(**asked | changed), ranks)
             found["refused"].append(str(refused.value))
-        enough = Trainer(Options(**asked | {"fit_host_memory": "1GiB"} | UNSAVED), ranks)
+        enough = Pretraining(PretrainOptions(**asked | {"fit_host_memory": "1GiB"} | UNSAVED), ranks)
         found["enough"] = vars(enough.fitted)
-        plain = Trainer(Options(**own), ranks)
+        plain = Pretraining(PretrainOptions(**own), ranks)
         plain.run()
         found["plain"] = plain.log.losses
         patch.undo()
         pinned = asked | {"fit": "ac", "cpu_offload": True, "fit_memory": "128MiB"} | UNSAVED
-        here = Trainer(Options(**pinned), ranks)
+        here = Pretraining(PretrainOptions(**pinned), ranks)
         here.run()
         found["pinned"] = vars(here.fitted), here.log.losses, _peak(here)
     return found
@@ -185,11 +186,11 @@ def _tune_on_host(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {"fitted": []}
     with joined(FinetuneOptions(**options)) as ranks, pytest.MonkeyPatch.context() as patch:
         patch.setattr(fitted, "device_at_hand", _small_gpu)
-        first = FineTuner(FinetuneOptions(**free | {"steps": 2}), ranks)
+        first = FineTuning(FinetuneOptions(**free | {"steps": 2}), ranks)
         first.run()
-        resumed = FineTuner(FinetuneOptions(**free | {"resume": "must"}), ranks)
+        resumed = FineTuning(FinetuneOptions(**free | {"resume": "must"}), ranks)
         resumed.run()
-        plain = FineTuner(FinetuneOptions(**options | {"output": f"{folder}/plain"}), ranks)
+        plain = FineTuning(FinetuneOptions(**options | {"output": f"{folder}/plain"}), ranks)
         plain.run()
         found["fitted"].append((vars(resumed.fitted), first.log.losses + resumed.log.losses))
         found["plain"] = plain.log.losses
@@ -206,7 +207,7 @@ def test_fine_tuning_fits_its_longest_rows_and_says_so_once(tmp_path: Path, caps
         batch_size=8, eval_samples=0, device="cpu", plain=True, precision="float32",
         fit="ac", fit_memory="1MiB",
     )  # fmt: skip
-    job = FineTuner(options, ALONE)
+    job = FineTuning(options, ALONE)
     assert job.fitted is not None and job.fitted.predicted["width"] == max(job.rows.samples.lengths)
     assert _peak(job) == pytest.approx(job.fitted.predicted["peak_bytes"], rel=0.01)
     job.run()
@@ -214,12 +215,12 @@ def test_fine_tuning_fits_its_longest_rows_and_says_so_once(tmp_path: Path, caps
     assert len(said) == 1 and "predicted peak" in said[0] and f"x {job.fitted.predicted['width']} tokens" in said[0]
 
 
-def _tuned(folder: Path, **said: Any) -> FineTuner:
+def _tuned(folder: Path, **said: Any) -> FineTuning:
     options: dict[str, Any] = dict(
         model=str(folder / "model"), data=str(folder / "data.jsonl"), steps=2, batch_size=4, eval_samples=0, device="cpu",
         plain=True, precision="float32", log_every=1,
     )  # fmt: skip
-    return FineTuner(FinetuneOptions(**options | said), ALONE)
+    return FineTuning(FinetuneOptions(**options | said), ALONE)
 
 
 def _fitted_in_5mib(folder: Path, **said: Any) -> Fitted:
@@ -253,7 +254,7 @@ def test_pretraining_counts_the_mask_of_packed_documents(tmp_path: Path) -> None
     (tmp_path / "texts").mkdir()
     for number in range(40):
         (tmp_path / "texts" / f"{number}.txt").write_text("a text that is learned, " * 5)
-    job = Trainer(Options(**said | {"fit": "ac", "fit_memory": "6MiB", "loss": "chunked"}), ALONE)
+    job = Pretraining(PretrainOptions(**said | {"fit": "ac", "fit_memory": "6MiB", "loss": "chunked"}), ALONE)
     assert job.fitted is not None and job.fitted.plan is not None
     assert _peak(job) == pytest.approx(job.fitted.predicted["peak_bytes"], rel=0.01)
 
@@ -284,10 +285,10 @@ def test_what_is_given_is_left_alone_and_what_cannot_fit_ends_with_the_reason(
 ) -> None:
     job = _job(tmp_path)
     line = [f"--{name.replace('_', '-')}={value}" for name, value in job.items() if not isinstance(value, bool)]
-    options = parse_options([*line, "--fit", "--ac", "full", "--tp", "1"])
-    assert set(options.free) == set(Options().searched) - {"ac", "tp"} and "cpu_offload" in options.free
+    options = parse_options("pretrain", [*line, "--fit", "--ac", "full", "--tp", "1"])
+    assert set(options.free) == set(PretrainOptions().searched) - {"ac", "tp"} and "cpu_offload" in options.free
     for said in ("--cpu-offload", "--no-cpu-offload"):
-        given = parse_options([*line, "--fit", said])
+        given = parse_options("pretrain", [*line, "--fit", said])
         assert "cpu_offload" not in given.free and given.cpu_offload is (said == "--cpu-offload")
     assert (
         pretrain.main([*line, "--plain", "--fit", "--fit-memory", "200KiB", "--loss", "chunked", "--ac", "full"]) == 2
@@ -312,7 +313,7 @@ def test_what_is_given_is_left_alone_and_what_cannot_fit_ends_with_the_reason(
 )
 def test_what_fit_cannot_do_is_refused(asked: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Options(**asked)
+        PretrainOptions(**asked)
 
 
 @pytest.mark.parametrize(
@@ -326,7 +327,7 @@ def test_state_on_the_host_is_refused_where_it_cannot_be_or_nobody_knows_its_sec
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int, device: str, message: str
 ) -> None:
     monkeypatch.setattr(fitted, "device_at_hand", lambda kind: resolve_device(device))
-    options = Options(**_job(tmp_path) | {"fit": "ac", "cpu_offload": True})
+    options = PretrainOptions(**_job(tmp_path) | {"fit": "ac", "cpu_offload": True})
     model = resolve_model(options.model).build("meta")
     with pytest.raises(ValueError, match=message):
         fitted.choose(options, replace(ALONE, world_size=world_size), model, 64)

@@ -23,9 +23,10 @@ import torch.distributed as dist
 from torch import nn
 
 from nemo_like.recipes.agree import Ranks
-from nemo_like.recipes.job_options import Options
+from nemo_like.recipes.loop import run_job as run_loop
 from nemo_like.recipes.loss import check_own_loss
-from nemo_like.recipes.pretrain import main, train
+from nemo_like.recipes.options import PretrainOptions
+from nemo_like.recipes.pretrain import Pretraining, main
 from tests_distributed.recipes.pretrain_job import LLAMA, run_job, run_main
 from tests_distributed.spawn import run_ranks
 
@@ -35,7 +36,7 @@ SAVED = ("--save-every", "2", "--keep", "9")
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Options of a small job: a 2-layer Llama of width 32 with dropout, on some text of its own."""
+    """PretrainOptions of a small job: a 2-layer Llama of width 32 with dropout, on some text of its own."""
     folder = tmp_path_factory.mktemp("job")
     (folder / "config.json").write_text(json.dumps(LLAMA | {"attention_dropout": 0.1}))
     (folder / "plain.json").write_text(json.dumps(LLAMA))
@@ -119,7 +120,7 @@ def test_fifty_steps_in_chunks_are_those_of_whole_logits(base: list[str], tmp_pa
     held_out = [found["eval_losses"][-1]["loss"] for found in every]
     assert held_out[1] == pytest.approx(held_out[0], rel=1e-5)
     with pytest.raises(ValueError, match="is not a causal language model of transformers"):
-        check_own_loss(plain_model())
+        check_own_loss(plain_model(), "--loss is 'chunked'", "Use --loss model.")
 
 
 @pytest.mark.long
@@ -167,7 +168,7 @@ def _errors(rank: int, world_size: int, cases: list[dict[str, Any]]) -> list[str
         case = {name: value[rank] if isinstance(value, list) else value for name, value in case.items()}
         with contextlib.redirect_stdout(io.StringIO()):
             try:
-                train(Options(**case), ranks)
+                run_loop(Pretraining(PretrainOptions(**case), ranks))
                 found.append("no error")
             except (ValueError, RuntimeError) as error:
                 found.append(f"{type(error).__name__}: {error}")
@@ -346,7 +347,7 @@ def test_a_signal_to_a_plain_process_saves_and_ends(base: list[str], tmp_path: P
 
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Options of a small job with the preset that has experts."""
+    """PretrainOptions of a small job with the preset that has experts."""
     folder = tmp_path_factory.mktemp("job")
     text = "".join(f"{i} bottles of beer on the wall, {i} bottles of beer.\n" for i in range(400, 0, -1))
     (folder / "text.txt").write_text(text)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_like.recipes.data import Sampler, load_text
+from nemo_like.recipes.text import TextRows, load_text
 from tests_distributed.recipes.pretrain_job import LLAMA, run_job
 
 
@@ -60,9 +60,9 @@ def test_packed_files_are_the_same_on_parts(job: list[str], tmp_path: Path) -> N
 
 def test_documents_of_a_batch_are_the_files_of_its_bytes(job: list[str]) -> None:
     text = load_text(job[job.index("--data") + 1])
-    sampler = Sampler(text.train, 22, 8, 0)
+    sampler = TextRows(text.train, 22, 8, 0, packed=True)
     starts = {sum(piece.length for piece in text.train.pieces[:i]) for i in range(len(text.train.pieces))}
-    for row, documents in enumerate(sampler.documents(3)):
+    for row, targets in enumerate(sampler.batch(3).targets):
         first = sampler.start_of(24 + row)
-        changes = {first + i for i in range(1, 23) if documents[i] != documents[i - 1]}
+        changes = {first + 1 + i for i in range(22) if targets[i] == -100}
         assert changes == {start for start in starts if first < start <= first + 22}

@@ -16,7 +16,7 @@ from nemo_like import parallelize
 from nemo_like.distributed.mesh import build_mesh
 from nemo_like.options import PipelineParallel, TensorParallel
 from nemo_like.recipes.agree import Ranks
-from nemo_like.recipes.job import seed_all
+from nemo_like.recipes.loop import seed_all
 from tests_distributed.small_model import WIDTH, SmallModel, tokens
 from tests_distributed.spawn import run_ranks
 

@@ -214,7 +214,7 @@ def _put_back(function: Callable[..., Tensor]) -> Iterator[None]:
 
 
 def _counted(target: Tensor, ignore_index: int, weight: Tensor | None) -> Tensor:
-    """What a mean cross entropy is divided by: how many targets count, or the sum of their weights; 0-dim."""
+    """The divisor of a mean cross entropy: how many targets count, or the sum of their weights; 0-dim."""
     counts = target != ignore_index
     return counts.sum() if weight is None else (weight[target.where(counts, 0)] * counts).sum()
 

@@ -1,4 +1,4 @@
-"""How much each micro-batch of a pipeline counts in the loss of the whole batch, by `PipelineParallel.loss_mean`.
+"""The share of each micro-batch of a pipeline in the loss of the whole batch, by `PipelineParallel.loss_mean`.
 
 No model tells whether its loss is a sum, a mean over rows, or a mean over what counts: its user does. The last stage is
 then called with two micro-batches at once. That loss must be what the losses of each alone add up to, and so must its
@@ -37,7 +37,7 @@ float32 has."""
 
 
 class LossMean:
-    """What the loss of a model is a mean over.
+    """The numbers that the loss of a model is a mean over.
 
     Raises:
         ValueError: `PipelineParallel.loss_mean` is left out, and the model is none of transformers.
@@ -60,7 +60,7 @@ class LossMean:
         self._calls = 0
         self._compared: set[Hashable] = set()
         self.has_values = True
-        """Whether tensors have values. Without them micro-batches count alike, and nothing is compared."""
+        """Tensors have values. Without them micro-batches count alike, and nothing is compared."""
 
     def cut(self, batch: Mapping[str, Any], count: int) -> tuple[list[dict[str, Any]], list[float]]:
         """Cut `batch` into `count` micro-batches, and return each one's share of the loss.

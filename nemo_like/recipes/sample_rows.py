@@ -10,16 +10,15 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from nemo_like._util.log import say_once, warn_once
 from nemo_like.losses.rows import IGNORED
 from nemo_like.recipes.agree import Ranks
-from nemo_like.recipes.data import mix, shuffled
 from nemo_like.recipes.encode import Encoded, Encoder, check_form
-from nemo_like.recipes.loss import Batch
+from nemo_like.recipes.rows import Batch, mix, shuffled
 from nemo_like.recipes.sample_files import BadSampleError, SampleFiles
 
 HELD_OUT_SHARE = 0.1
@@ -65,11 +64,11 @@ class SampleSet:
         for number, row in enumerate(rows):
             at = 0
             for sample in row:
-                found = self.encoded(sample)
-                tokens, end = torch.tensor(found.tokens), at + found.inputs
+                read = self.encoded(sample)
+                tokens, end = torch.tensor(read.tokens), at + read.inputs
                 inputs[number, at:end] = tokens[:-1]
-                targets[number, at:end] = tokens[1:].masked_fill(~torch.tensor(found.counts[1:]), IGNORED)
-                positions[number, at:end] = torch.arange(found.inputs)
+                targets[number, at:end] = tokens[1:].masked_fill(~torch.tensor(read.counts[1:]), IGNORED)
+                positions[number, at:end] = torch.arange(read.inputs)
                 at = end
             positions[number, at:] = torch.arange(width - at)
         packed = any(len(row) > 1 for row in rows)
@@ -145,100 +144,88 @@ def hold_out(samples: SampleSet, most: int) -> tuple[SampleSet, SampleSet | None
     return samples.subset([i for i in range(len(samples)) if i not in held_out]), samples.subset(sorted(held_out))
 
 
-class TrainingRows:
-    """The batches of a run.
+class HeldOutSamples:
+    """Samples to evaluate on, a row each, those of like length together."""
+
+    def __init__(self, samples: SampleSet) -> None:
+        self.samples, self.targets = samples, sum(samples.targets)
+        self._by_length = sorted(range(len(samples)), key=lambda i: (samples.lengths[i], i))
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def batch(self, numbers: Sequence[int]) -> Batch:
+        """As `HeldOut.batch`."""
+        return self.samples.batch([[self._by_length[i]] for i in numbers])
+
+
+_OPEN_ROWS = 64  # rows that wait for a sample that fits: more fill better, and put samples further from their turn
+
+
+class SampleRows:
+    """Samples by step. Every sample is used once per epoch, in an order shuffled anew each epoch.
+
+    A row is one sample, or as many as fit. Which are in it is a function of (lengths, seed, step): the same on any number of
+    ranks, and a run that resumes goes on with the very next sample.
+
+    Args:
+        samples: to train on.
+        batch_size: rows per step over all ranks and micro-batches.
+        seed: of the order.
+        room: tokens of a packed row; None: one sample a row. No sample is longer.
 
     Raises:
         ValueError: there are fewer rows than one batch has.
     """
 
-    def __init__(self, samples: SampleSet, *, batch_size: int, seq_len: int, seed: int, packed: bool):
-        self.samples = samples
-        self._width = seq_len if packed else None
-        self.order = SampleOrder(samples.lengths, batch_size, seed, self._width)
-        rows = self.order.rows_per_epoch
-        if rows < batch_size:
+    def __init__(self, samples: SampleSet, batch_size: int, seed: int, room: int | None = None) -> None:
+        self.samples, self.fingerprint = samples, samples.files.fingerprint
+        self._batch_size, self._seed, self._room = batch_size, seed, room
+        self._epochs: dict[int, list[list[int]]] = {}  # of packed rows: the newest two
+        self._first_rows = [0]
+        self.rows_per_epoch = len(samples) if room is None else len(self._epoch(0))
+        """Rows of the first epoch; of packed ones, others may have a few more or less."""
+        if self.rows_per_epoch < batch_size:
             raise ValueError(
-                f"--data has {len(samples)} samples to train on, {rows} row(s): fewer than --batch-size {batch_size}. "
-                "Give more data or a smaller batch."
+                f"--data has {len(samples)} samples to train on, {self.rows_per_epoch} row(s): fewer than --batch-size "
+                f"{batch_size}. Give more data or a smaller batch."
             )
 
     @property
-    def fingerprint(self) -> str:
-        """Changes with the samples that are trained on."""
-        text = f"{self.samples.files.fingerprint} {self.samples.index} {self.samples.lengths} {self.samples.targets}"
+    def samples_fingerprint(self) -> str:
+        """Changes with which samples are trained on, and with their tokens."""
+        text = f"{self.fingerprint} {self.samples.index} {self.samples.lengths} {self.samples.targets}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    def batch(self, step: int, part: int, parts: int) -> Batch:
-        """Part `part` of `parts` equal ones of the global batch of `step`."""
-        rows = self.order.rows(step)
+    def batch(self, step: int, part: int = 0, parts: int = 1) -> Batch:
+        """As `Rows.batch`."""
+        rows = self.of_step(step)
         size = len(rows) // parts
-        return self.samples.batch(rows[part * size : (part + 1) * size], self._width)
+        return self.samples.batch(rows[part * size : (part + 1) * size], self._room)
 
     def targets(self, step: int) -> int:
-        """Tokens that count in the global batch of `step`."""
-        return sum(self.samples.targets[i] for row in self.order.rows(step) for i in row)
+        """As `Rows.targets`."""
+        return sum(self.samples.targets[i] for row in self.of_step(step) for i in row)
 
     def lengths(self, step: int) -> list[int]:
-        """Tokens that the model reads of each sample in the global batch of `step`, without what fills rows up."""
-        return [self.samples.lengths[i] for row in self.order.rows(step) for i in row]
+        """As `Rows.lengths`."""
+        return [self.samples.lengths[i] for row in self.of_step(step) for i in row]
 
     def largest(self, rows: int) -> Batch:
         """A batch of `rows` rows, no smaller than any of the run: the longest samples, or packed rows."""
         lengths = self.samples.lengths
         longest = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-        return self.samples.batch([[longest[i % len(longest)]] for i in range(rows)], self._width)
+        return self.samples.batch([[longest[i % len(longest)]] for i in range(rows)], self._room)
 
-
-def _reason(files: SampleFiles, encoder: Encoder, number: int) -> str:
-    try:
-        sample = files.read(number)
-        encoder.encode(sample or {})
-    except BadSampleError as error:
-        return f"{files.where(number)}: {error}"
-    return files.where(number)
-
-
-# Which samples are in which rows of which step: pure functions of (lengths, seed, step), the same on every rank.
-#
-# They do not depend on the number of ranks, and no state has to be saved: a run that resumes, on as many ranks as before or
-# on others, goes on with the very next sample.
-
-_OPEN_ROWS = 64  # rows that wait for a sample that fits: more fill better, and put samples further from their turn
-
-
-@dataclass
-class SampleOrder:
-    """The rows of a run. Every sample is used once per epoch, in an order shuffled anew each epoch.
-
-    A row is a list of numbers of samples: one, or with `room` as many as fit.
-    """
-
-    lengths: Sequence[int]
-    """Tokens that the model reads of each sample."""
-    batch_size: int
-    """Rows per step over all ranks and micro-batches."""
-    seed: int
-    room: int | None = None
-    """Tokens of a packed row; None: one sample a row. No sample is longer."""
-    _epochs: list[list[list[int]]] = field(default_factory=list)  # only the newest two are kept
-    _first_rows: list[int] = field(default_factory=lambda: [0])
-
-    @property
-    def rows_per_epoch(self) -> int:
-        """Rows of the first epoch; of packed ones, others may have a few more or less."""
-        return len(self.lengths) if self.room is None else len(self._epoch(0))
-
-    def rows(self, step: int) -> list[list[int]]:
-        """The rows of the global batch of `step`."""
-        first = step * self.batch_size
-        return [self._row(first + i) for i in range(self.batch_size)]
+    def of_step(self, step: int) -> list[list[int]]:
+        """The samples of each row of the global batch of `step`."""
+        return [self._row(step * self._batch_size + i) for i in range(self._batch_size)]
 
     def _row(self, number: int) -> list[int]:
-        count = len(self.lengths)
-        if self.room is None:
+        count = len(self.samples)
+        if self._room is None:
             epoch, place = divmod(number, count)
-            return [shuffled(place, count, mix(self.seed, epoch, 2))]
+            return [shuffled(place, count, mix(self._seed, epoch, 2))]
         epoch = 0
         while number >= self._end(epoch):
             epoch += 1
@@ -250,15 +237,12 @@ class SampleOrder:
         return self._first_rows[epoch + 1]
 
     def _epoch(self, epoch: int) -> list[list[int]]:
-        while len(self._epochs) <= epoch:
-            self._epochs.append([])
-        if not self._epochs[epoch]:
-            key = mix(self.seed, epoch, 2)
-            count = len(self.lengths)
-            assert self.room is not None
-            self._epochs[epoch] = pack((shuffled(i, count, key) for i in range(count)), self.lengths, self.room)
-            for old in range(epoch - 1):
-                self._epochs[old] = []
+        if epoch not in self._epochs:
+            key, count = mix(self._seed, epoch, 2), len(self.samples)
+            assert self._room is not None
+            order = (shuffled(i, count, key) for i in range(count))
+            kept = {number: rows for number, rows in self._epochs.items() if number == epoch - 1}
+            self._epochs = kept | {epoch: pack(order, self.samples.lengths, self._room)}
         return self._epochs[epoch]
 
 
@@ -284,3 +268,12 @@ def pack(order: Iterable[int], lengths: Sequence[int], room: int) -> list[list[i
         if left > length:
             insort(opened, (left - length, row))
     return rows
+
+
+def _reason(files: SampleFiles, encoder: Encoder, number: int) -> str:
+    try:
+        sample = files.read(number)
+        encoder.encode(sample or {})
+    except BadSampleError as error:
+        return f"{files.where(number)}: {error}"
+    return files.where(number)

@@ -1,7 +1,7 @@
-"""Text as bytes: which files, which of them are held out, and which window of text each sample of each step reads.
+"""Text to pretrain on: which files, which of them are held out, and which window of text each sample of each step reads.
 
-One token is one byte (0 to 255). Nothing is tokenised, cached or downloaded, and nothing but file sizes stays in
-memory: a window is read from disk when a step uses it.
+One token is one byte (0 to 255), or one of a tokenizer that is trained on the text. Of bytes, nothing but file sizes stays
+in memory: a window is read from disk when a step uses it.
 
 The order of the samples is a pure function of (seed, sample index), and the sample index one of (step, place in the
 global batch). It does not depend on the number of ranks. So a run that resumes on another number of ranks sees the same
@@ -24,6 +24,9 @@ from typing import Any
 import torch
 
 from nemo_like._util.extras import require
+from nemo_like.distributed.document_numbers import since_start
+from nemo_like.losses.rows import IGNORED
+from nemo_like.recipes.rows import Batch, mix, shuffled
 
 VOCABULARY = 256
 """Number of different bytes, and so of tokens."""
@@ -173,69 +176,112 @@ def _hash_name(name: str) -> bytes:
     return hashlib.sha256(name.encode(errors="surrogateescape")).digest()
 
 
-@dataclass(frozen=True)
-class Sampler:
-    """The window of text that each sample is. Every window is used once per epoch, in an order shuffled anew each
-    epoch.
+class TextRows:
+    """Windows of a text, by step. Every window is used once per epoch, in an order shuffled anew each epoch.
+
+    Args:
+        corpus: what is trained on.
+        seq_len: tokens that the model sees per sample; a sample reads one more, the last target.
+        batch_size: samples per step over all ranks and micro-batches.
+        seed: of the order.
+        packed: the corpus's documents are apart, and the first token of each counts for nothing.
+        fingerprint: of the text.
 
     Raises:
         ValueError: the text has fewer windows than one batch.
     """
 
-    corpus: Corpus
-    seq_len: int
-    """Tokens that the model sees per sample; a sample reads one byte more, the last target."""
-    batch_size: int
-    """Samples per step over all ranks and micro-batches."""
-    seed: int
-
-    def __post_init__(self) -> None:
-        if self.windows < self.batch_size:
+    def __init__(
+        self, corpus: Corpus, seq_len: int, batch_size: int, seed: int, *, packed: bool = False, fingerprint: str = ""
+    ) -> None:
+        self.corpus, self.fingerprint = corpus, fingerprint
+        self._width, self._batch_size, self._seed, self._packed = seq_len, batch_size, seed, packed
+        # Each epoch moves the windows' borders by less than one window, hence the one less.
+        self.windows = (corpus.size - 1) // seq_len - 1
+        """Windows per epoch."""
+        if self.windows < batch_size:
             raise ValueError(
-                f"The training text has {self.corpus.size} bytes, {max(0, self.windows)} windows of {self.seq_len} "
-                f"tokens: too few for one batch of {self.batch_size}. Give more text (--data), a shorter --seq-len or "
+                f"The training text has {corpus.size} bytes, {max(0, self.windows)} windows of {seq_len} "
+                f"tokens: too few for one batch of {batch_size}. Give more text (--data), a shorter --seq-len or "
                 "a smaller --batch-size."
             )
 
-    @property
-    def windows(self) -> int:
-        """Windows per epoch. Each epoch moves their borders by less than one window, hence the one less."""
-        return (self.corpus.size - 1) // self.seq_len - 1
-
     def start_of(self, sample: int) -> int:
-        """The first byte's place of the sample numbered `sample` since step 0."""
+        """The first token's place of the sample numbered `sample` since step 0."""
         epoch, place = divmod(sample, self.windows)
-        shift = mix(self.seed, epoch, 1) % self.seq_len
-        return shift + self.seq_len * shuffled(place, self.windows, mix(self.seed, epoch, 2))
+        shift = mix(self._seed, epoch, 1) % self._width
+        return shift + self._width * shuffled(place, self.windows, mix(self._seed, epoch, 2))
 
-    def batch(self, step: int, part: int = 0, parts: int = 1) -> torch.Tensor:
-        """Part `part` of `parts` equal ones of the global batch of `step`, (batch_size / parts, seq_len + 1) int64."""
-        size = self.batch_size // parts
-        first = step * self.batch_size + part * size
-        return torch.stack([self.corpus.read(self.start_of(first + i), self.seq_len + 1) for i in range(size)])
+    def batch(self, step: int, part: int = 0, parts: int = 1) -> Batch:
+        """As `Rows.batch`."""
+        return _windows(self.corpus, self._starts(step, part, parts), self._width, self._packed)
 
-    def documents(self, step: int, part: int = 0, parts: int = 1) -> torch.Tensor:
-        """Return the number of each byte's document, of `batch` with the same arguments."""
-        size = self.batch_size // parts
-        first = step * self.batch_size + part * size
-        return torch.stack([self.corpus.documents(self.start_of(first + i), self.seq_len + 1) for i in range(size)])
+    def targets(self, step: int) -> int | None:
+        """As `Rows.targets`."""
+        return int((self._documents(step).diff() == 0).sum()) if self._packed else None
+
+    def lengths(self, step: int) -> list[int]:
+        """As `Rows.lengths`."""
+        if not self._packed:
+            return [self._width] * self._batch_size
+        runs = (row.unique_consecutive(return_counts=True)[1].tolist() for row in self._documents(step)[:, :-1])
+        return [length for row in runs for length in row]
+
+    def _starts(self, step: int, part: int = 0, parts: int = 1) -> list[int]:
+        size = self._batch_size // parts
+        first = step * self._batch_size + part * size
+        return [self.start_of(first + i) for i in range(size)]
+
+    def _documents(self, step: int) -> torch.Tensor:
+        """The number of each token's document, (B, T + 1)."""
+        return torch.stack([self.corpus.documents(start, self._width + 1) for start in self._starts(step)])
 
 
-def held_out_windows(corpus: Corpus, seq_len: int, count: int) -> list[int]:
-    """Return where up to `count` windows of held-out text start: they do not overlap and are spread evenly, always the
-    same.
+class HeldOutText:
+    """A fixed choice of held-out windows, the same for every run and number of ranks: spread evenly, without overlap.
 
     Raises:
-        ValueError: the held-out text has not even one window.
+        ValueError: the text is shorter than one window.
     """
-    windows = (corpus.size - 1) // seq_len
-    if windows < 1:
-        raise ValueError(
-            f"The held-out text has {corpus.size} bytes, less than one window of {seq_len} tokens. Give more text "
-            "(--data), a shorter --seq-len, or --eval-samples 0."
-        )
-    count = min(count, windows)
-    return [i * windows // count * seq_len for i in range(count)]
+
+    def __init__(self, corpus: Corpus, seq_len: int, samples: int, *, packed: bool = False) -> None:
+        windows = (corpus.size - 1) // seq_len
+        if windows < 1:
+            raise ValueError(
+                f"The held-out text has {corpus.size} bytes, less than one window of {seq_len} tokens. Give more text "
+                "(--data), a shorter --seq-len, or --eval-samples 0."
+            )
+        self._corpus, self._width, self._packed = corpus, seq_len, packed
+        count = min(samples, windows)
+        self.starts = [i * windows // count * seq_len for i in range(count)]
+        """The first token's place of each."""
+        self.targets = count * seq_len
+        if packed:
+            self.targets = int((self.batch(range(count)).targets != IGNORED).sum())
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def batch(self, numbers: Sequence[int]) -> Batch:
+        """As `HeldOut.batch`."""
+        return _windows(self._corpus, [self.starts[i] for i in numbers], self._width, self._packed)
+
+    def entropy(self) -> float:
+        """Unigram entropy of what is to be predicted, nats: a model that ignores context gets no lower loss."""
+        starts = self.starts
+        return unigram_entropy(torch.stack([self._corpus.read(start + 1, self._width) for start in starts]))
+
+
+def _windows(corpus: Corpus, starts: Sequence[int], width: int, packed: bool) -> Batch:
+    """Predict each token after the first of the windows that begin at `starts`."""
+    tokens = torch.stack([corpus.read(start, width + 1) for start in starts])
+    targets = tokens[:, 1:].contiguous()
+    if not packed:
+        return Batch(tokens[:, :-1], targets)
+    documents = torch.stack([corpus.documents(start, width + 1) for start in starts])
+    begins = documents[:, 1:] != documents[:, :-1]
+    positions = since_start(torch.cat([torch.ones_like(begins[:, :1]), begins[:, :-1]], 1))
+    return Batch(tokens[:, :-1], targets.masked_fill(begins, IGNORED), positions)
 
 
 def unigram_entropy(tokens: torch.Tensor) -> float:
@@ -247,35 +293,6 @@ def unigram_entropy(tokens: torch.Tensor) -> float:
     counts = torch.bincount(tokens.flatten(), minlength=1).double()
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * shares.log()).sum())
-
-
-def mix(*numbers: int) -> int:
-    """64 well-mixed bits of the numbers: the finaliser of SplitMix64 (Steele et al., OOPSLA 2014), once per number."""
-    state = 0
-    for number in numbers:
-        state = (state + number + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-        state ^= state >> 31
-    return state
-
-
-def shuffled(place: int, size: int, key: int) -> int:
-    """Return where a random permutation of range(size), chosen by `key`, sends `place`, without storing the
-    permutation.
-
-    Four rounds of a balanced Feistel network (Luby and Rackoff 1988) permute the next power of four. A result outside
-    range(size) goes in once more until it is inside (Black and Rogaway 2002, "cycle walking").
-    """
-    half = max(1, ((size - 1).bit_length() + 1) // 2)
-    mask = (1 << half) - 1
-    while True:
-        left, right = place >> half, place & mask
-        for turn in range(4):
-            left, right = right, left ^ (mix(key, turn, right) & mask)
-        place = left << half | right
-        if place < size:
-            return place
 
 
 # Text as tokens of a tokenizer that is trained on it, in place of bytes: byte-pair encoding, by `tokenizers`.
