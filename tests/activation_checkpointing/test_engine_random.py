@@ -136,46 +136,6 @@ def test_where_the_words_are_used_up_in_forward(source: str) -> None:
     assert (random.random(), np.random.rand()) == (following[0].random(), following[1].rand())
 
 
-CHANGES_OF_STATE: dict[str, Callable[[], Any]] = {
-    "nothing": lambda: None,
-    "uniform": lambda: torch.rand(1),
-    "many": lambda: torch.rand(2000),
-    "normals in pairs": lambda: torch.randn(()),
-    "one in double precision": lambda: torch.randn((), dtype=torch.float64),
-    "dropout": lambda: torch.nn.functional.dropout(torch.ones(3)),
-    "a permutation": lambda: torch.randperm(5),
-    "a seed": lambda: torch.manual_seed(3),
-    "the seed that it had": lambda: torch.manual_seed(torch.initial_seed()),
-    "a state": lambda: torch.set_rng_state(torch.Generator().manual_seed(7).get_state()),
-    "its own state": lambda: torch.set_rng_state(torch.get_rng_state()),
-}
-
-
-UNMARKED = [CHANGES_OF_STATE["nothing"], CHANGES_OF_STATE["the seed that it had"]]
-"""Which surely leave the mark as it was. A state that is put back may leave something else where no normal waits."""
-
-
-@pytest.mark.parametrize("before", [0, 1, 623, 624])
-def test_a_mark_tells_of_draws_as_the_state_does(before: int) -> None:
-    random_numbers = random_state.CpuRandom()
-    for change in CHANGES_OF_STATE.values():
-        torch.manual_seed(0)
-        torch.rand(before)
-        for _ in range(3):
-            state = random_numbers.now()
-            assert torch.equal(state[1], torch.get_rng_state()) and random_numbers.is_at(state)
-            change()
-            same = torch.equal(state[1], torch.get_rng_state())
-            assert same if random_numbers.is_at(state) else not same or change not in UNMARKED
-
-
-def test_where_no_mark_can_be_read_the_states_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert random_state._offset() is not None
-    monkeypatch.setattr(random_state, "_SEARCHED", 0)
-    assert random_state._offset() is None
-    test_a_mark_tells_of_draws_as_the_state_does(0)
-
-
 def test_numpy_with_a_bit_generator_of_another_kind() -> None:
     before = np.random.get_bit_generator()
     np.random.set_bit_generator(np.random.PCG64(1))

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from nemo_like import apply_activation_checkpointing
+from nemo_like.activation_checkpointing.engine.deep_state import DeepState
 from nemo_like.activation_checkpointing.engine.handles import RegionError
 from nemo_like.activation_checkpointing.wrapper import unwrap_checkpoint_wrapper
 
@@ -253,8 +254,7 @@ class Recording(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.attn(x).sin() * (1 + len(self.losses))
         self.losses.append(y.square().mean())
-        with torch.no_grad():
-            self.stats["load"] += y.detach().mean(0)
+        self.stats["load"] = self.stats["load"] + y.detach().mean(0)
         self.stats["calls"][0] += 1
         return y * self.stats["load"] * self.stats["calls"][0] + self.losses[0].detach()
 
@@ -379,7 +379,6 @@ def test_tables_that_grow_between_forwards_of_one_backward(
 
 class Pair(NamedTuple):
     count: torch.Tensor
-    kept: list[float]
 
 
 @dataclass(slots=True)
@@ -422,23 +421,19 @@ STATES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any],
     "tuple of arrays": (lambda: (np.ones(1),), lambda v: v[0][0], lambda v: _add(v[0])),
     "tuple of a list": (lambda: ([1.0],), lambda v: len(v[0]), lambda v: v[0].append(1.0)),
     "tuple of tensors": (lambda: (torch.ones(1),), lambda v: v[0].item(), lambda v: v[0].add_(1)),
-    "named tuple": (
-        lambda: Pair(torch.ones(1), [1.0]), lambda v: v.count.item() * len(v.kept),
-        lambda v: (v.count.add_(1), v.kept.append(1.0)),
-    ),
+    "named tuple": (lambda: Pair(torch.ones(1)), lambda v: v.count.item(), lambda v: v.count.add_(1)),
     "dictionary of arrays": (lambda: {"a": np.ones(1)}, lambda v: v["a"][0], lambda v: _add(v["a"])),
     "dictionary of tensors": (lambda: {"a": torch.ones(1)}, lambda v: v["a"].item(), lambda v: v["a"].add_(1)),
     "dictionary of dictionaries": (
         lambda: {"a": {"b": [1.0]}}, lambda v: sum(v["a"]["b"]), lambda v: v["a"]["b"].append(1.0)
     ),
     "dictionary of dataclasses": (lambda: {"a": Slotted()}, lambda v: v["a"].count, lambda v: _count(v["a"])),
-    "list of namespaces": (
-        lambda: [SimpleNamespace(count=1.0)], lambda v: v[0].count, lambda v: _count(v[0])
-    ),
+    "list of namespaces": (lambda: [SimpleNamespace(count=1.0)], lambda v: v[0].count, lambda v: _count(v[0])),
     "default dictionary": (
         lambda: defaultdict(list, a=[1.0]), lambda v: len(v["a"]) + len(v), lambda v: (v["a"].append(1.0), v[len(v)])
     ),
     "queue": (lambda: deque([1.0], maxlen=3), sum, lambda v: v.append(2.0)),
+    "queue of a tensor": (lambda: deque([torch.ones(2)]), lambda v: v[0][0], lambda v: v.append(v.pop() + 1)),
     "list with an attribute": (lambda: Longer([1.0]), lambda v: v.factor * len(v), _longer),
     "user's dictionary": (lambda: UserDict(a=1.0), lambda v: v["a"], lambda v: v.update(a=v["a"] + 1)),
     "namespace of a tensor": (
@@ -454,15 +449,22 @@ STATES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any],
         lambda: Inner(Tally(1), [1.0]), lambda v: v.tally.calls * sum(v.history),
         lambda v: (setattr(v.tally, "calls", v.tally.calls + 1), v.history.append(1.0)),
     ),
-    "one list twice": (
-        lambda: _twice([1.0]), lambda v: len(v["b"]), lambda v: v["a"].append(1.0)
-    ),
-    "one tensor twice": (
-        lambda: _twice(torch.ones(1)), lambda v: v["b"].item(), lambda v: v["a"].add_(1)
-    ),
+    "one list twice": (lambda: _twice([1.0]), lambda v: len(v["b"]), lambda v: v["a"].append(1.0)),
+    "one tensor twice": (lambda: _twice(torch.ones(1)), lambda v: v["b"].item(), lambda v: v["a"].add_(1)),
     "list that contains itself": (lambda: _cycle(), len, lambda v: v[0].append(1.0)),
     "sparse tensor": (lambda: torch.eye(2).to_sparse(), lambda v: v.to_dense()[0, 0].item(), lambda v: v.mul_(2)),
 }  # fmt: skip
+
+
+NAMED = {
+    **dict.fromkeys(("array", "dictionary of arrays", "tuple of arrays", "namespace of an array"), "ndarray"),
+    **dict.fromkeys(("dictionary of tensors", "tuple of tensors", "namespace of a tensor", "named tuple"), "Tensor"),
+    **dict.fromkeys(("dictionary of dataclasses", "dataclass with slots"), "Slotted"),
+    **dict.fromkeys(("queue", "queue of a tensor"), "deque"),
+    **{"one tensor twice": "Tensor", "bytearray": "bytearray", "array of Python": "array"},
+    "array of a subclass": "recarray",
+}
+"""What is not put back: the class that is named in its place."""
 
 
 def _twice(value: Any) -> dict[str, Any]:
@@ -480,11 +482,11 @@ def _count(value: Any) -> None:
 
 
 class Stateful(nn.Module):
-    """Reads state at its start, and changes it."""
+    """Reads state at its start, and changes it from call number `first` on."""
 
-    def __init__(self, kind: str, late: bool) -> None:
+    def __init__(self, kind: str, late: bool, first: int) -> None:
         super().__init__()
-        self.kind, self.attn = kind, nn.Linear(8, 8)
+        self.kind, self.attn, self.calls, self.first = kind, nn.Linear(8, 8), 0, first
         if not late:
             self.state = STATES[kind][0]()
 
@@ -493,23 +495,30 @@ class Stateful(nn.Module):
         if not hasattr(self, "state"):
             self.state = make()
         factor = float(read(self.state))
-        if change is None:
+        self.calls += 1
+        if self.calls >= self.first and change is None:
             self.state = self.state + 1
-        else:
+        elif self.calls >= self.first:
             change(self.state)
         return x + (self.attn(x) * factor).sin()
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["made before", "made in forward"])
+WHEN = {"made before": (False, 1), "made in forward": (True, 1), "changed after two steps": (False, 5)}
+
+
+@pytest.mark.parametrize(("late", "first"), WHEN.values(), ids=WHEN)
 @pytest.mark.parametrize("kind", STATES)
 @pytest.mark.parametrize("ac", ["full", "selective", "sequential"])
-def test_state_of_every_kind_counts_once(ac: str, kind: str, late: bool) -> None:
+def test_state_of_every_kind_counts_once_or_is_named(ac: str, kind: str, late: bool, first: int) -> None:
+    found: list[Any] = []
+
     def run(mode: str) -> list[Any]:
+        nonlocal found
         torch.manual_seed(0)
-        model: Any = nn.Sequential(*(Stateful(kind, late) for _ in range(3)))
+        model: Any = nn.Sequential(*(Stateful(kind, late, first) for _ in range(3)))
         if mode != "none":
             model = apply_activation_checkpointing(model, mode)
-        found: list[Any] = []
+        found = []
         for _ in range(4):
             model.zero_grad()
             (model(torch.full((2, 8), 0.1)) + model(torch.full((2, 8), 0.2))).square().sum().backward()
@@ -517,7 +526,18 @@ def test_state_of_every_kind_counts_once(ac: str, kind: str, late: bool) -> None
             found += [float(STATES[kind][1](unwrap_checkpoint_wrapper(layer).state)) for layer in model]
         return found
 
-    assert run(ac) == run("none")
+    if kind not in NAMED:
+        assert run(ac) == run("none")
+        return
+    with pytest.raises(RegionError, match=f"'(state|count)' of a .* is or has a {NAMED[kind]} that was changed in"):
+        run(ac)
+    assert len(found) == (9 * 2 if first > 1 else 0)  # in the step in which it changed
+
+
+def test_weights_in_a_list_are_not_copied() -> None:
+    layer = nn.LSTM(4, 4)
+    kept = [tensor for _, tensor, _ in DeepState([(vars(layer), "_flat_weights", "LSTM")])._fixed]
+    assert all(tensor is weight for tensor, weight in zip(kept, layer._flat_weights, strict=True))
 
 
 class Ties(nn.Module):
@@ -542,6 +562,10 @@ class Ties(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         changed, read = self.both()
+        if self.kind == "containers":
+            y = x + (self.attn(x) * read.detach() * (2 if changed is read else 3)).sin()
+            self.counts[0] = self.other.counts["same"] = y.mean()  # with a graph
+            return y
         changed += 1
         return x + (self.attn(x) * read).sin()
 
@@ -560,7 +584,7 @@ def test_one_tensor_under_two_names(ac: str, kind: str) -> None:
             model(torch.full((2, 8), 0.1)).square().sum().backward()
             both = [unwrap_checkpoint_wrapper(layer).both() for layer in model]
             assert all(one is other for one, other in both)
-            found += [p.grad.clone() for p in model.parameters()] + [one.clone() for one, _ in both]
+            found += [p.grad.clone() for p in model.parameters()] + [one.detach().clone() for one, _ in both]
         return found
 
     assert all(torch.equal(a, b) for a, b in zip(run(ac), run("none"), strict=True))

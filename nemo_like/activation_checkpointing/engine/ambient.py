@@ -23,12 +23,13 @@ from torch import Tensor
 
 from nemo_like.activation_checkpointing.engine.deep_state import is_container, is_plain, map_leaves
 from nemo_like.activation_checkpointing.engine.inputs import SavedInputs
-from nemo_like.activation_checkpointing.engine.random_state import CpuRandom, Generators, HostRandom, State
+from nemo_like.activation_checkpointing.engine.random_state import Generators, HostRandom
 from nemo_like.torch_compat import (
     SWITCH_READERS,
     function_modes,
     sdp_priority,
     set_sdp_priority,
+    unseen,
     without_function_modes,
 )
 
@@ -110,9 +111,6 @@ def rng_state(generator: torch.Generator | None = None) -> RngState:
     return torch.get_rng_state(), device, torch.get_device_module(device).get_rng_state() if device else None
 
 
-_cpu_random = functools.cache(CpuRandom)
-
-
 def set_rng_state(state: RngState) -> None:
     """Go back, or on, to what `rng_state` returned."""
     if len(state) == 2:
@@ -148,7 +146,7 @@ class Ambient:
         self._state = _state(device)
         self.variables = ContextVariables()
         self._extras = tuple([restore for capture in _registered.values() if (restore := capture()) is not None])
-        self._cpu_rng: State | None = _cpu_random().now() if preserve_rng_state else None
+        self._cpu_rng = torch.get_rng_state() if preserve_rng_state else None
         self._device_rng = torch.get_device_module(device).get_rng_state() if preserve_rng_state and device else None
         self._host_random: HostRandom | None = HostRandom() if preserve_rng_state else None
         self.generators: Generators | None = Generators() if preserve_rng_state else None
@@ -156,8 +154,9 @@ class Ambient:
 
     def forget_unused_rng(self) -> None:
         """Call at the end of forward: drops the random-number state if no number was drawn meanwhile."""
-        if self._cpu_rng is not None and _cpu_random().is_at(self._cpu_rng):
-            self._cpu_rng = None
+        with unseen():
+            if self._cpu_rng is not None and torch.equal(self._cpu_rng, torch.get_rng_state()):
+                self._cpu_rng = None
         if self._device_rng is not None:
             now = torch.get_device_module(self._device).get_rng_state()
             if torch.equal(self._device_rng, now):
@@ -189,7 +188,7 @@ class Ambient:
             self.generators.restore(stack)  # before torch's own, one of which may be among them, noted later than entry
         if self._cpu_rng is not None:
             stack.callback(torch.set_rng_state, torch.get_rng_state())
-            torch.set_rng_state(self._cpu_rng[1])
+            torch.set_rng_state(self._cpu_rng)
         if self._device_rng is not None:
             module = torch.get_device_module(self._device)
             stack.callback(module.set_rng_state, module.get_rng_state())

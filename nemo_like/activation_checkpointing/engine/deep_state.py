@@ -1,8 +1,8 @@
-"""The state that objects hold: everything that values lead to, each object once, filled again in place.
+"""The state that objects hold: everything that values lead to, each object once.
 
-`DeepState` is a region's. It looks into containers (lists, dicts, sets, queues, byte arrays, namespaces, dataclasses and
-their subclasses, nested in any way). Its `restore` puts copies in the place of tensors and arrays, because a backward may
-still read those. A container that is in two others stays one, and so does a tensor.
+`DeepState` is a region's. Lists, dicts and sets, nested in any way, are filled again with what they had, and so are the
+attributes of namespaces and dataclasses. Tensors, arrays, queues and slots are not copied: one that was changed in place
+raises. A container that is in two others stays one, and so does a tensor.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ from itertools import chain
 from operator import is_
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
+
+from nemo_like.activation_checkpointing.engine.handles import RegionError
 
 PLAIN = frozenset(
     {
@@ -45,100 +48,104 @@ PLAIN = frozenset(
         functools.partial,
     }
 )
-_MOST = PLAIN | {list, dict, set}
 _SMALL = 1024
 """Entries up to which a container is copied before every forward."""
-SMALL_TENSOR = 1 << 16
-"""Bytes up to which a tensor that is part of a module's state is copied before every forward, and so for arrays."""
+_SMALL_ARRAY = 1 << 16
+"""Bytes up to which an array that is part of a module's state is copied before every forward."""
+
+Attribute = tuple[dict[str, Any], str, str]
+"""The dict that has it, its name, and the class of its owner."""
 
 
 class _Way(NamedTuple):
-    """Read one side of an object as a new object that holds the contents, and fill them in again."""
+    """Read a container as a new one that holds the contents, and fill them in again."""
 
     read: Callable[[Any], Any]
     fill: Callable[[Any, Any], None]
 
 
-class _Entry(NamedTuple):
-    container: Any
-    way: _Way
-    contents: Any
-    """With tensors and arrays as they were; None: they can't be saved."""
-    plain: bool
-    """The contents have nothing in them that a recomputation could change in place."""
-
-
 class DeepState:
-    """The containers that some attributes lead to, the tensors and the arrays, as they are now."""
+    """The containers that some attributes lead to, and the tensors and other objects in them, as they are now."""
 
-    __slots__ = ("_attributes", "_entries")
+    __slots__ = ("_attributes", "_containers", "_fixed")
 
-    def __init__(self, attributes: Iterable[tuple[dict[str, Any], str]]) -> None:
-        """`attributes`: each by the dict that has it, and its name."""
-        self._entries: list[_Entry] = []
+    def __init__(self, attributes: Iterable[Attribute]) -> None:
+        self._containers: list[tuple[Any, _Way, Any]] = []
+        """With their contents; None: these could hold the graph of an earlier step."""
+        self._fixed: list[tuple[Attribute, Any, Any]] = []
+        """Objects that are not filled again, each with the attribute that leads to it, and its mark."""
         known: dict[int, tuple[Any, Any]] = {}  # and no longer than now: what is in it may hold a graph
-        self._attributes = [
-            (attributes_of, name, self._keep(attributes_of[name], known)) for attributes_of, name in attributes
-        ]
+        self._attributes = [(place, self._keep(place[0][place[1]], place, known)) for place in attributes]
+
+    def check(self, region: str) -> None:
+        """Raise RegionError for a tensor or another object that was changed in place and cannot be filled again."""
+        for (_, name, owner), value, mark in self._fixed:
+            if _mark(value) != mark:
+                way_out = "Keep what it holds in a buffer, a plain attribute, a list or a dict."
+                if isinstance(value, Tensor):
+                    way_out = "Put a new tensor in its place, or keep it in a buffer."
+                raise RegionError(
+                    f"Region {region!r}: the attribute {name!r} of a {owner} is or has a {type(value).__name__} that was "
+                    "changed in place since forward began, so recomputation would compute with other values. " + way_out
+                )
 
     def restore(self, stack: contextlib.ExitStack) -> None:
         """Set the attributes as they were, and until `stack` ends fill the containers with what they contained."""
-        present = [way.read(container) for container, way, *_ in self._entries]
-        stack.callback(self._fill, present)
-        copies: dict[int, Any] = {}
-        for (container, way, contents, plain), now in zip(self._entries, present):
-            if not plain and contents is not None:
-                way.fill(container, _mapped(lambda item: _again(item, copies), contents))
-            elif contents is not None and contents != now:
-                way.fill(container, contents)
-        for attributes, name, kept in self._attributes:
+        stack.callback(_fill_all, [(container, way, way.read(container)) for container, way, _ in self._containers])
+        _fill_all(self._containers)
+        for (attributes, name, _), kept in self._attributes:
             if kept is not _UNKNOWN:
-                attributes[name] = _again(kept, copies)
+                attributes[name] = kept
 
-    def _fill(self, every: list[Any]) -> None:
-        for (container, way, *_), contents in zip(self._entries, every):
-            way.fill(container, contents)
-
-    def _keep(self, value: Any, known: dict[int, tuple[Any, Any]]) -> Any:
+    def _keep(self, value: Any, place: Attribute, known: dict[int, tuple[Any, Any]]) -> Any:
         """Return what to remember of `value`; `_UNKNOWN` where that could hold the graph of an earlier step."""
         kind: Any = type(value)
         if is_plain(kind) or issubclass(kind, nn.Module):
             return value
         if id(value) in known:
             return known[id(value)][1]
-        if issubclass(kind, Tensor) or is_array(kind):
-            kept = _without_graph(value)
-        elif issubclass(kind, tuple) and (kind is tuple or hasattr(kind, "_make")):
-            items = [self._keep(item, known) for item in value]
-            kept = _UNKNOWN if any(item is _UNKNOWN for item in items) else _tuple_of(value, items)
-        elif ways := _ways_of(kind):
-            known[id(value)] = value, value
-            self._entries += [self._entry(value, way, known) for way in ways if _is_small(value)]
+        if issubclass(kind, Tensor):
+            kept = value if value.grad_fn is None else value.detach().requires_grad_()  # of the same version
+            self._fixed.append((place, kept, _mark(kept)))
+        elif kind is tuple or (issubclass(kind, tuple) and hasattr(kind, "_make")):
+            items = [self._keep(item, place, known) for item in value]
+            kept = value if all(map(is_, items, value)) else tuple.__new__(kind, items)
+            if any(item is _UNKNOWN for item in items):
+                kept = _UNKNOWN
+        elif has_state(kind):
+            known[id(value)] = value, value  # which may be in itself
+            self._look_into(value, place, known)
             return value
         else:
             return _UNKNOWN
         known[id(value)] = value, kept
         return kept
 
-    def _entry(self, container: Any, way: _Way, known: dict[int, tuple[Any, Any]]) -> _Entry:
-        contents = way.read(container)
-        items = _items(contents)
-        if PLAIN.issuperset(map(type, items)):
-            return _Entry(container, way, contents, True)
-        kept = [self._keep(item, known) for item in items]
-        if any(item is _UNKNOWN for item in kept):
-            return _Entry(container, way, None, False)
-        if isinstance(contents, set):  # its items are found by what they are
-            return _Entry(container, way, contents if all(map(is_, kept, items)) else None, True)
-        following = iter(kept)
-        return _Entry(container, way, _mapped(lambda _: next(following), contents), False)
+    def _look_into(self, value: Any, place: Attribute, known: dict[int, tuple[Any, Any]]) -> None:
+        kind: Any = type(value)
+        if kind.__dictoffset__:
+            self._keep(vars(value), place, known)
+        if not _is_small(value):
+            return
+        if way := _way_of(kind):
+            contents = way.read(value)
+            items = contents.values() if isinstance(contents, dict) else contents
+            if not PLAIN.issuperset(map(type, items)):
+                kept = [self._keep(item, place, known) for item in items]
+                same = all(map(is_, kept, items))  # the items of a set are found by what they are
+                if any(item is _UNKNOWN for item in kept) or (isinstance(contents, set) and not same):
+                    contents = None
+                elif not same:
+                    contents = dict(zip(contents, kept)) if isinstance(contents, dict) else kept
+            self._containers.append((value, way, contents))
+        if _is_compared(kind):
+            for item in _items(value):
+                self._keep(item, place, known)
+            self._fixed.append((place, value, _mark(value)))
 
 
-class _Unknown:
-    """In the place of an object whose contents are not known."""
-
-
-_UNKNOWN = _Unknown()
+_UNKNOWN = object()
+"""In the place of an object whose contents are not known."""
 
 
 @functools.cache
@@ -148,77 +155,71 @@ def is_plain(kind: Any) -> bool:
 
 
 @functools.cache
-def is_array(kind: Any) -> bool:
-    """Return whether it is NumPy's class of arrays; nothing is imported to find out."""
-    return any(base.__name__ == "ndarray" and base.__module__ == "numpy" for base in kind.__mro__)
+def has_state(kind: Any) -> bool:
+    """Return whether `DeepState` looks into values of this type, which is neither a tensor nor a module."""
+    if issubclass(kind, type | nn.Module | Tensor):
+        return False
+    if issubclass(kind, tuple):
+        return not is_plain(kind)
+    return issubclass(kind, _OBJECTS) or hasattr(kind, "__dataclass_fields__") or _is_array(kind)
 
 
 @functools.cache
-def has_state(kind: Any) -> bool:
-    """Return whether `DeepState` looks into values of this type, which is neither a tensor nor a module."""
-    return bool(_ways_of(kind)) or is_array(kind) or (issubclass(kind, tuple) and not is_plain(kind))
+def _is_array(kind: Any) -> bool:
+    """Return whether it is a class of arrays, Python's or NumPy's; nothing is imported to find out."""
+    numpy = any(base.__name__ == "ndarray" and base.__module__ == "numpy" for base in kind.__mro__)
+    return numpy or issubclass(kind, bytearray | array)
 
 
-def _is_small(container: Any) -> bool:
-    if isinstance(container, bytearray | array):
-        return len(container) <= SMALL_TENSOR
-    return not hasattr(container, "__len__") or len(container) <= _SMALL
+@functools.cache
+def _is_compared(kind: Any) -> bool:
+    """Return whether values of this type have contents that are not filled again."""
+    return _is_array(kind) or issubclass(kind, deque) or any(slots_of(kind))
 
 
-def _items(contents: object) -> Iterable[Any]:
-    if isinstance(contents, dict):
-        return contents.values()
-    return contents if isinstance(contents, list | set) else ()
+def _is_small(value: Any) -> bool:
+    if _is_array(value.__class__):
+        return (getattr(value, "nbytes", 0) or len(value)) <= _SMALL_ARRAY
+    return not hasattr(value, "__len__") or len(value) <= _SMALL
 
 
-def _mapped(function: Callable[[Any], Any], contents: Any) -> Any:
-    if isinstance(contents, dict):
-        return dict(zip(contents, map(function, contents.values())))
-    return list(map(function, contents))
+def _items(value: Any) -> list[Any]:
+    """The items of a queue, and what is in the slots of any object."""
+    items = list(value) if isinstance(value, deque) else []
+    return items + [getattr(value, name, _UNKNOWN) for name in slots_of(type(value))]
 
 
-def _tuple_of(value: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
-    """A tuple as `value`, with `items` in it; the same one where they are the same."""
-    if all(new is old for new, old in zip(items, value)):
-        return value
-    rebuilt: tuple[Any, ...] = tuple.__new__(type(value), items)
-    return rebuilt
+def _mark(value: Any) -> Any:
+    """Something that is equal to what it was before, unless a tensor or another object was changed in place."""
+    if isinstance(value, Tensor):
+        return 0 if value.is_inference() else value._version
+    if _is_array(value.__class__):
+        return getattr(value, "shape", None), value.tobytes() if hasattr(value, "tobytes") else bytes(value)
+    return list(map(_identity, _items(value)))
 
 
-def _without_graph(value: object) -> Any:
-    kept = _copy(value)
-    return kept.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else kept
+def _identity(item: Any) -> Any:
+    """The item, if it is plain; else something that tells it from all others, and holds no graph."""
+    if is_plain(item.__class__):
+        return (item,)
+    holder = ref(item) if isinstance(item, Tensor) else item  # a tensor has one such reference
+    return id(holder), holder  # where the numbers differ, the rest is not compared
 
 
-def _again(kept: object, copies: dict[int, Any]) -> Any:
-    """`kept` for one recompute, which may change it."""
-    kind: Any = type(kept)
-    if kind in _MOST:
-        return kept
-    if isinstance(kept, tuple):
-        return _tuple_of(kept, [_again(item, copies) for item in kept])
-    if not (issubclass(kind, Tensor) or is_array(kind)):
-        return kept
-    if id(kept) not in copies:
-        copies[id(kept)] = _copy(kept)
-    return copies[id(kept)]
+# --- how containers are read and filled ---------------------------------------------------------------------------
 
 
-def _copy(value: Any) -> Any:
-    """A copy of a small tensor or array, since state is changed in place; a large one, hardly ever changed, itself."""
-    if not isinstance(value, Tensor):
-        return value.copy() if value.nbytes <= SMALL_TENSOR else value
-    if value.is_inference() or (value.layout is torch.strided and value.nbytes > SMALL_TENSOR):
-        return value
-    return value.detach().clone().requires_grad_(value.requires_grad)
-
-
-# --- how objects are read and filled ------------------------------------------------------------------------------
+def _fill_all(every: list[tuple[Any, _Way, Any]]) -> None:
+    for container, way, contents in every:
+        if contents is not None:
+            way.fill(container, contents)
 
 
 def _fill_dict(value: Any, contents: Any) -> None:
-    dict.clear(value)
-    dict.update(value, contents)  # a Counter's own adds
+    now = chain(dict.keys(value), dict.values(value))
+    if len(value) != len(contents) or not all(map(is_, now, chain(contents, contents.values()))):
+        dict.clear(value)
+        dict.update(value, contents)  # a Counter's own adds
 
 
 def _fill_ordered(value: Any, contents: Any) -> None:
@@ -232,64 +233,23 @@ def _fill_set(value: Any, contents: Any) -> None:
     set.update(value, contents)
 
 
-def _fill_queue(value: Any, contents: Any) -> None:
-    deque.clear(value)
-    deque.extend(value, contents)
-
-
-def _fill_sequence(value: Any, contents: object) -> None:
+def _fill_list(value: Any, contents: Any) -> None:
     value[:] = contents
-
-
-def _fill_attributes(value: object, contents: Any) -> None:
-    attributes = vars(value)
-    if len(attributes) != len(contents) or not all(
-        map(is_, chain(attributes, attributes.values()), chain(contents, contents.values()))
-    ):
-        attributes.clear()
-        attributes.update(contents)
-
-
-def _read_slots(value: object) -> dict[str, Any]:
-    return {name: getattr(value, name) for name in slots_of(type(value)) if hasattr(value, name)}
-
-
-def _fill_slots(value: object, contents: Any) -> None:
-    for name in slots_of(type(value)):
-        if name in contents:
-            object.__setattr__(value, name, contents[name])
-        elif hasattr(value, name):
-            object.__delattr__(value, name)
 
 
 _CONTAINERS: dict[type, _Way] = {
     OrderedDict: _Way(lambda value: dict(OrderedDict.items(value)), _fill_ordered),
     dict: _Way(dict.copy, _fill_dict),
-    list: _Way(list.copy, _fill_sequence),
+    list: _Way(list.copy, _fill_list),
     set: _Way(set.copy, _fill_set),
-    deque: _Way(list, _fill_queue),
-    bytearray: _Way(bytes, _fill_sequence),
-    array: _Way(lambda value: value[:], _fill_sequence),
 }
-_OBJECTS = (types.SimpleNamespace, UserDict, UserList)
-_ATTRIBUTES = _Way(lambda value: vars(value).copy(), _fill_attributes)
-_SLOTS = _Way(_read_slots, _fill_slots)
+_OBJECTS = (*_CONTAINERS, deque, bytearray, array, SimpleNamespace, UserDict, UserList)
 
 
 @functools.cache
-def _ways_of(kind: Any) -> list[_Way]:
-    """Return the ways to read values of a type of containers; none for other types."""
-    if issubclass(kind, type | nn.Module | Tensor | tuple):
-        return []
-    base = next((base for base in kind.__mro__ if base in _CONTAINERS), None)
-    if base is None and not issubclass(kind, _OBJECTS) and not hasattr(kind, "__dataclass_fields__"):
-        return []
-    return [*([_CONTAINERS[base]] if base is not None else ()), *_own_ways(kind)]
-
-
-def _own_ways(kind: type) -> list[_Way]:
-    """Return the ways to read the attributes that values of this type have of their own."""
-    return [*([_ATTRIBUTES] if kind.__dictoffset__ else ()), *([_SLOTS] if any(slots_of(kind)) else ())]
+def _way_of(kind: Any) -> _Way | None:
+    """Return the way to read and fill containers of this type; None for other objects."""
+    return next((_CONTAINERS[base] for base in kind.__mro__ if base in _CONTAINERS), None)
 
 
 # Containers among a call's arguments: saved as the call found them, whatever the layer writes into them afterwards.

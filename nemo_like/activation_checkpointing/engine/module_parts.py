@@ -272,7 +272,7 @@ class Walk:
 
     def _sort(self) -> None:
         """Sort out the parts that have something to be looked at in every forward."""
-        self._deep = [(part.own, name) for part in self._parts for name in part.deep]
+        self._deep = [(part.own, name, part.name) for part in self._parts for name in part.deep]
         named = [(part.own, name) for part in self._parts for name in part.generators]
         self._generators = [*named, *self._global_generators]
 

@@ -212,10 +212,8 @@ class ModuleWorld:
 
     def check(self, region: str, put_back: Callable[[dict[str, Any], str], bool]) -> None:
         """Raise RegionError for what was changed in place since forward, except where `put_back` is true for it."""
-        counted = self._snapshot.counted
-        if list(map(_parts_version, counted)) == self._versions:
-            return
-        for tensor, version in zip(counted, self._versions):
+        versions = list(map(_parts_version, self._snapshot.counted))
+        for tensor, version in zip(self._snapshot.counted, self._versions) if versions != self._versions else ():
             if tensor._version == version:
                 continue
             for owner, name, holder in self._places(tensor):
@@ -227,6 +225,8 @@ class ModuleWorld:
                     f"backward (version {version}, now {tensor._version}), so recomputation would compute with other "
                     "values. Change it after backward, or run forward again after the change."
                 )
+        if self._deep is not None:
+            self._deep.check(region)
 
     @property
     def counted(self) -> list[Tensor]:
