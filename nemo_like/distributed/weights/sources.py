@@ -9,16 +9,20 @@ from __future__ import annotations
 import json
 import os
 import re
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, HuggingFaceStorageReader, LoadPlan
+from torch.distributed.checkpoint import (
+    DefaultLoadPlanner,
+    FileSystemReader,
+    HuggingFaceStorageReader,
+    LoadPlan,
+    ReadItem,
+)
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
@@ -84,11 +88,13 @@ class StoredSource:
     def __init__(self, path: Path, reader: FileSystemReader, apart: Collection[str] = ()) -> None:
         """apart: names that the model has as the files do, and that are not to be fused."""
         self.label, self._reader = str(path), reader
-        saved = reader.read_metadata().state_dict_metadata
-        prefix = "model." if any(name.split(".")[0] in ("optimizer", "optim") for name in saved) else ""
+        metadata = reader.read_metadata()
+        reader.set_up_storage_reader(metadata, is_coordinator=True)
+        entries = metadata.state_dict_metadata
+        prefix = "model." if any(name.split(".")[0] in ("optimizer", "optim") for name in entries) else ""
         self._saved = {
             name.removeprefix(prefix): entry
-            for name, entry in saved.items()
+            for name, entry in entries.items()
             if isinstance(entry, TensorStorageMetadata) and name.startswith(prefix)
         }
         self._prefix = prefix
@@ -110,13 +116,15 @@ class StoredSource:
             for box in boxes_of(target.detach()):
                 for stored, piece in self._pieces(name, *box):
                     wanted.setdefault(self._prefix + stored, []).append(piece)
+        items: list[ReadItem] = []
+        for stored, boxes in wanted.items():
+            entry = self._saved[stored.removeprefix(self._prefix)]
+            items += create_read_items_for_chunk_list(stored, entry, [chunk for chunk, _ in boxes])
+        # Not by `dcp.load`, which would read the metadata again, and have ranks wait for each other.
         try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # each rank plans for itself
-                dcp.load({}, storage_reader=self._reader, planner=_BoxPlanner(wanted), no_dist=True)
-        except dcp.CheckpointException as error:
-            cause = error.failures[0][0]
-            raise CheckpointUnreadableError(f"Reading {self.label} failed: {type(cause).__name__}: {cause}") from cause
+            self._reader.read_data(LoadPlan(items), _Boxes(wanted)).wait()
+        except Exception as error:  # whatever a reader raises on damaged bytes
+            raise CheckpointUnreadableError(f"Reading {self.label} failed: {type(error).__name__}: {error}") from error
 
     def _pieces(self, name: str, chunk: ChunkStorageMetadata, view: Tensor) -> Iterator[tuple[str, Box]]:
         """Cut a box of the tensor `name` at the tensors that it is stored as: yield their names, and boxes of those."""
@@ -135,24 +143,16 @@ class StoredSource:
                 at = end
 
 
-class _BoxPlanner(DefaultLoadPlanner):
-    """Plans to read boxes of stored tensors, each into the memory that it is given with."""
+class _Boxes(DefaultLoadPlanner):
+    """Tells a reader where each box goes."""
 
-    def __init__(self, wanted: Mapping[str, Sequence[Box]]) -> None:
+    def __init__(self, boxes: Mapping[str, Sequence[Box]]) -> None:
         super().__init__()
-        self._wanted = wanted
-
-    def create_local_plan(self) -> LoadPlan:
-        assert self.metadata is not None
-        items = []
-        for name, boxes in self._wanted.items():
-            stored = cast(TensorStorageMetadata, self.metadata.state_dict_metadata[name])
-            items += create_read_items_for_chunk_list(name, stored, [chunk for chunk, _ in boxes])
-        return LoadPlan(items)
+        self._boxes = boxes
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         assert index.index is not None
-        return self._wanted[index.fqn][index.index][1]
+        return self._boxes[index.fqn][index.index][1]
 
 
 class _Files(FileSystem):
