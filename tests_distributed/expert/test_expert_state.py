@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader, LoadPlan
+from torch.distributed.tensor import DTensor
 
 from nemo_like import parallelize
 from nemo_like.distributed import (
@@ -48,42 +51,27 @@ def test_from_meta(tmp_path: Path, ranks: int, ep: int) -> None:
     run_ranks(ranks, _filled, str(tmp_path), ep, timeout=120)
 
 
-def _opened(rank: int, world_size: int, folder: str) -> int:
-    """Tensors of experts that this rank read."""
-    import safetensors
+def _read(rank: int, world_size: int, folder: str, options: dict[str, int]) -> tuple[int, int]:
+    """Values that this rank read of the files, and values that it holds."""
+    read: list[int] = []
+    whole = HuggingFaceStorageReader.read_data
 
-    read: list[str] = []
-    whole = safetensors.safe_open
+    def watched(reader: HuggingFaceStorageReader, plan: LoadPlan, planner: Any) -> Any:
+        read.extend(math.prod(item.lengths) for item in plan.items)
+        return whole(reader, plan, planner)
 
-    class Watched:
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            self.opened = whole(*args, **kwargs)
-
-        def __enter__(self) -> Any:
-            return self
-
-        def __exit__(self, *error: object) -> None:
-            pass
-
-        def get_tensor(self, name: str) -> Tensor:
-            read.append(name)
-            return self.opened.get_tensor(name)
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self.opened, name)
-
-    safetensors.safe_open = Watched
-    model = parallelize(build("mixtral", "meta"), ep=2, device="cpu")
+    HuggingFaceStorageReader.read_data = watched  # type: ignore[method-assign]
+    model = parallelize(build("mixtral", "meta"), device="cpu", **options)
     materialize(model, checkpoint=f"{folder}/mixtral")
-    mine = {f".experts.{2 * rank}.", f".experts.{2 * rank + 1}."}
-    experts = [name for name in read if ".experts." in name]
-    assert all(any(part in name for part in mine) for name in experts)
-    return len(experts)
+    held = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return sum(read), sum(part.numel() for part in held)
 
 
-def test_each_rank_reads_its_experts_only(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{}, {"ep": 2}, {"tp": 2}])
+def test_each_rank_reads_its_own_part_only(tmp_path: Path, options: dict[str, int]) -> None:
     build("mixtral").save_pretrained(tmp_path / "mixtral")
-    assert run_ranks(2, _opened, str(tmp_path)) == [2 * 3 * 2] * 2  # layers x pieces x experts
+    for read, held in run_ranks(2, _read, str(tmp_path), options):
+        assert read == held
 
 
 def _initialised(rank: int, world_size: int) -> dict[str, Tensor]:

@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch import nn
 
 from nemo_like import parallelize
+from nemo_like.distributed import get_model_state
 from nemo_like.distributed.mesh import build_mesh
 from nemo_like.distributed.shard import shard_layers
 from nemo_like.distributed.weights.materialize import materialize
-from nemo_like.distributed.weights.sources import CheckpointUnreadableError
+from nemo_like.distributed.weights.sources import CheckpointUnreadableError, open_source
 from tests.models import decoders
 from tests.models.tiny import Decoder, llama, tokens, whole
 from tests_distributed.spawn import run_ranks
@@ -138,6 +140,10 @@ def _from_checkpoint(rank: int, world_size: int, path: str, layout: str) -> tupl
         dcp.save({"model": eager.state_dict(), "optimizer": {"step": torch.tensor(1)}}, checkpoint_id=path)
     elif layout == "dcp-bare":
         dcp.save(eager.state_dict(), checkpoint_id=path)
+    elif layout == "safetensors in parts":
+        sharded = _sharded_meta_llama()
+        materialize(sharded, state_dict=eager.state_dict())
+        dcp.save(get_model_state(sharded), storage_writer=dcp.HuggingFaceStorageWriter(path, save_distributed=True))
     elif rank == 0 and layout == "safetensors":
         eager.save_pretrained(path, max_shard_size="30KB")
     elif rank == 0:
@@ -149,7 +155,7 @@ def _from_checkpoint(rank: int, world_size: int, path: str, layout: str) -> tupl
     return expected, _loss(model)
 
 
-@pytest.mark.parametrize("layout", ["dcp", "dcp-bare", "safetensors", "torch"])
+@pytest.mark.parametrize("layout", ["dcp", "dcp-bare", "safetensors", "safetensors in parts", "torch"])
 def test_every_kind_of_checkpoint(layout: str, tmp_path: Path) -> None:
     for expected, loss in run_ranks(2, _from_checkpoint, str(tmp_path), layout):
         assert loss == expected
@@ -185,6 +191,30 @@ def test_a_damaged_checkpoint_is_an_error_on_every_rank(damage: str, tmp_path: P
     for error in run_ranks(2, _damaged, str(tmp_path), damage, return_exceptions=True):
         assert isinstance(error, CheckpointUnreadableError), error
         assert str(tmp_path) in str(error)
+
+
+def test_only_the_files_of_an_index_are_read(tmp_path: Path) -> None:
+    eager = llama()
+    eager.to(torch.bfloat16).save_pretrained(tmp_path, max_shard_size="20KB")
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    save_file({"of.another.tool": torch.ones(2)}, tmp_path / "consolidated.safetensors")
+    model = _meta_llama()
+    materialize(model, checkpoint=tmp_path)
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == torch.float32 and torch.equal(parameter, eager.get_parameter(name).float()), name
+
+
+def test_a_file_of_scalars_and_of_nothing(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(0, 2))
+    state = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(0, 2)).state_dict()
+    state["0.num_batches_tracked"] += 7
+    save_file(state, file := tmp_path / "one.safetensors")
+    materialize(model, checkpoint=file)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    file.write_bytes(file.read_bytes()[:-2])
+    with pytest.raises(CheckpointUnreadableError, match=r"one\.safetensors cannot be read"):
+        open_source(file)
 
 
 # -------------------------------------------------------------------------------------------------------- wrong input

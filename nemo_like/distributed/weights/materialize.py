@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -51,8 +50,8 @@ def materialize(
       more than one module whole. With no argument at all, each module's own initializer is used: ``_init_weights`` of
       the Hugging Face model around it, else ``reset_parameters``.
     - `state_dict`: whole tensors under the bare model's names, the same on every rank.
-    - `checkpoint`: a folder of `torch.distributed.checkpoint` (each rank reads the bytes of its shards), a folder or
-      file of safetensors, or a file of ``torch.save``; or a `LayeredSource` of several.
+    - `checkpoint`: a folder of `torch.distributed.checkpoint`, or a folder or file of safetensors (each rank reads the
+      bytes of its shards), or a file of ``torch.save``; or a `LayeredSource` of several.
 
     Buffers that no state dict has (rotary frequencies, masks) are computed again on the CPU, where an eager build
     makes them, by `init_fn` or else by the initializer as above. Tied parameters stay tied.
@@ -112,7 +111,7 @@ def _on_every_rank(action: Callable[[], T], together: bool) -> T:
     result, error = None, None
     try:
         result = action()
-    except (Exception, dcp.CheckpointException) as caught:  # noqa: BLE001  (raised again below, on every rank)
+    except Exception as caught:  # noqa: BLE001  (raised again below, on every rank)
         error = caught
     if together and dist.is_initialized():
         messages: list[str | None] = [None] * dist.get_world_size()
@@ -149,10 +148,7 @@ def _read(slots: list[Slot], source: Source, place: torch.device, compute: torch
     for slot in [slot for slot in slots if slot.saved]:
         values[slot] = _empty(slot, place, compute)
         targets[next(name for name in slot.names if name in source.shapes)] = values[slot]
-    try:
-        source.fill(targets)
-    except (Exception, dcp.CheckpointException) as error:
-        raise CheckpointUnreadableError(f"Reading {source.label} failed: {type(error).__name__}: {error}") from error
+    source.fill(targets)
     return values
 
 

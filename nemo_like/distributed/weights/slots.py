@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
+from nemo_like._util.module_tree import bare_name as bare_name
+from nemo_like._util.module_tree import join
 from nemo_like.torch_compat import as_dtensor_type, tree_map_only
-
-_ADDED_BY_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 CPU_OFFLOAD_MARK = "_nemo_like_cpu_offload"
 """Set on a root whose shards wait in host memory, which FSDP2 does not tell in public."""
@@ -56,17 +56,6 @@ class Slot:
         self.tensor = tensor
 
 
-def bare_name(name: str) -> str:
-    """`name` without what checkpoint and compile wrappers add to it.
-
-    >>> bare_name("layers.0._checkpoint_wrapped_module.mlp._orig_mod.weight")
-    'layers.0.mlp.weight'
-    """
-    for added in _ADDED_BY_WRAPPERS:
-        name = name.replace(added, "")
-    return name
-
-
 def find_slots(model: nn.Module) -> list[Slot]:
     """Every parameter and buffer of `model`, once each, in the order of registration."""
     slots: dict[int, Slot] = {}
@@ -74,7 +63,7 @@ def find_slots(model: nn.Module) -> list[Slot]:
     for prefix, module in model.named_modules(remove_duplicate=False):
         transient = module._non_persistent_buffers_set
         for local, tensor in (*module._parameters.items(), *module._buffers.items()):
-            name = bare_name(f"{prefix}.{local}" if prefix else local)
+            name = bare_name(join(prefix, local))
             if tensor is None or (name, local) in seen:
                 continue
             seen.add((name, local))
@@ -100,14 +89,8 @@ def copy_whole(target: Tensor, whole: Tensor) -> None:
         whole: the same global shape, any dtype (cast) and device, with the same values on every rank.
     """
     with torch.no_grad():
-        if isinstance(target, DTensor):
-            # src_data_rank=None: each rank cuts its own part out of its own copy.
-            part = distribute_tensor(
-                whole.detach().to(target.device), target.device_mesh, target.placements, src_data_rank=None
-            )
-            target.to_local().copy_(part.to_local())
-        else:
-            target.copy_(whole)
+        for chunk, view in boxes_of(target):
+            view.copy_(_narrowed(whole, chunk.offsets, chunk.sizes))
 
 
 def list_names(names: Iterable[str], limit: int = 5) -> str:
@@ -134,7 +117,7 @@ class StridedDTensor(DTensor):
         return result if func._schema.is_mutable else tree_map_only(DTensor, in_boxes, result)
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [chunk for chunk, _ in _boxes(self)]
+        return [chunk for chunk, _ in boxes_of(self)]
 
     def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self.to_local())
@@ -144,11 +127,11 @@ class StridedDTensor(DTensor):
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
             )
-            for chunk, _ in _boxes(self)
+            for chunk, _ in boxes_of(self)
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        return next(box for chunk, box in _boxes(self) if chunk.offsets == index.offset)
+        return next(box for chunk, box in boxes_of(self) if chunk.offsets == index.offset)
 
 
 # So that `torch.load` reads these as it reads DTensors.
@@ -182,18 +165,27 @@ def describe_strided(module: nn.Module, state: dict[str, Any], prefix: str, _met
             state[prefix + name] = in_boxes(value)
 
 
-def _boxes(tensor: DTensor) -> Iterator[tuple[ChunkStorageMetadata, Tensor]]:
-    """Yield where each box of the local part is in the whole tensor, and the box, a view."""
-    local = tensor.to_local()
+Box = tuple[ChunkStorageMetadata, Tensor]
+"""A place in a whole tensor, and the values there: a view of what this rank holds."""
+
+
+def boxes_of(tensor: Tensor) -> Iterator[Box]:
+    """Yield each box that this rank's part of `tensor` is made of: one of a plain tensor, none of an empty part."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     for box in product(*_runs(tensor)):
-        view = local
-        for dim, (_, here, size) in enumerate(box):
-            view = view.narrow(dim, here, size)
-        offsets, sizes = (torch.Size(run[at] for run in box) for at in (0, 2))
-        yield ChunkStorageMetadata(offsets=offsets, sizes=sizes), view
+        offsets, here, sizes = (torch.Size(run[at] for run in box) for at in range(3))
+        yield ChunkStorageMetadata(offsets=offsets, sizes=sizes), _narrowed(local, here, sizes)
 
 
-def _runs(tensor: DTensor) -> list[list[tuple[int, int, int]]]:
+def _narrowed(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    """A view of one box of `tensor`; all of it is `tensor` itself, since tensors of other libraries may have no views."""
+    for dim, (at, size) in enumerate(zip(offsets, sizes)):
+        if size < tensor.shape[dim]:
+            tensor = tensor.narrow(dim, at, size)
+    return tensor
+
+
+def _runs(tensor: Tensor) -> list[list[tuple[int, int, int]]]:
     """For each dim, runs of indices that this rank holds: (first in the whole tensor, first in the local part, size)."""
     runs = []
     for indices in _own_indices(tensor):
@@ -203,9 +195,11 @@ def _runs(tensor: DTensor) -> list[list[tuple[int, int, int]]]:
     return runs
 
 
-def _own_indices(tensor: DTensor) -> list[Tensor]:
+def _own_indices(tensor: Tensor) -> list[Tensor]:
     """For each dim, the indices of the whole tensor that this rank holds, in the order of the local part."""
     indices = [torch.arange(size) for size in tensor.shape]
+    if not isinstance(tensor, DTensor):
+        return indices
     for axis, placement in enumerate(tensor.placements):
         dim = getattr(placement, "dim", None)
         if dim is None:

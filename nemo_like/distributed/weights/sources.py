@@ -1,7 +1,7 @@
 """Sources of weights: a state dict in memory, a DCP folder, safetensors, or a file of torch.save.
 
-A source tells the shapes it has, and fills tensors by name. A rank never keeps more than one whole tensor at a time
-that was not in memory before.
+A source tells the shapes it has, and fills tensors by name. Of what is stored, a rank reads its own part into place; of
+a state dict of DTensors, it keeps one whole tensor at a time.
 """
 
 from __future__ import annotations
@@ -9,22 +9,29 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint import (
+    DefaultLoadPlanner,
+    FileSystemReader,
+    HuggingFaceStorageReader,
+    LoadPlan,
+    ReadItem,
+)
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
 from nemo_like._util.extras import require
 from nemo_like._util.words import a_or_an
-from nemo_like.distributed.expert.expert_lists import copy_own_experts, own_experts
-from nemo_like.distributed.weights.slots import Slot, copy_whole, in_boxes, list_names
+from nemo_like.distributed.expert.expert_lists import own_views
+from nemo_like.distributed.weights.slots import Box, Slot, boxes_of, copy_whole, list_names
 
 
 class CheckpointUnreadableError(RuntimeError):
@@ -43,7 +50,7 @@ class Source(Protocol):
         """The global shape of each tensor it has, by name."""
 
     def fill(self, targets: Mapping[str, Tensor]) -> None:
-        """Copy the named tensors into `targets`, each rank its part. A collective for DCP folders."""
+        """Copy the named tensors into `targets`, each rank its part; no communication."""
 
     def get(self, name: str) -> Tensor:
         """One whole tensor (to compare tied ones)."""
@@ -71,86 +78,103 @@ class StateDictSource:
             copy_whole(target, self.get(name))
 
 
-class SafetensorsSource:
-    """A Hugging Face folder or file: tensors are read one at a time, and of experts only those that this rank holds.
+class StoredSource:
+    """A folder or file that `torch.distributed.checkpoint` has a reader for: each rank reads the bytes of its own part.
 
-    Files have most mixtures of experts expert by expert (`fused_names`); here they have the names and shapes of the model.
+    Weights may be at the top, or under ``"model"`` as training checkpoints have them. Files of Hugging Face have most
+    mixtures of experts expert by expert (`fused_weights`); here they have the names and shapes of the model.
     """
 
-    def __init__(self, path: Path, apart: Collection[str] = ()) -> None:
+    def __init__(self, path: Path, reader: FileSystemReader, apart: Collection[str] = ()) -> None:
         """apart: names that the model has as the files do, and that are not to be fused."""
-        self.label = str(path)
-        self._open = require("safetensors", "hf", "to read safetensors files").safe_open
-        self._file_of: dict[str, Path] = {}
-        shapes: dict[str, torch.Size] = {}
-        index = path / "model.safetensors.index.json"
-        if path.is_file():
-            files = [path]
-        elif index.exists():
-            files = [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-        else:
-            files = sorted(path.glob("*.safetensors"))
-        for file in files:
-            with self._open(file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118  (a safe_open is not a mapping)
-                    self._file_of[name] = file
-                    shapes[name] = torch.Size(opened.get_slice(name).get_shape())
-        self._fused = fused_weights({name: shape for name, shape in shapes.items() if name not in apart})
-        pieces = pieces_of(self._fused.values())
-        self._stored = {in_the_model(name) if self._fused else name: name for name in shapes if name not in pieces}
-        self.shapes = {name: shapes[stored] for name, stored in self._stored.items()}
+        self.label, self._reader = str(path), reader
+        metadata = reader.read_metadata()
+        reader.set_up_storage_reader(metadata, is_coordinator=True)
+        entries = metadata.state_dict_metadata
+        prefix = "model." if any(name.split(".")[0] in ("optimizer", "optim") for name in entries) else ""
+        self._saved = {
+            name.removeprefix(prefix): entry
+            for name, entry in entries.items()
+            if isinstance(entry, TensorStorageMetadata) and name.startswith(prefix)
+        }
+        self._prefix = prefix
+        self._fused = fused_weights({name: entry.size for name, entry in self._saved.items() if name not in apart})
+        pieces = {name for weight in self._fused.values() for part in weight.parts for name in part}
+        self._stored = {in_the_model(name) if self._fused else name: name for name in self._saved if name not in pieces}
+        self.shapes = {name: self._saved[stored].size for name, stored in self._stored.items()}
         self.shapes |= {name: weight.shape for name, weight in self._fused.items()}
 
     def get(self, name: str) -> Tensor:
-        return self.rows(name, slice(None))
-
-    def rows(self, name: str, rows: slice) -> Tensor:
-        """Return those rows of dim 0 of one tensor, and nothing else of it."""
-        if name not in self._fused:
-            return self._read(self._stored[name], rows)
-        parts = self._fused[name].parts[rows]
-        return torch.stack([torch.cat([self._read(piece, slice(None)) for piece in part]) for part in parts])
-
-    def _read(self, stored: str, rows: slice) -> Tensor:
-        with self._open(self._file_of[stored], framework="pt") as opened:
-            return opened.get_tensor(stored) if rows == slice(None) else opened.get_slice(stored)[rows]
-
-    def fill(self, targets: Mapping[str, Tensor]) -> None:
-        for name, target in targets.items():
-            rows = own_experts(target)
-            if rows is None:
-                copy_whole(target, self.get(name))
-            else:
-                assert isinstance(target, DTensor)
-                copy_own_experts(target, self.rows(name, rows))
-
-
-class DCPSource:
-    """A folder of `torch.distributed.checkpoint`: each rank reads the bytes of its shards.
-
-    The weights may be at the top, or under ``"model"`` as training checkpoints have them.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.label = str(path)
-        self._path = path
-        metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-        shapes = {name: entry.size for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
-        self._prefix = "model." if any(key.split(".")[0] in ("optimizer", "optim") for key in metadata) else ""
-        cut = len(self._prefix)
-        self.shapes = {name[cut:]: size for name, size in shapes.items() if name.startswith(self._prefix)}
-
-    def get(self, name: str) -> Tensor:
-        whole = torch.empty(self.shapes[name])
-        self._load({self._prefix + name: whole})
+        stored = self._fused[name].parts[0][0] if name in self._fused else self._stored[name]
+        whole = torch.empty(self.shapes[name], dtype=self._saved[stored].properties.dtype)
+        self.fill({name: whole})
         return whole
 
     def fill(self, targets: Mapping[str, Tensor]) -> None:
-        self._load({self._prefix + name: in_boxes(tensor.detach()) for name, tensor in targets.items()})
+        wanted: dict[str, list[Box]] = {}
+        for name, target in targets.items():
+            for box in boxes_of(target.detach()):
+                for stored, piece in self._pieces(name, *box):
+                    wanted.setdefault(self._prefix + stored, []).append(piece)
+        items: list[ReadItem] = []
+        for stored, boxes in wanted.items():
+            entry = self._saved[stored.removeprefix(self._prefix)]
+            items += create_read_items_for_chunk_list(stored, entry, [chunk for chunk, _ in boxes])
+        # Not by `dcp.load`, which would read the metadata again, and have ranks wait for each other.
+        try:
+            self._reader.read_data(LoadPlan(items), _Boxes(wanted)).wait()
+        except Exception as error:  # whatever a reader raises on damaged bytes
+            raise CheckpointUnreadableError(f"Reading {self.label} failed: {type(error).__name__}: {error}") from error
 
-    def _load(self, state: dict[str, Any]) -> None:
-        reader = dcp.FileSystemReader(self._path)
-        dcp.load(state, storage_reader=reader, no_dist=not (dist.is_available() and dist.is_initialized()))
+    def _pieces(self, name: str, chunk: ChunkStorageMetadata, view: Tensor) -> Iterator[tuple[str, Box]]:
+        """Cut a box of the tensor `name` at the tensors that it is stored as: yield their names, and boxes of those."""
+        if name not in self._fused:
+            yield self._stored[name], (chunk, view)
+            return
+        (expert, begin, *rest), (experts, rows, *sizes) = chunk.offsets, chunk.sizes
+        for part, into in zip(self._fused[name].parts[expert : expert + experts], view):
+            at = 0  # the row of the expert's weight that a piece begins at
+            for stored in part:
+                end = at + self._saved[stored].size[0]
+                first, last = max(at, begin), min(end, begin + rows)
+                if first < last:
+                    box = ChunkStorageMetadata(torch.Size((first - at, *rest)), torch.Size((last - first, *sizes)))
+                    yield stored, (box, into[first - begin : last - begin])
+                at = end
+
+
+class _Boxes(DefaultLoadPlanner):
+    """Tells a reader where each box goes."""
+
+    def __init__(self, boxes: Mapping[str, Sequence[Box]]) -> None:
+        super().__init__()
+        self._boxes = boxes
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        assert index.index is not None
+        return self._boxes[index.fqn][index.index][1]
+
+
+class _Files(FileSystem):
+    """A folder of which only these files are read: torch's reader lists the folder, and knows no index (2.13 to 2.15)."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._files = [str(file) for file in files]
+
+    def ls(self, path: str | os.PathLike[str]) -> list[str]:
+        return self._files
+
+
+def _safetensors(path: Path) -> HuggingFaceStorageReader:
+    """Return a reader of one file, of those in the index of a folder, or of all in it."""
+    require("safetensors", "hf", "to read safetensors files")
+    index = path / "model.safetensors.index.json"
+    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    if index.exists():
+        files = [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    reader = HuggingFaceStorageReader(str(path))
+    reader.fs = _Files(files)
+    return reader
 
 
 class LayeredSource:
@@ -204,16 +228,13 @@ class ListedSource:
         return torch.stack([self._source.get(one) for one in self._pieces[name]])
 
     def fill(self, targets: Mapping[str, Tensor]) -> None:
-        self._source.fill({name: target for name, target in targets.items() if name not in self._pieces})
+        apart: dict[str, Tensor] = {}
         for name, target in targets.items():
-            if name not in self._pieces:
-                continue
-            rows = own_experts(target)
-            if rows is None:
-                copy_whole(target, self.get(name))
+            if name in self._pieces:
+                apart |= {self._pieces[name][number]: view for number, view in own_views(target).items()}
             else:
-                assert isinstance(target, DTensor)
-                copy_own_experts(target, torch.stack([self._source.get(one) for one in self._pieces[name][rows]]))
+                apart[name] = target
+        self._source.fill(apart)
 
 
 def open_source(
@@ -236,13 +257,13 @@ def open_source(
             raise FileNotFoundError("there is no such file or folder")
         if path.is_dir():
             if (path / ".metadata").exists():
-                return DCPSource(path)
+                return StoredSource(path, FileSystemReader(path), apart)
             if any(path.glob("*.safetensors")):
-                return SafetensorsSource(path, apart)
+                return StoredSource(path, _safetensors(path), apart)
             inside = ", ".join(sorted(entry.name for entry in path.iterdir())[:5]) or "nothing"
             raise FileNotFoundError(f"it has neither .metadata nor *.safetensors, but {inside}")
         if path.suffix == ".safetensors":
-            return SafetensorsSource(path, apart)
+            return StoredSource(path, _safetensors(path), apart)
         return StateDictSource(torch.load(path, map_location="cpu", mmap=True, weights_only=True), str(path))
     except ImportError:
         raise
@@ -330,8 +351,3 @@ def in_the_model(name: str) -> str:
     for old, new in _RENAMED.items():
         name = name.replace(old, new)
     return name
-
-
-def pieces_of(fused: Iterable[FusedWeight]) -> set[str]:
-    """The names in the file that `fused` are made of."""
-    return {name for weight in fused for part in weight.parts for name in part}

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from nemo_like._util.module_tree import check_model
+from nemo_like._util.module_tree import bare_name, check_model
 from nemo_like.distributed import launch
 from nemo_like.distributed.agreement import wire_device
 from nemo_like.distributed.expert.expert_lists import (
@@ -37,7 +37,6 @@ from nemo_like.distributed.weights.slots import (
     STAGES_MARK,
     Slot,
     as_dtensor,
-    bare_name,
     copy_whole,
     find_slots,
     in_boxes,
