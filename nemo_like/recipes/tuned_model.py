@@ -181,11 +181,6 @@ def _new_adapters(model: nn.Module, seed: int) -> dict[str, Tensor]:
     return state
 
 
-def trained_names(model: nn.Module) -> list[str]:
-    """Names of the parameters that train, as the bare model has them."""
-    return [bare_name(slot.name) for slot in find_slots(model) if slot.is_parameter and slot.tensor.requires_grad]
-
-
 def folder_fingerprint(folder: str) -> str:
     """Changes with the name or size of any safetensors file, or with its table of contents."""
     digest = hashlib.sha256()
