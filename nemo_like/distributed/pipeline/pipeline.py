@@ -77,9 +77,9 @@ class Pipeline(StagesOfRank):
         """
         if self.sees is not None:
             self.sees(batch, self.options.microbatches or 1)
-        self._verify(batch)
+        sizes = self._verified_cut(batch)
         self._by_microbatch.step_begins()
-        schedule = self._schedule(*self.cut(batch))
+        schedule = self._schedule(*sizes)
         numbers = torch.arange(self.options.microbatches or 1)
         args = (numbers,) if self.stages[0].slice.is_first else ()
         losses: list[Tensor] = []
@@ -96,18 +96,19 @@ class Pipeline(StagesOfRank):
 
         One stage after the other; torch's own way for this fails for schedules with several stages on a rank (torch 2.13).
         """
-        self._verify(batch)
+        self._verified_cut(batch)
         return self._mean(self.forward(batch))
 
-    def _verify(self, batch: Mapping[str, Any]) -> None:
-        """Once: whether all ranks have this batch; under ``cp``, as
-        `nemo_like.distributed.context.verify_cut` does for whole models. Then what the loss is a mean over."""
+    def _verified_cut(self, batch: Mapping[str, Any]) -> tuple[int, int]:
+        """`cut`, and what its loss is a mean over compared. In the first call also whether all ranks have this batch, and
+        under ``cp`` what `nemo_like.distributed.context.verify_cut` compares for whole models."""
         if not self._verified:
             self._verified = True
             check_same_batch(batch, self._sharing)
             verify_stages(self, batch, self.cut, self.forward)
-        self.cut(batch)
+        sizes = self.cut(batch)
         self._loss_mean.check(self, batch)
+        return sizes
 
     def trust(self) -> None:
         """Compare nothing: for runs on tensors without values."""
