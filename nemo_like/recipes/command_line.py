@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser, kind_of_options: type[RunOpti
     for field in dataclasses.fields(kind_of_options):
         kind, text, argument = field.metadata["kind"], field.metadata["help"], dict(field.metadata["argument"])
         names = [flag(field.name), *([argument.pop("alias")] if "alias" in argument else [])]
-        if field.default is not None and kind is not bool:
+        if field.default not in (None, "") and kind is not bool:
             text += f" (default: {field.default})"
         argument |= {"dest": field.name, "default": argparse.SUPPRESS, "help": text.replace("%", "%%")}
         if kind is bool:
