@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -112,3 +113,34 @@ def test_mixtral(settings: dict[str, Any], ac: str) -> None:
 
     expected = run(None)
     assert all(map(torch.equal, run(ac), expected))
+
+
+class Twice(nn.Module):
+    """Is given one tensor in two places: attention takes another way then, and a write into one is seen in the other."""
+
+    def __init__(self, writes: bool) -> None:
+        super().__init__()
+        self.one, self.other, self.writes = nn.Linear(D, D), nn.Linear(D, D), writes
+
+    def forward(self, query: Tensor, key: Tensor) -> Tensor:
+        if self.writes:
+            query *= 1.5
+        return self.one(query).tanh() * key if query is key else self.other(query + key)
+
+
+@pytest.mark.parametrize("writes", [False, True])
+@pytest.mark.parametrize("hooks", [False, True])
+@pytest.mark.parametrize("policy", POLICIES, ids=repr)
+def test_a_tensor_in_two_places_is_one_in_recomputation(policy: Policy, hooks: bool, writes: bool) -> None:
+    def gradients_of(policy: Policy | None) -> list[Tensor | None]:
+        torch.manual_seed(0)
+        first, twice = nn.Linear(D, D), Twice(writes)
+        layer = twice if policy is None else CheckpointWrapper(twice, policy=policy)
+        around = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+        with around if hooks else contextlib.nullcontext():
+            h = first(torch.randn(3, D)) * 1.0
+            layer(h, h).square().sum().backward()
+        return [parameter.grad for parameter in (*first.parameters(), *twice.parameters())]
+
+    wanted, got = gradients_of(None), gradients_of(policy)
+    assert all(one is other is None or torch.equal(one, other) for one, other in zip(got, wanted, strict=True))
