@@ -41,13 +41,14 @@ def _wrong(pipeline: Any, inputs: dict[str, Any], loss: float, expected: dict[st
 
 def _cases(rank: int, world_size: int, name: str, cases: list[dict[str, Any]]) -> list[str]:
     whole, inputs = build(name), batch(name, rows=ROWS)
-    if name == "nanogpt":  # a pipeline knows what counts of ``labels`` alone
+    if name == "nanogpt":
         inputs["targets"] = inputs["idx"]
     loss, expected = step(copy.deepcopy(whole), inputs)
     sample = {key: value[:2] for key, value in inputs.items()}
     wrong = []
+    stages = PipelineParallel(2, microbatches=2, loss_mean="rows" if name == "nanogpt" else None)
     for options in cases:
-        given = {"cp": 2, "pp": PipelineParallel(2, microbatches=2), "sample_input": sample} | options
+        given = {"cp": 2, "pp": stages, "sample_input": sample} | options
         pipeline = parallelize(copy.deepcopy(whole), **given)
         for _ in range(2):
             wrong += [f"{name} {options}: {text}" for text in _wrong(pipeline, inputs, loss, expected)]

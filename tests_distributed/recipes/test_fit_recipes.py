@@ -198,8 +198,11 @@ def _tune_on_host(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.long
-def test_fine_tuning_fits_its_longest_rows_and_says_so_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fine_tuning_fits_its_longest_rows_and_says_so_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("peft")
+    monkeypatch.delenv("COLUMNS", raising=False)  # which processes of pytest-xdist have, and lines are cut by
     make_model(tmp_path / "model")
     write_lines(tmp_path / "data.jsonl", questions())
     options = FinetuneOptions(
