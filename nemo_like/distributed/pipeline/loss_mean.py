@@ -99,8 +99,9 @@ class LossMean:
     def check(self, pipeline: StagesOfRank, batch: Mapping[str, Any]) -> None:
         """Compare what the stages were given of `batch`, where it shows what no comparison has seen.
 
-        That is in the first call, in calls 2, 4, 8 and so on, and where other micro-batches have less that counts than
-        before. A collective of all ranks that share a stage.
+        That is in the first call, and where micro-batches first count differently. Where `PipelineParallel.loss_mean` is
+        given, also in calls 2, 4, 8 and so on, and where masks or padding differ as never before. A collective of all
+        ranks that share a stage.
 
         Raises:
             ValueError: on every rank: the losses of micro-batches do not add up to that of the batch.
@@ -153,11 +154,11 @@ class LossMean:
         """Return the two micro-batches to compare for each thing that no comparison has seen."""
         self._calls += 1
         news: dict[Hashable, Sequence[float]] = {("names", frozenset(batch)): shares}
-        if self._calls & (self._calls - 1) == 0:
-            news["calls", self._calls] = shares
         if len(set(shares)) > 1:
             news["shares", all(shares)] = shares
         if not self._is_default:
+            if self._calls & (self._calls - 1) == 0:
+                news["calls", self._calls] = shares
             news |= {key: numbers for key, numbers in _counts(batch, parts).items() if len(set(numbers)) > 1}
         new = [numbers for key, numbers in news.items() if key not in self._compared]
         self._compared |= news.keys()
