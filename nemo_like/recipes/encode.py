@@ -98,12 +98,8 @@ class Encoder:
 
     def _marked(self, messages: list[dict[str, Any]], tools: dict[str, Any]) -> tuple[list[int], list[bool]]:
         """A conversation whose template marks by itself, with ``{% generation %}``, what the assistant writes."""
-        try:
-            encoded = self.tokenizer.apply_chat_template(
-                messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **tools
-            )
-        except Exception as error:  # a template is a program: it raises what it likes
-            raise BadSampleError(f"the chat template refuses it: {' '.join(str(error).split())}") from error
+        how: dict[str, Any] = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+        encoded = self._templated(messages, **how, **tools)
         return list(encoded["input_ids"]), list(map(bool, encoded["assistant_masks"]))
 
     def _render(self, messages: list[dict[str, Any]], tools: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
@@ -112,29 +108,27 @@ class Encoder:
         def render(up_to: int, prompt: bool = False) -> str:
             if not up_to:  # templates refuse an empty conversation
                 return ""
-            return str(
-                self.tokenizer.apply_chat_template(
-                    messages[:up_to], tokenize=False, add_generation_prompt=prompt, **tools
-                )
-            )
+            return str(self._templated(messages[:up_to], tokenize=False, add_generation_prompt=prompt, **tools))
 
+        text = render(len(messages))
+        spans = []
+        for index, message in enumerate(messages):
+            if message["role"] == "assistant":
+                before, after = render(index, prompt=True), render(index + 1)
+                if not (after.startswith(before) and text.startswith(after)):
+                    raise BadSampleError(
+                        f"the chat template writes what is before message {index + 1} otherwise when more "
+                        "follows, so the answer cannot be told from it. Cut the conversation after each answer"
+                    )
+                spans.append((len(before), len(after)))
+        return text, spans
+
+    def _templated(self, messages: list[dict[str, Any]], **how: Any) -> Any:
+        """`messages` through the tokenizer's chat template."""
         try:
-            text = render(len(messages))
-            spans = []
-            for index, message in enumerate(messages):
-                if message["role"] == "assistant":
-                    before, after = render(index, prompt=True), render(index + 1)
-                    if not (after.startswith(before) and text.startswith(after)):
-                        raise BadSampleError(
-                            f"the chat template writes what is before message {index + 1} otherwise when more "
-                            "follows, so the answer cannot be told from it. Cut the conversation after each answer"
-                        )
-                    spans.append((len(before), len(after)))
-        except BadSampleError:
-            raise
+            return self.tokenizer.apply_chat_template(messages, **how)
         except Exception as error:  # a template is a program: it raises what it likes
             raise BadSampleError(f"the chat template refuses it: {' '.join(str(error).split())}") from error
-        return text, spans
 
 
 def load_tokenizer(folder: str, *, trust_remote_code: bool = False) -> Any:

@@ -1,6 +1,6 @@
 """The training loop of both jobs, from options to an exit code: steps, reports, evaluations, checkpoints, and how runs end.
 
-`run_job` is where a process begins. A job gives data, a model and its weights, and what is left at the end:
+`run_on_ranks` is where a process begins. A job gives data, a model and its weights, and what is left at the end:
 `nemo_like.recipes.pretrain` and `nemo_like.recipes.finetune`.
 """
 
@@ -210,13 +210,12 @@ class TrainingJob:
         options.check_model_loss(model, options.loss)
         counts = [(p.numel(), p.requires_grad) for p in model.parameters()]
         self.parameters, self.trained = sum(n for n, _ in counts), sum(n for n, trains in counts if trains)
-        whole = model if options.axes["pp"] > 1 else None  # each rank then has a part of it
         mesh = self._sequence_mesh()
         ready = self.made_ready(model, lambda model: self._parallelized(model, mesh))
         self.pipeline = ready if isinstance(ready, Pipeline) else None
         self.model: nn.Module = ready.module if isinstance(ready, Pipeline) else ready
         self.optimizer = make_optimizer(self.model, options)
-        self.about = self.identity(self.model if whole is None else whole)
+        self.about = self.identity(self.model if self.pipeline is None else model)  # not of one rank's stages
         """Facts that a resumed run must share."""
         self._loss = MeanLoss(options.loss == "chunked", mesh)
 

@@ -72,12 +72,14 @@ def option(
     return dataclasses.field(default=default, metadata=facts | {"argument": argument})
 
 
-def job_option(name: str, default: object = None, *, needs: str = "", **argument: Any) -> Any:
-    """An `option` that is a field of the job: what `FLAGS` has for it; `default`: another one than there."""
+def job_option(
+    name: str, default: object = None, *, choices: Sequence[str] = (), needs: str = "", **argument: Any
+) -> Any:
+    """An `option` that is a field of the job: what `FLAGS` has for it; `default`, `choices`: others than there."""
     known = FLAGS[name]
     text = known.help.replace("%%", "%")
     value = known.default if default is None else default
-    return option(value, text, known.kind, choices=known.choices, needs=needs, **argument)
+    return option(value, text, known.kind, choices=choices or known.choices, needs=needs, **argument)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -385,9 +387,7 @@ class PretrainOptions(RunOptions):
     cp: int = job_option("cp")
     ep: int = job_option("ep")
     pp: int = job_option("pp")
-    pp_schedule: str = option(
-        FLAGS["pp_schedule"].default, FLAGS["pp_schedule"].help, choices=PIPELINE_SCHEDULES, needs="--pp above 1"
-    )
+    pp_schedule: str = job_option("pp_schedule", choices=PIPELINE_SCHEDULES, needs="--pp above 1")
     pack: bool = option(
         False,
         "the files of the text are documents: packed into samples, apart from each other in attention and loss",

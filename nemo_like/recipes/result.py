@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from nemo_like._util.extras import require
 from nemo_like._util.module_tree import bare, base_model
-from nemo_like.distributed import get_model_state, launch
+from nemo_like.distributed import get_model_state
 from nemo_like.distributed.weights.slots import find_slots, show_shards
+from nemo_like.distributed.weights.state_dict import whole_on_first
 from nemo_like.recipes.agree import Ranks
 from nemo_like.recipes.job_checkpoint import CheckpointError
 
@@ -89,10 +89,9 @@ def whole_trained(model: nn.Module) -> dict[str, Tensor]:
     show_shards(inner)
     for slot in find_slots(inner):
         if slot.is_parameter and slot.tensor.requires_grad:
-            tensor = slot.tensor.detach()
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            if launch.rank() == 0:
-                state |= dict.fromkeys(slot.names, whole.to("cpu", copy=True))
+            whole = whole_on_first(slot.tensor.detach())
+            if whole is not None:
+                state |= dict.fromkeys(slot.names, whole)
     return state
 
 

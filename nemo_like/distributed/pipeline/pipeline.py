@@ -96,8 +96,7 @@ class Pipeline(StagesOfRank):
 
         One stage after the other; torch's own way for this fails for schedules with several stages on a rank (torch 2.13).
         """
-        self._verified_cut(batch)
-        return self._mean(self.forward(batch))
+        return self._mean(self._forward(self._verified_cut(batch)))
 
     def _verified_cut(self, batch: Mapping[str, Any]) -> tuple[int, int]:
         """`cut`, and what its loss is a mean over compared. In the first call also whether all ranks have this batch, and
@@ -114,13 +113,16 @@ class Pipeline(StagesOfRank):
         """Compare nothing: for runs on tensors without values."""
         self._verified, self._loss_mean.has_values = True, False
 
-    @torch.no_grad()
     def forward(self, batch: Mapping[str, Any], seen: list[Tensor] | None = None) -> Sequence[Tensor]:
         """The losses of all micro-batches where this rank has the last stage, else nothing.
 
         seen: gets the hidden states, (rows, tokens, width), that this rank's other stages give for each micro-batch.
         """
-        sizes = self.cut(batch)
+        return self._forward(self.cut(batch), seen)
+
+    @torch.no_grad()
+    def _forward(self, sizes: tuple[int, int], seen: list[Tensor] | None = None) -> Sequence[Tensor]:
+        """`forward` of a batch that is cut already, into micro-batches of these `sizes`."""
         count = range(self.options.microbatches or 1)
         rank_of = {index: rank for rank in range(self.options.size) for index in stages_of(self.options, rank)}
         mine = dist.get_rank(self.group)

@@ -67,16 +67,21 @@ def get_model_state(model: nn.Module, *, full: bool = False) -> dict[str, Tensor
     for slot in _saved_slots(model):
         tensor = without_float8(slot.tensor.detach())
         if full:
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            if launch.rank() != 0:
+            if (whole := whole_on_first(tensor)) is None:
                 continue
-            tensor = whole.to("cpu", copy=True)
+            tensor = whole
         if slot.name not in pieces:
             state |= dict.fromkeys(slot.names, in_boxes(tensor))
             continue
         part = pieces[slot.name]  # on a rank without the others' experts, without their names
         state |= {part[number]: view for number, view in own_views(tensor).items()}
     return state
+
+
+def whole_on_first(tensor: Tensor) -> Tensor | None:
+    """A whole copy of `tensor` in host memory, on rank 0; None on others. A collective where it is sharded."""
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.to("cpu", copy=True) if launch.rank() == 0 else None
 
 
 @torch.no_grad()
