@@ -395,10 +395,12 @@ def differs(row: Row) -> list[str]:
         words += ["Megatron's kernels and sharding"]
     if row.project == "Llama 3 paper":
         words += ["7 stages a rank taken", "own kernels"]
+    if row.project == "tune":
+        words.append("AdamW with foreach taken")
     if row.project == "tune" and row.ac == "full" and _from(row, "activation offloading"):
         words.append("optimizer not in backward")
     if row.project == "KempnerForge" and row.tp > 1:
-        words.append("their placement of sequence parts is not known")
+        words.append("each projection gathers its input by itself")
     return words
 
 
