@@ -11,6 +11,7 @@ from nemo_like.commands.bench_command import add_options, run_suite
 from tests.benchmarks.check import CHECK
 from tests.benchmarks.overhead import OVERHEAD
 from tests.benchmarks.planning import PLANNING
+from tests.benchmarks.public_numbers import PUBLIC
 from tests.benchmarks.published import PUBLISHED
 from tests.benchmarks.scale import SCALE
 from tests.benchmarks.verify import VERIFY
@@ -18,6 +19,7 @@ from tests.benchmarks.verify import VERIFY
 PROGRAM = "python -m tests.benchmarks"
 
 SUITES = {
+    "public": PUBLIC,
     "published": PUBLISHED,
     "planning": PLANNING,
     "check": CHECK,

@@ -446,7 +446,8 @@ def test_frozen_embedding_and_frozen_layers():
 
 
 def test_every_device_has_a_source_for_every_figure():
-    assert set(known_devices()) == {"a100-80gb", "h100-80gb", "h200", "b200", "mi300x", "rtx-4090", "cpu"}
+    nvidia = {"a100-80gb", "h100-80gb", "h20", "h200", "b200", "gb200", "gb300", "l40s", "rtx-4090", "rtx-5090"}
+    assert set(known_devices()) == nvidia | {"mi300x", "mi355x", "cpu"}
     for name in known_devices():
         device = resolve_device(name)
         wanted = {"peaks"} if name == "cpu" else {"peaks", "matmul", "attention", "bandwidth"}

@@ -1,0 +1,704 @@
+"""Suite ``public``: every published training step that we know of, beside what the planner predicts for it.
+
+The rows are in ``tests/benchmarks/public/*.csv``, each file with its source. The planner is the product's own, asked as a
+user would ask it. Where a source ran something that it has no option for, the row says what differs.
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from nemo_like.bench import BenchOptions, Column, Measured, Suite, Table
+from nemo_like.job import Job
+from nemo_like.models import ModelSource, resolve_model, source_of
+from nemo_like.options import ChunkedLoss, PipelineParallel, Precision, StepSpec, TensorParallel
+from nemo_like.options.memory import AllocatorConfig
+from nemo_like.planning.answers.rank import rank_peak
+from nemo_like.planning.answers.reserved import Reserved, fullest_ranks, reserved_on
+from nemo_like.planning.answers.seconds import StepSeconds, step_seconds
+from nemo_like.planning.answers.verdict import reserved_within
+from nemo_like.planning.devices import Device, resolve_device
+from nemo_like.planning.query import Choices, PlanQuery
+from tests.benchmarks.published import published_device
+
+FOLDER = Path(__file__).with_name("public")
+PAGE = Path(__file__).parents[2] / "docs" / "evidence" / "public-numbers.md"
+"""Page that a run of all rows writes."""
+GIB = 2**30
+
+RESERVED, ALLOCATED, ACTIVE, FILLS, OOM, NONE = "reserved", "allocated", "active", "card that it fills", "oom", "none"
+"""Kinds of published memory. ``NONE``: nothing is said."""
+
+
+# --- rows -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """One published step."""
+
+    id: str
+    source: str
+    model: str
+    gpu: str
+    gpus: int
+    gpus_per_host: int
+    dp_replicate: int
+    dp_shard: int
+    tp: int
+    cp: int
+    pp: int
+    ep: int
+    schedule: str
+    virtual_stages: int
+    micro_batch: int
+    grad_accum: int
+    """Micro-batches of a step; of a pipeline, those that go through it."""
+    seq_len: int
+    ac: str
+    """Empty: the source does not say."""
+    compile: bool
+    precision: str
+    async_tp: bool
+    memory: float | None
+    """Bytes."""
+    memory_kind: str
+    tokens_per_second: float | None
+    """Of one GPU."""
+    tflops: float | None
+    """Of one GPU, where the source has that in place of tokens."""
+    note: str
+
+    @property
+    def project(self) -> str:
+        """Return the name of whose loop it is."""
+        known = ("torchtitan", "foundry", "ibm", "bridge", "tune", "Llama 3 paper", "KempnerForge", "unsloth")
+        return next((name for name in known if name.lower() in self.source.lower()), self.source)
+
+    @property
+    def axes(self) -> str:
+        """Return the sizes above 1, in words."""
+        sizes = {name: getattr(self, name) for name in ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep")}
+        return ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one GPU"
+
+    @property
+    def how(self) -> str:
+        """Return checkpointing, precision and the rest, in words."""
+        words = [self.ac or "ac not said", self.precision, self.schedule]
+        words += ["compiled"] * self.compile + ["async tp"] * self.async_tp
+        words += [f"{self.grad_accum} micro-batches"] * (self.grad_accum > 1)
+        return ", ".join(filter(None, words))
+
+
+def all_rows() -> list[Row]:
+    """Return the rows of all files."""
+    rows = [_titan(line, "h100-96", "torchtitan 2024-12", f"A{k}") for k, line in _lines("torchtitan_2024_12")]
+    rows += [_titan(line, "h200", "torchtitan 2025-06", f"B{k}") for k, line in _lines("torchtitan_2025_06_h200")]
+    rows += [_more(line, f"C{k}") for k, line in _lines("more_2025")]
+    return rows + [_step(line) for _, line in _lines("steps_2026")]
+
+
+def _lines(name: str) -> Iterable[tuple[int, dict[str, str]]]:
+    text = (FOLDER / f"{name}.csv").read_text(encoding="utf-8")
+    lines = csv.DictReader(line for line in text.splitlines() if line and not line.startswith("#"))
+    return enumerate(lines, start=1)
+
+
+def _titan(line: dict[str, str], gpu: str, source: str, name: str) -> Row:
+    pp = int(line["pp"])
+    virtual = 2 if line["schedule"].startswith("interleaved") else 1
+    return _row(
+        line,
+        id=name,
+        source=source,
+        gpu=gpu,
+        schedule=line["schedule"],
+        virtual_stages=virtual,
+        micro_batch=int(line["local_batch"]) // pp,  # as many micro-batches as ranks, until January 2025
+        grad_accum=pp,
+        async_tp=line["async_tp"] == "yes",
+        memory=float(line["reserved_gib"]) * GIB,
+        memory_kind=RESERVED,
+        note="",
+    )
+
+
+def _more(line: dict[str, str], name: str) -> Row:
+    sizes = [int(line[axis]) for axis in ("tp", "cp", "pp")]
+    gpus, host = int(line["gpus"]), _per_host(line["gpu"])
+    shard = int(line["dp_shard"] or host)  # HSDP: a host shards
+    replicas = gpus // (shard * sizes[0] * sizes[1] * sizes[2])
+    data, micro = shard * replicas, int(line["micro_batch"])
+    batch = re.search(r"global batch (\d+)", line["note"])
+    stages = re.search(r"(\d+) virtual stages", line["note"])
+    interleaved = stages is not None or "interleaved" in line["note"]
+    tflops = re.search(r"\((\d+) TFLOP/s\)", line["note"])
+    kind = {"active": ACTIVE, "": NONE}.get(line["memory_kind"], RESERVED)  # torchtitan logs what is reserved
+    return _row(
+        line,
+        id=name,
+        gpus_per_host=host,
+        dp_replicate=replicas,
+        dp_shard=shard,
+        schedule=("interleaved_1f1b" if interleaved else "1f1b") if sizes[2] > 1 else "",
+        virtual_stages=int(stages[1]) if stages else 7 if interleaved else 1,  # the paper: about one layer a stage
+        micro_batch=micro,
+        grad_accum=int(batch[1]) // (data * micro) if batch else 1,
+        memory=float(line["memory_gib"]) * GIB if line["memory_gib"] else None,
+        memory_kind=kind,
+        tflops=float(tflops[1]) if tflops else None,
+    )
+
+
+def _step(line: dict[str, str]) -> Row:
+    kind = next(kind for kind in (FILLS, ALLOCATED, RESERVED) if line["memory_kind"].startswith(kind))
+    out = line["memory"] == "OOM"
+    unit = GIB if line["memory_unit"] == "GiB" else 10**9
+    return _row(
+        line,
+        source=f"{line['source']} ({line['date']})",
+        gpus_per_host=int(line["gpus_per_host"]),
+        schedule="",
+        micro_batch=int(line["micro_batch"]),
+        grad_accum=int(line["grad_accum"]),
+        memory=None if out else float(line["memory"]) * unit,
+        memory_kind=OOM if out else kind,
+    )
+
+
+def _row(line: dict[str, str], **more: Any) -> Row:
+    speed = line["tokens_per_second_per_gpu"]
+    sizes = {name: int(line.get(name) or 1) for name in ("gpus", "dp_shard", "tp", "cp", "pp", "ep", "seq_len")}
+    read = {
+        "gpus_per_host": 8,
+        "dp_replicate": 1,
+        "virtual_stages": 1,
+        "async_tp": False,
+        "tflops": None,
+        "compile": line["compile"] == "yes",
+        "tokens_per_second": float(speed) if speed else None,
+    }
+    words = {name: line[name] for name in ("id", "source", "model", "gpu", "ac", "precision", "note") if name in line}
+    return Row(**(read | words | sizes | more))
+
+
+def _per_host(gpu: str) -> int:
+    return 72 if gpu.startswith("gb") else 8
+
+
+# --- models ---------------------------------------------------------------------------------------------------------
+
+_QWEN = {"hidden_size": 5120, "intermediate_size": 25_600, "num_hidden_layers": 64, "head_dim": 128}
+_SHAPES: dict[str, tuple[int, int, int, int, int, int]] = {
+    "llama2-7b": (4096, 11_008, 32, 32, 32, 32_000),
+    "llama2-13b": (5120, 13_824, 40, 40, 40, 32_000),
+    "llama2-70b": (8192, 28_672, 80, 64, 8, 32_000),
+    # KempnerForge's "13B": 2/3 x 4 x 5120 x 1.3, up to a multiple of 256; 14.84 billion parameters.
+    "llama3-14.8b": (5120, 17_920, 40, 40, 8, 128_256),
+}
+"""Llamas that are no preset: width, of the MLP, layers, heads, of keys and values, vocabulary."""
+_MPT = {"mpt-7b": (4096, 32, 32), "mpt-30b": (7168, 48, 64), "mpt-70b": (8192, 80, 64)}
+"""Width, layers, heads."""
+_NAMES = {"llama3.2-3b": "llama3-3b"}
+
+
+def source_of_row(row: Row) -> ModelSource:
+    """Return what builds the model of `row`."""
+    import transformers
+
+    name, most = row.model, max(131_072, row.seq_len)
+    if name in _SHAPES:
+        width, ffn, layers, heads, kv, vocab = _SHAPES[name]
+        shape = dict(hidden_size=width, intermediate_size=ffn, num_hidden_layers=layers, num_attention_heads=heads)
+        config: Any = transformers.LlamaConfig(
+            **shape, num_key_value_heads=kv, vocab_size=vocab, max_position_embeddings=most
+        )
+        config.tie_word_embeddings = False
+        return source_of(name, config)
+    if name == "qwen3-32b":
+        config = transformers.Qwen3Config(
+            **_QWEN, num_attention_heads=64, num_key_value_heads=8, vocab_size=151_936, max_position_embeddings=most
+        )
+        config.tie_word_embeddings = False
+        return source_of(name, config)
+    if name in _MPT:
+        # The same products, norms and tied head with fused attention, which transformers' MPT has not.
+        width, layers, heads = _MPT[name]
+        config = transformers.Starcoder2Config(
+            hidden_size=width,
+            intermediate_size=4 * width,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=heads,
+            vocab_size=50_368,
+            use_bias=False,
+            sliding_window=None,
+            max_position_embeddings=most,
+            tie_word_embeddings=True,
+        )
+        return source_of(name, config)
+    return resolve_model(_NAMES.get(name, name))
+
+
+def model_of(row: Row) -> nn.Module:
+    """Return the model of `row` on the meta device, with parameters as its loop stores them."""
+    model, _ = source_of_row(row).built("meta", torch.bfloat16 if _in_bf16(row) else None)
+    if "qlora" not in row.precision:
+        return model
+    from nemo_like.planning.model.quantised import with_adapters, with_four_bit_weights
+
+    rank = int(row.precision.split("r")[-1])
+    return with_four_bit_weights(with_adapters(model.train(), rank, torch.bfloat16))
+
+
+def _in_bf16(row: Row) -> bool:
+    """Return whether weights and optimizer state are in 16 bits."""
+    return row.project in ("tune", "KempnerForge")
+
+
+FP8, LOSS, SEQUENCE = "FP8", "loss_parallel", "sequence_parallel"
+"""Options that `_nearest` may leave out."""
+
+
+# --- jobs -----------------------------------------------------------------------------------------------------------
+
+
+def loop_loss(output: Any) -> torch.Tensor:
+    """What torchtitan's loop computes of the model's output: in float32."""
+    logits = output.logits.flatten(0, 1).float()
+    return nn.functional.cross_entropy(logits, torch.zeros(logits.shape[0], dtype=torch.long))
+
+
+def loop_loss_as_it_is(output: Any) -> torch.Tensor:
+    """KempnerForge's: in the dtype of the logits."""
+    logits = output.logits.flatten(0, 1)
+    return nn.functional.cross_entropy(logits, torch.zeros(logits.shape[0], dtype=torch.long))
+
+
+def device_of_row(row: Row) -> Device:
+    """Return the GPU of `row` in hosts as it says."""
+    known = published_device() if row.gpu == "h100-96" else resolve_device(row.gpu)
+    return replace(known, gpus_per_host=row.gpus_per_host)
+
+
+def job_of(row: Row, without: Sequence[str] = ()) -> Job:
+    """Return the job, with the options that the source ran but those `without`."""
+    fields: dict[str, Any] = {"gpu": device_of_row(row), "world_size": row.gpus, "step": _step_of(row)}
+    fields["precision"] = "bf16" if FP8 in without else _precision(row)
+    if row.dp_replicate > 1:
+        fields["dp_replicate"] = row.dp_replicate
+    if row.tp > 1:
+        # A pipeline's loss is its last stage's own.
+        parts = row.project in ("torchtitan", "KempnerForge", "bridge", "Llama 3 paper")
+        losses = row.project != "KempnerForge"
+        fields["tp"] = TensorParallel(
+            row.tp,
+            sequence_parallel=parts and SEQUENCE not in without,
+            loss_parallel=losses and LOSS not in without,
+        )
+    if row.cp > 1:
+        fields["cp"] = row.cp
+    if row.pp > 1:
+        fields["pp"] = PipelineParallel(
+            row.pp, row.schedule, row.grad_accum, stages_per_rank=row.virtual_stages, balance=_balance(row)
+        )
+    if row.compile:
+        fields["compile"] = "inductor"
+    if row.project == "torchtitan" or "expandable" in row.note:
+        fields["allocator"] = AllocatorConfig(expandable_segments=True)
+    if _from(row, "chunked loss"):
+        fields["loss"] = ChunkedLoss()
+    if _from(row, "activation offloading"):
+        fields["offload"] = "boundary"
+    return Job.of(**fields)
+
+
+def _balance(row: Row) -> str | tuple[int, ...]:
+    """Return the layers of each stage: torchtitan gave what does not divide to the stages behind the first one."""
+    if row.project != "torchtitan":
+        return "time"
+    stages = row.pp * row.virtual_stages
+    each, more = divmod(source_of_row(row).config.num_hidden_layers, stages)
+    return tuple(each + (0 < index <= more) for index in range(stages))
+
+
+_TUNE = ("packed", "compile", "chunked loss", "checkpointing", "activation offloading", "8-bit AdamW")
+"""What each of torchtune's rows adds to the one before it."""
+
+
+def _from(row: Row, word: str) -> bool:
+    """Return whether `row` is torchtune's that adds `word`, or one behind it."""
+    if row.project != "tune":
+        return False
+    mine = max(index for index, each in enumerate(_TUNE) if each in row.note)
+    return mine >= _TUNE.index(word)
+
+
+def _precision(row: Row) -> Any:
+    if _in_bf16(row) and row.precision == "bf16":
+        # FSDP2 reduces in float32 in KempnerForge's policy.
+        return Precision("bf16") if row.gpus > 1 else None
+    if row.precision == "fp8":
+        return "fp8"
+    reduce = "bf16" if row.project in ("foundry", "ibm") else None
+    return Precision("bf16", reduce)
+
+
+def _step_of(row: Row) -> StepSpec:
+    turns = 1 if row.pp > 1 else row.grad_accum
+    early = row.id.startswith("A")
+    if row.project == "torchtitan":
+        loss = None if row.pp > 1 else loop_loss
+        return StepSpec(turns, keeps_output=False, optimizer="adamw" if early else "adamw-fused", loss_fn=loss)
+    if row.project == "KempnerForge":
+        return StepSpec(turns, sync="last", optimizer="adamw-fused", loss_fn=loop_loss_as_it_is)
+    if row.project == "unsloth" or _from(row, "8-bit AdamW"):
+        return StepSpec(turns, keeps_output=False, optimizer="adamw-8bit")
+    return StepSpec(turns, keeps_output=False, optimizer="adamw")
+
+
+def ac_of(row: Row) -> str:
+    """Return the mode of checkpointing that is predicted with."""
+    if row.ac:
+        return row.ac
+    return "selective" if row.project == "torchtitan" else "full" if row.cp > 1 else "none"
+
+
+def differs(row: Row) -> list[str]:
+    """Return what the source ran that the planner has no option for, or that the row does not say."""
+    words = []
+    if not row.ac:
+        words.append(f"ac not said: {ac_of(row)} taken")
+    if row.compile:
+        words.append("compiled kernels are not counted")
+    if row.async_tp:
+        words.append("async tp is not counted")
+    if row.project == "torchtitan" and row.precision == "fp8":
+        words.append("gathers are not in FP8")
+    if row.project == "foundry":
+        words += ["FSDP1", "MPT with RoPE", "gradient accumulation not said"]
+    if row.project == "ibm":
+        words += ["FSDP1"] + ["they recompute whole layers, some of them"] * (row.ac == "selective")
+    if row.project == "bridge":
+        words += ["Megatron's kernels and sharding"]
+    if row.project == "Llama 3 paper":
+        words += ["7 stages a rank taken", "own kernels"]
+    if row.project == "tune":
+        words.append("AdamW with foreach taken")
+    if row.project == "tune" and row.ac == "full" and _from(row, "activation offloading"):
+        words.append("optimizer not in backward")
+    if row.project == "KempnerForge" and row.tp > 1:
+        words.append("each projection gathers its input by itself")
+    return words
+
+
+# --- predictions ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What is predicted for a row."""
+
+    reserved: int = 0
+    allocated: int = 0
+    tensors: int = 0
+    seconds: float = 0.0
+    parts: dict[str, float] | None = None
+    """Seconds by what takes them."""
+    bytes_of: dict[str, int] | None = None
+    """Bytes of the peak by part."""
+    at: str = ""
+    within: int | None = None
+    """Bytes that are reserved where the card has a limit."""
+    longest: int | None = None
+    """Tokens of the longest sequence that fits."""
+    tokens_per_second: float | None = None
+    cpu_seconds: float = 0.0
+    instead: tuple[str, ...] = ()
+    """What was predicted with in place of what the planner refuses."""
+
+
+def sample_of(row: Row, seq_len: int | None = None) -> dict[str, torch.Tensor]:
+    """Return one micro-batch of one rank."""
+    ids = torch.zeros(row.micro_batch, seq_len or row.seq_len, dtype=torch.long)
+    loss = _step_of(row).loss_fn
+    return {"input_ids": ids} if loss is not None else {"input_ids": ids, "labels": ids.clone()}
+
+
+def predict(row: Row, *, bytes_too: bool = True) -> Prediction:
+    """Return the prediction for `row`; nothing runs.
+
+    Raises:
+        ValueError: the planner refuses the job.
+    """
+    start = time.process_time()
+    model = model_of(row)
+    job, query, instead = _nearest(row, model)
+    choices = query.uniform(ac_of(row))
+    seconds = step_seconds(query, choices)
+    made = Prediction(seconds=seconds.total, parts=dict(seconds.parts), tokens_per_second=_speed(row, seconds))
+    if bytes_too:
+        reserved, rank = _most(query, choices)
+        peak = rank_peak(query, rank, choices)
+        made = replace(
+            made,
+            reserved=reserved.reserved + query.input_bytes,
+            allocated=reserved.allocated + query.input_bytes,
+            tensors=reserved.tensors,
+            bytes_of=dict(peak.parts),
+            at=peak.at,
+        )
+        if row.memory_kind in (OOM, FILLS):
+            made = replace(made, within=_within(query, choices, limit_of(row)))
+    if row.memory_kind == FILLS:
+        made = replace(made, longest=_longest(row, model, job))
+    return replace(made, cpu_seconds=time.process_time() - start, instead=instead)
+
+
+def _nearest(row: Row, model: nn.Module) -> tuple[Job, PlanQuery, tuple[str, ...]]:
+    """Return the job of `row`, or the nearest one that the planner takes, with what was changed."""
+    options, refusals = _options_of(row), list[ValueError]()
+    for count in range(len(options) + 1):
+        for without in itertools.combinations(options, count):
+            try:
+                job = job_of(row, without)
+                return job, PlanQuery.of(model, sample_of(row), job), without
+            except ValueError as error:
+                refusals.append(error)
+    raise refusals[0]
+
+
+def _options_of(row: Row) -> list[str]:
+    """Return what may be left out of the job where the planner refuses it."""
+    return [FP8] * (row.precision == "fp8") + [LOSS, SEQUENCE] * (row.tp > 1)
+
+
+def _most(query: PlanQuery, choices: Choices) -> tuple[Reserved, int]:
+    ranks = fullest_ranks(query, choices)
+    found = [(reserved_on(query, rank, choices), rank) for rank in ranks]
+    return max(found, key=lambda pair: pair[0].reserved)
+
+
+def _within(query: PlanQuery, choices: Choices, limit: int) -> int:
+    return max(reserved_within(query, choices, limit, fullest_ranks(query, choices))) + query.input_bytes
+
+
+def limit_of(row: Row) -> int:
+    """Return the bytes of the card: as the driver reports them, without what its context takes."""
+    if row.gpu == "h100-96":
+        return int(95.0 * GIB)
+    return {"h100": int(79.2 * GIB), "rtx-4090": int(23.6 * GIB)}[row.gpu]
+
+
+def _longest(row: Row, model: nn.Module, job: Job) -> int:
+    """Return the longest sequence that fits, to a few per cent, by the planner's own bytes."""
+
+    def fits(tokens: int) -> bool:
+        query = PlanQuery.of(model, sample_of(row, tokens), job)
+        return _within(query, query.uniform(ac_of(row)), limit_of(row)) <= limit_of(row)
+
+    low, high = 256, row.seq_len
+    while fits(high):
+        low, high = high, 2 * high
+        if high > 16 * row.seq_len:
+            return low
+    while high - low > max(128, high // 50):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _speed(row: Row, seconds: StepSeconds) -> float:
+    data = row.dp_replicate * row.dp_shard
+    return row.micro_batch * row.grad_accum * row.seq_len * data / row.gpus / seconds.total
+
+
+def published_speed(row: Row) -> float | None:
+    """Return tokens/s of one GPU; of a row with FLOP/s, by ``6 N + 6 x layers x width x tokens`` for each token: weights,
+    and attention with a causal mask."""
+    if row.tflops is None:
+        return row.tokens_per_second
+    source = source_of_row(row)
+    config = source.config
+    weights = sum(p.numel() for p in source.build("meta").parameters())
+    attention = config.num_hidden_layers * config.hidden_size * row.seq_len
+    return row.tflops * 1e12 / (6 * weights + 6 * attention)
+
+
+# --- the table ------------------------------------------------------------------------------------------------------
+
+
+def compared(row: Row, find: Callable[[Row], Prediction] = predict) -> dict[str, Any]:
+    """Return prediction and publication of `row`, or the reason why there is no prediction."""
+    theirs = published_speed(row)
+    line: dict[str, Any] = {
+        "id": row.id,
+        "source": row.source,
+        "project": row.project,
+        "model": row.model,
+        "gpus": row.gpus,
+        "gpu": row.gpu,
+        "axes": row.axes,
+        "step": f"{row.micro_batch} x {row.seq_len}",
+        "how": row.how,
+        "published_tokens_per_second": theirs,
+        "published_gib": None if row.memory is None else row.memory / GIB,
+        "memory_kind": row.memory_kind,
+        "differs": "; ".join(differs(row)) or None,
+        "refused": None,
+    }
+    try:
+        made = find(row)
+    except Exception as error:  # noqa: BLE001 - the table goes on: a row that fails is a finding
+        words = " ".join(str(error).split())
+        return line | {"refused": f"{type(error).__name__}: {words[:300]}"}
+    mine = {RESERVED: made.reserved, ALLOCATED: made.allocated, ACTIVE: made.allocated, NONE: made.reserved}
+    have = mine.get(row.memory_kind, made.reserved if made.within is None else made.within) / GIB
+    line |= {
+        "differs": "; ".join([*(f"{name} is refused" for name in made.instead), *differs(row)]) or None,
+        "tokens_per_second": made.tokens_per_second,
+        "speed_off": None if theirs is None or made.tokens_per_second is None else made.tokens_per_second / theirs - 1,
+        "gib": have,
+        "memory_off": None,
+        "verdict": None,
+        "longest": made.longest,
+        "seconds": made.seconds,
+        "parts": made.parts,
+        "bytes": made.bytes_of,
+        "at": made.at,
+        "reserved": made.reserved,
+        "allocated": made.allocated,
+        "cpu_seconds": made.cpu_seconds,
+    }
+    if row.memory_kind in (RESERVED, ALLOCATED, ACTIVE):
+        line["memory_off"] = have / line["published_gib"] - 1
+    if row.memory_kind == OOM:
+        line["verdict"] = "too large" if have * GIB > limit_of(row) else "fits"
+    if row.memory_kind == FILLS and made.longest is not None:
+        line["verdict"] = f"up to {made.longest:,} tokens"
+    return line
+
+
+def summary(lines: Sequence[dict[str, Any]]) -> list[str]:
+    """Return sentences on how near all rows are."""
+    done = [line for line in lines if line["refused"] is None]
+    words = [f"{len(lines)} rows, {len(done)} predicted, {len(lines) - len(done)} refused."]
+    for key, name, bounds in (("memory_off", "Memory", (0.05, 0.10)), ("speed_off", "Speed", (0.05, 0.15))):
+        off = [(abs(line[key]), line["id"]) for line in done if line.get(key) is not None]
+        if off:
+            near = ", ".join(f"{sum(o <= b for o, _ in off)} within {b:.0%}" for b in bounds)
+            middle, worst = statistics.median(o for o, _ in off), max(off)
+            words.append(f"{name}: {len(off)} rows, {near}; median {middle:.1%}, worst {worst[0]:.0%} ({worst[1]}).")
+    out = [line for line in done if line["memory_kind"] == OOM]
+    if out:
+        words.append(f"Out of memory: {sum(line['verdict'] == 'too large' for line in out)} of {len(out)} said.")
+    for key, theirs, name in (
+        ("tokens_per_second", "published_tokens_per_second", "speed"),
+        ("gib", "published_gib", "memory"),
+    ):
+        right, pairs = _order(done, key, theirs)
+        if pairs:
+            words.append(f"Pairs of one source, model and GPU in the right order by {name}: {right} of {pairs}.")
+    return words
+
+
+def _order(lines: Sequence[dict[str, Any]], mine: str, theirs: str) -> tuple[int, int]:
+    """Return how many pairs of rows of a group stand in the published order, and how many there are; equal ones (to 1 %)
+    are not counted."""
+    right = pairs = 0
+    for a, b in itertools.combinations(lines, 2):
+        if any(a[name] != b[name] for name in ("source", "model", "gpu")):
+            continue
+        if any(line[theirs] is None or line["memory_kind"] == FILLS for line in (a, b)):
+            continue
+        if abs(a[theirs] / b[theirs] - 1) > 0.01:
+            pairs += 1
+            right += (a[mine] < b[mine]) == (a[theirs] < b[theirs])
+    return right, pairs
+
+
+def _run(options: BenchOptions) -> Measured:
+    """Predict every row (or those of `options.model`, if it is one of their models)."""
+    rows = all_rows()
+    if options.model in {row.model for row in rows}:
+        rows = [row for row in rows if row.model == options.model]
+    lines = []
+    for row in rows:
+        lines.append(compared(row))
+        print(_progress(lines[-1]), file=sys.stderr, flush=True)
+    if len(rows) == len(all_rows()):
+        PAGE.write_text(page(lines), encoding="utf-8")
+    about = {"source": "tests/benchmarks/public/*.csv"}
+    return Measured("Published steps, by the planner", lines, about, summary(lines))
+
+
+def _progress(line: dict[str, Any]) -> str:
+    if line["refused"] is not None:
+        return f"{line['id']}: {line['refused']}"
+    off = {name: line[f"{name}_off"] for name in ("memory", "speed") if line[f"{name}_off"] is not None}
+    words = ", ".join(f"{name} {value:+.1%}" for name, value in off.items())
+    return f"{line['id']}: {words} {line['verdict'] or ''} ({line['cpu_seconds']:.1f} s of CPU)"
+
+
+_COLUMNS = (
+    Column("id", "row"),
+    Column("project", "source"),
+    Column("model", "model"),
+    Column("gpus", "GPUs"),
+    Column("gpu", "GPU"),
+    Column("axes", "axes"),
+    Column("step", "sequences x tokens"),
+    Column("how", "how"),
+    Column("tokens_per_second", "tokens/s/GPU", "{:,.0f}".format),
+    Column("published_tokens_per_second", "published", "{:,.0f}".format),
+    Column("speed_off", "off", "{:+.0%}".format),
+    Column("gib", "GiB", "{:.1f}".format),
+    Column("published_gib", "published", "{:.1f}".format),
+    Column("memory_off", "off", "{:+.0%}".format),
+    Column("memory_kind", "kind"),
+    Column("verdict", "verdict"),
+    Column("differs", "differs"),
+    Column("refused", "refused"),
+)
+
+_HEAD = """# Public numbers, predicted
+
+Others published what training steps took on GPUs. `python -m tests.benchmarks public --markdown` predicts each of them with
+the planner, on a CPU. Nothing ran on a GPU here.
+
+- The rows are in `tests/benchmarks/public/`, each file with its source. No row is left out.
+- All rows of a GPU have one set of constants. None is fitted to a row.
+- The jobs have the options that the source ran. The column *differs* says what the planner has no option for.
+- *kind* says what the published memory is. `reserved` is what the caching allocator holds; `allocated` and `active` are
+  what tensors take. `oom`: they ran out of memory. `card that it fills`: their longest sequence.
+- Speeds of the Llama 3 paper are made of its FLOP/s. A token counts as 6 N and attention with a causal mask.
+"""
+
+
+def page(lines: Sequence[dict[str, Any]]) -> str:
+    """Return the page of documentation with the table of `lines`."""
+    table = Table("Rows", _COLUMNS, list(lines)).markdown().removeprefix("Rows\n\n").strip()
+    listed = "\n".join(f"- {words}" for words in summary(lines))
+    return f"{_HEAD}\n## How near\n\n{listed}\n\n## Rows\n\n{table}\n"
+
+
+PUBLIC = Suite(
+    help="predict every published step that we know of with the planner, and print prediction and publication",
+    reads=("model",),
+    columns=_COLUMNS,
+    run=_run,
+)
+
+__all__ = ["PUBLIC", "Prediction", "Row", "all_rows", "compared", "job_of", "model_of", "page", "predict", "summary"]
