@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nemo_like._util.console import as_flag, check_writable
+from nemo_like._util.table import paragraph, screen_width
 from nemo_like.flags import FLAGS
 
 if TYPE_CHECKING:
@@ -72,12 +73,13 @@ def take_settings(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
             parser.set_defaults(**{action.dest: [value] if action.nargs == "+" else value})
             action.required = False
             read.append(as_flag(action.option_strings[0].removeprefix("--"), value))
-        elif name not in FLAGS or value != FLAGS[name].default:
+        elif name == "ac" or name not in FLAGS or value != FLAGS[name].default:
             unused.append(as_flag(name, value))
     lines = [f"{path}, of {settings.framework}: {' '.join(read) or 'nothing that is read'}"]
     lines += [f"No option here: {' '.join(unused)}"] if unused else []
     lines += [f"Not understood: {'; '.join(settings.not_understood)}"] if settings.not_understood else []
-    parser.set_defaults(from_words="".join(f"{line}\n" for line in lines))
+    width = screen_width()
+    parser.set_defaults(from_words="".join(f"{paragraph(line, width)}\n" for line in lines))
 
 
 def read_from(args: argparse.Namespace) -> str:
@@ -104,4 +106,4 @@ def write_to(args: argparse.Namespace, job: Job, **values: Any) -> None:
     more = {name: options.get(name) for name in ("model", "seq_len", "lora", "four_bit")} | values
     left = write_settings(args.settings_to, job, **more, dtype=dtype_word(parse_dtype("--dtype", args.dtype)))
     if left:
-        print(f"{args.settings_to} does not have: {'; '.join(left)}", file=sys.stderr)
+        print(paragraph(f"{args.settings_to} does not have: {'; '.join(left)}", screen_width()), file=sys.stderr)

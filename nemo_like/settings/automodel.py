@@ -8,6 +8,7 @@ from typing import Any
 from nemo_like.settings.formats import (
     DTYPE,
     SCHEDULE,
+    UNKNOWN,
     WHOLE,
     Format,
     Kind,
@@ -54,6 +55,7 @@ TABLE = Format(
         "dataset.seq_len": ("seq_len", WHOLE),
         "dataset.seq_length": ("seq_len", WHOLE),
         "distributed.strategy": ("", only("fsdp2")),
+        "distributed._target_": ("", Kind(lambda value: None if "FSDP2" in value else UNKNOWN)),
         "distributed.dp_size": ("_data_ranks", whole(*_UNSET)),
         "distributed.dp_replicate_size": ("dp_replicate", whole(*_UNSET)),
         "distributed.tp_size": ("tp", whole(*_UNSET)),
@@ -98,7 +100,7 @@ TABLE = Format(
         ),
         *("step_scheduler.*", "dataset.*", "dataloader.*", "validation_*", "lr_scheduler.*", "benchmark.*"),
         *("model._target_", "model.config._target_", "model.trust_remote_code", "peft._target_", "peft.alpha"),
-        *("peft.dropout*", "peft.use_triton", "optimizer.*", "distributed._target_", f"{_POLICY}_target_"),
+        *("peft.dropout*", "peft.use_triton", "optimizer.*", "clip_grad_norm.*", f"{_POLICY}_target_"),
         *("loss_fn.*", "quantization.bnb_4bit_*", "packed_sequence.*", "fp8.*", "compile.*", f"{_POLICY}output_dtype"),
         *(f"{_POLICY}cast_forward_inputs", "distributed.offload_policy.pin_memory"),
         *(

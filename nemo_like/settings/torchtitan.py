@@ -160,7 +160,11 @@ TABLE = Format(
         "activation_checkpoint.mode": "selective",
         "activation_checkpoint.selective_ac_option": "2",
     },
-    renamed=((r"^(quantize\.dense\.)?float8\.", _FLOAT8), (r"^training\.compile$", "compile.enable")),
+    renamed=(
+        (r"^(quantize\.dense\.)?float8\.", _FLOAT8),
+        (r"^training\.compile$", "compile.enable"),
+        (r"^training\.batch_size$", "training.local_batch_size"),
+    ),
     finish=_finish,
     prepare=_prepare,
     fixed={"activation_checkpoint.selective_ac_option": "op"},
