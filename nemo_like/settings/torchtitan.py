@@ -72,6 +72,8 @@ def _prepare(values: dict[str, Any]) -> None:
         if model == values.get("model"):
             values["_name"], values["_flavor"] = flavor
             del values["model"]
+    if values.get("optimizer") == "adamw":  # as torch builds it on CUDA
+        values["optimizer"] = "adamw-foreach"
     if values.get("optimizer") in WAYS.values():
         values |= {"_adamw": True, "_way": take("optimizer")}
     if (kind := values.get("precision")) in FLOAT8:
@@ -80,8 +82,10 @@ def _prepare(values: dict[str, Any]) -> None:
         values["_converters"] = ["quantize.linear.float8"]
     if (backend := take("compile", "none")) != "none":
         values |= {"_compile": True, "_parts": ["model"], "_backend": backend}
-    if values.get("tp", 1) > 1 and take("sequence_parallel", False):
+    if values.get("tp", 1) > 1:
         values["_whole_logits"] = not take("loss_parallel", False)
+        if not take("sequence_parallel", False):
+            values["sequence_parallel"] = "no"
     batch, rounds, ranks = values.get("batch_size", 1), take("grad_accum", 1), take("world_size", 1)
     if values.get("pp", 1) > 1:
         values |= {"_part": batch, "batch_size": batch * rounds}

@@ -234,6 +234,7 @@ def test_torchtitan_read_back_has_the_same_values(name: str, tmp_path: Path) -> 
     assert values["ac"] == getattr(job.ac, "mode", "none")
     assert values["precision"] == {"axes": "fp32", "stages": "fp8-gather", "selective": "bf16"}[name]
     assert values.get("compile") == job.compile
+    assert values["optimizer"] == {"adamw": "adamw-foreach"}.get(job.step.optimizer, job.step.optimizer)
     assert values["grad_accum"] == (4 if job.pp.size > 1 else 1)
     assert values.get("loss_parallel", False) == job.tp.loss_parallel
 
@@ -266,6 +267,12 @@ def test_what_a_format_does_not_have_is_named(tmp_path: Path) -> None:
         "seq_len = 64",
         "lora = 8",
     )
+
+
+def test_torchtitan_has_no_tensor_parallelism_without_split_sequences(tmp_path: Path) -> None:
+    job = Job.of(ac="none", tp=2, pp=2, world_size=4, optimizer="sgd")
+    left = write_settings(tmp_path / "a.toml", job, model="mixtral-8x7b")
+    assert set(left) == {"optimizer = sgd", "sequence_parallel = no", "model = mixtral-8x7b"}
 
 
 def _job(*words: str) -> Job:
