@@ -110,42 +110,56 @@ FLAGS: dict[str, Flag] = {
         Flag("world_size", "world_size", 1, int, least=1),
         Flag("dp_replicate", "dp_replicate", 1, int, least=1, on="plan pins"),
         Flag("tp", "tp.size", 1, int, least=1, on="plan pins"),
-        Flag("sequence_parallel", "tp.sequence_parallel", False, bool),
-        Flag("loss_parallel", "tp.loss_parallel", False, bool),
+        Flag("sequence_parallel", "tp.sequence_parallel", False, bool, on="plan pins"),
+        Flag("loss_parallel", "tp.loss_parallel", False, bool, on="plan pins"),
         Flag("cp", "cp.size", 1, int, least=1, on="plan pins"),
-        Flag("cp_method", "cp.method", ContextParallel.method, choices=CONTEXT_METHODS, on=""),
+        Flag("cp_method", "cp.method", ContextParallel.method, choices=CONTEXT_METHODS, on="plan pins"),
         Flag("ep", "ep.size", 1, int, least=1, on="plan pins"),
         Flag("imbalance", "ep.imbalance", None, float, least=1, on="plan fit"),
         Flag("pp", "pp.size", 1, int, least=1, on="plan pins"),
         Flag("pp_schedule", "pp.schedule", PipelineParallel.schedule, words=" | ".join(SCHEDULES), on="plan pins"),
-        Flag("balance", "pp.balance", "time", words="time | memory | counts such as 8,8,7,7"),
+        Flag("stages_per_rank", "pp.stages_per_rank", None, int, least=1, on="plan pins"),
+        Flag("balance", "pp.balance", "time", words="time | memory | counts such as 8,8,7,7", on="plan fit"),
         Flag("precision", "precision.param_dtype", "float32", words=_DTYPES),
         Flag(
             "reduce_dtype",
             "precision.reduce_dtype",
             None,
+            on="plan fit",
             note="The dtype to reduce gradients in (FSDP2); default: float32, and that of the parameters where "
             "--precision is their dtype.",
         ),
         Flag("optimizer", "step.optimizer", StepSpec.optimizer, choices=OPTIMIZERS),
         Flag("grad_accum", "step.microbatches", 1, int, least=1, on="plan pins"),
         Flag("loss", "loss", "model", choices=LOSSES, on="plan pins"),
-        Flag("sync", "step.sync", StepSpec.sync, choices=("every", "last")),
+        Flag("sync", "step.sync", StepSpec.sync, choices=("every", "last"), on="plan fit"),
         Flag(
-            "drop_output", "step.keeps_output", False, bool, note="The loop drops the model's output before backward."
+            "drop_output",
+            "step.keeps_output",
+            False,
+            bool,
+            on="plan fit",
+            note="The loop drops the model's output before backward.",
         ),
-        Flag("zero_grad", "step.zero_grad", StepSpec.zero_grad, choices=("free", "zero")),
-        Flag("ema", "step.ema", False, bool),
-        Flag("compile", "compile", "none", choices=("none", *COMPILE_BACKENDS), on=""),
+        Flag("zero_grad", "step.zero_grad", StepSpec.zero_grad, choices=("free", "zero"), on="plan fit"),
+        Flag("ema", "step.ema", False, bool, on="plan fit"),
+        Flag("compile", "compile", "none", choices=("none", *COMPILE_BACKENDS), on="plan"),
         Flag("offload", "offload", "none", choices=OFFLOADS, on="plan pins"),
         Flag("cpu_offload", "strategy.cpu_offload", False, bool, on="plan pins"),
         Flag("reshard_after_forward", "strategy.reshard_after_forward", "default", words="default | yes | no | ranks"),
-        Flag("prefetch", "strategy.forward_prefetch", FSDP2.forward_prefetch, int, least=0),
+        Flag("prefetch", "strategy.forward_prefetch", FSDP2.forward_prefetch, int, least=0, on="plan fit"),
         Flag("alloc_conf", "allocator", None, on="plan fit"),
-        Flag("no_skip", "search.skip", False, bool, note="Recompute every op, also those that nothing reads."),
-        Flag("host", "search.host", False, bool),
+        Flag(
+            "no_skip",
+            "search.skip",
+            False,
+            bool,
+            on="plan fit",
+            note="Recompute every op, also those that nothing reads.",
+        ),
+        Flag("host", "search.host", False, bool, on="plan fit"),
         Flag("host_memory", "search.host_memory", "64GiB", on="plan fit"),
-        Flag("measure", "search.measure", False, bool),
+        Flag("measure", "search.measure", False, bool, on="plan fit"),
     )
 }
 
@@ -288,7 +302,12 @@ def _precision(values: Mapping[str, Any]) -> Precision:
     return Precision(compute, parse_dtype("--reduce-dtype", values["reduce_dtype"]))
 
 
-def _balance(value: Any) -> str | tuple[int, ...]:
+def balance_of(value: Any) -> str | tuple[int, ...]:
+    """Return the balance that ``--balance`` means.
+
+    Raises:
+        ValueError: neither a word nor numbers of layers.
+    """
     if value in ("time", "memory"):
         return str(value)
     try:
@@ -310,7 +329,7 @@ _READ: Mapping[str, Callable[[Any], Any]] = {
     "scope": _scopes,
     "compile": lambda word: None if word == "none" else word,
     "offload": OffloadConfig.of,
-    "balance": _balance,
+    "balance": balance_of,
     "drop_output": lambda dropped: not dropped,
     "reshard_after_forward": _reshard,
     "alloc_conf": allocator_here,

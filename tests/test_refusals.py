@@ -313,7 +313,7 @@ _COMMANDS = {
     f"fit {_TINY} --gpus 1 --seq-len 200000": "The search requires sequences of 200000 tokens",
     f"fit {_TINY} --gpus 1 --max-seq-len 200000": "The search requires sequences of 200000 tokens",
     f"fit {_TINY} --gpus 1 --max-seq-len 32 --seq-len 64": "seq_len is 64, and max_seq_len says",
-    f"fit {_TINY} --gpus 2 --imbalance 0.5": "imbalance is 0.5; it must be a number from 1",
+    f"fit {_TINY} --gpus 2 --imbalance 0.5": "--imbalance is 0.5; it must be a finite number >= 1",
     f"fit {_TINY} --gpus 2 --imbalance 1.5 --ep 1": "share the experts, 1",
     f"plan {_TINY} --imbalance 0.5 --ep 2 --world-size 2": "--imbalance is 0.5; it must be a finite number >= 1",
     f"plan {_TINY} --imbalance 1.5": "--imbalance is 1.5, and nothing reads it: without --ep above 1",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ from nemo_like._util.console import check_picture, check_writable, refuse_unread
 from nemo_like._util.progress import progress
 from nemo_like._util.table import screen_width
 from nemo_like.commands.settings_options import add_settings, check_settings_to, read_from, write_to
-from nemo_like.flags import add_flags, add_pins, allocator_here, flags_on
-from nemo_like.options import OPTIMIZERS, StepSpec, normalise, parse_dtype
+from nemo_like.flags import add_flags, add_pins, balance_of, flags_on, job_of
+from nemo_like.options import COMPILE_BACKENDS, OPTIMIZERS, Precision, StepSpec, normalise, parse_dtype
 
 EXAMPLES = (
     "--model llama3-70b --gpus 256 --gpu h100-80gb --seq-len 8192 --global-batch 512",
@@ -45,6 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--optimizer",
         type=_words,
         help=f"{' | '.join(OPTIMIZERS)} (default: {StepSpec.optimizer}); adamw,adamw-8bit: either",
+    )
+    add(
+        "--compile",
+        type=_words,
+        help=f"what compiles each layer: none | {' | '.join(COMPILE_BACKENDS)} (default: none)",
     )
     add("--count", type=int, default=10, help="configurations to print (default: %(default)s)")
     add_pins(parser, _PINS)
@@ -123,15 +129,10 @@ def run(args: argparse.Namespace) -> int:
         report = fit(
             args.model,
             gpus=args.gpus,
-            gpu=args.gpu,
             seq_len=args.seq_len,
             global_batch=args.global_batch,
             memory=args.memory,
-            host_memory=args.host_memory,
-            allocator=allocator_here(args.alloc_conf),
-            precision=args.precision,
-            optimizer=args.optimizer,
-            imbalance=args.imbalance,
+            **_fields(args),
             dtype=parse_dtype("--dtype", args.dtype),
             count=args.count,
             max_seq_len=args.max_seq_len,
@@ -165,6 +166,26 @@ def run(args: argparse.Namespace) -> int:
         return 1
     report.best.plan.save(args.save)
     return 0
+
+
+def _fields(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the job of the flags, as keywords of `fit`."""
+    flags = {name: getattr(args, name) for name in _JOB}
+    job = job_of({name: value for name, value in flags.items() if name not in ("balance", "reduce_dtype")}, ac="none")
+    precisions = args.precision if isinstance(args.precision, list) else [args.precision]
+    if args.reduce_dtype is not None:
+        if precisions == [None]:
+            raise ValueError(f"--reduce-dtype is {args.reduce_dtype}, and --precision is not given. Give both.")
+        reduced = parse_dtype("--reduce-dtype", args.reduce_dtype)
+        precisions = [replace(Precision.of(word), reduce_dtype=reduced) for word in precisions]
+    return {
+        **{name: getattr(job, name) for name in ("gpu", "allocator", "search", "step", "strategy")},
+        "balance": balance_of(args.balance),
+        "imbalance": args.imbalance,
+        "precision": precisions,
+        "optimizer": args.optimizer,
+        "compile": args.compile,
+    }
 
 
 def _check_files(args: argparse.Namespace) -> None:

@@ -299,7 +299,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.memory is not None:
         parse_bytes(args.memory, "--memory")
     if args.pp == 1:
-        refuse_unread(args, ["pp_schedule", "balance"], "without --pp above 1 there is no pipeline.")
+        refuse_unread(args, ["pp_schedule", "stages_per_rank", "balance"], "without --pp above 1 there is no pipeline.")
         if args.grad_accum == 1:
             refuse_unread(args, ["sync"], "of one micro-batch there is no other. Give --grad-accum too.")
         if args.world_size == 1:
@@ -308,6 +308,8 @@ def _check(args: argparse.Namespace) -> None:
                 ["reshard_after_forward", "prefetch", "cpu_offload"],
                 "one rank keeps the model whole. Give --world-size too.",
             )
+    if args.cp == 1:
+        refuse_unread(args, ["cp_method"], "without --cp above 1 every rank has whole sequences.")
     if args.ep == 1:
         refuse_unread(args, ["imbalance"], "without --ep above 1 every rank has all experts.")
     if not (args.host or args.cpu_offload) and args.offload == "none":

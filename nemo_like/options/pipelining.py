@@ -350,7 +350,8 @@ class Schedule:
     """(ranks, micro-batches, stages per rank): at least so many micro-batches the first rank has gone forward with and not
     back, in shares of its layers."""
     fill: float = 0.0
-    """At least this share of a forward and backward through the other ranks is waited for at the ends of a step."""
+    """At least this share of a forward and backward through one stage of each other rank is waited for at the ends of a
+    step."""
     repeats_after: Callable[[int], int] | None = None
     """(ranks): the micro-batch from which on memory repeats itself; None: not known."""
     frees_sent: bool = False
@@ -388,7 +389,7 @@ SCHEDULE_OBJECTS: dict[str, Schedule] = {
             "ScheduleInterleaved1F1B",
             check=_equal_rounds,
             in_flight=_interleaved,
-            fill=0.5,
+            fill=1.0,
             is_searched=True,
         ),
         Schedule("interleaved_zero_bubble", "ScheduleInterleavedZeroBubble", check=_equal_rounds, splits_backward=True),

@@ -198,6 +198,8 @@ def share_sizes(values: dict[str, Any]) -> None:
     """Set what the sizes of the axes decide: the number of ranks, and accumulation out of ``global_batch``."""
     others = values.get("tp", 1) * values.get("cp", 1) * values.get("pp", 1)
     replicas = values.get("dp_replicate", 1)
+    if values.get("cp", 1) == 1:
+        values.pop("cp_method", None)
     if "_data_ranks" in values:
         values["dp_shard"] = max(values["_data_ranks"] // replicas, 1)
     if "dp_shard" in values:

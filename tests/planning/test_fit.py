@@ -278,7 +278,11 @@ def test_kwargs_and_the_printed_call_say_the_same():
     report = fit(llama(), gpus=4, gpu="cpu", seq_len=64, precision="bf16", tp=2, ac="full", loss="chunked")
     best = report.best
     assert best.kwargs()["tp"].size == 2 and best.kwargs()["precision"] == Precision("bf16")
-    assert "tp=2" in best.call() and "ac='full'" in best.call() and "precision='bf16'" in best.call()
+    assert (
+        "tp=TensorParallel(size=2, sequence_parallel=True)" in best.call()
+        and "ac='full'" in best.call()
+        and "precision='bf16'" in best.call()
+    )
 
 
 def test_collectives_take_the_slowest_link_that_they_need():
@@ -328,7 +332,7 @@ def test_no_step_of_a_shape_is_faster_than_its_bound():
     )
     search = make_search(llama(2), question)[0]
     keys = list(search.by_shape)
-    assert len(keys) == 4 and search.bounds.seconds(keys[0]) == 0.0
+    assert len(keys) == 6 and search.bounds.seconds(keys[0]) == 0.0
     for n, key in enumerate(keys):
         bound = search.bounds.seconds(key)
         assert (bound > 0.0) is (n > 0)
@@ -427,13 +431,13 @@ def test_no_step_of_a_shape_takes_less_than_its_bound():
     )
     search = make_search(llama(2), question)[0]
     shapes = {key: search._traced(key) for key in search.by_shape}
-    assert len(shapes) == 4
+    assert len(shapes) == 6
     for key, shape in shapes.items():
         for layout in search.by_shape[key]:
             for loss in ("model", "chunked"):
                 full = layout.change(ac="full", loss=loss)
                 peak = shape.peak(full, shape.choices(full)).total
-                alike = [other for kind, other in shapes.items() if kind.cp == 1 or key.cp > 1]
+                alike = [other for kind, other in shapes.items() if kind.cp == 1 or kind.cp_method == key.cp_method]
                 bounds = [WholeBounds(other).least_peak(full) for other in alike]
                 assert max(bounds) == peak and min(bounds) < peak  # its own; another one's
 

@@ -18,13 +18,15 @@ BACKWARD_TIMES = {True: 2.5, False: 2.0}
 """Backward as a multiple of forward: attention, and all else."""
 
 
-def least_seconds(problem: BlockProblem, only: Collection[int] | None = None) -> tuple[float, float]:
+def least_seconds(
+    problem: BlockProblem, only: Collection[int] | None = None, *, compiled: bool = False
+) -> tuple[float, float]:
     """Forward and backward of a block per call, as a bound for other numbers of tokens: a token's share of the kernels'
     FLOPs and bytes is at least this in any shape with the same weights, since launches, part waves and the bytes of
     weights, which are read once for all tokens, are left out. Attention over all keys of whole sequences has as many FLOPs
-    per token however the sequences are cut. `only`: of these of its records; None: of all."""
+    per token however the sequences are cut. `only`: of these of its records; None: of all; `compiled`: as `fused`."""
     device, forward, backward = problem.device, 0.0, 0.0
-    for number, op in enumerate(problem.records):
+    for number, op in enumerate(fused(problem.records) if compiled else problem.records):
         known = facts(op.op)
         if known.exchange or is_sequence_op(op) or (only is not None and number not in only):
             continue

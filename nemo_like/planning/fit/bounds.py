@@ -135,7 +135,7 @@ class WholeBounds:
         runs = []
         for run in layer_runs(self.shape.query(way).stages[0], self.shape.uniform["none"]):
             if run.kind not in self._least:
-                self._least[run.kind] = least_seconds(self.part.problems[run.kind])
+                self._least[run.kind] = least_seconds(self.part.problems[run.kind], compiled=self.part.compiled)
             forward, backward = (seconds * share for seconds in self._least[run.kind])
             block = replace(
                 run.block,
@@ -203,9 +203,9 @@ class StagedBounds:
         pp = conf.pp
         one = self._microbatch(conf, mode, exchanges)
         facts = SCHEDULE_OBJECTS[conf.schedule or PipelineParallel.schedule]
-        stages = pp * facts.default_per_rank
+        stages = pp * conf.stages_per_rank
         even = self._even(stages)
-        fill = one * (pp - 1) / pp * even * facts.fill
+        fill = one * (pp - 1) / pp * even * facts.fill / conf.stages_per_rank
         return conf.grad_accum * one / pp + fill + (self.once(conf) / pp if once else 0.0)
 
     def _microbatch(self, conf: Configuration, mode: str, exchanges: bool) -> float:
@@ -234,8 +234,8 @@ class StagedBounds:
         held = sum(choice.held_bytes for choice in self.choices("full" if mode == "plan" else mode))
         lies = self._lying(conf)
         facts = SCHEDULE_OBJECTS[conf.schedule or PipelineParallel.schedule]
-        flight = facts.in_flight(conf.pp, conf.grad_accum, facts.default_per_rank)
-        stages = conf.pp * facts.default_per_rank
+        flight = facts.in_flight(conf.pp, conf.grad_accum, conf.stages_per_rank)
+        stages = conf.pp * conf.stages_per_rank
         return int(self._even(stages) / conf.pp * (lies + held * self._share(conf) * flight))
 
     def _lying(self, conf: Configuration) -> int:
@@ -267,7 +267,7 @@ class StagedBounds:
 
     def _of(self, kind: int) -> tuple[float, float]:
         if kind not in self._least:
-            self._least[kind] = least_seconds(self.part.problems[kind])
+            self._least[kind] = least_seconds(self.part.problems[kind], compiled=self.part.compiled)
         return self._least[kind]
 
     def _replay(self, kind: int, mode: str) -> float:
@@ -276,7 +276,7 @@ class StagedBounds:
             choice = self._choice(kind, mode)
             reach = problem.reachable
             run = {k for k, word in enumerate(choice.decisions) if word == "recompute" and k < reach}
-            self._again[kind, mode] = least_seconds(problem, run)[0] if run else 0.0
+            self._again[kind, mode] = least_seconds(problem, run, compiled=self.part.compiled)[0] if run else 0.0
         return self._again[kind, mode]
 
     def choices(self, mode: str) -> list[Choice]:
@@ -340,7 +340,7 @@ class StagedLeast:
 
     def seconds(self, conf: Configuration, mode: str) -> float:
         """Return the least seconds of a step under `mode` (``none``, ``full``, ``selective``, ``plan``)."""
-        key = (conf.pp, conf.schedule, conf.grad_accum, conf.gpus, mode)
+        key = (conf.job.pp, conf.gpus, mode)
         if key not in self._timelines:
             self._timelines[key] = self._timeline(conf, mode)
         return (self._timelines[key] + self.bounds.once(conf) / conf.pp) * _ROUNDING
@@ -380,7 +380,7 @@ class StagedLeast:
         The number of ranks that share a stage's parameters does not change it.
         """
         on = self.bounds.sharding(conf).on
-        key = (conf.pp, conf.schedule, conf.grad_accum, mode, on)
+        key = (conf.job.pp, mode, on)
         if key not in self._flights:
             pp, hidden, choices = conf.job.pp, self.hidden, self.bounds.choices(mode)
             held = [sum(choices[i].held_bytes for i in stage.layers) for stage in stages]
@@ -399,7 +399,7 @@ class StagedLeast:
         return self._flights[key]
 
     def _states_of(self, pp: PipelineParallel, conf: Configuration) -> list[set[State]]:
-        key = (conf.pp, conf.schedule, conf.grad_accum)
+        key = conf.job.pp
         if key not in self._states:
             actions = walked_actions(pp)
             self._states[key] = [set(_states(actions[rank], stages_of(pp, rank))) for rank in range(pp.size)]

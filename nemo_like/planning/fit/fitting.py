@@ -17,6 +17,7 @@ from nemo_like._util.module_tree import check_model
 from nemo_like._util.progress import Say, silent
 from nemo_like.distributed.expert import find_experts
 from nemo_like.distributed.expert.find_experts import EACH
+from nemo_like.distributed.tensor.apply import sequence_places
 from nemo_like.distributed.tensor.plan import resolve_plan
 from nemo_like.job import Job
 from nemo_like.layers import find_layers
@@ -106,7 +107,7 @@ def fit(
     """
     if not isinstance(model, str):
         check_model(model)
-    jobs, pinned = read_question(job, pins)
+    jobs, pinned, asked = read_question(job, pins)
     length, planned_for = planned_length(seq_len, max_seq_len, p99, lengths)
     questions = [
         Question(
@@ -117,6 +118,7 @@ def fit(
             global_batch=global_batch,
             limit=step_limit(device_of(each), memory),
             pins=pinned,
+            asked=asked,
         )
         for each in jobs
     ]
@@ -247,9 +249,10 @@ def make_search(
     own_traces = known.setdefault(question.job.precision, Traces(model, make, question.job.layers))
     spread, rejected = layouts(_room(model, question))
     configurations: list[Configuration] = []
+    asked = question.asked
     for layout in spread:
         try:
-            configurations.append(configuration(question.job, layout))
+            configurations.append(configuration(question.job, layout, None if asked is None else asked.pp))
         except ValueError as error:  # of `nemo_like.job.RULES`
             rejected[str(error)] += 1
 
@@ -291,6 +294,8 @@ def _room(model: nn.Module, question: Question) -> Room:
         experts=min(experts, default=0),
         tensor_sizes=tuple(size for size in sizes if _splits(model, size)),
         beside_experts=tuple(size for size in sizes if experts and _splits(model, size, apart)),
+        sequence_parallel=_cuts_sequences(model, [size for size in sizes if size > 1]),
+        heads=_heads(model),
         stages=question.gpus > host,
         pins=question.pins,
     )
@@ -302,6 +307,24 @@ def _splits(model: nn.Module, size: int, whole: Collection[str] = ()) -> bool:
         return size == 1 or bool(resolve_plan(model, None, size, whole))
     except ValueError:
         return False
+
+
+def _cuts_sequences(model: nn.Module, sizes: Sequence[int]) -> bool:
+    """Return whether the plan of `tp` can cut sequences, at the first of `sizes` that it can have."""
+    for size in sizes:
+        if _splits(model, size):
+            try:
+                return bool(sequence_places(model, resolve_plan(model, None, size)).owners)
+            except ValueError:
+                return False
+    return False
+
+
+def _heads(model: nn.Module) -> int:
+    """Return the heads of keys and values; 0: not known."""
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return getattr(config, "num_key_value_heads", 0) or getattr(config, "num_attention_heads", 0) or 0
 
 
 def _tokens(model: nn.Module, seq_len: int) -> Callable[[int], Any]:

@@ -43,7 +43,7 @@ class KnownBounds:
             return max((self._least_staged(key, bounds) for bounds in known), default=0.0)
         alike = [shape for shape in self._traced() if _like_weights(shape.key, key)]
         # One of each kind suffices: with and without split experts, with and without parts of sequences.
-        kinds = {(shape.key.ep > 1, shape.key.cp > 1): shape for shape in alike if shape.key.cp == 1 or key.cp > 1}
+        kinds = {(shape.key.ep > 1, shape.key.cp > 1): shape for shape in alike if _like_parts(shape.key, key)}
         bounds = [self.whole(shape) for shape in kinds.values()]
         return max((self._least_per_token(key, each.least_step) for each in bounds), default=0.0)
 
@@ -57,8 +57,7 @@ class KnownBounds:
         alike = [
             shape
             for shape in self._traced()
-            if (shape.key.tp, shape.key.ep, shape.key.whole) == (key.tp, key.ep, key.whole)
-            and (shape.key.cp == 1 or key.cp > 1)
+            if (shape.key.axes, shape.key.ep) == (key.axes, key.ep) and _like_parts(shape.key, key)
         ]
         layouts = sorted(self.by_shape[key], key=lambda conf: -conf.shard_ranks)
         return any(all(self._exceeds(shape, ways(shape, conf)) for conf in layouts) for shape in alike)
@@ -118,7 +117,12 @@ def _like_stages(whole: ShapeKey, stages: ShapeKey) -> bool:
 
     It has no smaller parts of sequences, whose gathered keys and values would not grow with them.
     """
-    return _like_weights(whole, stages) and whole.cp in (1, stages.cp)
+    return _like_weights(whole, stages) and whole.cp in (1, stages.cp) and _like_parts(whole, stages)
+
+
+def _like_parts(one: ShapeKey, other: ShapeKey) -> bool:
+    """Return whether the first has whole sequences, or parts of them in the same way as the other."""
+    return one.cp == 1 or (other.cp > 1 and one.cp_method == other.cp_method)
 
 
 def _like_weights(one: ShapeKey, other: ShapeKey) -> bool:
@@ -126,5 +130,4 @@ def _like_weights(one: ShapeKey, other: ShapeKey) -> bool:
 
     Under tp all weights are cut by other rules where experts are split.
     """
-    same = (one.tp, one.whole) == (other.tp, other.whole)
-    return same and one.ep <= other.ep and (one.tp == 1 or (one.ep > 1) == (other.ep > 1))
+    return one.axes == other.axes and one.ep <= other.ep and (one.tp == 1 or (one.ep > 1) == (other.ep > 1))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -9,13 +11,15 @@ from functools import cached_property
 from typing import Any
 
 from nemo_like.job import Job
-from nemo_like.options import FSDP2, CheckpointConfig, PipelineParallel
-from nemo_like.options.pipelining import SCHEDULE_OBJECTS
+from nemo_like.options import FSDP2, CheckpointConfig, ContextParallel, PipelineParallel
+from nemo_like.options.pipelining import SCHEDULE_OBJECTS, Schedule
 
 SHORTEST_PART = 4096
 """Tokens of the shortest part that sequences are cut into, unless the caller pins ``cp``."""
 MOST_TOKENS = 1 << 15
 """Most tokens of one rank in one micro-batch, of one sequence or more, unless the caller pins ``micro_batch``."""
+MOST_PER_RANK, MOST_UNEVEN = 10, 1.1
+"""Most stages of a rank that are searched, and most layers of the longest stage, as a multiple of an even share."""
 MOST_CONTEXT, MOST_STAGES = 64, 32
 """Most ranks of ``cp`` and of ``pp`` that are searched, unless the caller pins more."""
 
@@ -36,6 +40,11 @@ class Layout:
     """Sequences of one rank (with `cp`: of one group) in one micro-batch."""
     grad_accum: int = 1
     """Micro-batches of a step; with `pp`, those of the pipeline."""
+    stages_per_rank: int | None = None
+    """Stages of a pipeline on one rank; None: the schedule's default."""
+    sequence_parallel: bool = False
+    loss_parallel: bool = False
+    cp_method: str = ContextParallel.method
 
     @property
     def gpus(self) -> int:
@@ -68,6 +77,10 @@ class Configuration:
             job.pp.schedule if staged else None,
             self.micro_batch,
             (job.pp.microbatches or 1) if staged else job.step.microbatches,
+            job.pp.stages_per_rank if staged else None,
+            job.tp.sequence_parallel,
+            job.tp.loss_parallel,
+            job.cp.method if job.cp.size > 1 else ContextParallel.method,
         )
 
     # Sizes are read from the job once.
@@ -115,6 +128,11 @@ class Configuration:
         return self.job.shard_ranks
 
     @property
+    def stages_per_rank(self) -> int:
+        """Stages of a pipeline on one rank."""
+        return self.job.pp.stages_per_rank or 1
+
+    @property
     def sequences(self) -> int:
         """Sequences of all ranks in one step."""
         return self.layout.sequences
@@ -153,18 +171,31 @@ class Configuration:
         return configuration(self.job, replace(self.layout, **sizes))
 
 
-def configuration(job: Job, layout: Layout) -> Configuration:
-    """Return `job` in `layout`."""
-    stages = (
-        PipelineParallel()
-        if layout.pp == 1
-        else PipelineParallel(layout.pp, layout.schedule or PipelineParallel.schedule, layout.grad_accum)
-    )
+def configuration(job: Job, layout: Layout, pp: PipelineParallel | None = None) -> Configuration:
+    """Return `job` in `layout`; `pp`: what a pipeline has besides sizes and schedule, by default that of `job`.
+
+    Raises:
+        ValueError: the two exclude each other.
+    """
+    stages = PipelineParallel()
+    if layout.pp > 1:
+        stages = replace(
+            job.pp if pp is None else pp,
+            size=layout.pp,
+            schedule=layout.schedule or PipelineParallel.schedule,
+            microbatches=layout.grad_accum,
+            stages_per_rank=layout.stages_per_rank,
+        )
     sized = job.on(
         dp_shard=layout.dp_shard,
         dp_replicate=layout.dp_replicate,
-        tp=replace(job.tp, size=layout.tp),
-        cp=replace(job.cp, size=layout.cp),
+        tp=replace(
+            job.tp,
+            size=layout.tp,
+            sequence_parallel=layout.sequence_parallel,
+            loss_parallel=layout.loss_parallel,
+        ),
+        cp=replace(job.cp, size=layout.cp, method=layout.cp_method),
         ep=replace(job.ep, size=layout.ep),
         pp=stages,
         step=replace(job.step, microbatches=layout.grad_accum if layout.pp == 1 else 1),
@@ -188,6 +219,10 @@ class Room:
     """Sizes of ``tp`` that the model can have."""
     beside_experts: tuple[int, ...] = (1,)
     """Sizes of ``tp`` that it can have where its experts are split."""
+    sequence_parallel: bool = False
+    """Its tensor-parallel plan can cut sequences."""
+    heads: int = 0
+    """Heads of keys and values that ``ulysses`` divides over ``cp x tp`` ranks; 0: not known."""
     stages: bool = True
     """The model can be cut into stages."""
     pins: Mapping[str, Collection[Any]] | None = None
@@ -211,8 +246,28 @@ def layouts(room: Room) -> tuple[list[Layout], Counter[str]]:
                     continue
                 for shape in _data_axes(room, rest, tp, cp):
                     for batch in _batches(room, shape, pp, cp, rejected):
-                        every += _with_schedule(room, Layout(*shape[:2], tp, cp, shape[2], pp, None, *batch), rejected)
+                        sized = Layout(*shape[:2], tp, cp, shape[2], pp, None, *batch)
+                        for layout in _with_methods(room, sized):
+                            every += _with_schedule(room, layout, rejected)
     return every, rejected
+
+
+def _with_methods(room: Room, layout: Layout) -> Iterator[Layout]:
+    """Yield `layout` with the ways in which its ranks share tensors.
+
+    Sequences are cut wherever the plan of ``tp`` can: that takes less memory, and as much time to send.
+    """
+    sequences: Collection[bool] = (False,)
+    if layout.tp > 1:
+        can = room.sequence_parallel and room.seq_len // layout.cp % layout.tp == 0
+        sequences = room.pinned("sequence_parallel") or (can,)
+    losses = (room.pinned("loss_parallel") or (False,)) if layout.tp > 1 else (False,)
+    methods: Collection[str] = (ContextParallel.method,)
+    if layout.cp > 1:
+        divided = room.heads and room.heads % (layout.cp * layout.tp) == 0
+        methods = room.pinned("cp_method") or (ContextParallel.method, *(["ulysses"] if divided else []))
+    for cut, kept, method in itertools.product(sequences, losses, methods):
+        yield replace(layout, sequence_parallel=cut, loss_parallel=kept, cp_method=method)
 
 
 def _sizes(room: Room, name: str, free: Collection[int]) -> list[int]:
@@ -273,13 +328,33 @@ def _with_schedule(room: Room, layout: Layout, rejected: Counter[str]) -> list[L
     scheduled = []
     for word in room.pinned("schedule") or [name for name, facts in SCHEDULE_OBJECTS.items() if facts.is_searched]:
         facts = SCHEDULE_OBJECTS[word]
-        stages = layout.pp * facts.default_per_rank
         if layout.grad_accum < layout.pp:
             rejected["fewer micro-batches than stages"] += 1
-        elif stages > room.layers:
-            rejected["more stages than layers"] += 1
         elif facts.check(layout.pp, layout.grad_accum) is not None:
             rejected["the schedule cannot run so many micro-batches"] += 1
         else:
-            scheduled.append(replace(layout, schedule=word))
+            for per_rank in _stages_per_rank(room, facts, layout.pp):
+                if layout.pp * per_rank > room.layers:
+                    rejected["more stages than layers"] += 1
+                else:
+                    scheduled.append(replace(layout, schedule=word, stages_per_rank=per_rank))
     return scheduled
+
+
+def _stages_per_rank(room: Room, facts: Schedule, ranks: int) -> Collection[int]:
+    """Return how many stages a rank may have: of those that a schedule takes, those that divide the layers evenly.
+
+    Each more shortens the bubble, and a longest stage that has more than its share lengthens all.
+    """
+    pinned = room.pinned("stages_per_rank")
+    if pinned is not None:
+        return [n for n in pinned if not facts.stages_per_rank or n in facts.stages_per_rank]
+    if facts.stages_per_rank:
+        return facts.stages_per_rank[:1]
+    even = [n for n in range(2, MOST_PER_RANK + 1) if _longest(room.layers, ranks * n) <= MOST_UNEVEN]
+    return even or [facts.default_per_rank]
+
+
+def _longest(layers: int, stages: int) -> float:
+    """Return the layers of the longest stage as a multiple of an even share."""
+    return -(-layers // stages) * stages / layers if stages <= layers else math.inf

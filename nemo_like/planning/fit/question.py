@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from functools import cached_property
 from typing import Any, TypedDict
 
@@ -16,32 +16,40 @@ from torch import nn
 from nemo_like._util.words import check_whole
 from nemo_like.job import KEYWORDS, Job, Strategy, undivided
 from nemo_like.options import (
+    CONTEXT_METHODS,
     FSDP2,
     LOSSES,
     SCHEDULES,
     AllocatorConfig,
+    CheckpointConfig,
+    ChunkedLoss,
+    ContextParallel,
     ExpertParallel,
     MemoryBudget,
     OffloadConfig,
+    PipelineParallel,
     PlanSearch,
     StepSpec,
+    TensorParallel,
     did_you_mean,
     normalise,
+    parse_ac,
 )
 from nemo_like.options.parallel import check_imbalance
 from nemo_like.planning.devices import Device, device_of
 from nemo_like.planning.fit.layouts import Configuration
 
 MODES = ("none", "full", "selective", "plan")
-AXES = ("dp_replicate", "dp_shard", "tp", "cp", "ep", "pp", "micro_batch", "grad_accum")
+AXES = ("dp_replicate", "dp_shard", "tp", "cp", "ep", "pp", "stages_per_rank", "micro_batch", "grad_accum")
 """Names of pins that are whole numbers."""
 _WORDS: dict[str, tuple[str, ...]] = {
     "ac": MODES,
     "loss": LOSSES,
     "offload": ("none", "boundary"),
     "schedule": SCHEDULES,
+    "cp_method": CONTEXT_METHODS,
 }
-_FLAGS = ("reshard_after_forward", "cpu_offload")
+_FLAGS = ("reshard_after_forward", "cpu_offload", "sequence_parallel", "loss_parallel")
 PINS = (*AXES, *_WORDS, *_FLAGS)
 
 Number = int | Sequence[int] | None
@@ -54,26 +62,31 @@ class FitKeywords(TypedDict, total=False):
 
     dp_replicate: Number
     dp_shard: Number
-    tp: Number
-    cp: Number
-    ep: Number
-    pp: Number
+    tp: Number | TensorParallel
+    cp: Number | ContextParallel
+    ep: Number | ExpertParallel
+    pp: Number | PipelineParallel
+    stages_per_rank: Number
     micro_batch: Number
     grad_accum: Number
-    ac: Word
-    loss: Word
-    offload: Word
+    ac: Word | CheckpointConfig
+    loss: Word | ChunkedLoss
+    offload: Word | OffloadConfig
     schedule: Word
+    cp_method: Word
+    sequence_parallel: Switch
+    loss_parallel: Switch
     reshard_after_forward: Switch
     cpu_offload: Switch
     precision: Any
     optimizer: Word
     imbalance: float | None
+    balance: str | Sequence[int]
     host_memory: int | str | None
     strategy: Strategy
     ac_scope: str | Sequence[str]
     layers: str | nn.Module | Sequence[str | nn.Module] | None
-    compile: bool | str | None
+    compile: Any
     step: StepSpec | None
     planned_tokens: int | None
     device: str | torch.device | None
@@ -100,6 +113,8 @@ class Question:
     """The sequences of `seq_len`, in words."""
     pins: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Allowed values by name out of `PINS`; other names are free."""
+    asked: Job | None = None
+    """The caller's job, for what its options have besides what is searched; None: nothing."""
 
     def __post_init__(self) -> None:
         for name, least in (("gpus", 1), ("seq_len", 2), ("global_batch", 1), ("limit", 1)):
@@ -173,55 +188,80 @@ class Question:
             raise ValueError(f"schedule is {self.pins['schedule'][0]!r} and pp is 1: one stage has none. Drop one.")
 
 
-def read_question(job: Job | None, given: Mapping[str, Any]) -> tuple[list[Job], dict[str, tuple[Any, ...]]]:
-    """Return the jobs to search for, one for each precision and optimizer, and the values that are pinned, by name.
+def read_question(job: Job | None, given: Mapping[str, Any]) -> tuple[list[Job], dict[str, tuple[Any, ...]], Job]:
+    """Return the jobs to search for, one for each precision, optimizer and compiler, the values that are pinned, by name,
+    and the job as it was requested.
 
     Args:
         job: a job whose given fields are pinned; None: a job of the keywords.
-        given: keywords of `fit`, out of `PINS`, `Job.of`'s, ``imbalance`` and ``host_memory``.
+        given: keywords of `fit`, out of `PINS`, `Job.of`'s, ``imbalance``, ``balance`` and ``host_memory``.
 
     Raises:
         ValueError: an unknown name, or a value that the name cannot have.
         TypeError: a value of the wrong kind.
     """
-    pins = {name: value for name, value in given.items() if name in PINS}
-    rest = {name: value for name, value in given.items() if name not in PINS and value is not None}
-    imbalance, host_memory = rest.pop("imbalance", None), rest.pop("host_memory", None)
-    precisions, optimizers = (_several(name, rest.pop(name, None)) for name in ("precision", "optimizer"))
+    pins = {name: value for name, value in given.items() if name in PINS and not is_dataclass(value)}
+    rest = {name: value for name, value in given.items() if name not in pins and value is not None}
+    imbalance, host_memory, balance = (rest.pop(name, None) for name in ("imbalance", "host_memory", "balance"))
+    chosen = {name: _several(name, rest.pop(name, None)) for name in ("precision", "optimizer", "compile")}
     for name in rest:
         if name not in KEYWORDS:
-            known = sorted({*PINS, *KEYWORDS, "imbalance", "host_memory"})
+            known = sorted({*PINS, *KEYWORDS, "imbalance", "host_memory", "balance"})
             raise ValueError(
                 f"{name!r} is not an argument of fit; these are: {', '.join(known)}." + did_you_mean(name, known)
             )
     requested = Job.of(**rest) if job is None else job.change(**rest) if rest else job
+    if balance is not None and balance != requested.pp.balance:
+        requested = replace(requested, pp=_balanced(requested.pp, balance, pins))
     read = read_pins({**_pinned_by(requested), **{name: value for name, value in pins.items() if value is not None}})
+    fsdp = requested.strategy if isinstance(requested.strategy, FSDP2) else FSDP2()
     base = replace(requested, **{name: getattr(_plain_job(), name) for name in _SEARCHED}, world_size=None)
     base = replace(
         base,
+        strategy=replace(fsdp, reshard_after_forward=None, cpu_offload=False),
         cp=replace(requested.cp, size=1),
         tp=replace(requested.tp, size=1),
-        ep=ExpertParallel(imbalance=requested.ep.imbalance if imbalance is None else imbalance),
+        ep=replace(requested.ep, size=1, imbalance=requested.ep.imbalance if imbalance is None else imbalance),
         search=base.search if host_memory is None else replace(base.search, host_memory=host_memory),
     )
-    if precisions == [None] and "precision" not in requested.asked and device_of(base).kind == "cuda":
-        precisions = ["bf16"]
+    if chosen["precision"] == [None] and "precision" not in requested.asked and device_of(base).kind == "cuda":
+        chosen["precision"] = ["bf16"]
     jobs = []
-    for precision, optimizer in itertools.product(precisions, optimizers):
+    for precision, optimizer, backend in itertools.product(*chosen.values()):
         changed: dict[str, Any] = {} if precision is None else {"precision": None if precision == "fp32" else precision}
         if optimizer is not None:
             changed["step"] = StepSpec.of(base.step, optimizer)
+        if backend is not None:
+            changed["compile"] = None if backend == "none" else backend
         jobs.append(replace(base, **changed))
-    return jobs, read
+    return jobs, read, requested
 
 
-_SEARCHED = ("strategy", "ac", "loss", "offload", "dp_replicate", "pp", "planned_tokens")
-"""Fields of a job that `fit` chooses, together with the sizes of the other axes."""
+_SEARCHED = ("ac", "loss", "offload", "dp_replicate", "pp", "planned_tokens")
+"""Fields of a job that `fit` chooses; of the other axes and of FSDP2 it chooses a part."""
 
 
 @functools.cache
 def _plain_job() -> Job:
     return Job.of(ac="none")
+
+
+def _balanced(pp: PipelineParallel, balance: Any, pins: Mapping[str, Any]) -> PipelineParallel:
+    """Return `pp` with the layers of each stage; numbers of layers are those of one pinned pipeline."""
+    if isinstance(balance, str):
+        return replace(pp, balance=balance)
+    sizes = {name: pins.get(name) for name in ("pp", "schedule", "stages_per_rank")}
+    size, schedule, per_rank = (value[0] if isinstance(value, list | tuple) else value for value in sizes.values())
+    if size is None and pp.size == 1:
+        raise ValueError(f"balance is {balance!r}, and no pipeline is pinned whose stages these are. Pin pp, too.")
+    return replace(
+        pp,
+        size=size or pp.size,
+        schedule=schedule or pp.schedule,
+        stages_per_rank=per_rank or pp.stages_per_rank,
+        microbatches=None,
+        balance=tuple(balance),
+    )
 
 
 def _several(name: str, value: Any) -> list[Any]:
@@ -242,21 +282,31 @@ def _pinned_by(job: Job) -> dict[str, Any]:
     for name in ("tp", "cp", "ep", "pp"):
         if name in fields:
             pins[name] = getattr(job, name).size
+    if "tp" in fields and job.tp.size > 1:
+        pins["sequence_parallel"], pins["loss_parallel"] = job.tp.sequence_parallel, job.tp.loss_parallel
+    if "cp" in fields:
+        pins["cp_method"] = job.cp.method
     if "dp_replicate" in fields:
         pins["dp_replicate"] = job.dp_replicate
     if "pp" in fields and job.pp.size > 1:
         pins["schedule"], pins["grad_accum"] = job.pp.schedule, job.pp.microbatches
+        pins["stages_per_rank"] = job.pp.stages_per_rank
     if "strategy" in fields:
         if not isinstance(job.strategy, FSDP2):
             raise ValueError(
                 f"strategy is {type(job.strategy).__name__.lower()!r}, and fit searches FSDP2 alone. Leave strategy out, or "
                 "use 'fsdp2'."
             )
-        if job.strategy != FSDP2():
-            pins["reshard_after_forward"] = job.strategy.reshard_after_forward
-            pins["cpu_offload"] = job.strategy.cpu_offload
+        plain = FSDP2()
+        for name in ("reshard_after_forward", "cpu_offload"):
+            if getattr(job.strategy, name) != getattr(plain, name):
+                pins[name] = getattr(job.strategy, name)
     if "ac" in fields:
         pins["ac"] = "plan" if isinstance(job.ac, MemoryBudget) else getattr(job.ac, "mode", "a plan")
+        if isinstance(job.ac, CheckpointConfig) and job.ac != parse_ac(job.ac.mode):
+            raise ValueError(
+                f"ac is {job.ac}, and fit counts the modes {', '.join(MODES)} with their defaults alone. Give the mode."
+            )
     if "loss" in fields:
         pins["loss"] = "model" if job.loss is None else "chunked"
     if "offload" in fields:

@@ -322,12 +322,21 @@ class Search:
             if offload == "none" or mode != "none":  # else there is no region whose inputs could wait elsewhere
                 ac = MemoryBudget(peak_bytes=self.question.limit) if mode == "plan" else mode
                 try:
-                    way = conf.change(ac=ac, loss=loss, offload=offload)
+                    way = conf.change(**self._with_details(ac=ac, loss=loss, offload=offload))
                     way = way.with_strategy(reshard_after_forward=reshard, cpu_offload=state)
                 except ValueError as error:  # of `nemo_like.job.RULES`
                     self.found.rejected[str(error)] += 1
                     continue
                 yield way
+
+    def _with_details(self, **words: Any) -> dict[str, Any]:
+        """Return fields of a job with what the caller's options have beside these words."""
+        asked = self.question.asked
+        if asked is None:
+            return words
+        if words["loss"] == "chunked" and asked.loss is not None:
+            words["loss"] = asked.loss
+        return words | {"offload": replace(asked.offload, mode=words["offload"])}
 
     def _overfills_host(self, shape: Shape, conf: Configuration) -> bool:
         assert isinstance(shape, Shape)

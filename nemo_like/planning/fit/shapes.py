@@ -11,7 +11,7 @@ from typing import Any
 from nemo_like.activation_checkpointing.plan import BudgetError
 from nemo_like.job import Job
 from nemo_like.losses.model_loss import find_head
-from nemo_like.options import MemoryBudget
+from nemo_like.options import ContextParallel, MemoryBudget
 from nemo_like.planning.answers.rank import peak_of
 from nemo_like.planning.answers.seconds import StepSeconds, step_seconds
 from nemo_like.planning.answers.verdict import Need, verdict
@@ -45,6 +45,9 @@ class ShapeKey:
     whole: bool
     staged: bool = False
     """True if the model is cut into the stages of a pipeline, to which `whole` then applies."""
+    sequence_parallel: bool = False
+    loss_parallel: bool = False
+    cp_method: str = ContextParallel.method
 
     @property
     def in_one_stage(self) -> ShapeKey:
@@ -55,15 +58,27 @@ class ShapeKey:
         return asked.on(
             dp_shard=1 if self.whole else 2 * self.ep,
             dp_replicate=1,
-            tp=replace(asked.tp, size=self.tp),
-            cp=replace(asked.cp, size=self.cp),
+            tp=replace(
+                asked.tp,
+                size=self.tp,
+                sequence_parallel=self.sequence_parallel,
+                loss_parallel=self.loss_parallel,
+            ),
+            cp=replace(asked.cp, size=self.cp, method=self.cp_method),
             ep=replace(asked.ep, size=self.ep),
             pp=1,
         )
 
     @classmethod
     def of(cls, conf: Configuration) -> ShapeKey:
-        return cls(conf.tp, conf.cp, conf.ep, conf.micro_batch, conf.gpus == conf.pp, conf.pp > 1)
+        size = conf.layout
+        how = size.sequence_parallel, size.loss_parallel, size.cp_method
+        return cls(conf.tp, conf.cp, conf.ep, conf.micro_batch, conf.gpus == conf.pp, conf.pp > 1, *how)
+
+    @property
+    def axes(self) -> tuple[Any, ...]:
+        """What decides which weights a rank has, and whether it has whole sequences of residuals and logits."""
+        return self.tp, self.whole, self.sequence_parallel, self.loss_parallel
 
 
 class Shape:
@@ -236,6 +251,7 @@ def _bytes_of(conf: Configuration) -> tuple[Any, ...]:
         conf.dp_replicate,
         conf.pp,
         conf.schedule,
+        conf.job.pp.stages_per_rank,
         turns,
         *way,
         job.step.optimizer,

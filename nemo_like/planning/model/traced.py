@@ -108,6 +108,7 @@ class TracedPart:
         self.device: Device = device_of(job)
         self.known, self.shape = known, shape_of(job)
         self.loss = StepLoss.of(job)
+        self.compiled = job.compile is not None
         self.splits_loss = job.tp.loss_parallel and job.tp.size > 1
         self.is_stage = hasattr(model, STAGE_MARK)
         self.whole = self.model = model_copy(model)
@@ -187,7 +188,7 @@ class TracedPart:
     @cached_property
     def blocks(self) -> list[BlockSeconds]:
         """Seconds of each kind of layer."""
-        return [BlockSeconds.of(problem) for problem in self.problems]
+        return [BlockSeconds.of(problem, compiled=self.compiled) for problem in self.problems]
 
     def frontier(self, kind: int, *, skip: bool, host: int) -> tuple[Choice, ...]:
         """Return the best choices of a kind of layer, ascending in saved bytes; arguments as `BlockProblem.frontier`."""
@@ -396,8 +397,8 @@ class TracedPart:
 
 def shape_of(job: Job) -> Hashable:
     """Return what a trace depends on, but for the sizes that only divide experts: equal for jobs that share results."""
-    parts = (job.param_dtype, job.fsdp is None, job.tp, job.cp, job.ep.imbalance, job.precision.matmuls)
-    return repr(parts), device_of(job).name
+    how = (job.param_dtype, job.precision.matmuls, job.fsdp is None, job.compile is None)
+    return repr((*how, job.tp, job.cp, job.ep.imbalance)), device_of(job).name
 
 
 def local_shape(job: Job) -> Hashable:
