@@ -19,6 +19,7 @@ from nemo_like._util.console import start_logging
 from nemo_like._util.help_parser import HelpParser
 from nemo_like._util.log import is_rank_zero
 from nemo_like.commands import COMMANDS
+from nemo_like.commands.settings_options import take_settings
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.path.insert(0, "")  # as ``python -m`` has it: --model mymod:build is a file in the current folder
     in_options = str
     try:
-        arguments = make_parser(command).parse_args(argv)
+        arguments = make_parser(command, argv).parse_args(argv)
         in_options = arguments.own.in_options
         if is_rank_zero() and (line := arguments.first_line(arguments)):
             print(line, file=sys.stderr, flush=True)
@@ -45,8 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def make_parser(command: str | None = None) -> argparse.ArgumentParser:
-    """Return the parser with the options of `command`, which alone is imported; for ``completion``, of all commands."""
+def make_parser(command: str | None = None, argv: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """Return the parser with the options of `command`, which alone is imported; for ``completion``, of all commands.
+
+    The file that ``--from`` names in `argv` sets defaults.
+    """
     parser = HelpParser(
         prog="nemo-like",
         description="Fit a model's training into GPU memory with FSDP2, at the least cost in speed.",
@@ -62,5 +66,6 @@ def make_parser(command: str | None = None) -> argparse.ArgumentParser:
         subparser = subparsers.add_parser(name, help=purpose, purpose=purpose, lines=module.EXAMPLES)
         module.add_arguments(subparser)
         first_line = getattr(module, "first_line", lambda arguments: "")
+        take_settings(subparser, argv)
         subparser.set_defaults(run=module.run, first_line=first_line, parser=parser, own=subparser)
     return parser

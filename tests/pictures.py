@@ -233,7 +233,7 @@ def order_of_parallelize() -> Any:
 
 
 BANDS: Mapping[str, tuple[str, ...]] = {
-    "programs": ("__main__", "cli", "commands", "bench", "recipes", "integrations"),
+    "programs": ("__main__", "cli", "commands", "settings", "bench", "recipes", "integrations"),
     "execution": ("fake_rank", "parallelizer", "pipelined", "legacy", "resolve"),
     "prediction": ("planning", "profiling"),
     "ranks": ("distributed",),

@@ -12,6 +12,7 @@ from typing import Any
 from nemo_like._util.console import check_picture, check_writable, refuse_unread
 from nemo_like._util.progress import progress
 from nemo_like._util.table import screen_width
+from nemo_like.commands.settings_options import add_settings, check_settings_to, read_from, write_to
 from nemo_like.flags import add_flags, add_pins, balance_of, flags_on, job_of
 from nemo_like.options import COMPILE_BACKENDS, OPTIMIZERS, Precision, StepSpec, normalise, parse_dtype
 
@@ -74,6 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="first measure what the device at hand reaches, and keep it for later plans; alone: nothing else",
     )
+    add_settings(parser)
     add("--json", metavar="PATH", help="write everything here ('-': standard output)")
     add(
         "--plot",
@@ -89,7 +91,7 @@ def first_line(args: argparse.Namespace) -> str:
         return "Measuring this device ..."
     if args.model is None or args.gpus is None:
         return ""
-    return f"Searching for the fastest configuration of {args.model} on {args.gpus} x {args.gpu} ..."
+    return f"{read_from(args)}Searching for the fastest configuration of {args.model} on {args.gpus} x {args.gpu} ..."
 
 
 def _words(text: str) -> str | list[str]:
@@ -149,6 +151,8 @@ def run(args: argparse.Namespace) -> int:
             Path(args.json).write_text(text, encoding="utf-8")
     if not report.candidates:
         return 1
+    best = report.best
+    write_to(args, best.job.change(world_size=args.gpus), ac=best.ac, batch_size=best.layout.micro_batch)
     if args.plot:
         plot_fit(report, args.plot, min(args.explain or 1, len(report.candidates)))
     if not args.save:
@@ -189,6 +193,7 @@ def _check_files(args: argparse.Namespace) -> None:
     check_writable("--json", args.json)
     check_writable("--save", args.save)
     check_picture("--plot", args.plot)
+    check_settings_to(args)
     if args.save and args.ac is not None and "plan" not in map(normalise, args.ac):
         raise ValueError(f"--save writes a plan, and --ac is {' '.join(args.ac)}, which makes none. Add plan to --ac.")
     if args.cpu_offload is False and args.offload is not None and {*map(normalise, args.offload)} == {"none"}:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from nemo_like._util.console import check_picture, check_writable, refuse_unread, whole_or
 from nemo_like._util.table import paragraph, screen_width
 from nemo_like._util.words import GIB
+from nemo_like.commands.settings_options import add_settings, check_settings_to, read_from, write_to
 from nemo_like.flags import FLAGS, add_flags, flags_on, job_of
 from nemo_like.options import FLOAT8, MemoryBudget, parse_bytes, parse_dtype
 
@@ -105,6 +106,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also run the job on rank 0, without memory and without the other ranks, by the operators of --gpu, and "
         "compare its peak with the plan's",
     )
+    add_settings(parser)
     add("--json", metavar="PATH", help="write the numbers here ('-': standard output)")
     add("--plot", metavar="PATH", help="write a picture here: memory against step time")
     add("--save", metavar="PATH", help="write the recommended plan here (read it with nemo_like.Plan.load)")
@@ -113,7 +115,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def first_line(args: argparse.Namespace) -> str:
     """Return the line that is printed before torch is imported."""
     gpus = "the fewest" if args.world_size == "min" else f"{args.world_size} x"
-    return f"Planning {args.model} on {gpus} {args.gpu} ..."
+    return f"{read_from(args)}Planning {args.model} on {gpus} {args.gpu} ..."
 
 
 def run(args: argparse.Namespace) -> int:
@@ -178,6 +180,8 @@ def run(args: argparse.Namespace) -> int:
         plot(query, report, args.plot)
     if args.save and report.best is not None:
         report.best.plan.save(args.save)
+    if report.best is not None:
+        write_to(args, step.job, ac=report.best.ac, seq_len=step.seq_len, batch_size=step.batch)
     for reason in report.unmet:
         print(f"nemo-like plan: {reason}", file=sys.stderr)
     if interrupted:
@@ -289,6 +293,7 @@ def _check(args: argparse.Namespace) -> None:
     check_writable("--json", args.json)
     check_writable("--save", args.save)
     check_picture("--plot", args.plot)
+    check_settings_to(args)
     for budget in args.budget:
         MemoryBudget.parse(budget, "--budget")
     if args.memory is not None:

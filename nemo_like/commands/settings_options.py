@@ -1,0 +1,109 @@
+"""The options ``--from`` and ``--to``: settings files of other frameworks."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from nemo_like._util.console import as_flag, check_writable
+from nemo_like._util.table import paragraph, screen_width
+from nemo_like.flags import FLAGS
+
+if TYPE_CHECKING:
+    from nemo_like.job import Job
+
+_OTHER_NAMES = {"world_size": "gpus", "batch_size": "micro_batch"}
+"""Names that some commands have for these values."""
+_AXES = {"--gpus", "--world-size", "--dp-replicate", "--dp-shard", "--tp", "--cp", "--pp"}
+
+_DEPEND_ON = {"tp": ("sequence_parallel", "loss_parallel"), "pp": ("pp_schedule",), "cp": ("cp_method",)}
+"""Values that need an axis of more than one rank, which the command line may set to one."""
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """Add the two options."""
+    parser.add_argument(
+        "--from",
+        dest="settings_file",
+        metavar="FILE",
+        help="settings of accelerate, axolotl, torchtitan or NeMo Automodel, which options given here override",
+    )
+    parser.add_argument(
+        "--to",
+        dest="settings_to",
+        metavar="FILE",
+        help="write settings here: .toml for torchtitan, .yaml or .yml for accelerate",
+    )
+
+
+def take_settings(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
+    """Make what the file of ``--from`` in `argv` states the defaults of `parser`, and keep words on it for `read_from`.
+
+    Raises:
+        ValueError, OSError, ImportError: as `nemo_like.settings.read_settings`.
+    """
+    actions = {action.dest: action for action in parser._actions}
+    if "settings_file" not in actions:
+        return
+    only = argparse.ArgumentParser(add_help=False)
+    only.add_argument("--from", dest="path", nargs="?")
+    for axis in _DEPEND_ON:
+        only.add_argument(f"--{axis}", nargs="?")
+    known = only.parse_known_args(argv)[0]
+    path = known.path
+    parser.set_defaults(from_words="")
+    if path is None:
+        return
+    from nemo_like.settings import read_settings
+
+    settings = read_settings(path)
+    values = dict(settings.values)
+    given = {word.partition("=")[0] for word in argv}
+    if "dp_shard" not in actions or given & _AXES:
+        values.pop("dp_shard", None)  # the number of ranks and the other axes decide it
+    for axis, names in _DEPEND_ON.items():
+        for name in names if getattr(known, axis) == "1" else ():
+            values.pop(name, None)
+    read, unused = [], []
+    for name, value in values.items():
+        action = actions.get(name) or actions.get(_OTHER_NAMES.get(name, ""))
+        if action is not None:
+            parser.set_defaults(**{action.dest: [value] if action.nargs == "+" else value})
+            action.required = False
+            read.append(as_flag(action.option_strings[0].removeprefix("--"), value))
+        elif name == "ac" or name not in FLAGS or value != FLAGS[name].default:
+            unused.append(as_flag(name, value))
+    lines = [f"{path}, of {settings.framework}: {' '.join(read) or 'nothing that is read'}"]
+    lines += [f"No option here: {' '.join(unused)}"] if unused else []
+    lines += [f"Not understood: {'; '.join(settings.not_understood)}"] if settings.not_understood else []
+    width = screen_width()
+    parser.set_defaults(from_words="".join(f"{paragraph(line, width)}\n" for line in lines))
+
+
+def read_from(args: argparse.Namespace) -> str:
+    """Return lines on what ``--from`` read; empty without it."""
+    return str(getattr(args, "from_words", ""))
+
+
+def check_settings_to(args: argparse.Namespace) -> None:
+    """Raise ValueError where the file of ``--to`` could not be written later."""
+    if args.settings_to is not None:
+        from nemo_like.settings.files import check_suffix
+
+        check_writable("--to", check_suffix(args.settings_to))
+
+
+def write_to(args: argparse.Namespace, job: Job, **values: Any) -> None:
+    """Write the file of ``--to``, if there is one, and name on standard error what its format does not have."""
+    if args.settings_to is None:
+        return
+    from nemo_like._util.words import dtype_word, parse_dtype
+    from nemo_like.settings import write_settings
+
+    options: Mapping[str, Any] = vars(args)
+    more = {name: options.get(name) for name in ("model", "seq_len", "lora", "four_bit")} | values
+    left = write_settings(args.settings_to, job, **more, dtype=dtype_word(parse_dtype("--dtype", args.dtype)))
+    if left:
+        print(paragraph(f"{args.settings_to} does not have: {'; '.join(left)}", screen_width()), file=sys.stderr)

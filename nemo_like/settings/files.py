@@ -1,0 +1,169 @@
+"""Read and write a settings file; the format is recognised by its keys."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nemo_like._util.extras import require
+from nemo_like.settings import accelerate, automodel, axolotl, torchtitan
+from nemo_like.settings.formats import flat
+
+if TYPE_CHECKING:
+    from nemo_like.job import Job
+
+FORMATS = (torchtitan.TABLE, accelerate.TABLE, automodel.TABLE, axolotl.TABLE)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A settings file in our words."""
+
+    framework: str
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """By the name of a flag, and of what ``plan`` takes, such as ``seq_len``."""
+    not_understood: tuple[str, ...] = ()
+    """``key = value`` of what no flag has."""
+
+
+def read_settings(path: str | Path) -> Settings:
+    """Read a file of accelerate, axolotl, torchtitan or NeMo Automodel.
+
+    Raises:
+        OSError: it can't be read.
+        ValueError: it is neither TOML nor YAML, of none of the four, or has a value that its key can't have.
+        MissingExtraError: it is YAML, and PyYAML is not installed.
+    """
+    path = Path(path)
+    try:
+        tree = _tree(path, path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"--from is {str(path)!r}, which is not there. Give an existing file.") from None
+    keys = {key for key, _ in flat(tree)}
+    for table in FORMATS:
+        if any(key == mark or key.startswith(f"{mark}.") for key in keys for mark in table.marks):
+            values, unknown = table.read(path, tree)
+            return Settings(table.framework, values, unknown)
+    known = "; ".join(f"{table.framework} by {' or '.join(table.marks)}" for table in FORMATS)
+    raise ValueError(
+        f"{path} has the keys {', '.join(map(str, tree)) or 'none'}, and is of no framework that is read here. These are "
+        f"recognised: {known}. Give a file with one of these keys."
+    )
+
+
+def write_settings(path: str | Path, job: Job, **more: Any) -> tuple[str, ...]:
+    """Write `job` to a file and return what its format can't state; ``.toml``: torchtitan's, ``.yaml``: accelerate's.
+
+    Args:
+        job: the job. Its number of ranks must be set.
+        more: values by flag that are not in a job: ``model``, ``seq_len``, ``batch_size``, ``dtype``, ``lora``,
+            ``four_bit``; and ``ac`` in a word, where it is that of a plan.
+
+    Raises:
+        ValueError: another suffix.
+    """
+    path = check_suffix(path)
+    table, to_text = (torchtitan.TABLE, _toml) if path.suffix == ".toml" else (accelerate.TABLE, _yaml)
+    values = _values(job) | {name: value for name, value in more.items() if value not in (None, False)}
+    for name in ("precision", "reduce_dtype"):
+        values.setdefault(name, values.get("dtype", "fp32"))
+    notes = []
+    if values["ac"] not in ("none", "full", *(("selective",) if table is torchtitan.TABLE else ())):
+        notes.append(f"ac = {values['ac']} (written as full, which needs least)")
+        values["ac"] = "full"
+    tables, left = table.write(values)
+    path.write_text(to_text(tables), encoding="utf-8")
+    usual = _plain() | {"dtype": "fp32", "cp_method": "all_gather", "batch_size": 1}
+    return (*notes, *(f"{name} = {value}" for name, value in left.items() if value != usual.get(name)))
+
+
+def check_suffix(path: str | Path) -> Path:
+    """Return the path of ``--to``, whose suffix states the format.
+
+    Raises:
+        ValueError: another suffix.
+    """
+    path = Path(path)
+    if path.suffix not in (".toml", ".yaml", ".yml"):
+        raise ValueError(
+            f"--to is {str(path)!r}, whose suffix is of no format that is written here. Give a name that ends with .toml "
+            "(torchtitan), .yaml or .yml (accelerate)."
+        )
+    return path
+
+
+def _plain() -> dict[str, Any]:
+    """Return the defaults of the flags that describe a job, and not the device or the search."""
+    from nemo_like.flags import FLAGS
+
+    others = ("strategy", "gpu", "host", "host_memory", "measure", "no_skip", "imbalance")
+    return {name: flag.default for name, flag in FLAGS.items() if name not in others}
+
+
+def _values(job: Job) -> dict[str, Any]:
+    """Return the values of the flags of a job."""
+    from nemo_like.flags import changed_flags
+    from nemo_like.job import Job
+    from nemo_like.options import dtype_word, parse_dtype
+
+    plain = _plain()
+    changed = changed_flags(Job.of(ac="none"), job.change(ac="none"))
+    ranks = job.world_size or 1
+    values = plain | {name: value for name, value in changed.items() if name in plain}
+    values |= {
+        "ac": getattr(job.ac, "mode", "none"),
+        "precision": job.precision.matmuls or dtype_word(parse_dtype("precision", job.precision.param_dtype)),
+        "reduce_dtype": dtype_word(parse_dtype("precision", job.precision.reduce_dtype)),
+        "compile": job.compile or "none",
+        "alloc_conf": "expandable_segments:True" if job.allocator.expandable_segments else None,
+        "dp_shard": max(ranks // (job.tp.size * job.cp.size * job.pp.size * job.dp_replicate), 1),
+        "world_size": ranks,
+    }
+    if job.pp.size > 1:
+        values["grad_accum"] = job.pp.microbatches or 2 * job.pp.size
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _tree(path: Path, text: str) -> dict[str, Any]:
+    first = next((line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")), "")
+    if re.match(r"\s*(\[[\w.\"-]+\]|[\w.-]+\s*=)", first):
+        try:
+            return tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise ValueError(f"{path} is not valid TOML: {error}. Correct that line.") from None
+    yaml = require("yaml", "yaml", f"to read {path}")
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = "" if mark is None else f" (at line {mark.line + 1}, column {mark.column + 1})"
+        raise ValueError(
+            f"{path} is not valid YAML: {getattr(error, 'problem', error)}{where}. Correct that line."
+        ) from None
+    if not isinstance(tree, dict):
+        raise ValueError(f"{path} has no keys: it is {type(tree).__name__}. Give a settings file.")
+    return tree
+
+
+def _toml(tables: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return tables of plain values as TOML; JSON writes these values alike."""
+    parts = (
+        "\n".join((f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items())))
+        for name, table in tables.items()
+        if table
+    )
+    return "\n\n".join(parts) + "\n"
+
+
+def _yaml(tables: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return tables of plain values as YAML; JSON writes these values alike."""
+    lines = list[str]()
+    for name, table in tables.items():
+        lines += [f"{name}:"] if name else []
+        lines += [f"{'  ' if name else ''}{key}: {json.dumps(value)}" for key, value in table.items()]
+    return "\n".join(lines) + "\n"
