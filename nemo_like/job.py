@@ -506,12 +506,11 @@ def _float8_is_whole(job: Job) -> str | None:
             "precision is 'fp8-gather' with cpu_offload=True: shards would be cast to float8 on the host, which was not "
             "tried. Use precision='fp8'."
         )
-    for name, size in (("tp", job.tp.size), ("ep", job.ep.size)):
-        if size > 1:
-            return (
-                f"precision is {matmuls!r} with {name}={size}: split weights were not tried with float8. Leave one of the "
-                "two out, or use precision='bf16'."
-            )
+    if matmuls == "fp8-gather" and job.tp.size > 1:
+        return (
+            f"precision is 'fp8-gather' with tp={job.tp.size}: torchao gathers no weights in float8 that tp has split. Use "
+            "precision='fp8'."
+        )
     return None
 
 

@@ -56,8 +56,8 @@ def test_linears_of_layers_alone_are_replaced_and_names_stay() -> None:
 def test_what_was_not_tried_is_refused_before_a_change() -> None:
     model = _model()
     before = {name: type(module) for name, module in model.named_modules()}
-    with pytest.raises(ValueError, match="precision is 'fp8' with tp=2: split weights were not tried"):
-        parallelize(model, tp=2, precision="fp8")
+    with pytest.raises(ValueError, match="precision is 'fp8-gather' with tp=2: torchao gathers no weights in float8"):
+        parallelize(model, tp=2, precision="fp8-gather")
     with pytest.raises(ValueError, match=r"Precision\.matmuls is 'fp4'"):
         Precision("bf16", matmuls="fp4")
     assert {name: type(module) for name, module in model.named_modules()} == before

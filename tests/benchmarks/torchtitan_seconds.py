@@ -23,7 +23,7 @@ from nemo_like.activation_checkpointing.ops import facts
 from nemo_like.planning import roofline
 from nemo_like.planning.answers.seconds import Links
 from nemo_like.planning.choose.layer import BlockProblem, Choice
-from nemo_like.planning.choose.layer_seconds import BACKWARD_TIMES, BlockSeconds, fused
+from nemo_like.planning.choose.layer_seconds import ATTENTION_BACKWARD, BlockSeconds, backward_times, records_of
 from nemo_like.planning.devices import Device
 from nemo_like.planning.trace.block import OpRecord
 
@@ -67,7 +67,7 @@ class LayerSeconds:
 def layer_seconds(problem: BlockProblem, choice: Choice, how: HowRun, links: Links) -> LayerSeconds:
     """Of a block traced with one rank's tokens and weights."""
     device = links.device
-    records = fused(problem.records) if how.compiled else problem.records
+    records = records_of(problem, compiled=how.compiled)
     plain = BlockSeconds.of(problem, compiled=how.compiled, fp8_flops=how.fp8_flops).kernels
     kernels = [_kernel(records, k, seconds, how, device) for k, seconds in enumerate(plain)]
     run = [
@@ -82,7 +82,7 @@ def layer_seconds(problem: BlockProblem, choice: Choice, how: HowRun, links: Lin
     again = sum(kernels[k] for k in run) + sum(sums.get(k, 0.0) for k in run) + (ring[0] if attention in run else 0.0)
     return LayerSeconds(
         sum(kernels),
-        sum(s * BACKWARD_TIMES[facts(op.op).attention] for s, op in zip(kernels, records)),
+        sum(s * backward_times(op) for s, op in zip(kernels, records)),
         again,
         sum(sums.values()),
         back,
@@ -162,7 +162,7 @@ def _ring(attention: OpRecord, block: float, how: HowRun, links: Links) -> list[
     added_up, added_back = (passes * states / links.device.bandwidth for passes in _passes(how.cp))
     if how.compiled:
         return [arriving + added_up, arriving + how.cp * step + added_back]
-    back = block * BACKWARD_TIMES[True]
+    back = block * ATTENTION_BACKWARD
     return [
         max(0.0, arriving - block) + added_up,
         max(0.0, arriving - back) + (how.cp - 1) * max(0.0, step - back) + step + added_back,

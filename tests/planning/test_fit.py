@@ -13,7 +13,6 @@ from nemo_like.cli import main
 from nemo_like.distributed.pipeline.schedules import actions_of
 from nemo_like.options import PipelineParallel, Precision
 from nemo_like.planning.answers.verdict import ALLOCATED, RESERVED, Need
-from nemo_like.planning.choose.layer_seconds import fused
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.fit import fit
 from nemo_like.planning.fit.bounds import WholeBounds
@@ -295,15 +294,6 @@ def test_collectives_take_the_slowest_link_that_they_need():
     assert gather_seconds(size, across, h100) == pytest.approx(size * 15 / 16 / 360e9 + 9e-5)
     assert gather_seconds(size, spread, h100) == pytest.approx(size * 15 / 16 / 45e9 + 8e-5)
     assert gather_seconds(size, group_of(1, 1, 8), h100) == 0.0
-
-
-def test_operators_between_products_are_fused_to_one_reader_and_one_writer():
-    model, question = llama(1), Question(Job.of(gpu=resolve_device("h100-80gb")), gpus=2, seq_len=64, limit=1 << 40)
-    search = make_search(model, question)[0]
-    shape = next(iter(filter(None, (search.trace(key) for key in list(search.by_shape)[:1]))))
-    records = shape.whole.part.problems[0].records
-    assert sum(op.moved for op in fused(records)) < sum(op.moved for op in records)
-    assert [op.flops for op in fused(records)] == [op.flops for op in records]
 
 
 @pytest.mark.long

@@ -1,6 +1,7 @@
 """Seconds of the kernels of a layer, and bytes that it sends.
 
-Backward is twice a forward, of attention two and a half times (five products for two).
+Backward of attention is two and a half times a forward (five products for two); of a matrix product, one product for each
+input that needs a gradient.
 """
 
 from __future__ import annotations
@@ -14,8 +15,18 @@ from nemo_like.planning.roofline import is_sequence_op, kernel_kind, kernel_seco
 from nemo_like.planning.sharding import UnitBytes
 from nemo_like.planning.trace.block import OpRecord
 
-BACKWARD_TIMES = {True: 2.5, False: 2.0}
-"""Backward as a multiple of forward: attention, and all else."""
+ATTENTION_BACKWARD, OTHER_BACKWARD = 2.5, 2.0
+"""Backward as a multiple of forward: of attention, and of what is neither that nor a matrix product."""
+
+
+def backward_times(op: OpRecord) -> float:
+    """Return the seconds of an operator's backward, as a multiple of its forward: a matrix product has one more product for
+    each input that needs a gradient."""
+    if not op.grads:
+        return 0.0
+    if facts(op.op).attention:
+        return ATTENTION_BACKWARD
+    return float(min(2, op.grads)) if op.flops else OTHER_BACKWARD
 
 
 def least_seconds(
@@ -26,14 +37,14 @@ def least_seconds(
     weights, which are read once for all tokens, are left out. Attention over all keys of whole sequences has as many FLOPs
     per token however the sequences are cut. `only`: of these of its records; None: of all; `compiled`: as `fused`."""
     device, forward, backward = problem.device, 0.0, 0.0
-    for number, op in enumerate(fused(problem.records) if compiled else problem.records):
+    for number, op in enumerate(records_of(problem, compiled=compiled)):
         known = facts(op.op)
         if known.exchange or is_sequence_op(op) or (only is not None and number not in only):
             continue
         moved = 0 if known.attention else max(0, op.moved - problem.trace.param_bytes)
         least = max(op.flops / device.flops_of(op.op, half=op.half), moved / device.bandwidth)
         forward += least
-        backward += least * BACKWARD_TIMES[known.attention]
+        backward += least * backward_times(op)
     return forward, backward if problem.trace.saves_something else 0.0
 
 
@@ -43,29 +54,60 @@ _NOT_OF_SEQUENCES = ("nemo_like::route", "nemo_like::rows_of_all")
 def _summed(records: Sequence[OpRecord], hidden: int) -> int:
     """Return the bytes that ranks of ``tp`` sum up in a forward, behind attention and behind the FFN.
 
-    A gather takes half the time of a sum. `hidden`: bytes of the hidden states, as of each of the two sums that the trace
-    does not have: that of experts that are split inside is in place.
+    A gather, or a reduce-scatter, takes half the time of a sum. `hidden`: bytes of the hidden states, as of each of the two
+    sums that the trace does not have: that of experts that are split inside is in place.
     """
     sums = [op.bytes for op in records if op.op.name() == "_c10d_functional::all_reduce"]
     gathered = ("_c10d_functional::all_gather_into_tensor", "nemo_like::rows_of_all")
     sums += [op.bytes // 2 for op in records if op.op.name() in gathered]
+    # A rank gives all of what is reduced and scattered, and gets its part.
+    sums += [(op.moved - op.bytes) // 2 for op in records if op.op.name() == "_c10d_functional::reduce_scatter_tensor"]
     return sum(sums) + max(0, 2 - len(sums)) * hidden
 
 
-def fused(records: Sequence[OpRecord]) -> tuple[OpRecord, ...]:
-    """The same operators as a compiler fuses them: of several in a row without a matrix product, attention or collective,
-    the first reads from memory, and what is written is what the last one makes and what backward needs."""
-    heavy = [bool(op.flops) or facts(op.op).attention or facts(op.op).collective for op in records]
-    made = []
-    for place, op in enumerate(records):
-        if heavy[place]:
+def fused(ops: Sequence[OpRecord]) -> tuple[OpRecord, ...]:
+    """The operators of a trace as a compiler fuses them, where no matrix product, attention or collective stands between
+    two.
+
+    What is computed twice is computed once. A value goes to memory where something outside of its row reads it, or backward;
+    a row reads each value once.
+    """
+    row, rows, first = 0, list[int](), list[int]()
+    for place, op in enumerate(ops):
+        heavy = bool(op.flops) or facts(op.op).attention or facts(op.op).collective
+        rows.append(row + heavy)
+        row += 2 * heavy
+        first.append(place if op.twin is None or heavy else first[op.twin])
+    reads = [
+        {first[number] for number in (*op.reads, *op.values) if first[place] == place} for place, op in enumerate(ops)
+    ]
+    outside = {number for place in range(len(ops)) for number in reads[place] if rows[number] != rows[place]}
+    for place in reversed(range(len(ops))):
+        if place in outside and not ops[place].moved:  # the same values under another name
+            outside |= reads[place]
+    read, needed = set[int]().union(*reads), {first[place] for place, op in enumerate(ops) if op.needed}
+    made, known, seen = list[OpRecord](), set[tuple[int, int]](), set[tuple[int, int]]()
+    for place, op in enumerate(ops):
+        if rows[place] % 2 or not op.moved:
             made.append(op)
             continue
-        first = place == 0 or heavy[place - 1]
-        last = place + 1 == len(records) or heavy[place + 1]
-        reads = max(0, op.moved - op.bytes) if first else 0
-        made.append(replace(op, moved=reads + (op.bytes if last or op.needed else 0)))
+        if first[place] != place:
+            made.append(replace(op, moved=0))
+            continue
+        here = {number for number in reads[place] if rows[number] == rows[place] or (rows[place], number) in known}
+        known |= {(rows[place], number) for number in reads[place]}
+        again = sum(ops[number].bytes for number in here)
+        again += sum(size for number, size in op.outer if (rows[place], number) in seen)
+        seen |= {(rows[place], number) for number, _ in op.outer}
+        incoming = max(0, op.moved - op.bytes - again)
+        leaves = place in needed or place in outside or place not in read
+        made.append(replace(op, moved=incoming + (op.bytes if leaves else 0)))
     return tuple(made)
+
+
+def records_of(problem: BlockProblem, *, compiled: bool) -> tuple[OpRecord, ...]:
+    """Return the operators of a block that compute something, as they run."""
+    return tuple(op for op in fused(problem.trace.ops) if not op.view) if compiled else problem.records
 
 
 @dataclass(frozen=True)
@@ -87,8 +129,8 @@ class BlockSeconds:
     """
     kinds: tuple[str, ...] = ()
     """Kind of each of `kernels`: ``launch`` where that is what it takes, else its `kernel_kind`."""
-    attends: tuple[bool, ...] = ()
-    """For each of `kernels`, True if it is attention."""
+    backward_times: tuple[float, ...] = ()
+    """For each of `kernels`, its backward as a multiple of it."""
 
     @classmethod
     def of(cls, problem: BlockProblem, *, compiled: bool = False, fp8_flops: float = 0.0) -> BlockSeconds:
@@ -97,7 +139,7 @@ class BlockSeconds:
         compiled: operators between matrix products are `fused`. fp8_flops: matrix products run at this rate, and their
         operands are read once more to be cast; 0: they do not.
         """
-        records, device = fused(problem.records) if compiled else problem.records, problem.device
+        records, device = records_of(problem, compiled=compiled), problem.device
         kernels = problem.measured or tuple(kernel_seconds(op, device) for op in records)
         if fp8_flops:
             kernels = tuple(
@@ -107,8 +149,8 @@ class BlockSeconds:
                 else seconds
                 for op, seconds in zip(records, kernels)
             )
-        attends = tuple(facts(op.op).attention for op in records)
-        back = sum(seconds * BACKWARD_TIMES[attention] for seconds, attention in zip(kernels, attends))
+        times = tuple(map(backward_times, records))
+        back = sum(seconds * more for seconds, more in zip(kernels, times))
         return cls(
             kernels,
             sum(kernels),
@@ -120,7 +162,7 @@ class BlockSeconds:
                 "launch" if seconds == device.launch_seconds else kernel_kind(op.op, op.flops)
                 for seconds, op in zip(kernels, records)
             ),
-            attends,
+            times,
         )
 
     def replay(self, choice: Choice, reachable: int) -> float:

@@ -17,7 +17,7 @@ from nemo_like.planning.answers.seconds import (
     unit_seconds,
     waits_of,
 )
-from nemo_like.planning.choose.layer_seconds import BACKWARD_TIMES, LayerRun
+from nemo_like.planning.choose.layer_seconds import LayerRun
 from nemo_like.planning.program.storages import StepPoint
 from nemo_like.planning.query import Stage
 from nemo_like.planning.roofline import RankGroup
@@ -126,7 +126,7 @@ def _kernel_rows(run: LayerRun, reachable: int, count: float, where: str) -> Ite
     for number, (seconds, kind) in enumerate(zip(block.kernels, block.kinds)):
         sums["forward", kind] += seconds
         if block.backward:
-            sums["backward", kind] += seconds * BACKWARD_TIMES[block.attends[number]]
+            sums["backward", kind] += seconds * block.backward_times[number]
         if number < reachable and choice.decisions and choice.decisions[number] == "recompute":
             sums["replay", kind] += seconds
     for (part, kind), seconds in sums.items():

@@ -148,7 +148,7 @@ def check_float8_plan(job: Job, device: Device) -> None:
 
 
 def convert(layers: Sequence[Any], job: Job, device: Device) -> None:
-    """Replace the linears in `layers` of a copy, as `nemo_like.parallelize` does in the model itself."""
+    """Replace the linears in `layers` of a copy, as `nemo_like.parallelize` does in the model itself: before it is cut."""
     if job.precision.matmuls is not None:
         modules = [bare(layer.module) for layer in layers]
         float8_linears(modules, job.precision.matmuls, device.kind, sharded=job.fsdp is not None)

@@ -113,14 +113,14 @@ class TracedPart:
         self.is_stage = hasattr(model, STAGE_MARK)
         self.whole = self.model = model_copy(model)
         check_float8_plan(job, self.device)
+        convert(find.find_layers(self.model, job.layers), job, self.device)
         self.experts: tuple[Experts, ...] = ()
         # A stage of a pipeline may be one without experts.
         ep = ExpertParallel() if self.is_stage and not has_experts(model, job.ep.plan) else job.ep
         if job.tp.size * ep.size > 1:
             _refuse_lists(model, ep)
-            self.model, self.experts = first_rank(model, job.tp, ep)
+            self.model, self.experts = first_rank(self.model, job.tp, ep)
         self.layers, self.chosen = _found_and_chosen(self.model, job.layers)
-        convert(self.layers, job, self.device)
         if has_kv_sharing(model) and not shares_states_explicitly(bare(layer.module) for layer in self.layers):
             raise ValueError(
                 f"{type(model).__name__} shares keys and values between layers through its cache, which recomputing "

@@ -54,6 +54,14 @@ class OpRecord:
     """True where autograd saves an output of it, or a view of one."""
     changed: bool = False
     """True where a later op changes one of its outputs in place."""
+    grads: int = 2
+    """Number of its inputs that need a gradient: a matrix product has one product for each in backward."""
+    values: tuple[int, ...] = ()
+    """Indices of the ops that wrote what holds the values of its inputs in float8."""
+    outer: tuple[tuple[int, int], ...] = ()
+    """Numbers and bytes of the storages that it reads and no op wrote: inputs and parameters."""
+    twin: int | None = None
+    """Index of an earlier op that computes the same of the same inputs; None: there is none."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +121,18 @@ class BlockTrace:
                 )
 
 
+Stored = tuple[list[list[torch.Tensor]], list[list[torch.Tensor]]]
+"""`stored_parts` of each input and of each output."""
+
+
+def stored_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return this rank's part of a tensor; of one in torchao's float8 also what holds its values."""
+    local = local_part(tensor)
+    if not type(local).__module__.startswith("torchao.float8"):
+        return [local]
+    return [local, getattr(local, local.__tensor_flatten__()[0][0])]  # type: ignore[attr-defined]
+
+
 @dataclass
 class _Storages:
     """Storages seen so far. They are held until the trace ends, because an id is only good while its object lives."""
@@ -122,6 +142,7 @@ class _Storages:
     """``"param"``, ``"input"`` or ``"shared"`` for what existed before."""
     writers: dict[int, list[int]] = field(default_factory=dict)
     size: dict[int, int] = field(default_factory=dict)
+    numbers: dict[int, int] = field(default_factory=dict)
 
     def key(self, tensor: torch.Tensor) -> int:
         storage = local_part(tensor).untyped_storage()
@@ -129,6 +150,10 @@ class _Storages:
             self.held.append(storage)
             self.size[id(storage)] = storage.nbytes()
         return id(storage)
+
+    def number(self, key: int) -> int:
+        """Return a number for a storage, the same in every trace of the same calls."""
+        return self.numbers.setdefault(key, len(self.numbers))
 
     def known(self, tensor: torch.Tensor) -> bool:
         key = self.key(tensor)
@@ -157,10 +182,20 @@ class Recorder(TorchDispatchMode):
         self.changed: set[int] = set()
         """Keys of the storages that ops changed in place."""
         self._count: dict[OpOverload, int] = {}
+        self._calls: dict[Any, int] = {}
+        """Indices of ops by what they are called with."""
+        self._made: dict[int, list[int]] = {}
+        """Keys of the storages of their results."""
+        self._same: dict[int, int] = {}
+        """For the storage of an op with a twin, the twin's."""
+        self._trained: set[int] = set()
+        """Keys of the storages of what needs a gradient, and of what is made of it."""
 
     def declare(self, origin: str, tensors: Iterator[torch.Tensor] | list[torch.Tensor]) -> None:
         for tensor in tensors:
             self.storages.origin.setdefault(self.storages.key(tensor), origin)
+            if tensor.requires_grad:
+                self._trained.add(self.storages.key(tensor))
 
     def pack(self, tensor: torch.Tensor) -> _Packed:
         """Note that autograd saves `tensor`: a saved-tensor hook."""
@@ -181,33 +216,44 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         result = func(*args, **kwargs)
+        given = tensors_in((args, kwargs))
+        stored = [*map(stored_parts, given)], [*map(stored_parts, tensors_in(result))]
         # An operator of a DTensor is one for the engine, too, which decides on it. Its bytes are those of this rank's part.
         args, kwargs, out = (
             map_tensors(local_part, (args, kwargs, result)) if is_wrapped(types) else (args, kwargs, result)
         )
         inputs, outputs = tensors_in((args, kwargs)), tensors_in(out)
+        self._trained |= {self.storages.key(tensor) for tensor in given if tensor.requires_grad}
         for tensor in inputs:
             if not self.storages.known(tensor):
                 self.storages.origin[self.storages.key(tensor)] = "constant"
         if not outputs and not ops.written_tensors(func, args, kwargs):
             return result  # a question (a device, a value), not an op
-        self._record(func, args, kwargs, inputs, out, outputs)
+        self._record(func, args, kwargs, inputs, out, outputs, stored)
         return result
 
-    def _record(self, func: OpOverload, args: tuple, kwargs: dict, inputs: list, out: Any, outputs: list) -> None:
+    def _record(
+        self, func: OpOverload, args: tuple, kwargs: dict, inputs: list, out: Any, outputs: list, stored: Stored
+    ) -> None:
         s, index = self.storages, len(self.ops)
         nth = self._count.get(func, 0)
         self._count[func] = nth + 1
         read = {s.key(t) for t in inputs}
+        values = {s.key(part) for parts in stored[0] for part in parts[1:]}
         new = {s.key(t) for t in outputs if not s.known(t)}
         changed = {s.key(t) for t in ops.written_tensors(func, args, kwargs)}
         self.changed |= changed | {s.key(t) for t in _statistics(func, args, kwargs)}
         reads = sorted({w for key in read for w in s.writers.get(key, ())})
         writes = sorted({w for key in changed for w in s.writers.get(key, ())})
         view = not new and not changed
+        # Inside of a function that brings its own backward, no tensor is marked.
+        grads = sum(bool({s.key(part) for part in parts} & self._trained) for parts in stored[0])
+        if grads:
+            self._trained |= {s.key(part) for parts in stored[1] for part in parts if part.is_floating_point()}
         for w in writes:
             self.ops[w] = replace(self.ops[w], changed=True)
-        for key in new | changed:
+        hidden = {s.key(part) for parts in stored[1] for part in parts if not s.known(part)}
+        for key in new | changed | hidden:
             s.writers.setdefault(key, []).append(index)
         self.ops.append(
             OpRecord(
@@ -222,8 +268,33 @@ class Recorder(TorchDispatchMode):
                 view=view,
                 random=ops.draws(func, args, kwargs),
                 half=any(t.is_floating_point() and t.element_size() == 2 for t in inputs + outputs),
+                grads=grads,
+                outer=tuple(sorted((s.number(key), s.size[key]) for key in read if not s.writers.get(key))),
+                values=tuple(sorted({w for key in values for w in s.writers.get(key, ())})),
+                twin=None if view or changed else self._twin(func, args, kwargs, index, outputs),
             )
         )
+
+    def _twin(self, func: OpOverload, args: tuple, kwargs: dict, index: int, outputs: list) -> int | None:
+        """Return the op that was called with the same, if none of it was changed since."""
+        s = self.storages
+
+        def place(tensor: torch.Tensor) -> Any:
+            key = s.key(tensor)
+            key = self._same.get(key, key)
+            return key, len(s.writers.get(key, ())), tuple(tensor.shape), tensor.dtype, tensor.stride()
+
+        if ops.draws(func, args, kwargs):
+            return None
+        # A tensor in it says nothing of its values.
+        words = repr(map_tensors(lambda _: None, (args, kwargs)))
+        call = (func, words, tuple(place(tensor) for tensor in tensors_in((args, kwargs))))
+        first = self._calls.setdefault(call, index)
+        if first == index:
+            self._made[index] = [s.key(t) for t in outputs]
+            return None
+        self._same |= dict(zip((s.key(t) for t in outputs), self._made[first]))
+        return first
 
     def needed(self) -> tuple[OpRecord, ...]:
         """Return the ops, with those marked whose storages autograd saves."""
