@@ -38,7 +38,7 @@ from nemo_like.distributed.expert import (
 )
 from nemo_like.distributed.launch import checked_device, local_device, world_size
 from nemo_like.distributed.mesh import axis_size, build_mesh, check_sizes
-from nemo_like.distributed.pipeline.cut import STAGE_MARK, call_of
+from nemo_like.distributed.pipeline.cut import STAGE_MARK, call_of, ends_of
 from nemo_like.distributed.shard import ask_for_weights, check_reshard, check_sharding, shard_layers
 from nemo_like.distributed.tensor.apply import (
     apply_tensor_parallel,
@@ -222,6 +222,7 @@ def _make_ready(model: nn.Module, job: Job, mesh: DeviceMesh | None, sample_inpu
             sequence_parallel=job.tp.sequence_parallel,
             loss_parallel=job.tp.loss_parallel,
             whole=[each.fqn for each in experts],
+            ends=ends_of(model),
         )
     if ranks is not None and job.cp.size > 1:
         apply_context_parallel(model, ranks["cp"], job.cp, layers, call_of(model))

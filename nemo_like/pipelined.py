@@ -88,7 +88,7 @@ class CutModel:
                 tree, received = cut(self.model, parts, piece, self.device, dtype)
             forward = StageForward(tree, received, piece, loss_of, packed, job.chunks)
             tree.forward = forward
-            setattr(tree, STAGE_MARK, True)
+            setattr(tree, STAGE_MARK, True if isinstance(parts, SplitParts) else piece)
             names = tuple(parts.layers[i] for i in piece.layers)
             ac = job.ac.only(names) if isinstance(job.ac, Plan) else job.ac
             own = replace(of_stage, layers=names, ac_scope="all", ac=ac, loss=None, planned_tokens=None)
@@ -148,6 +148,8 @@ def cut_into_stages(model: nn.Module, job: Job, mesh: DeviceMesh, sample_input: 
     planned = _planned(model, job, sample_input)
     if not isinstance(parts, SplitParts):
         check_stages(model, parts, slices(counts_of(parts, planned.pp)), sample_input, **lowered)
+    if isinstance(parts, StageParts):
+        parts = replace(parts, sent_by=job.tp.sequence_ranks)
     return CutModel(model, parts, planned, mesh, device, LossMean(model, job.pp))
 
 

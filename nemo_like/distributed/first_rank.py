@@ -18,13 +18,17 @@ from nemo_like.options import ExpertParallel, TensorParallel
 
 
 def first_rank(
-    model: nn.Module, tp: TensorParallel, ep: ExpertParallel = ExpertParallel(), whole: Collection[str] = ()
+    model: nn.Module,
+    tp: TensorParallel,
+    ep: ExpertParallel = ExpertParallel(),
+    whole: Collection[str] = (),
+    ends: tuple[bool, bool] = (True, True),
 ) -> tuple[nn.Module, tuple[Experts, ...]]:
     """A copy of `model` with one rank's part of the weights, on the meta device, and its experts, if `ep` splits them.
 
     Its buffers are the model's. The cuts of sequence parallelism where stacks of layers begin and end act within
     `nemo_like.distributed.tensor.apply.edges`. `whole`: names of modules that the plan of `tp` is not followed in, besides
-    experts that `ep` splits.
+    experts that `ep` splits. `ends`: as for `apply_tensor_parallel`.
 
     Raises:
         ValueError: as `apply_tensor_parallel` and `check_experts`.
@@ -42,6 +46,7 @@ def first_rank(
                 sequence_parallel=tp.sequence_parallel,
                 loss_parallel=tp.loss_parallel,
                 whole=[*whole, *(each.fqn for each in experts)],
+                ends=ends,
             )
         if experts:
             experts = split_experts(mine, experts, _expert_mesh(mesh, ep.size))

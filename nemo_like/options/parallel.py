@@ -145,6 +145,11 @@ class TensorParallel:
         for name in ("sequence_parallel", "loss_parallel"):
             check_bool(f"TensorParallel.{name}", getattr(self, name))
 
+    @property
+    def sequence_ranks(self) -> int:
+        """Ranks each of which has a part of a sequence between attention and MLP."""
+        return self.size if self.sequence_parallel else 1
+
     @classmethod
     def of(cls, tp: int | TensorParallel) -> TensorParallel:
         """Return what ``tp=`` means: a number of ranks, or the object."""

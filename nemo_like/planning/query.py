@@ -77,7 +77,6 @@ class Traced:
         layers: Any = None,
         *,
         known: Known | None = None,
-        parts_sent: int = 1,
     ) -> None:
         """Trace nothing yet.
 
@@ -86,11 +85,9 @@ class Traced:
             sample_input: the input of one micro-batch on one rank.
             layers: the layers of the job; None: all that are found.
             known: results of other traces of the same model, with the same device and dtypes.
-            parts_sent: ranks of ``tp`` each of which sends its part of the sequence to the next stage.
         """
         self.given, self.sample, self.known = model, sample_input, Known() if known is None else known
         self.layers = None if layers is None else tuple(layer.fqn for layer in find_layers(model, layers))
-        self.parts_sent = parts_sent
         self._parts: dict[Hashable, TracedPart] = {}
 
     def query(self, job: Job) -> PlanQuery:
@@ -125,7 +122,7 @@ class Traced:
 
     def hidden(self, job: Job) -> Tensor:
         """Return the tensor that one rank sends to the next stage for a micro-batch, without data."""
-        return hidden_of(self.given, self.sample, self.cut(job), job.cp.size * self.parts_sent)
+        return hidden_of(self.given, self.sample, self.cut(job), job.cp.size, job.tp.sequence_ranks)
 
     @cached_property
     def whole(self) -> nn.Module:
@@ -164,7 +161,7 @@ class Traced:
         def make() -> tuple[nn.Module, Any]:
             dtype = None if stage_job.fsdp is None else stage_job.param_dtype
             tree, received = cut(self.whole, parts, piece, torch.device("cpu"), dtype)
-            setattr(tree, STAGE_MARK, True)
+            setattr(tree, STAGE_MARK, piece)
             batch = by_name(self.given, self.sample)
             return planned_stage(tree, received), batch if piece.is_first else batch | {"given": self.hidden(job)}
 
@@ -528,10 +525,10 @@ def by_name(model: nn.Module, microbatch: Any) -> dict[str, Any]:
     return dict(zip(inspect.signature(model.forward).parameters, args)) | dict(batch)
 
 
-def hidden_of(model: nn.Module, microbatch: Any, parts: StageParts, cp: int) -> Tensor:
-    """Return the tensor that one of `cp` ranks sends to the next stage for such a micro-batch, without data."""
+def hidden_of(model: nn.Module, microbatch: Any, parts: StageParts, cp: int, tp: int = 1) -> Tensor:
+    """Return the tensor that one of `cp` ranks, and of `tp` that cut sequences, sends to the next stage, without data."""
     batch = by_name(model, microbatch)
     first = next(value for value in batch.values() if isinstance(value, Tensor) and value.dim() >= 2)
     rows, tokens = first.shape[:2]
-    tokens = padded_length(tokens, cp) // cp
+    tokens = padded_length(tokens, cp) // cp // tp
     return torch.empty((rows, tokens, *parts.hidden_width), dtype=parts.hidden_dtype, device="meta")

@@ -43,6 +43,15 @@ class Received:
     tensors: tuple[Tensor, ...] = ()
 
 
+def ends_of(model: nn.Module) -> tuple[bool, bool]:
+    """Return whether `model` begins with its first layer and ends with its last one: a stage in the middle does neither.
+
+    A stage that its caller cut is whole.
+    """
+    stage = getattr(model, STAGE_MARK, None)
+    return (stage.is_first, stage.is_last) if isinstance(stage, StageSlice) else (True, True)
+
+
 class AbsentLayer(nn.Module):
     """In the place of another stage's layer.
 
@@ -262,6 +271,10 @@ class StagesOfModel(Protocol):
     def aliases(self) -> Mapping[str, str]:
         """From another name, under which one of these stages may hold it, to that in `tied`."""
 
+    @property
+    def sent_by(self) -> int:
+        """Ranks each of which sends its part of a sequence."""
+
     def sent(self, stage: int, microbatch: Mapping[str, Any], rows: int, tokens: int) -> tuple[TensorForm, ...]:
         """Return the forms of the tensors that `stage` sends to the next one for such a micro-batch.
 
@@ -302,10 +315,12 @@ class StageParts:
     """FLOPs of one forward of each layer, on the sample."""
     flops_before: float
     flops_after: float
+    sent_by: int = 1
+    """Ranks each of which sends its part of a sequence."""
 
     def sent(self, stage: int, microbatch: Mapping[str, Any], rows: int, tokens: int) -> tuple[TensorForm, ...]:
         """As `StagesOfModel.sent`: the hidden states, whatever the stage."""
-        return (TensorForm((rows, tokens, *self.hidden_width), self.hidden_dtype),)
+        return (TensorForm((rows, tokens // self.sent_by, *self.hidden_width), self.hidden_dtype),)
 
     def passing(self, layer: int) -> Callable[..., Any]:
         """As `StagesOfModel.passing`."""

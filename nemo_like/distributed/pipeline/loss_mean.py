@@ -253,6 +253,8 @@ class LastStage:
         """Draw what the stage before might send for `both`; and the dimension along which two micro-batches have it."""
         pipeline, index = self._pipeline, self._stage.slice.index - 1
         states, places = [], []
+        # Whole sequences, as layers give them to the loss: none of them runs.
+        tokens *= pipeline.parts.sent_by
         sent = zip(pipeline.parts.sent(index, both, 2 * rows, tokens), pipeline.parts.sent(index, first, rows, tokens))
         for form, half in sent:
             drawn = torch.randn(form.shape, generator=self._drawn).to(pipeline.device, form.dtype)

@@ -305,6 +305,8 @@ class SplitCall:
 class SplitParts:
     """The stages that ``split=`` made of a model, and what they send each other."""
 
+    sent_by = 1
+
     def __init__(
         self,
         model: nn.Module,

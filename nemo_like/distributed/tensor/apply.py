@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -37,6 +37,7 @@ def apply_tensor_parallel(
     sequence_parallel: bool = False,
     loss_parallel: bool = False,
     whole: Collection[str] = (),
+    ends: tuple[bool, bool] = (True, True),
 ) -> nn.Module:
     """Cut the weights of `model` over the ranks of `mesh`, in place; returns it.
 
@@ -54,6 +55,8 @@ def apply_tensor_parallel(
         loss_parallel: leave the logits cut by vocabulary, as a DTensor; compute the loss under
             `torch.distributed.tensor.parallel.loss_parallel`.
         whole: names of modules that the plan is not followed in (experts that are split otherwise).
+        ends: with `sequence_parallel`, whether the first layer is given whole sequences, and whether the last one returns
+            them. Stages of a pipeline hand parts on.
 
     Raises:
         ValueError: no plan; an unknown style; a pattern that matches nothing; heads or sizes not divisible by the
@@ -79,7 +82,7 @@ def apply_tensor_parallel(
 
     ties = _ties(model)
     if places is not None:
-        _cut_sequences(model, places, mesh)
+        _cut_sequences(model, places, mesh, ends)
     for rule in rules:
         if any(isinstance(value, Tensor) for value in vars(rule.module).values()):
             continue  # a weight that another stage of a pipeline holds: see `nemo_like.distributed.pipeline.cut`
@@ -223,13 +226,15 @@ def sequence_places(model: nn.Module, rules: Sequence[Rule], layers: Sequence[La
     )
 
 
-def _cut_sequences(model: nn.Module, places: SequencePlaces, mesh: DeviceMesh) -> None:
+def _cut_sequences(model: nn.Module, places: SequencePlaces, mesh: DeviceMesh, whole: tuple[bool, bool]) -> None:
     """Cut the residual stream along the sequence where each stack of layers begins, and put it together at its end.
 
     Inside a layer, the modules that own cut linears (attention, MLP) see the whole sequence; all others see a part, so
     the gradients of their parameters are summed over the ranks.
     """
-    ends = _Edges(places, mesh)
+    begins, stops = whole
+    here = replace(places, first=places.first if begins else (), last=places.last if stops else ())
+    ends = _Edges(here, mesh)
     ends.put(model)
     setattr(model, _EDGES, ends)
     for name, keep in places.owners.items():

@@ -77,7 +77,7 @@ class ShapeKey:
 
     @property
     def axes(self) -> tuple[Any, ...]:
-        """What decides which weights a rank has, and whether it has whole sequences of residuals and logits."""
+        """Return what decides which weights a rank has, and whether it has whole sequences of residuals and logits."""
         return self.tp, self.whole, self.sequence_parallel, self.loss_parallel
 
 

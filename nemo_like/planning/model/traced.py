@@ -26,7 +26,7 @@ from nemo_like.distributed.expert.find_experts import EACH, find_experts
 from nemo_like.distributed.expert.split_experts import has_experts
 from nemo_like.distributed.first_rank import first_rank
 from nemo_like.distributed.launch import pick_device_type
-from nemo_like.distributed.pipeline.cut import STAGE_MARK, StageParts, call_of
+from nemo_like.distributed.pipeline.cut import STAGE_MARK, StageParts, call_of, ends_of
 from nemo_like.fake.model_copy import model_copy
 from nemo_like.job import Job
 from nemo_like.layers import find
@@ -119,7 +119,7 @@ class TracedPart:
         ep = ExpertParallel() if self.is_stage and not has_experts(model, job.ep.plan) else job.ep
         if job.tp.size * ep.size > 1:
             _refuse_lists(model, ep)
-            self.model, self.experts = first_rank(self.model, job.tp, ep)
+            self.model, self.experts = first_rank(self.model, job.tp, ep, ends=ends_of(model))
         self.layers, self.chosen = _found_and_chosen(self.model, job.layers)
         if has_kv_sharing(model) and not shares_states_explicitly(bare(layer.module) for layer in self.layers):
             raise ValueError(
