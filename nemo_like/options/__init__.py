@@ -31,10 +31,11 @@ from nemo_like.options.parallel import (
     parse_strategy,
 )
 from nemo_like.options.pipelining import SCHEDULES, PipelineParallel, Schedule
-from nemo_like.options.step import COMPILE_BACKENDS, LOSSES, OPTIMIZERS, ChunkedLoss, StepSpec, parse_compile
+from nemo_like.options.step import ADAMW, COMPILE_BACKENDS, LOSSES, OPTIMIZERS, ChunkedLoss, StepSpec, parse_compile
 
 __all__ = [
     "AC_STRATEGIES",
+    "ADAMW",
     "COMPILE_BACKENDS",
     "CONTEXT_METHODS",
     "DDP",

@@ -112,6 +112,8 @@ class ChunkedLoss:
 # How the training loop goes through a step: what a memory budget has to know besides the model.
 
 OPTIMIZERS: tuple[str, ...] = tuple(OPTIMIZER_OBJECTS)
+ADAMW = ("adamw", "adamw-loop", "adamw-foreach", "adamw-fused")
+"""Those of them that are torch's AdamW."""
 ZERO_GRAD: tuple[str, ...] = ("free", "zero")
 SYNC: tuple[str, ...] = ("every", "last")
 

@@ -14,7 +14,7 @@ from nemo_like._util.console import as_flag
 from nemo_like._util.words import write_bytes
 from nemo_like.activation_checkpointing.plan import BudgetError
 from nemo_like.flags import changed_flags
-from nemo_like.options import MemoryBudget, parse_ac, parse_dtype
+from nemo_like.options import ADAMW, MemoryBudget, parse_ac, parse_dtype
 from nemo_like.planning.advise import changes, helping
 from nemo_like.planning.answers.rank import peak_of
 from nemo_like.planning.answers.within import choose
@@ -120,6 +120,8 @@ class PlannedStep:
         job = options.job(world_size=ranks.world_size, gpu=self._device)
         for change in changes(job):
             values = changed_flags(job, change.job)
+            if values.get("optimizer", ADAMW[0]) not in ADAMW:
+                continue  # the job trains with torch's AdamW
             if values.keys() - {"ac"} and all(hasattr(options, name) for name in values):
                 yield " ".join(as_flag(name, value) for name, value in values.items()), values
         if options.batch_size % (2 * options.grad_accum * ranks.data_ranks) == 0:

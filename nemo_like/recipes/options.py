@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from nemo_like._util.console import check_new_folder, check_writable, flag
 from nemo_like.flags import FLAGS, check_flag, job_of
-from nemo_like.options import FLOAT8, MemoryBudget, did_you_mean, normalise, parse_ac, parse_bytes, parse_dtype
+from nemo_like.options import ADAMW, FLOAT8, MemoryBudget, did_you_mean, normalise, parse_ac, parse_bytes, parse_dtype
 from nemo_like.options import SCHEDULES as PIPELINE_SCHEDULES
 from nemo_like.options.parallel import BACKENDS
 
@@ -31,6 +31,8 @@ _READ_WITH: dict[str, Callable[[Any], bool]] = {
     "--strategy fsdp2": lambda options: options.strategy == "fsdp2",
     "--tokenizer bpe": lambda options: options.tokenizer == "bpe",
     "--pp above 1": lambda options: options.pp > 1,
+    "--tp above 1": lambda options: options.tp > 1,
+    "--cp above 1": lambda options: options.cp > 1,
     "--lora": lambda options: options.lora or options.qlora,
     "--sample": lambda options: options.sample is not None,
     "--eval-samples above 0": lambda options: options.eval_samples > 0,
@@ -98,6 +100,7 @@ class RunOptions:
     precision: str = job_option("precision", alias="--dtype")
     device: str = option("auto", f"{' | '.join(DEVICES)}; auto is cuda where there is one", choices=DEVICES)
     offload: str = job_option("offload")
+    optimizer: str = job_option("optimizer", choices=ADAMW)
     cpu_offload: bool = job_option(
         "cpu_offload", needs="--strategy fsdp2", action=argparse.BooleanOptionalAction
     )  # without it --fit chooses
@@ -214,10 +217,11 @@ class RunOptions:
     def _check_field(self, name: str, facts: Mapping[str, Any]) -> None:
         value, known, least, below = getattr(self, name), facts["choices"], facts["least"], facts["below"]
         if known:
-            word = normalise(value) if isinstance(value, str) else value
+            spelled = {normalise(each): each for each in known}
+            word = spelled.get(normalise(value)) if isinstance(value, str) else value
             if word not in known:
                 raise ValueError(
-                    f"{flag(name)} is {value!r}; it must be one of {', '.join(known)}." + did_you_mean(str(word), known)
+                    f"{flag(name)} is {value!r}; it must be one of {', '.join(known)}." + did_you_mean(str(value), known)
                 )
             object.__setattr__(self, name, word)
         if least is not None and value is not None:
@@ -384,10 +388,13 @@ class PretrainOptions(RunOptions):
         choices=("host", "sharded"),
     )
     tp: int = job_option("tp")
+    sequence_parallel: bool = job_option("sequence_parallel", needs="--tp above 1")
     cp: int = job_option("cp")
+    cp_method: str = job_option("cp_method", needs="--cp above 1")
     ep: int = job_option("ep")
     pp: int = job_option("pp")
     pp_schedule: str = job_option("pp_schedule", choices=PIPELINE_SCHEDULES, needs="--pp above 1")
+    stages_per_rank: int | None = job_option("stages_per_rank", needs="--pp above 1")
     pack: bool = option(
         False,
         "the files of the text are documents: packed into samples, apart from each other in attention and loss",

@@ -63,9 +63,10 @@ def _search(model, precision="bf16", **pins):
         (_dense, {"pp": [2, 4], "schedule": ["1f1b", "zbv"], "ac": ["full", "selective"]}),
         (_dense, {"pp": 2, "schedule": ["gpipe", "interleaved_1f1b"], "cp": 2, "loss": "chunked", "precision": None}),
         (lambda: _dense("norm"), {"pp": 2, "schedule": "zbv", "ac": ["none", "full"]}),
+        (_dense, {"pp": 2, "tp": 2, "schedule": ["1f1b", "interleaved_1f1b"], "ac": ["none", "full"]}),
         (_experts, {"pp": 2, "ep": 2, "schedule": ["1f1b", "zbv"], "ac": "full"}),
     ],
-    ids=["schedules", "parts of sequences", "norms train", "experts"],
+    ids=["schedules", "parts of sequences", "norms train", "split weights", "experts"],
 )
 def test_no_pipeline_takes_less_than_what_the_whole_model_says_of_it(model, pins):
     search, looked = _search(model(), **pins), 0

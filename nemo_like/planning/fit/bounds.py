@@ -46,6 +46,7 @@ from nemo_like.planning.program.timeline import timeline
 from nemo_like.planning.query import RNG_STATE, walked_actions
 from nemo_like.planning.roofline import optimizer_seconds
 from nemo_like.planning.sharding import Sharding
+from nemo_like.torch_compat import local_part
 
 _COMPUTED = (*OF_LAYERS, *OF_HEAD)
 """Parts of a peak that depend on a micro-batch's rows and tokens."""
@@ -171,7 +172,7 @@ class WholeBounds:
     def head_weights(self) -> int:
         """Return the number of the head's parameters on one rank; 0: it is not known."""
         head = find_head(self.part.model)
-        return 0 if head is None else sum(p.numel() for p in head.parameters())
+        return 0 if head is None else sum(local_part(p).numel() for p in head.parameters())
 
 
 class StagedBounds:
@@ -445,11 +446,11 @@ class StagedLeast:
             reduced = dtypes["reduce_dtype"] or dtypes["param_dtype"] or param.dtype
             parameters.append(
                 _Parameter(
-                    param.numel() * param.element_size(),
+                    local_part(param).numel() * param.element_size(),
                     param in experts,
                     trains,
-                    param.numel() * (dtypes["param_dtype"] or param.dtype).itemsize if cut else 0,
-                    param.numel() * reduced.itemsize if cut and trains else 0,
+                    local_part(param).numel() * (dtypes["param_dtype"] or param.dtype).itemsize if cut else 0,
+                    local_part(param).numel() * reduced.itemsize if cut and trains else 0,
                 )
             )
         return parameters

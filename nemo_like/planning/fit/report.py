@@ -20,7 +20,7 @@ from nemo_like._util.table import (
 )
 from nemo_like._util.words import write_bytes
 from nemo_like.flags import reshard_word
-from nemo_like.options import PipelineParallel, StepSpec
+from nemo_like.options import ADAMW, ContextParallel, PipelineParallel
 from nemo_like.planning.fit.advice import binds
 from nemo_like.planning.fit.candidate import Candidate, precision_word
 from nemo_like.planning.fit.explained import Row
@@ -327,6 +327,14 @@ def recipe(report: FitReport, candidate: Candidate) -> str:
     flags |= {name: size for name, size in axes.items() if size > 1}
     if conf.pp > 1:
         flags["--pp-schedule"] = conf.schedule or PipelineParallel.schedule
+        if conf.stages_per_rank != job.pp.facts.default_per_rank:
+            flags["--stages-per-rank"] = conf.stages_per_rank
+    if job.cp.method != ContextParallel.method:
+        flags["--cp-method"] = job.cp.method
+    if job.compile is not None:
+        flags["--compile"] = job.compile
+    if job.step.optimizer in ADAMW[1:]:
+        flags["--optimizer"] = job.step.optimizer
     if job.loss is not None:
         flags["--loss"] = "chunked"
     if job.offload.mode != "none":
@@ -334,9 +342,10 @@ def recipe(report: FitReport, candidate: Candidate) -> str:
     if conf.reshard is not None:
         flags["--reshard-after-forward"] = "yes" if conf.reshard else "no"
     options = [f"{name} {value}" for name, value in flags.items()] + ["--cpu-offload"] * conf.cpu_offload
+    options += ["--sequence-parallel"] * job.tp.sequence_parallel
     hosts = -(-conf.gpus // report.question.device.gpus_per_host)
     start = f"torchrun --nnodes {hosts} --nproc-per-node {min(conf.gpus, report.question.device.gpus_per_host)} -m "
     begin = "python -m " if conf.gpus == 1 else start
     optimizer = job.step.optimizer
-    note = "" if optimizer == StepSpec.optimizer else f"  # it trains with AdamW, not {optimizer}"
+    note = "" if optimizer in ADAMW else f"  # it trains with AdamW, not {optimizer}"
     return f"{begin}nemo_like.recipes.pretrain {' '.join(options)}{note}"
