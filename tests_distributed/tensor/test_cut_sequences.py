@@ -34,7 +34,6 @@ NAMES = (
     "decoders.qwen3",
     "DeepseekV4",  # matrices beside attention: the layer sees the whole sequence
     "GPTNeoX",
-    "Inkling",  # all_reduce
     "Jamba",
     "LongcatFlash",  # moe_identity_expert
     "Phi3",
@@ -77,6 +76,24 @@ def _compare(rank: int, world_size: int, name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_set_of_styles(name: str) -> None:
     run_ranks(2, _compare, name, timeout=150)
+
+
+def _with_experts_split(rank: int, world_size: int, name: str) -> None:
+    expected, wanted = _step(expert_families.build(name).eval())
+    model = expert_families.build(name).eval()
+    model = parallelize(model, ac="none", tp=TensorParallel(2, sequence_parallel=True), ep=2, device="cpu")
+    loss, found = _step(model)  # all ranks see the same tokens
+    assert loss == pytest.approx(expected, rel=1e-5)
+    rounding = 1e-2 * max(float(gradient.norm()) for gradient in wanted.values())
+    for key, gradient in found.items():
+        if gradient.shape == wanted[key].shape:  # else: the experts of one rank
+            assert (gradient - wanted[key]).norm() <= 1e-5 * max(float(wanted[key].norm()), rounding), key
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3"])
+def test_beside_expert_parallelism(name: str) -> None:
+    run_ranks(4, _with_experts_split, name, timeout=150)
 
 
 def _refused(rank: int, world_size: int) -> None:

@@ -80,7 +80,7 @@ def apply_tensor_parallel(
     layers = find_layers(model) if sequence_parallel else ()
     if plan is None:
         _warn_of_whole_layers(model, rules)
-    places = sequence_places(model, rules, layers, whole) if sequence_parallel else None
+    places = sequence_places(model, rules, layers) if sequence_parallel else None
     if loss_parallel:
         rules = _with_cut_logits(model, rules)
     if mesh.size() == 1:
@@ -176,11 +176,9 @@ class SequencePlaces:
     """Modules with parameters that see a part of the sequence."""
 
 
-def sequence_places(
-    model: nn.Module, rules: Sequence[Rule], layers: Sequence[Layer] | None = None, whole: Collection[str] = ()
-) -> SequencePlaces:
+def sequence_places(model: nn.Module, rules: Sequence[Rule], layers: Sequence[Layer] | None = None) -> SequencePlaces:
     """Return where sequence parallelism would change `model`, whose weights `rules` cut; `layers`: None: they are
-    found; `whole`: as for `apply_tensor_parallel`.
+    found.
 
     Raises:
         ValueError: rules under which sequences cannot be cut.
@@ -199,7 +197,7 @@ def sequence_places(
     partial: list[str] = []
     for layer in (layer for stack in cut for layer in stack):
         _refuse_objects(_inside(rules, layer.fqn))
-        found = _owners(layer, rules, whole)
+        found = _owners(layer, rules)
         owners |= found
         partial += [
             name
@@ -226,25 +224,19 @@ def _refuse_objects(rules: Sequence[Rule]) -> None:
             )
 
 
-def _owners(layer: Layer, rules: Sequence[Rule], whole: Collection[str]) -> dict[str, bool]:
+def _owners(layer: Layer, rules: Sequence[Rule]) -> dict[str, bool]:
     """Return the modules of `layer` that see the whole sequence, where all else are norms: see `SequencePlaces.owners`.
 
-    They are those with cut weights, and one mixer that the plan leaves whole. Where there is more (a linear beside
-    attention, experts that are given single tokens), it is the layer itself. Beside experts that stay `whole`, all modules
-    work on single tokens.
+    They are those with cut weights, and one that the plan leaves whole (a mixer, experts that `ep` splits). Where there is
+    more (a linear next to attention, experts that are given single tokens), it is the layer itself.
     """
     blocks = {f"{layer.fqn}.{name}": block for name, block in layer.module.named_children()}
-    ruled = {rule.fqn for rule in rules}
-    by_token: dict[str, nn.Module] = {}
-    for around in {experts.rpartition(".")[0] for experts in whole} & blocks.keys() - ruled:
-        by_token |= {f"{around}.{name}": block for name, block in blocks.pop(around).named_children()}
-    owners = {name: block for name, block in (blocks | by_token).items() if _inside(rules, name)}
-    mixers = {name: block for name, block in blocks.items() if name not in owners and _has_matrices(block)}
+    owners = {name: block for name, block in blocks.items() if _inside(rules, name) or _has_matrices(block)}
+    left_whole = [name for name in owners if not _inside(rules, name)]
     own = any(parameter is not None and parameter.dim() > 1 for parameter in layer.module._parameters.values())
-    owners |= mixers
     if (
         own
-        or len(mixers) > 1
+        or len(left_whole) > 1
         or any(
             isinstance(block, nn.ModuleList | nn.ModuleDict) or not any(map(_has_matrices, block.children()))
             for block in owners.values()
@@ -260,7 +252,7 @@ def _has_matrices(module: nn.Module) -> bool:
 
 def _is_of_linears(name: str, block: nn.Module, rules: Sequence[Rule]) -> bool:
     """Return whether all parameters of `block` are those of linears that `rules` cut (and of norms on their output), of
-    which one, beside the others, sums up."""
+    which one alone sums up."""
     ruled = {rule.fqn for rule in rules}
     return (
         all(rule.style_name in _OF_LINEARS and rule.parameter is None for rule in rules)
