@@ -197,13 +197,13 @@ def sequence_places(model: nn.Module, rules: Sequence[Rule], layers: Sequence[La
     partial: list[str] = []
     for layer in (layer for stack in cut for layer in stack):
         _refuse_objects(_inside(rules, layer.fqn))
-        found = _owners(layer, rules)
-        owners |= found
+        in_layer = _owners(layer, rules)
+        owners |= in_layer
         partial += [
             name
             for name, module in layer.module.named_modules(prefix=layer.fqn)
             if any(parameter is not None for parameter in module._parameters.values())
-            and not any(f"{name}.".startswith(f"{owner}.") for owner in found)
+            and not any(f"{name}.".startswith(f"{owner}.") for owner in in_layer)
         ]
     return SequencePlaces(
         tuple(stack[0].fqn for stack in cut), tuple(stack[-1].fqn for stack in cut), owners, tuple(partial)
@@ -233,9 +233,9 @@ def _owners(layer: Layer, rules: Sequence[Rule]) -> dict[str, bool]:
     blocks = {f"{layer.fqn}.{name}": block for name, block in layer.module.named_children()}
     owners = {name: block for name, block in blocks.items() if _inside(rules, name) or _has_matrices(block)}
     left_whole = [name for name in owners if not _inside(rules, name)]
-    own = any(parameter is not None and parameter.dim() > 1 for parameter in layer.module._parameters.values())
+    has_matrices = any(parameter is not None and parameter.dim() > 1 for parameter in layer.module._parameters.values())
     if (
-        own
+        has_matrices
         or len(left_whole) > 1
         or any(
             isinstance(block, nn.ModuleList | nn.ModuleDict) or not any(map(_has_matrices, block.children()))
@@ -391,8 +391,8 @@ def _on_output(change: Any) -> Any:
     def hook(_module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         hidden = output[0] if isinstance(output, tuple) else output
         if hidden.dim() == 2:
-            given = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-            hidden = hidden.unflatten(0, given.shape[:2])
+            whole = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+            hidden = hidden.unflatten(0, whole.shape[:2])
         return (change(hidden), *output[1:]) if isinstance(output, tuple) else change(hidden)
 
     return hook
