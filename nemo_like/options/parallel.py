@@ -133,7 +133,9 @@ class TensorParallel:
     plan: Mapping[str, Any] | None = None
     """Module name pattern to `ParallelStyle` or its name; None: the model's own plan."""
     sequence_parallel: bool = False
-    """Norms and residuals are split along the sequence too."""
+    """Norms and residuals are split along the sequence too. Attention and MLP see the whole sequence; so does a layer with
+    matrices next to them. Refused: plans that cut nothing in the layers (gpt-oss), and layers that
+    fail on a part of a sequence (Gemma 3n, Qwen4-exp, Higgs Audio v2)."""
     loss_parallel: bool = False
     """The logits stay split by vocabulary. Forward and backward go under
     `torch.distributed.tensor.parallel.loss_parallel`."""

@@ -241,6 +241,8 @@ class Region:
             if entry.decision is SAVE:
                 # Detached up here, above autograd, so that the version counter is shared with the original.
                 entry.value = map_output(Tensor.detach, entry.value)
+                if entry.version is None:
+                    entry.version = versions(entry.value)
 
     def keeps_on_host(self) -> bool:
         """Return whether something that is saved waits on the host."""
@@ -420,7 +422,7 @@ class Region:
         return values
 
     def check_version(self, entry: Kept) -> None:
-        if versions(entry.value) != entry.version:
+        if entry.version is not None and versions(entry.value) != entry.version:
             raise RegionError(
                 f"Region {self.name!r}: the saved output of {entry.op} was changed in place after the region ended, so "
                 "backward can't use it. Write the change out of place (x = x + y for x += y), or take the operator "

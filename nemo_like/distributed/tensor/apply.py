@@ -16,7 +16,16 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from nemo_like._util.log import warn_once
 from nemo_like._util.words import a_or_an
 from nemo_like.distributed.mesh import axis_size
-from nemo_like.distributed.tensor.plan import InstalledStyle, Rule, SummedGradients, own_outputs, resolve_plan
+from nemo_like.distributed.tensor.plan import (
+    COLWISE,
+    ROWWISE,
+    InstalledStyle,
+    Rule,
+    SummedGradients,
+    known_styles,
+    own_outputs,
+    resolve_plan,
+)
 from nemo_like.distributed.tensor.row_lookup import look_up_own_rows
 from nemo_like.distributed.tensor.shared_random import SharedRandom
 from nemo_like.layers import Layer, find_layers
@@ -25,8 +34,8 @@ from nemo_like.torch_compat import loss_is_parallel
 
 _MARK = "_nemo_like_tensor_parallel"
 _EDGES = "_nemo_like_sequence_edges"
-# Styles whose form under sequence parallelism is known.
-_UNDERSTOOD = ("colwise", "rowwise", "replicated_with_grad_allreduce")
+# Styles of the linears between which autograd passes DTensors on, and of norms on what they return.
+_OF_LINEARS = COLWISE | ROWWISE | {"replicated_with_grad_allreduce"}
 
 
 def apply_tensor_parallel(
@@ -81,12 +90,12 @@ def apply_tensor_parallel(
         return model
 
     ties = _ties(model)
-    if places is not None:
-        _cut_sequences(model, places, mesh, ends)
     for rule in rules:
         if any(isinstance(value, Tensor) for value in vars(rule.module).values()):
             continue  # a weight that another stage of a pipeline holds: see `nemo_like.distributed.pipeline.cut`
-        _apply_rule(rule, mesh, sequence_parallel and any(rule.fqn.startswith(layer.fqn + ".") for layer in layers))
+        _apply_rule(rule, mesh, places is not None and places.owners.get(rule.fqn.rpartition(".")[0], False))
+    if places is not None:
+        _cut_sequences(model, places, mesh, ends)
     own_outputs(model, [rule.module for rule in rules])
     model.register_forward_hook(_name_mixture, always_call=True)
     _tie_again(model, ties)
@@ -144,8 +153,8 @@ def _apply_rule(rule: Rule, mesh: DeviceMesh, cut_output: bool) -> None:
         assert isinstance(style, InstalledStyle)
         style.shard(rule.module, rule.parameter, mesh)
         return
-    if cut_output and rule.style_name == "rowwise":
-        style = RowwiseParallel(output_layouts=Shard(1))  # the sum goes out cut along the sequence: reduce-scatter
+    if cut_output and isinstance(style, RowwiseParallel):  # the sum goes out cut along the sequence: reduce-scatter
+        style = RowwiseParallel(input_layouts=style.input_layouts[0], output_layouts=Shard(1))
     # No rank sends its weights: all hold the same, as FSDP2 assumes too.
     parallelize_module(rule.module, mesh, style, src_data_rank=None)
     if isinstance(style, RowwiseParallel):
@@ -153,26 +162,6 @@ def _apply_rule(rule: Rule, mesh: DeviceMesh, cut_output: bool) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------- sequence parallel
-
-
-def _check_sequence_parallel(layers: tuple[Layer, ...], rules: Sequence[Rule]) -> None:
-    for layer in layers:
-        inside = [rule for rule in rules if rule.fqn.startswith(layer.fqn + ".")]
-        odd = [
-            rule for rule in inside if rule.style_name not in ("colwise", "rowwise", "replicated_with_grad_allreduce")
-        ]
-        if odd:
-            raise ValueError(
-                f"sequence_parallel=True and {odd[0].fqn!r} has the style {odd[0].style_name!r}: there, only "
-                f"{', '.join(_UNDERSTOOD)} are understood. Leave sequence_parallel off for this model."
-            )
-        if not any(rule.style_name == "rowwise" for rule in inside):
-            raise ValueError(f"sequence_parallel=True, but the plan cuts nothing in the layer {layer.fqn!r}.")
-        if any("." not in rule.fqn.removeprefix(layer.fqn + ".") for rule in inside):
-            raise ValueError(
-                f"sequence_parallel=True, but the layer {layer.fqn!r} holds cut linears itself, not in an attention or "
-                "MLP module: there is no place inside it where the sequence could be whole."
-            )
 
 
 @dataclass(frozen=True)
@@ -184,7 +173,8 @@ class SequencePlaces:
     last: tuple[str, ...]
     """The last ones, whose output is put together."""
     owners: Mapping[str, bool]
-    """Attention, MLP: what owns cut linears and sees the whole sequence; whether cut linears alone read it."""
+    """What has matrices (attention, MLP), and so sees the whole sequence; whether cut linears alone read it, and one ends
+    it."""
     partial: tuple[str, ...]
     """Modules with parameters that see a part of the sequence."""
 
@@ -197,50 +187,103 @@ def sequence_places(model: nn.Module, rules: Sequence[Rule], layers: Sequence[La
         ValueError: rules under which sequences cannot be cut.
     """
     layers = tuple(find_layers(model) if layers is None else layers)
-    _check_sequence_parallel(layers, rules)
     stacks: dict[str, list[Layer]] = {}
     for layer in layers:
         stacks.setdefault(layer.fqn.rpartition(".")[0], []).append(layer)
+    cut = [stack for stack in stacks.values() if any(_inside(rules, layer.fqn) for layer in stack)]
+    if not cut:
+        raise ValueError(
+            f"sequence_parallel=True, but the plan cuts nothing in the layer {layers[0].fqn!r}: no module there would put "
+            "sequences together. Give a plan= that names its linears, or leave sequence_parallel off."
+        )
     owners: dict[str, bool] = {}
     partial: list[str] = []
-    planned = {rule.fqn for rule in rules}
-    for layer in layers:
-        places_found = {rule.fqn.rpartition(".")[0] for rule in rules if rule.fqn.startswith(layer.fqn + ".")}
-        places_found = {
-            name for name in places_found if not any(name.startswith(other + ".") for other in places_found)
-        }
-        for name, module in layer.module.named_modules(prefix=layer.fqn):
-            if name in places_found:
-                owners[name] = all(
-                    f"{name}.{inner}" in planned for inner, part in module.named_modules() if _is_linear(part)
-                )
-            elif not any(name.startswith(owner + ".") for owner in places_found) and any(
-                parameter is not None for parameter in module._parameters.values()
-            ):
-                partial.append(name)
+    for layer in (layer for stack in cut for layer in stack):
+        _refuse_objects(_inside(rules, layer.fqn))
+        in_layer = _owners(layer, rules)
+        owners |= in_layer
+        partial += [
+            name
+            for name, module in layer.module.named_modules(prefix=layer.fqn)
+            if any(parameter is not None for parameter in module._parameters.values())
+            and not any(f"{name}.".startswith(f"{owner}.") for owner in in_layer)
+        ]
     return SequencePlaces(
-        tuple(stack[0].fqn for stack in stacks.values()),
-        tuple(stack[-1].fqn for stack in stacks.values()),
-        owners,
-        tuple(partial),
+        tuple(stack[0].fqn for stack in cut), tuple(stack[-1].fqn for stack in cut), owners, tuple(partial)
+    )
+
+
+def _inside(rules: Sequence[Rule], name: str) -> list[Rule]:
+    return [rule for rule in rules if f"{rule.fqn}.".startswith(f"{name}.")]
+
+
+def _refuse_objects(rules: Sequence[Rule]) -> None:
+    for rule in rules:
+        if rule.style_name == "sequence_parallel" or rule.style_name not in known_styles():
+            raise ValueError(
+                f"sequence_parallel=True and {rule.fqn!r} has the style {rule.style_name!r}, of which it is not known what "
+                "part of a sequence it reads and returns. Name one of "
+                f"{', '.join(sorted(_OF_LINEARS))} in the plan, or leave sequence_parallel off."
+            )
+
+
+def _owners(layer: Layer, rules: Sequence[Rule]) -> dict[str, bool]:
+    """Return the modules of `layer` that see the whole sequence, where all else are norms: see `SequencePlaces.owners`.
+
+    They are those with cut weights, and one that the plan leaves whole (a mixer, experts that `ep` splits). Where there is
+    more (a linear next to attention, experts that are given single tokens), it is the layer itself.
+    """
+    blocks = {f"{layer.fqn}.{name}": block for name, block in layer.module.named_children()}
+    owners = {name: block for name, block in blocks.items() if _inside(rules, name) or _has_matrices(block)}
+    left_whole = [name for name in owners if not _inside(rules, name)]
+    has_matrices = any(parameter is not None and parameter.dim() > 1 for parameter in layer.module._parameters.values())
+    if (
+        has_matrices
+        or len(left_whole) > 1
+        or any(
+            isinstance(block, nn.ModuleList | nn.ModuleDict) or not any(map(_has_matrices, block.children()))
+            for block in owners.values()
+        )
+    ):
+        return {layer.fqn: False}
+    return {name: _is_of_linears(name, block, _inside(rules, name)) for name, block in owners.items()}
+
+
+def _has_matrices(module: nn.Module) -> bool:
+    return any(parameter.dim() > 1 for parameter in module.parameters())
+
+
+def _is_of_linears(name: str, block: nn.Module, rules: Sequence[Rule]) -> bool:
+    """Return whether all parameters of `block` are those of linears that `rules` cut (and of norms on their output), of
+    which one alone sums up."""
+    ruled = {rule.fqn for rule in rules}
+    return (
+        all(rule.style_name in _OF_LINEARS and rule.parameter is None for rule in rules)
+        and all(part in ruled for part, module in block.named_modules(prefix=name) if module._parameters)
+        and [rule.fqn.rpartition(".")[0] for rule in rules if rule.style_name in ROWWISE] == [name]
     )
 
 
 def _cut_sequences(model: nn.Module, places: SequencePlaces, mesh: DeviceMesh, whole: tuple[bool, bool]) -> None:
     """Cut the residual stream along the sequence where each stack of layers begins, and put it together at its end.
 
-    Inside a layer, the modules that own cut linears (attention, MLP) see the whole sequence; all others see a part, so
-    the gradients of their parameters are summed over the ranks.
+    Inside a layer, its owners (attention, MLP) see the whole sequence. All else sees a part, so the gradients of its
+    parameters are summed over the ranks. An owner that is not of cut linears alone computes as without sequence
+    parallelism: all ranks have its whole output, of which each keeps its part, and the whole gradient of that.
     """
+    for name, of_linears in places.owners.items():
+        owner = model.get_submodule(name)
+        gather = on_first_tensor(_Gather(mesh, keep=of_linears))
+        owner.register_forward_pre_hook(gather, with_kwargs=True, prepend=True)
+        if not of_linears:
+            owner.register_forward_hook(_on_output(_Cut(mesh)), with_kwargs=True)
+    for name in places.partial:
+        SummedGradients()._apply(model.get_submodule(name), mesh)
     begins, stops = whole
     here = replace(places, first=places.first if begins else (), last=places.last if stops else ())
     ends = _Edges(here, mesh)
     ends.put(model)
     setattr(model, _EDGES, ends)
-    for name, keep in places.owners.items():
-        model.get_submodule(name).register_forward_pre_hook(on_first_tensor(_Gather(mesh, keep=keep)), with_kwargs=True)
-    for name in places.partial:
-        SummedGradients()._apply(model.get_submodule(name), mesh)
 
 
 class _Edges:
@@ -258,8 +301,10 @@ class _Edges:
         """On what is at these places now."""
         self.remove()
         first, last = (map(model.get_submodule, names) for names in (self.places.first, self.places.last))
-        self.handles = [m.register_forward_pre_hook(on_first_tensor(_Cut(self.mesh)), with_kwargs=True) for m in first]
-        self.handles += [m.register_forward_hook(_gather_output(self.mesh)) for m in last]
+        cut, gather = on_first_tensor(_Cut(self.mesh)), _on_output(_Gather(self.mesh))
+        # Around the hooks of a layer that is an owner itself.
+        self.handles = [m.register_forward_pre_hook(cut, with_kwargs=True, prepend=True) for m in first]
+        self.handles += [m.register_forward_hook(gather, with_kwargs=True) for m in last]
 
 
 def cut_outside_of_regions(model: nn.Module) -> None:
@@ -318,12 +363,13 @@ class _Gather:
         self.mesh, self.keep = mesh, keep
 
     def __call__(self, x: Tensor) -> Tensor:
+        if x.dim() < 3:
+            raise ValueError(
+                f"sequence_parallel=True, and a module is given hidden states of the shape {tuple(x.shape)}, without a "
+                "dimension of the sequence. Leave sequence_parallel off for this model."
+            )
         whole = DTensor.from_local(x, self.mesh, [Shard(1)], run_check=False).redistribute(placements=[Replicate()])
         return whole if self.keep else whole.to_local()
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear)
 
 
 def on_first_tensor(change: Any) -> Any:
@@ -341,11 +387,18 @@ def on_first_tensor(change: Any) -> Any:
     return hook
 
 
-def _gather_output(mesh: DeviceMesh) -> Any:
-    gather = _Gather(mesh)
+def _on_output(change: Any) -> Any:
+    """A forward hook that changes the hidden states: the output, or the first of several.
 
-    def hook(_module: nn.Module, _args: Any, output: Any) -> Any:
-        return (gather(output[0]), *output[1:]) if isinstance(output, tuple) else gather(output)
+    Where experts return single tokens, (B S, D), they are put back into sequences first.
+    """
+
+    def hook(_module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+        hidden = output[0] if isinstance(output, tuple) else output
+        if hidden.dim() == 2:
+            whole = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+            hidden = hidden.unflatten(0, whole.shape[:2])
+        return (change(hidden), *output[1:]) if isinstance(output, tuple) else change(hidden)
 
     return hook
 
