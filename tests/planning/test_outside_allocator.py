@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,8 @@ from nemo_like.planning.answers.outside_allocator import (
 from nemo_like.planning.devices import known_devices, resolve_device, step_limit
 from nemo_like.planning.fit import fit
 from nemo_like.planning.fit.question import Question
-from nemo_like.planning.report import PlanReport, make_report
+from nemo_like.planning.query import PlanQuery
+from nemo_like.planning.report import make_report
 from nemo_like.planning.roofline import RankGroup
 from nemo_like.planning.what_if import Step
 from tests.models.fit_models import llama
@@ -103,20 +105,26 @@ def test_the_default_limit_falls_where_a_tenth_is_not_enough():
         assert default_limit(job(8), device) == step_limit(device)
 
 
-def report_on(memory: int) -> PlanReport:
-    device = replace(NVLINK, memory_bytes=memory)
-    step = Step(
-        llama(1), Job.of(world_size=2, gpu=device), lambda batch, length: (text_batch(batch, length), ""), 1, 32
-    )
-    return make_report(step.query(), ["50%"])
+@pytest.fixture(scope="module")
+def query() -> PlanQuery:
+    asked = Job.of(world_size=2, gpu=NVLINK)
+    return Step(llama(1), asked, lambda batch, length: (text_batch(batch, length), ""), 1, 32).query()
 
 
-def test_the_verdict_falls_with_it():
-    roomy = report_on(2000 * MIB)
+def with_memory(query: PlanQuery, size: int) -> PlanQuery:
+    stage = query.stages[0]
+    part = copy(stage.part)
+    part.device = replace(NVLINK, memory_bytes=size)
+    return replace(query, stages=(replace(stage, part=part),))
+
+
+def test_the_verdict_falls_with_it(query):
+    roomy = make_report(query, ["50%"])
     assert roomy.limit == (2000 - 644) * MIB and roomy.best is not None and "Outside" not in roomy.text()
     assert roomy.to_dict()["outside_bytes"] == {"CUDA context": 100 * MIB, "NCCL": 544 * MIB}
     least = min(row.need.bytes for row in roomy.rows)
-    tight = report_on(644 * MIB + least - 1)  # the context, a communicator of two, and all but a byte of the step
+    less = 644 * MIB + least - 1  # the context, a communicator of two, and all but a byte of the step
+    tight = make_report(with_memory(query, less), ["50%"])
     assert tight.limit == least - 1 and tight.best is None and "Outside" in tight.text()
 
 
