@@ -59,6 +59,8 @@ class Device:
     """Bytes per second between the host's memory and its processors, one device's share of a full host; 0: not known."""
     processors: int = 0
     """Multiprocessors, over which the tiles of a matrix product are spread; 0: not known, and not counted."""
+    context_bytes: int = 512 << 20
+    """Bytes of a CUDA context with the kernels that training loads: what is there before torch's allocator has any."""
 
     def flops_of(self, op: OpOverload, *, half: bool) -> float:
         """FLOP/s that the kernel of `op` reaches; `half`: in a 16-bit type."""
@@ -234,6 +236,7 @@ _OPTIONAL: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "hop_seconds": ("hop_us", lambda value: value * 1e-6),
     "launch_seconds": ("launch_us", lambda value: value * 1e-6),
     "processors": ("processors", int),
+    "context_bytes": ("context_mib", lambda value: int(value * (1 << 20))),
 }
 """Field of `Device`: its key in the table, and how to read it. An entry may leave these out."""
 

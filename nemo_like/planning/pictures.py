@@ -132,7 +132,7 @@ def draw(report: FitReport, number: int = 1) -> Any:
     lines = timelines(candidate)
     highest = max(lines, key=lambda name: max(point.total for point in lines[name]))
     figure, every = pyplot.subplots(2 + (len(lines) > 1), 1, figsize=(9, 4 * (2 + (len(lines) > 1))))
-    limit = report.question.limit / GIB
+    limit = report.question.limit_of(candidate.job) / GIB
     _stack(every[0], lines[highest])
     every[0].set_title(f"configuration {number}{highest and ', ' + highest}: {candidate.ac}, peak {candidate.peak.at}")
     for axes in every[1:-1]:

@@ -15,6 +15,7 @@ from nemo_like._util.tensors import describe, split_sample
 from nemo_like._util.words import check_whole
 from nemo_like.job import AllKeywords, Job
 from nemo_like.models import check_positions, most_positions, resolve_model, text_batch
+from nemo_like.planning.answers.outside_allocator import default_limit
 from nemo_like.planning.devices import device_of, step_limit
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.report import PlanReport, make_report
@@ -93,7 +94,7 @@ def predict(
     length = 0 if fixed_input is not None else START if seq_len == "max" else seq_len
     step = Step(built, job, given, 1 if batch_size == "max" else batch_size, length)
     question = Question.of(gpus, seq_len, batch_size)
-    limit = step_limit(device_of(job), memory)
+    limit = None if memory is None else step_limit(device_of(job), memory)
 
     def make() -> PlanReport:
         asked_step, query, report = answered(step, question, name, budgets, limit)
@@ -154,7 +155,9 @@ def _asked(step: Step, question: Question, limit: int | None, name: str) -> tupl
     job = step.job
 
     def needs(**change: Any) -> int:
-        return least_need(step.query(**change), most)
+        query = step.query(**change)
+        own = default_limit(query.job, device) if limit is None else limit
+        return least_need(query, own) + most - own  # a job whose own limit is lower needs so much more of `most`
 
     device = device_of(job)
     most = step_limit(device) if limit is None else limit

@@ -22,11 +22,11 @@ from nemo_like._util.words import write_bytes
 from nemo_like.activation_checkpointing.plan import BudgetError, Plan
 from nemo_like.job import Job
 from nemo_like.options import MemoryBudget, PlanSearch, StepSpec
+from nemo_like.planning.answers.outside_allocator import Outside, default_limit, outside_of
 from nemo_like.planning.answers.rank import peak_of, peaks_of
 from nemo_like.planning.answers.seconds import timeline_of
 from nemo_like.planning.answers.verdict import Need, most_allocated, need_of, plan_within, reserved_within
 from nemo_like.planning.answers.within import choose
-from nemo_like.planning.devices import step_limit
 from nemo_like.planning.model.capture import planned_imbalance
 from nemo_like.planning.model.traced import MODES
 from nemo_like.planning.planner import balanced_peak, describe
@@ -133,6 +133,10 @@ class PlanReport:
     """Stages, schedule and micro-batches of a pipeline, and layers and micro-batches in flight of each stage."""
     what_if: tuple[WhatIf, ...] = ()
     """Effects of single changes of the job, where they were requested."""
+    outside: Outside = field(default_factory=Outside)
+    """Bytes that each device has outside of torch's allocator, beside those that the rows need."""
+    is_default_limit: bool = False
+    """True if `limit` is not the caller's: another job may have another one."""
 
     def call(self, row: ReportRow | None = None, sample: str | None = None) -> str:
         """Return the line of Python that runs `row` as it was planned (default: `best`).
@@ -230,7 +234,9 @@ class PlanReport:
         table, unit = self.table(), self._unit()
         first = f"{self.answer}\n{self.verdict()}".strip()
         lines = [f"{first}\nPaste: {self.call()}" if self.best is not None else first]
-        lines += [paragraph(text, width) for text in (self.about, *self._warnings())]
+        row = self.best or min(self.rows, key=lambda row: row.need.bytes)
+        outside = self.outside.words() if explain or row.need.bytes >= 0.9 * self.limit else ""
+        lines += [paragraph(text, width) for text in (self.about, outside, *self._warnings())]
         lines.append(table.with_note(f"{unit.name} of one device, predicted.", width))
         if self.what_if:
             lines.append(self.what_if_table().text(width))
@@ -294,6 +300,8 @@ class PlanReport:
             "traced_for": self.rows[0].plan.traced_for,
             "job": self.job.words(machine=True),
             "limit_bytes": self.limit,
+            "outside_bytes": dict(self.outside.parts),
+            "memory_fraction": self.outside.fraction,
             "recommended": self.best.ac if self.best else None,
             "call": self.call() if self.best else None,
             "unmet": list(self.unmet),
@@ -351,10 +359,11 @@ def make_report(
     Args:
         query: the job, on a traced model.
         budgets: budgets as they are written after ``ac=``; default: `SHARES` of the activations.
-        limit: bytes that a step may take on each device; default: nine tenths of its memory, as ``ac="auto"``.
+        limit: bytes that a step may take on each device; default: `default_limit`.
         tokens, about: see `PlanReport`.
     """
-    limit = step_limit(query.device) if limit is None else limit
+    is_default = limit is None
+    limit = default_limit(query.job, query.device) if limit is None else limit
     rows = [row_of(mode, query, query.uniform(mode), limit) for mode in MODES]
     unmet, texts = list[str](), list(dict.fromkeys(budgets or SHARES))
     for text in texts:
@@ -390,6 +399,8 @@ def make_report(
         balanced,
         max(map(_padding, query.stages)),
         pipeline=pipeline if query.is_pipeline else None,
+        outside=outside_of(query.job, query.device),
+        is_default_limit=is_default,
     )
 
 

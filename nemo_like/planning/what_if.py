@@ -12,6 +12,7 @@ from torch import nn
 
 from nemo_like.job import Job
 from nemo_like.planning.advise import changes
+from nemo_like.planning.answers.outside_allocator import default_limit
 from nemo_like.planning.planner import query_of
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.report import PlanReport, WhatIf, fastest_within, row_of
@@ -65,7 +66,8 @@ def what_if(step: Step, query: PlanQuery, report: PlanReport) -> Iterator[WhatIf
             continue  # a rule of the job, the model's positions, a part that is not planned
         if other is None:
             continue
-        row = fastest_within(other, report.limit) or row_of("full", other, other.uniform("full"), report.limit)
+        limit = default_limit(other.job, other.device) if report.is_default_limit else report.limit
+        row = fastest_within(other, limit) or row_of("full", other, other.uniform("full"), limit)
         tokens = None if report.tokens is None else report.tokens * (2 if words == _TWICE else 1)
         yield WhatIf(words, row, replace(report, job=other.job, tokens=tokens).tokens_per_second(row))
 

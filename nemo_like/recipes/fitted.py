@@ -274,7 +274,7 @@ def _fitted(
         None if best.plan is None else best.plan.as_json(),
         {
             "peak_bytes": best.peak_bytes,
-            "limit_bytes": report.question.limit,
+            "limit_bytes": report.question.limit_of(best.job),
             "reserved_bytes": best.reserved,
             "step_seconds": best.step_seconds,
             "tokens_per_second_per_gpu": best.tokens_per_second_per_gpu,

@@ -9,6 +9,7 @@ from nemo_like._util.words import write_bytes
 from nemo_like.activation_checkpointing.plan import BudgetError
 from nemo_like.options import MemoryBudget
 from nemo_like.planning.advise import changes, helping, in_words
+from nemo_like.planning.answers.outside_allocator import outside_of
 from nemo_like.planning.answers.rank import rank_peak
 from nemo_like.planning.choose import solver
 from nemo_like.planning.choose.layer import Choice, Stack
@@ -35,7 +36,9 @@ def choose(query: PlanQuery, budget: MemoryBudget, asked: str = "") -> tuple[lis
         taken = {stage.slice.index: _within_share(query, stage, budget.fraction, asked) for stage in query.stages}
     else:
         share = budget.device_share or 0.0
-        limit = int(query.device.memory_bytes * share) if budget.peak_bytes is None else budget.peak_bytes
+        memory = query.device.memory_bytes
+        room = max(0, memory - outside_of(query.job, query.device).total)
+        limit = min(int(memory * share), room) if budget.peak_bytes is None else budget.peak_bytes
         for rank in range(query.pp.size):
             taken |= _within_peak(query, rank, limit, asked)
     mixed = [taken[index] for index in range(len(query.stages))]

@@ -107,9 +107,13 @@ def ways_out(
 
 
 def _needs(shape: Shape, conf: Configuration) -> int:
-    """Return the bytes that `conf` needs under ``ac="full"``."""
-    choices = shape.choices(conf)
-    return shape.need(conf, choices, shape.peak(conf, choices)).bytes
+    """Return the bytes of the question's limit that `conf` needs under ``ac="full"``.
+
+    Where the limit of `conf` is lower, because it has more outside of the allocator, it needs so many bytes more.
+    """
+    choices, question = shape.choices(conf), shape.question
+    need = shape.need(conf, choices, shape.peak(conf, choices)).bytes
+    return need + question.limit - question.limit_of(conf.job)
 
 
 def _fits(shape: Shape, conf: Configuration, limit: int) -> bool:

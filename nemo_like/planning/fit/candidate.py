@@ -9,6 +9,7 @@ from nemo_like._util.tensors import tensors_in
 from nemo_like.activation_checkpointing.plan import Plan
 from nemo_like.job import Job
 from nemo_like.options import PlanSearch, Precision, dtype_word
+from nemo_like.planning.answers.outside_allocator import Outside
 from nemo_like.planning.answers.seconds import StepSeconds
 from nemo_like.planning.answers.verdict import Need
 from nemo_like.planning.fit.explained import Account
@@ -41,6 +42,9 @@ class Candidate:
     """Sources of its bytes and seconds."""
     sample: Any = field(default=None, compare=False, repr=False)
     """One micro-batch, on the meta device but for small integers: the input that a cut into stages looks at."""
+
+    outside: Outside = field(default_factory=Outside)
+    """Bytes that each GPU has outside of torch's allocator, beside those that it needs."""
 
     @property
     def job(self) -> Job:
@@ -119,6 +123,8 @@ class Candidate:
             "input_bytes": self.need.inputs,
             "judged_by": self.need.by,
             "host_bytes": self.host_bytes,
+            "outside_bytes": dict(self.outside.parts),
+            "memory_fraction": self.outside.fraction,
             "parts": dict(self.peak.parts),
             "step_seconds": self.step_seconds,
             "seconds": dict(self.seconds.parts),

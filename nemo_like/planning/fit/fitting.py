@@ -117,6 +117,7 @@ def fit(
             planned_for=planned_for,
             global_batch=global_batch,
             limit=step_limit(device_of(each), memory),
+            is_default_limit=memory is None,
             pins=pinned,
             asked=asked,
         )

@@ -36,6 +36,7 @@ from nemo_like.options import (
     parse_ac,
 )
 from nemo_like.options.parallel import check_imbalance
+from nemo_like.planning.answers.outside_allocator import default_limit
 from nemo_like.planning.devices import Device, device_of
 from nemo_like.planning.fit.layouts import Configuration
 
@@ -115,6 +116,8 @@ class Question:
     """Allowed values by name out of `PINS`; other names are free."""
     asked: Job | None = None
     """The caller's job, for what its options have besides what is searched; None: nothing."""
+    is_default_limit: bool = False
+    """True if `limit` is not the caller's, so that a job has less where a tenth is not enough outside of the allocator."""
 
     def __post_init__(self) -> None:
         for name, least in (("gpus", 1), ("seq_len", 2), ("global_batch", 1), ("limit", 1)):
@@ -135,6 +138,10 @@ class Question:
     def device(self) -> Device:
         """The device that is predicted for."""
         return device_of(self.job)
+
+    def limit_of(self, job: Job) -> int:
+        """Return the bytes that a step of `job` may take on each GPU."""
+        return min(self.limit, default_limit(job, self.device)) if self.is_default_limit else self.limit
 
     def per_token(self, seconds: float, conf: Configuration) -> float:
         """Return seconds of one GPU for a token, of a step that takes `seconds`."""

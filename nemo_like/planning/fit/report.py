@@ -111,10 +111,11 @@ class FitReport:
         """Reason why nothing fits; empty where something does."""
         if self.candidates:
             return ""
-        limit, near = self.question.limit, self.nearest
+        near = self.nearest
         if near is None:
             why = ", ".join(f"{name} ({count})" for name, count in self.rejected.items())
             return f"No combination can be run on {self.question.gpus} GPU(s): {why}."
+        limit = self.question.limit_of(near.job)
         return (
             f"Nothing fits in {write_bytes(limit)} on each of {self.question.gpus} x {self.question.device.name}: what "
             f"needs least takes {write_bytes(near.need.bytes)} ({near.need.by}; {near.call()}), bound by {self.binds}."
@@ -128,7 +129,9 @@ class FitReport:
         See `nemo_like.planning.fit.advice.binds`.
         """
         candidate = self.candidates[0] if self.candidates else self.nearest
-        return "" if candidate is None else binds(candidate, self.question.limit, self.question.device)
+        return (
+            "" if candidate is None else binds(candidate, self.question.limit_of(candidate.job), self.question.device)
+        )
 
     def call(self, sample: str = "batch") -> str:
         """Return the line of Python that trains with the best; `sample`: the name of one micro-batch.
@@ -142,11 +145,11 @@ class FitReport:
         """Return the answer in a line: how fast, in how many bytes, and what keeps it from being faster."""
         if not self.candidates:
             return self.problem
-        best = self.best
+        best, limit = self.best, self.question.limit_of(self.best.job)
         note = "Interrupted, the best so far: " if self.interrupted else "Fits: "
         return (
             f"{note}{three_digits(best.tokens_per_second_per_gpu)} tokens/s/GPU (MFU {percent(best.mfu)}), "
-            f"{of_limit(best.need.bytes, self.question.limit)} {best.need.by}."
+            f"{of_limit(best.need.bytes, limit)} {best.need.by}."
         )
 
     def about(self) -> str:
@@ -185,9 +188,12 @@ class FitReport:
         table = self.table()
         lines = [f"{self.verdict()}\nPaste: {self.call()}\nTrain: {recipe(self, self.best)}"]
         lines.append(paragraph(f"{self.about()} Bound by {self.binds}.", width))
+        if explain is None and self.best.need.bytes >= 0.9 * self.question.limit_of(self.best.job):
+            lines.append(paragraph(self.best.outside.words(), width))
         lines.append(table.with_note(f"{self._unit().name} of one device, predicted.", width))
         if explain is not None and explain <= len(self.candidates):
             lines.append(f"Number {explain}:\n{explanation(self.candidates[explain - 1])}")
+            lines.append(paragraph(self.candidates[explain - 1].outside.words(), width))
             lines.append(paragraph(self._others(), width))
         elif explain is not None:
             lines.append(f"There is no line {explain}: {len(self.candidates)} configurations were found.")
@@ -195,7 +201,7 @@ class FitReport:
             f"Looked at {self.searched['looked_at']:.0f} configurations of {self.searched['layouts']:.0f} layouts in "
             f"{self.searched['seconds']:.0f} s."
         )
-        return "\n\n".join(lines)
+        return "\n\n".join(line for line in lines if line)
 
     def _others(self) -> str:
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self.rejected.items(), key=lambda r: -r[1]))

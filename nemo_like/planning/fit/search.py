@@ -22,6 +22,7 @@ from typing import Any
 
 from nemo_like._util.progress import Say, silent
 from nemo_like.options import MemoryBudget
+from nemo_like.planning.answers.outside_allocator import outside_of
 from nemo_like.planning.answers.seconds import StepSeconds
 from nemo_like.planning.answers.verdict import ALLOCATED, Need, plan_within
 from nemo_like.planning.fit.accounts import account_of
@@ -320,7 +321,7 @@ class Search:
         losses = tuple(loss for loss in losses if loss != "chunked" or shape.can_chunk)
         for state, loss, reshard, offload, mode in itertools.product(states, losses, reshards, offloads, modes):
             if offload == "none" or mode != "none":  # else there is no region whose inputs could wait elsewhere
-                ac = MemoryBudget(peak_bytes=self.question.limit) if mode == "plan" else mode
+                ac = MemoryBudget(peak_bytes=self.question.limit_of(conf.job)) if mode == "plan" else mode
                 try:
                     way = conf.change(**self._with_details(ac=ac, loss=loss, offload=offload))
                     way = way.with_strategy(reshard_after_forward=reshard, cpu_offload=state)
@@ -364,7 +365,7 @@ class Search:
                     resolved = self._planned(shape, conf, shape.planned)
                 else:
                     resolved = self._uniform(shape, conf)
-                    if resolved.need.bytes > self.question.limit:
+                    if resolved.need.bytes > self.question.limit_of(conf.job):
                         self._remember_nearest(shape, conf, resolved)
                         resolved = None
         if resolved is None:
@@ -381,13 +382,13 @@ class Search:
         """
         choices = shape.choices(conf)
         peak = shape.peak(conf, choices)
-        known = peak.total <= self.question.limit
+        known = peak.total <= self.question.limit_of(conf.job)
         need = shape.need(conf, choices, peak) if known else Need(peak.total, ALLOCATED)
         return Resolved(shape.seconds(conf, choices), peak, need, choices)
 
     def _planned(self, shape: Shape, conf: Configuration, make: Planning) -> Resolved | None:
         """Return the plan that `make` makes for the highest peak with which the needed bytes fit; None: none does."""
-        fitting = plan_within(shape.query(conf), self.question.limit, lambda budget: make(conf, budget))
+        fitting = plan_within(shape.query(conf), self.question.limit_of(conf.job), lambda budget: make(conf, budget))
         if fitting is None:
             return None
         choices, peak, need, budget = fitting
@@ -396,7 +397,15 @@ class Search:
     def _is_hopeless(self, shape: Shape, conf: Configuration) -> bool:
         """Return whether no mode can fit: none saves less than the layers' inputs, and these are too many bytes."""
         turns = conf.grad_accum if conf.pp > 1 else min(conf.grad_accum, 3)
-        key = (shape.key, conf.shard_ranks, conf.pp, conf.schedule, turns, conf.way[1:])
+        key = (
+            shape.key,
+            conf.shard_ranks,
+            conf.pp,
+            conf.schedule,
+            turns,
+            conf.way[1:],
+            self.question.limit_of(conf.job),
+        )
         if key not in self.hopeless:
             least = conf.change(ac="full")
             peak = shape.peak(least, shape.choices(least))
@@ -426,7 +435,7 @@ class Search:
         if isinstance(shape, str):
             return best
         if isinstance(shape, Shape) and shape.key.staged and "ac" not in self.question.pins:
-            conf = conf.change(ac=MemoryBudget(peak_bytes=self.question.limit))
+            conf = conf.change(ac=MemoryBudget(peak_bytes=self.question.limit_of(conf.job)))
         elif best.plan is None:
             return best
         with quietly():
@@ -455,10 +464,11 @@ class Search:
             tokens=conf.sequences * question.seq_len,
             model_flops=shape.flops(conf) * conf.grad_accum / conf.pp,
             peak_flops=question.device.peak_flops,
-            fits=resolved.need.bytes <= question.limit,
+            fits=resolved.need.bytes <= question.limit_of(conf.job),
             plan=plan,
             sample=shape.traced.sample,
             account=account,
+            outside=outside_of(conf.job, question.device),
         )
 
 

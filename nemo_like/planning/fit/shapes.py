@@ -202,15 +202,16 @@ class Shape:
 
     def need(self, conf: Configuration, choices: Choices, peak: Peak) -> Need:
         """Return what decides whether `conf` fits; `peak`: that of these choices."""
-        key = (*_bytes_of(conf), tuple(map(tuple, choices)))
+        limit = self.question.limit_of(conf.job)
+        key = (*_bytes_of(conf), tuple(map(tuple, choices)), limit)
         if key not in self._needs:
-            self._needs[key] = verdict(self.query(conf), choices, peak, self.question.limit)
+            self._needs[key] = verdict(self.query(conf), choices, peak, limit)
         return self._needs[key]
 
     def most_allocated(self, conf: Configuration) -> int:
         """Return the highest peak that could fit."""
         inputs = self.traced.input_bytes * (conf.grad_accum if conf.pp > 1 else 1)
-        return max(0, self.question.limit - inputs)
+        return max(0, self.question.limit_of(conf.job) - inputs)
 
     def host_bytes(self, conf: Configuration, choices: Choices = ()) -> int:
         """Return the bytes that one rank has in host memory.
