@@ -113,7 +113,7 @@ class ChunkedLoss:
 
 OPTIMIZERS: tuple[str, ...] = tuple(OPTIMIZER_OBJECTS)
 ADAMW = ("adamw", "adamw-loop", "adamw-foreach", "adamw-fused")
-"""Those of them that are torch's AdamW."""
+"""Their names of torch's AdamW."""
 ZERO_GRAD: tuple[str, ...] = ("free", "zero")
 SYNC: tuple[str, ...] = ("every", "last")
 

@@ -221,7 +221,8 @@ class RunOptions:
             word = spelled.get(normalise(value)) if isinstance(value, str) else value
             if word not in known:
                 raise ValueError(
-                    f"{flag(name)} is {value!r}; it must be one of {', '.join(known)}." + did_you_mean(str(value), known)
+                    f"{flag(name)} is {value!r}; it must be one of {', '.join(known)}."
+                    + did_you_mean(str(value), known)
                 )
             object.__setattr__(self, name, word)
         if least is not None and value is not None:

@@ -173,8 +173,8 @@ class SequencePlaces:
     last: tuple[str, ...]
     """The last ones, whose output is put together."""
     owners: Mapping[str, bool]
-    """What has matrices (attention, MLP), and so sees the whole sequence; whether cut linears alone read it, and one ends
-    it."""
+    """Modules with matrices (attention, MLP), which see the whole sequence; whether cut linears alone read it, and one
+    ends it."""
     partial: tuple[str, ...]
     """Modules with parameters that see a part of the sequence."""
 
