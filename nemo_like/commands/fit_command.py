@@ -52,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_words,
         help=f"what compiles each layer: none | {' | '.join(COMPILE_BACKENDS)} (default: none)",
     )
+    add("--minutes", type=float, help="end the search after so many, with the best so far (default: when it is known)")
     add("--count", type=int, default=10, help="configurations to print (default: %(default)s)")
     add_pins(parser, _PINS)
     for name, meaning in (
@@ -135,6 +136,7 @@ def run(args: argparse.Namespace) -> int:
             **_fields(args),
             dtype=parse_dtype("--dtype", args.dtype),
             count=args.count,
+            minutes=args.minutes,
             max_seq_len=args.max_seq_len,
             p99=args.p99,
             lengths=None if args.lengths is None else read_histogram(args.lengths),

@@ -562,7 +562,7 @@ def test_an_interrupted_search_has_what_was_found():
 
     report = fit("llama-tiny", progress=interrupt, **asked)
     assert report.interrupted and not whole.interrupted and said[0].startswith("traced 0 of ")
-    assert report.verdict() == whole.verdict().replace("Fits: ", "Interrupted, the best so far: ")
+    assert report.verdict() == whole.verdict().replace("Fits: ", "Stopped, the best so far: ")
     left = 0
     with pytest.raises(KeyboardInterrupt):  # nothing was found by then
         fit("llama-tiny", progress=interrupt, **asked)
@@ -575,3 +575,13 @@ def test_print_of_a_report_is_its_screen_and_its_repr_one_line():
     assert first == report.verdict() and second == f"Paste: {report.call()}"
     assert all(len(line) <= 80 for line in rest[1:])
     assert repr(report) == f"<FitReport: {first}>" and "<td>full</td>" in report._repr_html_()
+
+
+def test_a_search_ends_with_its_minutes():
+    asked = {"gpus": 2, "gpu": "cpu", "seq_len": 64, "ac": "full", "loss": "model", "offload": "none", "tp": 1}
+    with pytest.raises(
+        ValueError, match=r"Nothing that fits was found in the minutes that there were: 0 of \d+ shapes"
+    ):
+        fit("llama-tiny", minutes=1e-9, **asked)
+    with pytest.raises(ValueError, match="minutes is 0; it must be a number above 0"):
+        fit("llama-tiny", minutes=0, **asked)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -72,6 +73,7 @@ def fit(
     max_seq_len: int | None = None,
     p99: int | None = None,
     lengths: Mapping[int, int] | None = None,
+    minutes: float | None = None,
     progress: Say = silent,
     **pins: Unpack[FitKeywords],
 ) -> FitReport:
@@ -91,6 +93,7 @@ def fit(
         dtype: dtype of the parameters where `model` is a name. Default: float32.
         sample: makes the input of one micro-batch of so many sequences. Default: token ids, and the same as labels.
         count: how many configurations to report.
+        minutes: end the search after so many, with the best so far; None: when the fastest is known.
         progress: called with words on how far the search is.
         pins: keywords of `Job.of` (``gpu``, ``precision``, ``optimizer``, ``step``, ``allocator``, ...), and values of what
             is decided already: ``dp_replicate, dp_shard, tp, cp, ep, pp, schedule, micro_batch, grad_accum, ac`` (``none``,
@@ -107,6 +110,9 @@ def fit(
     """
     if not isinstance(model, str):
         check_model(model)
+    if minutes is not None and not (isinstance(minutes, int | float) and minutes > 0):
+        raise ValueError(f"minutes is {minutes!r}; it must be a number above 0, or None.")
+    until = math.inf if minutes is None else time.monotonic() + 60 * minutes
     jobs, pinned, asked = read_question(job, pins)
     length, planned_for = planned_length(seq_len, max_seq_len, p99, lengths)
     questions = [
@@ -126,7 +132,7 @@ def fit(
 
     def search() -> FitReport:
         with frozen_garbage():
-            report = _best_of(_searched(model, questions, dtype, sample, count, progress), count)
+            report = _best_of(_searched(model, questions, dtype, sample, count, progress, until), count)
         if not report.candidates and report.nearest is None:
             raise ValueError(report.problem)
         return report
@@ -178,6 +184,7 @@ def _searched(
     sample: Callable[[int], Any] | None,
     count: int,
     say: Say,
+    until: float,
 ) -> list[FitReport]:
     """Return a report for each of the questions on one model; questions of one precision trace it once."""
     name = model if isinstance(model, str) else type(model).__name__
@@ -187,7 +194,7 @@ def _searched(
         sample = source.sample_of if sample is None and source.sample is not None else sample
     assert isinstance(built, nn.Module)
     traces: dict[Precision, Traces] = {}
-    return [_answer(name, built, each, sample, count, traces, say) for each in questions]
+    return [_answer(name, built, each, sample, count, traces, say, until) for each in questions]
 
 
 def _answer(
@@ -198,9 +205,10 @@ def _answer(
     count: int,
     traces: dict[Precision, Traces],
     say: Say,
+    until: float,
 ) -> FitReport:
     start = time.perf_counter()
-    search, rejected, spread = make_search(model, question, sample, traces, say)
+    search, rejected, spread = make_search(model, question, sample, traces, say, until)
     result = search.run(count)
     helps = [] if result.best or result.nearest is None else _helps(search, result.nearest, model, question, sample)
     return FitReport(
@@ -243,6 +251,7 @@ def make_search(
     sample: Callable[[int], Any] | None = None,
     traces: dict[Precision, Traces] | None = None,
     say: Say = silent,
+    until: float = math.inf,
 ) -> tuple[Search, Counter[str], int]:
     """Return the search, combinations that are out before it begins, and how many layouts there are."""
     make = sample or _tokens(model, question.seq_len)
@@ -258,7 +267,7 @@ def make_search(
             rejected[str(error)] += 1
 
     return (
-        Search(question, configurations, lambda key: Shape(key, question, own_traces.of(key.micro_batch)), say),
+        Search(question, configurations, lambda key: Shape(key, question, own_traces.of(key.micro_batch)), say, until),
         rejected,
         len(spread),
     )

@@ -146,7 +146,7 @@ class FitReport:
         if not self.candidates:
             return self.problem
         best, limit = self.best, self.question.limit_of(self.best.job)
-        note = "Interrupted, the best so far: " if self.interrupted else "Fits: "
+        note = "Stopped, the best so far: " if self.interrupted else "Fits: "
         return (
             f"{note}{three_digits(best.tokens_per_second_per_gpu)} tokens/s/GPU (MFU {percent(best.mfu)}), "
             f"{of_limit(best.need.bytes, limit)} {best.need.by}."

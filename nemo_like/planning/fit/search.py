@@ -14,6 +14,7 @@ import heapq
 import itertools
 import logging
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nemo_like._util.progress import Say, silent
+from nemo_like._util.table import three_digits
 from nemo_like.options import MemoryBudget
 from nemo_like.planning.answers.outside_allocator import outside_of
 from nemo_like.planning.answers.seconds import StepSeconds
@@ -60,6 +62,10 @@ class Resolved:
     """The peak that a plan was made for, as it is written after ``ac=``."""
 
 
+class OutOfTimeError(Exception):
+    """The minutes of a search are over."""
+
+
 @dataclass
 class Found:
     """Result of a search."""
@@ -81,8 +87,18 @@ class Found:
 class Search:
     """Search for one question on one model."""
 
-    def __init__(self, question: Question, layouts: Iterable[Configuration], trace: Tracer, say: Say = silent) -> None:
-        self.question, self.trace, self.say = question, trace, say
+    def __init__(
+        self,
+        question: Question,
+        layouts: Iterable[Configuration],
+        trace: Tracer,
+        say: Say = silent,
+        until: float = math.inf,
+    ) -> None:
+        """Look at nothing yet; `until`: when the search ends at the latest, by `time.monotonic`."""
+        self.question, self.trace, self.say, self.until = question, trace, say, until
+        self.so_far: float | None = None
+        """Seconds per token of the fastest that is known to fit."""
         self.found = Found()
         self.shapes: dict[ShapeKey, Shape | str] = {}
         """Traced shapes; for the others, why the model cannot have them."""
@@ -107,11 +123,16 @@ class Search:
         queue: list[tuple[float, int, Any]] = []
         try:
             self._walk(queue, order, count)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, OutOfTimeError) as stop:
             items = (item for *_, item in sorted(queue, key=lambda entry: entry[:2]))
             resolved = [item for item in items if isinstance(item, tuple) and item[1] is not None]
             if not (resolved or self.found.best):
-                raise
+                if isinstance(stop, KeyboardInterrupt):
+                    raise
+                raise ValueError(
+                    f"Nothing that fits was found in the minutes that there were: {self._traced_shapes()} of "
+                    f"{len(self.by_shape)} shapes were traced. Give more minutes, or pin more."
+                ) from stop
             self.found.interrupted = True
             for conf, known in resolved:
                 shape = self.shapes[ShapeKey.of(conf)]
@@ -122,7 +143,7 @@ class Search:
         if not self.found.best:
             self._look_at_the_least()
         result = self._finished(queue)
-        if result.best:
+        if result.best and time.monotonic() <= self.until:
             result.best[0] = self._refined(result.best[0])
         else:
             result.nearest = self._nearest()
@@ -146,8 +167,10 @@ class Search:
         for key in self.by_shape:
             heapq.heappush(queue, (self.bounds.seconds(key), next(order), key))
         while queue and len(self.found.best) < count:
+            if time.monotonic() > self.until:
+                raise OutOfTimeError
             bound, _, item = heapq.heappop(queue)
-            self.say(f"traced {self._traced_shapes()} of {len(self.by_shape)} shapes")
+            self.say(f"traced {self._traced_shapes()} of {len(self.by_shape)} shapes{self._best_so_far()}")
             if isinstance(item, ShapeKey):
                 if not self.found.best and (better := self.bounds.seconds(item)) > bound:
                     heapq.heappush(queue, (better, next(order), item))  # other shapes were traced meanwhile
@@ -181,7 +204,11 @@ class Search:
                     heapq.heappush(queue, (better, next(order), item))
             elif (resolved := self._resolve(shape, conf)) is not None:
                 per_token = self.question.per_token(resolved.seconds.total, conf)
+                self.so_far = per_token if self.so_far is None else min(self.so_far, per_token)
                 heapq.heappush(queue, (per_token, next(order), (conf, resolved)))
+
+    def _best_so_far(self) -> str:
+        return "" if self.so_far is None else f", {three_digits(1 / self.so_far)} tokens/s/GPU so far"
 
     def _look_at_the_least(self) -> None:
         """Examine the pipelines that may need less than all else, where nothing fits."""
