@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from nemo_like._util.module_tree import base_model
 from nemo_like.distributed.context.parts import Parts
@@ -308,7 +309,10 @@ class _Loss:
                 )
                 + " the loss outside, from shard_sequence's labels."
             )
-        return exchange(output, loss, sum_parts(loss, parts.ranks, parts.group))
+        part = (
+            loss.full_tensor() if isinstance(loss, DTensor) else loss
+        )  # of logits that tp has cut: whole on every rank
+        return exchange(output, loss, sum_parts(part, parts.ranks, parts.group))
 
     def _is_found(self, loss: Tensor) -> bool:
         return self.hooks.parts.planning or _is_sum(loss, self.found, self.items)
