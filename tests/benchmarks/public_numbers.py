@@ -24,8 +24,7 @@ from torch.distributed.tensor import DTensor
 from nemo_like.bench import BenchOptions, Column, Measured, Suite, Table
 from nemo_like.job import Job
 from nemo_like.models import ModelSource, resolve_model, source_of
-from nemo_like.options import ChunkedLoss, PipelineParallel, Precision, StepSpec, TensorParallel
-from nemo_like.options.memory import AllocatorConfig
+from nemo_like.options import AllocatorConfig, ChunkedLoss, PipelineParallel, Precision, StepSpec, TensorParallel
 from nemo_like.planning.answers.rank import rank_peak
 from nemo_like.planning.answers.reserved import Reserved, fullest_ranks, reserved_on
 from nemo_like.planning.answers.seconds import StepSeconds, step_seconds

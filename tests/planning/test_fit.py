@@ -360,7 +360,7 @@ def test_the_search_finds_what_looking_at_everything_finds_where_experts_are_spl
         seq_len=64,
         limit=1 << 40,
         global_batch=8,
-        pins=read_pins(pins | {"offload": "none"}),
+        pins=read_pins(pins | {"offload": "none", "sequence_parallel": False}),
     )
     everything = search_of_all(make_search(mixture(), question)[0], 100).best
     assert {(c.layout.tp, c.layout.ep) for c in everything} >= {(1, 2), (1, 4), (2, 2), (2, 4)}

@@ -335,7 +335,7 @@ def recipe(report: FitReport, candidate: Candidate) -> str:
         flags["--pp-schedule"] = conf.schedule or PipelineParallel.schedule
         if conf.stages_per_rank != job.pp.facts.default_per_rank:
             flags["--stages-per-rank"] = conf.stages_per_rank
-    if job.cp.method != ContextParallel.method:
+    if job.cp != ContextParallel(job.cp.size):
         flags["--cp-method"] = job.cp.method
     if job.compile is not None:
         flags["--compile"] = job.compile
