@@ -702,11 +702,14 @@ Others published what training steps took on GPUs. `python -m tests.benchmarks p
 the planner, on a CPU. Nothing ran on a GPU here.
 
 - The rows are in `tests/benchmarks/public/`, each file with its source. No row is left out.
-- All rows of a GPU have one set of constants. None is fitted to a row.
+- All rows of a GPU have one set of constants. One was chosen with rows in sight: the clock of the H100 of 500 W
+  ([constants](published.md#constants)). No other is fitted to a row.
 - The jobs have the options that the source ran, or the nearest that the planner takes. The column *differs* says which.
 - *kind* says what the published memory is. `reserved` is what the caching allocator holds; `allocated` and `active` are
   what tensors take. `oom`: they ran out of memory. `card that it fills`: their longest sequence.
 - Speeds of the Llama 3 paper are made of its FLOP/s. A token counts as 6 N and attention with a causal mask.
+- What others state of their own rows: xMem (arXiv 2510.21048; one GPU, no checkpointing, no sharding) 2.7 to 13 % of
+  memory, AMD's Primus 10 % on four rows.
 """
 
 
