@@ -119,8 +119,8 @@ def _of_kind(kind: Any, value: object) -> Any:
 def config_text(options: RunOptions) -> str:
     """`options` in full as YAML that ``--config`` reads: one a line, in the order of the command line's help.
 
-    >>> config_text(RunOptions(lr=0.5)).splitlines()[19]
-    'lr: 0.5'
+    >>> "lr: 0.5" in config_text(RunOptions(lr=0.5)).splitlines()
+    True
     """
     # YAML is a superset of JSON, and its words for nothing, true and false are JSON's.
     return "".join(f"{name}: {json.dumps(value, ensure_ascii=False)}\n" for name, value in options.in_full().items())
