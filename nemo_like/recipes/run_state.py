@@ -44,8 +44,8 @@ def make_optimizer(model: nn.Module, options: RunOptions) -> torch.optim.AdamW:
         {"params": [p for p in trained if p.dim() >= 2], "weight_decay": options.weight_decay},
         {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
-    form = options.optimizer.removeprefix("adamw").lstrip("-")
-    how: dict[str, Any] = {"": {}, "loop": {"foreach": False}}.get(form, {form: True})
+    forms = {"adamw-loop": {"foreach": False}, "adamw-foreach": {"foreach": True}, "adamw-fused": {"fused": True}}
+    how: dict[str, Any] = forms.get(options.optimizer, {})
     return torch.optim.AdamW(
         [group for group in groups if group["params"]], lr=options.lr, betas=(options.beta1, options.beta2), **how
     )

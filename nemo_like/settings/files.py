@@ -113,7 +113,6 @@ def _values(job: Job) -> dict[str, Any]:
 
     plain = _plain()
     changed = changed_flags(Job.of(ac="none"), job.change(ac="none"))
-    ranks = job.world_size or 1
     values = plain | {name: value for name, value in changed.items() if name in plain}
     values |= {
         "ac": getattr(job.ac, "mode", "none"),
@@ -121,11 +120,11 @@ def _values(job: Job) -> dict[str, Any]:
         "reduce_dtype": dtype_word(parse_dtype("precision", job.precision.reduce_dtype)),
         "compile": job.compile or "none",
         "alloc_conf": "expandable_segments:True" if job.allocator.expandable_segments else None,
-        "dp_shard": max(ranks // (job.tp.size * job.cp.size * job.pp.size * job.dp_replicate), 1),
-        "world_size": ranks,
+        "dp_shard": job.dp_shard,
+        "world_size": job.ranks,
     }
     if job.pp.size > 1:
-        values["grad_accum"] = job.pp.microbatches or 2 * job.pp.size
+        values["grad_accum"] = job.pp.microbatches
     return {name: value for name, value in values.items() if value is not None}
 
 

@@ -6,7 +6,6 @@ user would ask it. Where a source ran something that it has no option for, the r
 
 from __future__ import annotations
 
-import csv
 import itertools
 import re
 import statistics
@@ -19,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from nemo_like.bench import BenchOptions, Column, Measured, Suite, Table
 from nemo_like.job import Job
@@ -31,9 +29,9 @@ from nemo_like.planning.answers.seconds import StepSeconds, step_seconds
 from nemo_like.planning.answers.verdict import reserved_within
 from nemo_like.planning.devices import Device, resolve_device
 from nemo_like.planning.query import Choices, PlanQuery
-from tests.benchmarks.published import published_device
+from tests.benchmarks.published import STEP_COLUMNS, lines_of, published_device
+from tests.benchmarks.torchtitan_step import compiled_loss, loop_loss
 
-FOLDER = Path(__file__).with_name("public")
 PAGE = Path(__file__).parents[2] / "docs" / "evidence" / "public-numbers.md"
 """Page that a run of all rows writes."""
 GIB = 2**30
@@ -111,9 +109,7 @@ def all_rows() -> list[Row]:
 
 
 def _lines(name: str) -> Iterable[tuple[int, dict[str, str]]]:
-    text = (FOLDER / f"{name}.csv").read_text(encoding="utf-8")
-    lines = csv.DictReader(line for line in text.splitlines() if line and not line.startswith("#"))
-    return enumerate(lines, start=1)
+    return enumerate(lines_of(name), start=1)
 
 
 def _titan(line: dict[str, str], gpu: str, source: str, name: str) -> Row:
@@ -273,31 +269,6 @@ FP8, LOSS, SEQUENCE = "FP8", "loss_parallel", "sequence_parallel"
 
 
 # --- jobs -----------------------------------------------------------------------------------------------------------
-
-
-def loop_loss(output: Any) -> torch.Tensor:
-    """What torchtitan's loop computes of the model's output: in float32."""
-    logits = output.logits.flatten(0, 1).float()
-    return nn.functional.cross_entropy(logits, torch.zeros(logits.shape[0], dtype=torch.long))
-
-
-class _CompiledCrossEntropy(torch.autograd.Function):
-    """Softmax and loss of 16-bit logits in one kernel: kept are the logits, and a number for each token."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(logits, logits.new_empty(logits.shape[:-1], dtype=torch.float32))
-        return logits.new_empty((), dtype=torch.float32)
-
-    @staticmethod
-    def backward(ctx: Any, *_: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(ctx.saved_tensors[0])
-
-
-def compiled_loss(output: Any) -> torch.Tensor:
-    """torchtitan's loss where ``torch.compile`` takes it: ``build_cross_entropy_loss``, from April 2025 on."""
-    logits = output.logits
-    return _CompiledCrossEntropy.apply(logits.to_local() if isinstance(logits, DTensor) else logits)
 
 
 def loop_loss_as_it_is(output: Any) -> torch.Tensor:
@@ -678,15 +649,7 @@ def _progress(line: dict[str, Any]) -> str:
 _COLUMNS = (
     Column("id", "row"),
     Column("project", "source"),
-    Column("model", "model"),
-    Column("gpus", "GPUs"),
-    Column("gpu", "GPU"),
-    Column("axes", "axes"),
-    Column("step", "sequences x tokens"),
-    Column("how", "how"),
-    Column("tokens_per_second", "tokens/s/GPU", "{:,.0f}".format),
-    Column("published_tokens_per_second", "published", "{:,.0f}".format),
-    Column("speed_off", "off", "{:+.0%}".format),
+    *STEP_COLUMNS,
     Column("gib", "GiB", "{:.1f}".format),
     Column("published_gib", "published", "{:.1f}".format),
     Column("memory_off", "off", "{:+.0%}".format),

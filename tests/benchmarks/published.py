@@ -1,6 +1,6 @@
 """Suite ``published``: what others measured on GPUs beside what is predicted for the same job, row by row.
 
-The tables are ``published_*.csv``, each with its source in its first line. One set of device constants serves
+The tables are ``public/torchtitan_*.csv``, each with its source in its first line. One set of device constants serves
 all rows of a GPU; none is fitted to a row.
 """
 
@@ -14,6 +14,10 @@ from typing import Any
 from nemo_like.bench import BenchOptions, Column, Measured, Suite
 from nemo_like.planning.devices import Device, resolve_device
 from tests.benchmarks.torchtitan_plan import PublishedStep, plan_step
+
+_FOLDER = Path(__file__).with_name("public")
+_FILES = {"h100": "torchtitan_2024_12", "h200": "torchtitan_2025_06_h200"}
+"""The file of torchtitan's rows, by GPU."""
 
 
 def published_device() -> Device:
@@ -36,8 +40,13 @@ def published_device() -> Device:
 
 def published_rows(gpu: str = "h100") -> list[dict[str, str]]:
     """The rows of the table for ``h100`` or ``h200`` as they were published."""
-    text = Path(__file__).with_name(f"published_{gpu}.csv").read_text(encoding="utf-8")
-    return list(csv.DictReader(line for line in text.splitlines() if not line.startswith("#")))
+    return lines_of(_FILES[gpu])
+
+
+def lines_of(name: str) -> list[dict[str, str]]:
+    """The rows of a file of published steps; lines that begin with ``#`` name its source."""
+    text = (_FOLDER / f"{name}.csv").read_text(encoding="utf-8")
+    return list(csv.DictReader(line for line in text.splitlines() if line and not line.startswith("#")))
 
 
 def _run(options: BenchOptions) -> Measured:
@@ -45,7 +54,7 @@ def _run(options: BenchOptions) -> Measured:
     rows = [(row, gpu) for gpu in ("h100", "h200") for row in published_rows(gpu)]
     if options.model in {row["model"] for row, _ in rows}:
         rows = [(row, gpu) for row, gpu in rows if row["model"] == options.model]
-    about = {"source": "torchtitan, benchmarks/: first line of tests/benchmarks/published_*.csv"}
+    about = {"source": "torchtitan, benchmarks/: first line of tests/benchmarks/public/torchtitan_*.csv"}
     notes = [
         "One set of device constants for all rows; what was left out of a prediction is in its last column.",
         "reserved: of our model of CUDA's caching allocator; of a pipeline, on the rank that has most.",
@@ -87,19 +96,23 @@ def _how(row: dict[str, str]) -> list[str]:
     return words + ["compiled"] * (row["compile"] == "yes") + ["async tp"] * (row["async_tp"] == "yes")
 
 
+STEP_COLUMNS = (
+    Column("model", "model"),
+    Column("gpus", "GPUs"),
+    Column("gpu", "GPU"),
+    Column("axes", "axes"),
+    Column("step", "sequences x tokens"),
+    Column("how", "how"),
+    Column("tokens_per_second", "tokens/s/GPU", "{:,.0f}".format),
+    Column("published_tokens_per_second", "published", "{:,.0f}".format),
+    Column("speed_off", "off", "{:+.0%}".format),
+)
+"""A published step, and its speed beside the predicted one."""
 PUBLISHED = Suite(
     help="predict published steps of Llama 3 on 8 to 512 H100, and print prediction and publication side by side",
     reads=("model",),
     columns=(
-        Column("model", "model"),
-        Column("gpus", "GPUs"),
-        Column("gpu", "GPU"),
-        Column("axes", "axes"),
-        Column("step", "sequences x tokens"),
-        Column("how", "how"),
-        Column("tokens_per_second", "tokens/s/GPU", "{:,.0f}".format),
-        Column("published_tokens_per_second", "published", "{:,.0f}".format),
-        Column("speed_off", "off", "{:+.0%}".format),
+        *STEP_COLUMNS,
         Column("reserved_gib", "reserved GiB", "{:.1f}".format),
         Column("published_reserved_gib", "published", "{:.1f}".format),
         Column("memory_off", "off", "{:+.0%}".format),

@@ -422,7 +422,7 @@ class Region:
         return values
 
     def check_version(self, entry: Kept) -> None:
-        if entry.version is not None and versions(entry.value) != entry.version:
+        if versions(entry.value) != entry.version:
             raise RegionError(
                 f"Region {self.name!r}: the saved output of {entry.op} was changed in place after the region ended, so "
                 "backward can't use it. Write the change out of place (x = x + y for x += y), or take the operator "

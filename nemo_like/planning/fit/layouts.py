@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 from nemo_like.job import Job
 from nemo_like.options import FSDP2, CheckpointConfig, ContextParallel, PipelineParallel
@@ -189,18 +189,38 @@ def configuration(job: Job, layout: Layout, pp: PipelineParallel | None = None) 
     sized = job.on(
         dp_shard=layout.dp_shard,
         dp_replicate=layout.dp_replicate,
-        tp=replace(
-            job.tp,
-            size=layout.tp,
-            sequence_parallel=layout.sequence_parallel,
-            loss_parallel=layout.loss_parallel,
-        ),
-        cp=replace(job.cp, size=layout.cp, method=layout.cp_method),
-        ep=replace(job.ep, size=layout.ep),
+        **axes_inside(job, layout),
         pp=stages,
         step=replace(job.step, microbatches=layout.grad_accum if layout.pp == 1 else 1),
     )
     return Configuration(sized, layout.micro_batch)
+
+
+class Inside(Protocol):
+    """Sizes and ways of the axes that split what a rank computes."""
+
+    @property
+    def tp(self) -> int: ...
+    @property
+    def cp(self) -> int: ...
+    @property
+    def ep(self) -> int: ...
+    @property
+    def sequence_parallel(self) -> bool: ...
+    @property
+    def loss_parallel(self) -> bool: ...
+    @property
+    def cp_method(self) -> str: ...
+
+
+def axes_inside(job: Job, sizes: Inside) -> dict[str, Any]:
+    """Return the fields of `job` for ``tp``, ``cp`` and ``ep`` with these sizes and ways."""
+    ways: dict[str, Any] = {"sequence_parallel": sizes.sequence_parallel, "loss_parallel": sizes.loss_parallel}
+    return {
+        "tp": replace(job.tp, size=sizes.tp, **ways),
+        "cp": replace(job.cp, size=sizes.cp, method=sizes.cp_method),
+        "ep": replace(job.ep, size=sizes.ep),
+    }
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from nemo_like.planning.answers.verdict import Need, verdict
 from nemo_like.planning.answers.within import choose, last_within
 from nemo_like.planning.choose import solver
 from nemo_like.planning.choose.layer import BlockProblem, Choice, Stack, as_choice, best_of
-from nemo_like.planning.fit.layouts import Configuration
+from nemo_like.planning.fit.layouts import Configuration, axes_inside
 from nemo_like.planning.fit.question import Question
 from nemo_like.planning.model.traced import MODES
 from nemo_like.planning.program.storages import Peak
@@ -58,14 +58,7 @@ class ShapeKey:
         return asked.on(
             dp_shard=1 if self.whole else 2 * self.ep,
             dp_replicate=1,
-            tp=replace(
-                asked.tp,
-                size=self.tp,
-                sequence_parallel=self.sequence_parallel,
-                loss_parallel=self.loss_parallel,
-            ),
-            cp=replace(asked.cp, size=self.cp, method=self.cp_method),
-            ep=replace(asked.ep, size=self.ep),
+            **axes_inside(asked, self),
             pp=1,
         )
 

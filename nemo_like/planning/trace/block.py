@@ -238,7 +238,7 @@ class Recorder(TorchDispatchMode):
         s, index = self.storages, len(self.ops)
         nth = self._count.get(func, 0)
         self._count[func] = nth + 1
-        read = {s.key(t) for t in inputs}
+        read = dict.fromkeys(s.key(t) for t in inputs)
         values = {s.key(part) for parts in stored[0] for part in parts[1:]}
         new = {s.key(t) for t in outputs if not s.known(t)}
         changed = {s.key(t) for t in ops.written_tensors(func, args, kwargs)}
