@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
+import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -38,6 +42,21 @@ def _hang(rank: int, world_size: int) -> None:
 def _abort(rank: int, world_size: int) -> None:
     if rank == 1:
         os.abort()
+
+
+def _die(rank: int, world_size: int, mark: Path, native: bool) -> str:
+    """Let a thread of rank 0 die of a segmentation fault, the first time it is called."""
+    if rank == 0 and not mark.exists():
+        mark.touch()
+        me = threading.get_native_id()
+        others = [int(tid) for tid in os.listdir("/proc/self/task") if int(tid) != me]
+        rank_0, victim = os.getpid(), others[0] if native else me
+        if os.fork() == 0:  # from outside, while no thread of rank 0 holds the interpreter
+            time.sleep(0.2)
+            ctypes.CDLL(None).tgkill(rank_0, victim, signal.SIGSEGV)
+            os._exit(0)
+        time.sleep(10)
+    return "fine"
 
 
 def _backward(rank: int, world_size: int) -> torch.Tensor:
@@ -86,6 +105,16 @@ def test_a_rank_that_dies_is_reported() -> None:
     with pytest.raises((RankDiedError, RuntimeError)) as caught:
         run_ranks(2, _abort)
     assert isinstance(caught.value, RankDiedError) or "gloo" in str(caught.value)
+
+
+def test_ranks_whose_native_thread_died_run_again(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="native thread of a rank died in _die"):
+        assert run_ranks(2, _die, tmp_path / "mark", True) == ["fine", "fine"]
+
+
+def test_a_segmentation_fault_under_python_is_reported(tmp_path: Path) -> None:
+    with pytest.raises(RankDiedError):
+        run_ranks(2, _die, tmp_path / "mark", False)
 
 
 def test_a_local_function_is_refused() -> None:
