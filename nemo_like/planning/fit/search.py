@@ -17,7 +17,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -112,6 +112,8 @@ class Search:
         """The pipeline with the fewest bytes, out of those that the whole model shows not to fit."""
         self.too_large: dict[Configuration, int] = {}
         """Least bytes of the pipelines that were examined more closely."""
+        self._exact: dict[Configuration, float] = {}
+        """Seconds of one GPU for a token, of pipelines whose choices are known."""
         self.least: tuple[Shape, Configuration, Resolved] | None = None
         """The configuration with the lowest peak, out of those that do not fit."""
 
@@ -202,6 +204,8 @@ class Search:
             elif shape.key.staged and (better := self._least_pipeline(shape, conf)) > bound:
                 if better < math.inf:
                     heapq.heappush(queue, (better, next(order), item))
+            elif shape.key.staged and (exact := self._pipeline_seconds(shape, conf)) > bound:
+                heapq.heappush(queue, (exact, next(order), item))
             elif (resolved := self._resolve(shape, conf)) is not None:
                 per_token = self.question.per_token(resolved.seconds.total, conf)
                 self.so_far = per_token if self.so_far is None else min(self.so_far, per_token)
@@ -222,7 +226,8 @@ class Search:
     def _look_at(self, conf: Configuration) -> None:
         shape = self._traced(ShapeKey.of(conf))
         if isinstance(shape, Shape) and shape.key.staged:
-            self._resolve(shape, conf)  # remembered as what needs least
+            with quietly(), suppress(ValueError):  # it cannot be cut
+                self._remember_nearest(shape, conf, self._uniform(shape, conf, exact=True))
 
     # --- shapes ---------------------------------------------------------------------------------------------------
 
@@ -311,6 +316,17 @@ class Search:
             return math.inf
         return self.question.per_token(known.seconds(conf, conf.mode), conf)
 
+    def _pipeline_seconds(self, shape: Shape, conf: Configuration) -> float:
+        """Return the seconds of one GPU for a token; 0 where that takes a plan, or the model cannot be cut."""
+        if conf.mode == "plan":
+            return 0.0
+        if conf not in self._exact:
+            self._exact[conf] = 0.0
+            with quietly(), suppress(ValueError):
+                seconds = shape.seconds(conf, shape.choices(conf))
+                self._exact[conf] = self.question.per_token(seconds.total, conf)
+        return self._exact[conf]
+
     def _near(self, least: int) -> bool:
         """Return whether a configuration of at least so many bytes could need less than all others so far.
 
@@ -393,7 +409,7 @@ class Search:
                 else:
                     resolved = self._uniform(shape, conf)
                     if resolved.need.bytes > self.question.limit_of(conf.job):
-                        self._remember_nearest(shape, conf, resolved)
+                        self._remember_too_large(shape, conf, resolved)
                         resolved = None
         if resolved is None:
             self.found.rejected["memory"] += 1
@@ -402,13 +418,14 @@ class Search:
             return None
         return resolved
 
-    def _uniform(self, shape: Shape, conf: Configuration) -> Resolved:
+    def _uniform(self, shape: Shape, conf: Configuration, *, exact: bool = False) -> Resolved:
         """Return what a mode without a budget takes.
 
-        The bytes beyond the peak are predicted only where the peak alone would fit.
+        The bytes beyond the peak are predicted only where the peak alone would fit. A peak that does not fit is that of one
+        rank, unless it shall be `exact`.
         """
         choices = shape.choices(conf)
-        peak = shape.peak(conf, choices)
+        peak = shape.peak(conf, choices) if exact else shape.peak_if_it_fits(conf, choices)
         known = peak.total <= self.question.limit_of(conf.job)
         need = shape.need(conf, choices, peak) if known else Need(peak.total, ALLOCATED)
         return Resolved(shape.seconds(conf, choices), peak, need, choices)
@@ -434,12 +451,21 @@ class Search:
             self.question.limit_of(conf.job),
         )
         if key not in self.hopeless:
+            if shape.key.staged and conf.mode not in ("full", "plan"):
+                return False  # its own peak says as much, in as long
             least = conf.change(ac="full")
-            peak = shape.peak(least, shape.choices(least))
+            peak = shape.peak_if_it_fits(least, shape.choices(least))
             self.hopeless[key] = peak.total > shape.most_allocated(conf)
             if self.hopeless[key]:
-                self._remember_nearest(shape, least, self._uniform(shape, least))
+                self._remember_too_large(shape, least, self._uniform(shape, least))
         return self.hopeless[key]
+
+    def _remember_too_large(self, shape: Shape, conf: Configuration, resolved: Resolved) -> None:
+        """Keep what does not fit; of a pipeline, the peak of one rank, which is made exact if nothing fits."""
+        if shape.key.staged:
+            self.too_large[conf] = resolved.peak.total
+        else:
+            self._remember_nearest(shape, conf, resolved)
 
     def _remember_nearest(self, shape: Shape, conf: Configuration, resolved: Resolved) -> None:
         if self.least is None or resolved.peak.total < self.least[2].peak.total:

@@ -82,6 +82,8 @@ class Shape:
         self.key, self.question, self.traced = key, question, traced
         self._queries: dict[Hashable, PlanQuery] = {}
         self._peaks: dict[Hashable, Peak] = {}
+        self._too_high: dict[Hashable, Peak] = {}
+        """Peaks above the limit, of one rank that is not known to have the highest."""
         self._plans: dict[Hashable, tuple[Choices, Peak] | None] = {}
         self._mixed: dict[Hashable, tuple[Choices, Peak]] = {}
         """Choices and their peak, by what a peak depends on, and a place in the row of mixes."""
@@ -192,6 +194,14 @@ class Shape:
         if key not in self._peaks:
             self._peaks[key] = peak_of(self.query(conf), choices)
         return self._peaks[key]
+
+    def peak_if_it_fits(self, conf: Configuration, choices: Choices) -> Peak:
+        """Return `peak`, or that of the first rank whose peak does not fit."""
+        key, limit = _bytes_of(conf), self.most_allocated(conf)
+        if key not in self._peaks and key not in self._too_high:
+            peak = peak_of(self.query(conf), choices, limit)
+            (self._peaks if peak.total <= limit else self._too_high)[key] = peak
+        return self._peaks.get(key) or self._too_high[key]
 
     def need(self, conf: Configuration, choices: Choices, peak: Peak) -> Need:
         """Return what decides whether `conf` fits; `peak`: that of these choices."""
