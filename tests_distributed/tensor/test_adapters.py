@@ -62,7 +62,9 @@ def _step(rank: int, world_size: int, sequence_parallel: bool, more: dict[str, A
     assert_same_step(model, loss.detach(), reference, expected.detach(), str(more))
     assert whole_parts_differ(model) == []
     return {
-        name.removeprefix("base_model.model.model.layers.0."): str(p.placements[0]) if isinstance(p, DTensor) else "whole"
+        name.removeprefix("base_model.model.model.layers.0."): str(p.placements[0])
+        if isinstance(p, DTensor)
+        else "whole"
         for name, p in model.named_parameters()
     }
 
@@ -190,7 +192,12 @@ def _refused(rank: int, world_size: int) -> None:
 
     rows = {"model.embed_tokens": "rowwise"}
     cases: list[tuple[Any, Any, dict[str, Any], str]] = [
-        (lambda: adapted(use_dora=True), None, {}, q + r"DoraLinearVariant \(DoRA .*Leave it out of the adapter's targets"),
+        (
+            lambda: adapted(use_dora=True),
+            None,
+            {},
+            q + r"DoraLinearVariant \(DoRA .*Leave it out of the adapter's targets",
+        ),
         (merged, None, {}, q + "its adapters are merged.*merge_and_unload"),
         (lambda: adapted(target_modules=["embed_tokens"]), rows, {}, "embed_tokens'.*on an Embedding.*only"),
         (lambda: adapted(modules_to_save=["lm_head"]), None, {}, "lm_head'.*ModulesToSaveWrapper is not plain LoRA"),

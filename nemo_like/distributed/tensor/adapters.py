@@ -93,7 +93,10 @@ def check_linear(fqn: str, module: Any) -> None:
     if base is None or not all(isinstance(each, nn.ModuleDict) for each in pairs):
         refuse(fqn, f"{type(module).__name__} is not plain LoRA")
     if not isinstance(base, nn.Linear) or not base.weight.is_floating_point():
-        refuse(fqn, f"the adapter is on {a_or_an(base)}, and only that on an nn.Linear of floating-point weights can be cut")
+        refuse(
+            fqn,
+            f"the adapter is on {a_or_an(base)}, and only that on an nn.Linear of floating-point weights can be cut",
+        )
     if kinds := sorted({type(each).__name__ for each in getattr(module, "lora_variant", {}).values()}):
         refuse(fqn, f"{', '.join(kinds)} (DoRA or another variant) reads the whole weight")
     if len(getattr(module, "lora_magnitude_vector", None) or ()):

@@ -263,7 +263,8 @@ def _is_of_linears(name: str, block: nn.Module, rules: Sequence[Rule]) -> bool:
     return (
         all((rule.adapted or rule.style_name in _OF_LINEARS) and rule.parameter is None for rule in rules)
         and all(part in ruled for part, module in block.named_modules(prefix=name) if module._parameters)
-        and [place.rpartition(".")[0] for place in {rule.place for rule in rules if rule.style_name in ROWWISE}] == [name]
+        and [place.rpartition(".")[0] for place in {rule.place for rule in rules if rule.style_name in ROWWISE}]
+        == [name]
     )
 
 
