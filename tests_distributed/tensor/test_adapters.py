@@ -156,6 +156,7 @@ def _with_fsdp(rank: int, world_size: int, sequence_parallel: bool) -> None:
             each.step()
 
 
+@pytest.mark.few(1)
 @BOTH
 def test_fsdp_times_tp_trains_as_one_process(sequence_parallel: bool) -> None:
     run_ranks(4, _with_fsdp, sequence_parallel)
@@ -190,7 +191,6 @@ def _refused(rank: int, world_size: int) -> None:
     def tuned(kind: str, **more: Any) -> nn.Module:
         return peft.get_peft_model(build("llama"), getattr(peft, kind)(**more))
 
-    rows = {"model.embed_tokens": "rowwise"}
     cases: list[tuple[Any, Any, dict[str, Any], str]] = [
         (
             lambda: adapted(use_dora=True),
@@ -199,7 +199,18 @@ def _refused(rank: int, world_size: int) -> None:
             q + r"DoraLinearVariant \(DoRA .*Leave it out of the adapter's targets",
         ),
         (merged, None, {}, q + "its adapters are merged.*merge_and_unload"),
-        (lambda: adapted(target_modules=["embed_tokens"]), rows, {}, "embed_tokens'.*on an Embedding.*only"),
+        (
+            lambda: adapted(target_modules=["embed_tokens"]),
+            {"model.embed_tokens": "rowwise"},
+            {},
+            "embed_tokens'.*on an Embedding.*only",
+        ),
+        (
+            lambda: adapted("mixtral", target_parameters=["mlp.experts.gate_up_proj"]).float(),
+            None,
+            {},
+            "experts.*gate_up_proj|experts'.*ParamWrapper",
+        ),
         (lambda: adapted(modules_to_save=["lm_head"]), None, {}, "lm_head'.*ModulesToSaveWrapper is not plain LoRA"),
         (lambda: tuned("IA3Config", task_type="CAUSAL_LM"), None, {}, "tuned by IA3, and tp knows LoRA alone.*tp=1"),
         (
@@ -208,7 +219,18 @@ def _refused(rank: int, world_size: int) -> None:
             {},
             "tuned by PROMPT_TUNING",
         ),
-        (adapted, {"model.layers.*.self_attn.q_proj.weight": "packed_colwise"}, {}, "style of a single parameter"),
+        (
+            adapted,
+            {"model.layers.*.self_attn.q_proj.weight": "packed_colwise"},
+            {},
+            q + r"the plan gives .*\.weight' alone",
+        ),
+        (
+            adapted,
+            {"base_model.model.model.layers.*.*.q_proj.base_layer": "colwise"},
+            {},
+            q + "the plan gives 'colwise'",
+        ),
         (adapted, {"model.layers.*.self_attn.q_proj": "all_reduce"}, {}, q + "the style 'all_reduce'.*colwise"),
         (
             lambda: adapted(target_modules=["lm_head"]),

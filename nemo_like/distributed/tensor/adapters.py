@@ -55,6 +55,15 @@ def is_adapted(module: nn.Module) -> bool:
     return type(module).__module__.partition(".")[0] == "peft"
 
 
+def adapter_around(model: nn.Module, fqn: str) -> str | None:
+    """Return the name of the adapted module that the module or parameter `fqn` is a part of, if any."""
+    while fqn := fqn.rpartition(".")[0]:
+        module = model.get_submodule(fqn)
+        if is_adapted(module) and hasattr(module, "base_layer"):
+            return fqn
+    return None
+
+
 def check_tuners(model: nn.Module) -> None:
     """Raise ValueError where PEFT has changed `model` by something else than LoRA."""
     configs = getattr(model, "peft_config", None)
@@ -71,15 +80,13 @@ def check_tuners(model: nn.Module) -> None:
 def factors(fqn: str, module: Any, style_name: str, by_columns: bool) -> Iterator[tuple[str, nn.Module, str]]:
     """The linears in the LoRA layer `module`, by name, with the names of their styles; '' is `WholeFactor`.
 
+    `check_linear` has passed `module`.
+
     Args:
         fqn: the name of `module`.
         style_name: the style that the plan gives to the linear.
         by_columns: whether that cuts output features; False: input features.
-
-    Raises:
-        ValueError: `module` is not of plain linears.
     """
-    check_linear(fqn, module)
     yield f"{fqn}.base_layer", module.base_layer, style_name
     for name in module.lora_A:
         yield f"{fqn}.lora_A.{name}", module.lora_A[name], "" if by_columns else style_name

@@ -258,11 +258,16 @@ def _has_matrices(module: nn.Module) -> bool:
 
 def _is_of_linears(name: str, block: nn.Module, rules: Sequence[Rule]) -> bool:
     """Return whether all parameters of `block` are those of linears that `rules` cut (and of norms on their output), of
-    which one alone sums up."""
+    which one alone sums up.
+
+    Not with dropout in front of adapters: on an accelerator, torch gives every rank of a job rank 0's random numbers when a
+    DTensor is dropped.
+    """
     ruled = {rule.fqn for rule in rules}
     return (
         all((rule.adapted or rule.style_name in _OF_LINEARS) and rule.parameter is None for rule in rules)
         and all(part in ruled for part, module in block.named_modules(prefix=name) if module._parameters)
+        and not any(".lora_dropout." in part and isinstance(each, nn.Dropout) for part, each in block.named_modules())
         and [place.rpartition(".")[0] for place in {rule.place for rule in rules if rule.style_name in ROWWISE}]
         == [name]
     )

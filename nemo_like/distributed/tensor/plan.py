@@ -17,7 +17,16 @@ from torch.nn.utils import parametrize
 from nemo_like._util.log import warn_once
 from nemo_like._util.module_tree import base_model, glob_to_regex
 from nemo_like._util.words import a_or_an
-from nemo_like.distributed.tensor.adapters import WholeFactor, check_tuners, factors, is_adapted, plain_names, refuse
+from nemo_like.distributed.tensor.adapters import (
+    WholeFactor,
+    adapter_around,
+    check_linear,
+    check_tuners,
+    factors,
+    is_adapted,
+    plain_names,
+    refuse,
+)
 from nemo_like.distributed.weights.slots import describe_strided, is_strided
 from nemo_like.options import did_you_mean
 from nemo_like.transformers_compat import PARALLEL_STYLES
@@ -91,7 +100,7 @@ def resolve_plan(
     left = tuple(f"{name}." for name in whole)
     rules = [rule for rule in rules if named_twice[rule.fqn] is rule and not f"{rule.fqn}.".startswith(left)]
     check_tuners(model)
-    rules = [each for rule in rules for each in _with_adapters(rule)]
+    rules = [each for rule in rules for each in _with_adapters(model, rule)]
     rules = _with_tied_partners(model, rules)
     for rule in rules:
         _check_computed(rule)
@@ -178,13 +187,15 @@ def _parameter_rule(fqn: str, module: nn.Module, parameter: str, style: object, 
     return Rule(fqn, style_made, name, module, parameter)
 
 
-def _with_adapters(rule: Rule) -> Iterator[Rule]:
+def _with_adapters(model: nn.Module, rule: Rule) -> Iterator[Rule]:
     """`rule`, or one for each linear of the LoRA layer that it names."""
-    if rule.parameter is not None and rule.fqn.endswith(f".base_layer.{rule.parameter}"):
-        refuse(rule.fqn, "the style of a single parameter cannot be given to an adapter's factors")
+    around = adapter_around(model, rule.fqn)
+    if around is not None:
+        refuse(around, f"the plan gives {rule.style_name!r} to {rule.fqn!r} alone, and the adapter would stay as it is")
     if not is_adapted(rule.module) or rule.style_name == "replicate":
         yield rule
         return
+    check_linear(rule.fqn, rule.module)
     if rule.style_name not in COLWISE | ROWWISE:
         refuse(
             rule.fqn,
