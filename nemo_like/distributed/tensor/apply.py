@@ -22,6 +22,7 @@ from nemo_like.distributed.tensor.plan import (
     InstalledStyle,
     Rule,
     SummedGradients,
+    Untouched,
     known_styles,
     own_outputs,
     resolve_plan,
@@ -93,7 +94,7 @@ def apply_tensor_parallel(
     for rule in rules:
         if any(isinstance(value, Tensor) for value in vars(rule.module).values()):
             continue  # a weight that another stage of a pipeline holds: see `nemo_like.distributed.pipeline.cut`
-        _apply_rule(rule, mesh, places is not None and places.owners.get(rule.fqn.rpartition(".")[0], False))
+        _apply_rule(rule, mesh, places is not None and places.owners.get(rule.place.rpartition(".")[0], False))
     if places is not None:
         _cut_sequences(model, places, mesh, ends)
     own_outputs(model, [rule.module for rule in rules])
@@ -155,6 +156,8 @@ def _apply_rule(rule: Rule, mesh: DeviceMesh, cut_output: bool) -> None:
         return
     if cut_output and isinstance(style, RowwiseParallel):  # the sum goes out cut along the sequence: reduce-scatter
         style = RowwiseParallel(input_layouts=style.input_layouts[0], output_layouts=Shard(1))
+    if cut_output and rule.adapted is not None and isinstance(style, Untouched):
+        style = SummedGradients()  # it reads what the linear above returns: this rank's part of the sequence
     # No rank sends its weights: all hold the same, as FSDP2 assumes too.
     parallelize_module(rule.module, mesh, style, src_data_rank=None)
     if isinstance(style, RowwiseParallel):
@@ -255,12 +258,18 @@ def _has_matrices(module: nn.Module) -> bool:
 
 def _is_of_linears(name: str, block: nn.Module, rules: Sequence[Rule]) -> bool:
     """Return whether all parameters of `block` are those of linears that `rules` cut (and of norms on their output), of
-    which one alone sums up."""
+    which one alone sums up.
+
+    Not with dropout in front of adapters: on an accelerator, torch gives every rank of a job rank 0's random numbers when a
+    DTensor is dropped.
+    """
     ruled = {rule.fqn for rule in rules}
     return (
-        all(rule.style_name in _OF_LINEARS and rule.parameter is None for rule in rules)
+        all((rule.adapted or rule.style_name in _OF_LINEARS) and rule.parameter is None for rule in rules)
         and all(part in ruled for part, module in block.named_modules(prefix=name) if module._parameters)
-        and [rule.fqn.rpartition(".")[0] for rule in rules if rule.style_name in ROWWISE] == [name]
+        and not any(".lora_dropout." in part and isinstance(each, nn.Dropout) for part, each in block.named_modules())
+        and [place.rpartition(".")[0] for place in {rule.place for rule in rules if rule.style_name in ROWWISE}]
+        == [name]
     )
 
 
@@ -442,6 +451,11 @@ def cut_head(model: nn.Module, rules: Sequence[Rule]) -> Rule:
         is_head = rule.module is head or (head is None and "." not in rule.fqn and isinstance(rule.module, nn.Linear))
         if is_head and isinstance(rule.style, ColwiseParallel):
             return rule
+        if head is not None and rule.adapted is not None and rule.module is getattr(head, "base_layer", None):
+            raise ValueError(
+                f"loss_parallel=True, and the output head {rule.adapted!r} has adapters, whose logits would not be cut "
+                "with its own. Leave it out of the adapter's targets, or loss_parallel off."
+            )
     raise ValueError(
         "loss_parallel=True, but the plan does not cut the output head by vocabulary; add it, such as "
         "{'lm_head': 'colwise_gather_output'}."

@@ -15,8 +15,18 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.nn.utils import parametrize
 
 from nemo_like._util.log import warn_once
-from nemo_like._util.module_tree import glob_to_regex
+from nemo_like._util.module_tree import base_model, glob_to_regex
 from nemo_like._util.words import a_or_an
+from nemo_like.distributed.tensor.adapters import (
+    WholeFactor,
+    adapter_around,
+    check_linear,
+    check_tuners,
+    factors,
+    is_adapted,
+    plain_names,
+    refuse,
+)
 from nemo_like.distributed.weights.slots import describe_strided, is_strided
 from nemo_like.options import did_you_mean
 from nemo_like.transformers_compat import PARALLEL_STYLES
@@ -45,6 +55,13 @@ class Rule:
     module: nn.Module
     parameter: str | None = None
     """Set where the rule names a single parameter of `module`."""
+    adapted: str | None = None
+    """The name of the LoRA layer that `module` is in, where it is in one."""
+
+    @property
+    def place(self) -> str:
+        """The name of what the model around it calls."""
+        return self.adapted or self.fqn
 
 
 def resolve_plan(
@@ -55,13 +72,14 @@ def resolve_plan(
     Args:
         model: the whole model; nothing in it is wrapped yet.
         plan: FQN pattern (``*`` within one dotted segment) to style or style name; None: the model's own ``tp_plan``,
-            else its config's ``base_model_tp_plan``.
+            else its config's ``base_model_tp_plan``. Names are those without PEFT's wrapping, or with it.
         tp_size: ranks of the tensor-parallel axis.
         whole: names of modules in which no rule holds.
 
     Raises:
         ValueError: there is no plan; a style is unknown; a pattern of the caller's plan matches nothing; a size or a
-            number of heads is not divisible by `tp_size`; tied weights that the plan would untie.
+            number of heads is not divisible by `tp_size`; tied weights that the plan would untie; adapters that cannot
+            be cut with their linears.
         TypeError: the plan is not a mapping, or holds something that is not a style.
     """
     is_default = plan is None
@@ -81,6 +99,8 @@ def resolve_plan(
     named_twice = {rule.fqn: rule for rule in rules}  # a later pattern refines an earlier one
     left = tuple(f"{name}." for name in whole)
     rules = [rule for rule in rules if named_twice[rule.fqn] is rule and not f"{rule.fqn}.".startswith(left)]
+    check_tuners(model)
+    rules = [each for rule in rules for each in _with_adapters(model, rule)]
     rules = _with_tied_partners(model, rules)
     for rule in rules:
         _check_computed(rule)
@@ -113,7 +133,8 @@ def _parametrizations(module: nn.Module) -> Iterator[nn.Module]:
             yield from of_name
 
 
-def _own_plan(model: nn.Module) -> Mapping[str, str]:
+def _own_plan(adapted: nn.Module) -> Mapping[str, str]:
+    model: Any = base_model(adapted)
     plan = getattr(model, "tp_plan", None)
     if isinstance(plan, Mapping) and plan:
         return plan
@@ -134,14 +155,15 @@ def _rules(model: nn.Module, pattern: str, style: object, is_default: bool) -> I
         )
     text_config = _text_config(model)
     regex = glob_to_regex(pattern)
+    plain = plain_names(model)
     matched = False
     for fqn, module in model.named_modules():
-        if regex.fullmatch(fqn):
+        if regex.fullmatch(fqn) or (not fqn.endswith(".base_layer") and regex.fullmatch(plain(fqn))):
             matched = True
             yield Rule(fqn, _made(style, text_config), name, module)
         for parameter in module._parameters:
             full = f"{fqn}.{parameter}" if fqn else parameter
-            if regex.fullmatch(full) and module._parameters[parameter] is not None:
+            if (regex.fullmatch(full) or regex.fullmatch(plain(full))) and module._parameters[parameter] is not None:
                 matched = True
                 yield _parameter_rule(full, module, parameter, style, name, text_config)
     if not matched and not is_default:
@@ -163,6 +185,26 @@ def _parameter_rule(fqn: str, module: nn.Module, parameter: str, style: object, 
             f"name {fqn.rpartition('.')[0]!r} instead."
         )
     return Rule(fqn, style_made, name, module, parameter)
+
+
+def _with_adapters(model: nn.Module, rule: Rule) -> Iterator[Rule]:
+    """`rule`, or one for each linear of the LoRA layer that it names."""
+    around = adapter_around(model, rule.fqn)
+    if around is not None:
+        refuse(around, f"the plan gives {rule.style_name!r} to {rule.fqn!r} alone, and the adapter would stay as it is")
+    if not is_adapted(rule.module) or rule.style_name == "replicate":
+        yield rule
+        return
+    check_linear(rule.fqn, rule.module)
+    if rule.style_name not in COLWISE | ROWWISE:
+        refuse(
+            rule.fqn,
+            f"the style {rule.style_name!r} cannot be given to an adapter's factors, as "
+            f"{', '.join(sorted(COLWISE | ROWWISE))} can",
+        )
+    for name, linear, style_name in factors(rule.fqn, rule.module, rule.style_name, rule.style_name in COLWISE):
+        style = _made(style_name) if style_name else WholeFactor()
+        yield Rule(name, style, style_name or "replicate", linear, adapted=rule.fqn)
 
 
 def _made(style: str | ParallelStyle, config: object = None) -> ParallelStyle:
@@ -260,7 +302,7 @@ def _refuse_packed_vectors(rule: Rule) -> None:
 
 def _check_heads(model: nn.Module, rule: Rule, module: nn.Linear, tp_size: int) -> None:
     """Each rank must get whole heads: a cut through a head computes another attention without any error."""
-    parent = model.get_submodule(rule.fqn.rpartition(".")[0])
+    parent = model.get_submodule(rule.place.rpartition(".")[0])
     sources = [parent, *([parent.config] if hasattr(parent, "config") and hasattr(parent, "head_dim") else [])]
     for source in sources:
         for name in _HEADS:
