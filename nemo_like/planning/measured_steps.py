@@ -1,0 +1,241 @@
+"""Measured steps of a job: read from a log, kept in the rates file of their device, and fitted by two factors of its rates."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import json
+import math
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from nemo_like._util.json_file import write_json
+from nemo_like._util.log import warn_once
+from nemo_like.planning.answers.seconds import step_seconds
+from nemo_like.planning.devices import Device, at_factors, calibrated, factors_of, rates_file
+from nemo_like.planning.model.quantised import of_layers
+from nemo_like.planning.model.traced import TracedPart
+from nemo_like.planning.query import Choices, PlanQuery, Stage
+
+MOST = 4.0
+"""Largest factor, and largest quotient of predicted and measured seconds; the least of both is its inverse."""
+READ = (
+    "Read are: 1.83s, 950ms or 6120tok/s; log.jsonl of nemo-like; the console log of torchtitan (tps: 6,120); log lines or "
+    "trainer_state.json of the Hugging Face Trainer (train_runtime)"
+)
+_UNIT = re.compile(r"\s*(\d[\d,]*\.?\d*|\.\d+)\s*(ms|s|tok/s)\s*")
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_TORCHTITAN = re.compile(r"\bstep:\s*(\d+)\b.*\btps:\s*([\d,]+(?:\.\d+)?)")
+
+Unit = Literal["seconds", "per GPU", "of all"]
+
+
+class Speed(NamedTuple):
+    """Speed of a step, as a log states it: seconds, or tokens per second of one GPU or of all."""
+
+    value: float
+    unit: Unit
+
+    def seconds(self, tokens: int | None, query: PlanQuery) -> float:
+        """Return the seconds of a step of `query`; `tokens`: of one micro-batch of one rank, None where it takes no text.
+
+        Raises:
+            ValueError: the log has tokens per second, and the input has none.
+        """
+        if self.unit == "seconds":
+            return self.value
+        if tokens is None:
+            raise ValueError("The log has tokens per second, and this model takes no text. Give seconds, such as 1.83s.")
+        job = query.job
+        each = tokens * query.microbatches / (job.tp.size * job.cp.size * job.pp.size)
+        return each / self.value * (job.ranks if self.unit == "of all" else 1)
+
+
+def read_speed(log: str) -> Speed:
+    """Return the speed that `log` states: a number with a unit, or a file.
+
+    Raises:
+        ValueError: it is neither, or no speed is in the file.
+    """
+    if given := _UNIT.fullmatch(log):
+        value = float(given[1].replace(",", "")) / (1000 if given[2] == "ms" else 1)
+        speed = Speed(value, "per GPU" if given[2] == "tok/s" else "seconds")
+    elif Path(log).is_file():
+        speed = _speed_of(log, _COLOUR.sub("", Path(log).read_text(encoding="utf-8", errors="replace")))
+    else:
+        raise ValueError(f"--calibrate-from is {log!r}, which is neither a number with a unit nor a file. {READ}.")
+    if not 0.0 < speed.value < math.inf:
+        raise ValueError(f"--calibrate-from {log} states {speed.value:g}; a speed must be a positive number.")
+    return speed
+
+
+def _speed_of(path: str, text: str) -> Speed:
+    whole = list(_of_trainer(text))
+    if whole:
+        return whole[-1]
+    unit: Unit = "per GPU"
+    steps = [(int(found[1]), float(found[2].replace(",", ""))) for found in _TORCHTITAN.finditer(text)]
+    if not steps:
+        unit, steps = "of all", list(_of_log(text))
+    numbers = sorted({number for number, _ in steps})
+    if len(numbers) == 1:
+        raise ValueError(f"{path} has one step only, and the first is slow. Give the log of four steps or more.")
+    late = numbers[2 if len(numbers) >= 4 else 1 :]
+    values = [value for number, value in steps if number in late]
+    if not values:
+        raise ValueError(f"{path} has no speed of a step. {READ}.")
+    return Speed(statistics.median(values), unit)
+
+
+def _of_log(text: str) -> Iterator[tuple[int, float]]:
+    """Yield the steps of ``log.jsonl`` and their tokens per second over all ranks."""
+    for record in _records(text):
+        step, speed = record.get("step"), record.get("tokens_per_second")
+        if isinstance(step, int) and isinstance(speed, int | float) and speed > 0:
+            yield step, float(speed)
+
+
+def _of_trainer(text: str) -> Iterator[Speed]:
+    """Yield the speeds in the summaries of runs of the Hugging Face Trainer; they are means over all steps."""
+    for record in _records(text):
+        runtime, steps = record.get("train_runtime"), record.get("step", record.get("global_step"))
+        if runtime and steps:
+            yield Speed(float(runtime) / int(steps), "seconds")
+        elif record.get("train_steps_per_second"):
+            yield Speed(1.0 / float(record["train_steps_per_second"]), "seconds")
+        elif record.get("train_tokens_per_second"):
+            yield Speed(float(record["train_tokens_per_second"]), "of all")
+
+
+def _records(text: str) -> Iterator[dict[str, Any]]:
+    """Yield the dicts of a file: its ``log_history`` where it is one of JSON, else those that lines end with."""
+    try:
+        history = json.loads(text)["log_history"]
+        yield from (record for record in history if isinstance(record, dict))
+        return
+    except (ValueError, KeyError, TypeError):
+        pass  # lines
+    for line in text.splitlines():
+        part = line[line.find("{") : line.rfind("}") + 1]
+        for read in (json.loads, ast.literal_eval) if part else ():
+            try:
+                record = read(part)
+            except (ValueError, SyntaxError):
+                continue
+            if isinstance(record, dict):
+                yield record
+            break
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """A traced job with the seconds that a step of it took."""
+
+    words: Sequence[str]
+    """Its command line, by which it is traced again."""
+    seconds: float
+    query: PlanQuery
+    """The job on its device without factors."""
+    choices: Choices
+
+    def predicted(self, computing: float = 1.0, sending: float = 1.0) -> float:
+        """Return the seconds of a step where the device's rates are multiplied by these factors."""
+        query = self.query if computing == sending == 1.0 else _at(self.query, computing, sending)
+        return step_seconds(query, self.choices).total
+
+
+def _at(query: PlanQuery, computing: float, sending: float) -> PlanQuery:
+    """Return `query` on its device at other rates; nothing is traced again."""
+    device = at_factors(query.device, computing, sending)
+    for stage in query.stages:
+        stage.outside()  # remembered from here on, with its seconds
+    parts = {id(stage.part): _part_at(stage.part, stage.job, device, computing) for stage in query.stages}
+    stages = (Stage(parts[id(stage.part)], stage.job, stage.slice, stage.names) for stage in query.stages)
+    return replace(query, stages=tuple(stages))
+
+
+def _part_at(part: TracedPart, job: Any, device: Device, computing: float) -> TracedPart:
+    other = copy.copy(part)
+    other.__dict__.pop("blocks", None)
+    other.device = device
+    other.problems = [replace(problem, device=of_layers(device, job)) for problem in part.problems]
+    # Seconds outside the layers count no launches, so they go with the rates that `computing` multiplies.
+    other.known = copy.copy(part.known)
+    other.known.outside = {
+        key: replace(memory, seconds=memory.seconds / computing) for key, memory in part.known.outside.items()
+    }
+    return other
+
+
+def fit_factors(steps: Sequence[MeasuredStep]) -> dict[str, float]:
+    """Return the factors of ``computing``, and of ``sending`` where several steps tell both apart, that fit `steps` best.
+
+    Sums the squares of log(predicted / measured) on a grid around the best point, which becomes finer.
+    """
+    both = len(steps) > 1 and any(step.query.job.ranks > 1 for step in steps)
+    known = dict[tuple[float, float], float]()
+
+    def error(point: tuple[float, float]) -> float:
+        if point not in known:
+            far = sum(x * x for x in point)  # of equal errors, the factors nearest to one
+            factors = [math.exp(x) for x in point]
+            known[point] = 1e-7 * far + sum(math.log(s.predicted(*factors) / s.seconds) ** 2 for s in steps)
+        return known[point]
+
+    end, best, width = math.log(MOST), (0.0, 0.0), math.log(MOST) / 4
+    reach = 4
+    while width > 2e-4:
+        turns = [width * turn for turn in range(-reach, reach + 1)]
+        points = [(best[0] + x, best[1] + y) for x in turns for y in (turns if both else [0.0])]
+        found = min((p for p in points if max(map(abs, p)) <= end + 1e-9), key=error)
+        width = width / 2 if found == best else width
+        best, reach = found, 1
+    names = ("computing", "sending") if both else ("computing",)
+    return {name: math.exp(value) for name, value in zip(names, best)}
+
+
+def add_step(step: MeasuredStep, traced: Callable[[Sequence[str], float], MeasuredStep]) -> str:
+    """Add `step` to the rates file of its device, fit the factors to all steps in it, and return a line on both.
+
+    Args:
+        step: the new one; a step of the same job in the file is replaced.
+        traced: traces a job of the file again, by its command line.
+
+    Raises:
+        ValueError: the measured seconds are too far from the predicted ones; the file is as it was.
+    """
+    base, path = step.query.device, rates_file(step.query.device)
+    plain = step.predicted()
+    if not 1 / MOST <= plain / step.seconds <= MOST:
+        raise ValueError(
+            f"The log has {step.seconds:.4g} s a step, and {plain:.4g} s are predicted: more than {MOST:g}x apart. "
+            "Nothing was written. Check the flags: the log must be of this job, on this GPU."
+        )
+    said: dict[str, Any] = {"device": base.name}
+    if path.exists() and calibrated(base).rates != "the table":  # else it is damaged, which that warned of
+        said = json.loads(path.read_text(encoding="utf-8"))
+    old = factors_of(said)
+    kept = [each for each in said.get("steps", []) if each["job"] != list(step.words)]
+    steps = []
+    for each in kept:
+        try:
+            steps.append(traced(each["job"], each["seconds"]))
+        except (ValueError, ImportError, OSError, NotImplementedError) as error:
+            warn_once(f"{path} has a step that cannot be predicted any more ({error}): it is not fitted.")
+    steps.append(step)
+    factors = fit_factors(steps)
+    said["steps"] = [*kept, {"job": list(step.words), "seconds": step.seconds}]
+    said["factors"] = factors | {"steps": len(steps), "date": time.strftime("%Y-%m-%d", time.gmtime())}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, said)
+    words = " and ".join(f"{name} at {factor:.2f}" for name, factor in factors.items())
+    return (
+        f"Measured {step.seconds:.4g} s a step; predicted {step.predicted(*old):.4g} s before and "
+        f"{step.predicted(*factors.values()):.4g} s after calibration: {words} of the rates, by {len(steps)} "
+        f"measured step{'s' * (len(steps) > 1)} ({path})."
+    )
