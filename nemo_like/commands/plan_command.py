@@ -159,7 +159,9 @@ def run(args: argparse.Namespace) -> int:
         device_of(job).check_host_rates("--cpu-offload")
     start = time.perf_counter()
     if args.calibrate_from is not None:
-        print(paragraph(_calibrate_from(args, job), screen_width()), file=sys.stderr if args.json == "-" else sys.stdout)
+        print(
+            paragraph(_calibrate_from(args, job), screen_width()), file=sys.stderr if args.json == "-" else sys.stdout
+        )
     source = resolve_model(args.model)
     model, source = source.built("meta", parse_dtype("--dtype", args.dtype))
     model = _frozen(model, args, job)
@@ -267,9 +269,7 @@ def _traced(
         limit = default_limit(job, device)
         rows = [row_of(each, query, query.uniform(each), limit) for each in MODES]
         mode = min((row for row in rows if row.fits), key=lambda row: row.seconds, default=rows[MODES.index("full")]).ac
-    choices = (
-        query.uniform(mode) if mode in MODES else choose(query, MemoryBudget.parse(mode, "--ran-with"))[0]
-    )
+    choices = query.uniform(mode) if mode in MODES else choose(query, MemoryBudget.parse(mode, "--ran-with"))[0]
     return MeasuredStep((), seconds(query, samples[-1]), query, choices), mode
 
 
@@ -282,8 +282,8 @@ def _words_again(args: argparse.Namespace, ran_with: str) -> list[str]:
         name, value = action.dest, ran_with if action.dest == "ran_with" else getattr(args, action.dest, None)
         if name not in _OF_THE_RUN or value == action.default:
             continue
-        if name in ("model", "gpu") and Path(value).is_file():
-            value = Path(value).resolve()
+        if name in ("model", "gpu") and Path(str(value)).is_file():
+            value = str(Path(str(value)).resolve())
         words += [action.option_strings[0], *([] if value is True else [str(value)])]
     return words
 

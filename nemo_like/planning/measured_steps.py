@@ -1,8 +1,9 @@
-"""Measured steps of a job: read from a log, kept in the rates file of their device, and fitted by two factors of its rates."""
+"""Measured steps of jobs: read from logs, kept in the rates file of their device, and fitted by two factors of its rates."""
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import copy
 import json
 import math
@@ -17,9 +18,8 @@ from typing import Any, Literal, NamedTuple
 from nemo_like._util.json_file import write_json
 from nemo_like._util.log import warn_once
 from nemo_like.planning.answers.seconds import step_seconds
-from nemo_like.planning.devices import Device, at_factors, calibrated, factors_of, rates_file
+from nemo_like.planning.devices import at_factors, calibrated, factors_of, rates_file
 from nemo_like.planning.model.quantised import of_layers
-from nemo_like.planning.model.traced import TracedPart
 from nemo_like.planning.query import Choices, PlanQuery, Stage
 
 MOST = 4.0
@@ -50,7 +50,7 @@ class Speed(NamedTuple):
         if self.unit == "seconds":
             return self.value
         if tokens is None:
-            raise ValueError("The log has tokens per second, and this model takes no text. Give seconds, such as 1.83s.")
+            raise ValueError("The log has tokens per second, and this model takes no text. Give seconds: 1.83s.")
         job = query.job
         each = tokens * query.microbatches / (job.tp.size * job.cp.size * job.pp.size)
         return each / self.value * (job.ranks if self.unit == "of all" else 1)
@@ -75,13 +75,13 @@ def read_speed(log: str) -> Speed:
 
 
 def _speed_of(path: str, text: str) -> Speed:
-    whole = list(_of_trainer(text))
-    if whole:
+    if whole := list(_of_trainer(text)):
         return whole[-1]
     unit: Unit = "per GPU"
-    steps = [(int(found[1]), float(found[2].replace(",", ""))) for found in _TORCHTITAN.finditer(text)]
-    if not steps:
-        unit, steps = "of all", list(_of_log(text))
+    steps = [(int(line[1]), float(line[2].replace(",", ""))) for line in _TORCHTITAN.finditer(text)]
+    if not steps:  # log.jsonl
+        found = (record for record in _records(text) if record.get("tokens_per_second") and "step" in record)
+        unit, steps = "of all", [(int(each["step"]), float(each["tokens_per_second"])) for each in found]
     numbers = sorted({number for number, _ in steps})
     if len(numbers) == 1:
         raise ValueError(f"{path} has one step only, and the first is slow. Give the log of four steps or more.")
@@ -90,14 +90,6 @@ def _speed_of(path: str, text: str) -> Speed:
     if not values:
         raise ValueError(f"{path} has no speed of a step. {READ}.")
     return Speed(statistics.median(values), unit)
-
-
-def _of_log(text: str) -> Iterator[tuple[int, float]]:
-    """Yield the steps of ``log.jsonl`` and their tokens per second over all ranks."""
-    for record in _records(text):
-        step, speed = record.get("step"), record.get("tokens_per_second")
-        if isinstance(step, int) and isinstance(speed, int | float) and speed > 0:
-            yield step, float(speed)
 
 
 def _of_trainer(text: str) -> Iterator[Speed]:
@@ -114,22 +106,16 @@ def _of_trainer(text: str) -> Iterator[Speed]:
 
 def _records(text: str) -> Iterator[dict[str, Any]]:
     """Yield the dicts of a file: its ``log_history`` where it is one of JSON, else those that lines end with."""
-    try:
-        history = json.loads(text)["log_history"]
-        yield from (record for record in history if isinstance(record, dict))
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        yield from [record for record in json.loads(text)["log_history"] if isinstance(record, dict)]
         return
-    except (ValueError, KeyError, TypeError):
-        pass  # lines
     for line in text.splitlines():
         part = line[line.find("{") : line.rfind("}") + 1]
         for read in (json.loads, ast.literal_eval) if part else ():
-            try:
-                record = read(part)
-            except (ValueError, SyntaxError):
-                continue
-            if isinstance(record, dict):
-                yield record
-            break
+            with contextlib.suppress(ValueError, SyntaxError, TypeError, RecursionError):
+                if isinstance(record := read(part), dict):
+                    yield record
+                    break
 
 
 @dataclass(frozen=True)
@@ -151,25 +137,19 @@ class MeasuredStep:
 
 def _at(query: PlanQuery, computing: float, sending: float) -> PlanQuery:
     """Return `query` on its device at other rates; nothing is traced again."""
-    device = at_factors(query.device, computing, sending)
+    device, stages = at_factors(query.device, computing, sending), list[Stage]()
     for stage in query.stages:
         stage.outside()  # remembered from here on, with its seconds
-    parts = {id(stage.part): _part_at(stage.part, stage.job, device, computing) for stage in query.stages}
-    stages = (Stage(parts[id(stage.part)], stage.job, stage.slice, stage.names) for stage in query.stages)
+        part = copy.copy(stage.part)
+        part.__dict__.pop("blocks", None)
+        part.device = device
+        part.problems = [replace(each, device=of_layers(device, stage.job)) for each in part.problems]
+        # Seconds outside the layers count no launches, so they go with the rates that `computing` multiplies.
+        outside = {key: replace(each, seconds=each.seconds / computing) for key, each in part.known.outside.items()}
+        part.known = copy.copy(part.known)
+        part.known.outside = outside
+        stages.append(Stage(part, stage.job, stage.slice, stage.names))
     return replace(query, stages=tuple(stages))
-
-
-def _part_at(part: TracedPart, job: Any, device: Device, computing: float) -> TracedPart:
-    other = copy.copy(part)
-    other.__dict__.pop("blocks", None)
-    other.device = device
-    other.problems = [replace(problem, device=of_layers(device, job)) for problem in part.problems]
-    # Seconds outside the layers count no launches, so they go with the rates that `computing` multiplies.
-    other.known = copy.copy(part.known)
-    other.known.outside = {
-        key: replace(memory, seconds=memory.seconds / computing) for key, memory in part.known.outside.items()
-    }
-    return other
 
 
 def fit_factors(steps: Sequence[MeasuredStep]) -> dict[str, float]:
@@ -187,8 +167,7 @@ def fit_factors(steps: Sequence[MeasuredStep]) -> dict[str, float]:
             known[point] = 1e-7 * far + sum(math.log(s.predicted(*factors) / s.seconds) ** 2 for s in steps)
         return known[point]
 
-    end, best, width = math.log(MOST), (0.0, 0.0), math.log(MOST) / 4
-    reach = 4
+    end, best, width, reach = math.log(MOST), (0.0, 0.0), math.log(MOST) / 4, 4
     while width > 2e-4:
         turns = [width * turn for turn in range(-reach, reach + 1)]
         points = [(best[0] + x, best[1] + y) for x in turns for y in (turns if both else [0.0])]
