@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import replace
 
@@ -21,16 +22,20 @@ TITAN = (
 TRAINER = "{'loss': 2.0, 'epoch': 1.0}\n{'train_runtime': 50.0, 'train_steps_per_second': 0.5, 'epoch': 1.0}\n"
 
 
-@pytest.fixture
-def gpu(tmp_path, monkeypatch):
-    """The file of a GPU without launches, whose network is slow, in a folder that is the cache, too."""
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("NEMO_LIKE_CACHE", str(tmp_path))
+
+
+@pytest.fixture(scope="module")
+def gpu(tmp_path_factory):
+    """The file of a GPU without launches, whose network is slow."""
     entry = {
         **{"memory_gb": 80, "bf16_tflops": 100, "fp32_tflops": 50, "memory_gbps": 1000, "host_link_gbps": 20},
         **{"matmul": 0.5, "attention": 0.4, "bandwidth": 0.8},
         **{"nvlink_gbps": 4, "network_gbps": 1, "gpus_per_host": 2, "hop_us": 0.1},
     }
-    path = tmp_path / "slow-net.json"
+    path = tmp_path_factory.mktemp("device") / "slow-net.json"
     path.write_text(json.dumps(entry))
     return path
 
@@ -40,15 +45,17 @@ def words(gpu, gpus, *more):
     return ["--model", "llama-tiny", "--gpu", str(gpu), *flags, *more]
 
 
-def step_of(gpu, gpus, computing, sending, *more):
-    """The step of a job, which took what the planner predicts for other rates."""
-    device, flags = resolve_device(gpu), words(gpu, gpus, *more)
-    seconds = _traced(_read_again(flags), at_factors(device, computing, sending), lambda *_: 1.0)[0].predicted()
-    return replace(_traced(_read_again(flags), device, lambda *_: seconds)[0], words=flags)
+@functools.cache
+def step_of(gpu, gpus, *more):
+    """The step of a job that took what the planner predicts at 0.8 of the rates of computing, 0.5 of those of sending."""
+    flags = words(gpu, gpus, *more)
+    other = at_factors(resolve_device(gpu), 0.8, 0.5)
+    seconds = _traced(_read_again(flags), other, lambda *_: 1.0)[0].predicted()
+    return replace(_traced(_read_again(flags), resolve_device(gpu), lambda *_: seconds)[0], words=flags)
 
 
-def plan(gpu, gpus, log, *more):
-    return main(["plan", *words(gpu, gpus), "--no-what-if", "--calibrate-from", str(log), *more])
+def plan(gpu, gpus, log):
+    return main(["plan", *words(gpu, gpus), "--no-what-if", "--budget", "50%", "--calibrate-from", str(log)])
 
 
 @pytest.mark.parametrize(
@@ -97,20 +104,20 @@ def test_a_log_without_a_speed_is_refused(tmp_path, text, words):
 
 
 def test_tokens_per_second_are_of_one_gpu_or_of_all(gpu):
-    query = step_of(gpu, 8, 1.0, 1.0).query
+    query = step_of(gpu, 8).query
     assert Speed(32.0, "per GPU").seconds(64, query) == Speed(256.0, "of all").seconds(64, query) == 2.0
     with pytest.raises(ValueError, match="takes no text"):
         Speed(32.0, "per GPU").seconds(None, query)
 
 
 def test_seconds_at_other_rates_are_those_of_another_trace(gpu):
-    for more in ((), ("--pp", "2", "--grad-accum", "4"), ("--tp", "2", "--compile", "inductor", "--optimizer", "sgd")):
-        step = step_of(gpu, 8, 0.7, 0.4, *more)
-        assert step.predicted(0.7, 0.4) == pytest.approx(step.seconds, rel=1e-9) and step.predicted() < step.seconds
+    for more in ((), ("--pp", "2", "--grad-accum", "4"), ("--tp", "2", "--compile", "inductor")):
+        step = step_of(gpu, 8, *more)
+        assert step.predicted(0.8, 0.5) == pytest.approx(step.seconds, rel=1e-9) and step.predicted() < step.seconds
 
 
 def test_two_jobs_tell_both_factors_and_one_tells_computing(gpu):
-    steps = [step_of(gpu, gpus, 0.8, 0.5) for gpus in (1, 8)]
+    steps = [step_of(gpu, gpus) for gpus in (1, 8)]
     assert fit_factors(steps) == pytest.approx({"computing": 0.8, "sending": 0.5}, rel=0.02)
     assert fit_factors(steps[:1]) == pytest.approx({"computing": 0.8}, rel=0.02)
     assert fit_factors([steps[0], steps[0]]).keys() == {"computing"}, "one rank sends nothing"
@@ -118,7 +125,7 @@ def test_two_jobs_tell_both_factors_and_one_tells_computing(gpu):
 
 def test_a_plan_keeps_steps_fits_them_and_names_the_factors(gpu, capsys):
     path = rates_file(resolve_device(gpu))
-    steps = {gpus: f"{step_of(gpu, gpus, 0.8, 0.5).seconds:.9f}s" for gpus in (1, 8)}
+    steps = {gpus: f"{step_of(gpu, gpus).seconds:.9f}s" for gpus in (1, 8)}
     for gpus in (1, 8):
         args = make_parser("plan").parse_args(["plan", *words(gpu, gpus), "--calibrate-from", steps[gpus]])
         assert f"by {1 + gpus // 8} measured step" in _calibrate_from(args, asked_job(args))
