@@ -163,8 +163,8 @@ def fit_factors(steps: Sequence[MeasuredStep]) -> dict[str, float]:
     def error(point: tuple[float, float]) -> float:
         if point not in known:
             far = sum(x * x for x in point)  # of equal errors, the factors nearest to one
-            factors = [math.exp(x) for x in point]
-            known[point] = 1e-7 * far + sum(math.log(s.predicted(*factors) / s.seconds) ** 2 for s in steps)
+            errors = (math.log(step.predicted(*map(math.exp, point)) / step.seconds) for step in steps)
+            known[point] = 1e-7 * far + sum(each**2 for each in errors)
         return known[point]
 
     end, best, width, reach = math.log(MOST), (0.0, 0.0), math.log(MOST) / 4, 4
@@ -174,8 +174,7 @@ def fit_factors(steps: Sequence[MeasuredStep]) -> dict[str, float]:
         found = min((p for p in points if max(map(abs, p)) <= end + 1e-9), key=error)
         width = width / 2 if found == best else width
         best, reach = found, 1
-    names = ("computing", "sending") if both else ("computing",)
-    return {name: math.exp(value) for name, value in zip(names, best)}
+    return {name: math.exp(value) for name, value in zip(("computing", "sending")[: 1 + both], best)}
 
 
 def add_step(step: MeasuredStep, traced: Callable[[Sequence[str], float], MeasuredStep]) -> str:
@@ -200,21 +199,22 @@ def add_step(step: MeasuredStep, traced: Callable[[Sequence[str], float], Measur
         said = json.loads(path.read_text(encoding="utf-8"))
     old = factors_of(said)
     kept = [each for each in said.get("steps", []) if each["job"] != list(step.words)]
-    steps = []
+    steps = [step]
     for each in kept:
         try:
             steps.append(traced(each["job"], each["seconds"]))
         except (ValueError, ImportError, OSError, NotImplementedError) as error:
             warn_once(f"{path} has a step that cannot be predicted any more ({error}): it is not fitted.")
-    steps.append(step)
     factors = fit_factors(steps)
     said["steps"] = [*kept, {"job": list(step.words), "seconds": step.seconds}]
     said["factors"] = factors | {"steps": len(steps), "date": time.strftime("%Y-%m-%d", time.gmtime())}
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, said)
     words = " and ".join(f"{name} at {factor:.2f}" for name, factor in factors.items())
+    far = " and ".join(name for name, factor in factors.items() if not 1.001 < MOST * factor < MOST**2 / 1.001)
     return (
         f"Measured {step.seconds:.4g} s a step; predicted {step.predicted(*old):.4g} s before and "
         f"{step.predicted(*factors.values()):.4g} s after calibration: {words} of the rates, by {len(steps)} "
         f"measured step{'s' * (len(steps) > 1)} ({path})."
+        + (f" At its limit is {far}: check the flags of each step in that file." if far else "")
     )

@@ -12,7 +12,7 @@ from nemo_like.cli import main, make_parser
 from nemo_like.commands.plan_command import _calibrate_from, _read_again, _traced, asked_job
 from nemo_like.planning.calibration import _kept_steps
 from nemo_like.planning.devices import at_factors, calibrated, factors_of, rates_file, resolve_device
-from nemo_like.planning.measured_steps import Speed, fit_factors, read_speed
+from nemo_like.planning.measured_steps import Speed, add_step, fit_factors, read_speed
 
 pytest.importorskip("transformers")
 
@@ -120,6 +120,12 @@ def test_two_jobs_tell_both_factors_and_one_tells_computing(gpu):
     steps = [step_of(gpu, gpus) for gpus in (1, 8)]
     assert fit_factors(steps) == pytest.approx({"computing": 0.8, "sending": 0.5}, rel=0.02)
     assert fit_factors(steps[:1]) == pytest.approx({"computing": 0.8}, rel=0.02)
+    fast = replace(steps[0], seconds=steps[0].predicted() / 2)
+    slow = replace(steps[1], seconds=3.999 * steps[1].predicted())
+    path = rates_file(resolve_device(gpu))
+    path.parent.mkdir()
+    path.write_text(json.dumps({"steps": [{"job": ["x"], "seconds": 1}], "factors": {"computing": 1, "steps": 1}}))
+    assert "At its limit is sending" in add_step(slow, lambda *_: fast)
     assert fit_factors([steps[0], steps[0]]).keys() == {"computing"}, "one rank sends nothing"
 
 
