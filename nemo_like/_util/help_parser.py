@@ -13,7 +13,8 @@ GROUPS = {
     "model": """model init dtype layers scope lora four_bit qlora lora_rank lora_alpha lora_dropout lora_targets train
         tokenizer trust_remote_code vocab_size input_shape images image_size audio_seconds""",
     "parallelism": """gpus world_size gpu device strategy dp_replicate dp_shard tp sequence_parallel loss_parallel cp
-        cp_method ep imbalance pp pp_schedule stages_per_rank balance reshard_after_forward prefetch threads calibrate""",
+        cp_method ep imbalance pp pp_schedule stages_per_rank balance reshard_after_forward prefetch threads calibrate
+        calibrate_from ran_with""",
     "memory": """ac modes budget budgets memory fit fit_memory fit_host_memory loss offload cpu_offload host host_memory
         no_skip alloc_conf measure""",
     "training": """data eval_data pack skip_bad seq_len max_seq_len p99 lengths batch_size global_batch micro_batch
