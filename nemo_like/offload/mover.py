@@ -68,6 +68,8 @@ class Mover:
         self._lock = threading.RLock()
         self._inflight: deque[tuple[Event, torch.UntypedStorage, int]] = deque()
         self._inflight_bytes = 0
+        # What a mover that goes away still holds is being read.
+        weakref.finalize(self, _end_of_copies, backend, self._inflight).atexit = False
         self._copies: weakref.WeakValueDictionary[tuple[Any, ...], StorageCopy] = weakref.WeakValueDictionary()
         self._group: Group | None = None
         self._told_groups = False
@@ -395,6 +397,12 @@ class Mover:
         self.stats.host_reserved_bytes = self.pool.reserved_bytes
         self.stats.host_peak_live_bytes = self.pool.peak_live_bytes
         self.stats.host_peak_reserved_bytes = self.pool.peak_reserved_bytes
+
+
+def _end_of_copies(backend: Backend, inflight: deque[tuple[Event, torch.UntypedStorage, int]]) -> None:
+    """Wait for the copies to the host before the storages that they read are freed."""
+    while inflight:
+        backend.synchronize(inflight.popleft()[0])
 
 
 def _nothing() -> None:

@@ -1,0 +1,188 @@
+"""The simulated device itself: numbers, memory, streams, and the races that it reports."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+import torch
+
+from tests.gpusim import on_device
+from tests.gpusim.device import Device, RaceError
+from tests.gpusim.streams import host
+
+WIDTH = 64
+
+
+def _numbers(device: Device) -> None:
+    values = torch.randn(4, 4)
+    there = values.to("gpusim")
+    assert there.device == torch.device("gpusim", 0) and type(there) is torch.Tensor
+    assert torch.equal(((there @ there).relu() + 1).cpu(), (values @ values).relu() + 1)
+    assert torch.equal(there[1:3].t().reshape(-1).cpu(), values[1:3].t().reshape(-1))
+    assert there.untyped_storage().nbytes() == 64
+    module = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 1))
+    moved = copy.deepcopy(module).to("gpusim")
+    module(values).sum().backward()
+    moved(there).sum().backward()
+    for parameter, other in zip(module.parameters(), moved.parameters()):
+        assert torch.equal(parameter.grad, other.grad.cpu())
+
+
+def test_operators_give_the_bits_of_the_cpu() -> None:
+    on_device(_numbers)
+
+
+def _freed(device: Device) -> tuple[list[int], bool]:
+    first = torch.ones(WIDTH, device="gpusim")
+    address = first.data_ptr()
+    del first
+    second = torch.empty(WIDTH, device="gpusim")
+    return [address, second.data_ptr()], bool(second.isnan().all())
+
+
+def test_freed_memory_is_nan_and_handed_out_again_at_once() -> None:
+    addresses, is_nan = on_device(_freed)
+    assert addresses[0] == addresses[1] and is_nan
+
+
+def _random(device: Device) -> None:
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    torch.gpusim.manual_seed(3)
+    state = torch.gpusim.get_rng_state()
+    drawn = torch.randn(8, device="gpusim")
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.gpusim.set_rng_state(state)
+    assert torch.equal(torch.randn(8, device="gpusim").cpu(), drawn.cpu())
+
+
+def test_the_device_has_a_generator_of_its_own() -> None:
+    on_device(_random)
+
+
+def _late(device: Device) -> list[float]:
+    source, target = torch.ones(4, device="gpusim"), torch.zeros(4, pin_memory=True)
+    side = torch.gpusim.Stream()
+    side.wait_stream(torch.gpusim.current_stream())
+    with torch.gpusim.stream(side):
+        target.copy_(source, non_blocking=True)
+    early = target[0].item()
+    side.synchronize()
+    return [early, target[0].item()]
+
+
+def test_a_copy_waits_until_somebody_waits_for_it() -> None:
+    assert on_device(_late) == [0.0, 1.0]
+
+
+def test_with_a_seed_a_copy_may_run_early() -> None:
+    assert [on_device(_late, seed=seed) for seed in (0, 4)] == [[0.0, 1.0], [1.0, 1.0]]
+
+
+def _events(device: Device) -> None:
+    side, event = torch.gpusim.Stream(), torch.gpusim.Event()
+    event.record(side)
+    assert event.query()  # nothing was given
+    with torch.gpusim.stream(side):
+        made = torch.ones(4, device="gpusim")
+    event.record(side)
+    assert not event.query()
+    torch.gpusim.current_stream().wait_event(event)
+    assert not event.query()  # the host does not know yet
+    assert made.sum().item() == 4
+    assert event.query()
+
+
+def test_the_host_knows_what_it_waited_for() -> None:
+    on_device(_events)
+
+
+def _copied(device: Device, wait: bool, lend: bool, keep: bool) -> float:
+    """Copy what was computed to the host on a side stream, and let go of it."""
+    side, target = torch.gpusim.Stream(), torch.zeros(WIDTH, pin_memory=True)
+    source = torch.ones(WIDTH, device="gpusim") * 2
+    if wait:
+        side.wait_stream(torch.gpusim.current_stream())
+    with torch.gpusim.stream(side):
+        target.copy_(source, non_blocking=True)
+    if lend:
+        source.record_stream(side)
+    kept = source if keep else None
+    del source
+    torch.zeros(WIDTH, device="gpusim")  # takes the same memory, if it can
+    side.synchronize()
+    del kept
+    return target.sum().item()
+
+
+@pytest.mark.parametrize("how", [(True, True, False), (True, False, True)], ids=["lent", "kept"])
+def test_ordered_work_is_right(how: tuple[bool, bool, bool]) -> None:
+    assert on_device(_copied, *how) == 2.0 * WIDTH
+
+
+@pytest.mark.parametrize("how", [(False, True, False), (True, False, False)], ids=["no wait", "not lent"])
+def test_work_that_nothing_orders_is_reported(how: tuple[bool, bool, bool]) -> None:
+    with pytest.raises(RaceError, match=r"a copy from gpusim to cpu on stream 1.*: nothing orders them"):
+        on_device(_copied, *how)
+
+
+def _not_waited(device: Device) -> None:
+    side = torch.gpusim.Stream()
+    with torch.gpusim.stream(side):
+        made = torch.ones(4, device="gpusim")
+    made.add_(1)  # on the first stream
+
+
+def test_a_result_of_another_stream_needs_a_wait() -> None:
+    with pytest.raises(RaceError, match=r"write by aten\.add_\.Tensor on stream 0 and write by aten\.fill_"):
+        on_device(_not_waited)
+
+
+def _two_readers(device: Device) -> float:
+    side, made = torch.gpusim.Stream(), torch.ones(4, device="gpusim")
+    side.wait_stream(torch.gpusim.current_stream())
+    made.record_stream(side)
+    with torch.gpusim.stream(side):
+        one = made.sum()
+    other = made.sum()
+    torch.gpusim.current_stream().wait_stream(side)
+    return (one + other).item()
+
+
+def test_two_streams_may_read() -> None:
+    assert on_device(_two_readers) == 8.0
+
+
+def _pinned_again(device: Device, wait: bool) -> float:
+    side, slab = torch.gpusim.Stream(), torch.zeros(4, pin_memory=True)
+    back, ones = torch.empty(4, device="gpusim"), torch.ones(4, device="gpusim")
+    slab.copy_(ones, non_blocking=True)
+    event = torch.gpusim.current_stream().record_event()
+    if wait:
+        side.wait_event(event)
+    with torch.gpusim.stream(side):
+        slab.copy_(torch.zeros(4, device="gpusim"), non_blocking=True)
+    side.synchronize()
+    del back
+    return slab.sum().item()
+
+
+def test_pinned_memory_is_checked_as_well() -> None:
+    assert on_device(_pinned_again, True) == 0.0
+    with pytest.raises(RaceError, match="write by a copy from gpusim to cpu on stream 1 and write by a copy"):
+        on_device(_pinned_again, False)
+
+
+def _cycle(device: Device) -> int:
+    made = [torch.ones(4, device="gpusim")]
+    made.append(made)  # type: ignore[arg-type]
+    del made
+    gc.collect()
+    assert not host.queues[0]
+    return torch.gpusim.memory_allocated()
+
+
+def test_what_a_cycle_held_is_freed() -> None:
+    assert on_device(_cycle) == 0
