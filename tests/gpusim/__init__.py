@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import pytest
+import torch
+
 from tests_distributed.spawn import run_ranks
 
 
@@ -21,6 +24,22 @@ def on_device(function: Callable[..., Any], *args: Any, timeout: float = 60.0, *
         RaceError: accesses to memory were not ordered.
     """
     return run_ranks(1, _run, function, args, options, init_group=False, timeout=timeout)[0]
+
+
+_GPUS = [pytest.param("cuda", marks=pytest.mark.cuda)] if torch.cuda.is_available() else []
+PLACES = pytest.mark.parametrize("place", ["gpusim", *_GPUS])
+"""For a test that gives ``place`` to `run_at`: on the simulated device, and on a GPU where there is one."""
+
+
+def run_at(place: str, function: Callable[..., Any], *args: Any) -> Any:
+    """Return ``function(place, *args)``: here on a GPU, else in a process that has the simulated device."""
+    if place == "cuda":
+        return function(place, *args)
+    return on_device(_without_device, function, place, *args)
+
+
+def _without_device(_: Any, function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
 
 
 def _run(

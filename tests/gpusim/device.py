@@ -19,6 +19,7 @@ import torch
 from torch.utils._pytree import tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from tests.gpusim import streams
 from tests.gpusim.memory import MIB, Access, Accesses, DeviceMemory
 from tests.gpusim.streams import host
 
@@ -362,7 +363,7 @@ def _module(device: Device) -> Any:
     """Return what `torch.gpusim` is: as much of `torch.cuda` as there is."""
 
     class module:
-        Stream, Event = globals()["Stream"], globals()["Event"]
+        Stream, Event = streams.Stream, streams.Event
         is_initialized = is_available = staticmethod(lambda: True)
         _is_in_bad_fork = staticmethod(lambda: False)
         current_device = staticmethod(lambda: 0)
