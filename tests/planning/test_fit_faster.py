@@ -6,6 +6,7 @@ import json
 import math
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -26,14 +27,14 @@ _ASKED = {"gpus": 1, "gpu": "h100-80gb", "seq_len": 512, "micro_batch": 1, "loss
 
 def test_a_compiler_and_the_fused_optimizer_are_named_as_a_prediction_has_them() -> None:
     """On the host AdamW as torch builds it goes over its bytes one kernel after the other, and once if fused."""
-    model, pins = llama(2), {"gpus": 2, "seq_len": 64, "dp_shard": 2, "cp": 1, "ac": "none"}
-    device = replace(resolve_device("h100-80gb"), host_bandwidth=1e9)
+    model, pins = llama(1), {"gpus": 2, "seq_len": 16, "dp_shard": 2, "tp": 1, "cp": 1, "ac": "none"}
+    device = replace(resolve_device("h100-80gb"), host_bandwidth=6e8)
     report = fit(model, **_ASKED | pins | {"gpu": device}, cpu_offload=True, reshard_after_forward=[None])
     assert [each.flags for each in report.faster] == [
         "--compile inductor", "--optimizer adamw-fused", "--compile inductor --optimizer adamw-fused",
     ]  # fmt: skip
-    for each in report.faster:
-        asked = {"gpus": 2, "gpu": device, "seq_len": 64, "precision": "bf16", "strategy": FSDP2(cpu_offload=True)}
+    for each in report.faster[1:]:
+        asked = {"gpus": 2, "gpu": device, "seq_len": 16, "precision": "bf16", "strategy": FSDP2(cpu_offload=True)}
         row = predict(model, **asked | dict(each.changed)).rows[0]
         assert row.ac == "none"
         assert (each.candidate.step_seconds, each.candidate.need) == (pytest.approx(row.seconds), row.need)
@@ -47,7 +48,7 @@ def test_a_compiler_and_the_fused_optimizer_are_named_as_a_prediction_has_them()
 
 
 def test_a_plan_is_made_anew_for_the_change() -> None:
-    report = fit(llama(2), **_ASKED | {"seq_len": 64}, ac="plan", memory="80MiB")
+    report = fit(llama(2), **_ASKED | {"seq_len": 64}, ac="plan", memory="80MiB", tp=1)
     (compiled,) = report.faster
     assert compiled.flags == "--compile inductor" and compiled.candidate.plan is not None
     assert compiled.candidate.job.compile == "inductor" and compiled.candidate.need.bytes <= 80 << 20
@@ -63,17 +64,9 @@ def _never(key: ShapeKey, question: Question) -> Shape:
 
 
 def test_nothing_is_predicted_after_the_minutes_and_nothing_is_named_that_does_not_fit() -> None:
-    class Searched:
-        shapes: dict[ShapeKey, Shape] = {}
-        until = math.inf
-        question: Question
-
-        def predicted(self, *given: object) -> None:
-            return None
-
     best = fit(llama(2), **_ASKED | {"seq_len": 64}, compile="none", optimizer="adamw", ac="none").best
-    search = Searched()
-    search.question = Question(best.job, gpus=1, seq_len=64, limit=1 << 30)
+    question = Question(best.job, gpus=1, seq_len=64, limit=1 << 30)
+    search = SimpleNamespace(shapes={}, until=math.inf, question=question, predicted=lambda *given: None)
     both = ("compile", "optimizer")
     assert faster_than(best, search, lambda key, question: object(), both) == ()  # none fits
     search.until = time.monotonic() - 1

@@ -10,6 +10,7 @@ from typing import Any
 from nemo_like._util.table import ByteUnit, three_digits
 from nemo_like.job import Job
 from nemo_like.planning.fit.candidate import Candidate
+from nemo_like.planning.fit.layouts import Configuration
 from nemo_like.planning.fit.question import Question
 from nemo_like.planning.fit.search import Search
 from nemo_like.planning.fit.shapes import Shape, ShapeKey
@@ -63,7 +64,7 @@ def faster_than(
     """Return the changes that gain enough beside the winner and fit: each alone, then both.
 
     Both are named where they gain enough beyond the better one alone. Nothing is predicted once the time of the search is
-    over.
+    over. A plan is made anew for another optimizer only where its own step is faster.
 
     Args:
         best: the winner of `search`, on a CUDA device.
@@ -84,7 +85,10 @@ def faster_than(
             question = replace(search.question, job=_changed(search.question.job, change))
             shape = known.get(change.get("compile")) or remade(key, question)
             known[change.get("compile")] = shape
-            candidate = search.predicted(shape, replace(best.conf, job=_changed(best.job, change)))
+            conf = replace(best.conf, job=_changed(best.job, change))
+            if best.plan is not None and "compile" not in change and not _updates_faster(shape, best.conf, conf):
+                continue
+            candidate = search.predicted(shape, conf)
         except ValueError:
             continue  # a rule of the job
         if candidate is None:
@@ -94,6 +98,14 @@ def faster_than(
             found.append(Faster(tuple(change.items()), candidate, gain))
             most = max(most, gain)
     return tuple(found)
+
+
+def _updates_faster(shape: Shape, before: Configuration, after: Configuration) -> bool:
+    """Return whether the optimizer of `after` makes a step shorter whose layers run alike."""
+    seconds = [
+        shape.seconds(conf, shape.choices(conf)).total for conf in (before.change(ac="full"), after.change(ac="full"))
+    ]
+    return seconds[1] < seconds[0]
 
 
 def _changed(job: Job, change: dict[str, str]) -> Job:
