@@ -246,8 +246,8 @@ def check_positions(config: object, option: str, tokens: int, predicted: str = "
     Without a word in `config` on its positions, nothing is checked.
 
     Args:
-        predicted: name of a model whose step is predicted and not run. Rotary embeddings then take any length: they are no
-            weights, so bytes and seconds are right. A warning says so once.
+        predicted: name of a model whose step is predicted and not run. Rotary embeddings then take any length: they have no
+            weights, so bytes and seconds are right. A warning names it once.
     """
     most = most_positions(config)
     if most is not None and tokens > most:
@@ -264,7 +264,7 @@ def check_positions(config: object, option: str, tokens: int, predicted: str = "
 
 
 def _rotates(config: object) -> bool:
-    """Return whether positions are rotary embeddings, which are no weights."""
+    """Return whether positions are rotary embeddings, which have no weights."""
     text = _text_config(config)
     return any(getattr(text, name, None) for name in ("rope_parameters", "rope_theta", "rope_scaling"))
 
