@@ -7,6 +7,7 @@ import math
 import time
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
@@ -71,6 +72,12 @@ def test_nothing_is_predicted_after_the_minutes_and_nothing_is_named_that_does_n
     assert faster_than(best, search, lambda key, question: object(), both) == ()  # none fits
     search.until = time.monotonic() - 1
     assert faster_than(best, search, _never, both) == ()
+
+
+def test_an_interrupt_after_the_search_leaves_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nemo_like.planning.fit.fitting.faster_than", mock.Mock(side_effect=KeyboardInterrupt))
+    report = fit(llama(1), **_ASKED | {"seq_len": 64}, tp=1, ac="none")
+    assert report.best.fits and report.faster == () and "Faster still" not in report.text()
 
 
 def test_what_the_caller_left_open() -> None:

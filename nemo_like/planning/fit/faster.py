@@ -89,8 +89,8 @@ def faster_than(
             if best.plan is not None and "compile" not in change and not _updates_faster(shape, best.conf, conf):
                 continue
             candidate = search.predicted(shape, conf)
-        except ValueError:
-            continue  # a rule of the job
+        except (ValueError, NotImplementedError):
+            continue  # a rule of the job, a part that is not planned
         if candidate is None:
             continue
         gain = candidate.tokens_per_second_per_gpu / best.tokens_per_second_per_gpu - 1

@@ -166,7 +166,10 @@ def _with_faster(report: FitReport, answers: Sequence[Answer]) -> FitReport:
         return report
     start = time.perf_counter()
     more = next(faster for each, faster in answers if any(found is report.best for found in each.candidates))
-    found = more(report.best)
+    try:
+        found = more(report.best)
+    except KeyboardInterrupt:  # the answer is known
+        return report
     seconds = round(report.searched["seconds"] + time.perf_counter() - start, 2)
     return replace(report, faster=found, searched={**report.searched, "seconds": seconds})
 
