@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from nemo_like._util.extras import require
+from nemo_like._util.log import warn_once
 from nemo_like._util.tensors import map_tensors, tensors_in
 from nemo_like._util.words import a_or_an
 from nemo_like.options import did_you_mean
@@ -183,12 +184,15 @@ class ModelSource:
         return getattr(_text_config(self.config), "vocab_size", None)
 
     def sample_input(
-        self, batch_size: int, seq_len: int, device: str | torch.device = "cpu"
+        self, batch_size: int, seq_len: int, device: str | torch.device = "cpu", *, predicted: bool = False
     ) -> dict[str, torch.Tensor]:
-        """Token ids, (batch_size, seq_len) int64, as ``input_ids`` and, shifted by the model itself, as ``labels``."""
+        """Token ids, (batch_size, seq_len) int64, as ``input_ids`` and, shifted by the model itself, as ``labels``.
+
+        `predicted`: the step is not run, so that rotary embeddings take any length (`check_positions`).
+        """
         if self.vocab_size is None:
             raise ValueError(f"Model {self.name!r} states no vocab_size, so no token input can be made up for it.")
-        check_positions(self.config, "--seq-len", seq_len)
+        check_positions(self.config, "--seq-len", seq_len, self.name if predicted else "")
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(self.vocab_size, (batch_size, seq_len), generator=generator).to(device)
         return {"input_ids": ids, "labels": ids.clone()}
@@ -236,17 +240,33 @@ def most_positions(config: object) -> int | None:
     return int(max(positions, *scaled))
 
 
-def check_positions(config: object, option: str, tokens: int) -> None:
+def check_positions(config: object, option: str, tokens: int, predicted: str = "") -> None:
     """Raise ValueError where sequences of `tokens` tokens, as `option` requires, are longer than a model of `config` takes.
 
     Without a word in `config` on its positions, nothing is checked.
+
+    Args:
+        predicted: name of a model whose step is predicted and not run. Rotary embeddings then take any length: they have no
+            weights, so bytes and seconds are right. A warning names it once.
     """
     most = most_positions(config)
     if most is not None and tokens > most:
+        if predicted and _rotates(config):
+            warn_once(
+                f"{tokens:,} tokens are more than the {most:,} positions of {predicted}: predicted as with a longer rotary "
+                "embedding. Training needs its rope_scaling: give a config with that."
+            )
+            return
         raise ValueError(
             f"{option} requires sequences of {tokens} tokens, and the model has positions for {most} "
             "(max_position_embeddings of its config). Give fewer, or a config with more."
         )
+
+
+def _rotates(config: object) -> bool:
+    """Return whether positions are rotary embeddings, which have no weights."""
+    text = _text_config(config)
+    return any(getattr(text, name, None) for name in ("rope_parameters", "rope_theta", "rope_scaling"))
 
 
 def text_batch(sequences: int, tokens: int) -> dict[str, torch.Tensor]:

@@ -306,12 +306,9 @@ _COMMANDS = {
     "layers --model missing/config.json": "is not a preset",
     "layers --model math:pi": "Model 'math:pi' is a float; it must be a function",
     # Lengths, sizes, words.
-    f"plan {_TINY} --seq-len 200000": "--seq-len requires sequences of 200000 tokens, and the model has",
     f"profile {_TINY} --seq-len 200000": "--seq-len requires sequences of 200000 tokens",
     f"trace {_TINY} --seq-len 200000": "--seq-len requires sequences of 200000 tokens",
     f"bench {_TINY} --seq-len 200000": "--seq-len requires sequences of 200000 tokens",
-    f"fit {_TINY} --gpus 1 --seq-len 200000": "The search requires sequences of 200000 tokens",
-    f"fit {_TINY} --gpus 1 --max-seq-len 200000": "The search requires sequences of 200000 tokens",
     f"fit {_TINY} --gpus 1 --max-seq-len 32 --seq-len 64": "seq_len is 64, and max_seq_len says",
     f"fit {_TINY} --gpus 2 --imbalance 0.5": "--imbalance is 0.5; it must be a finite number >= 1",
     f"fit {_TINY} --gpus 2 --imbalance 1.5 --ep 1": "share the experts, 1",

@@ -36,7 +36,7 @@ def query_with_inputs(
         _refuse_media(args)
         given_sample = own_sample(source, args)
         return make(given_sample), ModelInput({}, describe(*split_sample(given_sample)))
-    text = _text(source, args)
+    text = _text(source, args, predicted=True)
     words = f"{args.batch_size} x {args.seq_len} tokens"
     if source.config is None:
         _refuse_media(args)
@@ -75,7 +75,7 @@ def step_of(query: PlanQuery, model: nn.Module, source: ModelSource, args: argpa
         if source.sample is not None:
             sample = own_sample(source, other)
             return sample, describe(*split_sample(sample))
-        text = _text(source, other)
+        text = _text(source, other, predicted=other.seq_len <= args.seq_len)
         if source.config is None:
             return text["input_ids"], f"{batch} x {length} tokens"
         media = Media(images=0, audio_seconds=0.0) if text_alone else _media(args)
@@ -134,21 +134,21 @@ def _media(args: argparse.Namespace) -> Media:
     return Media(args.images, args.image_size, args.audio_seconds)
 
 
-def _text(source: ModelSource, args: argparse.Namespace) -> dict[str, torch.Tensor]:
-    """Token ids and labels, (batch, tokens)."""
+def _text(source: ModelSource, args: argparse.Namespace, *, predicted: bool = False) -> dict[str, torch.Tensor]:
+    """Token ids and labels, (batch, tokens); `predicted`: as for `ModelSource.sample_input`."""
     if args.vocab_size is not None:
         if args.vocab_size < 1:
             raise ValueError(f"--vocab-size is {args.vocab_size}; it must be >= 1.")
         if source.vocab_size is not None:
             refuse_unread(args, ["vocab_size"], f"{args.model} states its own, {source.vocab_size}.")
     elif source.vocab_size is not None:
-        return source.sample_input(args.batch_size, args.seq_len)
+        return source.sample_input(args.batch_size, args.seq_len, predicted=predicted)
     elif source.config is None:
         raise ValueError(
             f"Model {source.name!r} states no vocab_size. Give --vocab-size if it takes token ids, or --input-shape; or "
             "have the function return (model, sample)."
         )
-    check_positions(source.config, "--seq-len", args.seq_len)
+    check_positions(source.config, "--seq-len", args.seq_len, source.name if predicted else "")
     ids = torch.randint(
         args.vocab_size or 1, (args.batch_size, args.seq_len), generator=torch.Generator().manual_seed(0)
     )

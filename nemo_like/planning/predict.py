@@ -85,14 +85,16 @@ def predict(
     name = type(built).__name__ if source is None else source.name
     fixed_input = sample_input if source is None or sample_input is not None else source.sample
 
+    own_length = 0 if fixed_input is not None else START if seq_len == "max" else seq_len
+
     def given(batch: int, length: int) -> tuple[Any, str]:
         if fixed_input is not None:
             sample = source.sample_of(batch) if source is not None and fixed_input is source.sample else fixed_input
             return sample, describe(*split_sample(sample))
-        return text_of(built, batch, length), f"{batch} x {length} tokens"
+        predicted = name if length <= own_length else ""  # longer ones of `what_if` are not
+        return text_of(built, batch, length, predicted), f"{batch} x {length} tokens"
 
-    length = 0 if fixed_input is not None else START if seq_len == "max" else seq_len
-    step = Step(built, job, given, 1 if batch_size == "max" else batch_size, length)
+    step = Step(built, job, given, 1 if batch_size == "max" else batch_size, own_length)
     question = Question.of(gpus, seq_len, batch_size)
     limit = None if memory is None else step_limit(device_of(job), memory)
 
@@ -188,8 +190,11 @@ def _asked(step: Step, question: Question, limit: int | None, name: str) -> tupl
     return step, ""
 
 
-def text_of(model: nn.Module, batch: int, length: int) -> dict[str, torch.Tensor]:
+def text_of(model: nn.Module, batch: int, length: int, predicted: str = "") -> dict[str, torch.Tensor]:
     """Return token ids and labels, both (batch, length), for a model of transformers.
+
+    Args:
+        predicted: as for `nemo_like.models.check_positions`.
 
     Raises:
         ValueError: it has no config, or fewer positions.
@@ -199,7 +204,7 @@ def text_of(model: nn.Module, batch: int, length: int) -> dict[str, torch.Tensor
         raise ValueError(
             f"{type(model).__name__} has no config, so its input is unknown. Give sample_input=, one micro-batch."
         )
-    check_positions(config, "seq_len", length)
+    check_positions(config, "seq_len", length, predicted)
     return text_batch(batch, length)
 
 

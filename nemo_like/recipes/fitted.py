@@ -212,6 +212,8 @@ def best_of(
                 host_memory=host,
                 precision=job.precision,
                 step=job.step,
+                optimizer=job.step.optimizer,
+                compile="none",  # as given or not, both are decided: nothing is advised
                 count=1,
                 loss=loss,
                 sample=input_of,

@@ -27,9 +27,10 @@ from nemo_like.options import Precision
 from nemo_like.planning.devices import device_of, step_limit
 from nemo_like.planning.fit.advice import ways_out
 from nemo_like.planning.fit.candidate import Candidate
+from nemo_like.planning.fit.faster import Faster, faster_than
 from nemo_like.planning.fit.layouts import Configuration, Room, configuration, layouts
 from nemo_like.planning.fit.lengths import planned_length
-from nemo_like.planning.fit.question import FitKeywords, Question, read_question
+from nemo_like.planning.fit.question import FitKeywords, Question, left_open, read_question
 from nemo_like.planning.fit.report import FitReport
 from nemo_like.planning.fit.search import Search, quietly
 from nemo_like.planning.fit.shapes import Shape, ShapeKey
@@ -126,13 +127,15 @@ def fit(
             is_default_limit=memory is None,
             pins=pinned,
             asked=asked,
+            left_open=left_open(job, pins),
         )
         for each in jobs
     ]
 
     def search() -> FitReport:
         with frozen_garbage():
-            report = _best_of(_searched(model, questions, dtype, sample, count, progress, until), count)
+            answers = _searched(model, questions, dtype, sample, count, progress, until)
+            report = _with_faster(_best_of([report for report, _ in answers], count), answers)
         if not report.candidates and report.nearest is None:
             raise ValueError(report.problem)
         return report
@@ -155,6 +158,20 @@ def frozen_garbage() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+def _with_faster(report: FitReport, answers: Sequence[Answer]) -> FitReport:
+    """Return the report of all answers with what would make its winner faster."""
+    if not report.candidates or report.interrupted:
+        return report
+    start = time.perf_counter()
+    more = next(faster for each, faster in answers if any(found is report.best for found in each.candidates))
+    try:
+        found = more(report.best)
+    except KeyboardInterrupt:  # the answer is known
+        return report
+    seconds = round(report.searched["seconds"] + time.perf_counter() - start, 2)
+    return replace(report, faster=found, searched={**report.searched, "seconds": seconds})
 
 
 def _best_of(reports: Sequence[FitReport], count: int) -> FitReport:
@@ -185,7 +202,7 @@ def _searched(
     count: int,
     say: Say,
     until: float,
-) -> list[FitReport]:
+) -> list[Answer]:
     """Return a report for each of the questions on one model; questions of one precision trace it once."""
     name = model if isinstance(model, str) else type(model).__name__
     built = model
@@ -206,12 +223,13 @@ def _answer(
     traces: dict[Precision, Traces],
     say: Say,
     until: float,
-) -> FitReport:
+) -> Answer:
+    """Return the report of one question, and the function of its winner that finds what would make it faster."""
     start = time.perf_counter()
-    search, rejected, spread = make_search(model, question, sample, traces, say, until)
+    search, rejected, spread = make_search(model, question, sample, traces, say, until, name)
     result = search.run(count)
     helps = [] if result.best or result.nearest is None else _helps(search, result.nearest, model, question, sample)
-    return FitReport(
+    report = FitReport(
         question,
         name,
         sum(p.numel() for p in model.parameters()),
@@ -219,14 +237,28 @@ def _answer(
         dict(rejected + result.rejected),
         None if result.best else result.nearest,
         tuple(helps),
-        {
+        searched={
             "layouts": spread,
             "shapes": result.traced,
             "looked_at": result.looked_at,
             "seconds": round(time.perf_counter() - start, 2),
         },
-        result.interrupted,
+        interrupted=result.interrupted,
     )
+
+    def remade(key: ShapeKey, changed: Question) -> Shape:
+        return Shape(key, changed, traces[question.job.precision].of(key.micro_batch))
+
+    def faster(best: Candidate) -> tuple[Faster, ...]:
+        if question.device.kind != "cuda":
+            return ()
+        with quietly():
+            return faster_than(best, search, remade, question.left_open)
+
+    return report, faster
+
+
+Answer = tuple[FitReport, Callable[[Candidate], tuple[Faster, ...]]]
 
 
 def _helps(
@@ -252,9 +284,10 @@ def make_search(
     traces: dict[Precision, Traces] | None = None,
     say: Say = silent,
     until: float = math.inf,
+    name: str = "",
 ) -> tuple[Search, Counter[str], int]:
     """Return the search, combinations that are out before it begins, and how many layouts there are."""
-    make = sample or _tokens(model, question.seq_len)
+    make = sample or _tokens(model, question.seq_len, name)
     known = {} if traces is None else traces
     own_traces = known.setdefault(question.job.precision, Traces(model, make, question.job.layers))
     spread, rejected = layouts(_room(model, question))
@@ -337,7 +370,7 @@ def _heads(model: nn.Module) -> int:
     return getattr(config, "num_key_value_heads", 0) or getattr(config, "num_attention_heads", 0) or 0
 
 
-def _tokens(model: nn.Module, seq_len: int) -> Callable[[int], Any]:
+def _tokens(model: nn.Module, seq_len: int, name: str = "") -> Callable[[int], Any]:
     config: Any = getattr(model, "config", None)
     if config is None:
         raise ValueError(
@@ -345,6 +378,6 @@ def _tokens(model: nn.Module, seq_len: int) -> Callable[[int], Any]:
             "sequences that returns what the model is called with; on the command line, have module:function return "
             "(model, sample)."
         )
-    check_positions(config, "The search", seq_len)
+    check_positions(config, "The search", seq_len, name or type(model).__name__)
 
     return lambda batch: text_batch(batch, seq_len)

@@ -498,6 +498,27 @@ class Search:
         finer = self.candidate(shape, conf, planned)
         return finer if finer.step_seconds <= best.step_seconds else best
 
+    def predicted(self, shape: Shape, conf: Configuration) -> Candidate | None:
+        """Return the report of a configuration that was not searched; None: it does not fit.
+
+        Where `conf` has a plan, the report is of the best plan of all.
+
+        Raises:
+            ValueError: the model cannot be cut into its stages.
+        """
+        limit = self.question.limit_of(conf.job)
+        with quietly():
+            if conf.mode == "plan":
+                conf = conf.change(ac=MemoryBudget(peak_bytes=limit))
+                resolved = self._planned(shape, conf, shape.refined)
+            else:
+                resolved = self._uniform(shape, conf)
+        if resolved is None or resolved.need.bytes > limit:
+            return None
+        if shape.host_bytes(conf, resolved.choices) > self.question.host_memory:
+            return None
+        return self.candidate(shape, conf, resolved)
+
     def candidate(self, shape: Shape, conf: Configuration, resolved: Resolved) -> Candidate:
         """Return the report of one configuration."""
         question, plan = self.question, None
