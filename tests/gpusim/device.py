@@ -150,6 +150,8 @@ def is_here(value: Any) -> bool:
 
 _OURS = ("_copy_from", "record_stream", "is_pinned")
 """Operators that the CPU has no kernel of its own for."""
+_OTHERS = ("_fused_sdp_choice",)
+"""Operators whose CPU kernel names others that take CPU tensors only."""
 _RANDOM = (
     "random_",
     "uniform_",
@@ -236,7 +238,7 @@ class Kernels:
             torch.set_rng_state(before)
 
     def register(self) -> list[torch.library.Library]:
-        """Make these the kernels of all operators that the CPU has one for, and that are not made of others.
+        """Make these the kernels of all operators that the CPU has one for.
 
         One kernel as the fallback of all would do, but PyTorch 2.13 looks for a kernel by its operator where a mode is
         active and Python's keys are excluded.
@@ -245,8 +247,7 @@ class Kernels:
         has = torch._C._dispatch_has_kernel_for_dispatch_key
         for name in torch._C._dispatch_get_all_op_names():
             space, _, rest = name.partition("::")
-            composite = any(has(name, key) for key in ("CompositeImplicitAutograd", "CompositeExplicitAutograd"))
-            if space == "aten" and not composite and (has(name, "CPU") or rest in _OURS):
+            if space == "aten" and rest not in _OTHERS and (has(name, "CPU") or rest in _OURS):
                 packet, _, overload = rest.partition(".")
                 op = getattr(getattr(torch.ops.aten, packet), overload or "default")
                 libraries["aten"].impl(rest, partial(self.run, op), "PrivateUse1")

@@ -20,6 +20,9 @@ from tests.gpusim.streams import Clock, Event, host, join
 MIB = 1 << 20
 _SMALL, _SMALL_SEGMENT, _LARGE_SEGMENT, _LARGE, _ROUND = MIB, 2 * MIB, 20 * MIB, 10 * MIB, 2 * MIB
 
+_RANGES = 8
+"""Most segments that grow."""
+
 
 class DeviceMemoryError(RuntimeError):
     """Memory has run out: `torch.OutOfMemoryError` is what CUDA raises."""
@@ -103,7 +106,7 @@ class DeviceMemory:
 
     def __init__(self, size: int, expandable: bool = False) -> None:
         """Have `size` bytes."""
-        self.arena = torch.empty(size, dtype=torch.uint8)
+        self.arena = torch.empty(size * _RANGES if expandable else size, dtype=torch.uint8)
         self.base, self.size, self.expandable = self.arena.data_ptr(), size, expandable
         self.segments: list[Segment] = []
         self.blocks: dict[int, Block] = {}
@@ -208,7 +211,7 @@ class DeviceMemory:
             for block in segment.blocks
             if block.lo not in self.blocks and block.size >= size
         )
-        return min(free, key=lambda block: (block.size, block.lo), default=None)
+        return min(free, key=lambda block: (self.expandable and _grows(block), block.size, block.lo), default=None)
 
     def _new_block(self, size: int, stream: int) -> Block | None:
         if self.expandable:
@@ -234,7 +237,7 @@ class DeviceMemory:
         page = _page(size <= _SMALL)
         segment = next(self._pool(size, stream), None)
         if segment is None:
-            lo = len(self.segments) * self.size // 16  # each has its range of addresses
+            lo = len(self.segments) * self.size  # each has its range of addresses
             if self.now["reserved"] + -(-size // page) * page > self.size:
                 return None
             return self._segment(stream, size <= _SMALL, lo, lo + -(-size // page) * page)
@@ -264,6 +267,11 @@ class DeviceMemory:
             blocks = block.segment.blocks
             blocks.insert(blocks.index(block) + 1, Block(block.segment, block.lo + size, block.hi))
             block.hi = block.lo + size
+
+
+def _grows(block: Block) -> bool:
+    """Return whether a block is the last of its segment, which is taken last where segments grow."""
+    return block is block.segment.blocks[-1]
 
 
 def _page(small: bool) -> int:

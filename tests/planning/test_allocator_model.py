@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from itertools import pairwise
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from nemo_like.options.memory import AllocatorConfig
 from nemo_like.planning.program.allocator import CachingAllocator, DeviceMemoryError
+from tests.gpusim import PLACES, on_device, run_at
 
 KIB, MIB = 1 << 10, 1 << 20
 GROWING = AllocatorConfig(expandable_segments=True)
@@ -226,20 +228,30 @@ def test_blocks_never_overlap_and_all_merge_again(turns, config, memory):
     assert allocator.reserved == 0 and not _free_blocks(allocator)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="compares with CUDA's own allocator: no GPU here")
-def test_against_the_device():
-    import random
-
-    draw = random.Random(0)
-    torch.cuda.empty_cache()
-    start = torch.cuda.memory_reserved()
-    allocator, live = CachingAllocator(), []
+def _drive_both(place: str, config: AllocatorConfig) -> None:
+    draw, module = random.Random(0), torch.get_device_module(place)
+    module.empty_cache()
+    start = module.memory_reserved()
+    allocator, live = CachingAllocator(config), []
     for _ in range(400):
         if live and draw.random() < 0.45:
             tensor, block = live.pop(draw.randrange(len(live)))
             del tensor
             allocator.free(block)
         else:
-            size = int(2 ** draw.uniform(8, 26))
-            live.append((torch.empty(size, dtype=torch.uint8, device="cuda"), allocator.allocate(size)))
-        assert torch.cuda.memory_reserved() - start == allocator.reserved
+            size = int(2 ** draw.uniform(8, 25))
+            live.append((torch.empty(size, dtype=torch.uint8, device=place), allocator.allocate(size)))
+        assert module.memory_reserved() - start == allocator.reserved
+
+
+@PLACES
+def test_against_a_device(place):
+    run_at(place, _drive_both, AllocatorConfig())
+
+
+def test_against_a_device_whose_segments_grow():
+    on_device(_drive_expandable, expandable=True)
+
+
+def _drive_expandable(_):
+    _drive_both("gpusim", AllocatorConfig(expandable_segments=True))
