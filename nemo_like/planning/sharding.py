@@ -64,6 +64,8 @@ class UnitBytes:
     """`shard` by parameter."""
     each_gathered: tuple[int, ...] = ()
     """`gathered` by parameter."""
+    each_kept: tuple[int, ...] = ()
+    """Bytes that a rank keeps of each gathered parameter between forward and backward, where fewer ranks share them then."""
     host_shard: int = 0
     """Bytes of its parameters, where they are stored in host memory instead."""
     host_grad: int = 0
@@ -267,21 +269,27 @@ def sharding_of(
     dtypes, after_forward = precision.dtypes, fsdp.reshard_after_forward
     known: dict[Any, UnitBytes] = {}
 
-    def unit_bytes(kind: str, of: tuple[int, ...], ranks: int, reshard: bool, stack: str = "") -> UnitBytes:
+    between = 0 if isinstance(after_forward, bool | None) else after_forward
+
+    def unit_bytes(
+        kind: str, of: tuple[int, ...], ranks: int, reshard: bool, stack: str = "", kept: int = 0
+    ) -> UnitBytes:
         """Return the bytes of a unit. Equal layers have equal units: one of each is counted."""
-        key = (kind, of, ranks, reshard, stack)
+        key = (kind, of, ranks, reshard, stack, kept)
         if key not in known:
             params = [forms.first[form] for form in of]
             unit = _unit(kind, params, ranks, dtypes["param_dtype"], dtypes["reduce_dtype"], reshard, forms, host)
-            known[key] = replace(unit, stack=stack)
+            each_kept = tuple(size // kept for size in unit.each_gathered) if kept else ()
+            known[key] = replace(unit, stack=stack, each_kept=each_kept)
         return known[key]
 
     def unit(source: Any) -> UnitBytes:
         if source.kind == "layer" and source is not last:
-            reshard = True if after_forward is None else bool(after_forward)
+            reshard, kept = True if after_forward is None else bool(after_forward), between
         else:
+            kept = 0
             reshard = after_forward if isinstance(after_forward, bool) and source.kind != "dtype" else False
-        return unit_bytes(source.kind, forms.units[id(source)], shard_ranks, bool(reshard), source.stack)
+        return unit_bytes(source.kind, forms.units[id(source)], shard_ranks, bool(reshard), source.stack, kept)
 
     def trains_as(form: int, in_layer: bool, of_expert: bool) -> TrainedParameter:
         param, ranks = forms.first[form], expert_ranks if of_expert else shard_ranks
