@@ -35,6 +35,7 @@ from nemo_like.planning.answers.rank import peak_of
 from nemo_like.planning.answers.verdict import verdict
 from nemo_like.planning.fit import fit
 from nemo_like.planning.fit.candidate import Candidate
+from nemo_like.planning.planned_rank import _under_plan, choices_of
 from nemo_like.planning.planner import describe, planned, query_of
 from tests_distributed.planning.peak_families import build
 
@@ -85,10 +86,10 @@ class Answers:
                 found.append(f"bytes: plan {self.plan[0]:,}, fit {self.fit[0]:,} ({self.fit[0] - self.plan[0]:+,})")
             if not math.isclose(self.plan[1], self.fit[1], rel_tol=SECONDS):
                 found.append(f"seconds: plan {self.plan[1]!r}, fit {self.fit[1]!r}")
-        one_alone = {"plan", "fit"} & set(self.refused)
-        if len(one_alone) == 1 and not self.crashed:
-            (who,) = one_alone
-            found.append(f"{who} alone refused: {self.refused[who]}")
+        if self.plan and "fit" in self.refused:
+            found.append(f"fit alone refused: {self.refused['fit']}")
+        if self.fit and "plan" in self.refused:
+            found.append(f"plan alone refused: {self.refused['plan']}")
         if self.rank and abs(self.rank[0] - self.rank[1]) > BYTES * self.rank[0]:
             off = self.rank[1] - self.rank[0]
             found.append(f"rank: {self.rank[0]:,}, its plan {self.rank[1]:,} ({off:+,}, {off / self.rank[0]:+.2%})")
@@ -138,7 +139,7 @@ def _drawn(random_: random.Random) -> Drawn:
             replay=pick(["auto", "once", "twice"]),
         )  # fmt: skip
     asked["strategy"] = FSDP2(
-        pick([None, None, True, False, 2]), pick([1, 1, 0, 2]), pick([1, 1, 0, 2]), cpu_offload=now_and_then(0.05)
+        pick([None, None, True, False, 2]), pick([1, 1, 0, 2]), pick([1, 1, 0, 2]), cpu_offload=pp == 1 and now_and_then(0.05)
     )
     asked["precision"] = pick([None, "bf16", "bf16", Precision("bf16", reduce_dtype="bf16")])
     asked["ac"] = pick(["none", "full", "selective", "60%", "30%", "peak", "peak"])
@@ -176,15 +177,15 @@ def answer(drawn: Drawn) -> Answers:
         return None
 
     job, limit = drawn.job, None
-    if drawn.peak is not None:
-        if (limit := ask("plan", lambda: _limit(drawn))) is None:
-            return found
+    if drawn.peak is not None and (limit := ask("plan", lambda: _limit(drawn))) is None:
+        return found
     shared = isinstance(job.ac, MemoryBudget)  # `fit` takes no share of the activations
     best = None if shared else ask("fit", lambda: _fit(drawn, limit))
     if best is not None:
-        found.fit, job = (best.peak_bytes, best.step_seconds), job if limit is None else job.change(ac=best.ac)
+        found.fit = best.peak_bytes, best.step_seconds
+        job = job if best.plan is None else job.change(ac=best.plan)
     elif limit is not None:
-        job = job.change(ac=f"{limit}B")
+        return found
     plan = ask("plan", lambda: _plan(drawn, job))
     if plan is not None:
         found.plan = plan.peak_bytes, plan.step_seconds
@@ -193,8 +194,6 @@ def answer(drawn: Drawn) -> Answers:
         run = ask("rank", lambda: dry_run(_model(drawn.model), job, text_batch(drawn.rows, drawn.tokens), rank=rank))
         if run is not None and run.against is not None:
             found.rank = run.peak_bytes, run.against
-    if shared:
-        found.refused.pop("plan", None)
     return found
 
 
@@ -212,6 +211,10 @@ def _plan(drawn: Drawn, job: Job) -> Plan:
     model, sample = _model(drawn.model), text_batch(drawn.rows, drawn.tokens)
     if isinstance(job.ac, MemoryBudget):
         return planned(model, sample, job)[1]
+    if isinstance(job.ac, Plan):
+        query = _under_plan(model, sample, job)
+        chosen = [choices_of(stage, job) for stage in query.stages]
+        return describe(query, [each for each in chosen if each is not None], job.ac.budget)
     query = query_of(model, sample, job, job.ac.mode)
     return describe(query, query.uniform(job.ac.mode), job.ac.mode)
 
