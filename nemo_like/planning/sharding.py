@@ -268,8 +268,10 @@ def sharding_of(
     last = plan.layers[-1] if plan.layers else None
     dtypes, after_forward = precision.dtypes, fsdp.reshard_after_forward
     known: dict[Any, UnitBytes] = {}
+    between = 0 if isinstance(after_forward, bool | None) else after_forward  # torch cuts on dim 0 alone then
 
-    between = 0 if isinstance(after_forward, bool | None) else after_forward
+    def cut_dim(param: nn.Parameter, ranks: int, kind: str) -> int:
+        return 0 if between and kind != "experts" else _cut_dim(param, ranks, kind)
 
     def unit_bytes(
         kind: str, of: tuple[int, ...], ranks: int, reshard: bool, stack: str = "", kept: int = 0
@@ -278,7 +280,8 @@ def sharding_of(
         key = (kind, of, ranks, reshard, stack, kept)
         if key not in known:
             params = [forms.first[form] for form in of]
-            unit = _unit(kind, params, ranks, dtypes["param_dtype"], dtypes["reduce_dtype"], reshard, forms, host)
+            dims = [cut_dim(param, ranks, kind) for param in params]
+            unit = _unit(kind, params, dims, ranks, dtypes["param_dtype"], dtypes["reduce_dtype"], reshard, forms, host)
             each_kept = tuple(size // kept for size in unit.each_gathered) if kept else ()
             known[key] = replace(unit, stack=stack, each_kept=each_kept)
         return known[key]
@@ -293,7 +296,7 @@ def sharding_of(
 
     def trains_as(form: int, in_layer: bool, of_expert: bool) -> TrainedParameter:
         param, ranks = forms.first[form], expert_ranks if of_expert else shard_ranks
-        elements = _padded(param, ranks, _cut_dim(param, ranks, "experts" if of_expert else "")) // ranks
+        elements = _padded(param, ranks, cut_dim(param, ranks, "experts" if of_expert else "")) // ranks
         return TrainedParameter(tuple(local_part(param).shape), elements, param.element_size(), in_layer)
 
     reshard = after_forward if isinstance(after_forward, bool) else True
@@ -303,7 +306,7 @@ def sharding_of(
     padding = 0
     for form, count in forms.sharded.items():
         param = forms.first[form]
-        whole = _padded(param, shard_ranks, _cut_dim(param, shard_ranks, ""))
+        whole = _padded(param, shard_ranks, cut_dim(param, shard_ranks, ""))
         padding += count * (whole - local_part(param).numel()) * param.element_size()
     root = unit(plan.root)
     for extra in plan.by_dtype:
@@ -332,6 +335,7 @@ def sharding_of(
 def _unit(
     kind: str,
     params: Sequence[nn.Parameter],
+    dims: Sequence[int],
     ranks: int,
     param_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
@@ -339,7 +343,6 @@ def _unit(
     forms: ParameterForms,
     host: bool,
 ) -> UnitBytes:
-    dims = [_cut_dim(p, ranks, kind) for p in params]
     shards = [(_padded(p, ranks, dim) // ranks, p) for p, dim in zip(params, dims)]
     trained = [(n, p) for n, p in shards if forms.trains_in_step(p)]
     compute = [(n, (param_dtype or p.dtype).itemsize) for n, p in shards]
