@@ -139,7 +139,10 @@ def _drawn(random_: random.Random) -> Drawn:
             replay=pick(["auto", "once", "twice"]),
         )  # fmt: skip
     asked["strategy"] = FSDP2(
-        pick([None, None, True, False, 2]), pick([1, 1, 0, 2]), pick([1, 1, 0, 2]), cpu_offload=pp == 1 and now_and_then(0.05)
+        pick([None, None, True, False, 2]),
+        pick([1, 1, 0, 2]),
+        pick([1, 1, 0, 2]),
+        cpu_offload=pp == 1 and now_and_then(0.05),
     )
     asked["precision"] = pick([None, "bf16", "bf16", Precision("bf16", reduce_dtype="bf16")])
     asked["ac"] = pick(["none", "full", "selective", "60%", "30%", "peak", "peak"])
@@ -162,8 +165,8 @@ def _model(name: str) -> nn.Module:
     return build(name).to("meta")
 
 
-def answer(drawn: Drawn) -> Answers:
-    """Return what the three say about a job."""
+def answer(drawn: Drawn, *, rank: bool = True) -> Answers:
+    """Return what the three say about a job; `rank`: the third one, too, which takes longest."""
     found = Answers()
 
     def ask(who: str, how: Callable[[], T]) -> T | None:
@@ -189,9 +192,10 @@ def answer(drawn: Drawn) -> Answers:
     plan = ask("plan", lambda: _plan(drawn, job))
     if plan is not None:
         found.plan = plan.peak_bytes, plan.step_seconds
-        rank = int(plan.peak_at.rpartition(", on rank ")[2]) if job.pp.size > 1 else 0
-        rank *= job.ranks // job.pp.size
-        run = ask("rank", lambda: dry_run(_model(drawn.model), job, text_batch(drawn.rows, drawn.tokens), rank=rank))
+    if plan is not None and rank:
+        number = int(plan.peak_at.rpartition(", on rank ")[2]) if job.pp.size > 1 else 0
+        number *= job.ranks // job.pp.size
+        run = ask("rank", lambda: dry_run(_model(drawn.model), job, text_batch(drawn.rows, drawn.tokens), rank=number))
         if run is not None and run.against is not None:
             found.rank = run.peak_bytes, run.against
     return found

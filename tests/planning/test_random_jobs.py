@@ -1,0 +1,47 @@
+"""Random jobs of `tests.benchmarks.random_jobs`, of which a plan, `fit` and a rank on fake tensors say the same."""
+
+from __future__ import annotations
+
+import pytest
+
+from nemo_like import Job
+from nemo_like.options import FSDP2, ContextParallel
+from tests.benchmarks.random_jobs import Drawn, answer, draw
+
+pytest.importorskip("transformers")
+pytest.importorskip("scipy")
+
+SEEDS = {
+    1007: "tp, zbv with its backward twice, boundary offloading",
+    1043: "a peak that only full checkpointing stays within",
+    2017: "tp, replicas, stages of equal memory",
+    3050: "tp with a split loss, ulysses, a peak",
+    3294: "ulysses, accumulation, parameters resharded over two ranks",
+    3319: "tp with parts of sequences and a split loss, replicas",
+    3325: "zbv, stages of equal memory",
+    3420: "ep, accumulation, an average of weights",
+    3659: "ep, interleaved stages resharded over two ranks",
+    3853: "ep, replicas, a peak",
+}
+WITH_RANK = (3294, 3319)
+"""Those that run on a fake rank here; `python -m tests.benchmarks random_jobs` runs the others there, too."""
+
+
+@pytest.mark.parametrize("seed", SEEDS, ids=lambda seed: f"{seed}: {SEEDS[seed]}")
+def test_a_plan_and_fit_and_a_rank_say_the_same(seed: int) -> None:
+    drawn, _ = draw(seed)
+    found = answer(drawn, rank=seed in WITH_RANK)
+    assert found.plan and found.fit and not found.problems, (drawn.words, found)
+    assert (found.rank is not None) == (seed in WITH_RANK), found.refused
+
+
+def test_ulysses_names_the_heads_that_tp_leaves() -> None:
+    job = Job.of(ac="none", tp=2, cp=ContextParallel(4, "ulysses"), world_size=8, gpu="cpu")
+    found = answer(Drawn("llama", job, 1, 32), rank=False)
+    assert "this attention has 2 on each rank of tp" in found.refused["plan"]
+
+
+@pytest.mark.parametrize(("ranks", "divisors"), [(3, "no number between does"), (8, "2, 4")])
+def test_a_job_reshards_over_a_divisor_of_its_shards(ranks: int, divisors: str) -> None:
+    with pytest.raises(ValueError, match=rf"shard axis of {ranks} ranks \({divisors}\)"):
+        Job.of(FSDP2(reshard_after_forward=3 if ranks == 8 else 2), world_size=ranks)
