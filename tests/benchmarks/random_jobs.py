@@ -26,7 +26,15 @@ from nemo_like.fake_rank import dry_run
 from nemo_like.job import Job
 from nemo_like.models import text_batch
 from nemo_like.options import (
-    FSDP2, ChunkedLoss, ContextParallel, ExpertParallel, MemoryBudget, OffloadConfig, PipelineParallel, Precision, StepSpec,
+    FSDP2,
+    ChunkedLoss,
+    ContextParallel,
+    ExpertParallel,
+    MemoryBudget,
+    OffloadConfig,
+    PipelineParallel,
+    Precision,
+    StepSpec,
     TensorParallel,
 )  # fmt: skip
 from nemo_like.options.pipelining import SCHEDULE_OBJECTS, SCHEDULES
@@ -174,7 +182,7 @@ def answer(drawn: Drawn, *, rank: bool = True) -> Answers:
             return how()
         except REFUSALS as error:
             found.refused[who] = str(error)
-        except Exception as error:  # any other is a finding
+        except Exception as error:  # noqa: BLE001 - any other is a finding
             at = traceback.extract_tb(error.__traceback__)[-1]
             found.crashed[who] = f"{type(error).__name__}: {error} ({at.filename}:{at.lineno})"
         return None
@@ -245,23 +253,29 @@ def run(jobs: int, seed: int) -> int:
     """Print the jobs from `seed` on whose answers differ, and return how many do."""
     logging.disable(logging.WARNING)
     counts, start = Counter[str](), time.perf_counter()
-    for number in range(seed, seed + jobs):
-        drawn, skipped = draw(number)
-        counts["drawn again, as no Job can be so"] += skipped
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            found = answer(drawn)
-        if problems := found.problems:
-            print(f"seed {number}: {drawn.words}", *problems, sep="\n    ", flush=True)
-        counts["jobs"] += 1
-        counts["jobs whose answers differ"] += bool(problems)
-        counts["plan and fit answered"] += bool(found.plan and found.fit)
-        counts["of those, equal"] += bool(found.plan and found.fit) and not any("fit" in each for each in problems)
-        counts["plan and rank answered"] += found.rank is not None
-        counts["of these, close"] += found.rank is not None and not any("rank" in each for each in problems)
-        for who, why in found.refused.items():
-            counts[f"{who} refused: {why[:90]}"] += 1
-    for words, count in counts.items():
-        print(f"{count:6} {words}")
-    print(f"{time.perf_counter() - start:6.0f} seconds")
+    try:
+        for number in range(seed, seed + jobs):
+            drawn, skipped = draw(number)
+            counts["drawn again, as no Job can be so"] += skipped
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                found = answer(drawn)
+            if problems := found.problems:
+                print(f"seed {number}: {drawn.words}", *problems, sep="\n    ", flush=True)
+            counts.update(_counted(found))
+    finally:  # also where it is interrupted
+        print(*(f"{count:6} {words}" for words, count in counts.items()), sep="\n")
+        print(f"{time.perf_counter() - start:6.0f} seconds", flush=True)
     return counts["jobs whose answers differ"]
+
+
+def _counted(found: Answers) -> dict[str, int]:
+    problems, both = found.problems, bool(found.plan and found.fit)
+    return {
+        "jobs": 1,
+        "jobs whose answers differ": bool(problems),
+        "plan and fit answered": both,
+        "of those, equal": both and not any("fit" in each for each in problems),
+        "plan and rank answered": found.rank is not None,
+        "of these, close": found.rank is not None and not any("rank" in each for each in problems),
+    } | {f"{who} refused: {why[:90]}": 1 for who, why in found.refused.items()}
