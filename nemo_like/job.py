@@ -42,6 +42,7 @@ from nemo_like.options import (
     parse_strategy,
 )
 from nemo_like.options.memory import AllocatorConfig
+from nemo_like.options.parallel import undivided_shards
 
 
 class JobKeywords(TypedDict, total=False):
@@ -561,6 +562,14 @@ def _split_backward_stays_gathered(job: Job) -> str | None:
     )
 
 
+def _resharding_divides_the_shards(job: Job) -> str | None:
+    if job.world_size is None or not isinstance(job.strategy, FSDP2):
+        return None
+    if job.world_size == job.pp.size > 1:
+        return None  # a stage on one rank: nothing is sharded
+    return undivided_shards(job.strategy.reshard_after_forward, job.shard_ranks)
+
+
 RULES: tuple[Callable[[Job], str | None], ...] = (
     _axes_need_fsdp2,
     _stages_need_fsdp2,
@@ -575,6 +584,7 @@ RULES: tuple[Callable[[Job], str | None], ...] = (
     _budget_of_stages,
     _split_is_the_callers,
     _split_backward_stays_gathered,
+    _resharding_divides_the_shards,
 )
 """Rules on what cannot be combined, whatever the model: each returns what is wrong, why and the way out, or None."""
 

@@ -25,6 +25,7 @@ from nemo_like.distributed.units import Unit, UnitPlan, plan_units, shard_dim
 from nemo_like.distributed.weights.replaced import refuse_to_train
 from nemo_like.distributed.weights.slots import CPU_OFFLOAD_MARK
 from nemo_like.options import FSDP2
+from nemo_like.options.parallel import undivided_shards
 from nemo_like.torch_compat import (
     after_each_forward,
     explain_sharded_weights,
@@ -191,14 +192,8 @@ def check_sharding(
 
 def check_reshard(value: bool | int | None, shard_size: int) -> None:
     """Raise ValueError where `value`, a number of ranks, does not divide `shard_size` of them."""
-    if value is None or isinstance(value, bool):
-        return
-    if not 1 < value < shard_size or shard_size % value:
-        divisors = ", ".join(str(n) for n in range(2, shard_size) if shard_size % n == 0)
-        raise ValueError(
-            f"reshard_after_forward is {value}; as a number of ranks it must divide the shard axis of {shard_size} ranks "
-            f"({divisors or 'no number between does'}). True: sharded over all of them after forward; False: not."
-        )
+    if (problem := undivided_shards(value, shard_size)) is not None:
+        raise ValueError(problem)
 
 
 def _reshard(unit: Unit, last_layer: Unit | None, asked: bool | int | None) -> bool | int:

@@ -64,6 +64,17 @@ class FSDP2:
             )
 
 
+def undivided_shards(reshard: bool | int | None, ranks: int) -> str | None:
+    """Return the message on a number for ``reshard_after_forward`` that does not divide `ranks`; None where it does."""
+    if isinstance(reshard, bool | None) or (1 < reshard < ranks and ranks % reshard == 0):
+        return None
+    divisors = ", ".join(str(n) for n in range(2, ranks) if ranks % n == 0)
+    return (
+        f"reshard_after_forward is {reshard}; as a number of ranks it must divide the shard axis of {ranks} ranks "
+        f"({divisors or 'no number between does'}). True: sharded over all of them after forward; False: not."
+    )
+
+
 @dataclass(frozen=True)
 class DDP:
     """`DistributedDataParallel` with what only it has. Usable as ``strategy=``; ``"ddp"`` means the defaults.

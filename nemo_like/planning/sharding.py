@@ -64,6 +64,8 @@ class UnitBytes:
     """`shard` by parameter."""
     each_gathered: tuple[int, ...] = ()
     """`gathered` by parameter."""
+    each_kept: tuple[int, ...] = ()
+    """Bytes that a rank keeps of each gathered parameter between forward and backward, where fewer ranks share them then."""
     host_shard: int = 0
     """Bytes of its parameters, where they are stored in host memory instead."""
     host_grad: int = 0
@@ -266,26 +268,35 @@ def sharding_of(
     last = plan.layers[-1] if plan.layers else None
     dtypes, after_forward = precision.dtypes, fsdp.reshard_after_forward
     known: dict[Any, UnitBytes] = {}
+    between = 0 if isinstance(after_forward, bool | None) else after_forward  # torch cuts on dim 0 alone then
 
-    def unit_bytes(kind: str, of: tuple[int, ...], ranks: int, reshard: bool, stack: str = "") -> UnitBytes:
+    def cut_dim(param: nn.Parameter, ranks: int, kind: str) -> int:
+        return 0 if between and kind != "experts" else _cut_dim(param, ranks, kind)
+
+    def unit_bytes(
+        kind: str, of: tuple[int, ...], ranks: int, reshard: bool, stack: str = "", kept: int = 0
+    ) -> UnitBytes:
         """Return the bytes of a unit. Equal layers have equal units: one of each is counted."""
-        key = (kind, of, ranks, reshard, stack)
+        key = (kind, of, ranks, reshard, stack, kept)
         if key not in known:
             params = [forms.first[form] for form in of]
-            unit = _unit(kind, params, ranks, dtypes["param_dtype"], dtypes["reduce_dtype"], reshard, forms, host)
-            known[key] = replace(unit, stack=stack)
+            dims = [cut_dim(param, ranks, kind) for param in params]
+            unit = _unit(kind, params, dims, ranks, dtypes["param_dtype"], dtypes["reduce_dtype"], reshard, forms, host)
+            each_kept = tuple(size // kept for size in unit.each_gathered) if kept else ()
+            known[key] = replace(unit, stack=stack, each_kept=each_kept)
         return known[key]
 
     def unit(source: Any) -> UnitBytes:
         if source.kind == "layer" and source is not last:
-            reshard = True if after_forward is None else bool(after_forward)
+            reshard, kept = True if after_forward is None else bool(after_forward), between
         else:
+            kept = 0
             reshard = after_forward if isinstance(after_forward, bool) and source.kind != "dtype" else False
-        return unit_bytes(source.kind, forms.units[id(source)], shard_ranks, bool(reshard), source.stack)
+        return unit_bytes(source.kind, forms.units[id(source)], shard_ranks, bool(reshard), source.stack, kept)
 
     def trains_as(form: int, in_layer: bool, of_expert: bool) -> TrainedParameter:
         param, ranks = forms.first[form], expert_ranks if of_expert else shard_ranks
-        elements = _padded(param, ranks, _cut_dim(param, ranks, "experts" if of_expert else "")) // ranks
+        elements = _padded(param, ranks, cut_dim(param, ranks, "experts" if of_expert else "")) // ranks
         return TrainedParameter(tuple(local_part(param).shape), elements, param.element_size(), in_layer)
 
     reshard = after_forward if isinstance(after_forward, bool) else True
@@ -295,7 +306,7 @@ def sharding_of(
     padding = 0
     for form, count in forms.sharded.items():
         param = forms.first[form]
-        whole = _padded(param, shard_ranks, _cut_dim(param, shard_ranks, ""))
+        whole = _padded(param, shard_ranks, cut_dim(param, shard_ranks, ""))
         padding += count * (whole - local_part(param).numel()) * param.element_size()
     root = unit(plan.root)
     for extra in plan.by_dtype:
@@ -324,6 +335,7 @@ def sharding_of(
 def _unit(
     kind: str,
     params: Sequence[nn.Parameter],
+    dims: Sequence[int],
     ranks: int,
     param_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
@@ -331,7 +343,6 @@ def _unit(
     forms: ParameterForms,
     host: bool,
 ) -> UnitBytes:
-    dims = [_cut_dim(p, ranks, kind) for p in params]
     shards = [(_padded(p, ranks, dim) // ranks, p) for p, dim in zip(params, dims)]
     trained = [(n, p) for n, p in shards if forms.trains_in_step(p)]
     compute = [(n, (param_dtype or p.dtype).itemsize) for n, p in shards]

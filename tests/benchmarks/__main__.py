@@ -13,6 +13,7 @@ from tests.benchmarks.overhead import OVERHEAD
 from tests.benchmarks.planning import PLANNING
 from tests.benchmarks.public_numbers import PUBLIC
 from tests.benchmarks.published import PUBLISHED
+from tests.benchmarks.random_jobs import run as random_jobs
 from tests.benchmarks.scale import SCALE
 from tests.benchmarks.verify import VERIFY
 
@@ -28,13 +29,18 @@ SUITES = {
     "overhead": OVERHEAD,
 }
 """The suites, by name."""
+RANDOM = "random_jobs"
+"""Measures nothing: its rows are the jobs whose answers differ."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one suite and return the exit status: 0 done, 2 bad input (one line says what), 130 interrupted."""
+    """Run one suite and return the exit status: 0 done, 1 random jobs differ, 2 bad input (one line says what), 130
+    interrupted."""
     start_logging()
     args = make_parser().parse_args(argv)
     try:
+        if args.suite == RANDOM:
+            return 1 if random_jobs(args.jobs, args.seed) else 0
         return run_suite(SUITES[args.suite], args)
     except KeyboardInterrupt:
         return 130
@@ -46,13 +52,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def make_parser() -> argparse.ArgumentParser:
     """A suite's name, then the options of `nemo-like bench`."""
     suites = "\n".join(f"  {name:<10} {suite.help}" for name, suite in SUITES.items())
+    suites += f"\n  {RANDOM} whether a plan, fit and a fake rank agree about jobs that are drawn"
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
         description=f"suites:\n{suites}",
         epilog=examples(PROGRAM, ("published --markdown", "overhead --threads 1")),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("suite", choices=list(SUITES), help="what to measure")
+    parser.add_argument("suite", choices=[*SUITES, RANDOM], help="what to measure")
+    parser.add_argument("--jobs", type=int, default=100, help=f"{RANDOM}: how many jobs")
+    parser.add_argument("--seed", type=int, default=0, help=f"{RANDOM}: of the first job, which the next ones follow")
     add_options(parser)
     parser.set_defaults(own=parser)
     return parser

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from nemo_like.options import parse_bytes
+from nemo_like.planning.answers.rank import peak_of
 from nemo_like.planning.answers.reserved import StepLogs, fullest_ranks, replay
 from nemo_like.planning.program.allocator import DeviceMemoryError
 from nemo_like.planning.program.storages import Peak
@@ -81,14 +82,19 @@ def plan_within(
     """Return a plan whose deciding bytes are within `limit`: its choices, its peak, its need, and its budget in words.
 
     A plan is made for a peak. Where more is reserved than `limit`, the next plan is made for a peak that is lower in the
-    same proportion. Budgets are rounded down to what is short to write (`budget_words`). None: no plan fits.
+    same proportion. Budgets are rounded down to what is short to write (`budget_words`). The last plan is made for the peak
+    of full checkpointing, since segments are so large that less peak may not reserve less. None: no plan fits.
 
     Args:
         make: makes the fastest plan within so many bytes of peak; None: none fits.
     """
     budget = most_allocated(query, limit)
-    for _ in range(_ATTEMPTS):
-        for word in budget_words(budget):
+    for left in reversed(range(_ATTEMPTS)):
+        words = budget_words(budget)
+        if not left:
+            budget = peak_of(query, query.uniform("full")).total
+            words = (f"{budget}B",)
+        for word in words:
             planned = make(parse_bytes(word))
             if planned is not None:
                 break
@@ -102,11 +108,11 @@ def plan_within(
     return None
 
 
-_ATTEMPTS = 6
+_ATTEMPTS = 7
 """Most plans that are made, for ever lower peaks, until reserved bytes fit."""
 
 
-def budget_words(size: int) -> tuple[str, str]:
+def budget_words(size: int) -> tuple[str, ...]:
     """Return the budget of `size` bytes, rounded down: to a tenth or hundredth, and in whole units of a finer size.
 
     >>> budget_words((72 << 30) - 4096), budget_words(5 << 19), budget_words(1000)

@@ -368,9 +368,10 @@ def _read(name: str, value: Any) -> Any:
             raise ValueError(f"{name} is {value}; it must be >= 1.")
         return value
     if name in _FLAGS:
-        default = ", or None in a list: FSDP2's default" if name == "reshard_after_forward" else ""
-        if not (isinstance(value, bool) or (default and value is None)):
-            raise TypeError(f"{name} is {value!r}; it must be True or False{default}.")
+        if name == "reshard_after_forward":
+            return FSDP2(reshard_after_forward=value).reshard_after_forward  # which checks it
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} is {value!r}; it must be True or False.")
         return value
     if not isinstance(value, str):
         raise TypeError(f"{name} is {value!r}; it must be one of {', '.join(_WORDS[name])}.")

@@ -21,6 +21,7 @@ from nemo_like.planning.choose.layer import BlockProblem, Choice, Stack, as_choi
 from nemo_like.planning.fit.layouts import Configuration, axes_inside
 from nemo_like.planning.fit.question import Question
 from nemo_like.planning.model.traced import MODES
+from nemo_like.planning.planner import balanced
 from nemo_like.planning.program.storages import Peak
 from nemo_like.planning.query import Choices, PlanQuery, Stage, Traced
 
@@ -109,10 +110,13 @@ class Shape:
         Raises:
             ValueError: the model cannot be cut into the stages of `conf`.
         """
-        key = (conf.grad_accum, *_bytes_of(conf)[:-1])
+        balances = self.key.staged and conf.job.pp.balance == "memory"
+        mode = "full" if conf.mode == "plan" else conf.mode
+        key = (conf.grad_accum, *_bytes_of(conf)[:-1], mode if balances else "")
         if key not in self._queries:
             job = conf.change(ac="none").job
-            self._queries[key] = self.traced.query(job) if self.key.staged else self.whole_under(job)
+            query = self.traced.query(job) if self.key.staged else self.whole_under(job)
+            self._queries[key] = balanced(query, mode) if balances else query
         return self._queries[key]
 
     def whole_under(self, job: Job) -> PlanQuery:

@@ -72,6 +72,8 @@ class Units:
         """Flat buffers of units that are gathered and not copied out yet."""
         self.gathered: dict[Hashable, list[int]] = {}
         """Gathered parameters."""
+        self.kept: dict[Hashable, list[int]] = {}
+        """Parts of resharded parameters that wait for backward, where fewer ranks share them till then."""
         self.last_flat = 0
         """The flat buffer that forward copied out last: freed after the next copy-out."""
         self.reducing = 0
@@ -91,7 +93,7 @@ class Units:
             return
         part = _gathered(key)
         self.storages.mark("gathering")
-        cast = self.storages.make(unit.gather_input, part, GATHER)
+        cast = 0 if key in self.kept else self.storages.make(unit.gather_input, part, GATHER)
         self.flat[key] = self.storages.make(unit.flat, part, GATHER)
         self.storages.make_and_drop(self._copied_by_gloo(unit, unit.gathered), part)
         self.storages.drop(cast)
@@ -104,6 +106,7 @@ class Units:
         part = _gathered(key)
         self.gathered[key] = [self.storages.make(size, part) for size in unit.each_gathered]
         self.storages.make_and_drop(unit.copied, part)
+        self.storages.drop_all(self.kept.pop(key, ()))
         flat = self.flat.pop(key)
         if forward:
             self.drop_flat()  # `FSDPParamGroup.wait_for_unshard` has a name for it until it returns
@@ -116,9 +119,16 @@ class Units:
         self.storages.drop(self.last_flat)
         self.last_flat = 0
 
-    def reshard(self, key: Hashable) -> None:
-        """Free a unit's parameters after its forward."""
-        self.storages.drop_all(self.gathered.pop(key, ()))
+    def reshard(self, key: Hashable, unit: UnitBytes | None = None) -> None:
+        """Free a unit's parameters after its forward, but for what it keeps of each till backward."""
+        gathered = self.gathered.pop(key, ())
+        if unit is None or not unit.each_kept:
+            self.storages.drop_all(gathered)
+            return
+        kept = self.kept[key] = []
+        for storage, size in zip(gathered, unit.each_kept):
+            kept.append(self.storages.make(size, _gathered(key)))
+            self.storages.drop(storage)
 
     def close(self, key: Hashable) -> None:
         """Free a unit's parameters after its backward."""
@@ -193,8 +203,10 @@ class Units:
         """Free all units."""
         for key in list(self.gathered):
             self.close(key)
-        self.storages.drop_all(self.flat.values())
+        for storages in (self.flat.values(), *self.kept.values()):
+            self.storages.drop_all(storages)
         self.flat.clear()
+        self.kept.clear()
 
     def finish(self) -> None:
         """Free the buffers of the last reduction."""

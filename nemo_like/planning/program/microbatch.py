@@ -168,7 +168,7 @@ class Microbatch:
             storages.upto = i + 1
             for key, unit in ((("experts", i), layer.experts), (i, layer.unit)):
                 if unit is not None and unit.reshard:
-                    units.reshard(key)
+                    units.reshard(key, unit)
         if self.on:
             units.copy_out(TAIL, self.sharding.tail, forward=True)
         storages.mark("forward of the head")

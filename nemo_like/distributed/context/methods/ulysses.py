@@ -56,6 +56,11 @@ class Ulysses(ContextMethod):
         mask: Tensor | None,
         kwargs: dict[str, Any],
     ) -> Any:
+        if query.shape[1] % parts.ranks:
+            raise NotImplementedError(
+                f"method='ulysses' gives each of {parts.ranks} ranks some heads, and this attention has {query.shape[1]} on "
+                "each rank of tp. Use a smaller tp or cp, or method='all_gather'."
+            )
         groups = query.shape[1] // key.shape[1]
         kwargs = dict(with_whole_bias(kwargs, key.shape[2], key.shape[2] * parts.ranks))
         if key.shape[1] % parts.ranks:
