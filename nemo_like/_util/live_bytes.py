@@ -142,28 +142,28 @@ class LiveBytes(TorchDispatchMode):
             self.changed(number, 0)
 
 
-class CudaBytes:
-    """Reads `live` and `take_peak` from the caching allocator of one CUDA device."""
+class DeviceBytes:
+    """Reads `live` and `take_peak` from the caching allocator of one device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self._module = device, torch.get_device_module(device)
 
     def __enter__(self) -> Self:
-        torch.cuda.synchronize(self._device)
-        self._base = torch.cuda.memory_allocated(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
+        self._module.synchronize(self._device)
+        self._base = self._module.memory_allocated(self._device)
+        self._module.reset_peak_memory_stats(self._device)
         return self
 
     def __exit__(self, *_: object) -> None:
-        torch.cuda.synchronize(self._device)
+        self._module.synchronize(self._device)
 
     @property
     def live(self) -> int:
         """Bytes alive now that were not when it was entered."""
-        return torch.cuda.memory_allocated(self._device) - self._base
+        return self._module.memory_allocated(self._device) - self._base
 
     def take_peak(self) -> int:
         """Return the most bytes alive at one time since the last call."""
-        peak = torch.cuda.max_memory_allocated(self._device) - self._base
-        torch.cuda.reset_peak_memory_stats(self._device)
+        peak = self._module.max_memory_allocated(self._device) - self._base
+        self._module.reset_peak_memory_stats(self._device)
         return peak

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from nemo_like._util.live_bytes import CudaBytes
+from nemo_like._util.live_bytes import DeviceBytes
 from nemo_like._util.module_tree import bare_name
 from nemo_like._util.tensors import tensors_in
 from nemo_like.distributed.launch import world_size
@@ -50,12 +50,12 @@ def zero_gradients(model: nn.Module) -> None:
 
 
 def measure_bytes(model: nn.Module, sample: object, device: torch.device) -> MeasuredBytes:
-    """One step's bytes from the allocator: CUDA's statistics, or PyTorch's allocation events on the CPU."""
+    """One step's bytes from the allocator: the device's statistics, or PyTorch's allocation events on the CPU."""
     zero_gradients(model)
-    if device.type == "cuda":
-        with CudaBytes(device) as meter:
+    if device.type != "cpu":
+        with DeviceBytes(device) as meter:
             loss = step_loss(model, sample)
-            torch.cuda.synchronize(device)
+            torch.get_device_module(device).synchronize(device)
             held = meter.live
             loss.backward()
         return MeasuredBytes(held, meter.take_peak())
@@ -73,9 +73,9 @@ def peak_bytes(model: nn.Module, sample: object, device: torch.device) -> int:
 
 def peak_of(run: Callable[[], Any], device: torch.device) -> int:
     """The most that is alive at one time while `run` runs, beyond what was there before it."""
-    if device.type != "cuda":
+    if device.type == "cpu":
         return max(cpu_events(run))
-    with CudaBytes(device) as meter:
+    with DeviceBytes(device) as meter:
         run()
     return meter.take_peak()
 
@@ -163,12 +163,12 @@ def take_turns(
     for turn in range(warmup + repeats):
         for index, step in enumerate(steps):
             before(index)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            if device.type != "cpu":
+                torch.get_device_module(device).synchronize(device)
             start = clock()
             step()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            if device.type != "cpu":
+                torch.get_device_module(device).synchronize(device)
             if turn >= warmup:
                 times[index].append((clock() - start) * 1000)
     return times

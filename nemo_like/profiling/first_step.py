@@ -90,7 +90,7 @@ class _StepWatch:
         self.wait = (
             2 if isinstance(model, DistributedDataParallel) else 1
         )  # DDP makes its buckets anew in the second step
-        self.meter: _CudaPeak | AllocatorEvents | None = None
+        self.meter: _DevicePeak | AllocatorEvents | None = None
         self.output: list[weakref.ref[torch.Tensor]] = []
         self.handles = [
             model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
@@ -119,7 +119,7 @@ class _StepWatch:
     def _begin(self, module: nn.Module) -> None:
         self.seen.gradients_before = any(p.grad is not None for p in module.parameters())
         gc.collect()  # else what an earlier model left in cycles may be freed within the step, and counted
-        meter = _CudaPeak(self.device) if self.device.type == "cuda" else AllocatorEvents()
+        meter = AllocatorEvents() if self.device.type == "cpu" else _DevicePeak(self.device)
         try:
             meter.start()
         except RuntimeError as error:  # another profiler is on
@@ -222,18 +222,18 @@ def bytes_between_steps(model: nn.Module, optimizer: Optimizer, *, gradients: bo
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-class _CudaPeak:
+class _DevicePeak:
     """The caching allocator's highest mark, which is not reset: it may be from other code."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def start(self) -> None:
-        self.before = torch.cuda.max_memory_allocated(self.device)
+        self.before = torch.get_device_module(self.device).max_memory_allocated(self.device)
 
     def stop(self) -> int | None:
         """The peak; None where an earlier one was higher, and hides it."""
-        peak = torch.cuda.max_memory_allocated(self.device)
+        peak = torch.get_device_module(self.device).max_memory_allocated(self.device)
         return peak if peak > self.before else None
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nemo_like._util.live_bytes import CudaBytes, LiveBytes, storages_of
+from nemo_like._util.live_bytes import DeviceBytes, LiveBytes, storages_of
 from nemo_like._util.tensors import tensors_in
 from nemo_like.profiling.meters import Clock
 from nemo_like.profiling.profile_report import Moment
@@ -154,7 +154,7 @@ class StepBytes:
 
 
 class _ByteListener(Listener):
-    def __init__(self, counter: LiveBytes, meter: LiveBytes | CudaBytes, ignored: set[int]) -> None:
+    def __init__(self, counter: LiveBytes, meter: LiveBytes | DeviceBytes, ignored: set[int]) -> None:
         self._counter = counter
         self._meter = meter
         self._ignored = ignored
@@ -212,7 +212,7 @@ def trace_bytes(
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     state = [*model.parameters(), *model.buffers()]
     counter = LiveBytes([*state, *gradients, *tensors_in(sample)])
-    meter = CudaBytes(device) if device.type == "cuda" else counter
+    meter = counter if device.type == "cpu" else DeviceBytes(device)
     listener = _ByteListener(counter, meter, set(map(counter.identify, storages_of(state))))
     with meter, torch.autograd.graph.saved_tensors_hooks(listener.saved, lambda tensor: tensor):
         watch_step(model, layers, sample, loss_fn, listener)
@@ -266,14 +266,14 @@ def trace_times(
     clock = Clock(device)
     listener = _TimeListener(clock)
     with contextlib.ExitStack() as stack:
-        if device.type == "cuda":
-            stack.enter_context(torch.cuda.device(device))
+        if device.type != "cpu":
+            stack.enter_context(torch.get_device_module(device).device(device))
         start = clock.mark()
         watch_step(model, layers, sample, loss_fn, listener)
         listener.step_ends()
         end = clock.mark()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if device.type != "cpu":
+            torch.get_device_module(device).synchronize(device)
     calls = [CallTimes(layer) for layer in listener.layers]
     for phase, call, begin, finish in listener.spans:
         setattr(calls[call], phase, getattr(calls[call], phase) + clock.milliseconds(begin, finish))

@@ -17,21 +17,21 @@ from nemo_like.torch_compat import profiler_is_on
 
 
 class Clock:
-    """Marks in the device's own time: CUDA events, so that nothing is synchronised, or the host's clock."""
+    """Marks in the device's own time: its events, so that nothing is synchronised, or the host's clock."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self._events = None if device.type == "cpu" else torch.get_device_module(device)
 
     def mark(self) -> Any:
-        if not self._cuda:
+        if self._events is None:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = self._events.Event(enable_timing=True)
         event.record()
         return event
 
     def milliseconds(self, start: Any, end: object) -> float:
-        """From `start` to `end`; on CUDA the work between them must have finished (synchronise first)."""
-        return float(start.elapsed_time(end)) if self._cuda else (end - start) * 1000
+        """From `start` to `end`; on a device the work between them must have finished (synchronise first)."""
+        return float(start.elapsed_time(end)) if self._events is not None else (end - start) * 1000
 
 
 class AllocatorEvents:

@@ -12,7 +12,7 @@ from torch import nn
 from nemo_like._util.log import say_once
 from nemo_like._util.module_tree import check_model
 from nemo_like._util.words import check_whole
-from nemo_like.distributed.launch import checked_device
+from nemo_like.distributed.launch import checked_device, current_device
 from nemo_like.fake.model_copy import model_copy, random_numbers_put_back
 from nemo_like.fake.outside_state import OutsideState
 from nemo_like.layers import Layer, LayersNotFoundError, find_layers
@@ -227,10 +227,12 @@ def _device(wanted: str | torch.device | None, places: set[torch.device], model:
     if len(places) > 1:
         raise ValueError(f"{model} has parameters on {', '.join(sorted(map(str, places)))}; it must be on one device.")
     device = checked_device(wanted) if wanted is not None else next(iter(places), torch.device("cpu"))
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device is {str(device)!r}; a profile runs the model, on 'cpu' or a CUDA device.")
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
+    if device.type != "cpu" and not hasattr(torch.get_device_module(device), "max_memory_allocated"):
+        raise ValueError(
+            f"device is {str(device)!r}; a profile needs a device that counts its bytes: 'cpu', or a CUDA device."
+        )
+    if device.type != "cpu" and device.index is None:
+        device = current_device(device.type)
     if places and places != {device}:
         raise ValueError(f"device is {str(device)!r}, but the {model} is on {places.pop()}; move the model first.")
     return device

@@ -18,15 +18,15 @@ from nemo_like._util.words import GIB
 
 def memory_kind(device: torch.device) -> str:
     """Return the kind of memory that `memory_used` and `memory_peak` count on `device`."""
-    if device.type == "cuda":
-        return "bytes of tensors in the CUDA caching allocator"
+    if device.type != "cpu":
+        return f"bytes of tensors in the {device.type.upper()} caching allocator"
     return "resident bytes of the whole process, interpreter and libraries included"
 
 
 def memory_used(device: torch.device) -> int:
     """Bytes in use now on this rank; see `memory_kind`. On a system without /proc it is the peak."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
+    if device.type != "cpu":
+        return torch.get_device_module(device).memory_allocated(device)
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[1]) * resource.getpagesize()
@@ -36,8 +36,8 @@ def memory_used(device: torch.device) -> int:
 
 def memory_peak(device: torch.device) -> int:
     """The most bytes in use so far on this rank; see `memory_kind`."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    if device.type != "cpu":
+        return torch.get_device_module(device).max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB, macOS in bytes
 
@@ -45,8 +45,8 @@ def memory_peak(device: torch.device) -> int:
 def memory(device: torch.device) -> dict[str, int]:
     """Bytes on this rank, for a log: in use, the most so far, and what the caching allocator has reserved at most."""
     figures = {"memory_bytes": memory_used(device), "peak_bytes": memory_peak(device)}
-    if device.type == "cuda":
-        figures["reserved_bytes"] = torch.cuda.max_memory_reserved(device)
+    if device.type != "cpu":
+        figures["reserved_bytes"] = torch.get_device_module(device).max_memory_reserved(device)
     return figures
 
 

@@ -8,10 +8,10 @@ process of their own (`tests.gpusim.on_device`).
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -223,7 +223,7 @@ class Kernels:
         device.check()
         return result
 
-    @contextmanager
+    @contextlib.contextmanager
     def _randomness(self, op: Any) -> Any:
         """Let random operators draw from the device's generator."""
         if not any(part in op._schema.name for part in _RANDOM):
@@ -370,6 +370,7 @@ def _module(device: Device) -> Any:
         current_device = staticmethod(lambda: 0)
         device_count = staticmethod(lambda: 1)
         set_device = staticmethod(lambda index: None)
+        device = staticmethod(lambda place: contextlib.nullcontext())
         synchronize = staticmethod(lambda place=None: host.synchronize())
         stream = staticmethod(host.on)
         current_stream = staticmethod(lambda place=None: host.streams[host.current])

@@ -11,6 +11,7 @@ of them a write, must be ordered by them, whichever ran first.
 from __future__ import annotations
 
 import random
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -66,8 +67,8 @@ class Event:
     """A point in the work of a stream."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        """Take what `torch.cuda.Event` takes; no time is measured."""
-        self.stream, self.clock, self.position = 0, Clock(), 0
+        """Take what `torch.cuda.Event` takes."""
+        self.stream, self.clock, self.position, self.time = 0, Clock(), 0, 0.0
 
     def record(self, stream: torch.Stream | None = None) -> None:
         """Set the event behind all that `stream` was given so far."""
@@ -89,8 +90,8 @@ class Event:
         join(host.clock, self.clock)
 
     def elapsed_time(self, other: Event) -> float:
-        """Return milliseconds, which do not pass here."""
-        return 0.0
+        """Return the milliseconds on the host from this record to that of `other`."""
+        return 1000 * (other.time - self.time)
 
 
 class Host:
@@ -148,7 +149,7 @@ class Host:
     def record(self, stream: int, event: Event | None = None) -> Event:
         """Return `event`, or a new one, behind all that `stream` was given."""
         event = Event() if event is None else event
-        event.stream, event.position = stream, self.ticks[stream]
+        event.stream, event.position, event.time = stream, self.ticks[stream], time.perf_counter()
         join(self.clocks[stream], self.clock)
         event.clock = dict(self.clocks[stream])
         return event

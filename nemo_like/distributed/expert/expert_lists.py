@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from nemo_like._util.module_tree import bare, bare_modules
 from nemo_like._util.tensors import tensors_in
 from nemo_like._util.words import a_or_an
+from nemo_like.activation_checkpointing.engine.ambient import rng_state, set_rng_state
 
 
 def check_list(fqn: str, experts: nn.Module) -> None:
@@ -204,24 +205,24 @@ class BlockOfList:
     def __call__(self, *args: object, **kwargs: object) -> Any:
         stack, block = self._stack, self._block
         others = {name: _AnsweredOnce(child) for name, child in block._modules.items() if child not in (None, stack)}
-        before, buffers = _random(), {name: (b, b.clone()) for name, b in block._buffers.items() if b is not None}
+        before, buffers = rng_state(), {name: (b, b.clone()) for name, b in block._buffers.items() if b is not None}
         registered: dict[str, Any] = dict(block._modules)
         stack.block_pass = _BlockPass()
         try:
             block._modules.update(others)  # type: ignore[arg-type]
             self._own(*args, **kwargs)
-            after = _random()
+            after = rng_state()
             calls = list(stack.block_pass.calls)
             answers, tie = self._exchanged(calls, tensors_in((args, kwargs))[0])
             stack.block_pass.answers = answers
             for buffer, value in buffers.values():
                 if not torch.equal(buffer, value):  # a count that the block keeps: once is right
                     buffer.copy_(value)
-            _set_random(before)
+            set_rng_state(before)
             for other in others.values():
                 other.answering = True
             out = self._own(*args, **kwargs)
-            _set_random(after)
+            set_rng_state(after)
         finally:
             block._modules.update(registered)
             stack.block_pass = None
@@ -260,10 +261,10 @@ class _AnsweredOnce:
     def __call__(self, *args: object, **kwargs: object) -> Any:
         if self.answering:
             out, state = self._answers.pop(0)
-            _set_random(state)
+            set_rng_state(state)
             return out
         out = self._module(*args, **kwargs)
-        self._answers.append((out, _random()))
+        self._answers.append((out, rng_state()))
         return out
 
     def __getattr__(self, name: str) -> Any:
@@ -274,17 +275,6 @@ class _AnsweredOnce:
             self.__dict__[name] = value
         else:
             setattr(self._module, name, value)
-
-
-def _random() -> tuple[Tensor, Any]:
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
-    return torch.get_rng_state(), cuda
-
-
-def _set_random(state: tuple[Tensor, Any]) -> None:
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.cuda.set_rng_state(state[1])
 
 
 # Stacked experts under the names that they have in their list, so that a state dict is that of the bare model.
