@@ -165,7 +165,7 @@ class Suite:
 
 def surroundings(device: torch.device) -> dict[str, Any]:
     """Return what a number depends on besides the code: device, versions, threads, date."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
+    name = _cpu_name() if device.type == "cpu" else torch.get_device_module(device).get_device_name(device)
     return {
         "device": name,
         "torch": torch.__version__,

@@ -10,6 +10,8 @@ import torch
 
 from tests_distributed.spawn import run_ranks
 
+_NO_LAUNCHER = dict.fromkeys(("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+
 
 def on_device(function: Callable[..., Any], *args: Any, timeout: float = 60.0, **options: Any) -> Any:
     """Return ``function(device, *args)`` of a process of its own, whose accelerator is the simulated device.
@@ -23,7 +25,7 @@ def on_device(function: Callable[..., Any], *args: Any, timeout: float = 60.0, *
     Raises:
         RaceError: accesses to memory were not ordered.
     """
-    return run_ranks(1, _run, function, args, options, init_group=False, timeout=timeout)[0]
+    return run_ranks(1, _run, function, args, options, init_group=False, timeout=timeout, env=_NO_LAUNCHER)[0]
 
 
 _GPUS = [pytest.param("cuda", marks=pytest.mark.cuda)] if torch.cuda.is_available() else []

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import threading
+import types
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
+from torch.utils._device import _device_constructors
 from torch.utils._pytree import tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
@@ -91,8 +94,14 @@ class Device:
             self.memory.free(self.gone.popleft())
 
     def check(self) -> None:
-        """Raise RaceError where accesses were not ordered."""
+        """Raise RaceError where accesses were not ordered.
+
+        On autograd's thread this is left to the next call: an error there may end the process, since PyTorch 2.13
+        asks `_Guard` in destructors while the error is set.
+        """
         self.settle()
+        if threading.current_thread() is not threading.main_thread():
+            return
         races = [*self.memory.accesses.races, *self.pinned.races]
         if races:
             self.memory.accesses.races, self.pinned.races = [], []
@@ -163,6 +172,24 @@ _RANDOM = (
     "randperm",
     "rand_like",
 )
+
+
+_LOWERED = ("linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "scaled_dot_product_attention")
+_RAISED = ("softmax.int", "log_softmax.int", "layer_norm", "cross_entropy_loss", "nll_loss", "pow.Tensor_Scalar")
+"""Operators that autocast runs in its dtype, and in float32: a few of those that CUDA has."""
+
+
+def _autocast(op: Any, lowers: bool, *args: Any, **kwargs: Any) -> Any:
+    """Run an operator under autocast."""
+    dtype = torch.get_autocast_dtype(NAME) if lowers else torch.float32
+
+    def cast(value: Any) -> Any:
+        return value.to(dtype) if is_here(value) and value.is_floating_point() else value
+
+    key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+    with torch._C._ExcludeDispatchKeyGuard(key):
+        args, kwargs = tree_map(cast, (args, kwargs))
+        return op(*args, **kwargs)
 
 
 class Kernels:
@@ -251,7 +278,14 @@ class Kernels:
                 packet, _, overload = rest.partition(".")
                 op = getattr(getattr(torch.ops.aten, packet), overload or "default")
                 libraries["aten"].impl(rest, partial(self.run, op), "PrivateUse1")
-        return list(libraries.values())
+        autocast = torch.library.Library("_", "IMPL")
+        autocast.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+        for names, lowers in ((_LOWERED, True), (_RAISED, False)):
+            for rest in names:
+                packet, _, overload = rest.partition(".")
+                op = getattr(getattr(torch.ops.aten, packet), overload or "default")
+                libraries["aten"].impl(rest, partial(_autocast, op, lowers), "AutocastPrivateUse1")
+        return [*libraries.values(), autocast]
 
     # --- operators that make, move or lend memory -----------------------------------------------------------------
 
@@ -356,6 +390,8 @@ class _Hooks(torch._C._acc.PrivateUse1Hooks):
 
 
 class _Guard(torch._C._acc.DeviceGuard):
+    """The device, as PyTorch asks for it in C++."""
+
     def type_(self) -> Any:
         return torch._C._autograd.DeviceType.PrivateUse1
 
@@ -369,6 +405,7 @@ def _module(device: Device) -> Any:
         _is_in_bad_fork = staticmethod(lambda: False)
         current_device = staticmethod(lambda: 0)
         device_count = staticmethod(lambda: 1)
+        get_device_name = staticmethod(lambda place=None: "a simulated device")
         set_device = staticmethod(lambda index: None)
         device = staticmethod(lambda place: contextlib.nullcontext())
         synchronize = staticmethod(lambda place=None: host.synchronize())
@@ -377,6 +414,10 @@ def _module(device: Device) -> Any:
         default_stream = staticmethod(lambda place=None: host.streams[0])
         get_amp_supported_dtype = staticmethod(lambda: [torch.bfloat16, torch.float16])
         get_rng_state = staticmethod(lambda place=None: device.random.clone())
+
+        @staticmethod
+        def get_device_properties(place: Any = None) -> Any:
+            return types.SimpleNamespace(name="a simulated device", total_memory=device.memory.size, major=9, minor=0)
 
         @staticmethod
         def set_rng_state(state: torch.Tensor, place: Any = None) -> None:
@@ -445,17 +486,61 @@ def _pinning(device: Device, make: Callable[..., torch.Tensor]) -> Callable[...,
     return made
 
 
-def install(size: int = 512 * MIB, *, expandable: bool = False, seed: int | None = None) -> Device:
-    """Make the device this process's accelerator, once. `seed`: lets work run early, in an order that it chooses."""
+def _cloning(device: Device, clone: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a `clone` of storages, as deepcopy needs it: PyTorch has no allocator of the device to ask."""
+
+    def cloned(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        if storage.device.type != NAME:
+            return clone(storage)
+        size = storage.nbytes()
+        made = device.storage(size)
+        tensor_of(made, 0, [size], [1], torch.uint8).copy_(tensor_of(storage, 0, [size], [1], torch.uint8))
+        return made
+
+    return cloned
+
+
+def _moving(apply: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an `_apply` of modules that keeps tied parameters tied; PyTorch makes new ones for a private device."""
+
+    def applied(module: torch.nn.Module, *args: Any, **options: Any) -> torch.nn.Module:
+        owners: dict[int, list[tuple[torch.nn.Module, str]]] = {}
+        for each in module.modules():
+            for name, parameter in each._parameters.items():
+                owners.setdefault(id(parameter), []).append((each, name))
+        result = apply(module, *args, **options)
+        for (first, its_name), *others in owners.values():
+            for each, name in others:
+                each._parameters[name] = first._parameters[its_name]
+        return result
+
+    return applied
+
+
+def install(
+    size: int = 512 * MIB, *, expandable: bool = False, seed: int | None = None, threads: bool = True
+) -> Device:
+    """Make the device this process's accelerator, once.
+
+    Args:
+        size: bytes of its memory.
+        expandable: whether its allocator's segments grow.
+        seed: lets work run early, in an order that it chooses; None: work runs when somebody waits for it.
+        threads: backward runs on a thread of its own, as on CUDA. An error there ends the process.
+    """
     import random
 
     device = Device(size, expandable)
+    torch._C._set_multithreading_enabled(threads)
     host.seed = None if seed is None else random.Random(seed)
     _setup_privateuseone_for_python_backend(NAME, _module(device), _Hooks(), _Guard())
     kernels = Kernels(device)
     device.libraries = kernels.register()
+    torch.nn.Module._apply = _moving(torch.nn.Module._apply)  # type: ignore[method-assign]
+    _device_constructors()  # before the next lines put others in the place of some
     for name in ("empty", "zeros", "empty_like", "empty_strided"):
         setattr(torch, name, _pinning(device, getattr(torch, name)))
+    torch.UntypedStorage.clone = _cloning(device, torch.UntypedStorage.clone)  # type: ignore[method-assign]
     torch.Tensor.pin_memory = lambda tensor: torch.empty_like(tensor, pin_memory=True).copy_(tensor)  # type: ignore[assignment]
     torch.Tensor.is_pinned = lambda tensor, *_: device.is_pinned(tensor)  # type: ignore[assignment]
     return device

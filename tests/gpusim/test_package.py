@@ -1,0 +1,184 @@
+"""What the package does on an accelerator beside offloading: random states, autocast, verification, meters, recipes."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nemo_like import apply_activation_checkpointing, parallelize
+from nemo_like.offload import offload_activations
+from nemo_like.options import OffloadConfig
+from tests.gpusim import on_device
+from tests.models.decoders import batch, build
+
+
+class Block(nn.Module):
+    """A residual block with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.drop, self.down = nn.Linear(16, 32), nn.Dropout(0.5), nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.drop(self.up(x).relu()))
+
+
+class Model(nn.Module):
+    """Three blocks."""
+
+    def __init__(self, block: type[nn.Module] = Block) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([block() for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def _step(model: nn.Module, x: torch.Tensor, context: Any) -> list[torch.Tensor]:
+    """Return the gradients of one step, and the random states after it."""
+    torch.manual_seed(5)
+    with context():
+        out = model(x)
+    torch.rand(3, device=x.device)
+    out.float().square().sum().backward()
+    return [*(p.grad.cpu() for p in model.parameters()), torch.get_rng_state(), torch.gpusim.get_rng_state()]
+
+
+def _bitwise(_: Any, mode: str, autocasts: bool) -> bool:
+    model, x = Model().to("gpusim"), torch.randn(8, 16, device="gpusim")
+    context = (lambda: torch.autocast("gpusim", dtype=torch.bfloat16)) if autocasts else contextlib.nullcontext
+    expected = _step(copy.deepcopy(model), x, context)
+    return all(map(torch.equal, expected, _step(apply_activation_checkpointing(model, mode), x, context)))
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("autocasts", [False, True])
+def test_dropout_and_autocast_are_bitwise(mode: str, autocasts: bool) -> None:
+    assert on_device(_bitwise, mode, autocasts)
+
+
+def _in_bf16(_: Any) -> list[bool]:
+    model, x = Model().to("gpusim"), torch.randn(8, 16, device="gpusim")
+    steps = [
+        _step(
+            parallelize(copy.deepcopy(model), "single", ac, precision="bf16", device="gpusim"),
+            x,
+            contextlib.nullcontext,
+        )
+        for ac in ("none", "full", "selective")
+    ]
+    return [all(map(torch.equal, steps[0], step)) for step in steps]
+
+
+def test_precision_is_bitwise() -> None:
+    assert on_device(_in_bf16) == [True] * 3
+
+
+def _lora(_: Any) -> tuple[bool, int]:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(target_modules=["q_proj", "v_proj"], r=2)
+    model, ids = get_peft_model(build("llama"), config).to("gpusim"), batch(2).to("gpusim")
+    trained = [p for p in model.parameters() if p.requires_grad]
+
+    def step(context: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model.zero_grad()
+        with context:
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        return [p.grad.cpu() for p in trained]
+
+    expected = step(contextlib.nullcontext())
+    offloader = offload_activations(OffloadConfig(mode="all", min_bytes=0, max_inflight_bytes=1), model=model)
+    return all(map(torch.equal, expected, step(offloader))), offloader.stats.reloads
+
+
+def test_adapters_beside_the_offloading_context() -> None:
+    pytest.importorskip("peft")
+    same, reloads = on_device(_lora)
+    assert same and reloads > 0
+
+
+def _trainer(_: Any, folder: str) -> bool:
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "gpusim"
+    from tests.integrations.test_trainer import _same, _train
+
+    trained = []
+    for number, offload in enumerate(("none", "all")):
+        trainer, weights = _train(Path(folder) / str(number), offload=offload, use_cpu=False)
+        assert next(trainer.model.parameters()).device.type == "gpusim"
+        trained.append({name: value.cpu() for name, value in weights.items()})
+    return _same(*trained)
+
+
+def test_the_trainer_offloads(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    assert on_device(_trainer, str(tmp_path))
+
+
+def _pretrain(_: Any, folder: str, device: str) -> dict[str, Any]:
+    from nemo_like.options import parallel
+
+    parallel.BACKENDS["gpusim"] = "gloo"
+    for name in [name for name in sys.modules if name.startswith("nemo_like.recipes")]:
+        del sys.modules[name]  # their options name the devices that there are
+    from nemo_like.cli import main
+
+    text, result = Path(folder, "text.txt"), Path(folder, f"{device}.json")
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 100)
+    sizes = ["--seq-len", "16", "--batch-size", "2", "--steps", "3", "--ac", "full"]
+    words = [
+        "pretrain",
+        "--model",
+        "llama-tiny",
+        "--data",
+        str(text),
+        *sizes,
+        "--device",
+        device,
+        "--json",
+        str(result),
+    ]
+    assert main(words) == 0
+    return json.loads(result.read_text())
+
+
+def test_one_device_trains_as_the_cpu_does(tmp_path: Path) -> None:
+    cpu, there = (on_device(_pretrain, str(tmp_path), device) for device in ("cpu", "gpusim"))
+    # Attention is another kernel there, which sums in another order.
+    torch.testing.assert_close(torch.tensor(there["losses"]), torch.tensor(cpu["losses"]), rtol=1e-4, atol=0)
+    assert there["peak_bytes_are"] == "bytes of tensors in the GPUSIM caching allocator"
+    assert 0 < there["peak_bytes"][0] < 1 << 25
+
+
+def _commands(_: Any) -> list[str]:
+    from nemo_like.cli import main
+
+    sizes = ["--model", "llama-tiny", "--seq-len", "16", "--batch-size", "1", "--device", "gpusim"]
+    written = []
+    for words in (["bench", *sizes, "--repeats", "1", "--modes", "none", "full"], ["profile", *sizes]):
+        out = Path(f"{os.getpid()}.txt")
+        with out.open("w") as file, contextlib.redirect_stdout(file):
+            assert main(words) == 0
+        written.append(out.read_text())
+        out.unlink()
+    return written
+
+
+def test_bench_and_profile_measure_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    measured, profiled = on_device(_commands)
+    assert "a simulated device" in measured.replace("\n", " ") and measured.count("bitwise") == 2
+    assert "LlamaForCausalLM on gpusim:0" in profiled
