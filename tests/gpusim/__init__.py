@@ -44,6 +44,11 @@ def _without_device(_: Any, function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
+def on_devices(ranks: int, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+    """Return ``function(device, *args)`` of each of so many ranks, which are a gloo group; each has its device."""
+    return run_ranks(ranks, _run, function, args, options, env={"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
+
+
 def _run(
     rank: int, world_size: int, function: Callable[..., Any], args: tuple[Any, ...], options: Mapping[str, Any]
 ) -> Any:

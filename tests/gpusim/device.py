@@ -12,11 +12,11 @@ import contextlib
 import ctypes
 import threading
 import types
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._device import _device_constructors
 from torch.utils._pytree import tree_map
@@ -36,23 +36,45 @@ class RaceError(AssertionError):
     """Two accesses to the same bytes that nothing orders."""
 
 
-class _DLTensor(ctypes.Structure):
-    _fields_ = [
-        ("data", ctypes.c_void_p), ("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32),
-        ("ndim", ctypes.c_int32), ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.POINTER(ctypes.c_int64)), ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
-    ]  # fmt: skip
-
-
-class _Managed(ctypes.Structure):
-    pass
-
-
-_Deleter = ctypes.CFUNCTYPE(None, ctypes.POINTER(_Managed))
-_Managed._fields_ = [("tensor", _DLTensor), ("context", ctypes.c_void_p), ("deleter", _Deleter)]
+_SLOTS = 1 << 16
+"""Most storages at a time."""
 _capsule = ctypes.pythonapi.PyCapsule_New
 _capsule.restype, _capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+
+
+class _Storages:
+    """DLPack's structures of all storages, one in a row of words, and which of them PyTorch has let go of.
+
+    PyTorch calls a structure's deleter at any time, also while a Python error is set, when no Python may run. So that is
+    ``sigemptyset`` of the C library, which puts zeros there: the first word is the address.
+    """
+
+    def __init__(self) -> None:
+        self.words = np.zeros((_SLOTS, 16), np.uint64)
+        self.sizes = np.ones((_SLOTS, 2), np.int64)
+        self.addresses = np.zeros(_SLOTS, np.uint64)
+        self.free = list(range(_SLOTS - 1, -1, -1))
+        self.deleter = ctypes.cast(ctypes.CDLL(None).sigemptyset, ctypes.c_void_p).value
+        self.used = 0
+
+    def make(self, address: int, size: int) -> torch.UntypedStorage:
+        """Return a storage of the bytes at `address`."""
+        slot = self.free.pop()
+        self.used = max(self.used, slot + 1)
+        self.addresses[slot], self.sizes[slot, 0] = address, size
+        sizes = self.sizes.ctypes.data + 16 * slot
+        a_byte = 1 | 1 << 32 | 8 << 40 | 1 << 48  # one dimension; unsigned, 8 bits, one lane
+        self.words[slot, :8] = address, _EXTERNAL, a_byte, sizes, sizes + 8, 0, 0, self.deleter
+        structure = self.words.ctypes.data + 128 * slot
+        return torch._C._from_dlpack(_capsule(structure, b"dltensor", None)).untyped_storage()
+
+    def gone(self) -> list[int]:
+        """Return the addresses of storages that are gone, once each."""
+        slots = np.flatnonzero((self.words[: self.used, 0] == 0) & (self.addresses[: self.used] != 0))
+        addresses = self.addresses[slots].tolist()
+        self.addresses[slots] = 0
+        self.free += slots.tolist()
+        return addresses
 
 
 class Device:
@@ -63,35 +85,24 @@ class Device:
         self.pinned = Accesses()
         self.slabs: dict[int, int] = {}
         """Bytes of pinned host memory, by address."""
-        self.gone: deque[int] = deque()
-        """Addresses of storages that are gone; the deleter may come at any time."""
+        self.storages = _Storages()
         self.counted = 0
         """Operators that ran."""
         self.random = torch.Generator().manual_seed(0).get_state()
         self.libraries: list[torch.library.Library] = []
         """Registered kernels, which last as long as these."""
-        self._made: dict[int, Any] = {}
-        self._deleter = _Deleter(self._delete)
 
     # --- storages -------------------------------------------------------------------------------------------------
 
     def storage(self, size: int) -> torch.UntypedStorage:
         """Return a new storage of `size` bytes that the current stream may use."""
         self.settle()
-        address = self.memory.allocate(size, host.current)
-        one = (ctypes.c_int64 * 1)(size), (ctypes.c_int64 * 1)(1)
-        tensor = _DLTensor(address, _EXTERNAL, 0, 1, 1, 8, 1, *one, 0)
-        managed = _Managed(tensor, None, self._deleter)
-        self._made[ctypes.addressof(managed)] = managed, one, address
-        return torch._C._from_dlpack(_capsule(ctypes.addressof(managed), b"dltensor", None)).untyped_storage()
-
-    def _delete(self, managed: Any) -> None:
-        self.gone.append(self._made.pop(ctypes.addressof(managed.contents))[2])
+        return self.storages.make(self.memory.allocate(size, host.current), size)
 
     def settle(self) -> None:
         """Free what is gone."""
-        while self.gone:
-            self.memory.free(self.gone.popleft())
+        for address in self.storages.gone():
+            self.memory.free(address)
 
     def check(self) -> None:
         """Raise RaceError where accesses were not ordered.
@@ -126,6 +137,7 @@ class Device:
     def moved_here(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a device tensor with the numbers of a CPU tensor, which an operator returned."""
         made = self.empty(tensor.shape, tensor.stride(), tensor.dtype)
+        host.run(host.current, host.ticks[host.current])
         self.twin(made).copy_(tensor)
         return made
 
@@ -159,6 +171,11 @@ def is_here(value: Any) -> bool:
 
 _OURS = ("_copy_from", "record_stream", "is_pinned")
 """Operators that the CPU has no kernel of its own for."""
+_COLLECTIVES = (
+    "c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "c10d::allreduce_", "c10d::broadcast_",
+    "_c10d_functional::all_gather_into_tensor", "_c10d_functional::reduce_scatter_tensor", "_c10d_functional::all_reduce",
+    "_c10d_functional::wait_tensor",
+)  # fmt: skip
 _OTHERS = ("_fused_sdp_choice",)
 """Operators whose CPU kernel names others that take CPU tensors only."""
 _RANDOM = (
@@ -207,8 +224,8 @@ class Kernels:
             return special(*args, **kwargs)
         return self.compute(op, args, kwargs)
 
-    def compute(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator on CPU tensors over the same bytes, now."""
+    def compute(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Any = None) -> Any:
+        """Run an operator, or `run` in its place, on CPU tensors over the same bytes, now."""
         device = self.device
         device.settle()
         device.counted += 1
@@ -230,7 +247,7 @@ class Kernels:
             device.access(value, stream, tick, writes=writes, name=str(op))
         device.check()
         with self._randomness(op):
-            out = op(*cpu_args, **cpu_kwargs)
+            out = (run or op)(*cpu_args, **cpu_kwargs)
         mine = {id(cpu): value for value, cpu in twins.values()}
         for value, cpu in twins.values():
             if cpu.shape != value.shape:  # an empty `out`
@@ -249,6 +266,18 @@ class Kernels:
         result = tree_map(back, out)
         device.check()
         return result
+
+    def collective(self, op: Any, *args: Any) -> Any:
+        """Run a collective on the CPU's tensors, in its place on the current stream; it has ended when this returns."""
+
+        def ended(*cpu_args: Any) -> Any:
+            result = op(*cpu_args)
+            if isinstance(result, torch.Tensor):
+                return torch.ops._c10d_functional.wait_tensor(result)
+            result[-1].wait()
+            return result
+
+        return args[0] if "wait" in str(op) else self.compute(op, args, {}, run=ended)
 
     @contextlib.contextmanager
     def _randomness(self, op: Any) -> Any:
@@ -278,6 +307,10 @@ class Kernels:
                 packet, _, overload = rest.partition(".")
                 op = getattr(getattr(torch.ops.aten, packet), overload or "default")
                 libraries["aten"].impl(rest, partial(self.run, op), "PrivateUse1")
+        libraries["c10d"] = torch.library.Library("c10d", "IMPL")
+        for space, rest in (name.split("::") for name in _COLLECTIVES):
+            op = getattr(getattr(torch.ops, space), rest).default
+            libraries[space].impl(rest, partial(self.collective, op), "PrivateUse1", allow_override=True)
         autocast = torch.library.Library("_", "IMPL")
         autocast.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
         for names, lowers in ((_LOWERED, True), (_RAISED, False)):
@@ -500,6 +533,25 @@ def _cloning(device: Device, clone: Callable[..., Any]) -> Callable[..., Any]:
     return cloned
 
 
+def _resizing(device: Device, resize: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a `resize_` of storages, as FSDP2 frees gathered parameters by it.
+
+    What is freed becomes NaN, and its memory stays: PyTorch 2.13 lets no Python change a storage of a private device.
+    """
+
+    def resized(storage: torch.UntypedStorage, size: int) -> Any:
+        if storage.device.type != NAME:
+            return resize(storage, size)
+        device.settle()
+        if not size:
+            device.memory.blank(storage.data_ptr(), host.current)
+        elif size > storage.nbytes():
+            raise NotImplementedError("A storage of the simulated device does not grow.")
+        return storage
+
+    return resized
+
+
 def _moving(apply: Callable[..., Any]) -> Callable[..., Any]:
     """Return an `_apply` of modules that keeps tied parameters tied; PyTorch makes new ones for a private device."""
 
@@ -540,6 +592,7 @@ def install(
     _device_constructors()  # before the next lines put others in the place of some
     for name in ("empty", "zeros", "empty_like", "empty_strided"):
         setattr(torch, name, _pinning(device, getattr(torch, name)))
+    torch.UntypedStorage.resize_ = _resizing(device, torch.UntypedStorage.resize_)  # type: ignore[method-assign]
     torch.UntypedStorage.clone = _cloning(device, torch.UntypedStorage.clone)  # type: ignore[method-assign]
     torch.Tensor.pin_memory = lambda tensor: torch.empty_like(tensor, pin_memory=True).copy_(tensor)  # type: ignore[assignment]
     torch.Tensor.is_pinned = lambda tensor, *_: device.is_pinned(tensor)  # type: ignore[assignment]

@@ -1,6 +1,6 @@
 """Memory of the simulated device: a caching allocator as CUDA's, and who accessed which bytes.
 
-Bytes that are freed are filled with NaN, and handed out again at once on their stream. A block that another stream uses
+Bytes that are freed are handed out again at once on their stream, filled with NaN. A block that another stream uses
 (`record_stream`) waits until the host knows that it is done. Rules and sizes are those of ``CUDACachingAllocator.cpp``:
 blocks are multiples of 512 bytes; up to 1 MiB they are cut from segments of 2 MiB, below 10 MiB from segments of 20 MiB,
 and else from a segment of their own in whole 2 MiB. The smallest block that is large enough is taken, and split; neighbours
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from tests.gpusim.streams import Clock, Event, host, join
+from tests.gpusim.streams import Clock, Event, host
 
 MIB = 1 << 20
 _SMALL, _SMALL_SEGMENT, _LARGE_SEGMENT, _LARGE, _ROUND = MIB, 2 * MIB, 20 * MIB, 10 * MIB, 2 * MIB
@@ -58,7 +58,21 @@ class Accesses:
     def __init__(self) -> None:
         self.recent: dict[int, list[Access]] = {}
         """By the storage that they are to."""
+        self.of_freed: list[Access] = []
+        """Accesses to freed memory by streams other than its own, which its next owner has to be ordered behind."""
         self.races: list[str] = []
+
+    def freed(self, storage: int, stream: int) -> None:
+        """Keep what the next owner of a storage's memory must wait for; it is handed out again on `stream`."""
+        known = host.clock
+        left = self.recent.pop(storage, [])
+        self.of_freed += [each for each in left if each.stream != stream and known.get(each.stream, 0) < each.tick]
+
+    def made(self, lo: int, hi: int) -> None:
+        """Let a new storage of bytes [lo, hi) have the accesses that they had before."""
+        before = [each for each in self.of_freed if each.lo < hi and lo < each.hi]
+        self.of_freed = [each for each in self.of_freed if each not in before]
+        self.recent[lo] = before
 
     def add(self, storage: int, access: Access, clock: Clock) -> None:
         """Add an access that starts when `clock` is done."""
@@ -137,6 +151,8 @@ class DeviceMemory:
         self._split(block, rounded)
         block.used = size
         self.blocks[block.lo] = block
+        self.accesses.made(self.base + block.lo, self.base + block.hi)
+        self._fill(block, stream)
         self._counted("allocated", block.size)
         self._counted("requested", size)
         return self.base + block.lo
@@ -183,14 +199,16 @@ class DeviceMemory:
             else:
                 self.waiting.append((block, events))
 
+    def blank(self, address: int, stream: int) -> None:
+        """Fill the bytes at `address` with NaN in the order of `stream`, as if they were freed; they stay where they are."""
+        self._fill(self.blocks[address - self.base], stream)
+
+    def _fill(self, block: Block, stream: int) -> None:
+        part = self.arena[block.lo : block.hi]
+        host.give(stream, host.ticks[stream], lambda: part.fill_(0xFF))  # NaN in every floating-point type
+
     def _release(self, block: Block) -> None:
-        clock = dict(host.clocks[block.segment.stream])
-        join(clock, host.clock)
-        lo, stream = self.base + block.lo, block.segment.stream
-        again = Access(lo, lo + block.size, stream, host.ticks[stream], True, "the allocator, which hands it out again")
-        self.accesses.add(lo, again, clock)
-        del self.accesses.recent[lo]
-        self.arena[block.lo : block.hi].fill_(0xFF)  # NaN in every floating-point type
+        self.accesses.freed(self.base + block.lo, block.segment.stream)
         del self.blocks[block.lo]
         self._counted("allocated", -block.size)
         self._counted("requested", -block.used)

@@ -111,9 +111,9 @@ def _copied(device: Device, wait: bool, lend: bool, keep: bool) -> float:
         source.record_stream(side)
     kept = source if keep else None
     del source
-    torch.zeros(WIDTH, device="gpusim")  # takes the same memory, if it can
+    others = [torch.zeros(WIDTH, device="gpusim") for _ in range(2)]  # take the same memory, if they can
     side.synchronize()
-    del kept
+    del kept, others
     return target.sum().item()
 
 
