@@ -1,7 +1,7 @@
 """The simulated device ``gpusim``: tensors in a part of host memory of their own, streams, and `torch.gpusim`.
 
 Tensors are plain ones with PyTorch's PrivateUse1 key: their memory comes through DLPack, whose deleter tells when a storage
-is gone. Each operator runs on CPU tensors over the same bytes, so it gives the CPU's bits. An operator on a stream first
+is gone. That is a function in C: one in Python would lose an exception that is on its way meanwhile. Each operator runs on CPU tensors over the same bytes, so it gives the CPU's bits. An operator on a stream first
 runs what waits there; copies that do not block wait themselves. `install` changes this process for good: tests call it in a
 process of their own (`tests.gpusim.on_device`).
 """
@@ -9,10 +9,9 @@ process of their own (`tests.gpusim.on_device`).
 from __future__ import annotations
 
 import ctypes
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -43,11 +42,14 @@ class _DLTensor(ctypes.Structure):
 
 
 class _Managed(ctypes.Structure):
-    pass
+    _fields_ = [("tensor", _DLTensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p)]
 
 
-_Deleter = ctypes.CFUNCTYPE(None, ctypes.POINTER(_Managed))
-_Managed._fields_ = [("tensor", _DLTensor), ("context", ctypes.c_void_p), ("deleter", _Deleter)]
+_STORAGES = 1 << 16
+"""Most storages at a time."""
+_WORDS = ctypes.sizeof(_Managed) // 8
+_DELETER = ctypes.cast(ctypes.CDLL(None).time, ctypes.c_void_p).value
+"""C's ``time`` writes the time to where its argument points: over the address of a storage that is gone."""
 _capsule = ctypes.pythonapi.PyCapsule_New
 _capsule.restype, _capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 
@@ -60,15 +62,19 @@ class Device:
         self.pinned = Accesses()
         self.slabs: dict[int, int] = {}
         """Bytes of pinned host memory, by address."""
-        self.gone: deque[int] = deque()
-        """Addresses of storages that are gone; the deleter may come at any time."""
         self.counted = 0
         """Operators that ran."""
         self.random = torch.Generator().manual_seed(0).get_state()
         self.libraries: list[torch.library.Library] = []
         """Registered kernels, which last as long as these."""
-        self._made: dict[int, Any] = {}
-        self._deleter = _Deleter(self._delete)
+        self.raised: BaseException | None = None
+        """What a hook raised: see `_raising_later`."""
+        self._notes = bytearray(_STORAGES * _WORDS * 8)
+        self._words = memoryview(self._notes).cast("q")
+        self._addresses: list[int] = []
+        """Of all storages, by their place in the notes; 0: the place is free."""
+        self._places: list[int] = []
+        """Those that are free."""
 
     # --- storages -------------------------------------------------------------------------------------------------
 
@@ -78,17 +84,28 @@ class Device:
         address = self.memory.allocate(size, host.current)
         one = (ctypes.c_int64 * 1)(size), (ctypes.c_int64 * 1)(1)
         tensor = _DLTensor(address, _EXTERNAL, 0, 1, 1, 8, 1, *one, 0)
-        managed = _Managed(tensor, None, self._deleter)
-        self._made[ctypes.addressof(managed)] = managed, one, address
-        return torch._C._from_dlpack(_capsule(ctypes.addressof(managed), b"dltensor", None)).untyped_storage()
-
-    def _delete(self, managed: Any) -> None:
-        self.gone.append(self._made.pop(ctypes.addressof(managed.contents))[2])
+        if not self._places:
+            self._places.append(len(self._addresses))
+            self._addresses.append(0)
+        place = self._places.pop()
+        managed = _Managed.from_buffer(self._notes, place * _WORDS * 8)
+        managed.tensor, managed.deleter = tensor, _DELETER
+        self._addresses[place] = address
+        made = torch._C._from_dlpack(_capsule(ctypes.addressof(managed), b"dltensor", None)).untyped_storage()
+        del one  # PyTorch has copied it
+        return made
 
     def settle(self) -> None:
         """Free what is gone."""
-        while self.gone:
-            self.memory.free(self.gone.popleft())
+        addresses = self._addresses
+        now = self._words[: len(addresses) * _WORDS : _WORDS].tolist()
+        if now == addresses:
+            return
+        for place, (word, address) in enumerate(zip(now, addresses)):
+            if word != address:
+                self._words[place * _WORDS] = addresses[place] = 0
+                self._places.append(place)
+                self.memory.free(address)
 
     def check(self) -> None:
         """Raise RaceError where accesses were not ordered."""
@@ -173,6 +190,9 @@ class Kernels:
 
     def run(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         """Run any operator."""
+        raised, self.device.raised = self.device.raised, None
+        if raised is not None:
+            raise raised
         if _is_view(op):
             return op.redispatch(_CPU, *args, **kwargs)
         special = getattr(self, op._schema.name.replace("aten::", ""), None)
@@ -444,6 +464,27 @@ def _pinning(device: Device, make: Callable[..., torch.Tensor]) -> Callable[...,
     return made
 
 
+def _raising_later(device: Device, push: Callable[..., None]) -> Callable[..., None]:
+    """Return what enters saved-tensor hooks: an exception of `unpack` is raised by the operator that gets the result.
+
+    While PyTorch unwinds after a hook's exception, it calls the device guard, which is in Python and fails with it.
+    """
+
+    def pushed(pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
+        @wraps(unpack)
+        def unpacked(packed: Any) -> Any:
+            try:
+                return unpack(packed)
+            except BaseException as error:
+                made = torch.empty(0, device=NAME)
+                device.raised = error
+                return made
+
+        push(pack, unpacked)
+
+    return pushed
+
+
 def install(size: int = 512 * MIB, *, expandable: bool = False, seed: int | None = None) -> Device:
     """Make the device this process's accelerator, once. `seed`: lets work run early, in an order that it chooses."""
     import random
@@ -453,6 +494,8 @@ def install(size: int = 512 * MIB, *, expandable: bool = False, seed: int | None
     _setup_privateuseone_for_python_backend(NAME, _module(device), _Hooks(), _Guard())
     kernels = Kernels(device)
     device.libraries = kernels.register()
+    hooks = torch._C._autograd
+    hooks._push_saved_tensors_default_hooks = _raising_later(device, hooks._push_saved_tensors_default_hooks)
     for name in ("empty", "zeros", "empty_like", "empty_strided"):
         setattr(torch, name, _pinning(device, getattr(torch, name)))
     torch.Tensor.pin_memory = lambda tensor: torch.empty_like(tensor, pin_memory=True).copy_(tensor)  # type: ignore[assignment]

@@ -117,6 +117,8 @@ class DeviceMemory:
         self.peak: Counter[str] = Counter()
         self.count: Counter[str] = Counter()
         self.accesses = Accesses()
+        self.left: list[Access] = []
+        """Of bytes that were freed, the work after which they may be written again."""
 
     # --- the caching allocator ------------------------------------------------------------------------------------
 
@@ -139,7 +141,12 @@ class DeviceMemory:
         self.blocks[block.lo] = block
         self._counted("allocated", block.size)
         self._counted("requested", size)
-        return self.base + block.lo
+        lo, hi = self.base + block.lo, self.base + block.hi
+        self.left = [each for each in self.left if host.clock.get(each.stream, 0) < each.tick]
+        before = [each for each in self.left if each.lo < hi and lo < each.hi]
+        if before:
+            self.accesses.recent[lo] = before
+        return lo
 
     def free(self, address: int) -> None:
         """Take back the bytes at `address`: for its own stream now, where others use it when they are done."""
@@ -190,6 +197,8 @@ class DeviceMemory:
         again = Access(lo, lo + block.size, stream, host.ticks[stream], True, "the allocator, which hands it out again")
         self.accesses.add(lo, again, clock)
         del self.accesses.recent[lo]
+        self.left = [each for each in self.left if not again.covers(each)]
+        self.left.append(replace(again, name="what had these bytes before"))
         self.arena[block.lo : block.hi].fill_(0xFF)  # NaN in every floating-point type
         del self.blocks[block.lo]
         self._counted("allocated", -block.size)

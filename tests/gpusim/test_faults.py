@@ -1,0 +1,18 @@
+"""The simulated device finds faults that are put into the offloading code, and none where there is none."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.gpusim import on_device
+from tests.gpusim.faults import FAULTS, all_right, found
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_found(name: str) -> None:
+    assert on_device(found, name) == FAULTS[name].shows_as
+
+
+@pytest.mark.parametrize("seed", [None, 0, 1, 2, 3, 4])
+def test_without_a_fault_all_is_equal_and_nothing_races(seed: int | None) -> None:
+    assert on_device(all_right, seed=seed) == []
