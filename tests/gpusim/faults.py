@@ -7,8 +7,8 @@ of the simulated device only; most edit one line of it, and fail where that line
 from __future__ import annotations
 
 import __future__
+import gc
 import inspect
-import sys
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -217,6 +217,17 @@ def _goes_away(offload: bool) -> Results:
     return {"loss": loss.detach().cpu()}
 
 
+@scenario("an offloader that goes away during backward")
+def _goes_away_in_backward(offload: bool) -> Results:
+    """Drop the model, too, whose tensors are on their way back; then use the memory."""
+    model = _model(offload)
+    hidden, gradient = _halves(model, _input(0))
+    results = Results(gradient=gradient.cpu())
+    del model, hidden, gradient
+    gc.collect()
+    return results | _training(False, "none", 1)
+
+
 def same(results: Results, expected: Results) -> bool:
     """Return whether all results are equal, bit for bit."""
     return results.keys() == expected.keys() and all(
@@ -269,7 +280,7 @@ def edit(patch: pytest.MonkeyPatch, owner: Any, name: str, *changes: tuple[str, 
         source = source.replace(old, new)
     scope: dict[str, Any] = {}
     flags = __future__.annotations.compiler_flag
-    exec(compile(source, f"<{name} with a fault>", "exec", flags), vars(sys.modules[owner.__module__]), scope)
+    exec(compile(source, f"<{name} with a fault>", "exec", flags), vars(inspect.getmodule(getattr(owner, name))), scope)
     patch.setattr(owner, name, scope[name])
 
 
@@ -454,6 +465,12 @@ def end_of_copies_is_not_awaited(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(mover, "_end_of_copies", lambda *_: None)
 
 
+@shown_by("an offloader that goes away during backward", "race")
+def end_of_copies_back_is_not_awaited(patch: pytest.MonkeyPatch) -> None:
+    """Let a mover go away while copies write to buffers that it holds."""
+    edit(patch, mover, "_end_of_copies", ("backend.wait(span.stream, span.ready)", "pass"))
+
+
 @shown_by("a backward that ends early", "race")
 def unread_buffer_is_dropped_at_once(patch: pytest.MonkeyPatch) -> None:
     """Drop a buffer that is being brought back without waiting for the copy."""
@@ -464,3 +481,4 @@ def unread_buffer_is_dropped_at_once(patch: pytest.MonkeyPatch) -> None:
 def one_stream_needs_no_wait(patch: pytest.MonkeyPatch) -> None:
     """Wait for nothing where copies are on the user's stream, which may have changed since."""
     patch.setattr(AcceleratorBackend, "wait", lambda *_: None)
+
