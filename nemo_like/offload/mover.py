@@ -101,6 +101,7 @@ class Mover:
             copy = self._copies.get(key)
             if copy is None or copy.original() is not storage:
                 copy = StorageCopy(storage, version[-1] or 0, self._dead)
+                copy.stream = self.backend.current_stream()
             missing = gaps([(segment.lo, segment.hi) for segment in copy.segments], lo, hi)
             if missing and not self._copy_out(copy, storage, missing):
                 return None
@@ -208,15 +209,17 @@ class Mover:
             self._collect()
             self._retire()
             original = copy.original()
+            backend, stream = self.backend, self.backend.current_stream()
             if original is not None:
                 # Another reference keeps it alive: the same bytes, and no copy to wait for.
                 self.stats.still_on_device += 1
                 self._read(copy.span_of(lo, hi), reader)
                 self._look_ahead(copy)
-                return at_version(bytes_of(original, 0, copy.nbytes), copy.version), 0
+                found = at_version(bytes_of(original, 0, copy.nbytes), copy.version)
+                backend.lend(found, stream, copy.stream)  # the mover may be the last one that holds it
+                return found, 0
             span = copy.span_of(lo, hi)
             buffer = self._buffer_of(copy, span)
-            backend, stream = self.backend, self.backend.current_stream()
             # Not the host: only the caller's stream waits, so that Python runs on and launches what follows.
             backend.wait(stream, span.ready)
             backend.lend(buffer, stream, span.stream)

@@ -7,10 +7,10 @@ of the simulated device only; most edit one line of it, and fail where that line
 from __future__ import annotations
 
 import __future__
-import gc
 import inspect
+import random
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import nn
 
 from nemo_like.activation_checkpointing import apply_selective_checkpointing_to_layers
 from nemo_like.activation_checkpointing.policy import SelectivePolicy
-from nemo_like.offload import apply_offloading, mover, offload_activations
+from nemo_like.offload import apply_offloading, mover, offload_activations, offloader_of
 from nemo_like.offload.backends import AcceleratorBackend
 from nemo_like.offload.copies import Span, StorageCopy
 from nemo_like.offload.handles import InPlaceGuard
@@ -191,6 +191,23 @@ def _side_reader(offload: bool) -> Results:
     return results
 
 
+@scenario("originals read on a side stream")
+def _side_originals(offload: bool) -> Results:
+    """Run backward on another stream before anything has left the device, then let go of it."""
+    model, results, side = _model(offload, inflight=UNLIMITED), Results(), torch.gpusim.Stream()  # type: ignore[attr-defined]
+    loss = model(_input(0)).sum()
+    side.wait_stream(host.streams[0])
+    with host.on(side):
+        loss.backward(retain_graph=True)
+    offloader = offloader_of(model)
+    if offloader is not None:
+        offloader.release_host_memory()
+    _model(False)(_input(1)).sum().backward()  # other work of the first stream
+    host.synchronize()
+    _gradients(model, results, 0)
+    return results
+
+
 @scenario("streams in turn")
 def _in_turn(offload: bool) -> Results:
     """Take steps on two streams, which do not wait for each other."""
@@ -236,7 +253,6 @@ def _goes_away_in_backward(offload: bool) -> Results:
     hidden, gradient = _halves(model, _input(0))
     results = Results(gradient=gradient.cpu())
     del model, hidden, gradient
-    gc.collect()
     return results | _training(False, "none", 1)
 
 
@@ -248,18 +264,20 @@ def same(results: Results, expected: Results) -> bool:
     )
 
 
-def all_right(device: Device) -> list[str]:
-    """Run all scenarios without a fault; return the names of those that give other results."""
+def all_right(device: Device, seeds: Sequence[int | None]) -> list[str]:
+    """Run all scenarios with each seed, without a fault; return those that give other results."""
     wrong = []
-    for name, function in SCENARIOS.items():
-        try:
-            right = function(False)
-            if not same(function(True), right):
-                wrong.append(name)
-            device.check()
-        except RaceError as error:
-            error.add_note(f"in {name!r}")
-            raise
+    expected = {name: function(False) for name, function in SCENARIOS.items()}
+    for seed in seeds:
+        host.seed = None if seed is None else random.Random(seed)
+        for name, function in SCENARIOS.items():
+            try:
+                if not same(function(True), expected[name]):
+                    wrong.append(f"{name}, seed {seed}")
+                device.check()
+            except RaceError as error:
+                error.add_note(f"in {name!r} with seed {seed}")
+                raise
     return wrong
 
 
@@ -388,6 +406,12 @@ def reader_is_not_told_to_the_allocator(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(AcceleratorBackend, "lend", lambda *_: None)
 
 
+@shown_by("originals read on a side stream", "race")
+def reader_of_an_original_is_not_told_to_the_allocator(patch: pytest.MonkeyPatch) -> None:
+    """Lend only what comes back, and not what never left."""
+    edit(patch, Mover, "fetch", ("backend.lend(found, stream, copy.stream)", "pass"))
+
+
 @shown_by("all, 1 bytes on their way", "race")
 def buffer_is_of_another_pool(patch: pytest.MonkeyPatch) -> None:
     """Take the buffer of a copy back from the copy stream's pool."""
@@ -446,7 +470,7 @@ def block_is_given_back_before_the_copy_back(patch: pytest.MonkeyPatch) -> None:
     edit(patch, Mover, "_collect", ("self.backend.wait(self.backend.copy_out, segment.last_read)", "pass"))
 
 
-@shown_by("two graphs", "bytes")
+@shown_by("two graphs", "race or bytes")
 def block_is_given_back_after_one_backward(patch: pytest.MonkeyPatch) -> None:
     """Give blocks back with the first round of reading, and bring them back in the second."""
     end_round = Mover._end_round

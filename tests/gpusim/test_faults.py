@@ -10,9 +10,8 @@ from tests.gpusim.faults import FAULTS, all_right, found
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_found(name: str) -> None:
-    assert on_device(found, name) == FAULTS[name].shows_as
+    assert on_device(found, name) in FAULTS[name].shows_as.split(" or ")
 
 
-@pytest.mark.parametrize("seed", [None, 0, 1, 2, 3, 4])
-def test_without_a_fault_all_is_equal_and_nothing_races(seed: int | None) -> None:
-    assert on_device(all_right, seed=seed) == []
+def test_without_a_fault_all_is_equal_and_nothing_races() -> None:
+    assert on_device(all_right, [None, 0, 1, 2, 3, 4]) == []
