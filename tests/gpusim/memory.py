@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from tests.gpusim.streams import Clock, Event, host, join
+from tests.gpusim.streams import Clock, Event, host
 
 MIB = 1 << 20
 _SMALL, _SMALL_SEGMENT, _LARGE_SEGMENT, _LARGE, _ROUND = MIB, 2 * MIB, 20 * MIB, 10 * MIB, 2 * MIB
@@ -191,8 +191,7 @@ class DeviceMemory:
                 self.waiting.append((block, events))
 
     def _release(self, block: Block) -> None:
-        clock = dict(host.clocks[block.segment.stream])
-        join(clock, host.clock)
+        clock = host.clock_of(block.segment.stream)
         lo, stream = self.base + block.lo, block.segment.stream
         again = Access(lo, lo + block.size, stream, host.ticks[stream], True, "the allocator, which hands it out again")
         self.accesses.add(lo, again, clock)
