@@ -215,9 +215,9 @@ class Mover:
                 self.stats.still_on_device += 1
                 self._read(copy.span_of(lo, hi), reader)
                 self._look_ahead(copy)
-                found = at_version(bytes_of(original, 0, copy.nbytes), copy.version)
-                backend.lend(found, stream, copy.stream)  # the mover may be the last one that holds it
-                return found, 0
+                whole = at_version(bytes_of(original, 0, copy.nbytes), copy.version)
+                backend.lend(whole, stream, copy.stream)  # the mover may be the last one that holds it
+                return whole, 0
             span = copy.span_of(lo, hi)
             buffer = self._buffer_of(copy, span)
             # Not the host: only the caller's stream waits, so that Python runs on and launches what follows.

@@ -1,9 +1,10 @@
 """The simulated device ``gpusim``: tensors in a part of host memory of their own, streams, and `torch.gpusim`.
 
 Tensors are plain ones with PyTorch's PrivateUse1 key: their memory comes through DLPack, whose deleter tells when a storage
-is gone. That is a function in C: one in Python would lose an exception that is on its way meanwhile. Each operator runs on CPU tensors over the same bytes, so it gives the CPU's bits. An operator on a stream first
-runs what waits there; copies that do not block wait themselves. `install` changes this process for good: tests call it in a
-process of their own (`tests.gpusim.on_device`).
+is gone. That is a function in C: one in Python would lose an exception that is on its way meanwhile. Each operator runs on
+CPU tensors over the same bytes, so it gives the CPU's bits. An operator on a stream first runs what waits there; copies
+that do not block wait themselves. `install` changes this process for good: tests call it in a process of their own
+(`tests.gpusim.on_device`).
 """
 
 from __future__ import annotations
@@ -475,7 +476,7 @@ def _raising_later(device: Device, push: Callable[..., None]) -> Callable[..., N
         def unpacked(packed: Any) -> Any:
             try:
                 return unpack(packed)
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001  (all are raised again)
                 made = torch.empty(0, device=NAME)
                 device.raised = error
                 return made

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from tests.gpusim import on_device
-from tests.gpusim.faults import FAULTS, all_right, found
+from tests.gpusim.faults import FAULTS, all_right, how_it_shows
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_found(name: str) -> None:
-    assert on_device(found, name) in FAULTS[name].shows_as.split(" or ")
+    assert on_device(how_it_shows, name) in FAULTS[name].shows_as.split(" or ")
 
 
 def test_without_a_fault_all_is_equal_and_nothing_races() -> None:
