@@ -87,6 +87,8 @@ class StorageCopy:
         self.segments: list[HostSegment] = []
         self.spans: list[Span] = []
         self.group: Group | None = None
+        self.stream: Any = None
+        """Whose operators saved it, and so may use its memory."""
 
     def original(self) -> torch.UntypedStorage | None:
         """The device storage, where it is still alive and full."""

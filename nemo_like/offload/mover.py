@@ -68,8 +68,9 @@ class Mover:
         self._lock = threading.RLock()
         self._inflight: deque[tuple[Event, torch.UntypedStorage, int]] = deque()
         self._inflight_bytes = 0
-        # What a mover that goes away still holds is being read.
-        weakref.finalize(self, _end_of_copies, backend, self._inflight).atexit = False
+        self._ahead: set[Span] = set()
+        # What a mover that goes away still holds is being read, or written.
+        weakref.finalize(self, _end_of_copies, backend, self._inflight, self._ahead).atexit = False
         self._copies: weakref.WeakValueDictionary[tuple[Any, ...], StorageCopy] = weakref.WeakValueDictionary()
         self._group: Group | None = None
         self._told_groups = False
@@ -100,6 +101,7 @@ class Mover:
             copy = self._copies.get(key)
             if copy is None or copy.original() is not storage:
                 copy = StorageCopy(storage, version[-1] or 0, self._dead)
+                copy.stream = self.backend.current_stream()
             missing = gaps([(segment.lo, segment.hi) for segment in copy.segments], lo, hi)
             if missing and not self._copy_out(copy, storage, missing):
                 return None
@@ -207,15 +209,17 @@ class Mover:
             self._collect()
             self._retire()
             original = copy.original()
+            backend, stream = self.backend, self.backend.current_stream()
             if original is not None:
                 # Another reference keeps it alive: the same bytes, and no copy to wait for.
                 self.stats.still_on_device += 1
                 self._read(copy.span_of(lo, hi), reader)
                 self._look_ahead(copy)
-                return at_version(bytes_of(original, 0, copy.nbytes), copy.version), 0
+                whole = at_version(bytes_of(original, 0, copy.nbytes), copy.version)
+                backend.lend(whole, stream, copy.stream)  # the mover may be the last one that holds it
+                return whole, 0
             span = copy.span_of(lo, hi)
             buffer = self._buffer_of(copy, span)
-            backend, stream = self.backend, self.backend.current_stream()
             # Not the host: only the caller's stream waits, so that Python runs on and launches what follows.
             backend.wait(stream, span.ready)
             backend.lend(buffer, stream, span.stream)
@@ -289,8 +293,7 @@ class Mover:
 
     def _read(self, span: Span, reader: Reader) -> None:
         if span.waiting:
-            span.waiting = False
-            self._ahead_bytes -= span.hi - span.lo
+            self._no_more_ahead(span)
         # A reader that reads twice in one round (a backward that walks one node twice) counts once.
         if reader.last_round != span.round:
             reader.last_round = span.round
@@ -308,10 +311,14 @@ class Mover:
     def _drop_buffer(self, span: Span) -> None:
         if span.waiting:
             # This copy was not waited for, and the allocator may hand its memory to the current stream's next operator.
-            span.waiting = False
-            self._ahead_bytes -= span.hi - span.lo
+            self._no_more_ahead(span)
             self.backend.wait(span.stream, span.ready)
         span.buffer = None
+
+    def _no_more_ahead(self, span: Span) -> None:
+        span.waiting = False
+        self._ahead.discard(span)
+        self._ahead_bytes -= span.hi - span.lo
 
     # ----------------------------------------------------------------------------------------------------- prefetch
     def _look_ahead(self, copy: StorageCopy) -> None:
@@ -345,6 +352,7 @@ class Mover:
             )
             return False
         span.waiting = True
+        self._ahead.add(span)
         self._ahead_bytes += span.hi - span.lo
         self.stats.prefetched += 1
         return True
@@ -399,10 +407,15 @@ class Mover:
         self.stats.host_peak_reserved_bytes = self.pool.peak_reserved_bytes
 
 
-def _end_of_copies(backend: Backend, inflight: deque[tuple[Event, torch.UntypedStorage, int]]) -> None:
-    """Wait for the copies to the host before the storages that they read are freed."""
+def _end_of_copies(
+    backend: Backend, inflight: deque[tuple[Event, torch.UntypedStorage, int]], ahead: set[Span]
+) -> None:
+    """Wait for the copies to the host before the storages that they read are freed, and for those back likewise."""
     while inflight:
         backend.synchronize(inflight.popleft()[0])
+    while ahead:
+        span = ahead.pop()
+        backend.wait(span.stream, span.ready)
 
 
 def _nothing() -> None:

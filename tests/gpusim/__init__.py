@@ -56,5 +56,5 @@ def _run(
 
     device = install(**options)
     result = function(device, *args)
-    device.check()
+    device.reuse()
     return result

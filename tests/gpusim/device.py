@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import threading
 import types
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import numpy as np
@@ -91,6 +90,8 @@ class Device:
         self.random = torch.Generator().manual_seed(0).get_state()
         self.libraries: list[torch.library.Library] = []
         """Registered kernels, which last as long as these."""
+        self.raised: BaseException | None = None
+        """What a hook raised: see `_raising_later`."""
 
     # --- storages -------------------------------------------------------------------------------------------------
 
@@ -105,18 +106,21 @@ class Device:
             self.memory.free(address)
 
     def check(self) -> None:
-        """Raise RaceError where accesses were not ordered.
-
-        On autograd's thread this is left to the next call: an error there may end the process, since PyTorch 2.13
-        asks `_Guard` in destructors while the error is set.
-        """
+        """Raise RaceError where accesses were not ordered."""
         self.settle()
-        if threading.current_thread() is not threading.main_thread():
-            return
         races = [*self.memory.accesses.races, *self.pinned.races]
         if races:
             self.memory.accesses.races, self.pinned.races = [], []
             raise RaceError("\n".join(races))
+
+    def reuse(self) -> None:
+        """Write to all free bytes of the first stream, as its next work may; then `check`."""
+        self.settle()
+        free = [b for s in self.memory.segments if s.stream == 0 for b in s.blocks if b.lo not in self.memory.blocks]
+        made = [self.empty([block.size], [1], torch.uint8) for block in sorted(free, key=lambda block: -block.size)]
+        for each in made:
+            each.zero_()
+        self.check()
 
     # --- tensors --------------------------------------------------------------------------------------------------
 
@@ -217,6 +221,9 @@ class Kernels:
 
     def run(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         """Run any operator."""
+        raised, self.device.raised = self.device.raised, None
+        if raised is not None:
+            raise raised
         if _is_view(op):
             return op.redispatch(_CPU, *args, **kwargs)
         special = getattr(self, op._schema.name.replace("aten::", ""), None)
@@ -438,6 +445,7 @@ def _module(device: Device) -> Any:
         _is_in_bad_fork = staticmethod(lambda: False)
         current_device = staticmethod(lambda: 0)
         device_count = staticmethod(lambda: 1)
+        reuse = staticmethod(lambda: device.reuse())
         get_device_name = staticmethod(lambda place=None: "a simulated device")
         set_device = staticmethod(lambda index: None)
         device = staticmethod(lambda place: contextlib.nullcontext())
@@ -569,6 +577,27 @@ def _moving(apply: Callable[..., Any]) -> Callable[..., Any]:
     return applied
 
 
+def _raising_later(device: Device, push: Callable[..., None]) -> Callable[..., None]:
+    """Return what enters saved-tensor hooks: an exception of `unpack` is raised by the operator that gets the result.
+
+    While PyTorch unwinds after a hook's exception, it calls the device guard, which is in Python and fails with it.
+    """
+
+    def pushed(pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
+        @wraps(unpack)
+        def unpacked(packed: Any) -> Any:
+            try:
+                return unpack(packed)
+            except BaseException as error:  # noqa: BLE001  (all are raised again)
+                made = torch.empty(0, device=NAME)
+                device.raised = error
+                return made
+
+        push(pack, unpacked)
+
+    return pushed
+
+
 def install(
     size: int = 512 * MIB, *, expandable: bool = False, seed: int | None = None, threads: bool = True
 ) -> Device:
@@ -588,6 +617,8 @@ def install(
     _setup_privateuseone_for_python_backend(NAME, _module(device), _Hooks(), _Guard())
     kernels = Kernels(device)
     device.libraries = kernels.register()
+    hooks = torch._C._autograd
+    hooks._push_saved_tensors_default_hooks = _raising_later(device, hooks._push_saved_tensors_default_hooks)
     torch.nn.Module._apply = _moving(torch.nn.Module._apply)  # type: ignore[method-assign]
     _device_constructors()  # before the next lines put others in the place of some
     for name in ("empty", "zeros", "empty_like", "empty_strided"):

@@ -59,20 +59,25 @@ class Accesses:
         self.recent: dict[int, list[Access]] = {}
         """By the storage that they are to."""
         self.of_freed: list[Access] = []
-        """Accesses to freed memory by streams other than its own, which its next owner has to be ordered behind."""
+        """Accesses to memory that was freed, which its next owner has to be ordered behind."""
         self.races: list[str] = []
 
-    def freed(self, storage: int, stream: int) -> None:
-        """Keep what the next owner of a storage's memory must wait for; it is handed out again on `stream`."""
-        known = host.clock
-        left = self.recent.pop(storage, [])
-        self.of_freed += [each for each in left if each.stream != stream and known.get(each.stream, 0) < each.tick]
+    def freed(self, lo: int, hi: int, stream: int) -> None:
+        """Keep what the next owner of bytes [lo, hi) must wait for; they are handed out again on `stream`."""
+        last = Access(lo, hi, stream, host.ticks[stream], True, "what had these bytes before")
+        self.of_freed += [*(each for each in self.recent.pop(lo, []) if not last.covers(each)), last]
 
     def made(self, lo: int, hi: int) -> None:
         """Let a new storage of bytes [lo, hi) have the accesses that they had before."""
-        before = [each for each in self.of_freed if each.lo < hi and lo < each.hi]
-        self.of_freed = [each for each in self.of_freed if each not in before]
-        self.recent[lo] = before
+        known, before, kept = host.clock, [], []
+        for each in self.of_freed:
+            if each.hi <= lo or hi <= each.lo:
+                kept.append(each)
+            elif known.get(each.stream, 0) < each.tick:
+                before.append(replace(each, lo=max(lo, each.lo), hi=min(hi, each.hi)))
+                kept += [replace(each, hi=lo)] if each.lo < lo else []
+                kept += [replace(each, lo=hi)] if hi < each.hi else []
+        self.of_freed, self.recent[lo] = kept, before
 
     def add(self, storage: int, access: Access, clock: Clock) -> None:
         """Add an access that starts when `clock` is done."""
@@ -208,7 +213,7 @@ class DeviceMemory:
         host.give(stream, host.ticks[stream], lambda: part.fill_(0xFF))  # NaN in every floating-point type
 
     def _release(self, block: Block) -> None:
-        self.accesses.freed(self.base + block.lo, block.segment.stream)
+        self.accesses.freed(self.base + block.lo, self.base + block.hi, block.segment.stream)
         del self.blocks[block.lo]
         self._counted("allocated", -block.size)
         self._counted("requested", -block.used)

@@ -87,7 +87,9 @@ class Event:
     def synchronize(self) -> None:
         """Block the host until it has happened."""
         host.run(self.stream, self.position)
-        join(host.clock, self.clock)
+        if not host.knows(self):
+            join(host.clock, self.clock)
+            host.told.clear()
 
     def elapsed_time(self, other: Event) -> float:
         """Return the milliseconds on the host from this record to that of `other`."""
@@ -100,6 +102,8 @@ class Host:
     def __init__(self) -> None:
         self.clock: Clock = {}
         self.clocks: dict[int, Clock] = {0: {}}
+        self.told: set[int] = set()
+        """Streams whose clocks have what the host knows."""
         self.streams: dict[int, torch.Stream] = {}
         self.current = 0
         self.queues: dict[int, deque[tuple[int, Callable[[], None]]]] = {0: deque()}
@@ -129,10 +133,15 @@ class Host:
     def launch(self, stream: int) -> int:
         """Return the tick of new work on `stream`, which starts after all that the host knows to be done."""
         self.ticks[stream] += 1
-        clock = self.clocks[stream]
-        join(clock, self.clock)
-        clock[stream] = self.ticks[stream]
+        self.clock_of(stream)[stream] = self.ticks[stream]
         return self.ticks[stream]
+
+    def clock_of(self, stream: int) -> Clock:
+        """Return what new work on `stream` starts after."""
+        if stream not in self.told:
+            join(self.clocks[stream], self.clock)
+            self.told.add(stream)
+        return self.clocks[stream]
 
     def give(self, stream: int, tick: int, work: Callable[[], None]) -> None:
         """Give `stream` work that may wait."""
@@ -150,8 +159,7 @@ class Host:
         """Return `event`, or a new one, behind all that `stream` was given."""
         event = Event() if event is None else event
         event.stream, event.position, event.time = stream, self.ticks[stream], time.perf_counter()
-        join(self.clocks[stream], self.clock)
-        event.clock = dict(self.clocks[stream])
+        event.clock = dict(self.clock_of(stream))
         return event
 
     def wait(self, stream: int, event: Event) -> None:

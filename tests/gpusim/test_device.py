@@ -186,3 +186,38 @@ def _cycle(device: Device) -> int:
 
 def test_what_a_cycle_held_is_freed() -> None:
     assert on_device(_cycle) == 0
+
+
+def _used_before(device: Device, wait: bool) -> float:
+    side, source = torch.gpusim.Stream(), torch.zeros(WIDTH, pin_memory=True)
+    (torch.ones(WIDTH, device="gpusim") * 2).sum()
+    target = torch.empty(WIDTH, device="gpusim")  # the bytes of what was summed, maybe is being summed
+    if wait:
+        side.wait_stream(torch.gpusim.current_stream())
+    with torch.gpusim.stream(side):
+        target.copy_(source, non_blocking=True)
+    torch.gpusim.current_stream().wait_stream(side)
+    return target.sum().item()
+
+
+def test_memory_that_was_used_before_needs_a_wait_on_another_stream() -> None:
+    assert on_device(_used_before, True) == 0.0
+    with pytest.raises(
+        RaceError, match="a copy from cpu to gpusim on stream 1 and write by what had these bytes before"
+    ):
+        on_device(_used_before, False)
+
+
+def _refused(device: Device) -> None:
+    def refuse(packed: torch.Tensor) -> torch.Tensor:
+        raise KeyError("from a hook")
+
+    leaf = torch.ones(WIDTH, device="gpusim", requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, refuse):
+        loss = leaf.sin().sum()
+    loss.backward()
+
+
+def test_an_exception_of_a_hook_arrives() -> None:
+    with pytest.raises(KeyError, match="from a hook"):
+        on_device(_refused)

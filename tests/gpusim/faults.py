@@ -1,0 +1,535 @@
+"""Faults put on purpose into the offloading code, and the training steps in which the simulated device finds each.
+
+A scenario trains a few layers and returns what it gave: gradients, on the CPU. A fault changes a method, in the process
+of the simulated device only; most edit one line of it, and fail where that line is not there any more.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nemo_like.activation_checkpointing import apply_selective_checkpointing_to_layers
+from nemo_like.activation_checkpointing.policy import SelectivePolicy
+from nemo_like.offload import apply_offloading, mover, offload_activations, offloader_of
+from nemo_like.offload.backends import AcceleratorBackend
+from nemo_like.offload.copies import Span, StorageCopy
+from nemo_like.offload.handles import InPlaceGuard
+from nemo_like.offload.mover import Mover
+from nemo_like.offload.pool import HostPool
+from nemo_like.options import OffloadConfig
+from tests.gpusim.device import NAME, Device, RaceError
+from tests.gpusim.streams import host
+from tests.offload.cases import Stack, stack_of
+
+WIDTH, ROWS = 16, 64
+UNLIMITED = 1 << 30
+
+# Scenarios: called with offloading, and without it for what is right.
+
+Results = dict[str, Any]
+Scenario = Callable[[bool], Results]
+SCENARIOS: dict[str, Scenario] = {}
+
+
+def _wave(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return (x * scale).sin() * x
+
+
+def _model(
+    offload: bool, mode: str = "all", inflight: int = 1, layer: Callable[..., torch.Tensor] = _wave, **options: bool
+) -> Stack:
+    """Return the layers; with `offload` they have it."""
+    model = stack_of(layer, count=3, width=WIDTH).to(NAME)
+    if offload:
+        if mode == "saved":
+            policy = SelectivePolicy(every_nth_matmul=None)
+            apply_selective_checkpointing_to_layers(model, model.layers, False, policy=policy)  # type: ignore[arg-type]
+        backend = AcceleratorBackend(torch.device(NAME, 0), **options)
+        settings = OffloadConfig(mode=mode, min_bytes=0, max_inflight_bytes=inflight)
+        apply_offloading(model, list(model.layers), settings, backend=backend)
+    return model
+
+
+def _input(step: int = 0) -> torch.Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step)).to(NAME)
+
+
+def _gradients(model: nn.Module, results: Results, step: object) -> None:
+    for name, parameter in model.named_parameters():
+        results[f"{name}, {step}"] = None if parameter.grad is None else parameter.grad.cpu()
+    model.zero_grad()
+
+
+def _training(offload: bool, mode: str, inflight: int, layer: Callable[..., torch.Tensor] = _wave) -> Results:
+    model, results = _model(offload, mode, inflight, layer), Results()
+    for step in range(2):
+        model(_input(step)).sum().backward()
+        _gradients(model, results, step)
+    return results
+
+
+def scenario(name: str) -> Callable[[Scenario], Scenario]:
+    """Enter a function among the scenarios."""
+
+    def enter(function: Scenario) -> Scenario:
+        SCENARIOS[name] = function
+        return function
+
+    return enter
+
+
+for _mode, _inflight in (("boundary", 1), ("all", 1), ("all", 1 << 13), ("all", UNLIMITED)):
+
+    @scenario(f"{_mode}, {_inflight} bytes on their way")
+    def _steps(offload: bool, mode: str = _mode, inflight: int = _inflight) -> Results:
+        return _training(offload, mode, inflight)
+
+
+def _changed(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return x.tanh_() * scale
+
+
+@scenario("saved")
+def _kept_and_changed(offload: bool) -> Results:
+    """Change in place, inside of the region, what the policy keeps."""
+    return _training(offload, "saved", UNLIMITED, _changed)
+
+
+def _slices(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    product = x[0:20] * x[12:32]
+    return torch.cat([product, x[20:] * scale])
+
+
+@scenario("slices")
+def _parts(offload: bool) -> Results:
+    """Save overlapping parts of one storage."""
+    return _training(offload, "all", 1, _slices)
+
+
+@scenario("a change in place")
+def _noticed(offload: bool) -> Results:
+    """Change what was saved: autograd refuses."""
+    model, results = _model(offload), Results()
+    hidden = model.layers[0](_input())
+    loss = model.layers[1](hidden).sum()
+    with torch.no_grad():
+        hidden.mul_(2)
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        results["refused"] = "modified by an inplace operation" in str(error)
+    return results
+
+
+@scenario("copies back while those to the host are on their way")
+def _both_ways(offload: bool) -> Results:
+    """Bring everything back at once, as if no original were left.
+
+    Otherwise an original dies only when the host knows that its copy has ended, so that the copy back need not wait.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StorageCopy, "original", lambda _: None)
+        return _training(offload, "all", UNLIMITED)
+
+
+@scenario("two graphs")
+def _retained(offload: bool) -> Results:
+    """Go through one graph twice, with another step between."""
+    model, results = _model(offload), Results()
+    first = model(_input(0)).sum()
+    first.backward(retain_graph=True)
+    second = model(_input(1)).sum()
+    first.backward()
+    second.backward()
+    _gradients(model, results, 0)
+    return results
+
+
+def _halves(model: Stack, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what is between the layers, and the gradient there."""
+    hidden = Stack(list(model.layers[:1]))(x)
+    loss = Stack(list(model.layers[1:]))(hidden).sum()
+    return hidden, torch.autograd.grad(loss, hidden, retain_graph=True)[0]
+
+
+@scenario("a backward that ends early")
+def _ends_early(offload: bool) -> Results:
+    """Drop a graph whose tensors are on their way back, then train on."""
+    model, results = _model(offload), Results()
+    hidden, gradient = _halves(model, _input(0))
+    del hidden
+    x = _input(1)
+    loss = model(x).sum()  # here the mover hears of what was dropped
+    torch.gpusim.reuse()  # type: ignore[attr-defined]
+    results["gradient"] = gradient.cpu()
+    loss.backward()
+    _gradients(model, results, 1)
+    return results
+
+
+@scenario("a reader on a side stream")
+def _side_reader(offload: bool) -> Results:
+    """Run the second half of backward on another stream, for which the first one brought tensors back."""
+    model, results, side = _model(offload), Results(), torch.gpusim.Stream()  # type: ignore[attr-defined]
+    hidden, gradient = _halves(model, _input(0))
+    side.wait_stream(host.streams[0])
+    with host.on(side):
+        hidden.backward(gradient, retain_graph=True)
+    _model(False)(_input(1)).sum().backward()  # other work of the first stream
+    host.synchronize()
+    _gradients(model, results, 0)
+    return results
+
+
+@scenario("originals read on a side stream")
+def _side_originals(offload: bool) -> Results:
+    """Run backward on another stream before anything has left the device, then let go of it."""
+    model, results, side = _model(offload, inflight=UNLIMITED), Results(), torch.gpusim.Stream()  # type: ignore[attr-defined]
+    loss = model(_input(0)).sum()
+    side.wait_stream(host.streams[0])
+    with host.on(side):
+        loss.backward(retain_graph=True)
+    offloader = offloader_of(model)
+    if offloader is not None:
+        offloader.release_host_memory()
+    _model(False)(_input(1)).sum().backward()  # other work of the first stream
+    host.synchronize()
+    _gradients(model, results, 0)
+    return results
+
+
+@scenario("streams in turn")
+def _in_turn(offload: bool) -> Results:
+    """Take steps on two streams, which do not wait for each other."""
+    model, results = _model(offload), Results()
+    inputs, streams, kept = [_input(n) for n in range(4)], [torch.gpusim.Stream() for _ in range(2)], []  # type: ignore[attr-defined]
+    host.synchronize()
+    for step, x in enumerate(inputs):
+        with host.on(streams[step % 2]):
+            kept.append(torch.autograd.grad(model(x).sum(), list(model.parameters())))
+    host.synchronize()
+    results |= {f"{step} {n}": g.cpu() for step, each in enumerate(kept) for n, g in enumerate(each)}
+    return results
+
+
+@scenario("no streams, and another one for backward")
+def _no_streams(offload: bool) -> Results:
+    """Copy on the first stream, which is not the one that backward runs on."""
+    model, results = _model(offload, use_streams=False), Results()
+    side = torch.gpusim.Stream()  # type: ignore[attr-defined]
+    loss = model(_input()).sum()
+    side.wait_stream(host.streams[0])
+    with host.on(side):
+        loss.backward(retain_graph=True)
+    host.synchronize()
+    _gradients(model, results, 0)
+    return results
+
+
+@scenario("an offloader that goes away")
+def _goes_away(offload: bool) -> Results:
+    """Drop graph and offloader after forward."""
+    x = _input().requires_grad_()
+    settings = OffloadConfig(mode="all" if offload else "none", min_bytes=0, max_inflight_bytes=UNLIMITED)
+    with offload_activations(settings):
+        loss = (x * 2).sin().exp().sum()
+    value = loss.detach()
+    del loss
+    torch.gpusim.reuse()  # type: ignore[attr-defined]
+    return {"loss": value.cpu()}
+
+
+@scenario("an offloader that goes away during backward")
+def _goes_away_in_backward(offload: bool) -> Results:
+    """Drop the model, too, whose tensors are on their way back; then use the memory."""
+    model = _model(offload)
+    hidden, gradient = _halves(model, _input(0))
+    results = Results(gradient=gradient.cpu())
+    del model, hidden, gradient
+    _model(False)(_input(1)).sum().backward()
+    return results
+
+
+def same(results: Results, expected: Results) -> bool:
+    """Return whether all results are equal, bit for bit."""
+    return results.keys() == expected.keys() and all(
+        torch.equal(value, expected[name]) if isinstance(value, torch.Tensor) else value == expected[name]
+        for name, value in results.items()
+    )
+
+
+def all_right(device: Device, seeds: Sequence[int | None]) -> list[str]:
+    """Run all scenarios with each seed, without a fault; return those that give other results."""
+    wrong = []
+    expected = {name: function(False) for name, function in SCENARIOS.items()}
+    for seed in seeds:
+        host.seed = None if seed is None else random.Random(seed)
+        for name, function in SCENARIOS.items():
+            try:
+                if not same(function(True), expected[name]):
+                    wrong.append(f"{name}, seed {seed}")
+                device.check()
+            except RaceError as error:
+                error.add_note(f"in {name!r} with seed {seed}")
+                raise
+    return wrong
+
+
+# Faults.
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A function that puts a fault in, the scenario that shows it, and how."""
+
+    put_in: Callable[[pytest.MonkeyPatch], None]
+    scenario: str
+    shows_as: str
+
+
+FAULTS: dict[str, Fault] = {}
+
+
+def shown_by(name: str, shows_as: str) -> Callable[[Callable[[pytest.MonkeyPatch], None]], Any]:
+    """Enter a function among the faults."""
+
+    def enter(function: Callable[[pytest.MonkeyPatch], None]) -> Any:
+        FAULTS[function.__name__] = Fault(function, name, shows_as)
+        return function
+
+    return enter
+
+
+def edit(patch: pytest.MonkeyPatch, owner: Any, name: str, *changes: tuple[str, str]) -> None:
+    """Replace text in the source of a method, each once."""
+    source = textwrap.dedent(inspect.getsource(getattr(owner, name)))
+    for old, new in changes:
+        assert source.count(old) == 1, f"{owner.__name__}.{name} has {old!r} {source.count(old)} times"
+        source = source.replace(old, new)
+    scope: dict[str, Any] = {}
+    flags = annotations.compiler_flag
+    exec(compile(source, f"<{name} with a fault>", "exec", flags), vars(inspect.getmodule(getattr(owner, name))), scope)
+    patch.setattr(owner, name, scope[name])
+
+
+def how_it_shows(device: Device, name: str) -> str:
+    """Return how the fault shows: as a race, in the bytes, or not at all."""
+    fault = FAULTS[name]
+    run = SCENARIOS[fault.scenario]
+    right = run(False)
+    assert same(run(True), right)
+    device.check()
+    with pytest.MonkeyPatch.context() as patch:
+        fault.put_in(patch)
+        try:
+            results = run(True)
+            device.reuse()
+        except RaceError:
+            shows = "race"
+        else:
+            shows = "nothing" if same(results, right) else "bytes"
+    device.settle()
+    device.memory.accesses.races, device.pinned.races = [], []
+    return shows
+
+
+@shown_by("all, 1 bytes on their way", "race")
+def copy_out_waits_for_no_operator(patch: pytest.MonkeyPatch) -> None:
+    """Copy to the host without waiting for the operator that makes the bytes."""
+    edit(
+        patch, Mover, "_copy_out", ("backend.wait(backend.copy_out, backend.record(backend.current_stream()))", "pass")
+    )
+
+
+@shown_by("all, 1 bytes on their way", "race")
+def reader_does_not_wait(patch: pytest.MonkeyPatch) -> None:
+    """Read what comes back before it is there."""
+    edit(patch, Mover, "fetch", ("backend.wait(stream, span.ready)", "pass"))
+
+
+@shown_by("all, 1 bytes on their way", "race")
+def copy_out_is_recorded_on_the_wrong_stream(patch: pytest.MonkeyPatch) -> None:
+    """Take an event of the current stream for the end of a copy to the host."""
+    old = "written = backend.record(backend.copy_out)"
+    edit(patch, Mover, "_copy_out", (old, "written = backend.record(backend.current_stream())"))
+
+
+@shown_by("all, 1 bytes on their way", "race")
+def copy_back_is_recorded_on_the_wrong_stream(patch: pytest.MonkeyPatch) -> None:
+    """Take an event of the current stream for the end of a copy back."""
+    edit(
+        patch,
+        Mover,
+        "_copy_back",
+        ("span.ready = backend.record(backend.copy_back)", "span.ready = backend.record(stream)"),
+    )
+
+
+@shown_by("all, 1 bytes on their way", "race")
+def copy_out_is_recorded_too_early(patch: pytest.MonkeyPatch) -> None:
+    """Record the end of a copy to the host before it."""
+    record, loop = (
+        "written = backend.record(backend.copy_out)",
+        "    for (lo, hi), block in zip(missing, blocks, strict=True):",
+    )
+    edit(patch, Mover, "_copy_out", (record, "pass"), (f"{loop}\n", f"    {record}\n{loop}\n"))
+
+
+@shown_by("all, 1 bytes on their way", "race")
+def copy_back_is_recorded_too_early(patch: pytest.MonkeyPatch) -> None:
+    """Record the end of a copy back before it."""
+    record, wait = (
+        "span.ready = backend.record(backend.copy_back)",
+        "backend.wait(backend.copy_back, backend.record(stream))",
+    )
+    edit(patch, Mover, "_copy_back", (record, "pass"), (wait, f"{wait}; {record}"))
+
+
+@shown_by("all, 1 bytes on their way", "race")
+def source_is_let_go_at_once(patch: pytest.MonkeyPatch) -> None:
+    """Hold no storage that a copy to the host reads."""
+    patch.setattr(Mover, "_hold_until", lambda *_: None)
+
+
+@shown_by("all, 1 bytes on their way", "race")
+def host_never_waits(patch: pytest.MonkeyPatch) -> None:
+    """Go on where the host is to wait for a copy, and let go of what it reads."""
+    patch.setattr(AcceleratorBackend, "synchronize", lambda *_: None)
+
+
+@shown_by("all, 8192 bytes on their way", "race")
+def every_event_has_happened(patch: pytest.MonkeyPatch) -> None:
+    """Take every copy for done."""
+    patch.setattr(AcceleratorBackend, "done", lambda *_: True)
+
+
+@shown_by("a reader on a side stream", "race")
+def reader_is_not_told_to_the_allocator(patch: pytest.MonkeyPatch) -> None:
+    """Lend no memory to the stream that reads it."""
+    patch.setattr(AcceleratorBackend, "lend", lambda *_: None)
+
+
+@shown_by("originals read on a side stream", "race")
+def reader_of_an_original_is_not_told_to_the_allocator(patch: pytest.MonkeyPatch) -> None:
+    """Lend only what comes back, and not what never left."""
+    edit(patch, Mover, "fetch", ("backend.lend(whole, stream, copy.stream)", "pass"))
+
+
+@shown_by("all, 1 bytes on their way", "race")
+def copy_back_waits_for_no_earlier_work(patch: pytest.MonkeyPatch) -> None:
+    """Write to a buffer whose memory earlier operators of the current stream may use."""
+    edit(patch, Mover, "_copy_back", ("backend.wait(backend.copy_back, backend.record(stream))", "pass"))
+
+
+@shown_by("copies back while those to the host are on their way", "race")
+def copy_back_does_not_wait_for_the_copy_out(patch: pytest.MonkeyPatch) -> None:
+    """Bring back what may not be on the host yet."""
+    edit(patch, Mover, "_copy_back", ("backend.wait(backend.copy_back, segment.written)", "pass"))
+
+
+@shown_by("saved", "race")
+def change_does_not_wait_for_the_copy_out(patch: pytest.MonkeyPatch) -> None:
+    """Change in place what is being copied to the host."""
+    edit(patch, Mover, "part_from_source", ("self.backend.wait(stream, segment.written)", "pass"))
+
+
+@shown_by("saved", "bytes")
+def changed_source_is_read(patch: pytest.MonkeyPatch) -> None:
+    """Take a source that was changed in place for what was saved."""
+    edit(patch, Mover, "part_from_source", ("copy.storage = _nothing", "pass"))
+
+
+@shown_by("all, 1 bytes on their way", "race")
+def block_is_given_back_before_the_copy_out(patch: pytest.MonkeyPatch) -> None:
+    """Give a host block back when the copy to it has been started."""
+    old = "written = backend.record(backend.copy_out)"
+    edit(patch, Mover, "_copy_out", (old, f"{old}; [self.pool.give_back(block) for block in blocks]"))
+    edit(patch, Mover, "_collect", ("self.pool.give_back(segment.block)", "pass"))
+
+
+@shown_by("streams in turn", "race")
+def blocks_are_written_on_two_streams(patch: pytest.MonkeyPatch) -> None:
+    """Give a block back to the pool while a copy stream may still write it, and use two of these."""
+    other, copy_out = torch.gpusim.Stream(), Mover._copy_out  # type: ignore[attr-defined]
+
+    def with_the_other(self: Mover, *args: Any) -> bool:
+        nonlocal other
+        self.backend.copy_out, other = other, self.backend.copy_out
+        return copy_out(self, *args)
+
+    patch.setattr(Mover, "_copy_out", with_the_other)
+
+
+@shown_by("streams in turn", "race")
+def block_is_given_back_before_the_copy_back(patch: pytest.MonkeyPatch) -> None:
+    """Let the next copy write to a host block that is still being read."""
+    edit(patch, Mover, "_collect", ("self.backend.wait(self.backend.copy_out, segment.last_read)", "pass"))
+
+
+@shown_by("two graphs", "race or bytes")
+def block_is_given_back_after_one_backward(patch: pytest.MonkeyPatch) -> None:
+    """Give blocks back with the first round of reading, and bring them back in the second."""
+    end_round = Mover._end_round
+
+    def give_back(self: Mover, span: Span) -> None:
+        rounds = span.round
+        end_round(self, span)
+        for copy in self._copies.values():
+            if span in copy.spans and span.round > rounds:
+                for segment in copy.segments:
+                    self.pool.give_back(segment.block)
+
+    patch.setattr(Mover, "_end_round", give_back)
+    edit(patch, Mover, "_collect", ("self.pool.give_back(segment.block)", "pass"))
+
+
+@shown_by("all, 1 bytes on their way", "race")
+def block_is_handed_out_twice(patch: pytest.MonkeyPatch) -> None:
+    """Leave half of a block that was taken free for the next."""
+    edit(patch, HostPool, "take", ("insort(slab.free, (lo + size, hi))", "insort(slab.free, (lo + size // 2, hi))"))
+
+
+@shown_by("slices", "bytes")
+def part_comes_back_to_the_wrong_place(patch: pytest.MonkeyPatch) -> None:
+    """Write each part to the start of the buffer, over its neighbour."""
+    edit(patch, Mover, "_copy_back", ("buffer.data[start - span.lo : end - span.lo]", "buffer.data[: end - start]"))
+
+
+@shown_by("slices", "bytes")
+def part_is_read_from_the_wrong_place(patch: pytest.MonkeyPatch) -> None:
+    """Read host bytes of a neighbour."""
+    old = "segment.block.bytes(start - segment.lo, end - segment.lo)"
+    edit(patch, Mover, "_copy_back", (old, "segment.block.bytes(start, end)"))
+
+
+@shown_by("a change in place", "bytes")
+def change_in_place_is_not_noticed(patch: pytest.MonkeyPatch) -> None:
+    """Compare no version counter when a tensor is asked for."""
+    patch.setattr(InPlaceGuard, "check", lambda _: None)
+
+
+@shown_by("an offloader that goes away", "race")
+def end_of_copies_is_not_awaited(patch: pytest.MonkeyPatch) -> None:
+    """Let a mover go away while its copies read storages that it holds."""
+    patch.setattr(mover, "_end_of_copies", lambda *_: None)
+
+
+@shown_by("an offloader that goes away during backward", "race")
+def end_of_copies_back_is_not_awaited(patch: pytest.MonkeyPatch) -> None:
+    """Let a mover go away while copies write to buffers that it holds."""
+    edit(patch, mover, "_end_of_copies", ("backend.wait(span.stream, span.ready)", "pass"))
+
+
+@shown_by("no streams, and another one for backward", "race")
+def one_stream_needs_no_wait(patch: pytest.MonkeyPatch) -> None:
+    """Wait for nothing where copies are on the user's stream, which may have changed since."""
+    patch.setattr(AcceleratorBackend, "wait", lambda *_: None)
