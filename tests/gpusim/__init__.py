@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -52,9 +53,11 @@ def on_devices(ranks: int, function: Callable[..., Any], *args: Any, **options: 
 def _run(
     rank: int, world_size: int, function: Callable[..., Any], args: tuple[Any, ...], options: Mapping[str, Any]
 ) -> Any:
+    from tests.gpusim.branches import VARIABLE, recording
     from tests.gpusim.device import install
 
-    device = install(**options)
-    result = function(device, *args)
-    device.reuse()
+    with recording(os.environ.get(VARIABLE)):
+        device = install(**options)
+        result = function(device, *args)
+        device.reuse()
     return result
