@@ -108,8 +108,8 @@ class OptimizerFacts:
     """The word of one that trains as well with less state."""
 
     def form_on(self, device: str) -> str:
-        """Return the word of the form that torch takes on this kind of device: foreach on ``cuda``, also for DTensors."""
-        return self.forms[device == "cuda"] if self.forms else self.name
+        """Return the word of the form that torch takes on this kind of device: foreach but on the CPU, also for DTensors."""
+        return self.forms[device != "cpu"] if self.forms else self.name
 
 
 def optimizer_memory(trained: Sequence[TrainedParameter], name: str, *, device: str) -> OptimizerMemory:
@@ -171,7 +171,7 @@ _LOOP, _FOREACH = _adamw(_one_by_one), _adamw(_all_at_once)
 
 
 def _as_torch_builds_it(trained: Sequence[TrainedParameter], device: str) -> OptimizerMemory:
-    return (_FOREACH if device == "cuda" else _LOOP)(trained, device)
+    return (_LOOP if device == "cpu" else _FOREACH)(trained, device)
 
 
 def _of_states(state: Callable[[TrainedParameter], tuple[int, ...]]) -> Memory:

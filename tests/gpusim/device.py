@@ -173,7 +173,7 @@ def is_here(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type == NAME
 
 
-_OURS = ("_copy_from", "record_stream", "is_pinned")
+_OURS = ("_copy_from", "_to_copy", "record_stream", "is_pinned")
 """Operators that the CPU has no kernel of its own for."""
 _COLLECTIVES = (
     "c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "c10d::allreduce_", "c10d::broadcast_",
@@ -335,6 +335,15 @@ class Kernels:
 
     def empty_strided(self, size: Any, stride: Any, dtype: Any = None, **_: Any) -> torch.Tensor:
         return self.device.empty(size, stride, dtype or torch.get_default_dtype())
+
+    def _to_copy(self, tensor: torch.Tensor, **options: Any) -> torch.Tensor:
+        """Copy to another device or type; what does not block goes to pinned memory, as on CUDA."""
+        like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        like = torch.empty_like(like, dtype=options.get("dtype"), memory_format=options.get("memory_format"))
+        place, waits = options.get("device") or tensor.device, bool(options.get("non_blocking"))
+        pinned = waits and torch.device(place).type == "cpu"
+        made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=place, pin_memory=pinned)
+        return made.copy_(tensor, waits)
 
     def set_(self, tensor: torch.Tensor, source: Any = None, *args: Any) -> torch.Tensor:
         overload = (

@@ -5,8 +5,7 @@ from __future__ import annotations
 _AC, _BENCH, _DIST = "nemo_like/activation_checkpointing/engine", "nemo_like/bench", "nemo_like/distributed"
 _CAPTURE = "torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()"
 _COUNTS_STEPS = "device.kind == 'cuda' and (not optimizer.defaults.get('fused'))"
-_DDP = "CUDA only: `device_ids` of DDP; and gpusim has no back end of torch.distributed"
-_GENERATOR = "CUDA only as written: the generator of another accelerator is not put back"
+_DDP = "CUDA only: `device_ids` of DDP"
 _WORD = "reads a word, not a device: a prediction for a kind of device runs anywhere"
 
 REASONS: dict[tuple[str, str], str] = {
@@ -22,20 +21,12 @@ REASONS: dict[tuple[str, str], str] = {
         "next(model.parameters()).device.type == 'cpu'",
     ): "CUDA only: TRL's offloading takes its streams",
     (f"{_BENCH}/side_by_side.py", "device.type == 'cuda'"): _DDP,
-    (f"{_BENCH}/suite.py", "device.type == 'cuda'"): "CUDA only as written: elsewhere it names the CPU",
     (f"{_DIST}/expert/split_experts.py", "mesh.device_type != 'cuda'"): "CUDA only: deepep's kernels",
     (f"{_DIST}/launch.py", "device.type != 'cpu'"): "CUDA only: `local_device` refuses a kind that BACKENDS lacks",
-    (
-        f"{_DIST}/pipeline/loss_mean.py",
-        "pipeline.device.type == 'cuda'",
-    ): _GENERATOR + "; and needs ranks",
-    (f"{_DIST}/shard.py", "mesh.device_type != 'cpu'"): "needs a mesh: gpusim has no back end of torch.distributed",
-    (f"{_DIST}/weights/materialize.py", "compute.type == 'cuda'"): _GENERATOR,
     ("nemo_like/fake_rank.py", "device.kind == 'cpu'"): "reads the description of a dry run's device",
     ("nemo_like/fake_rank.py", _COUNTS_STEPS): "reads the description of a dry run's device",
     ("nemo_like/losses/heads.py", "hidden.is_cuda"): "CUDA only: a product in bfloat16 with a float32 result",
     ("nemo_like/losses/runner.py", "outputs.losses.device.type == 'mps'"): "MPS only: it has no float64",
-    ("nemo_like/options/optimizers.py", "device == 'cuda'"): "CUDA only as written: torch takes `foreach` on XPU, too",
     ("nemo_like/options/optimizers.py", "device == 'cpu' or fused"): _WORD,
     ("nemo_like/parallelizer.py", "place.type == 'cuda'"): _DDP,
     ("nemo_like/precision.py", "device_type != 'cuda'"): "CUDA only: float8 products, which are emulated elsewhere",

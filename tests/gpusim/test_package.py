@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from nemo_like import apply_activation_checkpointing, parallelize
+from nemo_like.distributed import materialize
 from nemo_like.offload import offload_activations
-from nemo_like.options import OffloadConfig
+from nemo_like.options import ChunkedLoss, OffloadConfig
 from tests.gpusim import on_device
 from tests.models.decoders import batch, build
 
@@ -109,6 +110,37 @@ def test_adapters_beside_the_offloading_context() -> None:
     pytest.importorskip("peft")
     same, reloads = on_device(_lora)
     assert same and reloads > 0
+
+
+def _losses(_: Any) -> list[float]:
+    """Return how far losses in chunks are from the model's own, and their gradients."""
+    ids, found = batch(2).to("gpusim"), []
+    bare = build("llama").to("gpusim")
+    for loss in ("model", ChunkedLoss(chunk_tokens=5), ChunkedLoss(chunk_tokens=5, z_loss=0.0, grads_in_float32=False)):
+        torch.manual_seed(0)
+        model = parallelize(copy.deepcopy(bare), "single", "full", loss=loss, device="gpusim")
+        value = model(input_ids=ids, labels=ids).loss
+        value.backward()
+        found.append([value.detach().cpu(), *(p.grad.cpu() for p in model.parameters())])
+    return [max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(each, found[0])) for each in found[1:]]
+
+
+def test_losses_in_chunks() -> None:
+    assert max(on_device(_losses)) < 1e-5  # sums of chunks are in another order
+
+
+def _materialized(_: Any) -> list[bool]:
+    with torch.device("meta"):
+        models = [Model(), Model()]
+    before = torch.gpusim.get_rng_state()
+    for model in models:
+        materialize(model, device="gpusim", seed=3)
+    same = all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(models[0].parameters(), models[1].parameters()))
+    return [same, torch.equal(before, torch.gpusim.get_rng_state())]
+
+
+def test_weights_are_made_there_and_its_generator_put_back() -> None:
+    assert on_device(_materialized) == [True, True]
 
 
 def _trainer(_: Any, folder: str) -> bool:

@@ -40,6 +40,7 @@ JOBS = {
     "checkpointing": [{"ac": "full"}, {"ac": "selective"}],
     "offloading": [{"ac": "none", "offload": MOVES}, {"ac": "selective", "offload": MOVES}],
     "prefetch": [{"strategy": FSDP2(forward_prefetch=ahead, backward_prefetch=ahead)} for ahead in (0, 2)],
+    "parameters on the host": [{"strategy": FSDP2(cpu_offload=True)}],
     "kept gathered": [{"ac": "full", "strategy": FSDP2(reshard_after_forward=False)}],
 }
 

@@ -333,4 +333,4 @@ def _refused_plans(rank: int, world_size: int) -> None:
 
 
 def test_packed_matrices_that_fsdp2_could_not_shard_are_refused() -> None:
-    run_ranks(4, _refused_plans)
+    run_ranks(8, _refused_plans)

@@ -292,11 +292,12 @@ class LastStage:
         pipeline, stage = self._pipeline, self._stage
         modules = dict(bare_modules(stage.module))
         training = stage.module.training
-        devices = [pipeline.device] if pipeline.device.type == "cuda" else []
+        device = pipeline.device
+        devices = [] if device.type == "cpu" else [device]
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.enable_grad())
-            stack.enter_context(torch.random.fork_rng(devices))
+            stack.enter_context(torch.random.fork_rng(devices, device_type=device.type))
             ModuleWorld(stage.module).restore(stack)
             stack.enter_context(evaluating(stage.module))
             stage.module.training = training  # a model may return a loss in training alone

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from nemo_like._util.module_tree import check_model
 from nemo_like._util.words import a_or_an
+from nemo_like.activation_checkpointing.engine.ambient import rng_state, set_rng_state
 from nemo_like.distributed import launch
 from nemo_like.distributed.expert.expert_lists import list_pieces
 from nemo_like.distributed.weights.slots import CPU_OFFLOAD_MARK, Slot, copy_whole, find_slots
@@ -93,7 +94,7 @@ def materialize(
     values: dict[Slot, Tensor] = {}
     if source is not None:
         values |= _on_every_rank(lambda: _read(slots, source, place, compute), sharded)
-    with _seeded(seed, compute, sharded):
+    with _seeded(seed, sharded):
         values |= _on_every_rank(lambda: _initialize(initializers, slots, values, place, compute), sharded)
     for slot in slots:
         if slot in values:
@@ -254,11 +255,14 @@ def _refuse_unset(slot: Slot, whole: Tensor) -> None:
 
 
 @contextmanager
-def _seeded(seed: int | None, compute: torch.device, together: bool) -> Iterator[None]:
+def _seeded(seed: int | None, together: bool) -> Iterator[None]:
     """The same random numbers on every rank inside, and the generators as they were afterwards."""
     drawn = [int(torch.randint(2**62, ())) if seed is None else seed]
     if together and dist.is_initialized():
         dist.broadcast_object_list(drawn, src=0)
-    with torch.random.fork_rng(devices=[compute] if compute.type == "cuda" else []):
+    before = rng_state()
+    try:
         torch.manual_seed(drawn[0])
         yield
+    finally:
+        set_rng_state(before)
