@@ -220,7 +220,7 @@ def _transformers_own(model: nn.Module, sample: object) -> None:
 def save_on_cpu(model: nn.Module, sample: object) -> Copies:
     """Offload with PyTorch's ``save_on_cpu``, and count what it copies."""
     device = next(model.parameters()).device
-    inner = torch.autograd.graph.save_on_cpu(pin_memory=device.type == "cuda")
+    inner = torch.autograd.graph.save_on_cpu(pin_memory=device.type != "cpu", device_type=device.type)
     moved = [0, 0]
 
     def pack(tensor: torch.Tensor) -> Any:

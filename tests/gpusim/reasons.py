@@ -15,7 +15,6 @@ REASONS: dict[tuple[str, str], str] = {
     (f"{_AC}/verification.py", _CAPTURE): "CUDA only: capture of a CUDA graph",
     (f"{_AC}/verification.py", "tensor.device.type == 'mps'"): "MPS only: it has no float64",
     (f"{_BENCH}/loss.py", "peers and device.type == 'cuda'"): "CUDA only: kernels of Liger and cut-cross-entropy",
-    (f"{_BENCH}/modes.py", "device.type == 'cuda'"): "CUDA only as written: torch takes other kinds, too",
     (
         f"{_BENCH}/modes.py",
         "next(model.parameters()).device.type == 'cpu'",
