@@ -90,7 +90,6 @@ def test_the_longest_sequence_and_the_fewest_gpus() -> None:
         ({"gpus": "min", "memory": 1000}, "No number of GPUs up to"),
         ({"batch_size": "max", "sample_input": torch.zeros(1, 4, dtype=torch.long)}, "sample_input has a size"),
         ({"job": Job.of(), "tp": 2}, "job is given, and so is tp"),
-        ({"seq_len": 1 << 20}, "seq_len"),
     ],
 )
 def test_a_wrong_question_is_refused(asked: dict[str, Any], said: str) -> None:
