@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import torch
 
+from nemo_like._util.device_work import wait_for
 from nemo_like._util.tensors import is_wrapped, tensors_in
 from nemo_like.torch_compat import TorchDispatchMode, local_part
 
@@ -149,13 +150,13 @@ class DeviceBytes:
         self._device, self._module = device, torch.get_device_module(device)
 
     def __enter__(self) -> Self:
-        self._module.synchronize(self._device)
+        wait_for(self._device)
         self._base = self._module.memory_allocated(self._device)
         self._module.reset_peak_memory_stats(self._device)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._module.synchronize(self._device)
+        wait_for(self._device)
 
     @property
     def live(self) -> int:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from nemo_like._util.device_work import wait_for
 from nemo_like._util.live_bytes import DeviceBytes
 from nemo_like._util.module_tree import bare_name
 from nemo_like._util.tensors import tensors_in
@@ -55,7 +56,7 @@ def measure_bytes(model: nn.Module, sample: object, device: torch.device) -> Mea
     if device.type != "cpu":
         with DeviceBytes(device) as meter:
             loss = step_loss(model, sample)
-            torch.get_device_module(device).synchronize(device)
+            wait_for(device)
             held = meter.live
             loss.backward()
         return MeasuredBytes(held, meter.take_peak())
@@ -163,12 +164,10 @@ def take_turns(
     for turn in range(warmup + repeats):
         for index, step in enumerate(steps):
             before(index)
-            if device.type != "cpu":
-                torch.get_device_module(device).synchronize(device)
+            wait_for(device)
             start = clock()
             step()
-            if device.type != "cpu":
-                torch.get_device_module(device).synchronize(device)
+            wait_for(device)
             if turn >= warmup:
                 times[index].append((clock() - start) * 1000)
     return times

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from nemo_like._util.device_work import wait_for
 from nemo_like._util.json_file import write_json
 from nemo_like.distributed.launch import current_device, local_world_size, pick_device_type, rank, world_size
 from nemo_like.planning.devices import RATES, device_at_hand, rates_file
@@ -80,19 +81,14 @@ def _best(run: Callable[[], Any], device: torch.device, seconds: float) -> float
     run()
     best, end = float("inf"), time.perf_counter() + seconds / 2
     for turn in range(50):
-        _wait(device)
+        wait_for(device)
         start = time.perf_counter()
         run()
-        _wait(device)
+        wait_for(device)
         best = min(best, time.perf_counter() - start)
         if turn >= 2 and time.perf_counter() > end:
             break
     return best
-
-
-def _wait(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.get_device_module(device.type).synchronize(device)
 
 
 def _largest(rate: Callable[[int], float], sizes: tuple[int, ...], seconds: float) -> float:
@@ -165,10 +161,10 @@ def _gather(device: torch.device) -> float:
     whole = torch.empty(part.numel() * world_size(), dtype=torch.uint8, device=device)
     best = float("inf")
     for _ in range(5):
-        _wait(device)
+        wait_for(device)
         dist.barrier()
         start = time.perf_counter()
         dist.all_gather_into_tensor(whole, part)
-        _wait(device)
+        wait_for(device)
         best = min(best, time.perf_counter() - start)
     return part.numel() * (world_size() - 1) / best

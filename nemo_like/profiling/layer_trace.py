@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nemo_like._util.device_work import wait_for
 from nemo_like._util.live_bytes import DeviceBytes, LiveBytes, storages_of
 from nemo_like._util.tensors import tensors_in
 from nemo_like.profiling.meters import Clock
@@ -272,8 +273,7 @@ def trace_times(
         watch_step(model, layers, sample, loss_fn, listener)
         listener.step_ends()
         end = clock.mark()
-        if device.type != "cpu":
-            torch.get_device_module(device).synchronize(device)
+        wait_for(device)
     calls = [CallTimes(layer) for layer in listener.layers]
     for phase, call, begin, finish in listener.spans:
         setattr(calls[call], phase, getattr(calls[call], phase) + clock.milliseconds(begin, finish))

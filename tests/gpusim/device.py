@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any
 
@@ -82,8 +82,8 @@ class Device:
     def __init__(self, size: int = 512 * MIB, expandable: bool = False) -> None:
         self.memory = DeviceMemory(size, expandable)
         self.pinned = Accesses()
-        self.slabs: dict[int, int] = {}
-        """Bytes of pinned host memory, by address."""
+        self.slabs: set[int] = set()
+        """Addresses of pinned host memory."""
         self.storages = _Storages()
         self.counted = 0
         """Operators that ran."""
@@ -127,8 +127,7 @@ class Device:
     def empty(self, size: Iterable[int], stride: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor of new memory."""
         size, stride = list(size), list(stride)
-        reach = 0 if 0 in size else 1 + sum((n - 1) * step for n, step in zip(size, stride))
-        return tensor_of(self.storage(reach * dtype.itemsize), 0, size, stride, dtype)
+        return tensor_of(self.storage(_reach(size, stride) * dtype.itemsize), 0, size, stride, dtype)
 
     def twin(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the CPU tensor over the same bytes."""
@@ -147,18 +146,22 @@ class Device:
 
     def access(self, tensor: torch.Tensor, stream: int, tick: int, *, writes: bool, name: str) -> None:
         """Note that work on `stream` reads or writes a tensor of the device, or one of pinned memory."""
-        itemsize = tensor.dtype.itemsize
         if 0 in tensor.shape:
             return
         storage = tensor.untyped_storage().data_ptr()
-        lo = storage + tensor.storage_offset() * itemsize
-        reach = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride()))
+        lo = storage + tensor.storage_offset() * tensor.itemsize
+        hi = lo + _reach(tensor.shape, tensor.stride()) * tensor.itemsize
         accesses = self.pinned if tensor.device.type == "cpu" else self.memory.accesses
-        accesses.add(storage, Access(lo, lo + reach * itemsize, stream, tick, writes, name), host.clocks[stream])
+        accesses.add(storage, Access(lo, hi, stream, tick, writes, name), host.clocks[stream])
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """Return whether it is in pinned host memory."""
         return tensor.device.type == "cpu" and tensor.untyped_storage().data_ptr() in self.slabs
+
+
+def _reach(size: Sequence[int], stride: Sequence[int]) -> int:
+    """Return how many elements lie between the first and the last, with both."""
+    return 0 if 0 in size else 1 + sum((n - 1) * step for n, step in zip(size, stride))
 
 
 def tensor_of(storage: Any, offset: int, size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -311,20 +314,17 @@ class Kernels:
         for name in torch._C._dispatch_get_all_op_names():
             space, _, rest = name.partition("::")
             if space == "aten" and rest not in _OTHERS and (has(name, "CPU") or rest in _OURS):
-                packet, _, overload = rest.partition(".")
-                op = getattr(getattr(torch.ops.aten, packet), overload or "default")
-                libraries["aten"].impl(rest, partial(self.run, op), "PrivateUse1")
+                libraries["aten"].impl(rest, partial(self.run, _operator("aten", rest)), "PrivateUse1")
         libraries["c10d"] = torch.library.Library("c10d", "IMPL")
         for space, rest in (name.split("::") for name in _COLLECTIVES):
-            op = getattr(getattr(torch.ops, space), rest).default
-            libraries[space].impl(rest, partial(self.collective, op), "PrivateUse1", allow_override=True)
+            kernel = partial(self.collective, _operator(space, rest))
+            libraries[space].impl(rest, kernel, "PrivateUse1", allow_override=True)
         autocast = torch.library.Library("_", "IMPL")
         autocast.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
         for names, lowers in ((_LOWERED, True), (_RAISED, False)):
             for rest in names:
-                packet, _, overload = rest.partition(".")
-                op = getattr(getattr(torch.ops.aten, packet), overload or "default")
-                libraries["aten"].impl(rest, partial(_autocast, op, lowers), "AutocastPrivateUse1")
+                kernel = partial(_autocast, _operator("aten", rest), lowers)
+                libraries["aten"].impl(rest, kernel, "AutocastPrivateUse1")
         return [*libraries.values(), autocast]
 
     # --- operators that make, move or lend memory -----------------------------------------------------------------
@@ -408,6 +408,12 @@ class Kernels:
             if not (is_here(source) and is_here(target)):
                 host.synchronize(stream)
         return target
+
+
+def _operator(space: str, name: str) -> Any:
+    """Return the operator of that name, with or without an overload."""
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(getattr(torch.ops, space), packet), overload or "default")
 
 
 def _is_view(op: Any) -> bool:
@@ -529,8 +535,7 @@ def _pinning(device: Device, make: Callable[..., torch.Tensor]) -> Callable[...,
     def made(*args: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
         tensor = make(*args, **options)
         if pin_memory:
-            storage = tensor.untyped_storage()
-            device.slabs[storage.data_ptr()] = storage.nbytes()
+            device.slabs.add(tensor.untyped_storage().data_ptr())
         return tensor
 
     return made
@@ -607,21 +612,17 @@ def _raising_later(device: Device, push: Callable[..., None]) -> Callable[..., N
     return pushed
 
 
-def install(
-    size: int = 512 * MIB, *, expandable: bool = False, seed: int | None = None, threads: bool = True
-) -> Device:
+def install(size: int = 512 * MIB, *, expandable: bool = False, seed: int | None = None) -> Device:
     """Make the device this process's accelerator, once.
 
     Args:
         size: bytes of its memory.
         expandable: whether its allocator's segments grow.
         seed: lets work run early, in an order that it chooses; None: work runs when somebody waits for it.
-        threads: backward runs on a thread of its own, as on CUDA. An error there ends the process.
     """
     import random
 
     device = Device(size, expandable)
-    torch._C._set_multithreading_enabled(threads)
     host.seed = None if seed is None else random.Random(seed)
     _setup_privateuseone_for_python_backend(NAME, _module(device), _Hooks(), _Guard())
     kernels = Kernels(device)
