@@ -13,10 +13,12 @@ import importlib
 import itertools
 import logging
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter, methodcaller
+from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -361,6 +363,31 @@ def fake_parameter(mode: Any, like: Tensor, dtype: torch.dtype) -> Any:
             parameter = DTensor(parameter, replace(layout, tensor_meta=meta), requires_grad=False)
         parameter._is_param = True
         return parameter.requires_grad_(like.requires_grad)
+
+
+# --- Checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def checkpoint_globals() -> dict[str, Any]:
+    """Return, by module and name, all that the ``.metadata`` of a checkpoint may refer to: classes of plain data, dtypes.
+
+    The older names are those of torch up to 2.2, and of Python before and after 3.13.
+    """
+    from torch.distributed._shard.sharded_tensor import metadata as older
+    from torch.distributed.checkpoint import filesystem, metadata
+
+    allowed: dict[str, Any] = {
+        f"torch.{name}": value for name, value in vars(torch).items() if type(value) is torch.dtype
+    }
+    allowed |= {
+        f"builtins.{kind.__name__}": kind for kind in (bool, dict, float, frozenset, int, list, set, str, tuple)
+    }
+    for module in ("pathlib", "pathlib._local"):
+        allowed |= {f"{module}.PosixPath": PurePosixPath, f"{module}.WindowsPath": PureWindowsPath}
+    kinds = [kind for kind in vars(metadata).values() if getattr(kind, "__module__", None) == metadata.__name__]
+    kinds += [filesystem._StorageInfo, older.TensorProperties, older.MEM_FORMAT_ENCODING]
+    kinds += [torch.Size, torch.serialization._get_layout, OrderedDict]
+    return allowed | {f"{kind.__module__}.{kind.__qualname__}": kind for kind in kinds}
 
 
 # --- The compiler -----------------------------------------------------------------------------------------------------

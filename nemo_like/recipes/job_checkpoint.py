@@ -5,8 +5,6 @@ A folder holds ``step-00000100``, ``step-00000200``, ...; each has DCP's own fil
 checkpoint is written under another name (``.writing-...``), synced to disk and then renamed, so a folder of the first
 name is complete, or was damaged afterwards: its manifest tells. DCP reads the shards of any number of ranks back onto
 any other number of ranks.
-
-Resume only from checkpoints that you trust: DCP keeps its metadata as a pickle.
 """
 
 from __future__ import annotations
@@ -26,6 +24,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from nemo_like._util.log import warn_once
+from nemo_like.distributed.weights.checked_files import CheckedPlanner, CheckedReader
 from nemo_like.recipes.agree import Ranks
 
 # What DCP raises where any rank failed is not a subclass of Exception (torch 2.13 and 2.14).
@@ -229,7 +228,7 @@ class CheckpointStore:
         return manifest
 
     def _read(self, step: int, state: dict[str, Any]) -> None:
-        dcp.load(state, storage_reader=dcp.FileSystemReader(self.path(step)), **self._where())
+        dcp.load(state, storage_reader=CheckedReader(self.path(step)), planner=CheckedPlanner(), **self._where())
 
     def _where(self) -> dict[str, Any]:
         return {"process_group": self._group, "no_dist": self._group is None}
@@ -257,7 +256,7 @@ class CheckpointStore:
         # Metadata, and whatever another torch names otherwise.
         files |= _describe([path for path in target.iterdir() if path.name not in files])
         # As it is on disk, which is what a later run reads.
-        metadata = dcp.FileSystemReader(target).read_metadata()
+        metadata = CheckedReader(target).read_metadata()
         missing = {info.relative_path for info in metadata.storage_data.values()} - files.keys()
         if missing:
             raise CheckpointError(f"{sorted(missing)} were written and are not there")

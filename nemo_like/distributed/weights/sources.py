@@ -31,11 +31,8 @@ from torch.distributed.tensor import DTensor
 from nemo_like._util.extras import require
 from nemo_like._util.words import a_or_an
 from nemo_like.distributed.expert.expert_lists import own_views
+from nemo_like.distributed.weights.checked_files import CheckedReader, CheckpointUnreadableError, check_inside
 from nemo_like.distributed.weights.slots import Box, Slot, boxes_of, copy_whole, list_names
-
-
-class CheckpointUnreadableError(RuntimeError):
-    """A checkpoint is absent, damaged or of no known kind."""
 
 
 class Source(Protocol):
@@ -171,7 +168,9 @@ def _safetensors(path: Path) -> HuggingFaceStorageReader:
     index = path / "model.safetensors.index.json"
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
     if index.exists():
-        files = [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        check_inside(index, names)
+        files = [path / name for name in sorted(set(names))]
     reader = HuggingFaceStorageReader(str(path))
     reader.fs = _Files(files)
     return reader
@@ -257,7 +256,7 @@ def open_source(
             raise FileNotFoundError("there is no such file or folder")
         if path.is_dir():
             if (path / ".metadata").exists():
-                return StoredSource(path, FileSystemReader(path), apart)
+                return StoredSource(path, CheckedReader(path), apart)
             if any(path.glob("*.safetensors")):
                 return StoredSource(path, _safetensors(path), apart)
             inside = ", ".join(sorted(entry.name for entry in path.iterdir())[:5]) or "nothing"
@@ -265,7 +264,7 @@ def open_source(
         if path.suffix == ".safetensors":
             return StoredSource(path, _safetensors(path), apart)
         return StateDictSource(torch.load(path, map_location="cpu", mmap=True, weights_only=True), str(path))
-    except ImportError:
+    except (ImportError, CheckpointUnreadableError):
         raise
     except Exception as error:  # whatever a reader raises on damaged bytes: the caller needs the path
         raise CheckpointUnreadableError(
