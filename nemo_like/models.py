@@ -9,9 +9,10 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -175,7 +176,15 @@ class ModelSource:
             return self.factory()  # the caller's own code raises its own errors
         try:
             return self.factory()
-        except (ValueError, TypeError, RuntimeError, AttributeError, KeyError, AssertionError) as error:
+        except (
+            ValueError,
+            TypeError,
+            RuntimeError,
+            AttributeError,
+            LookupError,
+            AssertionError,
+            ArithmeticError,
+        ) as error:
             raise ValueError(f"transformers cannot build {self.name!r} from its config: {error}") from error
 
     @property
@@ -283,15 +292,54 @@ def read_config(path: Path) -> dict[str, Any]:
     """Return the contents of a ``config.json``.
 
     Raises:
-        ValueError: it is not JSON, or has no ``model_type``.
+        ValueError: it is not JSON, has no ``model_type``, or a number that no model has.
     """
     try:
         loaded = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # of text that is not UTF-8, too
+    except (ValueError, RecursionError) as error:  # of text that is not UTF-8, too
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(loaded, dict) or "model_type" not in loaded:
         raise ValueError(f"{path} has no 'model_type', so transformers cannot tell which model it describes.")
+    for name, value in _numbers("", loaded):
+        problem = _problem(name, value)
+        if problem is not None:
+            raise ValueError(f"{path}: {name} is {value!r}, {problem}. Correct the number in that file.")
     return loaded
+
+
+_MODULES = re.compile(r"(n_layer|layers|blocks|experts|depths?)$")
+_COUNTS = re.compile(
+    r"(heads?|hidden_sizes?|intermediate_size|vocab_size|d_model|n_embd|hidden_dim|head_dim|embed_dims?)$"
+)
+_BOUNDS = re.compile(r"(limit|min|max|clip|clamp)$")
+_MOST_MODULES = 100_000
+"""Layers (experts, blocks) of a config. They are built one by one, about 1 ms each; published models have below 1,000."""
+
+
+def _numbers(name: str, value: object) -> Iterator[tuple[str, float]]:
+    """Yield each number in `value`, with the name of the innermost field that holds it."""
+    if isinstance(value, dict):
+        for field, inner in value.items():
+            yield from _numbers(field, inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _numbers(name, inner)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield name, value
+
+
+def _problem(name: str, value: float) -> str | None:
+    """Return why no model has `value` in the field `name`, or None."""
+    if value != value or (math.isinf(value) and not _BOUNDS.search(name)):  # Mamba's time_step_limit ends in Infinity
+        return "which is not a finite number"
+    modules = _MODULES.search(name) is not None
+    if value > _MOST_MODULES and modules:
+        return f"above {_MOST_MODULES:,}, and each of them would be built"
+    if value > 2**31 and _COUNTS.search(name):
+        return "above 2**31, and no kernel takes tensors that are so long"
+    # A list of layers, or of one to select, may count from the end.
+    counted = _COUNTS.search(name) or (modules and re.search(r"num|^n_|coder|depth", name))
+    return "and cannot be negative" if value < 0 and counted else None
 
 
 def _from_mapping(name: str, values: Mapping[str, Any]) -> ModelSource:
