@@ -221,8 +221,8 @@ def _forced(record: OpRecord) -> str | None:
     known = facts(record.op)
     if known.pinned:
         return "save"
-    if (known.random and not known.attention) or not known.tracked:
-        return "replay"  # random numbers must be drawn again in order; in-place ops always run again
+    if (known.random and not known.attention) or not known.tracked or record.steers:
+        return "replay"  # random numbers must be drawn again in order; in-place ops always run again, as statistics are
     return None
 
 

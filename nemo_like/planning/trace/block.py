@@ -60,6 +60,8 @@ class OpRecord:
     """Indices of the ops that wrote what holds the values of its inputs in float8."""
     outer: tuple[tuple[int, int], ...] = ()
     """Numbers and bytes of the storages that it reads and no op wrote: inputs and parameters."""
+    steers: bool = False
+    """True where a later op reads running statistics that it changes: saved or skipped, it would not change them again."""
     twin: int | None = None
     """Index of an earlier op that computes the same of the same inputs; None: there is none."""
 
@@ -181,6 +183,8 @@ class Recorder(TorchDispatchMode):
         self.storages = _Storages()
         self.changed: set[int] = set()
         """Keys of the storages that ops changed in place."""
+        self._statistics: dict[int, int] = {}
+        """Index of the op that changed running statistics last, by their key."""
         self._count: dict[OpOverload, int] = {}
         self._calls: dict[Any, int] = {}
         """Indices of ops by what they are called with."""
@@ -242,7 +246,8 @@ class Recorder(TorchDispatchMode):
         values = {s.key(part) for parts in stored[0] for part in parts[1:]}
         new = {s.key(t) for t in outputs if not s.known(t)}
         changed = {s.key(t) for t in ops.written_tensors(func, args, kwargs)}
-        self.changed |= changed | {s.key(t) for t in _statistics(func, args, kwargs)}
+        statistics = {s.key(t) for t in _statistics(func, args, kwargs)}
+        self.changed |= changed | statistics
         reads = sorted({w for key in read for w in s.writers.get(key, ())})
         writes = sorted({w for key in changed for w in s.writers.get(key, ())})
         view = not new and not changed
@@ -250,8 +255,11 @@ class Recorder(TorchDispatchMode):
         grads = sum(bool({s.key(part) for part in parts} & self._trained) for parts in stored[0])
         if grads:
             self._trained |= {s.key(part) for parts in stored[1] for part in parts if part.is_floating_point()}
-        for w in writes:
+        for w in {*writes, *(w for key in statistics for w in s.writers.get(key, ()))}:
             self.ops[w] = replace(self.ops[w], changed=True)
+        for w in {self._statistics[key] for key in read if key in self._statistics}:
+            self.ops[w] = replace(self.ops[w], steers=True)
+        self._statistics |= dict.fromkeys(statistics, index)
         hidden = {s.key(part) for parts in stored[1] for part in parts if not s.known(part)}
         for key in new | changed | hidden:
             s.writers.setdefault(key, []).append(index)
