@@ -10,6 +10,7 @@ any other number of ranks.
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
 import shutil
@@ -68,7 +69,7 @@ class CheckpointStore:
         self._writing: Future[None] | None = None
         self._writing_step = -1
         self.best: int | None = None
-        """A step whose checkpoint is kept in addition to the newest ones; None: no such."""
+        """A step whose checkpoint is kept in addition to the newest ones, from the next `save` on; None: no such."""
         # DCP's writer thread runs collectives during the training's own, so it requires a group of its own.
         self._group = None if ranks.control is None else dist.new_group(backend="gloo")
         if self._group is None:  # DCP warns at each call that there is one process; here that is meant
@@ -115,13 +116,15 @@ class CheckpointStore:
                 written.set_exception(error)
         self._writing = Future()
         completed = self._writing
+        # As they are now: when this checkpoint is complete in the background, a later step may be the best one.
+        about, best = copy.deepcopy(about), self.best
 
         def complete(done: Future[Any]) -> None:
             try:
                 done.result()  # raises on every rank where one failed
                 self._sum_own_files(target)
                 if self._ranks.rank == 0:
-                    self._complete(target, step, about)
+                    self._complete(target, step, about, best)
                 completed.set_result(None)
             except BaseException as error:  # noqa: BLE001  (handed to `wait`, which raises it on every rank)
                 completed.set_exception(error)
@@ -242,8 +245,11 @@ class CheckpointStore:
             if self._group is not None:
                 dist.barrier(self._group)
 
-    def _complete(self, target: Path, step: int, about: Mapping[str, Any]) -> None:
-        """On rank 0: check that each rank's files are here, list them, and give the folder its name."""
+    def _complete(self, target: Path, step: int, about: Mapping[str, Any], best: int | None) -> None:
+        """On rank 0: check that each rank's files are here, list them, and give the folder its name.
+
+        best: a step whose checkpoint stays.
+        """
         files: dict[str, Any] = {}
         for rank in range(self._ranks.world_size):
             sums = target / f"{_SUMS}{rank}"
@@ -264,7 +270,7 @@ class CheckpointStore:
         _sync_folder(target)
         target.rename(self.path(step))
         _sync_folder(self.folder)
-        for old in [step for step in self.steps()[self._keep :] if step != self.best]:
+        for old in [step for step in self.steps()[self._keep :] if step != best]:
             # Renamed first: a run killed while deleting leaves nothing that looks complete.
             doomed = self.path(old).rename(self.folder / f"{_DELETING}{old:08d}")
             shutil.rmtree(doomed)

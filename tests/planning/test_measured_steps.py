@@ -66,6 +66,9 @@ def plan(gpu, gpus, log):
             (6120, "per GPU"),
         ),
         (TITAN.format(1, 10) + "\n" + TITAN.format(10, 6120), (6120, "per GPU")),
+        # Of four steps the first two are left out, of three the first.
+        ("\n".join(TITAN.format(n, tps) for n, tps in enumerate((10, 900, 6100, 6300))), (6200, "per GPU")),
+        ("\n".join(TITAN.format(n, tps) for n, tps in enumerate((10, 900, 6100))), (3500, "per GPU")),
         (
             "".join(
                 json.dumps({"step": n, "tokens_per_second": t}) + "\n" for n, t in enumerate((1, 2, 800, 900, 1000))
