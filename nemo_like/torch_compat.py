@@ -70,6 +70,13 @@ def forward_hooks(module: nn.Module) -> tuple[Callable[..., Any], ...]:
     return tuple(module._forward_hooks.values())
 
 
+GLOBAL_HOOKS: dict[str, Any] = {
+    "_forward_pre_hooks": nn.modules.module._global_forward_pre_hooks,
+    "_forward_hooks": nn.modules.module._global_forward_hooks,
+}
+"""The hooks of all modules, in tables that are named as a module's own."""
+
+
 def wrapped_module(wrapper: nn.Module) -> nn.Module:
     """The module inside one of PyTorch's activation wrappers, ours among them."""
     return wrapper._checkpoint_wrapped_module  # type: ignore[return-value]
