@@ -71,9 +71,12 @@ def without_values(
             raise
         if otherwise is not None:
             raise ValueError(otherwise(error)) from error
-        raise ValueError(
-            f"{who} fails on tensors without values ({in_place(error)}). {_way_out(module, aim)}"
-        ) from error
+        reason = f"fails on tensors without values ({in_place(error)})"
+        if "backward through the graph a second time" in str(error):
+            reason = (
+                "reads a tensor with a gradient that the model computed outside of it and does not pass as an argument"
+            )
+        raise ValueError(f"{who} {reason}. {_way_out(module, aim)}") from error
 
 
 def in_a_line(error: Exception) -> str:

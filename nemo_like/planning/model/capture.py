@@ -32,11 +32,13 @@ from nemo_like.planning.trace.kinds import (
     Kind,
     ModelTrace,
     TracedCall,
+    attributes_with_gradient,
     call_key,
     handed_on,
     record_again,
     recording,
     settings_of,
+    with_left,
 )
 from nemo_like.torch_compat import tree_leaves
 from nemo_like.transformers_compat import given_cache, parameter_names
@@ -98,6 +100,8 @@ class _Watcher:
     _keys: dict[Any, int] = field(default_factory=dict)
     _uses: dict[int, set[int]] = field(default_factory=dict)
     _held: list[Any] = field(default_factory=list)
+    _own: list[Any] = field(default_factory=list)
+    """What layers have set attributes to."""
 
     @contextmanager
     def installed(self, state: Mapping[str, torch.Tensor]) -> Iterator[None]:
@@ -132,29 +136,42 @@ class _Watcher:
             if kind is not None and not run_all:
                 self.calls.append(TracedCall(layer.fqn, module, kind))
                 record_again(module, map_tensors(_another, self.kinds[kind].records))
-                return self.kinds[kind].output_with(_another, args, kwargs)
+                return self.kinds[kind].put(module, self.kinds[kind].output_with(_another, args, kwargs))
             position = len(self.calls)
             self.calls.append(TracedCall(layer.fqn, module, -1))
             saved, tensors = map_tensors(_leaf, (args, kwargs)), tensors_in((args, kwargs))
+            versions, before = (
+                [t._version if t.requires_grad else None for t in tensors],
+                attributes_with_gradient(module),
+            )
             with recording(module) as records:
                 output = forward(*args, **kwargs)
+            self._refuse_written(layer.fqn, tensors, versions)
+            left = self._left(layer.fqn, module, before)
             self._refuse_iterator(layer.fqn, output)
             if not run_all:  # layers that share keys and values write them into what all are handed
                 self._refuse_changed(layer.fqn, tensors, tensors_in((args, kwargs)))
             if kind is None:
                 kind = self._keys[key] = len(self.kinds)
-                passed = handed_on(output, args, kwargs)
+                with_all = with_left(module, output, left)
+                passed = handed_on(with_all, args, kwargs)
                 self.kinds.append(
                     Kind(
                         module,
                         saved[0],
                         saved[1],
-                        output,
+                        with_all,
                         layer_state,
                         records=records,
                         passed=passed,
                         grad=grad,
                         key=key,
+                        left=left,
+                        given={
+                            place: map_tensors(_leaf, value)
+                            for place, value in before.items()
+                            if place not in left and not any(value is own for own in self._own)
+                        },
                     )
                 )
             self.calls[position] = TracedCall(layer.fqn, module, kind)
@@ -181,6 +198,30 @@ class _Watcher:
                     f"{type(self.model).__name__} calls {fqn} with {a_or_an(leaf)} that has a tensor inside through which a "
                     "gradient goes: no plan can be made. Give the layer this tensor as an argument, or use a mode instead "
                     "of a budget, such as 'selective'."
+                )
+
+    def _left(self, fqn: str, module: nn.Module, before: dict[tuple[str, str], Any]) -> tuple[tuple[str, str], ...]:
+        """Return the attributes that a layer has set in its forward, and refuse containers of tensors."""
+        after = attributes_with_gradient(module)
+        new = {place: value for place, value in after.items() if value is not before.get(place)}
+        self._own += new.values()
+        for place, value in new.items():
+            if isinstance(value, list | dict):
+                raise ValueError(
+                    f"{fqn} of {type(self.model).__name__} puts tensors with a gradient into its attribute "
+                    f"{'.'.join(filter(None, place))!r}, {a_or_an(value)}: no plan can be made. Set an attribute to each "
+                    "tensor, return them, or use a mode instead of a budget, such as 'selective'."
+                )
+        return tuple(new)
+
+    def _refuse_written(self, fqn: str, inputs: Sequence[torch.Tensor], versions: Sequence[int | None]) -> None:
+        """Refuse a layer that changes its own input in place: recomputation requires it as it was."""
+        for tensor, version in zip(inputs, versions):
+            if version is not None and tensor._version != version:
+                raise ValueError(
+                    f"{fqn} of {type(self.model).__name__} changes a tensor that it is called with in place "
+                    f"({describe((tensor,), {})}): no plan can be made. Write x = x + y in place of x += y (or "
+                    "inplace=False), or use a mode instead of a budget, such as 'selective'."
                 )
 
     def _refuse_iterator(self, fqn: str, output: Any) -> None:
@@ -230,6 +271,7 @@ class _Watcher:
                     shared=kind.shared,
                     run=run,
                     state=kind.state,
+                    call=kind.run,
                 )
             kind.kept_at = frozenset(place for number, place in enumerate(at) if number in kind.trace.kept_shared)
         return ModelTrace(tuple(self.calls), tuple(self.kinds), sum(sizes.values()), run, state, args, kwargs, dtype)

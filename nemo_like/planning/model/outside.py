@@ -118,7 +118,7 @@ def outer_memory(
             output_numbers = {i: meter.number(t) for i, t in enumerate(tensors_in(output)) if i not in kind.passed}
             calls.append(ForwardCall(at, len(meter.log), input_numbers, output_numbers))
             record_again(bare(layer.module), records)
-            return output
+            return kind.put(bare(layer.module), output)
 
         return standing_in
 
@@ -144,7 +144,14 @@ def outer_memory(
             output = model(*traced.args, **traced.kwargs)
         forward_end = len(meter.log)
         ends.returned([""], output)
-        loss = loss_of(output, step.loss_fn)
+        frozen = not _given(traced) and not any(p.requires_grad for p in model.parameters())
+        loss = None if frozen else loss_of(output, step.loss_fn)
+        if loss is None or not loss.requires_grad:
+            reason = "no parameter trains" if frozen else "its loss has no gradient"
+            raise ValueError(
+                f"{type(model).__name__} cannot be planned: {reason}. Set requires_grad of what trains before the plan is "
+                "made. Where nothing trains, nothing is saved: use ac='none'."
+            )
         own_loss, loss_end = any(loss is t for t in tensors_in(output)), len(meter.log)
         if not step.keeps_output:
             output = None

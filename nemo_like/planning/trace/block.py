@@ -18,7 +18,7 @@ from torch import nn
 from nemo_like._util.op_lookup import argument, packet_name
 from nemo_like._util.tensors import Place, by_argument, is_wrapped, map_tensors, tensors_in
 from nemo_like.activation_checkpointing import ops
-from nemo_like.fake.model_copy import call_with
+from nemo_like.fake.model_copy import with_state
 from nemo_like.fake.run import FakeRun, FakeTensor
 from nemo_like.torch_compat import OpOverload, TorchDispatchMode, local_part
 
@@ -383,6 +383,7 @@ def trace_block(
     run: FakeRun | None = None,
     state: Mapping[str, torch.Tensor] | None = None,
     dtype: torch.dtype | None = None,
+    call: Callable[..., Any] | None = None,
 ) -> BlockTrace:
     """Trace one call of `module` on fake tensors. Nothing is computed; the module may be on any device, `meta` included.
 
@@ -394,8 +395,9 @@ def trace_block(
         shared: those tensors among the arguments that all blocks are called with.
         run, state: a fake run in progress and the module's fake parameters in it; default: new ones.
         dtype: the dtype of floating-point parameters in forward (FSDP2's ``param_dtype``); default: their own.
+        call: calls the module; default: the module itself.
     """
-    kwargs = dict(kwargs or {})
+    kwargs, call = dict(kwargs or {}), call or module
     shared_ids, in_progress = {id(t) for t in shared}, run is not None
     with fake_run(run) as run:
         state = run.state(module, dtype) if state is None else state
@@ -414,12 +416,12 @@ def trace_block(
         }
         fake_state = dict(state)
 
-        def call() -> Any:
-            with run.casting():
-                return call_with(module, fake_state, fake_args, fake_kwargs)
+        def run_block() -> Any:
+            with run.casting(), with_state(module, fake_state):
+                return call(*fake_args, **fake_kwargs)
 
         trace, _ = record(
-            call,
+            run_block,
             name=name or type(module).__name__,
             params=list(state.values()),
             inputs=own_inputs,

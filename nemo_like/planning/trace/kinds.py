@@ -48,8 +48,38 @@ class Kind:
     kept_at: frozenset[Place] = frozenset()
     """Places of the shared tensors that autograd saves without checkpointing: a mask of booleans is not saved."""
 
+    left: tuple[tuple[str, str], ...] = ()
+    """Attributes that its forward sets to tensors with a gradient, by module and name, for the model to read."""
+    given: dict[tuple[str, str], Any] = field(default_factory=dict)
+    """Attributes that the model sets to such tensors before the call: leaves in their place, which no graph is behind."""
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the block returns, and with it what it leaves in `left`, if anything: both get gradients."""
+        for (name, attribute), value in self.given.items():
+            vars(self.module.get_submodule(name))[attribute] = value
+        return with_left(self.module, self.module(*args, **kwargs), self.left)
+
+    def refuse_given(self) -> None:
+        """Raise ValueError where the backward of `run` came to an attribute that the model had set."""
+        for place, value in self.given.items():
+            if any(tensor.grad is not None for tensor in tensors_in(value)):
+                assert self.trace is not None
+                raise ValueError(
+                    f"{self.trace.name} reads its attribute {'.'.join(filter(None, place))!r}, which the model sets to a "
+                    "tensor that a gradient goes through: no plan can be made. Give the layer this tensor as an argument, "
+                    "or use a mode instead of a budget, such as 'selective'."
+                )
+
+    def put(self, module: nn.Module, output: Any) -> Any:
+        """Set what `module`, a block like it that is not run, leaves in `left`, and return what the block returns."""
+        if not self.left:
+            return output
+        for (name, attribute), value in zip(self.left, output[1]):
+            module.get_submodule(name).__dict__[attribute] = value
+        return output[0]
+
     def output_with(self, make: Callable[[torch.Tensor], Any], args: tuple, kwargs: Mapping[str, Any]) -> Any:
-        """Return its output in a call of a block like it.
+        """Return its output, as of `run`, in a call of a block like it.
 
         What it hands on is handed on; ``make(tensor)`` replaces the other tensors.
         """
@@ -92,6 +122,22 @@ class ModelTrace:
     def counts(self) -> tuple[int, ...]:
         """Return the number of calls of each kind."""
         return tuple(sum(call.kind == k for call in self.calls) for k in range(len(self.kinds)))
+
+
+def with_left(module: nn.Module, output: Any, left: Sequence[tuple[str, str]]) -> Any:
+    """Return `output`, and with it the attributes `left` of `module`, if there are any."""
+    return (output, [vars(module.get_submodule(name))[attribute] for name, attribute in left]) if left else output
+
+
+def attributes_with_gradient(module: nn.Module) -> dict[tuple[str, str], Any]:
+    """Return what is neither a parameter nor a buffer and holds a tensor with a history, by module and attribute."""
+    return {
+        (name, attribute): value
+        for name, part in module.named_modules()
+        for attribute, value in vars(part).items()
+        if isinstance(value, torch.Tensor | list | dict | tuple)
+        and any(tensor.grad_fn is not None for tensor in tensors_in(value))
+    }
 
 
 def handed_on(output: Any, args: tuple, kwargs: Mapping[str, Any]) -> dict[int, Place]:

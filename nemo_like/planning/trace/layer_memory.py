@@ -62,7 +62,7 @@ def block_memory(
     leaves = list(dict.fromkeys(state.values()))
 
     def call(*a: Any, **k: Any) -> Any:  # not the module, whose buffers the region would copy
-        return kind.module(*a, **k)
+        return kind.run(*a, **k)
 
     before = with_gradients(leaves, run) if accumulate else []
     meter = TracedBytes([*leaves, *replaced.values(), *before])
@@ -99,6 +99,7 @@ def block_memory(
         del out, roots, tensors, at
         begun = len(meter.log)
         gradients.backward(torch.empty_like(gradients))
+        kind.refuse_given()
         to_inputs = gradients_by_place(kind, replaced)
         backward = tuple(meter.log[begun:])
         return BlockEvents(
@@ -251,9 +252,9 @@ def backward_of_inputs(
 class _Called(nn.Module):
     """Module that calls a block. The engine remembers for a module what each half requires."""
 
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(self, kind: Kind) -> None:
         super().__init__()
-        self._call = block.__call__
+        self._call = kind.run
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)
@@ -276,7 +277,7 @@ def halves_memory(
         once: whether the first half recomputes for both.
     """
     state = leaves_of(kind.state)
-    block, events = _Called(kind.module), None
+    block, events = _Called(kind), None
     with needing_no_values(kind), with_state(kind.module, state):
         for _ in range(2 if policy is not None and once else 1):  # from the second backward on, the engine knows more
             events = _run(block, kind, state, policy, run, used, accumulate=accumulate, once=once, received=received)

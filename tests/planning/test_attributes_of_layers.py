@@ -1,0 +1,200 @@
+"""Budgets for models that talk to their layers by attributes: planned as it runs, or refused by the attribute's name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nemo_like import StepSpec, parallelize
+from nemo_like.planning import plan_for
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.aux: Any = None
+        self.style: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class _Aux(_Block):
+    """An auxiliary loss that the layer leaves on itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        self.aux = y.square().mean()
+        return y
+
+
+class _AuxInside(_Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x)
+        self.up.loss = h.logsumexp(-1).mean()  # type: ignore[assignment]
+        return x + self.down(torch.relu(h))
+
+
+class _Pair(_Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        self.aux = y.square().mean(), y.detach().sum()
+        return y
+
+
+class _List(_Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.aux = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        self.aux.append(y.square().mean())
+        return y
+
+
+class _Styled(_Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * self.style)
+
+
+class _Context(_Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + self.style["shift"])
+
+
+class _InPlace(_Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x += self.down(torch.relu(self.up(x.clone())))
+        return x
+
+
+class _ReluFirst(_Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(nn.functional.relu(x, inplace=True))
+
+
+class _View(_Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.view(-1).mul_(2)
+        return super().forward(x)
+
+
+class _Net(nn.Module):
+    def __init__(self, kind: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.inp, self.scale = nn.Linear(8, 8), nn.Parameter(torch.ones(8))
+        self.blocks, self.kind = nn.ModuleList(kind() for _ in range(3)), kind
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            style = (self.scale * 2).exp()
+            block.style = {"shift": style} if self.kind is _Context else style
+        for block in self.blocks:
+            x = block(x)
+        losses = [block.aux for block in self.blocks if self.kind is _Aux]
+        losses += [block.aux[0] for block in self.blocks if self.kind is _Pair]
+        losses += [block.up.loss for block in self.blocks if self.kind is _AuxInside]
+        return x.square().mean() + sum(losses) if losses else x
+
+
+def _grads(kind: Callable[[], nn.Module], ac: str | None) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model: Any = _Net(kind)
+    if ac is not None:
+        model = parallelize(model, "single", ac, sample_input=torch.rand(4, 8))
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        model(torch.rand(4, 8)).square().mean().backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("ac", ["70%", "40%"])
+@pytest.mark.parametrize("kind", [_Block, _Aux, _AuxInside, _Pair])
+def test_an_auxiliary_loss_on_a_layer_is_planned(kind: Callable[[], nn.Module], ac: str):
+    """A modulation that no layer reads does not matter."""
+    assert all(map(torch.equal, _grads(kind, ac), _grads(kind, None)))
+
+
+REFUSED = {
+    _Styled: r"blocks\.0 \(_Styled\) reads its attribute 'style', which the model sets .*Give the layer this tensor as",
+    _Context: r"blocks\.0 \(_Context\) reads its attribute 'style'",
+    _List: r"blocks\.0 of _Net puts tensors with a gradient into its attribute 'aux', a list.*Set an attribute",
+    _InPlace: r"blocks\.0 of _Net changes a tensor that it is called with in place .*x = x \+ y",
+    _ReluFirst: r"blocks\.0 of _Net changes a tensor that it is called with in place .*inplace=False",
+    _View: r"blocks\.0 of _Net changes a tensor that it is called with in place",
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_planned_is_refused_by_name(kind: Callable[[], nn.Module]):
+    model = _Net(kind)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ValueError, match=REFUSED[kind]) as info:
+        parallelize(model, "single", "50%", sample_input=torch.rand(4, 8))
+    assert "'selective'" in str(info.value) and "\n" not in str(info.value)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert model.blocks[0].style is None and not model.blocks[0].aux
+
+
+class _Holds(_Block):
+    """It reads what the model put into an object that both have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = SimpleNamespace()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * self.shared.style)
+
+
+class _Puts(_Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            block.shared.style = self.scale.exp()
+        return super().forward(x)
+
+
+def test_a_tensor_in_an_object_is_refused_with_the_cause():
+    with pytest.raises(ValueError, match=r"blocks\.0 \(_Holds\) cannot be planned.* does not pass as an argument"):
+        parallelize(_Puts(_Holds), "single", "50%", sample_input=torch.rand(4, 8))
+
+
+def _frozen() -> nn.Module:
+    return _Net(_Block).requires_grad_(False)
+
+
+def test_a_frozen_model_is_refused_with_the_cause():
+    with pytest.raises(ValueError, match=r"_Net cannot be planned: no parameter trains\. Set requires_grad.*ac='none'"):
+        parallelize(_frozen(), "single", "50%", sample_input=torch.rand(4, 8))
+    step = StepSpec(loss_fn=lambda out: out.sum())
+    with pytest.raises(ValueError, match="no parameter trains"):
+        plan_for(_frozen(), ac="50%", sample_input=torch.rand(4, 8), step=step)
+
+
+def test_an_auxiliary_loss_counts_in_the_gradients_of_a_plan():
+    """A layer of which only the auxiliary loss comes to a weight: the weight trains, and has optimizer state."""
+
+    class _Only(_Aux):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x)
+            self.aux = self.gate(y).square().mean()
+            return y
+
+    class _Reads(_Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).square().mean() + sum(block.aux for block in self.blocks)
+
+    planned = [plan_for(net(_Only), ac="100%", sample_input=torch.rand(4, 8)) for net in (_Reads, _Net)]
+    assert planned[0].peak["gradients"] - planned[1].peak["gradients"] == 3 * (64 + 8) * 4
