@@ -100,8 +100,8 @@ class LossMean:
         """Compare what the stages were given of `batch`, where it shows what no comparison has seen.
 
         That is in the first call, and where micro-batches first count differently. Where `PipelineParallel.loss_mean` is
-        given, also in calls 2, 4, 8 and so on, and where masks or padding differ as never before. A collective of all
-        ranks that share a stage.
+        given, also in calls 2, 4, 8 and so on, and where masks, padding or ids differ as never before. A collective of
+        all ranks that share a stage.
 
         Raises:
             ValueError: on every rank: the losses of micro-batches do not add up to that of the batch.
@@ -141,6 +141,9 @@ class LossMean:
     def _refusal(self, off: float) -> str:
         setting = f"loss_mean={self.over!r}" if isinstance(self.over, str) else "loss_mean"
         items = f", or leave {_ITEMS} out" if self.over == "tokens" else ""
+        if self.over == "tokens" and not self._shifts:
+            shifted = f"lambda batch: (batch['labels'][:, 1:] != {IGNORED}).sum()"
+            items += f". A model that shifts its labels needs a function: {shifted}"
         return (
             f"pp cannot add up the losses of this {self._kind}'s micro-batches under {setting}: the loss of two in one "
             f"call, or its gradient, is off by {off:.1e} of its size. Write what the loss is a mean over, with "
@@ -162,7 +165,13 @@ class LossMean:
             news |= {key: numbers for key, numbers in _counts(batch, parts).items() if len(set(numbers)) > 1}
         new = [numbers for key, numbers in news.items() if key not in self._compared]
         self._compared |= news.keys()
-        return list(dict.fromkeys(map(_most_and_least, new)))
+        pairs = list(dict.fromkeys(map(_most_and_least, new)))
+        ids = {} if self._is_default else _ids(batch, parts)
+        hidden = [numbers for key, numbers in ids.items() if key not in self._compared and not _shown(numbers, pairs)]
+        if hidden:  # one more pair in a call: the others come in later ones
+            pairs.append(_most_and_least(max(hidden, key=lambda numbers: max(numbers) - min(numbers))))
+        self._compared |= {key for key, numbers in ids.items() if _shown(numbers, pairs)}
+        return pairs
 
     def _off(
         self, last: LastStage, parts: Sequence[Mapping[str, Any]], shares: Sequence[float], pair: tuple[int, int]
@@ -209,6 +218,24 @@ def _counts(batch: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> dic
         counts[name, number] = [(part[name] == number).double().sum() for part in parts]
     numbers = torch.stack([count.cpu() for row in counts.values() for count in row]).view(-1, len(parts)).tolist()
     return dict(zip(counts, numbers))
+
+
+def _ids(batch: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> dict[Hashable, list[float]]:
+    """Return how often each id is in each micro-batch, of those that differ by more than the tolerance: a separator."""
+    counts: dict[Hashable, list[float]] = {}
+    for name, value in by_row(batch).items():
+        if value.dim() != 2 or value.dtype == torch.bool or value.is_floating_point() or value.is_complex():
+            continue
+        ids, places = torch.cat([part[name].flatten() for part in parts]).unique(return_inverse=True)
+        each = torch.stack([part.bincount(minlength=len(ids)) for part in places.chunk(len(parts))])
+        differ = each.amax(0) - each.amin(0) > _TOLERANCE * places.numel() / len(parts)
+        counts |= {(name, number): row for number, row in zip(ids[differ].tolist(), each.T[differ].tolist())}
+    return counts
+
+
+def _shown(numbers: Sequence[float], pairs: Collection[tuple[int, int]]) -> bool:
+    """Return whether a comparison of two of these micro-batches shows what has these `numbers` in them."""
+    return any(numbers[one] != numbers[other] for one, other in pairs)
 
 
 def _most_and_least(numbers: Sequence[float]) -> tuple[int, int]:
