@@ -384,6 +384,60 @@ FAULTS: tuple[Fault, ...] = (
         "left_out=(),\n    )\n\n\ndef output_head",
         "tests/scenarios/test_trl.py tests/integrations",
     ),
+    Fault(
+        "recipes/job_checkpoint.py",
+        "self.steps()[self._keep :] if step != best]:",
+        "self.steps()[self._keep :]]:",
+        "tests/recipes/test_checkpoint.py",
+    ),
+    Fault(
+        "recipes/job_checkpoint.py",
+        "about, best = copy.deepcopy(about), self.best",
+        "best = self.best",
+        "tests/recipes/test_checkpoint.py",
+    ),
+    Fault(
+        "planning/measured_steps.py",
+        "numbers[2 if len(numbers) >= 4 else 1 :]",
+        "numbers[2 if len(numbers) > 4 else 1 :]",
+        "tests/planning/test_measured_steps.py",
+    ),
+    Fault(
+        "distributed/weights/checked_files.py",
+        'self._allowed.get(f"{module}.{name}")',
+        "super().find_class(module, name)",
+        "tests/recipes/test_untrusted_files.py",
+    ),
+    Fault(
+        "distributed/weights/checked_files.py",
+        ' or ".." in PurePath(name).parts',
+        "",
+        "tests/recipes/test_untrusted_files.py",
+    ),
+    Fault(
+        "models.py",
+        "if value != value or (",
+        "if (",
+        "tests/models/test_config_numbers.py",
+    ),
+    Fault(
+        "planning/choose/layer.py",
+        "or not known.tracked or record.steers:",
+        "or not known.tracked:",
+        "tests/planning/test_running_statistics.py",
+    ),
+    Fault(
+        "planning/trace/kinds.py",
+        "vars(self.module.get_submodule(name))[attribute] = value",
+        "pass",
+        "tests/planning/test_attributes_of_layers.py",
+    ),
+    Fault(
+        "distributed/pipeline/loss_mean.py",
+        "        if hidden:",
+        "        if hidden and self._calls < 3:",
+        "tests_distributed/pipeline/test_pipeline_loss.py",
+    ),
 )
 
 
