@@ -12,6 +12,7 @@ from nemo_like._util.lazy import lazy_names
 
 if TYPE_CHECKING:  # what type checkers and editors see of the names below; "as" marks them as public
     from nemo_like.activation_checkpointing.apply import apply_specs as apply_specs
+    from nemo_like.activation_checkpointing.engine import is_recomputing as is_recomputing
     from nemo_like.activation_checkpointing.engine import (
         make_selective_checkpoint_context_fn as make_selective_checkpoint_context_fn,
     )
@@ -83,7 +84,10 @@ __version__ = "0.1.0"
 
 _WHERE = {
     "activation_checkpointing.apply": ("apply_specs",),
-    "activation_checkpointing.engine": ("make_selective_checkpoint_context_fn",),
+    "activation_checkpointing.engine": (
+        "is_recomputing",
+        "make_selective_checkpoint_context_fn",
+    ),
     "activation_checkpointing.kv_sharing": ("detect_kv_sharing_and_maybe_disable_cache",),
     "activation_checkpointing.legacy": (
         "apply_full_layer_checkpointing_to_layers",

@@ -67,6 +67,7 @@ ELSEWHERE = (
     "apply_activation_checkpointing",
     "checkpoint_timesteps",
     "dry_run",
+    "is_recomputing",
     "PlanReport",
     "parallelize",
     "predict",

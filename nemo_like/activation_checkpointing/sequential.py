@@ -23,9 +23,10 @@ from nemo_like._util.log import warn_once
 from nemo_like._util.words import a_or_an
 from nemo_like.activation_checkpointing.engine import verification
 from nemo_like.activation_checkpointing.engine.ambient import Ambient
-from nemo_like.activation_checkpointing.engine.deep_state import map_leaves
+from nemo_like.activation_checkpointing.engine.deep_state import DeepState, map_leaves
 from nemo_like.activation_checkpointing.engine.dispatch import ForwardMode, as_watched, kinds_for, watch_generators
 from nemo_like.activation_checkpointing.engine.handles import Transfer
+from nemo_like.activation_checkpointing.engine.hooks import hook_calls
 from nemo_like.activation_checkpointing.engine.inputs import SavedInputs
 from nemo_like.activation_checkpointing.engine.module_state import BufferSnapshot, ModuleWorld, module_of
 from nemo_like.activation_checkpointing.engine.region import Region, within
@@ -80,6 +81,9 @@ class Chunk(Segment):
 class SegmentMember(CheckpointWrapper):
     """A layer in a `Segment`: the wrapper records the call, and the segment recomputes it."""
 
+    _segment = Segment(0)
+    _position = 0
+
     def __init__(
         self,
         module: nn.Module,
@@ -123,7 +127,7 @@ class _Earlier:
 class _Call:
     """One member's call: how to make it again."""
 
-    __slots__ = ("ambient", "buffers", "inputs", "looker", "requires_grad", "run", "world")
+    __slots__ = ("ambient", "buffers", "hooks", "inputs", "looker", "packs", "requires_grad", "run", "world")
 
     def __init__(self, run: Callable[..., Any], args: object, kwargs: object, preserve_rng_state: bool) -> None:
         self.run = run
@@ -136,9 +140,13 @@ class _Call:
         module = module_of(run)
         self.world = world = ModuleWorld(module) if module is not None else None
         self.buffers = BufferSnapshot(module, world.stamp) if module is not None and world is not None else None
+        self.hooks = hook_calls(world) if world is not None else None
+        self.packs = 0
+        """The number of tensors that autograd had saved in the region at the end of the call."""
 
-    def forward_done(self) -> None:
+    def forward_done(self, packs: int) -> None:
         """Keep only the state around the call that it used or changed."""
+        self.packs = packs
         self.ambient.forget_unused_rng()
         if self.buffers is not None and not self.buffers.forward_done():
             self.buffers = None
@@ -146,35 +154,52 @@ class _Call:
             self.world.forward_done()
 
     @contextlib.contextmanager
-    def surroundings(self, region: str) -> Iterator[None]:
+    def surroundings(self, region: _SegmentRegion) -> Iterator[None]:
         """Within it the call finds the world that it found in forward."""
         with contextlib.ExitStack() as stack:
             if self.world is not None:
-                self.world.check(region, self.buffers.puts_back if self.buffers is not None else lambda *_: False)
+                self.world.check(region.name, self.buffers.puts_back if self.buffers is not None else lambda *_: False)
                 self.world.restore(stack)
             if self.buffers is not None:
-                self.buffers.restore(stack)
+                self.buffers.restore(stack, region.name)
             self.ambient.restore(stack)
+            if self.hooks is not None:
+                stack.enter_context(self.hooks.in_recomputation(region))
+            region.tail = stack
             yield
+
+    def keep_containers(self, stack: contextlib.ExitStack) -> None:
+        """Put containers that the member's code shares with others back into the state of now, when `stack` ends."""
+        containers = self.world.walk.shared_containers() if self.world is not None else ()
+        DeepState([({"": container}, "", "") for container in containers]).restore(stack)
 
 
 class _CallsAgain:
     """The function of the region: every call once more, in order."""
 
+    region: weakref.ref[_SegmentRegion]
+    """Weakly, because the region holds this."""
+
     def __init__(self, name: str) -> None:
         self.name = name
         self.calls: list[_Call] = []
-        self.in_last_call = False
+        self.index = -1
+
+    @property
+    def in_last_call(self) -> bool:
+        return self.index == len(self.calls) - 1
 
     def __call__(self) -> None:
+        region = self.region()
+        assert region is not None  # which runs this
         outputs: list[list[Tensor]] = []
         for index, call in enumerate(self.calls):
-            self.in_last_call = index == len(self.calls) - 1
+            self.index = index
             args, kwargs = call.inputs.get(self.name)
             flags = iter(call.requires_grad)
             fresh = _map(lambda tensor: tensor.detach().requires_grad_(next(flags)), (args, kwargs))  # noqa: B023
             args, kwargs = _map(lambda mark: outputs[mark.call][mark.index], fresh, _Earlier)
-            with call.surroundings(self.name), call.looker():
+            with call.surroundings(region), call.looker():
                 outputs.append(_tensors(call.ambient.variables.run(self.name, call.run, *args, **kwargs)))
 
 
@@ -184,6 +209,7 @@ class _SegmentRegion(Region):
     def __init__(self, first: SegmentMember) -> None:
         self._again = _CallsAgain(first.region_name)
         super().__init__(self._again, first.policy, first.region_name, first.transfer, True)
+        self._again.region = weakref.ref(self)
         self.verification = verification.start(first, first.region_name, first.preserve_rng_state)
         self._decide: Any = None
         if not self.policy.keeps_nothing:
@@ -197,6 +223,8 @@ class _SegmentRegion(Region):
         self.buffers = None  # each call has its own, and its own surroundings
         self.watch_versions = True
         self.position_of_last = -1
+        self.tail = contextlib.ExitStack()
+        """Ends with the call that is recomputed."""
         self._preserve_rng_state = first.preserve_rng_state
         self._outputs: dict[int, tuple[weakref.ref[Tensor], int, _Earlier]] = {}
         """id of a tensor that a call returned → itself (weakly), its version then, and which it is."""
@@ -207,6 +235,16 @@ class _SegmentRegion(Region):
         """Stop early in the last call only: a layer that FSDP gathered for its recomputation must get to its end."""
         if self._again.in_last_call:
             super().stop_unless_waited_for()
+
+    @left_to_python
+    def repack(self, tensor: Tensor) -> int:
+        index = super().repack(tensor)
+        call = self.calls[self._again.index]
+        if (
+            index == call.packs - 1
+        ):  # where other regions stop, so that what comes now is done once in forward and no more
+            call.keep_containers(self.tail)
+        return index
 
     @property
     def calls(self) -> list[_Call]:
@@ -227,13 +265,14 @@ class _SegmentRegion(Region):
         draws = watch_generators(call.ambient.generators, self.forward_mode, run, (*args, *kwargs.values()), generators)
         call.looker = as_watched(draws)
         try:
-            with saved_tensors_hooks(self.pack, self.unpack):
+            around = nullcontext() if call.hooks is None else call.hooks.in_forward(self)
+            with saved_tensors_hooks(self.pack, self.unpack), around:
                 out = within([mode for mode in (self.forward_mode, draws) if mode is not None], run, args, kwargs)
         except BaseException:
             self.drop()
             self.complete = True
             raise
-        call.forward_done()
+        call.forward_done(len(self.handles))
         # After each call, and not at the end alone, which may never come: a saved output keeps its graph, and that keeps
         # the region.
         self.cut_kept()

@@ -31,6 +31,7 @@ class Elsewhere:
 
     def __init__(self, factors: list[float]) -> None:
         self.factors = factors
+        self.program = object()  # an object with nothing but values and containers would be looked into
 
 
 class Counting(nn.Module):

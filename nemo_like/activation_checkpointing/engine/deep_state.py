@@ -112,7 +112,7 @@ class DeepState:
             kept = value if all(map(is_, items, value)) else tuple.__new__(kind, items)
             if any(item is _UNKNOWN for item in items):
                 kept = _UNKNOWN
-        elif has_state(kind):
+        elif has_state(kind) or is_record(value):
             known[id(value)] = value, value  # which may be in itself
             self._look_into(value, place, known)
             return value
@@ -154,6 +154,12 @@ def is_plain(kind: Any) -> bool:
     return kind in PLAIN or issubclass(kind, enum.Enum | numbers.Number | Decimal)  # NumPy's scalars among them
 
 
+def is_plain_value(value: object) -> bool:
+    """Return whether `value` can be compared, and put back, as it is."""
+    kind: Any = type(value)
+    return is_plain(kind)
+
+
 @functools.cache
 def has_state(kind: Any) -> bool:
     """Return whether `DeepState` looks into values of this type, which is neither a tensor nor a module."""
@@ -162,6 +168,22 @@ def has_state(kind: Any) -> bool:
     if issubclass(kind, tuple):
         return not is_plain(kind)
     return issubclass(kind, _OBJECTS) or hasattr(kind, "__dataclass_fields__") or _is_array(kind)
+
+
+def is_record(value: object) -> bool:
+    """Return whether `value` is an object with attributes of its own, and all of them are tensors, plain values or
+    containers."""
+    kind: Any = type(value)
+    looked_into = kind.__module__.partition(".")[0] not in _CODE and not is_plain(kind) and not callable(value)
+    if not looked_into or not (kind.__dictoffset__ or any(slots_of(kind))):
+        return False
+    items = [*getattr(value, "__dict__", {}).values(), *slot_values(value)]
+    kinds: list[Any] = list(map(type, items))
+    return all(is_plain(kind) or issubclass(kind, Tensor) or has_state(kind) for kind in kinds)
+
+
+_CODE = ("torch", "nemo_like", "numpy", "builtins")
+"""Packages whose objects are not looked into, where they are not containers."""
 
 
 @functools.cache
@@ -185,8 +207,12 @@ def _is_small(value: Any) -> bool:
 
 def _items(value: Any) -> list[Any]:
     """The items of a queue, and what is in the slots of any object."""
-    items = list(value) if isinstance(value, deque) else []
-    return items + [getattr(value, name, _UNKNOWN) for name in slots_of(type(value))]
+    return [*(value if isinstance(value, deque) else ()), *slot_values(value)]
+
+
+def slot_values(value: object) -> list[Any]:
+    """Return what is in the slots of an object."""
+    return [getattr(value, name, _UNKNOWN) for name in slots_of(type(value))]
 
 
 def _mark(value: Any) -> Any:

@@ -10,14 +10,14 @@ from __future__ import annotations
 import types
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from operator import attrgetter, call, eq, is_, itemgetter
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from nemo_like.activation_checkpointing.engine.deep_state import DeepState, has_state, is_plain
+from nemo_like.activation_checkpointing.engine.deep_state import DeepState, has_state, is_plain, is_record, slot_values
 from nemo_like.activation_checkpointing.engine.halves import Halves
 from nemo_like.activation_checkpointing.engine.random_state import all_names, is_generator, names_of_globals
 
@@ -85,7 +85,7 @@ class ModulePart:
         self.own = own  # and not the module, which is a key of the table in which this is
         self.name = name
         self.names = list(own)
-        self.kinds = list(map(type, own.values()))
+        self.kinds: list[Any] = list(map(type, own.values()))
         self.modules: dict[str, nn.Module | None] | None = own["_modules"].copy() if is_module else None
         self.buffers = list(own["_buffers"]) if is_module else []
         named = list(zip(self.names, self.kinds))
@@ -98,10 +98,11 @@ class ModulePart:
         self.deep = [
             name
             for name, kind in free
-            if (has_state(kind) and not (is_module and name in self.watched)) or (kind is Tensor and not is_module)
+            if not (is_module and (name in self.watched or kind is Tensor))
+            and (issubclass(kind, Tensor) or has_state(kind) or is_record(own[name]))
         ]
         """The attributes that `DeepState` looks into."""
-        self.generators = [name for name, _ in free if is_generator(own[name])]
+        self.generators = [name for name, _ in free if name not in self.watched and _generators_in(own[name])]
 
     def is_watched_whole(self) -> bool:
         """Return whether there are no attributes but those that are watched, and `nn.Module`'s own."""
@@ -155,6 +156,7 @@ class Snapshot:
         "_tables",
         "_values",
         "counted",
+        "hooked",
         "parameters",
         "taken",
     )
@@ -177,6 +179,8 @@ class Snapshot:
         present = {id(t): t for state in self.taken for t in state.parameters.values() if t is not None}
         self.parameters = [tensor for tensor in present.values() if tensor.is_leaf]
         """Parameters with a flag to put back."""
+        self.hooked = list(_hooked(self._owns[0], set())) if any(state.hooks for state in self.taken) else []
+        """The attributes of modules with hooks, but for those inside of one that is compiled by itself."""
         tensors = chain.from_iterable(chain(state.parameters.values(), state.buffers.values()) for state in self.taken)
         self.counted = [t for t in tensors if t is not None and type(t) in PLAIN_TENSORS and not t.is_inference()]
         """Tensors with a version to compare."""
@@ -241,6 +245,18 @@ class Snapshot:
         return all(not isinstance(entry, Tensor) or entry.is_leaf for entry in self._entries)
 
 
+def _hooked(attributes: dict[str, Any], seen: set[int]) -> Iterator[dict[str, Any]]:
+    compiled = attributes.get("_compiled_call_impl") is not None or "_orig_mod" in attributes["_modules"]
+    if id(attributes) in seen or compiled:
+        return
+    seen.add(id(attributes))
+    if any(_hooks_of(attributes)):
+        yield attributes
+    for child in attributes["_modules"].values():
+        if child is not None and isinstance(vars(child).get("_parameters"), dict):
+            yield from _hooked(vars(child), seen)
+
+
 class Walk:
     """The parts of one layer's module and of all that is in it."""
 
@@ -257,7 +273,7 @@ class Walk:
         self._shared: dict[type, _SharedNames] = {}
         self._configs: list[tuple[dict[str, Any], str, Any]] = []
         configs: dict[int, ModulePart] = {}
-        for module in _modules(root):
+        for module in modules_in(root):
             self._global_generators += _named_by(type(module))
             self._shared[type(module)] = _containers_of(type(module))
             attributes = module.__dict__
@@ -304,9 +320,18 @@ class Walk:
         """Lists, dictionaries and sets outside of the modules that their methods can change."""
         return [known[name] for names in self._shared.values() for known, name in names if name in known]
 
+    @property
+    def kinds(self) -> Iterable[type]:
+        """The classes of the modules."""
+        return self._shared
+
+    def forwards(self) -> list[Any]:
+        """Return the functions that modules run instead of their class's forward."""
+        return [part.own["forward"] for part in self._parts if "forward" in part.own]
+
     def generators(self) -> list[Any]:
-        """Return the generators of random numbers, among the attributes and the globals that methods name."""
-        return [known[name] for known, name in self._generators if name in known]
+        """Return the generators of random numbers in the attributes and the globals that methods name."""
+        return [item for known, name in self._generators if name in known for item in _generators_in(known[name])]
 
 
 requires_grad_of: Callable[[Tensor], bool] = attrgetter("requires_grad")
@@ -324,7 +349,7 @@ def walk_of(root: nn.Module) -> tuple[Walk, Snapshot]:
     return walk, snapshot
 
 
-def _modules(root: nn.Module) -> Iterator[nn.Module]:
+def modules_in(root: nn.Module) -> Iterator[nn.Module]:
     """`root` and all modules in it, each once; scripted ones have nothing that Python code could change."""
     seen: set[int] = set()
     waiting: list[nn.Module | None] = [root]
@@ -380,6 +405,20 @@ def _containers_of(kind: type) -> _SharedNames:
                     seen.add(value)
         _containers[kind] = tuple({(id(known), name): (known, name) for known, name in containers}.values())
     return _containers[kind]
+
+
+def _generators_in(value: Any, depth: int = 3) -> list[Any]:
+    """Return `value`, if it is a generator of random numbers, or those that containers and plain objects in it have."""
+    if is_generator(value):
+        return [value]
+    items: Iterable[Any] = ()
+    if isinstance(value, list | tuple | set | deque):
+        items = value
+    elif isinstance(value, dict):
+        items = value.values()
+    elif not isinstance(value, nn.Module | Tensor | type | types.ModuleType | types.FunctionType):
+        items = [*getattr(value, "__dict__", {}).values(), *slot_values(value)]
+    return [generator for item in items for generator in _generators_in(item, depth - 1)] if depth else []
 
 
 def _is_configuration(name: str, value: object) -> bool:

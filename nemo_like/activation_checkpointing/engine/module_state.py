@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from nemo_like._util.module_tree import every_module
-from nemo_like.activation_checkpointing.engine.deep_state import is_plain
+from nemo_like.activation_checkpointing.engine.deep_state import is_plain_value
 from nemo_like.activation_checkpointing.engine.handles import RegionError, storages
 from nemo_like.activation_checkpointing.engine.module_parts import (
     HOOKS,
@@ -93,12 +93,13 @@ class BufferSnapshot:
             buffer = known.owner.get(known.name)
             if isinstance(buffer, Tensor):
                 if id(buffer) not in copies and (self._first or known.changes or _bytes(buffer) <= _SMALL):
-                    copies[id(buffer)] = buffer.detach().clone()
+                    copies[id(buffer)] = buffer.detach().clone().requires_grad_(buffer.requires_grad)
                 self._before.append((known, buffer, _version(buffer), copies.get(id(buffer))))
         self._copies: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
-        self._same: list[tuple[dict[str, Any], str, Tensor]] = []
-        """Plain attributes that forward left alone, for a later call may exchange them: a table that grows with a sequence.
-        `ModuleWorld` has the buffers."""
+        self._same: list[tuple[dict[str, Any], str, Tensor, weakref.ref[Tensor], int]] = []
+        """Plain attributes that forward left alone, for a later call may exchange them: a table that grows with a sequence,
+        a style that the model computes and sets. Each without its graph, which must not live for longer; with the tensor
+        itself and its version. `ModuleWorld` has the buffers."""
 
     def forward_done(self) -> bool:
         """Call after forward. Returns whether there is state to put back for recomputation.
@@ -114,8 +115,9 @@ class BufferSnapshot:
             # Writes through `.data` count no version, the values tell; once only, because the host waits for the device.
             changed = changed or (self._first is not None and copy is not None and _differs(now, copy))
             if not changed:
-                if buffer.grad_fn is None and "_parameters" in known.owner:  # a graph must not live for longer
-                    self._same.append((known.owner, known.name, buffer))
+                if "_parameters" in known.owner:
+                    kept = buffer if buffer.grad_fn is None else buffer.detach().requires_grad_()
+                    self._same.append((known.owner, known.name, kept, weakref.ref(buffer), version))
                 continue
             known.changes = True
             if copy is None and _version(buffer) != version:
@@ -124,7 +126,8 @@ class BufferSnapshot:
                     "and earlier forwards had left it alone, so no copy was made to recompute from. Run this step again "
                     "(the buffer is copied from now on), or change the buffer outside of the layer."
                 )
-            self._copies.append((known.owner, known.name, buffer.detach() if copy is None else copy))
+            kept = buffer.detach().requires_grad_(buffer.requires_grad) if copy is None else copy
+            self._copies.append((known.owner, known.name, kept))
         self._before = []
         return bool(self._copies or self._same)
 
@@ -137,15 +140,24 @@ class BufferSnapshot:
         """Return whether the recomputation gets a copy of this buffer as it was before forward."""
         return any(known is owner and at == name for known, at, _ in self._copies)
 
-    def restore(self, stack: contextlib.ExitStack) -> None:
-        """Give the module copies of its earlier buffers to change; when `stack` ends, the present ones are back."""
+    def restore(self, stack: contextlib.ExitStack, region: str) -> None:
+        """Give the module copies of its earlier buffers to change; when `stack` ends, the present ones are back.
+
+        Raises RegionError for a plain attribute that was changed in place since forward.
+        """
         clones = {id(copy): copy.clone() for _, _, copy in self._copies}
         for owner, name, copy in self._copies:
             stack.callback(owner.__setitem__, name, owner.get(name))
             owner[name] = clones[id(copy)]
-        for owner, name, tensor in self._same:
+        for owner, name, tensor, original, version in self._same:
+            if _version(tensor) != version:
+                raise RegionError(
+                    f"Region {region!r}: the tensor in the attribute {name!r} was changed in place between forward and "
+                    f"backward (version {version}, now {_version(tensor)}), so recomputation would compute with other "
+                    "values. Set a new tensor instead, or change this one after backward."
+                )
             now = owner.get(name)
-            if now is not tensor:
+            if now is not original():
                 stack.callback(owner.__setitem__, name, now)
                 owner[name] = tensor
 
@@ -193,10 +205,12 @@ class ModuleWorld:
         "halves",
         "outside",
         "stamp",
+        "walk",
     )
 
     def __init__(self, module: nn.Module) -> None:
         walk, self._snapshot = walk_of(module)
+        self.walk = walk
         self._deep = walk.take_deep()
         self.stamp = walk.stamp
         self.outside = walk.outside[module.training]
@@ -227,6 +241,11 @@ class ModuleWorld:
                 )
         if self._deep is not None:
             self._deep.check(region)
+
+    @property
+    def hooked(self) -> list[dict[str, Any]]:
+        """The attributes of the modules that have hooks."""
+        return self._snapshot.hooked
 
     @property
     def counted(self) -> list[Tensor]:
@@ -293,13 +312,8 @@ def _restore(state: Taken, stack: contextlib.ExitStack) -> None:
         return
     for name, value in zip(part.watched, state.values):
         now = attributes.get(name, _ABSENT)
-        if now is not value and not (type(now) is type(value) and _is_plain(value) and now == value):
+        if now is not value and not (type(now) is type(value) and is_plain_value(value) and now == value):
             attributes[name] = value
-
-
-def _is_plain(value: object) -> bool:
-    kind: Any = type(value)
-    return is_plain(kind)
 
 
 def _revert(attributes: dict[str, Any], before: dict[str, Any]) -> None:

@@ -327,6 +327,11 @@ class HostRandom:
 
     def restore(self, stack: ExitStack) -> None:
         """Put the states back until `stack` ends."""
-        for source, state in self._states:
+        for source, _ in self._states:
             stack.callback(source.put, source.now())
+        self.put()
+
+    def put(self) -> None:
+        """Put the states back."""
+        for source, state in self._states:
             source.put(state)

@@ -39,6 +39,7 @@ from nemo_like.activation_checkpointing.engine.handles import (
     storages,
     versions,
 )
+from nemo_like.activation_checkpointing.engine.hooks import HookCalls, hook_calls, recomputation
 from nemo_like.activation_checkpointing.engine.inputs import SavedInputs
 from nemo_like.activation_checkpointing.engine.module_parts import PLAIN_TENSORS
 from nemo_like.activation_checkpointing.engine.module_state import BufferSnapshot, ModuleWorld, module_of
@@ -93,6 +94,7 @@ class Region:
         "forward_mode",
         "graph_kept",
         "handles",
+        "hooks",
         "inputs",
         "kept",
         "kinds",
@@ -140,6 +142,7 @@ class Region:
         self.split: SplitBackward | None = None
         self.watch_versions = True
         self.world: ModuleWorld | None = None
+        self.hooks: HookCalls | None = None
         self.looker: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.verification: verification.Verification | None = None
         self.lock = threading.RLock()
@@ -173,8 +176,10 @@ class Region:
         writes = watch_writes(self.inputs, self.forward_mode, self.fn)
         self.looker = as_watched(draws, writes)
         modes = [mode for mode in (self.forward_mode, draws, writes, watcher) if mode is not None]
+        self.hooks = hook_calls(world) if world is not None else None
+        around = nullcontext() if self.hooks is None else self.hooks.in_forward(self)
         try:
-            with saved_tensors_hooks(pack, self.unpack):
+            with saved_tensors_hooks(pack, self.unpack), around:
                 out = within(modes, self.fn, args, kwargs)
             finish = getattr(decide, "finish", None)
             misfit = finish() if finish is not None else None
@@ -362,13 +367,15 @@ class Region:
                 entry.recompute()
 
     def run_again(self, args: Any, kwargs: Any, mode: ReplayMode | None) -> None:
-        with ExitStack() as stack, torch.enable_grad():
+        with ExitStack() as stack, torch.enable_grad(), recomputation():
             if self.world is not None:
                 self.world.check(self.name, self.buffers.puts_back if self.buffers is not None else _nothing)
                 self.world.restore(stack)
             if self.buffers is not None:
-                self.buffers.restore(stack)
+                self.buffers.restore(stack, self.name)
             self.ambient.restore(stack)
+            if self.hooks is not None:
+                stack.enter_context(self.hooks.in_recomputation(self))
             try:
                 with saved_tensors_hooks(self.repack, self.give_lent), mode or self.looker():
                     self.fn(*args, **kwargs)
@@ -472,6 +479,11 @@ class Region:
         """
         if torch_compat.unwaited_collectives() <= self.unwaited and not _written_later(*self.lent[-2:]):
             raise _Stop(self)
+
+    def pass_over(self, packs: int) -> None:
+        """In recomputation, leave out something in which forward's autograd saved as many tensors, none of which is left."""
+        self.position += packs
+        self.lent += [_NOTHING] * packs
 
     @torch_compat.left_to_python
     def give_lent(self, number: int) -> Tensor:
