@@ -77,7 +77,7 @@ def apply_specs(
             else:
                 wrappers[name] = SegmentMember(module, segment, position, name=name, **how)
             if spec.keeps_something and len(spec.members) == 1:
-                setattr(wrappers[name], SELECTIVE_AC_WRAPPER_FLAG, True)
+                vars(wrappers[name])[SELECTIVE_AC_WRAPPER_FLAG] = True
     for name, wrapper in wrappers.items():
         tree.put(name, wrapper)
     for spec in specs:

@@ -14,6 +14,7 @@ from nemo_like._util.module_tree import check_model, every_module
 from nemo_like._util.tensors import tensors_in
 from nemo_like.activation_checkpointing.engine import run_region
 from nemo_like.activation_checkpointing.engine.handles import Transfer
+from nemo_like.activation_checkpointing.engine.hooks import recomputation
 from nemo_like.activation_checkpointing.policy import FullPolicy, Policy
 from nemo_like.torch_compat import CheckpointWrapper as TorchCheckpointWrapper
 from nemo_like.torch_compat import wrapped_module
@@ -39,8 +40,7 @@ class Nameless(nn.Module):
         # The very dicts: what is put into one of the two modules is in the other.
         for registered in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
             self.__dict__[registered] = module.__dict__[registered]
-        kind: Any = type(self)
-        _set_type(self, _with_operators(kind, tuple(name for name in _OPERATORS if hasattr(type(module), name))))
+        self._name_type(type(self))
         self.register_load_state_dict_post_hook(_clean_names)
 
     def named_modules(
@@ -94,14 +94,14 @@ class Nameless(nn.Module):
             hook(state_dict, prefix, *args)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set what the module inside has (a flag, a child, a weight) there, from where it is read, too.
+        """Set what is not the wrapper's own (a flag, a child, a weight, a new attribute) in the module inside.
 
-        On the wrapper it would change nothing: ``model.layers[0].mlp = adapted`` must be what runs from then on. A new
-        child goes there, too: walks over the model meet the children of the module inside.
+        On the wrapper it would change nothing, because the module inside reads its own attributes:
+        ``model.layers[0].mlp = adapted`` must be what runs from then on.
         """
         mine = name in self.__dict__ or name in self.__dict__.get("_modules", ()) or hasattr(type(self), name)
         inner = None if mine else self.__dict__.get("_modules", {}).get(_INNER)
-        if inner is not None and (isinstance(value, nn.Module) or hasattr(inner, name)):
+        if inner is not None and self.__dict__["_parameters"] is inner.__dict__["_parameters"]:  # else it is being made
             setattr(inner, name, value)
         else:
             super().__setattr__(name, value)
@@ -127,17 +127,25 @@ class Nameless(nn.Module):
 
     @__class__.setter
     def __class__(self, value: type) -> None:
-        # FSDP2 makes a class of ``__class__`` and itself; the wrapper's own forward must stay in it.
-        reported = self.__class__
-        if reported is not type(self) and not issubclass(value, type(self)):
-            value = _class_around(type(self), reported, value)
-        _set_type(self, value)
+        inner = self.__dict__.get("_modules", {}).get(_INNER)
+        if inner is None or issubclass(value, type(self)):
+            _set_type(self, value)
+        elif issubclass(value, FSDPModule) and inner.__class__ in value.__bases__:
+            # FSDP2 makes a class of ``__class__`` and itself; the wrapper's own forward must stay in it.
+            _set_type(self, _class_around(type(self), inner.__class__, value))
+        else:  # another forward, of a kernel library for example: the wrapper runs that of the module inside
+            inner.__class__ = value
+            if "_made_of" in vars(type(self)):
+                self._name_type(vars(type(self))["_made_of"][0])
+
+    def _name_type(self, wrapper: Any) -> None:
+        inner: Any = type(self._modules[_INNER])
+        _set_type(self, _wrapper_of(wrapper, inner))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """As for any object; written in another way, because pickle compares ``__class__`` with the real class."""
         reduced = super().__reduce_ex__(protocol)
-        kind, operators = vars(type(self)).get("_made_of", (type(self), ()))
-        return _blank, (kind, operators), *reduced[2:]
+        return _blank, vars(type(self)).get("_made_of", (type(self), None)), *reduced[2:]
 
 
 _OPERATORS = (
@@ -147,18 +155,16 @@ _OPERATORS = (
 
 
 @functools.cache
-def _with_operators(wrapper: type, operators: tuple[str, ...]) -> type:
-    """`wrapper` with these methods, handed on to the module inside: ``len(layer.mlp)``, ``layer.mlp[0] = adapted``.
+def _wrapper_of(wrapper: Any, inner: Any) -> Any:
+    """Return `wrapper` for modules of the class `inner`: under that name, which others look for, and with its operators.
 
-    Python looks for them at the class, where `__getattr__` answers nothing. Not all wrappers have them: what has a
-    `__len__` and `__iter__` is taken for a collection.
+    The operators (``len(layer.mlp)``, ``layer.mlp[0] = adapted``) are handed on to the module inside. Python looks for
+    them at the class, where `__getattr__` answers nothing. Not all wrappers have them: a class with `__len__` and
+    `__iter__` is taken for a collection. There is one class for each `inner`: Dynamo looks at classes.
     """
-    methods = {name: _handed_on(name) for name in operators if not hasattr(wrapper, name)}
-    if not methods:
-        return wrapper
-    return type(
-        wrapper.__name__, (wrapper,), {"__module__": wrapper.__module__, "_made_of": (wrapper, operators), **methods}
-    )
+    methods = {name: _handed_on(name) for name in _OPERATORS if hasattr(inner, name) and not hasattr(wrapper, name)}
+    about = {"__module__": wrapper.__module__, "__qualname__": inner.__qualname__, "__doc__": wrapper.__doc__}
+    return type(inner.__name__, (wrapper,), {**about, "_made_of": (wrapper, inner), **methods})
 
 
 def _handed_on(name: str) -> Callable[..., Any]:
@@ -175,7 +181,7 @@ _made: dict[tuple[type, type, type], type] = {}
 
 
 def _class_around(wrapper: type, reported: type, wanted: type) -> type:
-    """`wanted`, which FSDP2 made of the class `said`, made of `wrapper` instead.
+    """`wanted`, which FSDP2 made of the class `reported`, made of `wrapper` instead.
 
     One class for all layers, as FSDP2 has it: Dynamo, which looks at classes, would compile each layer anew, and stop
     after eight.
@@ -190,8 +196,8 @@ def _class_around(wrapper: type, reported: type, wanted: type) -> type:
     return _made[key]
 
 
-def _blank(kind: object, operators: tuple[str, ...]) -> Nameless:
-    subclass: Any = _with_operators(kind, operators)
+def _blank(kind: Any, inner: type | None) -> Nameless:
+    subclass = kind if inner is None else _wrapper_of(kind, inner)
     return subclass.__new__(subclass)
 
 
@@ -223,6 +229,7 @@ class CheckpointWrapper(Nameless, TorchCheckpointWrapper):
     preserve_rng_state: bool = True
     early_stop: bool | None = None
     transfer: Transfer | None = None
+    _arguments: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -327,13 +334,15 @@ class CheckpointWrapper(Nameless, TorchCheckpointWrapper):
                 f"{self.region_name} has weights to train and no input that requires a gradient, as behind a frozen "
                 "embedding: use_reentrant=True would leave them without gradients. Use use_reentrant=False."
             )
+
+        def run(*inputs: object) -> Any:
+            with recomputation(torch.is_grad_enabled()):  # gradients are off in forward
+                return self._checkpoint_wrapped_module(
+                    *inputs[:count], **dict(zip(names, inputs[count:], strict=True)), **others
+                )
+
         return torch.utils.checkpoint.checkpoint(
-            lambda *inputs: self._checkpoint_wrapped_module(
-                *inputs[:count], **dict(zip(names, inputs[count:], strict=True)), **others
-            ),
-            *positional,
-            use_reentrant=True,
-            preserve_rng_state=self.preserve_rng_state,
+            run, *positional, use_reentrant=True, preserve_rng_state=self.preserve_rng_state
         )
 
 

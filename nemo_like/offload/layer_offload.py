@@ -28,10 +28,12 @@ class OffloadWrapper(Nameless, TorchOffloadWrapper):
     It is outside activation checkpointing and outside `torch.compile`, and inside FSDP2's unit.
     """
 
+    offloader: Offloader
+
     def __init__(self, module: nn.Module, offloader: Offloader) -> None:
         check_model(module, "module")
         super().__init__(module)
-        self.offloader = offloader
+        vars(self)["offloader"] = offloader  # the wrapper's own: `__setattr__` sets others in the module inside
 
     def forward(self, *args: object, **kwargs: object) -> Any:
         """The layer's forward; where gradients are on, what autograd saves goes through the offloader."""
