@@ -129,6 +129,11 @@ def test_groups_of_other_axes_draw_apart(axis: str) -> None:
     assert here == there and apart == also and here != apart
 
 
+class Holder:
+    def __init__(self, generator: Any) -> None:
+        self.generator, self.other = generator, self
+
+
 class Drawing(nn.Module):
     """A block that draws as `how` says."""
 
@@ -136,7 +141,21 @@ class Drawing(nn.Module):
         super().__init__()
         self.how, self.up, self.down = how, nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
         kinds = {"own": torch.Generator, "own Python": random.Random, "own NumPy": numpy.random.default_rng}
-        self.own: Any = kinds[how]() if how in kinds else None
+        kind, _, place = how.partition(" in ")
+        self.own: Any = kinds[kind]() if kind in kinds else None
+        self.how = kind
+        if place:  # and nothing but that leads to it
+            places = {"a list": [self.own], "a dict": {"a": (1, self.own)}, "an object": Holder(self.own)}
+            self.place, self.own = places[place], None
+
+    @property
+    def generator(self) -> Any:
+        """Its own generator, wherever it is."""
+        if self.own is not None:
+            return self.own
+        if isinstance(self.place, Holder):
+            return self.place.generator
+        return self.place[0] if isinstance(self.place, list) else self.place["a"][1]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.down(self.up(x).relu())
@@ -145,9 +164,9 @@ class Drawing(nn.Module):
         elif self.how == "Python":
             x = x * random.random()
         elif self.how == "own":
-            x = x * (torch.rand(x.shape, generator=self.own) < 0.8)
+            x = x * (torch.rand(x.shape, generator=self.generator) < 0.8)
         elif self.how.startswith("own "):
-            x = x * float(self.own.random())
+            x = x * float(self.generator.random())
         elif self.how == "NumPy":
             x = x * float(numpy.random.rand())
         return torch.nn.functional.dropout(x, 0.2) if self.how == "torch" else x
@@ -170,8 +189,8 @@ def _other_generators(rank: int, world_size: int, how: str) -> tuple[list[float]
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("nemo_like").addHandler(handler)
     model = _drawing(how)
-    for layer in model.layers if how == "own" else ():
-        layer.own.manual_seed(rank)
+    for layer in model.layers if how.partition(" in ")[0] == "own" else ():
+        layer.generator.manual_seed(rank)
     losses, drawn = [], []
     for _ in range(2):
         _seed_apart(rank)
@@ -180,7 +199,10 @@ def _other_generators(rank: int, world_size: int, how: str) -> tuple[list[float]
     return losses, drawn, [text for text in said if "random numbers" in text]
 
 
-@pytest.mark.parametrize("how", ["torch", "Python", "NumPy", "own", "own Python", "own NumPy", "nothing"])
+HELD = ("own in a list", "own Python in a dict", "own NumPy in an object")
+
+
+@pytest.mark.parametrize("how", ["torch", "Python", "NumPy", "own", "own Python", "own NumPy", "nothing", *HELD])
 def test_generators_that_the_model_draws_from_are_shared(how: str) -> None:
     (losses, drawn, said), (others, drawn_there, nothing) = run_ranks(2, _other_generators, how)
     assert losses == others
