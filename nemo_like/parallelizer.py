@@ -24,7 +24,7 @@ from nemo_like.activation_checkpointing.apply import apply_specs, check_specs
 from nemo_like.activation_checkpointing.plan import Plan
 from nemo_like.activation_checkpointing.spec import CheckpointSpec, keep_routing
 from nemo_like.compile import compile_layers
-from nemo_like.distributed.agreement import check_agreement, compare_batches
+from nemo_like.distributed.agreement import check_agreement, compare_batches, mesh_groups
 from nemo_like.distributed.context import apply_context_parallel, check_context_parallel
 from nemo_like.distributed.documents import keep_documents_apart
 from nemo_like.distributed.expert import (
@@ -45,6 +45,7 @@ from nemo_like.distributed.tensor.apply import (
     check_packed_weights,
     cut_outside_of_regions,
 )
+from nemo_like.distributed.unit_calls import guard_units, refuse_new_parameters
 from nemo_like.distributed.units import sharded_by_caller
 from nemo_like.distributed.weights.replaced import (
     parameters_of,
@@ -307,9 +308,12 @@ def _shard(
 ) -> None:
     """FSDP2 over the layers `names`, the rest of the model, and the experts over the ranks that hold the same ones."""
     apart, policy = [weight for each in experts for weight in each.weights], job.precision.policy
-    shard_layers(model, find_layers(model, names), mesh, options=job.fsdp, mp_policy=policy, apart=apart)
+    keep = hasattr(model, STAGE_MARK)
+    found = find_layers(model, names)
+    shard_layers(model, found, mesh, options=job.fsdp, mp_policy=policy, apart=apart, keep_gathered=keep)
     if expert_mesh is not None:
         shard_experts(experts, expert_mesh, mp_policy=policy, options=job.fsdp)
+        guard_units(model, [(each.module, each.fqn) for each in experts], mesh_groups(expert_mesh.fsdp))
     refuse_to_save_shards(model)
     if job.precision.matmuls == "fp8-gather":
         scale_before_forward(model)
@@ -448,6 +452,7 @@ def _replicate(model: nn.Module, mesh: DeviceMesh | None, job: Job, place: torch
     if precision.reduce_dtype not in (None, torch.float32):
         warn_once(f"reduce_dtype={precision.reduce_dtype} was asked for; 'ddp' reduces gradients in their own dtype.")
     refuse_to_train(model, model.parameters())
+    refuse_new_parameters(model, lambda: ())
     # One flat group: a mesh of several data-parallel axes has none, and 'ddp' means all ranks.
     group = mesh.get_group() if mesh.ndim == 1 else None
     return DistributedDataParallel(

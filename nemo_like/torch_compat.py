@@ -9,13 +9,14 @@ adds a release looks here first. Attributes of objects that everybody reads (`nn
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import itertools
 import logging
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from operator import attrgetter, methodcaller
 from pathlib import PurePosixPath, PureWindowsPath
@@ -442,13 +443,14 @@ def explain_sharded_weights(module: nn.Module, _args: object, _output: object) -
     error = sys.exc_info()[1]
     if not isinstance(error, RuntimeError) or "got mixed torch.Tensor and DTensor" not in str(error):
         return
-    if not getattr(error, "__notes__", ()):
-        error.add_note(
-            f"{type(module).__name__} was called while its weights, or those of a part, were sharded: FSDP2 gathers them "
-            "for the forward of the whole model, and a layer's for that of the layer. For another method, call "
-            "torch.distributed.fsdp.register_fsdp_forward_method(model, 'encode') after parallelize. Where a layer uses "
-            "weights of another, name what holds both: parallelize(..., layers=[...])."
-        )
+    advice = (
+        f"{type(module).__name__} was called while its weights, or those of a part, were sharded: FSDP2 gathers them "
+        "for the forward of the whole model, and a layer's for that of the layer. For another method, call "
+        "torch.distributed.fsdp.register_fsdp_forward_method(model, 'encode') after parallelize. Where a layer uses "
+        "weights of another, name what holds both: parallelize(..., layers=[...])."
+    )
+    if "FSDP2 gathers them" not in str(error):
+        error.args = (f"{advice} ({error})",)
 
 
 def has_hooks_but_fsdp(module: nn.Module) -> bool:
@@ -648,13 +650,22 @@ def sharded_versions(module: nn.Module) -> list[int]:
     return [tensor._version for shard in shards for tensor in (shard, shard._local_tensor)]
 
 
-def _call_first(group: object, method: str, call: Callable[[], None]) -> None:
-    """Have `method` of one FSDP2 group begin with `call`; not a hook of the module, which a compiled layer would trace."""
+def _around(
+    group: Any, method: str, before: Callable[[], None] | None, after: Callable[[], None] | None = None
+) -> None:
+    """Have `method` of one FSDP2 group call `before` first and `after` last.
+
+    Not hooks of the module, which a compiled layer would trace.
+    """
     own = getattr(group, method)
 
-    def called(*args: object) -> Any:
-        call()
-        return own(*args)
+    def called(*args: object, **kwargs: object) -> Any:
+        if before is not None:
+            before()
+        result = own(*args, **kwargs)
+        if after is not None:
+            after()
+        return result
 
     setattr(group, method, called)
 
@@ -662,20 +673,239 @@ def _call_first(group: object, method: str, call: Callable[[], None]) -> None:
 def before_each_gather(module: nn.Module, tell: Callable[[str], None]) -> None:
     """Call ``tell(event)`` before the FSDP2 unit at `module` gathers, in ``"forward"`` or in ``"backward"``."""
     for group in fsdp_param_groups(module):
-        _call_first(group, "pre_forward", partial(tell, "forward"))
-        _call_first(group, "pre_backward", partial(tell, "backward"))
+        _around(group, "pre_forward", partial(tell, "forward"))
+        _around(group, "pre_backward", partial(tell, "backward"))
+
+
+def around_each_call(
+    module: nn.Module, before: Callable[[], None], gathered: Callable[[], None], after: Callable[[], None]
+) -> None:
+    """Around each forward of the FSDP2 unit at `module`: before it is gathered, when it is, and before it is freed."""
+    for group in fsdp_param_groups(module):
+        _around(group, "pre_forward", before, gathered)
+        _around(group, "post_forward", after)
 
 
 def after_each_forward(module: nn.Module, call: Callable[[], None]) -> None:
     """Call `call` after each forward of the FSDP2 unit at `module`."""
     for group in fsdp_param_groups(module):
-        _call_first(group, "post_forward", call)
+        _around(group, "post_forward", call)
+
+
+class FsdpPlace(NamedTuple):
+    """A place, in the modules of an FSDP2 unit, that one of its parameters is registered at."""
+
+    param: Any
+    module: nn.Module
+    name: str
+
+    @property
+    def whole(self) -> Tensor:
+        """The gathered parameter, or what `tp` has left of it; None before the first gather."""
+        return local_part(self.param._unsharded_param).detach()
+
+    def has_its_own(self) -> bool:
+        """Return whether FSDP2's parameter is registered there: the shard, or what is gathered."""
+        registered = self.module._parameters.get(self.name)
+        if registered is self.param.sharded_param or registered is getattr(self.param, "_unsharded_param", None):
+            return True
+        # What torch looks for in the first forward: load_state_dict(assign=True), and `to`, may put another shard there.
+        return registered is getattr(self.param, "_sharded_post_forward_param", None)
+
+
+def fsdp_places(module: nn.Module, shared: bool = False) -> Iterator[FsdpPlace]:
+    """The places of the parameters of the FSDP2 unit at `module`, one for each, or all of a `shared` one."""
+    for group in fsdp_param_groups(module):
+        for param in group.fsdp_params:
+            info = param._module_info
+            yield FsdpPlace(param, info.module, info.param_name)
+            for holder, name in zip(info.shared_modules, info.shared_param_names) if shared else ():
+                yield FsdpPlace(param, holder, name)
+
+
+def content_versions(places: Sequence[FsdpPlace]) -> list[int | None]:
+    """How often each of these parameters, as they are gathered, was changed in place."""
+    return [version_of(place.param._unsharded_param) for place in places]
+
+
+def begin_from_root(module: nn.Module, root: nn.Module) -> None:
+    """Have FSDP2 set up its state at `root` also where the unit at `module` is called before it.
+
+    Else the unit would take itself for the root, and each later forward of `root` would fail.
+    """
+    module._get_fsdp_state()._lazy_init = root._get_fsdp_state()._lazy_init  # type: ignore[operator]
+
+
+def fsdp_is_idle(module: nn.Module) -> bool:
+    """Return whether no unit of the FSDP2 root at `module` is in a forward or a backward, or has left one by an error."""
+    states = module._get_fsdp_state()._state_ctx.all_states  # type: ignore[operator]
+    return all(state._training_state.name == "IDLE" for state in states)
+
+
+def register_shards(module: nn.Module) -> None:
+    """Register the shards of the FSDP2 unit at `module`, which stays gathered for backward."""
+    for group in fsdp_param_groups(module):
+        for param in group.fsdp_params if group.is_unsharded else ():
+            param._setattr_on_modules(param.sharded_param)
+
+
+def shards_are_registered(module: nn.Module) -> bool:
+    """Return whether the shards of the FSDP2 unit at `module` are registered though it is gathered."""
+    return any(
+        place.module._parameters.get(place.name) is place.param.sharded_param
+        for group in fsdp_param_groups(module)
+        if group.is_unsharded
+        for place in fsdp_places(module)
+    )
+
+
+def register_whole_when_gathered(module: nn.Module) -> None:
+    """Have the FSDP2 unit at `module` undo `register_shards` where it is needed gathered, and is."""
+
+    def register(group: Any) -> None:
+        for param in group.fsdp_params if group.is_unsharded else ():
+            param._setattr_on_modules(param._unsharded_param)
+
+    for group in fsdp_param_groups(module):
+        _around(group, "unshard", partial(register, group))
+
+
+_CALL: Any = nn.Module._call_impl.__code__
+
+
+def call_is_inside_of(module: nn.Module) -> bool:
+    """Return whether a hook of `module` that runs now does so in a call of it that another call of it has made.
+
+    The stack tells, since a call that ended with an error leaves nothing else behind.
+    """
+    frame, calls = sys._getframe(1), 0
+    while frame is not None:
+        registered = frame.f_code.co_name == "wrapped_method"  # of torch.distributed.fsdp.register_fsdp_forward_method
+        if (frame.f_code is _CALL or registered) and frame.f_locals.get("self") is module:
+            calls += 1
+        frame = frame.f_back  # type: ignore[assignment]
+    return calls > 1
+
+
+class _Lent:
+    """A list, dict or dataclass that a layer is called with, in which FSDP2's hooks do not look."""
+
+    def __init__(self, container: Any) -> None:
+        self.container = container
+        self.items = [(key, value) for key, value in _items(container) if isinstance(value, Tensor | tuple)]
+        """(key, tensor or tuple of some) as the caller has them."""
+        self.replaced: list[Any] = []
+
+    def put(self, values: Iterator[Any]) -> None:
+        """Put what FSDP2 made of the tensors in their places."""
+        self.replaced = [next(values) for _ in self.items]
+        for (key, _), value in zip(self.items, self.replaced):
+            _put_item(self.container, key, value)
+
+    def give_back(self) -> list[Tensor]:
+        """Put the caller's tensors back where the layer has left them, and return those that the layer has put in."""
+        of = {id(new): old for (_, old), new in zip(self.items, self.replaced)}
+        added = []
+        for key, value in _items(self.container):
+            if id(value) in of:
+                _put_item(self.container, key, of[id(value)])
+            else:
+                added += [tensor for tensor in tree_leaves(value) if isinstance(tensor, Tensor)]
+        return added
+
+
+def _items(container: Any) -> Iterator[tuple[Any, Any]]:
+    if isinstance(container, dict):
+        return iter(list(container.items()))
+    if isinstance(container, list):
+        return iter(list(enumerate(container)))
+    return iter([(field.name, getattr(container, field.name)) for field in fields(container)])
+
+
+def _put_item(container: Any, key: Any, value: Any) -> None:
+    if isinstance(container, dict | list):
+        container[key] = value
+    else:
+        setattr(container, key, value)
+
+
+def _is_lent(value: Any) -> bool:
+    """Return whether FSDP2 would hand a rebuilt copy of `value` to a layer that can change it."""
+    if isinstance(value, dict | list):
+        return True
+    return is_dataclass(value) and not isinstance(value, type) and not value.__dataclass_params__.frozen  # type: ignore[attr-defined]
+
+
+def _lend(value: Any, lent: dict[int, _Lent]) -> Any:
+    """`value` with a `_Lent` in the place of each container that a layer can change; those inside of one stay there."""
+    if _is_lent(value):
+        if id(value) not in lent:
+            lent[id(value)] = _Lent(value)
+            for _, inner in _items(value):
+                _lend(inner, lent)
+        return lent[id(value)]
+    if type(value) is tuple:
+        return tuple(_lend(inner, lent) for inner in value)
+    return value
+
+
+def _unlend(value: Any) -> Any:
+    if isinstance(value, _Lent):
+        return value.container
+    return tuple(map(_unlend, value)) if type(value) is tuple else value
+
+
+_CONTENTS = "_nemo_like_contents"
+
+
+def lend_containers(module: nn.Module) -> None:
+    """Have the FSDP2 unit at `module` called with the caller's own lists, dicts and dataclasses.
+
+    FSDP2 casts, moves and hooks the tensors in them by making new containers, so what a layer puts into one is lost. Here
+    the container stays the caller's: it holds FSDP2's tensors while the layer runs, and the caller's again afterwards.
+    """
+    state = module._get_fsdp_state()  # type: ignore[operator]
+    handle = state._pre_forward_hook_handle
+    hooks = module._forward_pre_hooks
+    if len(state._modules) > 1 or handle.id not in hooks:
+        return
+    own, stack = state._pre_forward, list[list[_Lent]]()
+
+    @torch.compiler.disable
+    @functools.wraps(own)
+    def pre_forward(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        lent: dict[int, _Lent] = {}
+        args = tuple(_lend(value, lent) for value in args)
+        kwargs = {name: _lend(value, lent) for name, value in kwargs.items()}
+        boxes = list(lent.values())
+        stack.append(boxes)
+        if not boxes:
+            return own(called, args, kwargs)
+        contents = tuple(value for box in boxes for _, value in box.items)
+        args, kwargs = own(called, args, {**kwargs, _CONTENTS: contents})
+        made = iter(kwargs.pop(_CONTENTS))
+        for box in boxes:
+            box.put(made)
+        return tuple(map(_unlend, args)), {name: _unlend(value) for name, value in kwargs.items()}
+
+    def give_back() -> None:
+        boxes = stack.pop() if stack else []
+        gather_before_backward_of(module, [t for box in boxes for t in box.give_back() if t.grad_fn is not None])
+
+    hooks[handle.id] = state._pre_forward = pre_forward
+    after_each_forward(module, give_back)
 
 
 def gather_before_backward_of(module: nn.Module, tensors: list[Tensor]) -> None:
     """Have the FSDP2 unit at `module` gathered before the backward of `tensors`, as it is for what it returned."""
-    if tensors:
-        module._get_fsdp_state()._register_pre_backward_hook(tensors)  # type: ignore[operator]
+    state = module._get_fsdp_state()  # type: ignore[operator]
+
+    def gather(grad: Tensor) -> Tensor:
+        # Where the unit's own forward asks for gradients, it is gathered.
+        return grad if state._training_state.name == "FORWARD" else state._pre_backward(grad)
+
+    for tensor in tensors:
+        tensor.register_hook(gather)
 
 
 def read_dtypes_again(module: nn.Module) -> None:
@@ -706,24 +936,59 @@ def free_last_gather(module: nn.Module) -> None:
             comm.all_gather_state = None
 
 
-def accumulated_gradient(fsdp_param: Any) -> Tensor | None:
-    """Return what an FSDP2 parameter has accumulated, whole, without communication; None: nothing."""
-    return fsdp_param.unsharded_accumulated_grad
+def fsdp_params(module: nn.Module) -> list[Any]:
+    """FSDP2's objects for the parameters of the unit at `module`."""
+    return [param for group in fsdp_param_groups(module) for param in group.fsdp_params]
 
 
-def accumulate_zeros(fsdp_param: Any, dtype: torch.dtype) -> None:
-    """Give an FSDP2 parameter without an accumulated gradient one of zeros, in the layout of the whole parameter.
+def before_each_reduction(
+    root: nn.Module, modules: Sequence[nn.Module], note: Callable[[list[Any]], None], done: Callable[[], None]
+) -> None:
+    """Call ``note(params)`` before one of the FSDP2 units at `modules` reduces, and `done` at the end of each backward."""
 
-    In 2.15 the accumulated gradient is that of the whole parameter; before, an attribute of its own. Nothing happens
-    before the first forward, when there is no whole parameter.
-    """
+    def noted(group: Any) -> None:
+        if group.reduce_grads:
+            note(group.fsdp_params)
+
+    for module in modules:
+        for group in fsdp_param_groups(module):
+            _around(group, "post_backward", partial(noted, group))
+    # The unit that backward comes to first has its own one called.
+    states = {id(m._get_fsdp_state()): m for m in root.modules() if hasattr(m, "_get_fsdp_state")}  # type: ignore[operator]
+    for module in states.values():
+        _around(module._get_fsdp_state(), "_root_post_backward_final_callback", None, done)  # type: ignore[operator]
+
+
+def has_gradient(fsdp_param: Any) -> bool:
+    """Return whether a backward has reached this FSDP2 parameter since it was reduced last."""
     whole = getattr(fsdp_param, "_unsharded_param", None)
-    if whole is None:
-        return
+    return fsdp_param.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None)
+
+
+def complete_accumulated(params: Sequence[Any]) -> None:
+    """Bring all gradients of one FSDP2 unit into the dtype in which some were accumulated.
+
+    FSDP2 accumulates in the dtype to reduce in, and refuses two dtypes ("uniform gradient dtype"): a parameter that only
+    the last micro-batch has reached, as an expert may be, has its gradient in the dtype to compute in.
+    """
+    dtypes = [p.unsharded_accumulated_grad.dtype for p in params if p.unsharded_accumulated_grad is not None]
+    for param in params if dtypes else ():
+        if param.unsharded_accumulated_grad is not None or not param.sharded_param.requires_grad:
+            continue
+        param.to_accumulated_grad_if_needed()
+        if not has_gradient(param):
+            _accumulate_zeros(param, dtypes[0])
+
+
+def _accumulate_zeros(fsdp_param: Any, dtype: torch.dtype) -> None:
+    """Give an FSDP2 parameter without a gradient an accumulated one of zeros, in the layout of the whole parameter.
+
+    In 2.15 the accumulated gradient is that of the whole parameter; before, an attribute of its own.
+    """
     # Its storage may be freed by now; shape, device and (under tensor parallelism) DTensor layout are not.
-    zeros = torch.zeros_like(whole.detach(), dtype=dtype)
+    zeros = torch.zeros_like(fsdp_param._unsharded_param.detach(), dtype=dtype)
     if isinstance(getattr(type(fsdp_param), "unsharded_accumulated_grad", None), property):
-        whole.grad = zeros
+        fsdp_param._unsharded_param.grad = zeros
     else:
         fsdp_param.unsharded_accumulated_grad = zeros
 

@@ -18,7 +18,7 @@ from nemo_like._util.module_tree import check_model
 from nemo_like._util.words import check_bool
 from nemo_like.distributed.launch import current_device
 from nemo_like.distributed.weights.slots import show_shards
-from nemo_like.torch_compat import accumulate_zeros, accumulated_gradient, foreach_mul, fsdp_param_groups
+from nemo_like.torch_compat import foreach_mul
 
 _Axes = tuple[DeviceMesh | None, tuple[int, ...]]
 """A mesh and the dimensions of it over which a gradient is cut up; ``(None, ())``: every rank has all of it."""
@@ -183,10 +183,6 @@ def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
 
     Works on a model sharded with FSDP2 (all ranks keep whole gradients meanwhile) and under `DistributedDataParallel`.
     On a single device there is nothing to do. Call it before the forward of the micro-batch, on every rank.
-
-    FSDP2 keeps what it accumulates in the reduce dtype. It fails in the last backward ("uniform gradient dtype") when a
-    parameter has its first gradient only then, in the compute dtype. Such a parameter is that of an expert that the
-    earlier micro-batches did not choose. It is given an accumulated zero here.
     """
     check_model(model)
     check_bool("enabled", enabled)
@@ -194,19 +190,6 @@ def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
         model.require_backward_grad_sync = enabled
     elif isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(enabled)
-        if enabled:
-            _complete_accumulated(model)
-
-
-def _complete_accumulated(model: nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            for group in fsdp_param_groups(module):
-                params = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
-                known = [grad for grad in map(accumulated_gradient, params) if grad is not None]
-                for param in params:
-                    if known and accumulated_gradient(param) is None:
-                        accumulate_zeros(param, known[0].dtype)
 
 
 # A sample that runs everything and counts for nothing: for ranks whose batch has no image (or sound).

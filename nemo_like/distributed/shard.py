@@ -3,35 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from nemo_like._util.log import say_once
 from nemo_like._util.module_tree import every_module
-from nemo_like._util.tensors import tensors_in
-from nemo_like.activation_checkpointing.engine.module_parts import walk_of
 from nemo_like.distributed import launch
-from nemo_like.distributed.agreement import compare_layers
+from nemo_like.distributed.agreement import compare_layers, mesh_groups
 from nemo_like.distributed.mesh import data_parallel_mesh, validate_mesh
+from nemo_like.distributed.unit_calls import (
+    ModelCalls,
+    fsdp_managed,
+    gather_for_what_is_kept,
+    guard_units,
+    refuse_new_parameters,
+)
 from nemo_like.distributed.units import Unit, UnitPlan, plan_units, shard_dim
 from nemo_like.distributed.weights.replaced import refuse_to_train
 from nemo_like.distributed.weights.slots import CPU_OFFLOAD_MARK
 from nemo_like.options import FSDP2
 from nemo_like.options.parallel import undivided_shards
-from nemo_like.torch_compat import (
-    after_each_forward,
-    explain_sharded_weights,
-    gather_before_backward_of,
-    sharded_versions,
-)
+from nemo_like.torch_compat import explain_sharded_weights
 
 
 def shard_layers(
@@ -44,7 +41,7 @@ def shard_layers(
     ignored_params: Iterable[nn.Parameter] = (),
     apart: Iterable[nn.Parameter] = (),
     tail: str | Sequence[nn.Module] | None = "auto",
-    reduce_unused: bool | None = None,
+    keep_gathered: bool = False,
 ) -> UnitPlan:
     """Shard `model` in place: one FSDP unit per layer, one for the tail, one for everything else (the root).
 
@@ -66,8 +63,8 @@ def shard_layers(
         apart: left alone as they are, for the caller to shard afterwards (experts that are split over ranks).
         tail: ``"auto"``: final norm and output head, found by structure, when no parameter of theirs is shared (a
             tied head belongs to the root, with the embedding); modules, to name them; None: they belong to the root.
-        reduce_unused: give parameters of the root that a rank did not use a zero gradient, so that every rank reduces
-            the same buffer (a trainable projector of a tower that some ranks skip). None: where such a tower is.
+        keep_gathered: units that stay gathered after forward stay so over several forwards without a backward in between
+            (a pipeline's micro-batches); else a forward gathers them again, as the weights may have been written.
 
     Returns:
         The units, for whoever wants to look.
@@ -79,8 +76,6 @@ def shard_layers(
     ignored = set(ignored_params)
     plan = check_sharding(model, layers, mesh, options=options, ignored_params=ignored, apart=apart, tail=tail)
     dp_mesh = data_parallel_mesh(mesh)
-    if reduce_unused is None:
-        reduce_unused = bool(plan.towers)
 
     policy = mp_policy or MixedPrecisionPolicy()
     inner_policy = dataclasses.replace(policy, output_dtype=None)
@@ -105,14 +100,18 @@ def shard_layers(
     _chain_prefetch(model, plan, options.forward_prefetch, options.backward_prefetch)
     if options.cpu_offload:
         setattr(model, CPU_OFFLOAD_MARK, True)
-    if reduce_unused:
-        _reduce_unused(model)
     compare_layers(model, plan.units, dp_mesh)
+    for theirs in plan.theirs:
+        _as_fsdp(theirs).set_reduce_scatter_unused_params(True)
+    guard_units(model, [(unit.modules[0], unit.name) for unit in plan.units], mesh_groups(dp_mesh))
     gather_for_what_is_kept([unit.modules[0] for unit in plan.layers])
+    refuse_new_parameters(model, lambda: fsdp_managed(model))
     refuse_to_train(model, [p for p in plan.replicated if p not in ignored])
     for module in _around_layers(model, plan):
         module.register_forward_hook(explain_sharded_weights, always_call=True)
-    _gather_what_was_written(model, held)
+    calls = ModelCalls(model, held, keep=keep_gathered)
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and hasattr(model, "generate"):
+        calls.around("generate")  # calls the encoder by itself, whose embedding may be the root's
     if any(parameter.is_meta for parameter in model.parameters()):
         ask_for_weights(model)
     return plan
@@ -155,6 +154,8 @@ def shard_unit(
         offload_policy=host,
         ignored_params=ignored_params or None,
     )
+    # Or ranks that use different parameters of one unit would pack gradients of different lists into one sum.
+    _as_fsdp(modules[0]).set_reduce_scatter_unused_params(True, recurse=False)
 
 
 def _placement(dp_mesh: DeviceMesh, reshard: bool | int | None) -> Callable[[nn.Parameter], Shard | None] | None:
@@ -231,49 +232,10 @@ def _as_fsdp(module: nn.Module) -> FSDPModule:
     return module
 
 
-def _reduce_unused(model: nn.Module) -> None:
-    _as_fsdp(model).set_reduce_scatter_unused_params(True, recurse=False)
-    say_once(
-        "A tower may be skipped by some ranks: the root's unused parameters get zero gradients instead of none.",
-        level=logging.INFO,
-    )
-
-
 def _move(params: Iterable[nn.Parameter], device: torch.device) -> None:
     for param in params:
         if param.device != device and param.device.type != "meta":
             param.data = param.data.to(device)
-
-
-def _gather_what_was_written(model: nn.Module, held: Sequence[nn.Module]) -> None:
-    """Have each forward of `model` read the weights that are stored, also in units that stay gathered after forward.
-
-    FSDP2 frees these in backward alone. Without one, the next forward computes with what was gathered before the
-    optimizer's step (pytorch#144289). So they are freed after a forward without gradients, and where a shard was written.
-    """
-    versions: list[list[int]] = []
-    depth = 0  # a hook of the model may call it inside of a call, as context parallelism does in its first one
-
-    def free() -> None:
-        for unit in held:
-            _as_fsdp(unit).reshard()
-
-    def before(_module: nn.Module, _args: object) -> None:
-        nonlocal versions, depth
-        now = [sharded_versions(unit) for unit in held]
-        if now != versions and not depth:
-            free()
-        versions, depth = now, depth + 1
-
-    def after(_module: nn.Module, _args: object, _output: object) -> None:
-        nonlocal depth
-        depth -= 1
-        if not torch.is_grad_enabled() and not depth:
-            free()
-
-    if held:
-        model.register_forward_pre_hook(before, prepend=True)
-        model.register_forward_hook(after, always_call=True)
 
 
 def _around_layers(model: nn.Module, plan: UnitPlan) -> list[nn.Module]:
@@ -299,52 +261,3 @@ class _MaterializeFirst:
         for number, hook in list(module._forward_pre_hooks.items()):
             if hook is self:  # done for good
                 del module._forward_pre_hooks[number]
-
-
-# Tensors that a layer keeps on itself, or puts into a list of its file, such as an auxiliary loss: FSDP2 gathers for them.
-#
-# FSDP2 gathers a unit's weights again when a gradient reaches what the unit returned. A gradient that reaches only what a
-# layer kept would find them sharded, in the layer's recomputation or in the operators' own backward.
-
-_CALLS = 4
-"""Forwards of a unit after which all attributes are looked at; later ones look where something was found."""
-_NOT_KEPT = frozenset(vars(nn.Module())) - {"_buffers"}
-
-
-class _Kept:
-    """Tensors that the modules of one unit keep."""
-
-    def __init__(self, unit: nn.Module, hooked: dict[int, weakref.ref[Tensor]]) -> None:
-        self._unit, self._hooked = unit, hooked
-        self._calls, self._places = 0, list[tuple[dict[str, Any], str]]()
-        self._walk = walk_of(unit)[0]
-
-    def __call__(self) -> None:
-        if not torch.is_grad_enabled():
-            return
-        if self._calls < _CALLS:
-            self._calls += 1
-            self._places = list(self._found())
-        attributes = [attributes.get(name) for attributes, name in self._places]
-        kept = tensors_in([*attributes, *self._walk.shared_containers()])
-        new = {id(t): t for t in kept if t.grad_fn is not None and not self._is_hooked(t)}
-        gather_before_backward_of(self._unit, list(new.values()))
-        for key, tensor in new.items():
-            self._hooked[key] = weakref.ref(tensor, lambda _, key=key: self._hooked.pop(key, None))  # type: ignore[misc]
-
-    def _found(self) -> Iterator[tuple[dict[str, Any], str]]:
-        for module in every_module(self._unit):
-            for name, value in vars(module).items():
-                if name not in _NOT_KEPT and any(tensor.grad_fn is not None for tensor in tensors_in(value)):
-                    yield vars(module), name
-
-    def _is_hooked(self, tensor: Tensor) -> bool:
-        known = self._hooked.get(id(tensor))
-        return known is not None and known() is tensor
-
-
-def gather_for_what_is_kept(units: list[nn.Module]) -> None:
-    """Have each of `units` gathered in backward also for the gradients of tensors that its modules keep in forward."""
-    hooked: dict[int, weakref.ref[Tensor]] = {}
-    for unit in units:
-        after_each_forward(unit, _Kept(unit, hooked))

@@ -112,7 +112,7 @@ def start_from_the_same_weights(model: nn.Module, mesh: DeviceMesh | None) -> bo
     if not tensors:
         return False
     groups = mesh_groups(mesh)
-    mine = torch.tensor([_checksum(tensor) for _, tensor in tensors])  # (tensors,) int64
+    mine = torch.tensor([int(checksum(tensor)) for _, tensor in tensors])  # (tensors,) int64
     differs = (gather(mine, groups) != gather_first(mine, groups)).any(0).tolist()
     chosen = [pair for pair, other in zip(tensors, differs, strict=True) if other]
     if not chosen:
@@ -168,8 +168,8 @@ def _inner(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield name, tensor
 
 
-def _checksum(tensor: Tensor) -> int:
-    """A number out of every bit of `tensor` and its position; exact, so the same bits give it on every machine."""
+def checksum(tensor: Tensor) -> Tensor:
+    """A number, (), out of every bit of `tensor` and its position; exact, so the same bits give it on every machine."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     bits = tensor.detach()
@@ -178,4 +178,4 @@ def _checksum(tensor: Tensor) -> int:
         # Rows first: a sum over the last axis makes no copy of a large weight in int64.
         places = torch.arange(1, bits.shape[-1] + 1, device=bits.device)
         bits = (bits * places).sum(-1) if bits.ndim == 1 else bits.sum(-1, dtype=torch.int64)
-    return int(bits)
+    return bits

@@ -1,0 +1,343 @@
+"""Guards around the calls of a sharded model and of its FSDP2 units.
+
+FSDP2 takes the parameters of a unit away, registers gathered copies while the unit runs, and rebuilds the containers that
+it is called with. What a bare module may do with these is lost then, without an error: train a gathered copy, write into
+it, exchange it, fill a list. Here it is made right where it can be, and else refused by name before a number is used.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+
+from nemo_like._util.module_tree import bare_name, every_module
+from nemo_like._util.tensors import tensors_in
+from nemo_like.activation_checkpointing.engine.module_parts import walk_of
+from nemo_like.distributed import launch
+from nemo_like.distributed.agreement import wire_device
+from nemo_like.distributed.weights.replaced import checksum
+from nemo_like.torch_compat import (
+    FsdpPlace,
+    after_each_forward,
+    around_each_call,
+    before_each_reduction,
+    begin_from_root,
+    call_is_inside_of,
+    complete_accumulated,
+    content_versions,
+    fsdp_is_idle,
+    fsdp_params,
+    fsdp_places,
+    gather_before_backward_of,
+    has_gradient,
+    in_backward,
+    is_fake,
+    lend_containers,
+    register_shards,
+    register_whole_when_gathered,
+    sharded_versions,
+    shards_are_registered,
+    unseen,
+)
+
+_CALLS = 2
+"""Calls of a unit whose weights are compared by content; later calls compare the counters of in-place changes alone."""
+
+
+class ModelCalls:
+    """Before, and after, each call of a sharded model: ``parameters()`` gives what trains, and forward reads that.
+
+    FSDP2 leaves some units gathered behind forward. Their copies would go into an optimizer that is built then, or would
+    be computed with again after the optimizer's step (pytorch#144289). So the shards are registered as soon as forward
+    has ended, and what was gathered is freed where no backward has come in between, or a shard was written.
+    """
+
+    def __init__(self, model: nn.Module, held: Sequence[nn.Module], keep: bool) -> None:
+        """held: units that stay gathered after forward. keep: over several forwards (stages of a pipeline)."""
+        self._model, self._held, self._keep = model, held, keep
+        self._versions: list[list[int]] = []
+        self._depth = (
+            0  # a hook of the model may call it inside of a call, as context parallelism does in its first one
+        )
+        for unit in held:
+            register_whole_when_gathered(unit)
+        model.register_forward_pre_hook(self._before, prepend=True)
+        model.register_forward_hook(self._after, always_call=True)
+
+    def _before(self, _module: nn.Module, _args: object) -> None:
+        # No hook is called where forward ends with a KeyboardInterrupt: the depth alone proves nothing.
+        if self._depth and not call_is_inside_of(self._model):
+            self._depth = 0
+        if not self._depth and not in_backward():
+            self._begin()
+        self._depth += 1
+
+    def _begin(self) -> None:
+        if not fsdp_is_idle(self._model):
+            if call_is_inside_of(self._model):  # of a method that the caller has registered
+                return
+            self._model.reset_iter_state()  # type: ignore[operator]  # the call before has ended in an error
+        now = [sharded_versions(unit) for unit in self._held]
+        for unit in self._held:
+            if now != self._versions or (not self._keep and shards_are_registered(unit)):
+                unit.reshard()  # type: ignore[operator]
+        self._versions = now
+
+    def _after(self, _module: nn.Module, _args: object, _output: object) -> None:
+        self._depth = max(self._depth - 1, 0)
+        if self._depth:
+            return
+        for unit in self._held:
+            if torch.is_grad_enabled():
+                register_shards(unit)
+            else:
+                unit.reshard()  # type: ignore[operator]
+
+    def around(self, name: str) -> None:
+        """Gather the root for the whole of a call of the method `name`, too."""
+        register_fsdp_forward_method(self._model, name)
+        method = getattr(self._model, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._before(self._model, args)
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self._after(self._model, args, None)
+
+        setattr(self._model, name, call)
+
+
+def refuse_new_parameters(model: nn.Module, managed: Callable[[], Iterable[tuple[nn.Module, str]]]) -> None:
+    """Have a forward of `model` raise where a parameter that trains has come, or was exchanged, since this call.
+
+    Args:
+        managed: the places, (module, name), whose parameters are known to be averaged over ranks whatever is there.
+    """
+    known = {id(parameter): parameter for parameter in model.parameters()}
+    accepted: set[int] = set()
+    tables: list[dict[str, Any]] = []
+
+    def check(module: nn.Module, _args: object) -> None:
+        if not torch.is_grad_enabled() or in_backward():
+            return
+        now = hash(tuple(map(id, chain.from_iterable(map(dict.values, tables)))))
+        if now in accepted and tables:
+            return
+        places = {(id(holder), name) for holder, name in managed()}
+        for prefix, holder in module.named_modules():
+            for name, parameter in holder._parameters.items():
+                if parameter is None or not parameter.requires_grad or (id(holder), name) in places:
+                    continue
+                if known.get(id(parameter)) is not parameter:
+                    full = bare_name(f"{prefix}.{name}" if prefix else name)
+                    raise RuntimeError(
+                        f"{full} came into the model, or was exchanged, after parallelize(): its gradient would not be "
+                        "averaged over ranks. Put it into the model before parallelize()."
+                    )
+        tables[:] = [table for holder in module.modules() for table in (holder._parameters, holder._modules)]
+        if len(accepted) > 16:
+            accepted.clear()
+        accepted.add(hash(tuple(map(id, chain.from_iterable(map(dict.values, tables))))))
+
+    model.register_forward_pre_hook(check, prepend=True)
+
+
+class UnitCalls:
+    """Around each call of one FSDP2 unit: its parameters are its own, and are not written."""
+
+    def __init__(self, unit: nn.Module, name: str) -> None:
+        self._unit, self._name = unit, name
+        self._places: list[FsdpPlace] = list(fsdp_places(unit))
+        self._versions: list[int | None] = []
+        self._contents: list[Tensor] = []
+        self._calls = 0
+        self._modules = [module for module in every_module(unit) if not isinstance(module, FSDPModule)]
+        self._reached: set[nn.Module] = set()
+        around_each_call(unit, self._before, self._gathered, self._after)
+
+    def _before(self) -> None:
+        for place in self._places:
+            if not place.has_its_own():
+                raise RuntimeError(
+                    f"{self._full(place)} is not the parameter that parallelize() has put there. FSDP2 would put its own "
+                    "back while the layer runs, so that the other one is neither used nor trained. Exchange parameters "
+                    "before parallelize(). torch.func.functional_call of a sharded layer is not possible: use "
+                    "strategy='ddp' or 'single', or leave the layer out (parallelize(..., layers=[...]))."
+                )
+        if torch.is_grad_enabled():
+            for module in self._modules:
+                if module._forward_hooks and module not in self._reached:
+                    self._reached.add(module)
+                    module.register_forward_hook(self._reach)
+
+    def _reach(self, _module: nn.Module, _args: object, output: object) -> None:
+        """Have the unit gathered for a loss of what a hook inside of it has seen, though its own output is not used."""
+        if torch.is_grad_enabled() and not in_backward() and not torch.compiler.is_compiling():
+            gather_before_backward_of(self._unit, [t for t in tensors_in(output) if t.requires_grad])
+
+    def _gathered(self) -> None:
+        self._versions = content_versions(self._places)
+        self._calls += 1
+        if self._calls <= _CALLS:
+            self._contents = self._checksums()
+
+    def _after(self) -> None:
+        now = content_versions(self._places)
+        if now != self._versions and len(now) == len(self._versions):
+            self._refuse(next(p for p, old, new in zip(self._places, self._versions, now) if old != new))
+        if self._contents:
+            contents, self._contents = self._contents, []
+            new = self._checksums()
+            with unseen():
+                changed = [not torch.equal(old, now) for old, now in zip(contents, new, strict=True)]
+            if any(changed):
+                self._refuse(self._places[changed.index(True)])
+
+    def _checksums(self) -> list[Tensor]:
+        weights = [place.whole for place in self._places]
+        if any(is_fake(weight) or weight.is_meta for weight in weights):
+            return []
+        with unseen(), torch.no_grad():
+            return [checksum(weight) for weight in weights]
+
+    def _refuse(self, place: FsdpPlace) -> None:
+        raise RuntimeError(
+            f"{self._full(place)} was written in the forward of {self._name or 'the model'}. FSDP2 gathers a copy of it "
+            "for the forward, so the write is lost. Set the parameter before parallelize() (with a first forward of the "
+            "original model, for instance), make it a buffer, or use strategy='ddp'."
+        )
+
+    def _full(self, place: FsdpPlace) -> str:
+        inner = next((name for module, name in every_module(self._unit).items() if module is place.module), "")
+        return bare_name(".".join(filter(None, (self._name, inner, place.name))))
+
+
+# Tensors that a layer keeps on itself, or puts into a list of its file, such as an auxiliary loss: FSDP2 gathers for them.
+#
+# FSDP2 gathers a unit's weights again when a gradient reaches what the unit returned. A gradient that reaches only what a
+# layer kept would find them sharded, in the layer's recomputation or in the operators' own backward.
+
+_LOOKS = 4
+"""Forwards of a unit after which all attributes are looked at; later ones look where something was found."""
+_NOT_KEPT = frozenset(vars(nn.Module())) - {"_buffers"}
+
+
+class _Kept:
+    """Tensors that the modules of one unit keep."""
+
+    def __init__(self, unit: nn.Module, hooked: dict[int, weakref.ref[Tensor]]) -> None:
+        self._unit, self._hooked = unit, hooked
+        self._calls, self._places = 0, list[tuple[dict[str, Any], str]]()
+        self._walk = walk_of(unit)[0]
+
+    def __call__(self) -> None:
+        if not torch.is_grad_enabled():
+            return
+        if self._calls < _LOOKS:
+            self._calls += 1
+            self._places = list(self._found())
+        attributes = [attributes.get(name) for attributes, name in self._places]
+        kept = tensors_in([*attributes, *self._walk.shared_containers()])
+        new = {id(t): t for t in kept if t.grad_fn is not None and not self._is_hooked(t)}
+        gather_before_backward_of(self._unit, list(new.values()))
+        for key, tensor in new.items():
+            self._hooked[key] = weakref.ref(tensor, lambda _, key=key: self._hooked.pop(key, None))  # type: ignore[misc]
+
+    def _found(self) -> Iterator[tuple[dict[str, Any], str]]:
+        for module in every_module(self._unit):
+            for name, value in vars(module).items():
+                if name not in _NOT_KEPT and any(tensor.grad_fn is not None for tensor in tensors_in(value)):
+                    yield vars(module), name
+
+    def _is_hooked(self, tensor: Tensor) -> bool:
+        known = self._hooked.get(id(tensor))
+        return known is not None and known() is tensor
+
+
+class UnusedParameters:
+    """Gradients of parameters that this rank's backward does not reach.
+
+    FSDP2 sends zeros for them, so that all ranks pack the same gradients into one sum: one task's head on one rank, another
+    task's on the next. A parameter that no rank has reached gets no gradient, as without sharding, and no optimizer moves
+    it. For that, ranks send one small reduction behind each backward, for which only those wait that have such parameters.
+    """
+
+    def __init__(
+        self, model: nn.Module, units: Sequence[nn.Module], groups: Sequence[dist.ProcessGroup | None]
+    ) -> None:
+        """units: of FSDP2, in `model`. groups: along which they reduce."""
+        self._groups = groups
+        self._params: list[Any] = [param for unit in units for param in fsdp_params(unit)]
+        self._index = {id(param): index for index, param in enumerate(self._params)}
+        self._reached, self._fresh = set[int](), set[int]()
+        self._ones: Tensor | None = None
+        self._sent: object = None
+        before_each_reduction(model, units, self._note, self._agree)
+
+    def _note(self, params: Sequence[Any]) -> None:
+        complete_accumulated(params)
+        for param in params:
+            index = self._index[id(param)]
+            if has_gradient(param):
+                self._reached.add(index)
+            elif param.sharded_param.requires_grad and param.sharded_param.grad is None:
+                self._fresh.add(index)
+
+    def _agree(self) -> None:
+        """Behind a backward in which some unit was reduced."""
+        if not self._reached and not self._fresh:
+            return  # gradients are accumulated and not reduced
+        unused = sorted(self._fresh - self._reached)
+        self._reached, self._fresh = set(), set()
+        with unseen(), torch.no_grad():
+            if self._ones is None:
+                device = wire_device(self._groups[0], launch.local_device(self._params[0].device.type))
+                self._ones = torch.ones(len(self._params), dtype=torch.uint8, device=device)
+            reached = self._ones.clone()
+            if unused:
+                reached[unused] = 0
+            for group in self._groups:
+                work = dist.all_reduce(reached, op=dist.ReduceOp.MAX, group=group, async_op=True)
+                if unused or group is not self._groups[-1]:
+                    work.wait()
+            self._sent = reached, work  # kept until it has been sent
+            for index in (index for index in unused if not reached[index]):
+                self._params[index].sharded_param.grad = None
+
+
+def guard_units(
+    model: nn.Module, units: Sequence[tuple[nn.Module, str]], groups: Sequence[dist.ProcessGroup | None]
+) -> None:
+    """Guard the calls of `units` of the sharded `model`, given with their names, which reduce along `groups`."""
+    if all(dist.get_backend(group) != "fake" for group in groups):
+        UnusedParameters(model, [unit for unit, _ in units], groups)
+    for unit, name in units:
+        UnitCalls(unit, name)
+        lend_containers(unit)
+        if unit is not model:
+            begin_from_root(unit, model)
+
+
+def gather_for_what_is_kept(units: Sequence[nn.Module]) -> None:
+    """Have each of `units` gathered in backward also for the gradients of tensors that its modules keep in forward."""
+    hooked: dict[int, weakref.ref[Tensor]] = {}
+    for unit in units:
+        after_each_forward(unit, _Kept(unit, hooked))
+
+
+def fsdp_managed(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """The places in `model` whose parameters FSDP2 averages over ranks."""
+    for unit in model.modules():
+        for place in fsdp_places(unit, shared=True) if isinstance(unit, FSDPModule) else ():
+            # torch takes another shard in the first forward: of load_state_dict(assign=True), or of `to`.
+            if isinstance(place.module._parameters.get(place.name), DTensor) or place.has_its_own():
+                yield place.module, place.name
