@@ -191,8 +191,8 @@ def _shortened(traced: ModelTrace, ac: object, kept: int) -> _Shortened:
     if len(set(names)) < len(names):
         say_once("A layer is called several times in one forward: all layers run.")
         return _Shortened()
-    if any(kind.left for kind in traced.kinds):
-        say_once("Layers set attributes that the model may read: all layers run.")
+    if any(kind.left or kind.given for kind in traced.kinds):
+        say_once("The model and its layers set attributes for each other: all layers run.")
         return _Shortened()
     decisions = {layer.fqn: repr(layer.decisions) for layer in ac.layers} if isinstance(ac, Plan) else {}
     gaps = []

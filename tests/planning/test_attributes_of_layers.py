@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,9 @@ import torch
 from torch import nn
 
 from nemo_like import StepSpec, parallelize
+from nemo_like._util.log import forget_announcements
 from nemo_like.planning import plan_for
+from nemo_like.profiling import first_step
 
 
 class _Block(nn.Module):
@@ -116,16 +119,13 @@ def _grads(kind: Callable[[], nn.Module], ac: str | None) -> list[torch.Tensor]:
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
-@pytest.mark.parametrize("ac", ["70%", "40%"])
-@pytest.mark.parametrize("kind", [_Block, _Aux, _AuxInside, _Pair])
-def test_an_auxiliary_loss_on_a_layer_is_planned(kind: Callable[[], nn.Module], ac: str):
-    """A modulation that no layer reads does not matter."""
+@pytest.mark.parametrize("ac", ["70%", "45%"])
+@pytest.mark.parametrize("kind", [_Block, _Aux, _AuxInside, _Pair, _Styled, _Context])
+def test_what_layers_and_the_model_set_for_each_other_is_planned(kind: Callable[[], nn.Module], ac: str):
     assert all(map(torch.equal, _grads(kind, ac), _grads(kind, None)))
 
 
 REFUSED = {
-    _Styled: r"blocks\.0 \(_Styled\) reads its attribute 'style', which the model sets .*Give the layer this tensor as",
-    _Context: r"blocks\.0 \(_Context\) reads its attribute 'style'",
     _List: r"blocks\.0 of _Net puts tensors with a gradient into its attribute 'aux', a list.*Set an attribute",
     _InPlace: r"blocks\.0 of _Net changes a tensor that it is called with in place .*x = x \+ y",
     _ReluFirst: r"blocks\.0 of _Net changes a tensor that it is called with in place .*inplace=False",
@@ -177,6 +177,29 @@ def test_a_frozen_model_is_refused_with_the_cause():
     step = StepSpec(loss_fn=lambda out: out.sum())
     with pytest.raises(ValueError, match="no parameter trains"):
         plan_for(_frozen(), ac="50%", sample_input=torch.rand(4, 8), step=step)
+
+
+def test_a_modulation_trains_what_it_is_made_of_where_a_layer_reads_it():
+    kinds = (_Styled, _Context, _Block)
+    planned = [plan_for(_Net(kind), ac="100%", sample_input=torch.rand(4, 8)).peak["gradients"] for kind in kinds]
+    assert planned[0] == planned[1] == planned[2] + 8 * 4
+
+
+@pytest.mark.parametrize("kind", [_Styled, _Aux])
+def test_the_peak_of_such_a_step_is_the_predicted_one(kind: Callable[[], nn.Module], caplog, monkeypatch):
+    monkeypatch.setenv(first_step.VARIABLE, "1")
+    forget_announcements()
+    sample = torch.rand(512, 8)
+    step = StepSpec(loss_fn=lambda y: y.square().mean(), keeps_output=False)
+    model = parallelize(_Net(kind), "single", "50%", sample_input=sample, step=step)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with caplog.at_level(logging.INFO, "nemo_like"):
+        for _ in range(3):
+            loss = model(sample).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [r.getMessage() for r in caplog.records if "first whole step" in r.getMessage()] == []
 
 
 def test_an_auxiliary_loss_counts_in_the_gradients_of_a_plan():

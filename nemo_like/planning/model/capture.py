@@ -29,16 +29,18 @@ from nemo_like.fake.run import FakeRun, PlannedRouting, cache_off, call_flags, r
 from nemo_like.job import Job
 from nemo_like.planning.trace.block import trace_block
 from nemo_like.planning.trace.kinds import (
+    GIVEN,
     Kind,
     ModelTrace,
     TracedCall,
+    attributes_of,
     attributes_with_gradient,
     call_key,
     handed_on,
+    read_of,
     record_again,
     recording,
     settings_of,
-    with_left,
 )
 from nemo_like.torch_compat import tree_leaves
 from nemo_like.transformers_compat import given_cache, parameter_names
@@ -101,7 +103,7 @@ class _Watcher:
     _uses: dict[int, set[int]] = field(default_factory=dict)
     _held: list[Any] = field(default_factory=list)
     _own: list[Any] = field(default_factory=list)
-    """What layers have set attributes to."""
+    """Values that layers have set attributes to."""
 
     @contextmanager
     def installed(self, state: Mapping[str, torch.Tensor]) -> Iterator[None]:
@@ -127,8 +129,10 @@ class _Watcher:
             grad = torch.is_grad_enabled()
             self._refuse_cache(layer.fqn, given_cache(names, args, kwargs))
             self._refuse_hidden_graph(layer.fqn, (args, kwargs))
-            key = (settings, call_key(args), call_key(kwargs), grad)
-            for tensor in tensors_in((args, kwargs)):
+            before = attributes_with_gradient(module)
+            given = {place: value for place, value in before.items() if not any(value is own for own in self._own)}
+            key = (settings, call_key(args), call_key(kwargs), call_key([*given.values()]), grad)
+            for tensor in tensors_in((args, kwargs, [*given.values()])):
                 storage = tensor.untyped_storage()
                 self._held.append(storage)
                 self._uses.setdefault(id(storage), set()).add(len(self.calls))
@@ -136,14 +140,12 @@ class _Watcher:
             if kind is not None and not run_all:
                 self.calls.append(TracedCall(layer.fqn, module, kind))
                 record_again(module, map_tensors(_another, self.kinds[kind].records))
-                return self.kinds[kind].put(module, self.kinds[kind].output_with(_another, args, kwargs))
+                known = self.kinds[kind]
+                return known.put(module, known.output_with(_another, args, known.call_of(module, kwargs)))
             position = len(self.calls)
             self.calls.append(TracedCall(layer.fqn, module, -1))
             saved, tensors = map_tensors(_leaf, (args, kwargs)), tensors_in((args, kwargs))
-            versions, before = (
-                [t._version if t.requires_grad else None for t in tensors],
-                attributes_with_gradient(module),
-            )
+            versions = [t._version if t.requires_grad else None for t in tensors]
             with recording(module) as records:
                 output = forward(*args, **kwargs)
             self._refuse_written(layer.fqn, tensors, versions)
@@ -153,7 +155,11 @@ class _Watcher:
                 self._refuse_changed(layer.fqn, tensors, tensors_in((args, kwargs)))
             if kind is None:
                 kind = self._keys[key] = len(self.kinds)
-                with_all = with_left(module, output, left)
+                with_all = (output, attributes_of(module, left)) if left else output
+                read = read_of(with_all, tensors, {place: value for place, value in given.items() if place not in left})
+                if read:
+                    kwargs = kwargs | {GIVEN: [given[place] for place in read]}
+                    saved[1][GIVEN] = map_tensors(_leaf, kwargs[GIVEN])
                 passed = handed_on(with_all, args, kwargs)
                 self.kinds.append(
                     Kind(
@@ -167,11 +173,7 @@ class _Watcher:
                         grad=grad,
                         key=key,
                         left=left,
-                        given={
-                            place: map_tensors(_leaf, value)
-                            for place, value in before.items()
-                            if place not in left and not any(value is own for own in self._own)
-                        },
+                        given=read,
                     )
                 )
             self.calls[position] = TracedCall(layer.fqn, module, kind)

@@ -107,6 +107,7 @@ def outer_memory(
             assert position < len(traced.calls), "a layer runs that did not run when it was traced"
             number = traced.calls[position].kind
             kind = traced.kinds[number]
+            kwargs = kind.call_of(bare(layer.module), kwargs)
             input_numbers = {
                 place: meter.number(t) for place, t in by_argument(args, kwargs).items() if place not in kind.shared_at
             }

@@ -21,6 +21,8 @@ from nemo_like.planning.trace.block import BlockTrace
 from nemo_like.torch_compat import forward_hooks, local_part, tree_flatten
 from nemo_like.transformers_compat import RECORDERS
 
+GIVEN = ""
+"""Keyword of a call, which no function has, for the attributes that the model has set for it."""
 _OWN_INDEX = ("idx", "index", "layer_id", "layer_number", "layer_num", "block_id")
 
 
@@ -50,25 +52,19 @@ class Kind:
 
     left: tuple[tuple[str, str], ...] = ()
     """Attributes that its forward sets to tensors with a gradient, by module and name, for the model to read."""
-    given: dict[tuple[str, str], Any] = field(default_factory=dict)
-    """Attributes that the model sets to such tensors before the call: leaves in their place, which no graph is behind."""
+    given: tuple[tuple[str, str], ...] = ()
+    """Attributes that the model sets to such tensors, and that it reads. Their values are in `kwargs`, under `GIVEN`."""
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the block returns, and with it what it leaves in `left`, if anything: both get gradients."""
-        for (name, attribute), value in self.given.items():
+        for (name, attribute), value in zip(self.given, kwargs.pop(GIVEN, ())):
             vars(self.module.get_submodule(name))[attribute] = value
-        return with_left(self.module, self.module(*args, **kwargs), self.left)
+        output = self.module(*args, **kwargs)
+        return (output, attributes_of(self.module, self.left)) if self.left else output
 
-    def refuse_given(self) -> None:
-        """Raise ValueError where the backward of `run` came to an attribute that the model had set."""
-        for place, value in self.given.items():
-            if any(tensor.grad is not None for tensor in tensors_in(value)):
-                assert self.trace is not None
-                raise ValueError(
-                    f"{self.trace.name} reads its attribute {'.'.join(filter(None, place))!r}, which the model sets to a "
-                    "tensor that a gradient goes through: no plan can be made. Give the layer this tensor as an argument, "
-                    "or use a mode instead of a budget, such as 'selective'."
-                )
+    def call_of(self, module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return the keywords of a call of `module`, a block like it, with the attributes that it reads."""
+        return kwargs | {GIVEN: attributes_of(module, self.given)} if self.given else kwargs
 
     def put(self, module: nn.Module, output: Any) -> Any:
         """Set what `module`, a block like it that is not run, leaves in `left`, and return what the block returns."""
@@ -124,9 +120,9 @@ class ModelTrace:
         return tuple(sum(call.kind == k for call in self.calls) for k in range(len(self.kinds)))
 
 
-def with_left(module: nn.Module, output: Any, left: Sequence[tuple[str, str]]) -> Any:
-    """Return `output`, and with it the attributes `left` of `module`, if there are any."""
-    return (output, [vars(module.get_submodule(name))[attribute] for name, attribute in left]) if left else output
+def attributes_of(module: nn.Module, places: Sequence[tuple[str, str]]) -> list[Any]:
+    """Return the attributes at `places` of `module`."""
+    return [vars(module.get_submodule(name))[attribute] for name, attribute in places]
 
 
 def attributes_with_gradient(module: nn.Module) -> dict[tuple[str, str], Any]:
@@ -138,6 +134,18 @@ def attributes_with_gradient(module: nn.Module) -> dict[tuple[str, str], Any]:
         if isinstance(value, torch.Tensor | list | dict | tuple)
         and any(tensor.grad_fn is not None for tensor in tensors_in(value))
     }
+
+
+def read_of(output: Any, inputs: Sequence[torch.Tensor], attributes: Mapping[tuple[str, str], Any]) -> tuple:
+    """Return the places of those `attributes` that `output`, made of `inputs`, has a gradient with respect to."""
+    nodes = {tensor.grad_fn for tensor in inputs}
+    following = [tensor.grad_fn for tensor in tensors_in(output)]
+    while following:
+        node = following.pop()
+        if node is not None and node not in nodes:
+            nodes.add(node)
+            following += [before for before, _ in node.next_functions]
+    return tuple(place for place, value in attributes.items() if any(t.grad_fn in nodes for t in tensors_in(value)))
 
 
 def handed_on(output: Any, args: tuple, kwargs: Mapping[str, Any]) -> dict[int, Place]:

@@ -99,7 +99,6 @@ def block_memory(
         del out, roots, tensors, at
         begun = len(meter.log)
         gradients.backward(torch.empty_like(gradients))
-        kind.refuse_given()
         to_inputs = gradients_by_place(kind, replaced)
         backward = tuple(meter.log[begun:])
         return BlockEvents(

@@ -14,7 +14,7 @@ import torch
 
 from nemo_like._util.live_bytes import LiveBytes
 from nemo_like._util.tensors import is_wrapped, map_tensors, tensors_in
-from nemo_like.fake.model_copy import call_with
+from nemo_like.fake.model_copy import with_state
 from nemo_like.fake.run import check_layouts
 from nemo_like.planning.trace.block import TraceMismatchError
 from nemo_like.planning.trace.kinds import Kind
@@ -78,8 +78,8 @@ def measured_seconds(
     samples: list[list[float]] = []
     for run in range(runs + 1):
         casting = torch.autocast(device.type, autocast, enabled=autocast is not None, cache_enabled=False)
-        with _OpClock(device) as clock, casting:
-            out = call_with(kind.module, state, args, kwargs)
+        with _OpClock(device) as clock, casting, with_state(kind.module, state):
+            out = kind.run(*args, **kwargs)
         del out
         times = _computing(clock.times, wanted, kind.trace.name)
         if run:  # the first one warms up
