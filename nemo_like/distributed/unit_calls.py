@@ -23,7 +23,7 @@ from nemo_like._util.tensors import tensors_in
 from nemo_like.activation_checkpointing.engine.module_parts import walk_of
 from nemo_like.distributed import launch
 from nemo_like.distributed.agreement import wire_device
-from nemo_like.distributed.weights.replaced import checksum
+from nemo_like.distributed.weights.replaced import checksum, put_marks, refuse_to_step
 from nemo_like.torch_compat import (
     FsdpPlace,
     after_each_forward,
@@ -187,6 +187,11 @@ class UnitCalls:
     def _gathered(self) -> None:
         self._versions = content_versions(self._places)
         self._calls += 1
+        if self._calls == 1:
+            for place in self._places:
+                put_marks(place.param._unsharded_param, vars(place.param.sharded_param))
+                # Registered in forward, and still where a KeyboardInterrupt has ended that.
+                refuse_to_step(place.param._unsharded_param, self._full(place))
         if self._calls <= _CALLS:
             self._contents = self._checksums()
 

@@ -17,6 +17,7 @@ from nemo_like._util.words import a_or_an
 from nemo_like.activation_checkpointing.engine.ambient import rng_state, set_rng_state
 from nemo_like.distributed import launch
 from nemo_like.distributed.expert.expert_lists import list_pieces
+from nemo_like.distributed.weights.replaced import parameters_of, watch_replaced
 from nemo_like.distributed.weights.slots import CPU_OFFLOAD_MARK, Slot, copy_whole, find_slots
 from nemo_like.distributed.weights.sources import (
     CheckpointUnreadableError,
@@ -91,6 +92,7 @@ def materialize(
         return source, _initializers(model, left, init_fn), compute, torch.device(device) if device else place
 
     source, initializers, compute, place = _on_every_rank(prepare, sharded)
+    before = parameters_of(model)
     values: dict[Slot, Tensor] = {}
     if source is not None:
         values |= _on_every_rank(lambda: _read(slots, source, place, compute), sharded)
@@ -103,6 +105,7 @@ def materialize(
             home = place if slot.is_parameter else compute
             if slot.tensor.device != home:
                 slot.put(slot.tensor.detach().to(home))
+    watch_replaced(before, model)
     return model
 
 

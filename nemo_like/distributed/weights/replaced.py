@@ -1,7 +1,7 @@
 """Parameters that would train wrongly without a word.
 
-Those that sharding took out of a model, in an optimizer that was built before; and those that were frozen when the model was
-made ready, and whose gradients no rank reduces.
+Those that sharding took out of a model, in an optimizer that was built before, or whose attributes chose an optimizer's group;
+and those that were frozen when the model was made ready, and whose gradients no rank reduces.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,23 +28,42 @@ _replaced: dict[int, tuple[_Reference, str]] = {}
 _watching = False
 
 
-def parameters_of(model: nn.Module) -> dict[str, _Reference]:
-    """The parameters of `model` by their bare names, without keeping them alive."""
-    return {bare_name(name): weakref.ref(parameter) for name, parameter in model.named_parameters()}
+class Before(NamedTuple):
+    """A parameter before it is replaced, which is not kept alive."""
+
+    reference: _Reference
+    marks: dict[str, Any]
+    """What was set on it: ``_no_weight_decay``, ``_optim``, muP's shapes. Classes of other libraries have their own."""
 
 
-def watch_replaced(before: Mapping[str, _Reference], model: nn.Module) -> None:
-    """Have the step of an optimizer raise that holds a parameter of `before` whose place in `model` another one has."""
-    global _watching
+def parameters_of(model: nn.Module) -> dict[str, Before]:
+    """The parameters of `model` by their bare names."""
+    return {
+        bare_name(name): Before(
+            weakref.ref(parameter), dict(vars(parameter)) if type(parameter) is nn.Parameter else {}
+        )
+        for name, parameter in model.named_parameters()
+    }
+
+
+def watch_replaced(before: Mapping[str, Before], model: nn.Module) -> None:
+    """Have the step of an optimizer raise that holds a parameter of `before` whose place in `model` another one has.
+
+    The other one gets the marks of the first.
+    """
     for name, parameter in model.named_parameters():
-        reference = before.get(bare_name(name))
-        old = None if reference is None else reference()
-        if old is not None and old is not parameter:
-            _remember(old, bare_name(name))
+        if (known := before.get(bare_name(name))) is None or (old := known.reference()) is parameter:
+            continue
+        put_marks(parameter, known.marks)
+        if old is not None:
+            refuse_to_step(old, bare_name(name))
             del old
-    if _replaced and not _watching:
-        _watching = True
-        register_optimizer_step_pre_hook(_refuse_replaced)
+
+
+def put_marks(parameter: Tensor, marks: Mapping[str, Any]) -> None:
+    """Set on `parameter` what is among `marks` and not set on it."""
+    for name, value in marks.items():
+        vars(parameter).setdefault(name, value)
 
 
 def refuse_to_train(model: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
@@ -63,13 +83,18 @@ def refuse_to_train(model: nn.Module, parameters: Iterable[nn.Parameter]) -> Non
         model.register_forward_pre_hook(check)
 
 
-def _remember(parameter: nn.Parameter, name: str) -> None:
+def refuse_to_step(parameter: nn.Parameter, name: str) -> None:
+    """Have the step of an optimizer raise that holds `parameter`, which is not what trains, and is called `name`."""
+    global _watching
     key = id(parameter)
 
     def forget(_: object) -> None:
         _replaced.pop(key, None)
 
     _replaced[key] = weakref.ref(parameter, forget), name
+    if not _watching:
+        _watching = True
+        register_optimizer_step_pre_hook(_refuse_replaced)
 
 
 def _refuse_replaced(optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
@@ -79,9 +104,9 @@ def _refuse_replaced(optimizer: torch.optim.Optimizer, _args: object, _kwargs: o
     names = [_replaced[id(parameter)][1] for parameter in parameters if id(parameter) in _replaced]
     if names:
         raise RuntimeError(
-            f"This {type(optimizer).__name__} has {len(names)} parameter(s) that parallelize() has replaced, "
-            f"{names[0]!r} for one: it would train nothing. Build the optimizer after parallelize(), of the parameters "
-            "that the model has then."
+            f"This {type(optimizer).__name__} has {len(names)} parameter(s) that parallelize() or materialize() has "
+            f"replaced, {names[0]!r} for one: it would train nothing. Build the optimizer after them, and not in or after a "
+            "step that was interrupted, of the parameters that the model has then."
         )
 
 
