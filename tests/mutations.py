@@ -428,8 +428,8 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "planning/trace/kinds.py",
-        "vars(self.module.get_submodule(name))[attribute] = value",
-        "pass",
+        "self.before | dict(zip(self.given, kwargs.pop(GIVEN, ())))",
+        "dict(zip(self.given[1:], kwargs.pop(GIVEN, ())))",
         "tests/planning/test_attributes_of_layers.py",
     ),
     Fault(

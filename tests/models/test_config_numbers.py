@@ -27,6 +27,7 @@ def _config(folder: Path, **fields: Any) -> Path:
         ({"model_type": "mixtral", "num_local_experts": HUGE}, "num_local_experts is 1000000000"),
         ({"model_type": "gpt2", "n_layer": HUGE}, "n_layer is 1000000000"),
         ({"model_type": "clip", "vision_config": {"num_hidden_layers": HUGE}}, "num_hidden_layers is 1000000000"),
+        ({"num_labels": HUGE}, "num_labels is 1000000000"),  # transformers makes a name for each
         ({"model_type": "swin", "depths": [2, HUGE]}, "depths is 1000000000"),
         ({"num_hidden_layers": -1}, "num_hidden_layers is -1, and cannot be negative"),
         ({"model_type": "t5", "num_decoder_layers": -3}, "num_decoder_layers is -3"),

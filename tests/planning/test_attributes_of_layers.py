@@ -62,6 +62,34 @@ class _List(_Block):
         return y
 
 
+class _NewList(_Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        self.aux = [y.square().mean()]
+        return y
+
+
+class _Sum(_Block):
+    """The model sets it to 0 in front of its layers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        self.aux = self.aux + y.square().mean()
+        return y
+
+
+class _Buffer(_Block):
+    def __init__(self) -> None:
+        super().__init__()
+        del self.aux
+        self.register_buffer("aux", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        self.aux = y.square().mean()
+        return y
+
+
 class _Styled(_Block):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x * self.style)
@@ -99,11 +127,13 @@ class _Net(nn.Module):
         x = self.inp(x)
         for block in self.blocks:
             style = (self.scale * 2).exp()
+            if self.kind is _Sum:
+                block.aux = 0.0
             block.style = {"shift": style} if self.kind is _Context else style
         for block in self.blocks:
             x = block(x)
-        losses = [block.aux for block in self.blocks if self.kind is _Aux]
-        losses += [block.aux[0] for block in self.blocks if self.kind is _Pair]
+        losses = [block.aux for block in self.blocks if self.kind in (_Aux, _Sum, _Buffer)]
+        losses += [block.aux[0] for block in self.blocks if self.kind in (_Pair, _NewList)]
         losses += [block.up.loss for block in self.blocks if self.kind is _AuxInside]
         return x.square().mean() + sum(losses) if losses else x
 
@@ -120,7 +150,7 @@ def _grads(kind: Callable[[], nn.Module], ac: str | None) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("ac", ["70%", "45%"])
-@pytest.mark.parametrize("kind", [_Block, _Aux, _AuxInside, _Pair, _Styled, _Context])
+@pytest.mark.parametrize("kind", [_Block, _Aux, _AuxInside, _Pair, _NewList, _Sum, _Buffer, _Styled, _Context])
 def test_what_layers_and_the_model_set_for_each_other_is_planned(kind: Callable[[], nn.Module], ac: str):
     assert all(map(torch.equal, _grads(kind, ac), _grads(kind, None)))
 

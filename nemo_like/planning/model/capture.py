@@ -36,6 +36,7 @@ from nemo_like.planning.trace.kinds import (
     attributes_of,
     attributes_with_gradient,
     call_key,
+    every_attribute,
     handed_on,
     read_of,
     record_again,
@@ -129,8 +130,8 @@ class _Watcher:
             grad = torch.is_grad_enabled()
             self._refuse_cache(layer.fqn, given_cache(names, args, kwargs))
             self._refuse_hidden_graph(layer.fqn, (args, kwargs))
-            before = attributes_with_gradient(module)
-            given = {place: value for place, value in before.items() if not any(value is own for own in self._own)}
+            before, history = every_attribute(module), attributes_with_gradient(module)
+            given = {place: value for place, value in history.items() if not any(value is own for own in self._own)}
             key = (settings, call_key(args), call_key(kwargs), call_key([*given.values()]), grad)
             for tensor in tensors_in((args, kwargs, [*given.values()])):
                 storage = tensor.untyped_storage()
@@ -146,10 +147,11 @@ class _Watcher:
             self.calls.append(TracedCall(layer.fqn, module, -1))
             saved, tensors = map_tensors(_leaf, (args, kwargs)), tensors_in((args, kwargs))
             versions = [t._version if t.requires_grad else None for t in tensors]
+            sizes = {place: len(tensors_in(value)) for place, value in history.items()}
             with recording(module) as records:
                 output = forward(*args, **kwargs)
             self._refuse_written(layer.fqn, tensors, versions)
-            left = self._left(layer.fqn, module, before)
+            left = self._left(layer.fqn, module, before, sizes)
             self._refuse_iterator(layer.fqn, output)
             if not run_all:  # layers that share keys and values write them into what all are handed
                 self._refuse_changed(layer.fqn, tensors, tensors_in((args, kwargs)))
@@ -173,6 +175,7 @@ class _Watcher:
                         grad=grad,
                         key=key,
                         left=left,
+                        before={place: before[place] for place in left if place in before},
                         given=read,
                     )
                 )
@@ -202,19 +205,19 @@ class _Watcher:
                     "of a budget, such as 'selective'."
                 )
 
-    def _left(self, fqn: str, module: nn.Module, before: dict[tuple[str, str], Any]) -> tuple[tuple[str, str], ...]:
-        """Return the attributes that a layer has set in its forward, and refuse containers of tensors."""
+    def _left(self, fqn: str, module: nn.Module, before: Mapping[Any, Any], sizes: Mapping[Any, int]) -> tuple:
+        """Return the attributes that a layer has set in its forward, and refuse lists and dictionaries that it filled."""
         after = attributes_with_gradient(module)
-        new = {place: value for place, value in after.items() if value is not before.get(place)}
-        self._own += new.values()
-        for place, value in new.items():
-            if isinstance(value, list | dict):
+        new = tuple(place for place, value in after.items() if value is not before.get(place))
+        self._own += [after[place] for place in new]
+        for place in after.keys() - {*new}:
+            if len(tensors_in(after[place])) != sizes.get(place):
                 raise ValueError(
                     f"{fqn} of {type(self.model).__name__} puts tensors with a gradient into its attribute "
-                    f"{'.'.join(filter(None, place))!r}, {a_or_an(value)}: no plan can be made. Set an attribute to each "
-                    "tensor, return them, or use a mode instead of a budget, such as 'selective'."
+                    f"{'.'.join(filter(None, place))!r}, {a_or_an(after[place])}: no plan can be made. Set an attribute to "
+                    "them, return them, or use a mode instead of a budget, such as 'selective'."
                 )
-        return tuple(new)
+        return new
 
     def _refuse_written(self, fqn: str, inputs: Sequence[torch.Tensor], versions: Sequence[int | None]) -> None:
         """Refuse a layer that changes its own input in place: recomputation requires it as it was."""

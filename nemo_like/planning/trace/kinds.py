@@ -52,13 +52,14 @@ class Kind:
 
     left: tuple[tuple[str, str], ...] = ()
     """Attributes that its forward sets to tensors with a gradient, by module and name, for the model to read."""
+    before: dict[tuple[str, str], Any] = field(default_factory=dict)
+    """Values of `left` before its forward, where there were any."""
     given: tuple[tuple[str, str], ...] = ()
     """Attributes that the model sets to such tensors, and that it reads. Their values are in `kwargs`, under `GIVEN`."""
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the block returns, and with it what it leaves in `left`, if anything: both get gradients."""
-        for (name, attribute), value in zip(self.given, kwargs.pop(GIVEN, ())):
-            vars(self.module.get_submodule(name))[attribute] = value
+        set_attributes(self.module, self.before | dict(zip(self.given, kwargs.pop(GIVEN, ()))))
         output = self.module(*args, **kwargs)
         return (output, attributes_of(self.module, self.left)) if self.left else output
 
@@ -70,8 +71,7 @@ class Kind:
         """Set what `module`, a block like it that is not run, leaves in `left`, and return what the block returns."""
         if not self.left:
             return output
-        for (name, attribute), value in zip(self.left, output[1]):
-            module.get_submodule(name).__dict__[attribute] = value
+        set_attributes(module, dict(zip(self.left, output[1])))
         return output[0]
 
     def output_with(self, make: Callable[[torch.Tensor], Any], args: tuple, kwargs: Mapping[str, Any]) -> Any:
@@ -122,16 +122,33 @@ class ModelTrace:
 
 def attributes_of(module: nn.Module, places: Sequence[tuple[str, str]]) -> list[Any]:
     """Return the attributes at `places` of `module`."""
-    return [vars(module.get_submodule(name))[attribute] for name, attribute in places]
+    every = every_attribute(module)
+    return [every[place] for place in places]
 
 
-def attributes_with_gradient(module: nn.Module) -> dict[tuple[str, str], Any]:
-    """Return what is neither a parameter nor a buffer and holds a tensor with a history, by module and attribute."""
+def set_attributes(module: nn.Module, values: Mapping[tuple[str, str], Any]) -> None:
+    """Set attributes of `module` by their places, without code of its own."""
+    for (name, attribute), value in values.items():
+        part = module.get_submodule(name)
+        (part._buffers if attribute in part._buffers else vars(part))[attribute] = value
+
+
+def every_attribute(module: nn.Module) -> dict[tuple[str, str], Any]:
+    """Return buffers, and what is no part of a module, by module and attribute."""
     return {
         (name, attribute): value
         for name, part in module.named_modules()
-        for attribute, value in vars(part).items()
-        if isinstance(value, torch.Tensor | list | dict | tuple)
+        for attribute, value in {**vars(part), **part._buffers}.items()
+        if attribute not in ("_buffers", "_parameters", "_modules")
+    }
+
+
+def attributes_with_gradient(module: nn.Module) -> dict[tuple[str, str], Any]:
+    """Return those of `every_attribute` that hold a tensor with a history."""
+    return {
+        place: value
+        for place, value in every_attribute(module).items()
+        if (isinstance(value, torch.Tensor) or (isinstance(value, list | dict | tuple) and value))
         and any(tensor.grad_fn is not None for tensor in tensors_in(value))
     }
 
