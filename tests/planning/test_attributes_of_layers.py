@@ -13,7 +13,9 @@ from torch import nn
 
 from nemo_like import StepSpec, parallelize
 from nemo_like._util.log import forget_announcements
+from nemo_like.layers import find_layers
 from nemo_like.planning import plan_for
+from nemo_like.planning.model.capture import trace_model
 from nemo_like.profiling import first_step
 
 
@@ -207,6 +209,21 @@ def test_a_frozen_model_is_refused_with_the_cause():
     step = StepSpec(loss_fn=lambda out: out.sum())
     with pytest.raises(ValueError, match="no parameter trains"):
         plan_for(_frozen(), ac="50%", sample_input=torch.rand(4, 8), step=step)
+
+
+class _Twice(_Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(super().forward(x)) if self.kind is not _Aux else super().forward(x) + super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [_Block, _Aux, _Styled])
+def test_layers_that_run_twice_are_of_one_kind(kind: Callable[[], nn.Module]):
+    """What a layer has left from its first call is nothing that the model sets for the second."""
+    model = _Twice(kind)
+    trace = trace_model(model, find_layers(model), torch.rand(4, 8))
+    assert [call.kind for call in trace.calls] == [0] * 6
+    assert trace.kinds[0].left == ((("", "aux"),) if kind is _Aux else ())
+    assert trace.kinds[0].given == ((("", "style"),) if kind is _Styled else ())
 
 
 def test_a_modulation_trains_what_it_is_made_of_where_a_layer_reads_it():

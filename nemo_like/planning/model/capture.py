@@ -142,7 +142,9 @@ class _Watcher:
                 self.calls.append(TracedCall(layer.fqn, module, kind))
                 record_again(module, map_tensors(_another, self.kinds[kind].records))
                 known = self.kinds[kind]
-                return known.put(module, known.output_with(_another, args, known.call_of(module, kwargs)))
+                output = known.put(module, known.output_with(_another, args, known.call_of(module, kwargs)))
+                self._own += attributes_of(module, known.left)
+                return output
             position = len(self.calls)
             self.calls.append(TracedCall(layer.fqn, module, -1))
             saved, tensors = map_tensors(_leaf, (args, kwargs)), tensors_in((args, kwargs))

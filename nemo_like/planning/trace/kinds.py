@@ -155,7 +155,7 @@ def attributes_with_gradient(module: nn.Module) -> dict[tuple[str, str], Any]:
 
 def read_of(output: Any, inputs: Sequence[torch.Tensor], attributes: Mapping[tuple[str, str], Any]) -> tuple:
     """Return the places of those `attributes` that `output`, made of `inputs`, has a gradient with respect to."""
-    nodes = {tensor.grad_fn for tensor in inputs}
+    nodes = {tensor.grad_fn for tensor in inputs if tensor.grad_fn is not None}
     following = [tensor.grad_fn for tensor in tensors_in(output)]
     while following:
         node = following.pop()
