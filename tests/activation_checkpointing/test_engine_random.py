@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import random
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 
 from nemo_like import apply_activation_checkpointing
 from nemo_like.activation_checkpointing.engine import checkpoint_region, random_state
+from nemo_like.activation_checkpointing.engine.random_state import Generators
 from nemo_like.activation_checkpointing.policy import SAVE, DecisionTable, FullPolicy, SelectivePolicy
 
 np = pytest.importorskip("numpy")
@@ -134,6 +137,21 @@ def test_where_the_words_are_used_up_in_forward(source: str) -> None:
     y.sum().backward()
     assert draws[0] == draws[1]
     assert (random.random(), np.random.rand()) == (following[0].random(), following[1].rand())
+
+
+def test_two_numpy_generators_of_the_same_bits_get_the_earlier_state() -> None:
+    bits, generators = np.random.PCG64(0), Generators()
+    first, second = np.random.Generator(bits), np.random.Generator(bits)
+    drawn = []
+    for generator in (first, second):
+        assert generators.note(generator)
+        drawn.append(generator.random())
+    assert generators.forget_unused()
+    following = copy.deepcopy(bits)
+    with contextlib.ExitStack() as stack:
+        generators.restore(stack)
+        assert [first.random(), second.random()] == drawn
+    assert first.random() == np.random.Generator(following).random(), "and both go on where they were"
 
 
 def test_numpy_with_a_bit_generator_of_another_kind() -> None:

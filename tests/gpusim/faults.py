@@ -207,6 +207,22 @@ def _side_originals(offload: bool) -> Results:
     return results
 
 
+@scenario("a graph read twice, then another stream")
+def _read_twice(offload: bool) -> Results:
+    """Go through one graph twice on a stream, then save on another one, which does not wait for it."""
+    model, results, side = _model(offload), Results(), torch.gpusim.Stream()  # type: ignore[attr-defined]
+    parameters, inputs = list(model.parameters()), [_input(0), _input(1)]
+    host.synchronize()
+    with host.on(side):
+        loss = model(inputs[0]).sum()
+        kept = [torch.autograd.grad(loss, parameters, retain_graph=True), torch.autograd.grad(loss, parameters)]
+        del loss
+    kept.append(torch.autograd.grad(model(inputs[1]).sum(), parameters))
+    host.synchronize()
+    results |= {f"{step} {n}": g.cpu() for step, each in enumerate(kept) for n, g in enumerate(each)}
+    return results
+
+
 @scenario("streams in turn")
 def _in_turn(offload: bool) -> Results:
     """Take steps on two streams, which do not wait for each other."""
@@ -473,6 +489,17 @@ def blocks_are_written_on_two_streams(patch: pytest.MonkeyPatch) -> None:
 def block_is_given_back_before_the_copy_back(patch: pytest.MonkeyPatch) -> None:
     """Let the next copy write to a host block that is still being read."""
     edit(patch, Mover, "_collect", ("self.backend.wait(self.backend.copy_out, segment.last_read)", "pass"))
+
+
+@shown_by("a graph read twice, then another stream", "race")
+def block_remembers_its_first_reading(patch: pytest.MonkeyPatch) -> None:
+    """Wait for the first copy back of a host block alone, before the next copy writes to it."""
+    edit(
+        patch,
+        Mover,
+        "_copy_back",
+        ("segment.last_read = span.ready", "segment.last_read = segment.last_read or span.ready"),
+    )
 
 
 @shown_by("two graphs", "race or bytes")

@@ -263,3 +263,16 @@ def test_backward_on_another_stream_than_forward(lazy: bool) -> None:
     for hazard in find_hazards(backend.journal):
         for entry in (entries[hazard.first], entries[hazard.second]):
             assert entry.kind != "copy" and entry.stream in ("compute", "side")
+
+
+def test_host_memory_is_released_when_the_copies_back_have_ended() -> None:
+    offloader = offload_activations(config(max_inflight_bytes=1), backend=journaled(lazy=True))
+    _train(offloader, steps=1)
+    assert offloader.release_host_memory() > 0
+    entries = offloader._backend.journal.entries
+    copied = {entry.stream: number for number, entry in enumerate(entries) if entry.kind == "copy"}
+    ended = {entry.event for entry in entries if entry.kind == "seen"}
+    assert len(copied) == 2, "to the host and back"
+    for stream, last in copied.items():
+        behind = {entry.event for entry in entries[last:] if entry.kind == "record" and entry.stream == stream}
+        assert behind & ended, "the CPU has waited for the last copy"
