@@ -12,6 +12,7 @@ import contextlib
 import contextvars
 import dis
 import functools
+import gc
 import logging
 import threading
 import types
@@ -225,38 +226,32 @@ def _reach(functions: Iterable[Any], reads: bool) -> set[object]:
     waiting = [(function, True) for function in functions]
     while waiting:
         value, follow = waiting.pop()
-        if id(value) in seen or (isinstance(value, _CODE) and not _is_function(value)):
+        if id(value) in seen or isinstance(value, type | types.ModuleType | logging.Logger):
             continue
         seen.add(id(value))
         inner: list[Any] = []
         if isinstance(value, types.FunctionType):
             known, (names, stores) = value.__globals__, _names(value.__code__)
-            for name in names & known.keys():
-                other = known[name]
-                if not isinstance(other, _CODE) or getattr(other, "__globals__", None) is known:
-                    inner.append(other)
-                if not isinstance(other, _CODE) and (reads or name in stores or not is_plain_value(other)):
-                    reached.add((id(known), name))
-            for name, cell in zip(value.__code__.co_freevars, value.__closure__ or ()):
-                if reads or name in stores:
-                    reached.add(id(cell))
-                with contextlib.suppress(ValueError):  # an empty cell
-                    inner.append(cell.cell_contents)
-            inner += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+            used = {name: known[name] for name in names & known.keys() if not isinstance(known[name], _CODE)}
+            cells = dict(zip(value.__code__.co_freevars, value.__closure__ or ()))
+            reached |= {(id(known), n) for n, v in used.items() if reads or n in stores or not is_plain_value(v)}
+            reached |= {id(cell) for name, cell in cells.items() if reads or name in stores}
+            helpers = [known[n] for n in names & known.keys() if getattr(known[n], "__globals__", None) is known]
+            contents = gc.get_referents(*cells.values())
+            defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+            inner = [*used.values(), *helpers, *contents, *defaults]
         elif isinstance(value, functools.partial):
             inner = [value.func, *value.args, *value.keywords.values()]
         elif isinstance(value, _Hook):
             inner = [value.hook]
-        elif isinstance(value, types.MethodType):
-            inner = [value.__self__, value.__func__]
-        elif isinstance(value, tuple):
-            inner = list(value)
+        elif isinstance(value, types.MethodType | tuple):
+            inner = gc.get_referents(value)
         elif not is_plain_value(value):
             reached.add(id(value))
             if follow and not isinstance(value, nn.Module | Tensor):
-                waiting += [(item, False) for item in getattr(value, "__dict__", {}).values()]
                 call = getattr(type(value), "__call__", None)  # noqa: B004 - its code is looked into
                 inner = [call] if _is_function(call) else []
+                waiting += [(item, False) for item in getattr(value, "__dict__", {}).values()]
         waiting += [(item, follow) for item in inner]
     return reached
 
@@ -268,10 +263,11 @@ def _is_function(value: object) -> bool:
 @functools.lru_cache(4096)
 def _names(code: types.CodeType) -> tuple[set[str], set[str]]:
     """Return the globals that `code` and the functions in it name, and the globals and outer variables that they set."""
-    instructions = list(dis.get_instructions(code))
-    names = {str(step.argval) for step in instructions if step.opname in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")}
-    stores = {str(step.argval) for step in instructions if step.opname in ("STORE_GLOBAL", "STORE_DEREF")}
-    for inner in (constant for constant in code.co_consts if isinstance(constant, types.CodeType)):
-        more_names, more_stores = _names(inner)
-        names, stores = names | more_names, stores | more_stores
-    return names, stores
+    steps = [(step.opname, str(step.argval)) for part in _parts(code) for step in dis.get_instructions(part)]
+    names = {name for operation, name in steps if operation in ("LOAD_GLOBAL", "STORE_GLOBAL")}
+    return names, {name for operation, name in steps if operation in ("STORE_GLOBAL", "STORE_DEREF")}
+
+
+def _parts(code: types.CodeType) -> list[types.CodeType]:
+    inside = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return [code, *(part for inner in inside for part in _parts(inner))]
