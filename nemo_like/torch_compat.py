@@ -672,9 +672,51 @@ def _around(
 
 def before_each_gather(module: nn.Module, tell: Callable[[str], None]) -> None:
     """Call ``tell(event)`` before the FSDP2 unit at `module` gathers, in ``"forward"`` or in ``"backward"``."""
+
+    def backward(group: Any) -> None:
+        if group._training_state.name != "PRE_BACKWARD":  # by another of its outputs
+            tell("backward")
+
     for group in fsdp_param_groups(module):
         _around(group, "pre_forward", partial(tell, "forward"))
-        _around(group, "pre_backward", partial(tell, "backward"))
+        _around(group, "pre_backward", partial(backward, group))
+
+
+def before_each_reduction(module: nn.Module, call: Callable[[], None]) -> None:
+    """Call `call` before the FSDP2 unit at `module` reduces."""
+
+    def reduces(group: Any) -> None:
+        if group.reduce_grads:
+            call()
+
+    for group in fsdp_param_groups(module):
+        _around(group, "post_backward", partial(reduces, group))
+
+
+def before_end_of_backward(root: nn.Module, call: Callable[[], None]) -> None:
+    """Call `call` before FSDP2 ends a backward of `root`, where it reduces the units that backward has not come to."""
+    for state in _fsdp_states(root):
+        _around(state, "_root_post_backward_final_callback", call)
+
+
+def _fsdp_states(root: nn.Module) -> list[Any]:
+    """The states of all FSDP2 units of `root`: the one that backward comes to first has its own methods called."""
+    states = [module._get_fsdp_state() for module in root.modules() if hasattr(module, "_get_fsdp_state")]  # type: ignore[operator]
+    return list({id(state): state for state in states}.values())
+
+
+def gather_ahead(module: nn.Module, backward: bool) -> None:
+    """Begin the gathers that a rank begins, and ends, when it comes to the FSDP2 unit at `module`."""
+    state = module._get_fsdp_state()  # type: ignore[operator]
+    for each in (state, *(state._states_to_backward_prefetch if backward else state._states_to_forward_prefetch)):
+        for group in each._fsdp_param_groups:
+            group.unshard()
+
+
+def own_store() -> Any:
+    """A connection of its own to the store of the default process group."""
+    store: Any = torch.distributed.distributed_c10d._get_default_store()
+    return store.clone()
 
 
 def around_each_call(
@@ -941,22 +983,10 @@ def fsdp_params(module: nn.Module) -> list[Any]:
     return [param for group in fsdp_param_groups(module) for param in group.fsdp_params]
 
 
-def before_each_reduction(
-    root: nn.Module, modules: Sequence[nn.Module], note: Callable[[list[Any]], None], done: Callable[[], None]
-) -> None:
-    """Call ``note(params)`` before one of the FSDP2 units at `modules` reduces, and `done` at the end of each backward."""
-
-    def noted(group: Any) -> None:
-        if group.reduce_grads:
-            note(group.fsdp_params)
-
-    for module in modules:
-        for group in fsdp_param_groups(module):
-            _around(group, "post_backward", partial(noted, group))
-    # The unit that backward comes to first has its own one called.
-    states = {id(m._get_fsdp_state()): m for m in root.modules() if hasattr(m, "_get_fsdp_state")}  # type: ignore[operator]
-    for module in states.values():
-        _around(module._get_fsdp_state(), "_root_post_backward_final_callback", None, done)  # type: ignore[operator]
+def after_each_backward(root: nn.Module, call: Callable[[], None]) -> None:
+    """Call `call` when FSDP2 has ended a backward of `root`."""
+    for state in _fsdp_states(root):
+        _around(state, "_root_post_backward_final_callback", None, call)
 
 
 def has_gradient(fsdp_param: Any) -> bool:

@@ -14,7 +14,8 @@ from torch.distributed.tensor import Shard
 
 from nemo_like._util.module_tree import every_module
 from nemo_like.distributed import launch
-from nemo_like.distributed.agreement import compare_layers, mesh_groups
+from nemo_like.distributed.agreement import mesh_groups
+from nemo_like.distributed.layer_order import compare_layers
 from nemo_like.distributed.mesh import data_parallel_mesh, validate_mesh
 from nemo_like.distributed.unit_calls import (
     ModelCalls,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -26,6 +27,7 @@ from nemo_like.distributed.agreement import wire_device
 from nemo_like.distributed.weights.replaced import checksum, put_marks, refuse_to_step
 from nemo_like.torch_compat import (
     FsdpPlace,
+    after_each_backward,
     after_each_forward,
     around_each_call,
     before_each_reduction,
@@ -286,7 +288,9 @@ class UnusedParameters:
         self._reached, self._fresh = set[int](), set[int]()
         self._ones: Tensor | None = None
         self._sent: object = None
-        before_each_reduction(model, units, self._note, self._agree)
+        for unit in units:
+            before_each_reduction(unit, partial(self._note, fsdp_params(unit)))
+        after_each_backward(model, self._agree)
 
     def _note(self, params: Sequence[Any]) -> None:
         complete_accumulated(params)

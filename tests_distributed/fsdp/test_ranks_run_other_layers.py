@@ -60,6 +60,65 @@ def test_skipped_layers(of_ranks: Any, differing: str, ac: str, mode: str) -> No
     assert all(f"Ranks run different layers: next is {differing}. {SKIPS}" in str(error) for error in errors)
 
 
+def _later(rank: int, world: int, of_ranks: tuple[dict[str, Any], ...], mode: str) -> None:
+    """Five steps on which all ranks agree, then one on which they do not."""
+    torch.manual_seed(0)
+    model = parallelize(Skipping(), ac="full")
+    for mine in [{}] * 5 + [of_ranks[rank]]:
+        model.train(mine == {} or mode == "train")
+        with torch.set_grad_enabled(model.training):
+            loss = model(torch.ones(2, WIDTH), **mine)
+        if model.training:
+            loss.backward()
+
+
+@pytest.mark.parametrize("mode", ["train", "evaluate"])
+@pytest.mark.parametrize(
+    ("of_ranks", "differing"),
+    [
+        (({"skipped": (1,)}, {"skipped": (2,)}), ("the forward of blocks.2 on rank 0", "the forward of blocks.1 on rank 1")),
+        (({"skipped": (1,)}, {"skipped": ()}), ("the forward of blocks.2 on rank 0", "the forward of blocks.1 on rank 1")),
+        (({"skipped": ()}, {"skipped": (3,)}), ("the forward of blocks.3 on rank 0", "the end of forward on rank 1")),
+    ],
+)  # fmt: skip
+def test_layers_that_are_skipped_after_many_steps(of_ranks: Any, differing: tuple[str, str], mode: str) -> None:
+    errors = run_ranks(2, _later, of_ranks, mode, return_exceptions=True)
+    assert [type(error) for error in errors] == [RuntimeError, RuntimeError]
+    assert all(f"next is {differing[0]} and {differing[1]}. {SKIPS}" in str(error) for error in errors), errors
+
+
+def _later_in_backward(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    model = parallelize(Skipping(), ac="none")
+    for step in range(6):
+        model(torch.ones(2, WIDTH), cut=1 if step == 5 and rank == 0 else -1).backward()
+
+
+def test_a_backward_that_ends_early_on_one_rank_is_refused() -> None:
+    errors = run_ranks(2, _later_in_backward, return_exceptions=True)
+    # The other rank waits in a reduction, which ends with the connection of the one that raises.
+    assert all(isinstance(error, RuntimeError) for error in errors)
+    wanted = "next is the end of backward on rank 0 and the reduction of blocks.2 on rank 1"
+    assert any(wanted in str(error) for error in errors), errors
+
+
+def _one_mode_on_each_rank(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    model = parallelize(Skipping(), ac="none")
+    for _ in range(3):
+        model(torch.ones(2, WIDTH)).backward()
+    if rank == 0:
+        model.eval()
+        with torch.no_grad():
+            model(torch.ones(2, WIDTH))
+    model(torch.ones(2, WIDTH)).backward()
+
+
+def test_an_evaluation_on_one_rank_alone_is_refused() -> None:
+    errors = run_ranks(2, _one_mode_on_each_rank, return_exceptions=True)
+    assert all("a forward in evaluation mode without gradients on rank 0" in str(error) for error in errors)
+
+
 def _heads_by_turns(rank: int, world: int) -> None:
     torch.manual_seed(0)
     model = parallelize(Skipping(), ac="full")

@@ -1,7 +1,7 @@
 """Parameters that would train wrongly without a word.
 
-Those that sharding took out of a model, in an optimizer that was built before, or whose attributes chose an optimizer's group;
-and those that were frozen when the model was made ready, and whose gradients no rank reduces.
+Those that sharding took out of a model, in an optimizer that was built before, or with attributes that choose an
+optimizer's group; and those that were frozen when the model was made ready, and whose gradients no rank reduces.
 """
 
 from __future__ import annotations

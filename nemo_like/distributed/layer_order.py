@@ -1,0 +1,267 @@
+"""Whether ranks that gather together run the same layers: FSDP2 pairs collectives by their order alone.
+
+Where one rank skips a layer (LayerDrop, early exit, a loss of other layers), its next gather meets another layer's, and both
+ranks compute with a mixture of weights. So each rank follows what all ranks are known to run:
+
+1. An event is the start of a call, a gather of a unit in forward or in backward, its reduction, or the end of forward or
+   backward. Events form a tree: what was seen to follow what. All ranks have the same tree.
+2. Where nothing is known to follow, all ranks compare the event by a collective. So the first step is compared whole.
+3. An event that followed here the last time costs a look into a dict.
+4. A rank at any other event asks through the process group's store, and goes on when all ranks ask the same there. A rank
+   for which nothing has changed does not ask. A thread of its own sees the question, and answers that it ran another layer.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nemo_like._util.log import warn_once
+from nemo_like.distributed.agreement import all_have, gather_objects, mesh_groups, number_of, ranks_in_words
+from nemo_like.distributed.launch import rank
+from nemo_like.distributed.units import Unit
+from nemo_like.torch_compat import (
+    before_each_gather,
+    before_each_reduction,
+    before_end_of_backward,
+    gather_ahead,
+    own_store,
+    read_dtypes_again,
+    unseen,
+)
+from nemo_like.transformers_compat import layers_dropped_in_vain
+
+_MOST = 20_000
+"""Places in the tree; then it begins anew. Ranks that drop layers at random, alike, would fill memory."""
+_LOOK = 0.5
+"""Seconds between two looks at the store of a rank that has nothing to ask."""
+_ANSWERS = 10.0
+"""Seconds that a rank waits for what the others ran, once it is known that they differ."""
+
+
+class _Place:
+    """What was seen to follow one sequence of events."""
+
+    __slots__ = ("last", "then")
+
+    def __init__(self) -> None:
+        self.then: dict[str, _Place] = {}
+        self.last: str | None = None
+
+
+class LayerOrder:
+    """Has the calls of one sharded model raise on all ranks of its mesh where they run different units."""
+
+    def __init__(self, model: nn.Module, units: Sequence[Unit], mesh: dist.device_mesh.DeviceMesh) -> None:
+        self._groups = mesh_groups(mesh)
+        self._ranks = mesh.mesh.flatten().tolist()
+        self._units: dict[str, nn.Module] = {}
+        self._root = self._place = _Place()
+        self._places = 0
+        self._events: deque[str] = deque(maxlen=16 * (len(units) + 2))
+        self._count = 0
+        self._asked: deque[int] = deque(maxlen=4)
+        self._question = self._refused = -1
+        self._store = own_store()
+        self._key = f"nemo_like/layers/{number_of(self._ranks)}/{_watcher.number(self._ranks)}"
+        model.register_forward_pre_hook(self._begin, prepend=True)
+        model.register_forward_hook(self._end)
+        before_end_of_backward(model, partial(self._event, "the end of backward"))
+        for unit in units:
+            before_each_gather(unit.modules[0], partial(self._next, unit))
+            before_each_reduction(unit.modules[0], partial(self._event, f"the reduction of {_named(unit)}"))
+            for way in ("forward", "backward"):
+                self._units[f"the {way} of {_named(unit)}"] = unit.modules[0]
+        _watcher.add(self)
+
+    def _begin(self, model: nn.Module, _args: object) -> None:
+        self._place = self._root
+        gradients = "with" if torch.is_grad_enabled() else "without"
+        self._event(f"a forward in {'training' if model.training else 'evaluation'} mode {gradients} gradients")
+
+    def _end(self, _model: nn.Module, _args: object, _output: object) -> None:
+        self._event("the end of forward")
+
+    def _next(self, unit: Unit, way: str) -> None:
+        if way == "backward" and torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph=True was asked of a backward through a model that FSDP2 shards: it frees the weights that the "
+                "second backward needs, and does not reduce what that gives. Compute a gradient penalty with "
+                "strategy='ddp' or 'single'."
+            )
+        if way == "forward":
+            read_dtypes_again(unit.modules[0])
+        self._event(f"the {way} of {_named(unit)}")
+
+    def _event(self, event: str) -> None:
+        index, place = self._count, self._place
+        self._events.append(event)
+        self._count = index + 1
+        if self._refused >= 0:
+            raise self._error(self._refused)
+        if event == place.last:
+            if self._question == index:
+                self.answer(index)
+                raise self._error(index)
+        elif place.then:
+            self._ask(index, event)
+        else:
+            self._compare(event)
+        if event not in place.then:
+            self._places += 1
+            if self._places > _MOST:
+                self._places, self._root, place = 0, _Place(), _Place()
+            place.then[event] = _Place()
+        place.last = event
+        self._place = place.then[event]
+
+    def _compare(self, event: str) -> None:
+        """Raise where another rank is at another event. A collective."""
+        with unseen():
+            if not all_have(event, self._groups):
+                raise _differing(gather_objects((rank(), event), self._groups))
+
+    def _ask(self, index: int, event: str) -> None:
+        """Return once all ranks have asked whether `event` is next."""
+        store, key, pause, deadline = self._store, f"{self._key}/{index}", 1e-3, time.monotonic() + self._seconds()
+        self._asked.append(index)
+        self._post(index, event)
+        if store.compare_set(f"{key}/event", "", event).decode() != event:
+            store.set(f"{key}/differs", "1")
+        store.add(f"{key}/count", 1)
+        while store.add(f"{key}/count", 0) < len(self._ranks):
+            store.set(f"{self._key}/asked", str(index))
+            if store.check([f"{key}/differs"]) or time.monotonic() > deadline:
+                raise self._error(index)
+            time.sleep(pause)
+            pause = min(2 * pause, _LOOK)
+        for old in list(self._asked)[:-1]:  # which nobody waits for any more
+            self._asked.remove(old)
+            store.delete_key(f"{self._key}/{old}/{rank()}")
+            if rank() == self._ranks[0]:
+                store.delete_key(f"{self._key}/{old}/event")
+                store.delete_key(f"{self._key}/{old}/count")
+
+    def _seconds(self) -> float:
+        return self._store.timeout.total_seconds()
+
+    def look(self) -> None:
+        """Answer, from another thread than the model's, where a rank asks at an event that this rank has passed."""
+        if not self._store.check([f"{self._key}/asked"]):
+            return
+        index = int(self._store.get(f"{self._key}/asked"))
+        self._question = index  # in front of the count: the model's thread sees the one, or this thread the other
+        if self._count > index and index not in self._asked and self._refused < 0:
+            self.answer(index)
+
+    def answer(self, index: int) -> None:
+        """Report that this rank did not ask at event `index`, and have its next event raise."""
+        if index in self._asked:
+            return
+        self._refused = index
+        behind = self._count - index
+        known = behind <= len(self._events)
+        self._post(index, self._events[-behind] if known else "an event of long ago")
+        self._store.set(f"{self._key}/{index}/differs", "1")
+
+    def _post(self, index: int, event: str) -> None:
+        self._store.set(f"{self._key}/{index}/{rank()}", json.dumps([event, self._events[-1]]))
+
+    def _error(self, index: int) -> RuntimeError:
+        keys = {number: f"{self._key}/{index}/{number}" for number in self._ranks}
+        deadline = time.monotonic() + _ANSWERS
+        while not self._store.check(list(keys.values())) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        everyone = [
+            (number, *json.loads(self._store.get(key))) if self._store.check([key]) else (number, "nothing yet", "")
+            for number, key in keys.items()
+        ]
+        if index in self._asked:  # the others may wait in a gather for this rank, and raise at their next event
+            ahead = {now for number, event, now in everyone if now and event != self._events[-1]}
+            if len(ahead) == 1 and (unit := self._units.get(now := ahead.pop())) is not None:
+                gather_ahead(unit, backward="backward" in now)
+        return _differing([(number, event) for number, event, _ in everyone])
+
+
+def _named(unit: Unit) -> str:
+    return unit.name or "the root"
+
+
+def _differing(everyone: list[tuple[int, str]]) -> RuntimeError:
+    events: dict[str, list[int]] = {}
+    for number, event in everyone:
+        events.setdefault(event, []).append(number)
+    differing = " and ".join(f"{words} on {ranks_in_words(numbers)}" for words, numbers in events.items())
+    return RuntimeError(
+        f"Ranks run different layers: next is {differing}. FSDP2 gathers and reduces each layer on all ranks "
+        "together. Run the same layers everywhere: draw what is skipped from a generator with the same seed on every "
+        "rank, or run the layer and multiply its output by 0."
+    )
+
+
+class _Watcher:
+    """The thread that looks, for all models of this process, whether another rank asks."""
+
+    def __init__(self) -> None:
+        self._orders: list[weakref.ref[LayerOrder]] = []
+        self._made: dict[int, int] = {}
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def number(self, ranks: list[int]) -> int:
+        """How many models `ranks` have had before, which all of them count alike."""
+        key = number_of(ranks)
+        self._made[key] = self._made.get(key, -1) + 1
+        return self._made[key]
+
+    def add(self, order: LayerOrder) -> None:
+        """Look for `order` as well."""
+        self._orders = [each for each in self._orders if each() is not None] + [weakref.ref(order)]
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="nemo_like layer order", daemon=True)
+            self._thread.start()
+            atexit.register(self._end)  # in C++ the end of the interpreter would find it (see `launch`)
+
+    def _run(self) -> None:
+        while not self._ended.wait(_LOOK):
+            for reference in list(self._orders):
+                if (order := reference()) is None:
+                    continue
+                try:
+                    order.look()
+                except RuntimeError:  # the store has gone with its process group
+                    self._orders = [each for each in self._orders if each is not reference]
+                del order
+
+    def _end(self) -> None:
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join(timeout=1)
+
+
+_watcher = _Watcher()
+
+
+def compare_layers(model: nn.Module, units: Sequence[Unit], mesh: dist.device_mesh.DeviceMesh) -> None:
+    """Have `model` raise on all ranks of `mesh` where they run different units.
+
+    The ranks of torch's ``fake`` back end are one, and compare nothing. A warning names LayerDrop that transformers turns
+    off for a sharded model.
+    """
+    if (share := layers_dropped_in_vain(model)) is not None:
+        warn_once(
+            f"layerdrop is {share}, and transformers runs every layer of a model that FSDP shards: no layer is dropped. "
+            "Set it to 0 in the config, or train with strategy='ddp'."
+        )
+    if mesh.size() > 1 and all(dist.get_backend(group) != "fake" for group in mesh_groups(mesh)):
+        LayerOrder(model, units, mesh)
