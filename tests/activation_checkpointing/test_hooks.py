@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -199,6 +200,21 @@ def _sets_the_weight(model: nn.Sequential, log: Log) -> None:
         block.up.register_forward_pre_hook(set_weight)
 
 
+def _object_of_the_module(model: nn.Sequential, log: Log) -> None:
+    """Writes into an object, or a dict in a dict, that an attribute of the module leads to."""
+
+    def set_factor(module: Any, args: Any) -> None:
+        module.state.table["factor"]["value"] = 1.0 + args[0].detach().mean().item()
+
+    def multiply(module: Any, args: Any, out: Tensor) -> Tensor:
+        return out * module.state.table["factor"]["value"]
+
+    for block in model:
+        block.up.state = SimpleNamespace(table={"factor": {"value": 1.0}})
+        block.up.register_forward_pre_hook(set_factor)
+        block.up.register_forward_hook(multiply)
+
+
 def _buffer(model: nn.Sequential, log: Log) -> None:
     def raise_scale(module: Any, args: Any) -> None:
         module.scale.add_(1)
@@ -217,6 +233,7 @@ PARTS = {
     "share an object": _two_that_share("object"),
     "for the layer": _for_the_layer,
     "sets the weight": _sets_the_weight,
+    "object of the module": _object_of_the_module,
     "buffer": _buffer,
 }
 

@@ -177,13 +177,27 @@ def is_record(value: object) -> bool:
     looked_into = kind.__module__.partition(".")[0] not in _CODE and not is_plain(kind) and not callable(value)
     if not looked_into or not (kind.__dictoffset__ or any(slots_of(kind))):
         return False
-    items = [*getattr(value, "__dict__", {}).values(), *slot_values(value)]
+    items = [*getattr(value, "__dict__", {}).values(), *_slots(value)]
     kinds: list[Any] = list(map(type, items))
     return all(is_plain(kind) or issubclass(kind, Tensor) or has_state(kind) for kind in kinds)
 
 
 _CODE = ("torch", "nemo_like", "numpy", "builtins")
 """Packages whose objects are not looked into, where they are not containers."""
+
+
+def inside(value: Any, depth: int) -> Iterator[Any]:
+    """Yield `value`, and everything that containers and objects with attributes in it have, so many levels deep."""
+    yield value
+    if depth == 0 or is_plain_value(value) or isinstance(value, nn.Module | Tensor | type | types.ModuleType):
+        return
+    items: Iterable[Any] = [*getattr(value, "__dict__", {}).values(), *_slots(value)]
+    if isinstance(value, dict):
+        items = value.values()
+    elif isinstance(value, list | tuple | set | deque):
+        items = value
+    for item in items:
+        yield from inside(item, depth - 1)
 
 
 @functools.cache
@@ -207,11 +221,10 @@ def _is_small(value: Any) -> bool:
 
 def _items(value: Any) -> list[Any]:
     """The items of a queue, and what is in the slots of any object."""
-    return [*(value if isinstance(value, deque) else ()), *slot_values(value)]
+    return [*(value if isinstance(value, deque) else ()), *_slots(value)]
 
 
-def slot_values(value: object) -> list[Any]:
-    """Return what is in the slots of an object."""
+def _slots(value: object) -> list[Any]:
     return [getattr(value, name, _UNKNOWN) for name in slots_of(type(value))]
 
 

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from nemo_like._util.tensors import tensors_in
 from nemo_like.activation_checkpointing.engine.ambient import rng_state, set_rng_state
-from nemo_like.activation_checkpointing.engine.deep_state import is_plain_value
-from nemo_like.activation_checkpointing.engine.module_parts import HOOKS, modules_in
+from nemo_like.activation_checkpointing.engine.deep_state import inside, is_plain_value
+from nemo_like.activation_checkpointing.engine.module_parts import NOT_STATE, modules_in
 from nemo_like.activation_checkpointing.engine.random_state import Generators, HostRandom, same_state
 from nemo_like.torch_compat import GLOBAL_HOOKS, unseen
 
@@ -189,11 +189,11 @@ def _is_known(hook: Any) -> bool:
 
 def _state(args: tuple[Any, ...]) -> list[Any]:
     """Return the state that a hook which is called with `args` may write, as things to compare."""
-    state: list[Any] = list(tensors_in(args[1:]))
-    for module in modules_in(args[0]):
-        for name, value in vars(module).items():
-            if name not in HOOKS:
-                state += value.values() if isinstance(value, dict) else value if isinstance(value, list) else (value,)
+    modules = modules_in(args[0])
+    attributes = [value for m in modules for name, value in vars(m).items() if name not in NOT_STATE]
+    state: list[Any] = [*tensors_in(args[1:]), *attributes]
+    for value in {id(value): value for value in attributes if not is_plain_value(value)}.values():
+        state += inside(value, depth=3)
     for variable, value in contextvars.copy_context().items():
         state += (variable, value)
     return state + [item._version for item in state if isinstance(item, Tensor) and not item.is_inference()]

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from nemo_like.activation_checkpointing.engine.deep_state import DeepState, has_state, is_plain, is_record, slot_values
+from nemo_like.activation_checkpointing.engine.deep_state import DeepState, has_state, inside, is_plain, is_record
 from nemo_like.activation_checkpointing.engine.halves import Halves
 from nemo_like.activation_checkpointing.engine.random_state import all_names, is_generator, names_of_globals
 
@@ -33,6 +33,8 @@ HOOKS = (
 _hooks_of: Callable[[dict[str, Any]], tuple[dict[int, Any], ...]] = itemgetter(*HOOKS)
 _REGISTERS = frozenset(vars(nn.Module()))
 """nn.Module's own attributes; of the containers among them, those in `_TABLES` are looked at."""
+NOT_STATE = _REGISTERS - {"_parameters", "_buffers", "_modules", "training"}
+"""The attributes of `nn.Module` that its forward does not read, hooks among them."""
 _TABLES = ("_parameters", "_buffers", "_modules", *HOOKS)
 _tables_of: Callable[[dict[str, Any]], tuple[dict[Any, Any], ...]] = itemgetter(*_TABLES)
 _LEADING = (
@@ -102,7 +104,7 @@ class ModulePart:
             and (issubclass(kind, Tensor) or has_state(kind) or is_record(own[name]))
         ]
         """The attributes that `DeepState` looks into."""
-        self.generators = [name for name, _ in free if name not in self.watched and _generators_in(own[name])]
+        self.generators = [name for name, _ in free if name not in self.watched and any(_generators_in(own[name]))]
 
     def is_watched_whole(self) -> bool:
         """Return whether there are no attributes but those that are watched, and `nn.Module`'s own."""
@@ -407,18 +409,8 @@ def _containers_of(kind: type) -> _SharedNames:
     return _containers[kind]
 
 
-def _generators_in(value: Any, depth: int = 3) -> list[Any]:
-    """Return `value`, if it is a generator of random numbers, or those that containers and plain objects in it have."""
-    if is_generator(value):
-        return [value]
-    items: Iterable[Any] = ()
-    if isinstance(value, list | tuple | set | deque):
-        items = value
-    elif isinstance(value, dict):
-        items = value.values()
-    elif not isinstance(value, nn.Module | Tensor | type | types.ModuleType | types.FunctionType):
-        items = [*getattr(value, "__dict__", {}).values(), *slot_values(value)]
-    return [generator for item in items for generator in _generators_in(item, depth - 1)] if depth else []
+def _generators_in(value: object) -> Iterator[Any]:
+    return filter(is_generator, inside(value, depth=3))
 
 
 def _is_configuration(name: str, value: object) -> bool:
