@@ -486,6 +486,18 @@ FAULTS: tuple[Fault, ...] = (
         "            pass\n",
         "tests/activation_checkpointing/test_hooks.py",
     ),
+    Fault(
+        "activation_checkpointing/wrapper.py",
+        "            inner.__class__ = value\n",
+        "            pass\n",
+        "tests/activation_checkpointing/test_wrapper_classes.py",
+    ),
+    Fault(
+        "activation_checkpointing/engine/module_parts.py",
+        "return filter(is_generator, inside(value, depth=3))",
+        "return filter(is_generator, inside(value, depth=0))",
+        "tests_distributed/tensor/test_shared_random.py",
+    ),
 )
 
 
