@@ -92,7 +92,7 @@ def shard_layers(
             unit.modules,
             dp_mesh,
             options,
-            policy=policy if unit.kind == "root" else inner_policy,
+            policy=_policy(unit, policy if unit.kind == "root" else inner_policy),
             reshard=reshard,
             placement=placement,
             ignored_params={p for module in unit.modules for p in module.parameters() if p not in mine},
@@ -110,6 +110,8 @@ def shard_layers(
     refuse_to_train(model, [p for p in plan.replicated if p not in ignored])
     for module in _around_layers(model, plan):
         module.register_forward_hook(explain_sharded_weights, always_call=True)
+        if policy.param_dtype is not None and policy.cast_forward_inputs and type(module) in _OF_ONE_DTYPE:
+            module.register_forward_pre_hook(_cast_as_weight)
     calls = ModelCalls(model, held, keep=keep_gathered)
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and hasattr(model, "generate"):
         calls.around("generate")  # calls the encoder by itself, whose embedding may be the root's
@@ -157,6 +159,28 @@ def shard_unit(
     )
     # Or ranks that use different parameters of one unit would pack gradients of different lists into one sum.
     _as_fsdp(modules[0]).set_reduce_scatter_unused_params(True, recurse=False)
+
+
+def _policy(unit: Unit, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+    """The dtypes of one unit: complex weights (Fourier operators) stay as they are, since a cast drops the imaginary part."""
+    if any(param.is_complex() for param in unit.params):
+        return dataclasses.replace(policy, param_dtype=None, reduce_dtype=None)
+    return policy
+
+
+_OF_ONE_DTYPE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.LayerNorm, nn.GroupNorm)
+"""Modules that raise where their input has another dtype than their weight."""
+
+
+def _cast_as_weight(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Cast, as autocast does on one rank, what a layer hands to a module outside of the layers in float32.
+
+    FSDP2 casts the inputs of a unit alone, and such a module is in the root's.
+    """
+    dtype = module.weight.dtype
+    return tuple(
+        value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value for value in args
+    )
 
 
 def _placement(dp_mesh: DeviceMesh, reshard: bool | int | None) -> Callable[[nn.Parameter], Shard | None] | None:

@@ -331,10 +331,15 @@ def _split(unit: Unit, names: dict[nn.Module, str]) -> Iterator[Unit]:
             inner = {wrapped_module(m) for m in unit.modules if isinstance(m, CheckpointWrapper)}
             if holder in unit.modules or holder in inner:
                 names_here = [name for name, p in holder.named_parameters(recurse=False) if p in chosen]
+                way_out = (
+                    "Put the complex ones into a module of their own, as a cast to a real dtype drops the imaginary part."
+                    if dtype.is_complex or main.is_complex
+                    else "Store it in one dtype (model.to(torch.float32)) and choose the compute dtype in the "
+                    "mixed-precision policy."
+                )
                 raise ValueError(
                     f"{names[holder] or 'the model'!r} itself holds {', '.join(names_here)} in {dtype} while most of "
-                    f"its parameters are in {main}; FSDP reduces the gradients of a unit in one dtype. Store it in "
-                    "one dtype (model.to(torch.float32)) and choose the compute dtype in the mixed-precision policy."
+                    f"its parameters are in {main}; FSDP reduces the gradients of a unit in one dtype. {way_out}"
                 )
         modules = tuple(m for m in holders if not any(m is not o and m in every_module(o) for o in holders))
         unit.params = [p for p in unit.params if p not in chosen]
