@@ -31,8 +31,9 @@ HOOKS = (
     "_backward_pre_hooks",
 )
 _hooks_of: Callable[[dict[str, Any]], tuple[dict[int, Any], ...]] = itemgetter(*HOOKS)
-_REGISTERS = frozenset(vars(nn.Module()))
-"""nn.Module's own attributes; of the containers among them, those in `_TABLES` are looked at."""
+_REGISTERS = frozenset(vars(nn.Module())) | {"_flat_weights", "_flat_weight_refs"}
+"""nn.Module's own attributes, and the lists in which nn.LSTM and its like have their parameters once more, as these are
+gathered and freed; of the containers among them, those in `_TABLES` are looked at."""
 NOT_STATE = _REGISTERS - {"_parameters", "_buffers", "_modules", "training"}
 """The attributes of `nn.Module` that its forward does not read, hooks among them."""
 _TABLES = ("_parameters", "_buffers", "_modules", *HOOKS)
