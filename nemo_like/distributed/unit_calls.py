@@ -293,13 +293,13 @@ class UnusedParameters:
         after_each_backward(model, self._agree)
 
     def _note(self, params: Sequence[Any]) -> None:
-        complete_accumulated(params)
         for param in params:
             index = self._index[id(param)]
             if has_gradient(param):
                 self._reached.add(index)
             elif param.sharded_param.requires_grad and param.sharded_param.grad is None:
                 self._fresh.add(index)
+        complete_accumulated(params)
 
     def _agree(self) -> None:
         """Behind a backward in which some unit was reduced."""

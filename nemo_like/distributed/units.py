@@ -329,7 +329,8 @@ def _split(unit: Unit, names: dict[nn.Module, str]) -> Iterator[Unit]:
         ]
         for holder in holders:
             inner = {wrapped_module(m) for m in unit.modules if isinstance(m, CheckpointWrapper)}
-            if holder in unit.modules or holder in inner:
+            never_called = isinstance(holder, nn.ParameterList | nn.ParameterDict)
+            if holder in unit.modules or holder in inner or never_called:
                 names_here = [name for name, p in holder.named_parameters(recurse=False) if p in chosen]
                 way_out = (
                     "Put the complex ones into a module of their own, as a cast to a real dtype drops the imaginary part."

@@ -21,7 +21,9 @@ ALWAYS = {"NEMO_LIKE_VERIFY": "1"}
 class Elsewhere:
     """An object of the program's, into which nobody looks."""
 
-    factor = 1.0
+    def __init__(self) -> None:
+        self.factor = 1.0
+        self.program = object()  # an object with nothing but values would be looked into
 
 
 class Mlp(nn.Module):

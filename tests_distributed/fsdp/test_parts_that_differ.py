@@ -1,0 +1,613 @@
+"""What the parts of a model may do differently on two ranks: equal to the original model's mean, or refused by name.
+
+The original model of each rank takes that rank's batch, and its gradients are averaged; None is no gradient on any rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.func import functional_call
+
+from nemo_like import DDP, parallelize
+from nemo_like.distributed.gradients import set_gradient_sync
+from nemo_like.distributed.weights.materialize import materialize
+from tests_distributed.spawn import run_ranks
+
+Step = Callable[[nn.Module, int], Any]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor, *_: Any) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self, block: type[nn.Module] = Block) -> None:
+        super().__init__()
+        self.inp, self.blocks = nn.Linear(8, 8), nn.ModuleList(block() for _ in range(3))
+        self.heads = nn.ModuleDict({name: nn.Linear(8, 4) for name in "abc"})
+
+    def forward(self, x: torch.Tensor, head: str = "a") -> torch.Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = block(x, head)
+        return self.heads[head](x)
+
+
+class Branch(Net):
+    """A projector for sounds, and one for pictures, in front of the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sound, self.picture = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, head: str = "a") -> torch.Tensor:
+        return super().forward((self.sound if head == "a" else self.picture)(x))
+
+
+class Adapted(Block):
+    """An adapter for each language in each layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adapters = nn.ModuleDict({name: nn.Linear(8, 8) for name in "abc"})
+
+    def forward(self, x: torch.Tensor, language: str = "a", *_: Any) -> torch.Tensor:
+        return super().forward(x) + self.adapters[language](x)
+
+
+def batch(step: int = 0) -> torch.Tensor:
+    return torch.rand(4, 8, generator=torch.Generator().manual_seed(step + 10 * dist.get_rank()))
+
+
+def whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def gradients(model: nn.Module, mean: bool = False) -> dict[str, torch.Tensor | None]:
+    """By name; `mean` over ranks, where None stays None if no rank has one."""
+    found: dict[str, torch.Tensor | None] = {}
+    for name, parameter in model.named_parameters():
+        grad = whole(parameter.grad)
+        if mean:
+            used = torch.tensor(float(grad is not None))
+            dist.all_reduce(used)
+            grad = torch.zeros_like(parameter) if grad is None else grad.clone()
+            dist.all_reduce(grad)
+            grad = grad / dist.get_world_size() if used else None
+        found[name] = grad
+    return found
+
+
+def assert_equal(
+    ours: dict[str, torch.Tensor | None], wanted: dict[str, torch.Tensor | None], rtol: float = 0.0
+) -> None:
+    for name, want in wanted.items():
+        got = ours[name]
+        assert (got is None) == (want is None), name
+        # The sum of two ranks has one order.
+        assert want is None or (got - want).norm() <= rtol * want.norm(), name
+
+
+def train(build: Callable[[], nn.Module], step: Step, ac: str, rtol: float = 0.0, **options: Any) -> None:
+    torch.manual_seed(0)
+    original = build()
+    torch.manual_seed(0)
+    model = parallelize(build(), ac=ac, **options)
+    for number in range(2):
+        for each in (original, model):
+            each.zero_grad()
+            step(each, number)
+        assert_equal(gradients(model), gradients(original, mean=True), rtol)
+
+
+def _tasks(rank: int, world: int, kind: str, ac: str, options: dict[str, Any]) -> None:
+    build = {"heads": Net, "branch": Branch, "adapters": lambda: Net(Adapted)}[kind]
+    # Head c, or adapter c, is used by no rank: no gradient, and none that weight decay would see.
+    train(build, lambda m, n: m(batch(n), "ab"[rank]).square().mean().backward(), ac, **options)
+
+
+@pytest.mark.parametrize("kind", ["heads", "branch", "adapters"])
+@pytest.mark.parametrize(
+    ("ac", "options"),
+    [("none", {}), ("full", {}), ("selective", {"dp_replicate": 2}), ("sequential", {})],
+    ids=["none", "full", "replicas", "sequential"],
+)
+def test_ranks_use_different_parameters_of_a_unit(kind: str, ac: str, options: dict[str, Any]) -> None:
+    run_ranks(2, _tasks, kind, ac, options)
+
+
+def _accumulated(rank: int, world: int, precision: str | None) -> None:
+    torch.manual_seed(0)
+    model = parallelize(Net(Adapted), ac="none", precision=precision)
+    torch.manual_seed(0)
+    original = Net(Adapted)
+    for number, task in enumerate(("ab"[rank], "ba"[rank])):
+        set_gradient_sync(model, number == 1)
+        model(batch(number), task).float().square().mean().backward()
+        original(batch(number), task).square().mean().backward()
+    ours, wanted = gradients(model), gradients(original, mean=True)
+    if precision is None:
+        assert_equal(ours, wanted)
+    assert {n for n, g in ours.items() if g is None} == {n for n, g in wanted.items() if g is None} != set()
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_tasks_take_turns_in_the_micro_batches_of_a_step(precision: str | None) -> None:
+    run_ranks(2, _accumulated, precision)
+
+
+def _by_turns(rank: int, world: int) -> None:
+    """All ranks use one head, then another: an optimizer with decay moves the one that is used alone."""
+    results = []
+    for make in (Net, lambda: parallelize(Net(), ac="full")):
+        torch.manual_seed(0)
+        model = make()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+        for number in range(4):
+            optimizer.zero_grad()
+            model(torch.ones(2, 8), "ab"[number % 2]).square().mean().backward()
+            optimizer.step()
+        results.append({name: whole(p.detach()) for name, p in model.named_parameters()})
+    assert_equal(results[1], results[0])
+
+
+def test_a_head_that_no_rank_uses_is_not_moved() -> None:
+    run_ranks(2, _by_turns)
+
+
+# --- Containers that layers are called with ---
+
+
+class Skips(Block):
+    def forward(self, x: torch.Tensor, skips: Any, *_: Any) -> torch.Tensor:
+        y = super().forward(x)
+        skips.append(y)
+        return y
+
+
+class State(Block):
+    def forward(self, state: Any, *_: Any) -> None:  # type: ignore[override]
+        state["x"] = super().forward(state["x"])
+
+
+@dataclasses.dataclass
+class Hidden:
+    x: torch.Tensor
+    sums: Any = None
+
+
+class Record(Block):
+    def forward(self, hidden: Any, *_: Any) -> None:  # type: ignore[override]
+        hidden.x = super().forward(hidden.x)
+        hidden.sums = hidden.x if hidden.sums is None else hidden.sums + hidden.x
+
+
+class Cache(Block):
+    def forward(self, x: torch.Tensor, cache: Any, *_: Any) -> torch.Tensor:
+        cache["k"].append((self.norm(x), 1))
+        return super().forward(x) + sum(key for key, _ in cache["k"])
+
+
+class Pops(Block):
+    def forward(self, x: torch.Tensor, skips: Any, *_: Any) -> torch.Tensor:
+        return super().forward(x + skips.pop())
+
+
+class Containers(Net):
+    def __init__(self, kind: str) -> None:
+        super().__init__(dict(skips=Skips, state=State, record=Record, cache=Cache, pops=Pops)[kind])
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor, head: str = "a") -> torch.Tensor:
+        x = self.inp(x)
+        if self.kind == "state":
+            state = {"x": x}
+            for block in self.blocks:
+                block(state)
+            return self.heads[head](state["x"])
+        if self.kind == "record":
+            hidden = Hidden(x)
+            for block in self.blocks:
+                block(hidden)
+            return self.heads[head](hidden.x + hidden.sums)
+        box: Any = {"skips": [], "pops": [x, 2 * x, 3 * x], "cache": defaultdict(list)}[self.kind]
+        first = box[0] if self.kind == "pops" else None
+        for block in self.blocks:
+            x = block(x, box)
+            assert not box or first is None or box[0] is first  # the caller's own tensor
+        return self.heads[head](x + sum(box) if self.kind == "skips" else x)
+
+
+def _containers(rank: int, world: int, kind: str, ac: str) -> None:
+    # FSDP2 puts a node of its own behind what a layer gets, so that gradients of what is used twice add up in another order.
+    train(lambda: Containers(kind), lambda m, n: m(batch(n)).square().mean().backward(), ac, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["skips", "state", "record", "cache", "pops"])
+@pytest.mark.parametrize("ac", ["none", "full"])
+def test_layers_change_a_container_that_they_are_called_with(kind: str, ac: str) -> None:
+    run_ranks(2, _containers, kind, ac)
+
+
+class Collects(Net):
+    def forward(self, x: torch.Tensor, seen: Any = None) -> torch.Tensor:  # type: ignore[override]
+        y = super().forward(x)
+        seen["y"] = y
+        return y
+
+
+def _callers_dict(rank: int, world: int) -> None:
+    model = parallelize(Collects(), ac="none", precision="bf16")
+    seen: dict[str, Any] = {"x": batch()}
+    before = seen["x"]
+    assert model(batch(), seen) is not None
+    assert seen["x"] is before and seen["x"].dtype == torch.float32
+    seen["y"].float().square().mean().backward()
+    assert all(p.grad is not None for p in model.heads["a"].parameters())
+
+
+def test_the_callers_dict_has_what_the_model_puts_in_and_its_own_tensors() -> None:
+    run_ranks(2, _callers_dict)
+
+
+# --- Parameters that come, are exchanged or written ---
+
+
+def _new_head(model: Any) -> None:
+    model.heads["a"] = nn.Linear(8, 2)
+
+
+def _new_layer(model: Any) -> None:
+    model.blocks.append(Block())
+
+
+def _exchanged(model: Any) -> None:
+    model.blocks[0].up.bias = nn.Parameter(torch.zeros(16))
+
+
+def _factor(model: Any) -> None:
+    model.blocks[1].down.register_parameter("factor", nn.Parameter(torch.ones(1)))
+
+
+def _late(rank: int, world: int, change: Callable[[Any], None], after: int, strategy: Any) -> None:
+    model = parallelize(Net(), strategy, "full")
+    for _ in range(after):
+        model(batch()).square().mean().backward()
+    change(model if strategy == "fsdp2" else model.module)
+    with pytest.raises(RuntimeError, match=r"^[a-z0-9.]+ (came into the model, or was exchanged|is not the parameter)"):
+        model(batch()).square().mean().backward()
+
+
+@pytest.mark.parametrize("change", [_new_head, _new_layer, _exchanged, _factor])
+@pytest.mark.parametrize(("after", "strategy"), [(0, "fsdp2"), (3, "fsdp2"), (1, DDP(find_unused_parameters=True))])
+def test_a_late_parameter_is_named(change: Callable[[Any], None], after: int, strategy: str) -> None:
+    run_ranks(2, _late, change, after, strategy)
+
+
+class Written(Block):
+    """A scale that the first forward sets from the data (LSQ, ActNorm), by one of three ways to write."""
+
+    way = "copy"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))
+        self.register_buffer("ready", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, *_: Any) -> torch.Tensor:
+        if not self.ready:
+            with torch.no_grad():
+                value = 4 * x.abs().mean()
+                if self.way == "copy":
+                    self.scale.fill_(value)
+                elif self.way == "data":
+                    self.scale.data.fill_(value)
+                else:
+                    self.scale.data[1:] = value
+                self.ready.fill_(1)
+        return x + self.scale.sum() * super().forward(x)
+
+
+def _written(rank: int, world: int, way: str, ac: str) -> None:
+    Written.way = way
+    model = parallelize(Net(Written), ac=ac)
+    with pytest.raises(RuntimeError, match=r"blocks\.0\.scale was written in the forward of blocks\.0\. FSDP2 gathers"):
+        model(batch())
+
+
+@pytest.mark.parametrize("way", ["copy", "data", "part"])
+def test_a_parameter_that_forward_writes_is_named(way: str) -> None:
+    run_ranks(2, _written, way, "selective" if way == "copy" else "none")
+
+
+class Scan(nn.Module):
+    """One layer, called with the slices of stacked weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.start = Block(), nn.Linear(8, 8)
+        named = {name.replace(".", "_"): p for name, p in self.block.named_parameters()}
+        self.stack = nn.ParameterDict({name: nn.Parameter(torch.stack([p.detach()] * 2)) for name, p in named.items()})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.start(x)
+        names = [name for name, _ in self.block.named_parameters()]
+        for index in range(2):
+            x = functional_call(self.block, {n: self.stack[n.replace(".", "_")][index] for n in names}, (x,))
+        return x
+
+
+def _functional(rank: int, world: int, ac: str) -> None:
+    model = parallelize(Scan(), ac=ac, layers=["block"])
+    with pytest.raises(RuntimeError, match=r"block\.norm\.weight is not the parameter.*functional_call"):
+        model(batch())
+
+
+@pytest.mark.parametrize("ac", ["none", "full"])
+def test_functional_call_of_a_sharded_layer_is_refused(ac: str) -> None:
+    run_ranks(2, _functional, ac)
+
+
+# --- Marks ---
+
+
+class Marked(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.decay = nn.Parameter(torch.zeros(8))
+        self.decay._no_weight_decay = True  # type: ignore[attr-defined]
+        self.up.weight.infshape = ("width", 16)  # type: ignore[assignment]
+
+    def forward(self, x: torch.Tensor, *_: Any) -> torch.Tensor:
+        assert self.decay._no_weight_decay and self.up.weight.infshape == ("width", 16)  # type: ignore[attr-defined]
+        return super().forward(x) * torch.exp(self.decay)
+
+
+def _marks(rank: int, world: int, options: dict[str, Any], on_meta: bool) -> None:
+    with torch.device("meta" if on_meta else "cpu"):
+        model = Net(Marked)
+    model = parallelize(model, ac="none", **options)
+    if on_meta:
+        materialize(model, lambda module: [nn.init.constant_(p, 0.1) for p in module.parameters(recurse=False)])
+    for _ in range(2):
+        inner = model.module if hasattr(model, "module") else model
+        marked = {name for name, p in inner.named_parameters() if getattr(p, "_no_weight_decay", False)}
+        assert marked == {f"blocks.{index}.decay" for index in range(3)}
+        assert inner.blocks[0].up.weight.infshape == ("width", 16)
+        model(batch()).square().mean().backward()
+
+
+@pytest.mark.parametrize(
+    ("options", "on_meta"), [({}, False), ({}, True), ({"strategy": DDP(find_unused_parameters=True)}, False)]
+)
+def test_marks_on_parameters_are_kept(options: dict[str, Any], on_meta: bool) -> None:
+    run_ranks(2, _marks, options, on_meta)
+
+
+# --- What parameters() gives ---
+
+
+class Failing(Net):
+    error: BaseException | None = None
+
+    def forward(self, x: torch.Tensor, head: str = "a") -> torch.Tensor:
+        y = super().forward(x, head)
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+        return y
+
+
+def _shards_outside(rank: int, world: int, event: str) -> None:
+    results = []
+    for ours in (False, True):
+        torch.manual_seed(0)
+        model: Any = parallelize(Failing(), ac="full") if ours else Failing()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if event in ("KeyboardInterrupt", "ValueError"):
+            model.error = {"KeyboardInterrupt": KeyboardInterrupt, "ValueError": ValueError}[event]()
+            with pytest.raises((KeyboardInterrupt, ValueError)):
+                model(batch())
+        elif event == "in backward":
+            output = model(batch())
+            output.register_hook(lambda grad: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                output.sum().backward()
+        elif event == "optimizer behind a forward":
+            model(batch())
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        elif event == "written by data":
+            model(batch())
+            for parameter in model.parameters():
+                parameter.data.mul_(1.5)
+        seen = []
+        for number in range(3):
+            optimizer.zero_grad()
+            model(batch(number)).square().mean().backward()
+            if not ours:
+                for (_, p), grad in zip(model.named_parameters(), gradients(model, mean=True).values()):
+                    p.grad = grad
+            optimizer.step()
+            with torch.no_grad():
+                seen.append(model(batch(number)).sum())
+        results.append({name: whole(p.detach()) for name, p in model.named_parameters()} | {"seen": torch.stack(seen)})
+    assert_equal(results[1], results[0])
+
+
+@pytest.mark.parametrize(
+    "event", ["KeyboardInterrupt", "ValueError", "in backward", "optimizer behind a forward", "written by data"]
+)
+def test_what_trains_is_what_parameters_gives(event: str) -> None:
+    run_ranks(2, _shards_outside, event)
+
+
+def _gathered_in_optimizer(rank: int, world: int) -> None:
+    model = parallelize(Failing(), ac="none")
+    model.error = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        model(batch())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # of what is still gathered
+    model(batch()).sum().backward()
+    with pytest.raises(RuntimeError, match=r"has replaced, 'inp\.weight' for one: it would train nothing"):
+        optimizer.step()
+
+
+def test_an_optimizer_of_gathered_parameters_is_refused() -> None:
+    run_ranks(2, _gathered_in_optimizer)
+
+
+def _built_before_materialize(rank: int, world: int) -> None:
+    with torch.device("meta"):
+        model = Net()
+    model, other = parallelize(model, ac="none"), nn.Linear(2, 2)
+    early = torch.optim.SGD([*other.parameters(), *model.parameters()], lr=0.1)  # of two models
+    materialize(model)
+    model(batch()).sum().backward()
+    other(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"26 parameter\(s\) that parallelize\(\) or materialize\(\) has replaced"):
+        early.step()
+    torch.optim.SGD([*other.parameters(), *model.parameters()], lr=0.1).step()
+
+
+def test_an_optimizer_built_before_materialize_is_refused() -> None:
+    run_ranks(2, _built_before_materialize)
+
+
+# --- Calls of parts ---
+
+
+def _inner_loss(rank: int, world: int, ac: str) -> None:
+    def step(model: Any, number: int) -> None:
+        seen: list[torch.Tensor] = []
+        handle = model.blocks[1].up.register_forward_hook(lambda _m, _i, out: seen.append(out))
+        model(batch(number))
+        handle.remove()
+        seen[0].square().mean().backward()
+
+    train(Net, step, ac)
+
+
+@pytest.mark.parametrize("ac", ["none", "full", "selective"])
+def test_a_loss_of_a_feature_inside_of_a_layer(ac: str) -> None:
+    run_ranks(2, _inner_loss, ac)
+
+
+def _layer_first(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    original = Net()
+    torch.manual_seed(0)
+    model = parallelize(Net(), ac="full")
+    with torch.no_grad():
+        assert torch.equal(model.blocks[1](batch()), original.blocks[1](batch()))
+    for each in (original, model):
+        each(batch()).square().mean().backward()
+    assert_equal(gradients(model), gradients(original, mean=True))
+
+
+def test_a_layer_is_called_before_the_model() -> None:
+    run_ranks(2, _layer_first)
+
+
+def _generated(rank: int, world: int, kind: str) -> None:
+    shared = dict(vocab_size=32, d_model=16, decoder_start_token_id=0, forced_eos_token_id=None)
+    torch.manual_seed(0)
+    if kind == "t5":
+        config: Any = transformers.T5Config(d_kv=8, d_ff=16, num_layers=2, num_heads=2, **shared)
+    else:
+        sizes = {f"{side}_{name}": 2 for side in ("encoder", "decoder") for name in ("layers", "attention_heads")}
+        config = transformers.BartConfig(encoder_ffn_dim=16, decoder_ffn_dim=16, **sizes, **shared)
+    build = transformers.AutoModelForSeq2SeqLM.from_config
+    torch.manual_seed(0)
+    original = build(config).eval()
+    torch.manual_seed(0)
+    model = parallelize(build(config).eval(), ac="full")
+    ids = torch.arange(3, 9)[None] + rank
+    for _ in range(2):
+        wanted = original.generate(ids, max_new_tokens=4, do_sample=False)
+        assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), wanted)
+        for each in (original, model):
+            each.zero_grad()
+            each(input_ids=ids, labels=ids).loss.backward()
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["t5", "bart"])
+def test_encoder_decoders_generate_between_steps(kind: str) -> None:
+    run_ranks(2, _generated, kind)
+
+
+class Fourier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.modes = nn.Parameter(torch.randn(8, 8, 3, dtype=torch.cfloat) / 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        modes = torch.einsum("fi,iof->fo", torch.fft.rfft(x.float(), dim=0)[:3], self.modes)
+        return torch.fft.irfft(modes, n=4, dim=0)  # in float32
+
+
+class Spectral(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fourier = Fourier()
+
+    def forward(self, x: torch.Tensor, *_: Any) -> torch.Tensor:
+        return super().forward(x) + self.fourier(self.norm(x))
+
+
+def _half_and_complex(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    original = Net(Spectral)
+    torch.manual_seed(0)
+    model = parallelize(Net(Spectral), ac="full", precision="bf16")
+    for each in (original, model):
+        each(batch()).float().square().mean().backward()
+    ours, wanted = gradients(model), gradients(original, mean=True)
+    for name in ("blocks.0.fourier.modes", "inp.weight", "heads.a.weight"):
+        assert ours[name].dtype == wanted[name].dtype
+        # bfloat16 has 8 bits
+        assert (ours[name] - wanted[name]).norm() < 0.05 * wanted[name].norm(), name
+    assert wanted["blocks.0.fourier.modes"].imag.norm() > 0
+
+
+def test_bfloat16_with_complex_weights_and_layers_that_return_float32() -> None:
+    run_ranks(2, _half_and_complex)
+
+
+class Recurrent(nn.Module):
+    kind: Any = nn.LSTM
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = self.kind(8, 8, batch_first=True)
+
+    def forward(self, x: torch.Tensor, *_: Any) -> torch.Tensor:
+        return x + self.rnn(x[None])[0][0]
+
+
+class Gated(Recurrent):
+    kind = nn.GRU
+
+
+def _recurrent(rank: int, world: int, block: type[nn.Module]) -> None:
+    train(lambda: Net(block), lambda m, n: m(batch(n)).square().mean().backward(), "sequential")
+
+
+@pytest.mark.parametrize("block", [Recurrent, Gated])
+def test_recurrent_layers_under_sequential(block: type[nn.Module]) -> None:
+    run_ranks(2, _recurrent, block)
