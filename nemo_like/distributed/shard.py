@@ -177,7 +177,7 @@ def _cast_as_weight(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]
 
     FSDP2 casts the inputs of a unit alone, and such a module is in the root's.
     """
-    dtype = module.weight.dtype
+    dtype: Any = module.weight.dtype
     return tuple(
         value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value for value in args
     )

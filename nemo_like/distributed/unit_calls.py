@@ -98,10 +98,10 @@ class ModelCalls:
         if self._depth:
             return
         for unit in self._held:
-            if torch.is_grad_enabled():
-                register_shards(unit)
-            else:
+            if not torch.is_grad_enabled():
                 unit.reshard()  # type: ignore[operator]
+            elif not self._keep:  # a backward in halves looks for what was gathered, and a pipeline shows shards itself
+                register_shards(unit)
 
     def around(self, name: str) -> None:
         """Gather the root for the whole of a call of the method `name`, too."""
