@@ -232,7 +232,7 @@ def _make_ready(model: nn.Module, job: Job, mesh: DeviceMesh | None, sample_inpu
         expert_mesh = make_expert_mesh(ranks, job.ep.size)
         experts = split_experts(model, experts, expert_mesh, job.ep.dispatch)
         specs = keep_routing(specs, [each.fqn for each in experts])
-    if mesh is not None:
+    if mesh is not None and ranks is None:  # FSDP2's units reduce what is idle as zeros
         reduce_idle_experts(model, job.ep.plan)
     apply_specs(model, specs, compile=job.compile is not None)
     cut_outside_of_regions(model)
