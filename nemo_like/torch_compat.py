@@ -766,7 +766,7 @@ def fsdp_places(module: nn.Module, shared: bool = False) -> Iterator[FsdpPlace]:
 
 
 def content_versions(places: Sequence[FsdpPlace]) -> list[int | None]:
-    """How often each of these parameters, as they are gathered, was changed in place."""
+    """Return the number of in-place changes of each of these parameters, as they are gathered."""
     return [version_of(place.param._unsharded_param) for place in places]
 
 

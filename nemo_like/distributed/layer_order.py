@@ -1,4 +1,4 @@
-"""Whether ranks that gather together run the same layers: FSDP2 pairs collectives by their order alone.
+"""Ranks that gather together must run the same layers, as FSDP2 pairs collectives by their order alone.
 
 Where one rank skips a layer (LayerDrop, early exit, a loss of other layers), its next gather meets another layer's, and both
 ranks compute with a mixture of weights. So each rank follows what all ranks are known to run:
@@ -7,8 +7,8 @@ ranks compute with a mixture of weights. So each rank follows what all ranks are
    backward. Events form a tree: what was seen to follow what. All ranks have the same tree.
 2. Where nothing is known to follow, all ranks compare the event by a collective. So the first step is compared whole.
 3. An event that followed here the last time costs a look into a dict.
-4. A rank at any other event asks through the process group's store, and goes on when all ranks ask the same there. A rank
-   for which nothing has changed does not ask. A thread of its own sees the question, and answers that it ran another layer.
+4. A rank at any other event puts a question into the process group's store, and goes on when all ranks have put the same.
+   A rank for which nothing has changed puts none. Its second thread sees the question, and answers with the layer that ran.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _ANSWERS = 10.0
 
 
 class _Place:
-    """What was seen to follow one sequence of events."""
+    """The events that were seen to follow one sequence of events."""
 
     __slots__ = ("last", "then")
 
@@ -156,7 +156,7 @@ class LayerOrder:
         return self._store.timeout.total_seconds()
 
     def look(self) -> None:
-        """Answer, from another thread than the model's, where a rank asks at an event that this rank has passed."""
+        """Answer, from another thread than the model's, a question about an event that this rank has passed."""
         if not self._store.check([f"{self._key}/asked"]):
             return
         index = int(self._store.get(f"{self._key}/asked"))
@@ -210,7 +210,7 @@ def _differing(everyone: list[tuple[int, str]]) -> RuntimeError:
 
 
 class _Watcher:
-    """The thread that looks, for all models of this process, whether another rank asks."""
+    """The thread that looks, for all models of this process, for questions of other ranks."""
 
     def __init__(self) -> None:
         self._orders: list[weakref.ref[LayerOrder]] = []
@@ -219,7 +219,7 @@ class _Watcher:
         self._thread: threading.Thread | None = None
 
     def number(self, ranks: list[int]) -> int:
-        """How many models `ranks` have had before, which all of them count alike."""
+        """Return the number of models that `ranks` have had before, which all of them count alike."""
         key = number_of(ranks)
         self._made[key] = self._made.get(key, -1) + 1
         return self._made[key]

@@ -162,7 +162,7 @@ def shard_unit(
 
 
 def _policy(unit: Unit, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
-    """The dtypes of one unit: complex weights (Fourier operators) stay as they are, since a cast drops the imaginary part."""
+    """The dtypes of one unit: complex weights (Fourier operators) are not cast, which would drop the imaginary part."""
     if any(param.is_complex() for param in unit.params):
         return dataclasses.replace(policy, param_dtype=None, reduce_dtype=None)
     return policy
