@@ -765,9 +765,13 @@ def fsdp_places(module: nn.Module, shared: bool = False) -> Iterator[FsdpPlace]:
                 yield FsdpPlace(param, holder, name)
 
 
-def content_versions(places: Sequence[FsdpPlace]) -> list[int | None]:
-    """Return the number of in-place changes of each of these parameters, as they are gathered."""
-    return [version_of(place.param._unsharded_param) for place in places]
+def content_versions(registered: Sequence[tuple[dict[str, Any], str, Any]]) -> list[int]:
+    """Return the number of in-place changes of each of these FSDP2 parameters, (table, name, parameter), as gathered.
+
+    None are counted in inference mode.
+    """
+    counted = not torch.is_inference_mode_enabled()
+    return [param._unsharded_param._version for _, _, param in registered] if counted else []
 
 
 def begin_from_root(module: nn.Module, root: nn.Module) -> None:
@@ -989,10 +993,14 @@ def after_each_backward(root: nn.Module, call: Callable[[], None]) -> None:
         _around(state, "_root_post_backward_final_callback", None, call)
 
 
-def has_gradient(fsdp_param: Any) -> bool:
-    """Return whether a backward has reached this FSDP2 parameter since it was reduced last."""
-    whole = getattr(fsdp_param, "_unsharded_param", None)
-    return fsdp_param.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None)
+def without_gradient(params: Sequence[Any]) -> list[int]:
+    """Return the numbers of these FSDP2 parameters that no backward has reached since their last reduction."""
+    return [
+        index
+        for index, param in enumerate(params)
+        if param.unsharded_accumulated_grad is None
+        and getattr(getattr(param, "_unsharded_param", None), "grad", None) is None
+    ]
 
 
 def complete_accumulated(params: Sequence[Any]) -> None:
@@ -1006,7 +1014,7 @@ def complete_accumulated(params: Sequence[Any]) -> None:
         if param.unsharded_accumulated_grad is not None or not param.sharded_param.requires_grad:
             continue
         param.to_accumulated_grad_if_needed()
-        if not has_gradient(param):
+        if without_gradient([param]):
             _accumulate_zeros(param, dtypes[0])
 
 

@@ -39,7 +39,6 @@ from nemo_like.torch_compat import (
     fsdp_params,
     fsdp_places,
     gather_before_backward_of,
-    has_gradient,
     in_backward,
     is_fake,
     lend_containers,
@@ -48,6 +47,7 @@ from nemo_like.torch_compat import (
     sharded_versions,
     shards_are_registered,
     unseen,
+    without_gradient,
 )
 
 _CALLS = 2
@@ -159,7 +159,8 @@ class UnitCalls:
     def __init__(self, unit: nn.Module, name: str) -> None:
         self._unit, self._name = unit, name
         self._places: list[FsdpPlace] = list(fsdp_places(unit))
-        self._versions: list[int | None] = []
+        self._registered = [(place.module._parameters, place.name, place.param) for place in self._places]
+        self._versions: list[int] = []
         self._contents: list[Tensor] = []
         self._calls = 0
         self._modules = [module for module in every_module(unit) if not isinstance(module, FSDPModule)]
@@ -167,8 +168,9 @@ class UnitCalls:
         around_each_call(unit, self._before, self._gathered, self._after)
 
     def _before(self) -> None:
-        for place in self._places:
-            if not place.has_its_own():
+        # In each step for each parameter: no call of a function where all is well.
+        for table, name, param in self._registered:
+            if table.get(name) is not param.sharded_param and not (place := self._place_of(table, name)).has_its_own():
                 raise RuntimeError(
                     f"{self._full(place)} is not the parameter that parallelize() has put there. FSDP2 would put its own "
                     "back while the layer runs, so that the other one is neither used nor trained. Exchange parameters "
@@ -181,13 +183,16 @@ class UnitCalls:
                     self._reached.add(module)
                     module.register_forward_hook(self._reach)
 
+    def _place_of(self, table: dict[str, Any], name: str) -> FsdpPlace:
+        return next(place for place in self._places if place.module._parameters is table and place.name == name)
+
     def _reach(self, _module: nn.Module, _args: object, output: object) -> None:
         """Have the unit gathered for a loss of what a hook inside of it has seen, though its own output is not used."""
         if torch.is_grad_enabled() and not in_backward() and not torch.compiler.is_compiling():
             gather_before_backward_of(self._unit, [t for t in tensors_in(output) if t.requires_grad])
 
     def _gathered(self) -> None:
-        self._versions = content_versions(self._places)
+        self._versions = content_versions(self._registered)
         self._calls += 1
         if self._calls == 1:
             for place in self._places:
@@ -198,7 +203,7 @@ class UnitCalls:
             self._contents = self._checksums()
 
     def _after(self) -> None:
-        now = content_versions(self._places)
+        now = content_versions(self._registered)
         if now != self._versions and len(now) == len(self._versions):
             self._refuse(next(p for p, old, new in zip(self._places, self._versions, now) if old != new))
         if self._contents:
@@ -283,22 +288,24 @@ class UnusedParameters:
     ) -> None:
         """units: of FSDP2, in `model`. groups: along which they reduce."""
         self._groups = groups
-        self._params: list[Any] = [param for unit in units for param in fsdp_params(unit)]
-        self._index = {id(param): index for index, param in enumerate(self._params)}
+        self._params: list[Any] = []
         self._reached, self._fresh = set[int](), set[int]()
         self._ones: Tensor | None = None
         self._sent: object = None
         for unit in units:
-            before_each_reduction(unit, partial(self._note, fsdp_params(unit)))
+            params = fsdp_params(unit)
+            before_each_reduction(unit, partial(self._note, len(self._params), params))
+            self._params += params
         after_each_backward(model, self._agree)
 
-    def _note(self, params: Sequence[Any]) -> None:
-        for param in params:
-            index = self._index[id(param)]
-            if has_gradient(param):
-                self._reached.add(index)
-            elif param.sharded_param.requires_grad and param.sharded_param.grad is None:
-                self._fresh.add(index)
+    def _note(self, first: int, params: Sequence[Any]) -> None:
+        """params: of one unit, of which the first has the number `first`."""
+        numbers = set(range(first, first + len(params)))
+        if without := {first + index for index in without_gradient(params)}:
+            numbers -= without
+            shards = {number: self._params[number].sharded_param for number in without}
+            self._fresh |= {number for number, p in shards.items() if p.requires_grad and p.grad is None}
+        self._reached |= numbers
         complete_accumulated(params)
 
     def _agree(self) -> None:

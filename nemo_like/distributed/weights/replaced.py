@@ -33,7 +33,8 @@ class Before(NamedTuple):
 
     reference: _Reference
     marks: dict[str, Any]
-    """The attributes that were set on it: ``_no_weight_decay``, ``_optim``, muP's shapes. Classes of other libraries have their own."""
+    """The attributes that were set on it: ``_no_weight_decay``, ``_optim``, muP's shapes. A class of another library has
+    its own."""
 
 
 def parameters_of(model: nn.Module) -> dict[str, Before]:
