@@ -890,15 +890,19 @@ def _lend(value: Any, lent: dict[int, _Lent]) -> Any:
             for _, inner in _items(value):
                 _lend(inner, lent)
         return lent[id(value)]
-    if type(value) is tuple:
-        return tuple(_lend(inner, lent) for inner in value)
-    return value
+    return _map_tuple(partial(_lend, lent=lent), value)
 
 
 def _unlend(value: Any) -> Any:
-    if isinstance(value, _Lent):
-        return value.container
-    return tuple(map(_unlend, value)) if type(value) is tuple else value
+    return value.container if isinstance(value, _Lent) else _map_tuple(_unlend, value)
+
+
+def _map_tuple(function: Callable[[Any], Any], value: Any) -> Any:
+    """`value`, or a tuple of what `function` makes of its items, named where that is."""
+    if not isinstance(value, tuple):
+        return value
+    items = map(function, value)
+    return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
 
 
 _CONTENTS = "_nemo_like_contents"

@@ -127,19 +127,23 @@ def refuse_new_parameters(model: nn.Module, managed: Callable[[], Iterable[tuple
     known = {id(parameter): parameter for parameter in model.parameters()}
     accepted: set[int] = set()
     tables: list[dict[str, Any]] = []
+    frozen: list[nn.Parameter] = []
 
     def check(module: nn.Module, _args: object) -> None:
         if not torch.is_grad_enabled() or in_backward():
             return
         now = hash(tuple(map(id, chain.from_iterable(map(dict.values, tables)))))
-        if now in accepted and tables:
+        if now in accepted and not any(parameter.requires_grad for parameter in frozen):
             return
+        frozen.clear()
         places = {(id(holder), name) for holder, name in managed()}
         for prefix, holder in module.named_modules():
             for name, parameter in holder._parameters.items():
-                if parameter is None or not parameter.requires_grad or (id(holder), name) in places:
+                if parameter is None or (id(holder), name) in places or known.get(id(parameter)) is parameter:
                     continue
-                if known.get(id(parameter)) is not parameter:
+                if not parameter.requires_grad:
+                    frozen.append(parameter)
+                else:
                     full = bare_name(f"{prefix}.{name}" if prefix else name)
                     raise RuntimeError(
                         f"{full} came into the model, or was exchanged, after parallelize(): its gradient would not be "
@@ -326,7 +330,8 @@ class UnusedParameters:
                 if unused or group is not self._groups[-1]:
                     work.wait()
             self._sent = reached, work  # kept until it has been sent
-            for index in (index for index in unused if not reached[index]):
+            somewhere = reached.tolist() if unused else []
+            for index in (index for index in unused if not somewhere[index]):
                 self._params[index].sharded_param.grad = None
 
 
