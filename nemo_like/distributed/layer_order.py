@@ -70,7 +70,9 @@ class LayerOrder:
         self._places = 0
         self._events: deque[str] = deque(maxlen=16 * (len(units) + 2))
         self._count = 0
-        self._asked: deque[int] = deque(maxlen=4)
+        self._asked: deque[int] = deque(maxlen=4096)
+        """Events at which this rank has put a question. The store may still name an old one."""
+        self._last = -1
         self._question = self._refused = -1
         self._store = own_store()
         self._key = f"nemo_like/layers/{number_of(self._ranks)}/{_watcher.number(self._ranks)}"
@@ -145,12 +147,10 @@ class LayerOrder:
                 raise self._error(index)
             time.sleep(pause)
             pause = min(2 * pause, _LOOK)
-        for old in list(self._asked)[:-1]:  # which nobody waits for any more
-            self._asked.remove(old)
-            store.delete_key(f"{self._key}/{old}/{rank()}")
-            if rank() == self._ranks[0]:
-                store.delete_key(f"{self._key}/{old}/event")
-                store.delete_key(f"{self._key}/{old}/count")
+        if self._last >= 0:  # nobody waits there any more
+            for name in (rank(), "event", "count") if rank() == self._ranks[0] else (rank(),):
+                store.delete_key(f"{self._key}/{self._last}/{name}")
+        self._last = index
 
     def _seconds(self) -> float:
         return self._store.timeout.total_seconds()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 
 from nemo_like import parallelize
 from nemo_like._util.log import forget_announcements
+from nemo_like.distributed import layer_order
 from tests_distributed.small_model import WIDTH
 from tests_distributed.spawn import run_ranks
 from tests_distributed.weights.test_stale_weights import Block
@@ -149,3 +151,24 @@ def _warnings_of_layer_drop(rank: int, world: int) -> int:
 
 def test_layer_drop_that_transformers_turns_off_is_said() -> None:
     assert run_ranks(2, _warnings_of_layer_drop) == [1, 0]
+
+
+def _late_to_the_question(rank: int, world: int) -> None:
+    """One rank waits for the other at each change of the mode, then none changes for longer than a look at the store."""
+    torch.manual_seed(0)
+    model = parallelize(Skipping(), ac="none")
+    for train in (True, False, True, True, False, True):
+        torch.distributed.barrier()
+        time.sleep(0.02 * rank)
+        model.train(train)
+        with torch.set_grad_enabled(train):
+            loss = model(torch.ones(2, WIDTH))
+        if train:
+            loss.backward()
+    for _ in range(8):
+        time.sleep(layer_order._LOOK / 4)
+        model(torch.ones(2, WIDTH)).backward()
+
+
+def test_an_old_question_is_none() -> None:
+    run_ranks(2, _late_to_the_question)
