@@ -1008,31 +1008,21 @@ def without_gradient(params: Sequence[Any]) -> list[int]:
 
 
 def complete_accumulated(params: Sequence[Any]) -> None:
-    """Bring all gradients of one FSDP2 unit into the dtype in which some were accumulated.
+    """Bring all gradients of one FSDP2 unit into the dtype in which some were accumulated, which 2.15 does itself.
 
     FSDP2 accumulates in the dtype to reduce in, and refuses two dtypes ("uniform gradient dtype"): a parameter that only
     the last micro-batch has reached, as an expert may be, has its gradient in the dtype to compute in.
     """
+    if not params or not hasattr(params[0], "to_accumulated_grad_if_needed"):
+        return
     dtypes = [p.unsharded_accumulated_grad.dtype for p in params if p.unsharded_accumulated_grad is not None]
     for param in params if dtypes else ():
         if param.unsharded_accumulated_grad is not None or not param.sharded_param.requires_grad:
             continue
         param.to_accumulated_grad_if_needed()
         if without_gradient([param]):
-            _accumulate_zeros(param, dtypes[0])
-
-
-def _accumulate_zeros(fsdp_param: Any, dtype: torch.dtype) -> None:
-    """Give an FSDP2 parameter without a gradient an accumulated one of zeros, in the layout of the whole parameter.
-
-    In 2.15 the accumulated gradient is that of the whole parameter; before, an attribute of its own.
-    """
-    # Its storage may be freed by now; shape, device and (under tensor parallelism) DTensor layout are not.
-    zeros = torch.zeros_like(fsdp_param._unsharded_param.detach(), dtype=dtype)
-    if isinstance(getattr(type(fsdp_param), "unsharded_accumulated_grad", None), property):
-        fsdp_param._unsharded_param.grad = zeros
-    else:
-        fsdp_param.unsharded_accumulated_grad = zeros
+            # Its storage may be freed by now; shape, device and (under tensor parallelism) DTensor layout are not.
+            param.unsharded_accumulated_grad = torch.zeros_like(param._unsharded_param.detach(), dtype=dtypes[0])
 
 
 def forget_meshes() -> None:

@@ -548,8 +548,8 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "distributed/layer_order.py",
-        "        elif place.then:\n            self._ask(index, event)",
-        "        elif place.then and len(place.then) > 1000:\n            self._ask(index, event)",
+        "        elif asks:\n            self._ask(index, event)",
+        "        elif asks and len(place.then) > 1000:\n            self._ask(index, event)",
         "tests_distributed/fsdp/test_ranks_run_other_layers.py",
     ),
     Fault(

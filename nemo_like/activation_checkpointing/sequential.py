@@ -101,11 +101,18 @@ class SegmentMember(CheckpointWrapper):
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """As any module is called: hooks outside the region's tensors, which is where FSDP's are."""
-        run = super().__call__
+        return self.record(super().__call__, args, kwargs)
+
+    def record(self, run: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Call `run`, a module that runs this one without its segment, and let the segment call it again."""
         if not torch.is_grad_enabled() or torch.compiler.is_compiling() or self._saves_nothing(args, kwargs):
             return run(*args, **kwargs)
         self._refuse_cache(args, kwargs)
         return self._segment.call(self, run, self._position, args, kwargs)
+
+    def without_segment(self, *args: object, **kwargs: object) -> Any:
+        """Call this module, and let no segment call it again."""
+        return super().__call__(*args, **kwargs)
 
     def forward(self, *args: object, **kwargs: object) -> Any:
         """The wrapped module's forward; a region of its own only where a whole model is compiled."""

@@ -107,7 +107,10 @@ class LayerOrder:
 
     def _event(self, event: str) -> None:
         index, place = self._count, self._place
+        asks = event != place.last and bool(place.then)
         self._events.append(event)
+        if asks:
+            self._asked.append(index)  # in front of the count, by which the other thread goes
         self._count = index + 1
         if self._refused >= 0:
             raise self._error(self._refused)
@@ -115,7 +118,7 @@ class LayerOrder:
             if self._question == index:
                 self.answer(index)
                 raise self._error(index)
-        elif place.then:
+        elif asks:
             self._ask(index, event)
         else:
             self._compare(event)
@@ -136,7 +139,6 @@ class LayerOrder:
     def _ask(self, index: int, event: str) -> None:
         """Return once all ranks have asked whether `event` is next."""
         store, key, pause, deadline = self._store, f"{self._key}/{index}", 1e-3, time.monotonic() + self._seconds()
-        self._asked.append(index)
         self._post(index, event)
         if store.compare_set(f"{key}/event", "", event).decode() != event:
             store.set(f"{key}/differs", "1")
@@ -205,7 +207,8 @@ def _differing(everyone: list[tuple[int, str]]) -> RuntimeError:
     return RuntimeError(
         f"Ranks run different layers: next is {differing}. FSDP2 gathers and reduces each layer on all ranks "
         "together. Run the same layers everywhere: draw what is skipped from a generator with the same seed on every "
-        "rank, or run the layer and multiply its output by 0."
+        "rank, or run the layer and multiply its output by 0. Where the end of backward comes first on a rank, the input "
+        "of its first layer requires no gradient there, and does on the others."
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, MutableSequence, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from nemo_like._util.module_tree import check_model, every_module
 from nemo_like._util.words import a_or_an
 from nemo_like.activation_checkpointing.apply import apply_specs
 from nemo_like.activation_checkpointing.legacy import names_in
+from nemo_like.activation_checkpointing.sequential import SegmentMember
 from nemo_like.activation_checkpointing.spec import CheckpointSpec
 from nemo_like.activation_checkpointing.wrapper import Nameless
 from nemo_like.offload.backends import Backend
@@ -35,17 +36,29 @@ class OffloadWrapper(Nameless, TorchOffloadWrapper):
         super().__init__(module)
         vars(self)["offloader"] = offloader  # the wrapper's own: `__setattr__` sets others in the module inside
 
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        """Call the layer as any module is; a segment of layers calls this wrapper again, which has FSDP2's hooks."""
+        layer, run = self._checkpoint_wrapped_module, super().__call__
+        if not isinstance(layer, SegmentMember):
+            return run(*args, **kwargs)
+        return self._moving(lambda *args, **kwargs: layer.record(run, args, kwargs), args, kwargs)
+
     def forward(self, *args: object, **kwargs: object) -> Any:
         """The layer's forward; where gradients are on, what autograd saves goes through the offloader."""
         layer = self._checkpoint_wrapped_module
+        if isinstance(layer, SegmentMember):
+            return layer.without_segment(*args, **kwargs)
+        return self._moving(layer, args, kwargs)
+
+    def _moving(self, call: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return layer(*args, **kwargs)
-        offloader = self.offloader
+            return call(*args, **kwargs)
+        layer, offloader = self._checkpoint_wrapped_module, self.offloader
         offloader.refuse_inside_checkpointing()
         offloader.enter_layer(layer, args, kwargs, everything=moves_everything(layer, offloader.config.mode))
         try:
             with offloader.hooks():
-                return layer(*args, **kwargs)
+                return call(*args, **kwargs)
         finally:
             offloader.leave_layer()
 

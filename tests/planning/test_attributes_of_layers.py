@@ -92,6 +92,27 @@ class _Buffer(_Block):
         return y
 
 
+class _Memory(_Block):
+    """It keeps a state for its next pass, without a gradient."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.aux is not None:
+            x = x + self.aux
+        self.aux = x.mean(1, keepdim=True).detach()
+        return super().forward(x)
+
+
+class _MemoryInList(_Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.aux: Any = [torch.zeros(4, 1)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.aux[0]
+        self.aux[0] = x.mean(1).detach()[:, None]
+        return super().forward(x)
+
+
 class _Styled(_Block):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x * self.style)
@@ -145,14 +166,17 @@ def _grads(kind: Callable[[], nn.Module], ac: str | None) -> list[torch.Tensor]:
     model: Any = _Net(kind)
     if ac is not None:
         model = parallelize(model, "single", ac, sample_input=torch.rand(4, 8))
-    for seed in (1, 2):
+    for seed in (1, 2, 3):
         torch.manual_seed(seed)
         model(torch.rand(4, 8)).square().mean().backward()
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
+_KINDS = (_Block, _Aux, _AuxInside, _Pair, _NewList, _Sum, _Buffer, _Memory, _MemoryInList, _Styled, _Context)
+
+
 @pytest.mark.parametrize("ac", ["70%", "45%"])
-@pytest.mark.parametrize("kind", [_Block, _Aux, _AuxInside, _Pair, _NewList, _Sum, _Buffer, _Styled, _Context])
+@pytest.mark.parametrize("kind", _KINDS)
 def test_what_layers_and_the_model_set_for_each_other_is_planned(kind: Callable[[], nn.Module], ac: str):
     assert all(map(torch.equal, _grads(kind, ac), _grads(kind, None)))
 

@@ -36,6 +36,8 @@ from nemo_like.planning.trace.kinds import (
     attributes_of,
     attributes_with_gradient,
     call_key,
+    changed_since,
+    contents_of,
     every_attribute,
     handed_on,
     read_of,
@@ -150,6 +152,7 @@ class _Watcher:
             saved, tensors = map_tensors(_leaf, (args, kwargs)), tensors_in((args, kwargs))
             versions = [t._version if t.requires_grad else None for t in tensors]
             sizes = {place: len(tensors_in(value)) for place, value in history.items()}
+            contents = contents_of(before)
             with recording(module) as records:
                 output = forward(*args, **kwargs)
             self._refuse_written(layer.fqn, tensors, versions)
@@ -165,6 +168,11 @@ class _Watcher:
                     kwargs = kwargs | {GIVEN: [given[place] for place in read]}
                     saved[1][GIVEN] = map_tensors(_leaf, kwargs[GIVEN])
                 passed = handed_on(with_all, args, kwargs)
+                found = {
+                    place: before[place] if place in left else value
+                    for place, value in changed_since(contents, module).items()
+                    if place in before or place not in left
+                }
                 self.kinds.append(
                     Kind(
                         module,
@@ -177,7 +185,7 @@ class _Watcher:
                         grad=grad,
                         key=key,
                         left=left,
-                        before={place: before[place] for place in left if place in before},
+                        before=found,
                         given=read,
                     )
                 )

@@ -7,6 +7,7 @@ numbers, words, flags and tuples of these of every sub-module, but for its own i
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -53,13 +54,14 @@ class Kind:
     left: tuple[tuple[str, str], ...] = ()
     """Attributes that its forward sets to tensors with a gradient, by module and name, for the model to read."""
     before: dict[tuple[str, str], Any] = field(default_factory=dict)
-    """Values of `left` before its forward, where there were any."""
+    """Attributes that its forward sets or fills, as a run finds them: `left` as before it, others as the next pass does."""
     given: tuple[tuple[str, str], ...] = ()
     """Attributes that the model sets to such tensors, and that it reads. Their values are in `kwargs`, under `GIVEN`."""
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the block returns, and with it what it leaves in `left`, if anything: both get gradients."""
-        set_attributes(self.module, self.before | dict(zip(self.given, kwargs.pop(GIVEN, ()))))
+        # A recomputation may leave placeholders in attributes, and in lists: each run begins with the same values.
+        set_attributes(self.module, copied(self.before | dict(zip(self.given, kwargs.pop(GIVEN, ())))))
         output = self.module(*args, **kwargs)
         return (output, attributes_of(self.module, self.left)) if self.left else output
 
@@ -140,6 +142,29 @@ def every_attribute(module: nn.Module) -> dict[tuple[str, str], Any]:
         for name, part in module.named_modules()
         for attribute, value in {**vars(part), **part._buffers}.items()
         if attribute not in ("_buffers", "_parameters", "_modules")
+    }
+
+
+def copied(value: Any) -> Any:
+    """Return `value` with new containers and the same tensors."""
+    return map_tensors(lambda tensor: tensor, value)
+
+
+def contents_of(attributes: Mapping[tuple[str, str], Any]) -> dict[tuple[str, str], list[Any]]:
+    """Return each value, and the tensors in it if it is a container."""
+    containers = list | dict | tuple | deque
+    return {
+        place: [value, *(tensors_in(value) if isinstance(value, containers) else ())]
+        for place, value in attributes.items()
+    }
+
+
+def changed_since(before: Mapping[tuple[str, str], list[Any]], module: nn.Module) -> dict[tuple[str, str], Any]:
+    """Return the attributes of `module` that were set or filled since their `contents_of` were `before`."""
+    return {
+        place: copied(contents[0])
+        for place, contents in contents_of(every_attribute(module)).items()
+        if list(map(id, contents)) != list(map(id, before.get(place, ())))
     }
 
 
