@@ -40,9 +40,10 @@ class FSDP2:
     cpu_offload: bool = False
     """Keep parameter shards, gradients and optimizer state in host memory."""
     frozen_sharding: str = "root"
-    """Frozen layers of a tower (vision, audio, or unnamed next to layers that train) that a rank without such an input
-    skips. ``root``: gathered with the root on every rank, so that none waits. ``replicate``: whole on every rank.
-    ``per_layer``: like any layer, least memory; it **hangs** as soon as one rank runs the tower and another does not."""
+    """Frozen layers of a vision or audio tower that a rank without such an input skips (with `shard_layers` and layers
+    without groups, all that are frozen next to layers that train). ``root``: gathered with the root on every rank, so that
+    none waits. ``replicate``: whole on every rank. ``per_layer``: like any layer, least memory; refused as soon as one rank
+    runs the tower and another does not."""
 
     timeout_seconds: float | None = None
     """Seconds that a collective may wait for the other ranks, where `parallelize` makes the process group itself; one
