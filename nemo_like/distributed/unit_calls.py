@@ -66,9 +66,8 @@ class ModelCalls:
         """held: units that stay gathered after forward. keep: over several forwards (stages of a pipeline)."""
         self._model, self._held, self._keep = model, held, keep
         self._versions: list[list[int]] = []
-        self._depth = (
-            0  # a hook of the model may call it inside of a call, as context parallelism does in its first one
-        )
+        self._depth = 0
+        """Calls of the model under way: a hook of it may call it, as context parallelism does in its first call."""
         for unit in held:
             register_whole_when_gathered(unit)
         model.register_forward_pre_hook(self._before, prepend=True)

@@ -168,7 +168,7 @@ class _Watcher:
                     kwargs = kwargs | {GIVEN: [given[place] for place in read]}
                     saved[1][GIVEN] = map_tensors(_leaf, kwargs[GIVEN])
                 passed = handed_on(with_all, args, kwargs)
-                found = {
+                at_start = {
                     place: before[place] if place in left else value
                     for place, value in changed_since(contents, module).items()
                     if place in before or place not in left
@@ -185,7 +185,7 @@ class _Watcher:
                         grad=grad,
                         key=key,
                         left=left,
-                        before=found,
+                        before=at_start,
                         given=read,
                     )
                 )
