@@ -146,7 +146,8 @@ def outer_memory(
         forward_end = len(meter.log)
         ends.returned([""], output)
         frozen = not _given(traced) and not any(p.requires_grad for p in model.parameters())
-        loss = None if frozen else loss_of(output, step.loss_fn)
+        # A stage of a pipeline that trains nothing brings a function, which gives a gradient all the same.
+        loss = None if frozen and step.loss_fn is None else loss_of(output, step.loss_fn)
         if loss is None or not loss.requires_grad:
             reason = "no parameter trains" if frozen else "its loss has no gradient"
             raise ValueError(
