@@ -742,9 +742,14 @@ class FsdpPlace(NamedTuple):
     name: str
 
     @property
+    def gathered(self) -> nn.Parameter:
+        """The parameter that forward sees; it exists from the first gather on."""
+        return self.param._unsharded_param
+
+    @property
     def whole(self) -> Tensor:
-        """The gathered parameter, or what `tp` has left of it; None before the first gather."""
-        return local_part(self.param._unsharded_param).detach()
+        """The elements of the gathered parameter, or what `tp` has left of them."""
+        return local_part(self.gathered).detach()
 
     def has_its_own(self) -> bool:
         """Return whether FSDP2's parameter is registered there: the shard, or what is gathered."""

@@ -456,36 +456,7 @@ def test_the_fake_back_end_names_what_it_misses(no_module):
         torch_compat.fake_store()
 
 
-class _Attribute:
-    """As FSDP2's parameter in torch 2.13 and 2.14."""
-
-    def __init__(self, whole):
-        self._unsharded_param, self.unsharded_accumulated_grad = whole, None
-
-
-class _Property:
-    """As FSDP2's parameter in torch 2.15."""
-
-    def __init__(self, whole):
-        self._unsharded_param = whole
-
-    @property
-    def unsharded_accumulated_grad(self):
-        return self._unsharded_param.grad
-
-
-@pytest.mark.parametrize("kind", [_Attribute, _Property])
-def test_accumulated_gradients_in_both_forms(kind):
-    param = kind(nn.Parameter(torch.ones(2, 3)))
-    assert torch_compat.accumulated_gradient(param) is None
-    torch_compat.accumulate_zeros(param, torch.float32)
-    assert torch.equal(torch_compat.accumulated_gradient(param), torch.zeros(2, 3))
-
-
-def test_an_fsdp_parameter_that_was_never_whole_gets_no_gradient():
-    param = _Attribute(None)
-    torch_compat.accumulate_zeros(param, torch.float32)
-    assert torch_compat.accumulated_gradient(param) is None
+def test_a_module_that_is_no_unit_has_no_parameter_groups():
     assert list(torch_compat.fsdp_param_groups(nn.Linear(1, 1))) == []
 
 

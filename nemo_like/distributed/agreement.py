@@ -163,10 +163,15 @@ def wire_device(group: dist.ProcessGroup | None, preferred: torch.device | None 
     """Return the device on which `group` can send a tensor: `preferred` (the CPU) where its back end can, else the
     GPU."""
     preferred = preferred or torch.device("cpu")
-    served = {pair.split(":")[0] for pair in dist.get_backend_config(group).split(",")}
+    served = devices_of(group)
     if preferred.type in served:
         return preferred
     return launch.current_device(next((kind for kind in launch.BACKENDS if kind in served), "cpu"))
+
+
+def devices_of(group: dist.ProcessGroup | None) -> set[str]:
+    """The kinds of device that a back end of `group` sends tensors of."""
+    return {pair.split(":")[0] for pair in dist.get_backend_config(group).split(",")}
 
 
 def gather_objects(mine: object, groups: Iterable[dist.ProcessGroup | None]) -> list[Any]:

@@ -22,8 +22,7 @@ from torch.distributed.tensor import DTensor
 from nemo_like._util.module_tree import bare_name, every_module
 from nemo_like._util.tensors import tensors_in
 from nemo_like.activation_checkpointing.engine.module_parts import walk_of
-from nemo_like.distributed import launch
-from nemo_like.distributed.agreement import wire_device
+from nemo_like.distributed.agreement import devices_of, wire_device
 from nemo_like.distributed.weights.replaced import checksum, put_marks, refuse_to_step
 from nemo_like.torch_compat import (
     FsdpPlace,
@@ -35,6 +34,7 @@ from nemo_like.torch_compat import (
     call_is_inside_of,
     complete_accumulated,
     content_versions,
+    forward_hooks,
     fsdp_is_idle,
     fsdp_params,
     fsdp_places,
@@ -182,7 +182,7 @@ class UnitCalls:
                 )
         if torch.is_grad_enabled():
             for module in self._modules:
-                if module._forward_hooks and module not in self._reached:
+                if forward_hooks(module) and module not in self._reached:
                     self._reached.add(module)
                     module.register_forward_hook(self._reach)
 
@@ -199,9 +199,9 @@ class UnitCalls:
         self._calls += 1
         if self._calls == 1:
             for place in self._places:
-                put_marks(place.param._unsharded_param, vars(place.param.sharded_param))
+                put_marks(place.gathered, vars(place.param.sharded_param))
                 # Registered in forward, and still where a KeyboardInterrupt has ended that.
-                refuse_to_step(place.param._unsharded_param, self._full(place))
+                refuse_to_step(place.gathered, self._full(place))
         if self._calls <= _CALLS:
             self._contents = self._checksums()
 
@@ -219,7 +219,8 @@ class UnitCalls:
 
     def _checksums(self) -> list[Tensor]:
         weights = [place.whole for place in self._places]
-        if any(is_fake(weight) or weight.is_meta for weight in weights):
+        # A subclass (float8) has no elements of its own to look at.
+        if any(is_fake(weight) or weight.is_meta or type(weight) not in (Tensor, nn.Parameter) for weight in weights):
             return []
         with unseen(), torch.no_grad():
             return [checksum(weight) for weight in weights]
@@ -319,7 +320,8 @@ class UnusedParameters:
         self._reached, self._fresh = set(), set()
         with unseen(), torch.no_grad():
             if self._ones is None:
-                device = wire_device(self._groups[0], launch.local_device(self._params[0].device.type))
+                own = self._params[0].device
+                device = own if own.type in devices_of(self._groups[0]) else wire_device(self._groups[0])
                 self._ones = torch.ones(len(self._params), dtype=torch.uint8, device=device)
             reached = self._ones.clone()
             if unused:

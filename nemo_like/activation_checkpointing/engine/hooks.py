@@ -18,7 +18,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,12 +27,9 @@ from nemo_like._util.tensors import tensors_in
 from nemo_like.activation_checkpointing.engine.ambient import rng_state, set_rng_state
 from nemo_like.activation_checkpointing.engine.deep_state import inside, is_plain_value
 from nemo_like.activation_checkpointing.engine.module_parts import NOT_STATE, modules_in
+from nemo_like.activation_checkpointing.engine.module_state import ModuleWorld
 from nemo_like.activation_checkpointing.engine.random_state import Generators, HostRandom, same_state
 from nemo_like.torch_compat import GLOBAL_HOOKS, unseen
-
-if TYPE_CHECKING:
-    from nemo_like.activation_checkpointing.engine.module_state import ModuleWorld
-    from nemo_like.activation_checkpointing.engine.region import Region
 
 _PACKAGES = ("torch", "nemo_like")
 _TABLES = ("_forward_pre_hooks", "_forward_hooks")
@@ -111,7 +108,7 @@ class HookCalls:
                     hook.owner[hook.table][hook.key] = hook.hook
 
     @contextlib.contextmanager
-    def in_forward(self, region: Region) -> Iterator[None]:
+    def in_forward(self, region: Any) -> Iterator[None]:
         """Within it the hooks' calls are noted; at its end it is decided which of them recomputation leaves out."""
         with self.in_place(functools.partial(self._note, region)):
             yield
@@ -130,11 +127,11 @@ class HookCalls:
         for hook in again:
             hook.kept.clear()
 
-    def in_recomputation(self, region: Region) -> contextlib.AbstractContextManager[None]:
+    def in_recomputation(self, region: Any) -> contextlib.AbstractContextManager[None]:
         """Within it the hooks that only looked on are not called."""
         return self.in_place(functools.partial(_leave_out, region))
 
-    def _note(self, region: Region, hook: _Hook, args: tuple[Any, ...]) -> Any:
+    def _note(self, region: Any, hook: _Hook, args: tuple[Any, ...]) -> Any:
         packs, kept = len(region.handles), len(region.kept)
         generators, host = Generators(), HostRandom()
         generators.note_all(self._world.generators)
@@ -152,7 +149,7 @@ class HookCalls:
         return result
 
 
-def _leave_out(region: Region, hook: _Hook, args: tuple[Any, ...]) -> Any:
+def _leave_out(region: Any, hook: _Hook, args: tuple[Any, ...]) -> Any:
     position = hook.position
     hook.position += 1
     noted = hook.calls[position] if position < len(hook.calls) else None
