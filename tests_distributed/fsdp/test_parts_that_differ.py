@@ -330,6 +330,23 @@ def _written(rank: int, world: int, way: str, ac: str) -> None:
         model(batch())
 
 
+def _written_later(rank: int, world: int) -> None:
+    Written.way = "copy"
+    net = Net(Written)
+    for block in net.blocks:
+        block.ready.fill_(1)
+    model = parallelize(net, ac="none")
+    for _ in range(3):
+        model(batch())
+    model.blocks[1].ready.fill_(0)
+    with pytest.raises(RuntimeError, match=r"blocks\.1\.scale was written in the forward of blocks\.1\."):
+        model(batch())
+
+
+def test_a_parameter_that_a_later_forward_writes_is_named() -> None:
+    run_ranks(2, _written_later)
+
+
 @pytest.mark.parametrize("way", ["copy", "data", "part"])
 def test_a_parameter_that_forward_writes_is_named(way: str) -> None:
     run_ranks(2, _written, way, "selective" if way == "copy" else "none")
