@@ -80,10 +80,11 @@ class LayerOrder:
         model.register_forward_hook(self._end)
         before_end_of_backward(model, partial(self._event, "the end of backward"))
         for unit in units:
-            before_each_gather(unit.modules[0], partial(self._next, unit))
-            before_each_reduction(unit.modules[0], partial(self._event, f"the reduction of {_named(unit)}"))
-            for way in ("forward", "backward"):
-                self._units[f"the {way} of {_named(unit)}"] = unit.modules[0]
+            module, name = unit.modules[0], unit.name or "the root"
+            events = {way: f"the {way} of {name}" for way in ("forward", "backward")}
+            self._units |= dict.fromkeys(events.values(), module)
+            before_each_gather(module, partial(self._next, module, events))
+            before_each_reduction(module, partial(self._event, f"the reduction of {name}"))
         _watcher.add(self)
 
     def _begin(self, model: nn.Module, _args: object) -> None:
@@ -94,7 +95,7 @@ class LayerOrder:
     def _end(self, _model: nn.Module, _args: object, _output: object) -> None:
         self._event("the end of forward")
 
-    def _next(self, unit: Unit, way: str) -> None:
+    def _next(self, unit: nn.Module, events: dict[str, str], way: str) -> None:
         if way == "backward" and torch.is_grad_enabled():
             raise RuntimeError(
                 "create_graph=True was asked of a backward through a model that FSDP2 shards: it frees the weights that the "
@@ -102,8 +103,8 @@ class LayerOrder:
                 "strategy='ddp' or 'single'."
             )
         if way == "forward":
-            read_dtypes_again(unit.modules[0])
-        self._event(f"the {way} of {_named(unit)}")
+            read_dtypes_again(unit)
+        self._event(events[way])
 
     def _event(self, event: str) -> None:
         index, place = self._count, self._place
@@ -138,7 +139,8 @@ class LayerOrder:
 
     def _ask(self, index: int, event: str) -> None:
         """Return once all ranks have asked whether `event` is next."""
-        store, key, pause, deadline = self._store, f"{self._key}/{index}", 1e-3, time.monotonic() + self._seconds()
+        store, key, pause = self._store, f"{self._key}/{index}", 1e-3
+        deadline = time.monotonic() + store.timeout.total_seconds()
         self._post(index, event)
         if store.compare_set(f"{key}/event", "", event).decode() != event:
             store.set(f"{key}/differs", "1")
@@ -154,9 +156,6 @@ class LayerOrder:
                 store.delete_key(f"{self._key}/{self._last}/{name}")
         self._last = index
 
-    def _seconds(self) -> float:
-        return self._store.timeout.total_seconds()
-
     def look(self) -> None:
         """Answer, from another thread than the model's, a question about an event that this rank has passed."""
         if not self._store.check([f"{self._key}/asked"]):
@@ -168,8 +167,6 @@ class LayerOrder:
 
     def answer(self, index: int) -> None:
         """Report that this rank did not ask at event `index`, and have its next event raise."""
-        if index in self._asked:
-            return
         self._refused = index
         behind = self._count - index
         known = behind <= len(self._events)
@@ -193,10 +190,6 @@ class LayerOrder:
             if len(ahead) == 1 and (unit := self._units.get(now := ahead.pop())) is not None:
                 gather_ahead(unit, backward="backward" in now)
         return _differing([(number, event) for number, event, _ in everyone])
-
-
-def _named(unit: Unit) -> str:
-    return unit.name or "the root"
 
 
 def _differing(everyone: list[tuple[int, str]]) -> RuntimeError:
