@@ -369,6 +369,6 @@ def _told_loss(output: Any, loss_fn: Callable[[Any], torch.Tensor]) -> torch.Ten
         ),
     ):
         loss = loss_fn(output)
-    if not isinstance(loss, torch.Tensor) or loss.dim() != 0 or not loss.requires_grad:
-        raise ValueError(f"StepSpec.loss_fn returned {loss!r}; it must return one number that has a gradient.")
+    if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
+        raise ValueError(f"StepSpec.loss_fn returned {loss!r}; it must return one number.")
     return loss
