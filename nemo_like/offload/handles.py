@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from nemo_like.offload.copies import Reader
+from nemo_like.offload.copies import HostCopy
 from nemo_like.offload.mover import Mover
 from nemo_like.torch_compat import version_of
 
@@ -28,70 +28,76 @@ class Handle(Protocol):
         """
 
 
+def _refuse_change(tensor: torch.Tensor, expected: int | None, described: str | None = None) -> None:
+    """Raise RuntimeError, in autograd's words, where the version counter of `tensor` is not at `expected`."""
+    version = version_of(tensor)
+    if version != expected:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{described or _described(tensor)}] was saved for backward at version {expected}, and is at version "
+            f"{version} now. Change a copy instead (tensor.clone()), or use the out-of-place operator."
+        )
+
+
+def _described(tensor: torch.Tensor) -> str:
+    return f"{type(tensor).__name__} {tensor.dtype} {list(tensor.shape)}"
+
+
 class InPlaceGuard:
     """Raises, as autograd does, where a tensor was changed in place after it was saved.
 
     It keeps an empty tensor that shares the original's version counter, so it holds none of its memory.
     """
 
-    __slots__ = ("description", "expected", "probe")
+    __slots__ = ("described", "expected", "probe")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.expected = version_of(tensor)
-        self.probe: torch.Tensor | None = None
-        self.description = f"{type(tensor).__name__} {tensor.dtype} {list(tensor.shape)}"
-        if self.expected is not None:
-            self.probe = tensor.detach()
-            if is_wrapper_subclass(self.probe):
-                for name, value in take_apart(self.probe)[0].items():
-                    if isinstance(value, torch.Tensor):
-                        setattr(self.probe, name, torch.empty(0))  # the probe is only ever asked for its version
-            else:
-                # Assigning `.data` swaps the storage and leaves the version counter.
-                self.probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self.described = _described(tensor)
+        self.probe: torch.Tensor | None = None if self.expected is None else _emptied(tensor.detach())
 
     def check(self) -> None:
-        """Raises RuntimeError, in autograd's words, where the counter has moved."""
-        if self.probe is None:
-            return
-        version = version_of(self.probe)
-        if version != self.expected:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{self.description}], saved for backward and offloaded, is at version {version}; expected version "
-                f"{self.expected} instead. Change a copy instead (tensor.clone()), or use the out-of-place operator."
-            )
+        """Raise RuntimeError where the counter has moved."""
+        if self.probe is not None:
+            _refuse_change(self.probe, self.expected, self.described)
+
+
+def _emptied(probe: torch.Tensor) -> torch.Tensor:
+    """Return `probe`, which is only ever asked for its version, without its memory."""
+    if is_wrapper_subclass(probe):
+        for name, value in take_apart(probe)[0].items():
+            if isinstance(value, torch.Tensor):
+                setattr(probe, name, torch.empty(0))
+    else:
+        # Assigning `.data` swaps the storage and leaves the version counter.
+        probe.data = torch.empty(0, dtype=probe.dtype, device=probe.device)
+    return probe
 
 
 class KeptHandle:
     """A tensor that stays on the device."""
 
-    __slots__ = ("guard_version", "tensor")
+    __slots__ = ("expected", "tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         # The original of an operator's output would be a reference cycle (output, graph, handle); a leaf has no graph.
         self.tensor = tensor if tensor.is_leaf else tensor.detach()
-        self.guard_version = version_of(self.tensor)
+        self.expected = version_of(self.tensor)
 
     def get(self) -> torch.Tensor:
-        version = version_of(self.tensor)
-        if version != self.guard_version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{self.tensor.dtype} {list(self.tensor.shape)}] is at version {version}; expected version "
-                f"{self.guard_version} instead."
-            )
+        _refuse_change(self.tensor, self.expected)
         return self.tensor
 
 
 class HostHandle:
     """A plain strided tensor whose storage waits on the host."""
 
-    __slots__ = ("conjugate", "dtype", "guard", "mover", "offset", "reader", "shape", "stride")
+    __slots__ = ("conjugate", "copy", "dtype", "guard", "last_round", "mover", "offset", "shape", "stride")
 
-    def __init__(self, tensor: torch.Tensor, mover: Mover, reader: Reader, guard: InPlaceGuard | None) -> None:
+    def __init__(self, tensor: torch.Tensor, mover: Mover, copy: HostCopy, guard: InPlaceGuard | None) -> None:
         self.mover = mover
-        self.reader = reader
+        self.copy = copy
+        self.last_round = -1
         self.guard = guard
         self.dtype = tensor.dtype
         self.shape = tensor.shape
@@ -103,12 +109,15 @@ class HostHandle:
         if self.guard is not None:
             self.guard.check()
         with torch.no_grad():
-            data, start = self.mover.fetch(self.reader)
-            itemsize = self.dtype.itemsize
-            data = data[: data.numel() - data.numel() % itemsize].view(self.dtype)
+            data = self.mover.fetch(self)
+            data = data[: data.numel() - data.numel() % self.dtype.itemsize].view(self.dtype)
             # A view, not a new tensor on the storage: a write into it is then seen by the buffer's version counter.
-            tensor = data.as_strided(self.shape, self.stride, self.offset - start // itemsize)
+            tensor = data.as_strided(self.shape, self.stride, self.offset)
             return tensor.conj() if self.conjugate else tensor
+
+    def __del__(self) -> None:
+        # Any thread, any time, the collector's included: leave a note and touch nothing.
+        self.mover.dead.append((self.copy, self.last_round))
 
 
 @dataclass
@@ -139,7 +148,7 @@ class ChosenHandle:
     stays on the device until `start`: an engine drops what turns out to be needless, and that need not be copied.
     """
 
-    __slots__ = ("__weakref__", "_alias", "_inner", "_move", "_source", "_source_changed", "_version")
+    __slots__ = ("__weakref__", "_alias", "_expected", "_inner", "_move", "_source", "_source_changed")
 
     def __init__(self, source: torch.Tensor, move: Callable[[torch.Tensor], Handle]) -> None:
         # Not the output itself, which is about to get a graph: that would be a reference cycle.
@@ -149,7 +158,7 @@ class ChosenHandle:
         self._source_changed = False
         # Below autograd no probe can share the version counter; the tensor itself lives as long as one of its views.
         self._source = weakref.ref(source)
-        self._version = version_of(source)
+        self._expected = version_of(source)
 
     def start(self) -> Handle:
         """Move it now."""
@@ -160,12 +169,8 @@ class ChosenHandle:
 
     def get(self) -> torch.Tensor:
         source = self._source()
-        if not self._source_changed and source is not None and version_of(source) != self._version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{source.dtype} {list(source.shape)}], saved by activation checkpointing, was changed after its "
-                "region had ended. Change a copy instead (tensor.clone()), or use the out-of-place operator."
-            )
+        if not self._source_changed and source is not None:
+            _refuse_change(source, self._expected)
         inner = self.start()
         tensor = inner.get()
         # Whoever changes the source writes into it, in recomputation too: the next recomputation must find it as it was.
@@ -174,7 +179,7 @@ class ChosenHandle:
     def prefetch(self) -> None:
         """Start the way back."""
         for handle in _host_handles(self.start()):
-            handle.mover.prefetch_for(handle.reader)
+            handle.mover.prefetch_for(handle.copy)
 
     def before_change(self) -> None:
         """The source is about to change."""
@@ -185,7 +190,7 @@ class ChosenHandle:
         if isinstance(inner, KeptHandle):
             self._inner = KeptHandle(inner.get().clone())
         for handle in _host_handles(inner):
-            handle.mover.part_from_source(handle.reader.copy)
+            handle.mover.part_from_source(handle.copy)
 
 
 def _host_handles(handle: Handle) -> Iterator[HostHandle]:
@@ -205,25 +210,3 @@ def take_apart(tensor: Any) -> tuple[dict[str, Any], Any]:
     """A wrapper subclass's inner values by attribute (tensors, and for a DTensor its mesh), and its context."""
     names, context = tensor.__tensor_flatten__()
     return {name: getattr(tensor, name) for name in names}, context
-
-
-def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
-    """The bytes [lo, hi) of its storage that a plain strided, non-empty tensor reads."""
-    itemsize = tensor.element_size()
-    lo = int(tensor.storage_offset()) * itemsize
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return lo, lo + (int(last) + 1) * itemsize
-
-
-def move_plain(
-    tensor: torch.Tensor, mover: Mover, guard: InPlaceGuard | None, version: tuple[Any, ...]
-) -> HostHandle | None:
-    """A handle for a plain strided, non-empty tensor on the mover's device; None where the host refused the bytes.
-
-    Args:
-        guard: checks the tensor when it is asked for; None where an outer tensor's guard does.
-        version: tells two contents of one storage apart (see `Mover.offload`).
-    """
-    lo, hi = byte_range(tensor)
-    copy = mover.offload(tensor.untyped_storage(), lo, hi, version)
-    return None if copy is None else HostHandle(tensor, mover, mover.reader(copy, lo, hi), guard)

@@ -16,7 +16,7 @@ from nemo_like.activation_checkpointing.legacy import names_in
 from nemo_like.activation_checkpointing.sequential import SegmentMember
 from nemo_like.activation_checkpointing.spec import CheckpointSpec
 from nemo_like.activation_checkpointing.wrapper import Nameless
-from nemo_like.offload.backends import Backend
+from nemo_like.offload.backends import CopyingBackend
 from nemo_like.offload.offloader import HostPolicy, Offloader, keep_on_host, moves_everything
 from nemo_like.options import OffloadConfig
 from nemo_like.torch_compat import ActivationWrapper
@@ -68,7 +68,7 @@ def apply_offloading(
     layers: Sequence[nn.Module],
     config: OffloadConfig | str | None = None,
     *,
-    backend: Backend | None = None,
+    backend: CopyingBackend | None = None,
 ) -> Offloader:
     """Make what `layers` save for backward wait on the host. Changes `model`, and `layers` where it is a list.
 
@@ -94,7 +94,7 @@ def apply_offloading(
     config = OffloadConfig.of(config, default="saved")
     layers = layers if isinstance(layers, MutableSequence) else list(layers)
     _validate(layers, config, set(_called_by_model(model)))
-    offloader = LayerOffloader(config, backend=backend, needs_layers=False)
+    offloader = LayerOffloader(config, backend=backend)
     if config.mode == "none":
         return offloader
     names = names_in(model, layers)
@@ -113,7 +113,7 @@ def placed_on_host(
     config: OffloadConfig,
     *,
     compile: bool = False,
-    backend: Backend | None = None,
+    backend: CopyingBackend | None = None,
 ) -> list[CheckpointSpec]:
     """`specs` with what they keep waiting on the host, and a placement for each of `layers` but the last.
 
@@ -133,7 +133,7 @@ def placed_on_host(
             "offload='saved' moves what activation checkpointing keeps, and ac is 'none' or leaves every layer out. Use "
             "ac='selective' (or another mode), or offload='all'."
         )
-    offloader = LayerOffloader(config, backend=backend, needs_layers=False)
+    offloader = LayerOffloader(config, backend=backend)
     moved = _moved(layers)
 
     def on_host(spec: CheckpointSpec) -> CheckpointSpec:

@@ -10,374 +10,304 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import deque
-from typing import Any
+from collections import defaultdict, deque
+from typing import Any, Protocol
 
 import torch
 
 from nemo_like._util.log import warn_once
-from nemo_like.offload.backends import Backend
-from nemo_like.offload.copies import (
-    Dead,
-    Event,
-    Group,
-    HostSegment,
-    OffloadStats,
-    Reader,
-    Span,
-    StorageCopy,
-    at_version,
-    bytes_of,
-    gaps,
-    overlap,
-    round_down,
-)
-from nemo_like.offload.pool import ALIGNMENT, Block, HostPool
+from nemo_like.offload.backends import CopyingBackend
+from nemo_like.offload.copies import Event, HostCopy, OffloadStats
+from nemo_like.offload.pool import HostPool
+from nemo_like.options import OffloadConfig
 from nemo_like.torch_compat import version_of
+
+_Held = tuple[Event, torch.UntypedStorage]
+
+
+class Reader(Protocol):
+    """One saved tensor among those that share a copy."""
+
+    copy: HostCopy
+    last_round: int
+    """The round of its last reading; -1: it has not read."""
 
 
 class Mover:
-    """Moves storages between one device and the host. Thread safe."""
+    """Moves storages between one device and the host, each as a whole. Thread safe."""
 
     def __init__(
         self,
-        backend: Backend,
-        pool: HostPool,
-        *,
-        max_inflight_bytes: int = 1 << 30,
+        backend: CopyingBackend,
+        config: OffloadConfig,
+        stats: OffloadStats,
         max_inflight_copies: int | None = None,
-        prefetch: int = 1,
-        stats: OffloadStats | None = None,
     ) -> None:
         """
         Args:
             backend: the device.
-            pool: where host blocks come from.
-            max_inflight_bytes: device bytes that copies to the host may hold, and that prefetched buffers may.
-            max_inflight_copies: how many copies to the host may be on their way; None: any number.
-            prefetch: how many groups ahead of the one in use are brought back.
+            config: the limits.
             stats: counters to fill.
+            max_inflight_copies: how many copies to the host may be on their way; None: any number.
         """
         self.backend = backend
-        self.pool = pool
-        self.max_inflight_bytes = max_inflight_bytes
+        self.pool = HostPool(backend.host_memory, budget_bytes=config.host_budget_bytes)
+        self.max_inflight_bytes = config.max_inflight_bytes
         self.max_inflight_copies = max_inflight_copies
-        self.prefetch = prefetch
-        self.stats = OffloadStats() if stats is None else stats
-        self._dead = Dead()
+        self.prefetch = config.prefetch
+        self.stats = stats
+        self.dead: deque[tuple[HostCopy, int]] = deque()
+        """Notes of handles that died, in any thread at any time: their copies, and when they last read them."""
         self._lock = threading.RLock()
-        self._inflight: deque[tuple[Event, torch.UntypedStorage, int]] = deque()
+        self._inflight: deque[_Held] = deque()
         self._inflight_bytes = 0
-        self._ahead: set[Span] = set()
+        self._ahead: set[HostCopy] = set()
         # What a mover that goes away still holds is being read, or written.
         weakref.finalize(self, _end_of_copies, backend, self._inflight, self._ahead).atexit = False
-        self._copies: weakref.WeakValueDictionary[tuple[Any, ...], StorageCopy] = weakref.WeakValueDictionary()
-        self._group: Group | None = None
+        self._copies: weakref.WeakValueDictionary[tuple[Any, ...], HostCopy] = weakref.WeakValueDictionary()
+        self._groups: defaultdict[int, dict[HostCopy, None]] = defaultdict(dict)
+        """Copies that come back together (those of a layer), in the order of saving, by number."""
+        self._group = 0
+        self._group_bytes = 0
         self._told_groups = False
-        self._last_group: weakref.ref[Group] | None = None
-        self._entered: weakref.ref[Group] | None = None
-        self._wanted: deque[weakref.ref[StorageCopy]] = deque()
-        self._ahead_bytes = 0
+        self._entered: int | None = None
+        self._wanted: deque[HostCopy] = deque()
 
     # -------------------------------------------------------------------------------------------------- to the host
-    def offload(self, storage: torch.UntypedStorage, lo: int, hi: int, version: tuple[Any, ...]) -> StorageCopy | None:
-        """Have bytes [lo, hi) of `storage` on the host; only what is not there yet is copied.
+    def has(self, storage: torch.UntypedStorage, version: tuple[Any, ...]) -> bool:
+        """Return whether `storage` is on the host at this version."""
+        with self._lock:
+            self._collect()
+            return self._find(storage, version) is not None
+
+    def _find(self, storage: torch.UntypedStorage, version: tuple[Any, ...]) -> HostCopy | None:
+        copy = self._copies.get((id(storage), version))
+        return copy if copy is not None and copy.handles and copy.original() is storage else None
+
+    def offload(self, storage: torch.UntypedStorage, version: tuple[Any, ...]) -> HostCopy | None:
+        """Have `storage` on the host, for one more handle.
 
         Args:
             storage: of this mover's device.
-            lo, hi: the bytes that will be asked for.
             version: changes when the contents do; equal versions share one copy. The last of it is the version counter
                 that the bytes come back with, so that checks which compare it (in recomputation) find what they know.
 
         Returns:
-            the copy, with [lo, hi) entered as one more reader; None where the pool refused (see ``pool.refusal``).
+            the copy; None where the pool refused (see ``pool.refusal``).
         """
         with self._lock:
             self._collect()
-            lo = round_down(lo, ALIGNMENT)  # the bytes come back with the alignment they had: same kernels, same bits
-            if (hi - lo) * 2 >= storage.nbytes():
-                lo, hi = 0, storage.nbytes()  # most of it: one plain copy, which later views find complete
-            key = (id(storage), version)
-            copy = self._copies.get(key)
-            if copy is None or copy.original() is not storage:
-                copy = StorageCopy(storage, version[-1] or 0, self._dead)
-                copy.stream = self.backend.current_stream()
-            missing = gaps([(segment.lo, segment.hi) for segment in copy.segments], lo, hi)
-            if missing and not self._copy_out(copy, storage, missing):
-                return None
-            if not missing:
+            copy = self._find(storage, version)
+            if copy is not None:
                 self.stats.shared += 1
-                self._join_group(copy)  # backward requests it with the last of its groups
-            self._copies[key] = copy
-            self._enter_reader(copy, lo, hi)
+            else:
+                copy = self._copy_out(storage, version[-1] or 0)
+                if copy is None:
+                    return None
+                self._copies[id(storage), version] = copy
+            self._join_group(copy)  # of a shared copy: backward requests it with the last of its groups
+            copy.handles += 1
+            copy.unread += 1
+            copy.was_read = False
             self._retire()
             self._update_host_stats()
             return copy
 
-    def _copy_out(self, copy: StorageCopy, storage: torch.UntypedStorage, missing: list[tuple[int, int]]) -> bool:
-        blocks: list[Block] = []
-        for lo, hi in missing:
-            block = self.pool.take(hi - lo)
-            if block is None:
-                # All or nothing: half a tensor on the host would save no device memory.
-                for taken in blocks:
-                    self.pool.give_back(taken)
-                return False
-            blocks.append(block)
+    def _copy_out(self, storage: torch.UntypedStorage, version: int) -> HostCopy | None:
+        block = self.pool.take(storage.nbytes())
+        if block is None:
+            return None
         backend = self.backend
+        stream = backend.current_stream()
+        copy = HostCopy(storage, version, block, stream)
         # The operator that makes these bytes may still be running on the caller's stream.
-        backend.wait(backend.copy_out, backend.record(backend.current_stream()))
-        for (lo, hi), block in zip(missing, blocks, strict=True):
-            backend.copy(block.bytes(0, hi - lo), bytes_of(storage, lo, hi), backend.copy_out)
-        # One event for all parts: whoever brings any of them back waits for this, and not for the host.
-        written = backend.record(backend.copy_out)
-        copy.segments += [HostSegment(lo, hi, block, written) for (lo, hi), block in zip(missing, blocks, strict=True)]
-        moved = sum(hi - lo for lo, hi in missing)
-        self.stats.moved_bytes += moved
-        self.stats.copies += len(missing)
+        backend.wait(backend.copy_out, backend.record(stream))
+        backend.copy(block.bytes(copy.nbytes), bytes_of(storage), backend.copy_out)
+        copy.written = backend.record(backend.copy_out)
+        self.stats.moved_bytes += copy.nbytes
+        self.stats.copies += 1
         # Python may drop the storage at once; the allocator must not hand it out while the copy reads it.
-        self._hold_until(written, storage, moved)
-        if copy.group is None:
-            self._join_group(copy)
-        return True
-
-    def _hold_until(self, event: Event, storage: torch.UntypedStorage, nbytes: int) -> None:
-        self._inflight.append((event, storage, nbytes))
-        self._inflight_bytes += nbytes
+        self._inflight.append((copy.written, storage))
+        self._inflight_bytes += copy.nbytes
+        return copy
 
     def _retire(self) -> None:
         """Let go of storages whose copies have ended, and wait for the oldest where too much is on its way."""
-        while self._inflight and self.backend.done(self._inflight[0][0]):
-            self._inflight_bytes -= self._inflight.popleft()[2]
+        held = self._inflight
+        while held and self.backend.done(held[0][0]):
+            self._let_go()
+        most = len(held) if self.max_inflight_copies is None else self.max_inflight_copies
         # The newest is in use by the operator that saves it: waiting for its copy would free nothing.
-        most = len(self._inflight) if self.max_inflight_copies is None else self.max_inflight_copies
-        while len(self._inflight) > 1 and (
-            self._inflight_bytes > self.max_inflight_bytes or len(self._inflight) > most
-        ):
+        while len(held) > 1 and (len(held) > most or self._inflight_bytes > self.max_inflight_bytes):
             self.stats.offload_stalls += 1
-            self.backend.synchronize(self._inflight[0][0])
-            self._inflight_bytes -= self._inflight.popleft()[2]
+            self.backend.synchronize(held[0][0])
+            self._let_go()
 
-    def _enter_reader(self, copy: StorageCopy, lo: int, hi: int) -> None:
-        inside = [span for span in copy.spans if overlap((span.lo, span.hi), (lo, hi))]
-        if len(inside) == 1 and inside[0].lo <= lo and hi <= inside[0].hi:
-            span = inside[0]
-        else:
-            # Several spans become one. Readers of the old ones find it by their range; a buffer they had is given up.
-            span = Span(min([lo, *(span.lo for span in inside)]), max([hi, *(span.hi for span in inside)]))
-            for old in inside:
-                span.tensors += old.tensors
-                span.unread += old.tensors
-                span.round = max(span.round, old.round + 1)
-                self._drop_buffer(old)
-            copy.spans = [kept for kept in copy.spans if kept not in inside] + [span]
-        span.tensors += 1
-        span.unread += 1
-        span.was_read = False
+    def _let_go(self) -> None:
+        self._inflight_bytes -= self._inflight.popleft()[1].nbytes()
 
     # -------------------------------------------------------------------------------------------------------- groups
     def open_group(self) -> None:
         """Open a group (a layer) for what is offloaded from here on."""
         with self._lock:
-            self._group, self._told_groups = None, True
+            self._told_groups = True
+            self._next_group()
 
-    def _join_group(self, copy: StorageCopy) -> None:
-        group = self._group
+    def _next_group(self) -> None:
+        self._group += bool(self._groups.get(self._group))  # an empty one is still to be used
+        self._group_bytes = 0
+
+    def _join_group(self, copy: HostCopy) -> None:
+        self._leave_group(copy)
         # Where no groups are opened, one ends when a handful of them would fill what prefetching may hold.
-        if group is None or (not self._told_groups and group.nbytes > self.max_inflight_bytes // 8):
-            group = self._group = Group(self._last_group() if self._last_group is not None else None)
-            self._last_group = weakref.ref(group)
-        if copy.group is not None:
-            copy.group.leave(copy)
-        copy.group = group
-        group.copies.append(weakref.ref(copy))
-        group.nbytes += copy.nbytes
+        if not self._told_groups and self._group_bytes > self.max_inflight_bytes // 8:
+            self._next_group()
+        copy.group = self._group
+        self._group_bytes += copy.nbytes
+        self._groups[copy.group][copy] = None
+
+    def _leave_group(self, copy: HostCopy) -> None:
+        group = self._groups.get(copy.group, {})
+        group.pop(copy, None)
+        if not group:
+            self._groups.pop(copy.group, None)
+            self._entered = None if self._entered == copy.group else self._entered
 
     # ---------------------------------------------------------------------------------------------------------- back
-    def reader(self, copy: StorageCopy, lo: int, hi: int) -> Reader:
-        """A place for one saved tensor, bytes [lo, hi), among those that `offload` entered."""
-        return Reader(copy, lo, hi, self._dead)
-
-    def fetch(self, reader: Reader) -> tuple[torch.Tensor, int]:
-        """The reader's bytes on the device, ready for the current stream.
-
-        Returns:
-            a (n,) uint8 tensor and the offset in the storage of its first byte; the reader's bytes lie inside.
-        """
-        copy, lo, hi = reader.copy, reader.lo, reader.hi
+    def fetch(self, reader: Reader) -> torch.Tensor:
+        """Return the bytes of the reader's copy, (n,) uint8 on the device, ready for the current stream."""
+        copy = reader.copy
         with self._lock:
             self._collect()
             self._retire()
-            original = copy.original()
             backend, stream = self.backend, self.backend.current_stream()
+            original = copy.original()
             if original is not None:
                 # Another reference keeps it alive: the same bytes, and no copy to wait for.
                 self.stats.still_on_device += 1
-                self._read(copy.span_of(lo, hi), reader)
-                self._look_ahead(copy)
-                whole = at_version(bytes_of(original, 0, copy.nbytes), copy.version)
+                whole = at_version(bytes_of(original), copy.version)
                 backend.lend(whole, stream, copy.stream)  # the mover may be the last one that holds it
-                return whole, 0
-            span = copy.span_of(lo, hi)
-            buffer = self._buffer_of(copy, span)
-            # Not the host: only the caller's stream waits, so that Python runs on and launches what follows.
-            backend.wait(stream, span.ready)
-            backend.lend(buffer, stream, span.stream)
-            self._read(span, reader)
+            else:
+                whole = self._buffer_of(copy)
+                # Not the host: only the caller's stream waits, so that Python runs on and launches what follows.
+                backend.wait(stream, copy.ready)
+                backend.lend(whole, stream, copy.buffer_stream)
+            self._read(reader)
             self._look_ahead(copy)
-            return buffer, span.lo
+            return whole
 
-    def prefetch_for(self, reader: Reader) -> None:
-        """Start the way back of the reader's bytes, where they are not on the device any more."""
-        copy, lo, hi = reader.copy, reader.lo, reader.hi
+    def prefetch_for(self, copy: HostCopy) -> None:
+        """Start the way back, where the storage is not on the device any more."""
         with self._lock:
             if copy.original() is None:
-                self._prefetch(copy, copy.span_of(lo, hi))
+                self._prefetch(copy)
 
-    def part_from_source(self, copy: StorageCopy) -> None:
-        """The original is about to change: what the current stream does next comes after the copy's reading of it.
-
-        From here on the copy is on its own: the original is neither read in its place nor shared with.
-        """
+    def part_from_source(self, copy: HostCopy) -> None:
+        """The original is about to change: what the current stream does next comes after the copy's reading of it."""
         with self._lock:
-            stream = self.backend.current_stream()
-            for segment in copy.segments:
-                self.backend.wait(stream, segment.written)
-            # The weak reference would still find the storage, with other bytes in it.
-            copy.storage = _nothing
-            for key in [key for key, known in self._copies.items() if known is copy]:
-                del self._copies[key]
+            self.backend.wait(self.backend.current_stream(), copy.written)
+            copy.part_from_original()  # which would still be found, with other bytes in it
 
-    def _buffer_of(self, copy: StorageCopy, span: Span) -> torch.Tensor:
-        """The span's buffer: prefetched, left by an earlier reader, or started now."""
-        if span.buffer is not None and version_of(span.buffer) != span.buffer_version:
-            self._drop_buffer(span)  # an earlier reader wrote into it; the host has the true bytes
-        if span.buffer is None and span.last_buffer is not None:
-            earlier = span.last_buffer()
-            if earlier is not None and version_of(earlier) == span.buffer_version:
-                span.buffer = earlier  # a tensor of an earlier round still holds it: no second copy
-        if span.buffer is None:
+    def _buffer_of(self, copy: HostCopy) -> torch.Tensor:
+        """The copy's buffer: prefetched, left by an earlier reader, or started now."""
+        if copy.buffer is not None and version_of(copy.buffer) != copy.buffer_version:
+            self._drop_buffer(copy)  # an earlier reader wrote into it; the host has the true bytes
+        if copy.buffer is None:
             self.stats.reload_stalls += 1
-            return self._copy_back(copy, span)
-        if span.waiting:
-            self.stats.reload_stalls += not self.backend.done(span.ready)
-        return span.buffer
+            return self._copy_back(copy)
+        self.stats.reload_stalls += copy.ahead and not self.backend.done(copy.ready)
+        return copy.buffer
 
-    def _copy_back(self, copy: StorageCopy, span: Span) -> torch.Tensor:
+    def _copy_back(self, copy: HostCopy) -> torch.Tensor:
         backend = self.backend
         stream = backend.current_stream()
-        buffer = backend.device_memory(span.hi - span.lo)
+        buffer = backend.device_memory(copy.nbytes)
         backend.wait(backend.copy_back, backend.record(stream))  # earlier kernels may still use this memory
-        for segment in copy.segments:
-            start, end = max(segment.lo, span.lo), min(segment.hi, span.hi)
-            if start >= end:
-                continue
-            backend.wait(backend.copy_back, segment.written)
-            backend.copy(
-                buffer.data[start - span.lo : end - span.lo],  # a copy is not a change: not to be counted as one
-                segment.block.bytes(start - segment.lo, end - segment.lo),
-                backend.copy_back,
-            )
-        span.ready = backend.record(backend.copy_back)
-        for segment in copy.segments:
-            if overlap((segment.lo, segment.hi), (span.lo, span.hi)):
-                segment.last_read = span.ready  # the host block may be written again only after this
+        backend.wait(backend.copy_back, copy.written)
+        backend.copy(buffer.data, copy.block.bytes(copy.nbytes), backend.copy_back)  # `data`: no change to be counted
+        copy.ready = backend.record(backend.copy_back)
+        copy.last_read = copy.ready  # the host block may be written again only after this
         # Checks in recomputation compare version counters: the bytes come back with the counter that they left with.
         at_version(buffer, copy.version)
-        span.buffer, span.stream = buffer, stream
-        span.buffer_version = version_of(buffer)
-        span.last_buffer = weakref.ref(buffer)
+        copy.buffer, copy.buffer_stream, copy.buffer_version = buffer, stream, version_of(buffer)
         self.stats.reloads += 1
-        self.stats.reloaded_bytes += span.hi - span.lo
+        self.stats.reloaded_bytes += copy.nbytes
         return buffer
 
-    def _read(self, span: Span, reader: Reader) -> None:
-        if span.waiting:
-            self._no_more_ahead(span)
+    def _read(self, reader: Reader) -> None:
+        copy = reader.copy
+        self._no_more_ahead(copy)
         # A reader that reads twice in one round (a backward that walks one node twice) counts once.
-        if reader.last_round != span.round:
-            reader.last_round = span.round
-            span.unread -= 1
-        self._end_round(span)
+        copy.unread -= reader.last_round != copy.round
+        reader.last_round = copy.round
+        self._end_round(copy)
 
-    def _end_round(self, span: Span) -> None:
-        if span.unread <= 0:
+    def _end_round(self, copy: HostCopy) -> None:
+        if copy.unread <= 0:
             # Everybody has it: from here on the buffer lives as long as what they made of it, and no longer.
-            self._drop_buffer(span)
-            span.was_read = True
-            span.round += 1
-            span.unread = span.tensors
+            self._drop_buffer(copy)
+            copy.was_read = True
+            copy.round += 1
+            copy.unread = copy.handles
 
-    def _drop_buffer(self, span: Span) -> None:
-        if span.waiting:
+    def _drop_buffer(self, copy: HostCopy) -> None:
+        if copy.ahead:
             # This copy was not waited for, and the allocator may hand its memory to the current stream's next operator.
-            self._no_more_ahead(span)
-            self.backend.wait(span.stream, span.ready)
-        span.buffer = None
+            self._no_more_ahead(copy)
+            self.backend.wait(copy.buffer_stream, copy.ready)
+        copy.buffer = None
 
-    def _no_more_ahead(self, span: Span) -> None:
-        span.waiting = False
-        self._ahead.discard(span)
-        self._ahead_bytes -= span.hi - span.lo
+    def _no_more_ahead(self, copy: HostCopy) -> None:
+        copy.ahead = False
+        self._ahead.discard(copy)
 
     # ----------------------------------------------------------------------------------------------------- prefetch
-    def _look_ahead(self, copy: StorageCopy) -> None:
+    def _look_ahead(self, copy: HostCopy) -> None:
         """Start bringing back the rest of this group, and the groups that backward needs next."""
-        group = copy.group
-        if self.prefetch and group is not None and (self._entered is None or self._entered() is not group):
-            self._entered = weakref.ref(group)
-            self._wanted.extend(reversed(group.copies))
-            for _ in range(self.prefetch):
-                group = group.previous() if group is not None and group.previous is not None else None
-                if group is not None:
-                    self._wanted.extend(reversed(group.copies))
-        while self._wanted and self._ahead_bytes < self.max_inflight_bytes:
-            wanted = self._wanted.popleft()()
-            if wanted is not None and wanted.original() is None:
-                for span in wanted.spans:
-                    # What was read is not wanted again in this backward, and where memory ran out more would not help.
-                    if not span.was_read and not self._prefetch(wanted, span):
-                        self._wanted.clear()
-                        return
+        if self.prefetch and self._entered != copy.group:
+            self._entered = copy.group
+            for group in range(copy.group, copy.group - self.prefetch - 1, -1):
+                self._wanted.extend(reversed(self._groups.get(group, {})))
+        while self._wanted and sum(each.nbytes for each in self._ahead) < self.max_inflight_bytes:
+            wanted = self._wanted.popleft()
+            # What was read is not wanted again in this backward, and where memory ran out more would not help.
+            waits = wanted.handles and not wanted.was_read and wanted.original() is None
+            if waits and not self._prefetch(wanted):
+                self._wanted.clear()
 
-    def _prefetch(self, copy: StorageCopy, span: Span) -> bool:
-        if span.buffer is not None or (span.last_buffer is not None and span.last_buffer() is not None):
+    def _prefetch(self, copy: HostCopy) -> bool:
+        """Start the way back; return whether there was memory for it."""
+        if copy.buffer is not None:
             return True
         try:
-            self._copy_back(copy, span)
+            self._copy_back(copy)
         except torch.OutOfMemoryError as error:
             warn_once(
-                f"Offloading could not prefetch {span.hi - span.lo} bytes ({error}): brought back when asked for.",
+                f"Offloading could not prefetch {copy.nbytes} bytes ({error}): brought back when asked for.",
                 key="offload-prefetch-refused",
             )
             return False
-        span.waiting = True
-        self._ahead.add(span)
-        self._ahead_bytes += span.hi - span.lo
+        copy.ahead = True
+        self._ahead.add(copy)
         self.stats.prefetched += 1
         return True
 
     # -------------------------------------------------------------------------------------------------- what is over
     def _collect(self) -> None:
         """Take back what died since the last call."""
-        while self._dead.readers:
-            reference, lo, hi, last_round = self._dead.readers.popleft()
-            copy = reference()
-            if copy is not None:
-                span = copy.span_of(lo, hi)
-                span.tensors -= 1
-                span.unread -= last_round != span.round
-                if span.tensors > 0:
-                    self._end_round(span)
-        while self._dead.copies:
-            segments, spans = self._dead.copies.popleft()
-            for span in spans:
-                self._drop_buffer(span)
-            for segment in segments:
-                # Every write to host memory is on `copy_out`: with it behind the last reader, anyone may write.
-                if segment.last_read is not None:
-                    self.backend.wait(self.backend.copy_out, segment.last_read)
-                self.pool.give_back(segment.block)
+        while self.dead:
+            copy, last_round = self.dead.popleft()
+            copy.handles -= 1
+            copy.unread -= last_round != copy.round
+            if copy.handles:
+                self._end_round(copy)
+                continue
+            self._drop_buffer(copy)
+            self._leave_group(copy)
+            # Every write to host memory is on `copy_out`: with it behind the last reader, anyone may write.
+            if copy.last_read is not None:
+                self.backend.wait(self.backend.copy_out, copy.last_read)
+            self.pool.give_back(copy.block)
 
     def collect(self) -> None:
         """Take back what died, and let go of storages whose copies have ended."""
@@ -391,9 +321,8 @@ class Mover:
         with self._lock:
             self._collect()
             while self._inflight:
-                event, _, nbytes = self._inflight.popleft()
-                self.backend.synchronize(event)
-                self._inflight_bytes -= nbytes
+                self.backend.synchronize(self._inflight[0][0])
+                self._let_go()
             for stream in (self.backend.copy_out, self.backend.copy_back):
                 self.backend.synchronize(self.backend.record(stream))
             freed = self.pool.trim()
@@ -407,17 +336,24 @@ class Mover:
         self.stats.host_peak_reserved_bytes = self.pool.peak_reserved_bytes
 
 
-def _end_of_copies(
-    backend: Backend, inflight: deque[tuple[Event, torch.UntypedStorage, int]], ahead: set[Span]
-) -> None:
+def _end_of_copies(backend: CopyingBackend, inflight: deque[_Held], ahead: set[HostCopy]) -> None:
     """Wait for the copies to the host before the storages that they read are freed, and for those back likewise."""
     while inflight:
-        backend.synchronize(inflight.popleft()[0])
+        backend.synchronize(inflight[0][0])
+        inflight.popleft()
     while ahead:
-        span = ahead.pop()
-        backend.wait(span.stream, span.ready)
+        copy = ahead.pop()
+        backend.wait(copy.buffer_stream, copy.ready)
 
 
-def _nothing() -> None:
-    """A dead weak reference."""
-    return None
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """Return a storage's bytes as a (n,) uint8 tensor on it."""
+    # `.data` starts a version counter of its own, which setting the storage has not moved.
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,)).data
+
+
+def at_version(tensor: torch.Tensor, version: int) -> torch.Tensor:
+    """Return `tensor`, whose version counter is at 0, with the counter at `version`."""
+    for _ in range(version):
+        torch.autograd.graph.increment_version(tensor)
+    return tensor

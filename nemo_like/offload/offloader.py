@@ -10,22 +10,43 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from nemo_like._util.log import warn_once
 from nemo_like._util.module_tree import check_model, every_module
+from nemo_like._util.tensors import tensors_in
 from nemo_like.activation_checkpointing.engine.handles import Transfer
 from nemo_like.activation_checkpointing.policy import HOST, SAVE, Decision, Policy
 from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
-from nemo_like.offload.backends import Backend
+from nemo_like.offload import stays
+from nemo_like.offload.backends import CopyingBackend, default_backend
 from nemo_like.offload.copies import OffloadStats
-from nemo_like.offload.packing import Packer, storages_in
+from nemo_like.offload.handles import (
+    ChosenHandle,
+    Handle,
+    HostHandle,
+    InPlaceGuard,
+    KeptHandle,
+    SubclassHandle,
+    is_wrapper_subclass,
+    take_apart,
+)
+from nemo_like.offload.mover import Mover
 from nemo_like.options import OffloadConfig
-from nemo_like.torch_compat import ActivationWrapper, innermost_saved_tensor_hooks, is_compiled
+from nemo_like.torch_compat import (
+    ActivationWrapper,
+    innermost_saved_tensor_hooks,
+    is_compiled,
+    left_to_python,
+    version_of,
+)
 
 CHECKPOINTING_MODULES = ("torch.utils.checkpoint", "nemo_like.activation_checkpointing")
 """Modules that define the saved-tensor hooks of checkpointed regions."""
@@ -37,7 +58,7 @@ def offload_activations(
     model: nn.Module | None = None,
     layers: Sequence[nn.Module] = (),
     left_out: Sequence[nn.Module] = (),
-    backend: Backend | None = None,
+    backend: CopyingBackend | None = None,
 ) -> Offloader:
     """A context manager: what autograd saves inside it waits on the host until backward uses it.
 
@@ -58,41 +79,195 @@ def offload_activations(
     The context is entered around forward (backward may run inside or outside) and around checkpointing, never within
     a checkpointed region: entering it there raises RuntimeError.
     """
+    config = OffloadConfig.of(config, default="all")
+    if config.mode in ("boundary", "saved") and not layers:
+        raise ValueError(
+            f"Offloading {config.mode!r} moves layer inputs, and was not told the layers. Pass layers=[...] "
+            "(nemo_like.layers.find_layers finds them), or use offload='all'."
+        )
     return Offloader(config, model=model, layers=layers, left_out=left_out, backend=backend)
 
 
-class Offloader(Packer):
-    """See `offload_activations`. `stats` are live; `transfer` is what an engine's HOST decisions go through."""
+class Offloader:
+    """Decides where each saved tensor waits, and counts: see `offload_activations`.
+
+    `stats` are live. An engine's HOST decisions go through `to_host`, `prefetch` and `before_change` (its `Transfer`).
+    """
 
     def __init__(
         self,
-        config: OffloadConfig | str | None = None,
+        config: OffloadConfig,
         *,
         model: nn.Module | None = None,
         layers: Sequence[nn.Module] = (),
         left_out: Sequence[nn.Module] = (),
-        backend: Backend | None = None,
+        backend: CopyingBackend | None = None,
         use_streams: bool = True,
         max_inflight_copies: int | None = None,
-        needs_layers: bool = True,
     ) -> None:
+        """
+        Args:
+            config: the limits.
+            model, layers, left_out, backend: see `offload_activations`.
+            use_streams: copy while computing.
+            max_inflight_copies: see `Mover`.
+        """
         if model is not None:
             check_model(model)
-        super().__init__(
-            OffloadConfig.of(config, default="all"),
-            backend=backend,
-            use_streams=use_streams,
-            max_inflight_copies=max_inflight_copies,
-        )
-        if needs_layers and self.config.mode in ("boundary", "saved") and not layers:
-            raise ValueError(
-                f"Offloading {self.config.mode!r} moves layer inputs, and was not told the layers. Pass layers=[...] "
-                "(nemo_like.layers.find_layers finds them), or use offload='all'."
-            )
+        self.config = config
         self.model = model
         self.layers = list(layers)
         self.left_out = list(left_out)
+        self.stats = OffloadStats()
+        self._backend = backend
+        self._use_streams = use_streams
+        self._max_inflight_copies = max_inflight_copies
+        self._mover: Mover | None = None
+        self._known = stays.KnownStorages()
+        self._inputs: dict[int, torch.UntypedStorage] | None = None
+        """The storages that may move, by id (and referenced, so that the ids stay theirs); None: any."""
+        self._resting = False
+        """True: backward will start with what is saved now."""
+        self._chosen: weakref.ref[ChosenHandle] | None = None
         self._contexts: list[ExitStack] = []
+
+    # ------------------------------------------------------------------------------------------------ saved tensors
+    @left_to_python
+    def pack(self, tensor: torch.Tensor) -> Handle:
+        """A handle that replaces `tensor` in the graph: on the host where it may go there, else as it is.
+
+        Raises:
+            RuntimeError: the tensor cannot be moved and the configuration has ``on_unsupported="raise"``.
+        """
+        with torch.no_grad():
+            self.start_chosen()
+            return self._pack(tensor)
+
+    @staticmethod
+    @left_to_python
+    def unpack(handle: Handle) -> torch.Tensor:
+        """The tensor that `handle` replaces."""
+        return handle.get()
+
+    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """The bare pair of hooks, for one ``with``."""
+        return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+
+    def _pack(self, tensor: torch.Tensor) -> Handle:
+        if torch.compiler.is_compiling():
+            return KeptHandle(tensor)
+        tensor = _resolved(tensor)
+        if self._resting:
+            return self._keep(tensor, stays.LAST_LAYER)
+        if stays.is_parameter(tensor):
+            return self._keep(tensor, stays.PARAMETER)
+        if stays.is_autocast_copy(tensor, self._known):
+            return self._keep(tensor, stays.AUTOCAST)
+        if self._inputs is not None and not any(id(storage) in self._inputs for storage in stays.storages_of(tensor)):
+            return self._keep(tensor, stays.NOT_ASKED)
+        return self._move(tensor, (version_of(tensor),), guarded=True)
+
+    def _keep(self, tensor: torch.Tensor, reason: str) -> KeptHandle:
+        self.stats.keep(reason, sum(storage.nbytes() for storage in stays.storages_of(tensor)))
+        return KeptHandle(tensor)
+
+    def _move(self, tensor: torch.Tensor, version: tuple[Any, ...], guarded: bool) -> Handle:
+        """A handle for `tensor`, whose contents `version` tells from others of its storage (see `Mover.offload`)."""
+        move = self._move_subclass if is_wrapper_subclass(tensor) else self._move_plain
+        return move(tensor, version, guarded)
+
+    def _move_subclass(self, tensor: torch.Tensor, version: tuple[Any, ...], guarded: bool) -> Handle:
+        """Move what a wrapper subclass is made of, and keep how to put it together again.
+
+        An operator that changes it in place need not show in its inner tensors' versions: the outer ones count too.
+        """
+        inner, context = take_apart(tensor)
+        handles = frozenset(name for name, value in inner.items() if isinstance(value, torch.Tensor))
+        for name in handles:
+            value = _resolved(inner[name])
+            inner[name] = self._move(value, (*version, version_of(value)), False)
+        if all(isinstance(inner[name], KeptHandle) for name in handles):
+            return KeptHandle(tensor)
+        guard = InPlaceGuard(tensor) if guarded else None
+        return SubclassHandle(type(tensor), context, inner, handles, tensor.shape, tensor.stride(), guard)
+
+    def _move_plain(self, tensor: torch.Tensor, version: tuple[Any, ...], guarded: bool) -> Handle:
+        """A handle for a plain tensor: on the host, or where it is (counted, with the reason)."""
+        problem = stays.unsupported(tensor)
+        if problem is not None:
+            return self._keep_unsupported(tensor, problem)
+        mover, storage = self._the_mover(), tensor.untyped_storage()
+        reason = self._reason_to_stay(tensor, mover, version)
+        copy = mover.offload(storage, version) if reason is None else None
+        if copy is not None:
+            return HostHandle(tensor, mover, copy, InPlaceGuard(tensor) if guarded else None)
+        if reason is None:
+            refusal = str(mover.pool.refusal)
+            warn_once(
+                f"Offloading keeps tensors on the device from here on, where they do not fit: {refusal}.",
+                key="offload-refused",
+            )
+            reason = "refused by the host: " + refusal.split(" of ")[0]
+        return self._keep(tensor, reason)
+
+    def _keep_unsupported(self, tensor: torch.Tensor, problem: str) -> Handle:
+        if self.config.on_unsupported == "raise":
+            raise RuntimeError(  # a TypeError inside an operator's method (`@`) would be taken for "not mine"
+                f"Offloading cannot move a saved tensor of shape {list(tensor.shape)}: {problem}. "
+                "Use OffloadConfig(on_unsupported='keep') to leave such tensors on the device."
+            )
+        warn_once(f"Offloading leaves a saved tensor on the device: {problem}.", key=f"offload-keeps-{problem}")
+        return self._keep(tensor, f"unsupported: {problem}")
+
+    def _reason_to_stay(self, tensor: torch.Tensor, mover: Mover, version: tuple[Any, ...]) -> str | None:
+        storage = tensor.untyped_storage()
+        if tensor.numel() == 0:
+            return stays.EMPTY
+        if not mover.backend.serves(tensor):
+            return stays.ON_HOST if tensor.device.type == "cpu" else f"on {tensor.device}"
+        known = self._known.reason(tensor)
+        if known is not None:
+            return known
+        if storage.nbytes() < self.config.min_bytes:
+            return stays.SMALL
+        if not stays.spans_half(tensor) and not mover.has(storage, version):
+            return stays.PART
+        return None
+
+    def _the_mover(self) -> Mover:
+        if self._mover is None:
+            if self._backend is None:
+                self._backend = default_backend(pin_memory=self.config.pin_memory, use_streams=self._use_streams)
+            self._mover = Mover(self._backend, self.config, self.stats, self._max_inflight_copies)
+        return self._mover
+
+    # ---------------------------------------------------------------------------------------- an engine's transfer
+    def to_host(self, tensor: torch.Tensor) -> ChosenHandle:
+        """As `pack`, for an operator's output that an engine chose."""
+        with torch.no_grad():
+            self.start_chosen()
+            if self._resting:
+                return ChosenHandle(tensor, partial(self._keep, reason=stays.LAST_LAYER))
+            handle = ChosenHandle(tensor, partial(self._move, version=(version_of(tensor),), guarded=False))
+            self._chosen = weakref.ref(handle)
+            return handle
+
+    def start_chosen(self) -> None:
+        """Move what was last chosen, if it is still wanted."""
+        chosen = self._chosen() if self._chosen is not None else None
+        self._chosen = None
+        if chosen is not None:
+            with torch.no_grad():
+                chosen.start()
+
+    def prefetch(self, handle: Any) -> None:
+        """Start the way back of a tensor that `to_host` took."""
+        handle.prefetch()
+
+    def before_change(self, handle: Any) -> None:
+        """The tensor that `to_host` took is about to be changed in place: what was taken stays as it is."""
+        with torch.no_grad():
+            handle.before_change()
 
     # ------------------------------------------------------------------------------------------- context management
     def __enter__(self) -> Offloader:
@@ -100,7 +275,7 @@ class Offloader(Packer):
         if self.config.mode != "none":
             self.refuse_inside_checkpointing()
             if self.model is not None:
-                self._known.learn([self.model])
+                self._known.learn(self.model)
             self._resting = False
             self._inputs = None if self.config.mode == "all" else {}
             self._watch_modules(stack)
@@ -113,14 +288,8 @@ class Offloader(Packer):
     def __exit__(self, *error: object) -> None:
         self._contexts.pop().close()
         self._inputs = None
-        with torch.no_grad():
-            self.start_chosen()
-        if self._mover is not None:
-            self._mover.collect()
-
-    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """The bare pair of hooks, for one ``with``."""
-        return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+        self.start_chosen()
+        self.collect()
 
     def _watch_modules(self, stack: ExitStack) -> None:
         """Be told, within `stack`, of calls of the layers, of the modules left out, and of the model."""
@@ -149,15 +318,16 @@ class Offloader(Packer):
 
         `everything`: move all of it, not only what shares storage with the arguments.
         """
-        self._known.learn([layer])
-        self._inputs = None if everything else storages_in((args, kwargs))
+        self._known.learn(layer)
+        arguments = () if everything else tensors_in((args, kwargs))
+        storages = [storage for tensor in arguments for storage in stays.storages_of(tensor)]
+        self._inputs = None if everything else {id(storage): storage for storage in storages}
         if self._mover is not None:
             self._mover.open_group()
 
     def leave_layer(self) -> None:
         """Assign what is saved from here on to no layer."""
-        with torch.no_grad():
-            self.start_chosen()
+        self.start_chosen()
         self._inputs = None if self.config.mode == "all" else {}
 
     def refuse_inside_checkpointing(self) -> None:
@@ -173,7 +343,7 @@ class Offloader(Packer):
 
     def __reduce__(self) -> Any:
         """A copy of a model gets host memory of its own: nothing that waits there is copied."""
-        return _rebuild, (self.config,)
+        return Offloader, (self.config,)
 
     # ------------------------------------------------------------------------------------------------- host memory
     def collect(self) -> OffloadStats:
@@ -187,8 +357,9 @@ class Offloader(Packer):
         return 0 if self._mover is None else self._mover.trim()
 
 
-def _rebuild(config: OffloadConfig) -> Offloader:
-    return Offloader(config, needs_layers=False)
+def _resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, or what a functional collective still on its way returns: its bytes are not there before."""
+    return tensor.wait() if hasattr(tensor, "trigger_wait") else tensor  # type: ignore[attr-defined]
 
 
 # The engine's HOST decisions: what a policy decides to keep waits on the host.

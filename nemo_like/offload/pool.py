@@ -38,9 +38,9 @@ class Block:
     lo: int
     nbytes: int
 
-    def bytes(self, start: int, end: int) -> torch.Tensor:
-        """Bytes [start, end) of the block, as a uint8 view of shape (end - start,)."""
-        return self.slab.memory[self.lo + start : self.lo + end]
+    def bytes(self, count: int) -> torch.Tensor:
+        """Return the first `count` bytes of the block, as a uint8 view of shape (count,)."""
+        return self.slab.memory[self.lo : self.lo + count]
 
 
 class HostPool:

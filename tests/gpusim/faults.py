@@ -21,8 +21,8 @@ from nemo_like.activation_checkpointing import apply_selective_checkpointing_to_
 from nemo_like.activation_checkpointing.policy import SelectivePolicy
 from nemo_like.offload import apply_offloading, mover, offload_activations, offloader_of
 from nemo_like.offload.backends import AcceleratorBackend
-from nemo_like.offload.copies import Span, StorageCopy
-from nemo_like.offload.handles import InPlaceGuard
+from nemo_like.offload.copies import HostCopy
+from nemo_like.offload.handles import HostHandle, InPlaceGuard
 from nemo_like.offload.mover import Mover
 from nemo_like.offload.pool import HostPool
 from nemo_like.options import OffloadConfig
@@ -105,13 +105,13 @@ def _kept_and_changed(offload: bool) -> Results:
 
 
 def _slices(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    product = x[0:20] * x[12:32]
-    return torch.cat([product, x[20:] * scale])
+    product = x[0:40] * x[24:64]
+    return torch.cat([product, x[20:44] * scale])
 
 
 @scenario("slices")
 def _parts(offload: bool) -> Results:
-    """Save overlapping parts of one storage."""
+    """Save overlapping parts of one storage, each over half of it or more, but for the last, which is there already."""
     return _training(offload, "all", 1, _slices)
 
 
@@ -137,7 +137,7 @@ def _both_ways(offload: bool) -> Results:
     Otherwise an original dies only when the host knows that its copy has ended, so that the copy back need not wait.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StorageCopy, "original", lambda _: None)
+        patch.setattr(HostCopy, "original", lambda _: None)
         return _training(offload, "all", UNLIMITED)
 
 
@@ -337,6 +337,10 @@ def edit(patch: pytest.MonkeyPatch, owner: Any, name: str, *changes: tuple[str, 
     patch.setattr(owner, name, scope[name])
 
 
+WRITTEN = "copy.written = backend.record(backend.copy_out)"
+READY = "copy.ready = backend.record(backend.copy_back)"
+
+
 def how_it_shows(device: Device, name: str) -> str:
     """Return how the fault shows: as a race, in the bytes, or not at all."""
     fault = FAULTS[name]
@@ -361,59 +365,46 @@ def how_it_shows(device: Device, name: str) -> str:
 @shown_by("all, 1 bytes on their way", "race")
 def copy_out_waits_for_no_operator(patch: pytest.MonkeyPatch) -> None:
     """Copy to the host without waiting for the operator that makes the bytes."""
-    edit(
-        patch, Mover, "_copy_out", ("backend.wait(backend.copy_out, backend.record(backend.current_stream()))", "pass")
-    )
+    edit(patch, Mover, "_copy_out", ("backend.wait(backend.copy_out, backend.record(stream))", "pass"))
 
 
 @shown_by("all, 1 bytes on their way", "race")
 def reader_does_not_wait(patch: pytest.MonkeyPatch) -> None:
     """Read what comes back before it is there."""
-    edit(patch, Mover, "fetch", ("backend.wait(stream, span.ready)", "pass"))
+    edit(patch, Mover, "fetch", ("backend.wait(stream, copy.ready)", "pass"))
 
 
 @shown_by("all, 1 bytes on their way", "race")
 def copy_out_is_recorded_on_the_wrong_stream(patch: pytest.MonkeyPatch) -> None:
     """Take an event of the current stream for the end of a copy to the host."""
-    old = "written = backend.record(backend.copy_out)"
-    edit(patch, Mover, "_copy_out", (old, "written = backend.record(backend.current_stream())"))
+    edit(patch, Mover, "_copy_out", (WRITTEN, "copy.written = backend.record(stream)"))
 
 
 @shown_by("all, 1 bytes on their way", "race")
 def copy_back_is_recorded_on_the_wrong_stream(patch: pytest.MonkeyPatch) -> None:
     """Take an event of the current stream for the end of a copy back."""
-    edit(
-        patch,
-        Mover,
-        "_copy_back",
-        ("span.ready = backend.record(backend.copy_back)", "span.ready = backend.record(stream)"),
-    )
+    edit(patch, Mover, "_copy_back", (READY, "copy.ready = backend.record(stream)"))
 
 
 @shown_by("all, 1 bytes on their way", "race")
 def copy_out_is_recorded_too_early(patch: pytest.MonkeyPatch) -> None:
     """Record the end of a copy to the host before it."""
-    record, loop = (
-        "written = backend.record(backend.copy_out)",
-        "    for (lo, hi), block in zip(missing, blocks, strict=True):",
-    )
-    edit(patch, Mover, "_copy_out", (record, "pass"), (f"{loop}\n", f"    {record}\n{loop}\n"))
+    copy = "backend.copy(block.bytes(copy.nbytes), bytes_of(storage), backend.copy_out)"
+    edit(patch, Mover, "_copy_out", (WRITTEN, "pass"), (copy, f"{WRITTEN}; {copy}"))
 
 
 @shown_by("all, 1 bytes on their way", "race")
 def copy_back_is_recorded_too_early(patch: pytest.MonkeyPatch) -> None:
     """Record the end of a copy back before it."""
-    record, wait = (
-        "span.ready = backend.record(backend.copy_back)",
-        "backend.wait(backend.copy_back, backend.record(stream))",
-    )
-    edit(patch, Mover, "_copy_back", (record, "pass"), (wait, f"{wait}; {record}"))
+    wait = "backend.wait(backend.copy_back, backend.record(stream))"
+    edit(patch, Mover, "_copy_back", (READY, "pass"), (wait, f"{wait}; {READY}"))
 
 
 @shown_by("all, 1 bytes on their way", "race")
 def source_is_let_go_at_once(patch: pytest.MonkeyPatch) -> None:
     """Hold no storage that a copy to the host reads."""
-    patch.setattr(Mover, "_hold_until", lambda *_: None)
+    held = "self._inflight.append((copy.written, storage))\n    self._inflight_bytes += copy.nbytes"
+    edit(patch, Mover, "_copy_out", (held, "pass"))
 
 
 @shown_by("all, 1 bytes on their way", "race")
@@ -449,27 +440,26 @@ def copy_back_waits_for_no_earlier_work(patch: pytest.MonkeyPatch) -> None:
 @shown_by("copies back while those to the host are on their way", "race")
 def copy_back_does_not_wait_for_the_copy_out(patch: pytest.MonkeyPatch) -> None:
     """Bring back what may not be on the host yet."""
-    edit(patch, Mover, "_copy_back", ("backend.wait(backend.copy_back, segment.written)", "pass"))
+    edit(patch, Mover, "_copy_back", ("backend.wait(backend.copy_back, copy.written)", "pass"))
 
 
 @shown_by("saved", "race")
 def change_does_not_wait_for_the_copy_out(patch: pytest.MonkeyPatch) -> None:
     """Change in place what is being copied to the host."""
-    edit(patch, Mover, "part_from_source", ("self.backend.wait(stream, segment.written)", "pass"))
+    edit(patch, Mover, "part_from_source", ("self.backend.wait(self.backend.current_stream(), copy.written)", "pass"))
 
 
 @shown_by("saved", "bytes")
 def changed_source_is_read(patch: pytest.MonkeyPatch) -> None:
     """Take a source that was changed in place for what was saved."""
-    edit(patch, Mover, "part_from_source", ("copy.storage = _nothing", "pass"))
+    edit(patch, Mover, "part_from_source", ("copy.part_from_original()", "pass"))
 
 
 @shown_by("all, 1 bytes on their way", "race")
 def block_is_given_back_before_the_copy_out(patch: pytest.MonkeyPatch) -> None:
     """Give a host block back when the copy to it has been started."""
-    old = "written = backend.record(backend.copy_out)"
-    edit(patch, Mover, "_copy_out", (old, f"{old}; [self.pool.give_back(block) for block in blocks]"))
-    edit(patch, Mover, "_collect", ("self.pool.give_back(segment.block)", "pass"))
+    edit(patch, Mover, "_copy_out", (WRITTEN, f"{WRITTEN}; self.pool.give_back(block)"))
+    edit(patch, Mover, "_collect", ("self.pool.give_back(copy.block)", "pass"))
 
 
 @shown_by("streams in turn", "race")
@@ -477,7 +467,7 @@ def blocks_are_written_on_two_streams(patch: pytest.MonkeyPatch) -> None:
     """Give a block back to the pool while a copy stream may still write it, and use two of these."""
     other, copy_out = torch.gpusim.Stream(), Mover._copy_out  # type: ignore[attr-defined]
 
-    def with_the_other(self: Mover, *args: Any) -> bool:
+    def with_the_other(self: Mover, *args: Any) -> HostCopy | None:
         nonlocal other
         self.backend.copy_out, other = other, self.backend.copy_out
         return copy_out(self, *args)
@@ -488,35 +478,20 @@ def blocks_are_written_on_two_streams(patch: pytest.MonkeyPatch) -> None:
 @shown_by("streams in turn", "race")
 def block_is_given_back_before_the_copy_back(patch: pytest.MonkeyPatch) -> None:
     """Let the next copy write to a host block that is still being read."""
-    edit(patch, Mover, "_collect", ("self.backend.wait(self.backend.copy_out, segment.last_read)", "pass"))
+    edit(patch, Mover, "_collect", ("self.backend.wait(self.backend.copy_out, copy.last_read)", "pass"))
 
 
 @shown_by("a graph read twice, then another stream", "race")
 def block_remembers_its_first_reading(patch: pytest.MonkeyPatch) -> None:
     """Wait for the first copy back of a host block alone, before the next copy writes to it."""
-    edit(
-        patch,
-        Mover,
-        "_copy_back",
-        ("segment.last_read = span.ready", "segment.last_read = segment.last_read or span.ready"),
-    )
+    edit(patch, Mover, "_copy_back", ("copy.last_read = copy.ready", "copy.last_read = copy.last_read or copy.ready"))
 
 
 @shown_by("two graphs", "race or bytes")
 def block_is_given_back_after_one_backward(patch: pytest.MonkeyPatch) -> None:
     """Give blocks back with the first round of reading, and bring them back in the second."""
-    end_round = Mover._end_round
-
-    def give_back(self: Mover, span: Span) -> None:
-        rounds = span.round
-        end_round(self, span)
-        for copy in self._copies.values():
-            if span in copy.spans and span.round > rounds:
-                for segment in copy.segments:
-                    self.pool.give_back(segment.block)
-
-    patch.setattr(Mover, "_end_round", give_back)
-    edit(patch, Mover, "_collect", ("self.pool.give_back(segment.block)", "pass"))
+    edit(patch, Mover, "_end_round", ("copy.round += 1", "copy.round += 1; self.pool.give_back(copy.block)"))
+    edit(patch, Mover, "_collect", ("self.pool.give_back(copy.block)", "pass"))
 
 
 @shown_by("all, 1 bytes on their way", "race")
@@ -526,16 +501,9 @@ def block_is_handed_out_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 @shown_by("slices", "bytes")
-def part_comes_back_to_the_wrong_place(patch: pytest.MonkeyPatch) -> None:
-    """Write each part to the start of the buffer, over its neighbour."""
-    edit(patch, Mover, "_copy_back", ("buffer.data[start - span.lo : end - span.lo]", "buffer.data[: end - start]"))
-
-
-@shown_by("slices", "bytes")
 def part_is_read_from_the_wrong_place(patch: pytest.MonkeyPatch) -> None:
-    """Read host bytes of a neighbour."""
-    old = "segment.block.bytes(start - segment.lo, end - segment.lo)"
-    edit(patch, Mover, "_copy_back", (old, "segment.block.bytes(start, end)"))
+    """Read each view from the start of its storage."""
+    edit(patch, HostHandle, "get", ("self.stride, self.offset)", "self.stride, 0)"))
 
 
 @shown_by("a change in place", "bytes")
@@ -553,7 +521,7 @@ def end_of_copies_is_not_awaited(patch: pytest.MonkeyPatch) -> None:
 @shown_by("an offloader that goes away during backward", "race")
 def end_of_copies_back_is_not_awaited(patch: pytest.MonkeyPatch) -> None:
     """Let a mover go away while copies write to buffers that it holds."""
-    edit(patch, mover, "_end_of_copies", ("backend.wait(span.stream, span.ready)", "pass"))
+    edit(patch, mover, "_end_of_copies", ("backend.wait(copy.buffer_stream, copy.ready)", "pass"))
 
 
 @shown_by("no streams, and another one for backward", "race")

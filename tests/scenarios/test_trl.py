@@ -53,7 +53,7 @@ def assert_same_step(got: tuple[Tensor, dict[str, Tensor]], wanted: tuple[Tensor
 
 
 def offloading(**fields: Any) -> OffloadActivations:
-    return OffloadActivations(**({"min_offload_size": 0, "backend": CopyingBackend(lazy=True)} | fields))
+    return OffloadActivations(**({"min_offload_size": 0, "backend": CopyingBackend()} | fields))
 
 
 @pytest.mark.parametrize("backward_inside", [True, False])

@@ -1,0 +1,137 @@
+"""Which saved tensors stay on the device, and why.
+
+Weights are on the device anyway, so moving them costs bandwidth and frees nothing; with FSDP2 the unsharded weights of
+a whole model would go to the host. They are known by what they are (a `Parameter`, a view of one, a low-precision copy
+that autocast made of one), and by their storage where the model is known.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from nemo_like._util.words import a_or_an
+from nemo_like.offload.handles import is_wrapper_subclass, take_apart
+from nemo_like.torch_compat import base_of
+
+PARAMETER = "a parameter, or a view of one"
+BUFFER = "a buffer of the model"
+AUTOCAST = "autocast's copy of a weight"
+LAST_LAYER = "where backward starts (the last layer, or what is left out, and what follows)"
+NOT_ASKED = "not a layer's input"
+ON_HOST = "on the host already"
+SMALL = "smaller than min_bytes"
+PART = "less than half of its storage"
+EMPTY = "empty"
+
+
+def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The plain tensors that `tensor` is made of: itself, or what a wrapper subclass holds, at any depth."""
+    if not is_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for inner in take_apart(tensor)[0].values():
+        if isinstance(inner, torch.Tensor):
+            yield from plain_tensors(inner)
+
+
+def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
+    """Return the storages of the plain tensors that `tensor` is made of."""
+    return [plain.untyped_storage() for plain in plain_tensors(tensor) if _has_storage(plain)]
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and tensor.device.type != "meta" and not tensor.is_mkldnn
+
+
+class KnownStorages:
+    """Storages that never move, remembered without keeping them alive."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], str]] = {}
+        self._shapes: dict[tuple[int, ...], set[torch.dtype]] = {}
+
+    def learn(self, module: nn.Module) -> None:
+        """Remember the parameters and buffers that `module` has now (FSDP2 puts others in place around a forward)."""
+        for parameter in module.parameters():
+            self._add(parameter, PARAMETER)
+            self._shapes.setdefault(tuple(sorted(parameter.shape)), set()).add(parameter.dtype)
+        for buffer in module.buffers():
+            self._add(buffer, BUFFER)
+
+    def _add(self, tensor: torch.Tensor, reason: str) -> None:
+        for storage in storages_of(tensor):
+            self._known[id(storage)] = (weakref.ref(storage), reason)
+
+    def reason(self, tensor: torch.Tensor) -> str | None:
+        """Why `tensor`, a plain one with a storage, must stay; None where nothing is known against it."""
+        storage = tensor.untyped_storage()
+        reference, reason = self._known.get(id(storage), (None, None))
+        return reason if reference is not None and reference() is storage else None
+
+    def has_weight_like(self, tensor: torch.Tensor) -> bool:
+        """Return whether a known parameter has this shape, transposed or not, in another dtype; for any matrix if none
+        is known."""
+        if not self._shapes:
+            return tensor.dim() == 2
+        return bool(self._shapes.get(tuple(sorted(tensor.shape)), set()) - {tensor.dtype})
+
+
+def spans_half(tensor: torch.Tensor) -> bool:
+    """Return whether a plain strided tensor reaches over half of its storage or more, from its first byte to its last.
+
+    Below that it stays: its storage would go as a whole, and may be alive for other reasons (a batch of a data set).
+
+    >>> table = torch.zeros(8, 4)
+    >>> spans_half(table[:4]), spans_half(table[:3]), spans_half(table[:, :1])
+    (True, False, True)
+    """
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return bool((int(last) + 1) * tensor.element_size() * 2 >= tensor.untyped_storage().nbytes())
+
+
+def unsupported(tensor: torch.Tensor) -> str | None:
+    """Why a plain tensor cannot be rebuilt from bytes; None where it can."""
+    if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
+        return f"{a_or_an(tensor)}, which does not define how to take it apart (__tensor_flatten__)"
+    if tensor.layout != torch.strided:
+        return f"its layout is {tensor.layout}"
+    if tensor.device.type == "meta":
+        return "it has no data (meta)"
+    if tensor.is_quantized:
+        return "it is quantised by torch.quantize_*"
+    if tensor.is_neg():
+        return "it is a lazily negated view"
+    return None
+
+
+def is_parameter(tensor: torch.Tensor) -> bool:
+    """Return whether `tensor` is a parameter, a view of one, or another leaf that is trained."""
+    base = base_of(tensor)
+    return any(
+        isinstance(candidate, nn.Parameter) or (candidate.is_leaf and candidate.requires_grad)
+        for candidate in ((tensor,) if base is None else (tensor, base))
+    )
+
+
+def is_autocast_copy(tensor: torch.Tensor, known: KnownStorages) -> bool:
+    """Return whether `tensor` is the low-precision copy of a weight that autocast made for one operator, or a view of
+    it.
+
+    A trained weight's copy is known by its graph: a cast, straight from a parameter. A frozen weight's copy has no
+    graph, and inside an operator it is not known whether autocast is on. So a 16-bit tensor without a gradient, in the
+    shape of a parameter of another dtype, is taken for one.
+    """
+    base = base_of(tensor)
+    source = tensor if base is None else base
+    if source.grad_fn is not None:
+        cast = source.grad_fn
+        if not cast.name().startswith("ToCopyBackward"):
+            return False
+        sources = [getattr(node, "variable", None) for node, _ in cast.next_functions]  # of AccumulateGrad: the leaf
+        return any(isinstance(leaf, nn.Parameter) for leaf in sources)
+    sixteen_bit = tensor.dtype in (torch.bfloat16, torch.float16)
+    return sixteen_bit and not tensor.requires_grad and known.has_weight_like(source)
