@@ -18,7 +18,7 @@ from nemo_like._util.log import warn_once
 from nemo_like._util.words import a_or_an, check_whole
 from nemo_like.layers import find_layers
 from nemo_like.offload import Offloader, offload_activations
-from nemo_like.offload.backends import CopyingBackend
+from nemo_like.offload.backends import Backend
 from nemo_like.offload.handles import KeptHandle
 from nemo_like.options import OffloadConfig
 
@@ -53,7 +53,7 @@ class OffloadActivations(Offloader):
         *,
         model: nn.Module | None = None,
         left_out: tuple[nn.Module, ...] = (),
-        backend: CopyingBackend | None = None,
+        backend: Backend | None = None,
     ) -> None:
         check_whole("max_fwd_stash_size", max_fwd_stash_size, 1)
         super().__init__(

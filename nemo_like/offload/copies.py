@@ -13,13 +13,13 @@ import torch
 from nemo_like.offload.pool import Block
 
 Event = Any
-"""As `CopyingBackend.record` returns it."""
+"""As `Backend.record` returns it."""
 
 
 class HostCopy:
-    """The bytes on the host of one device storage, at one version of its contents, for the handles that need them.
+    """The bytes on the host of one device storage, at one version of its contents.
 
-    They come back into one `buffer`. When every handle has read it, the buffer goes and the next round (a second
+    They come back into one `buffer`. When every reader has had it, the buffer goes and the next round (a second
     backward through a retained graph) starts.
     """
 
@@ -28,24 +28,18 @@ class HostCopy:
         self.nbytes = storage.nbytes()
         self.version = version
         self.block = block
-        self.stream = stream
-        """Whose operators saved it, and so may use its memory."""
+        self.stream = stream  # whose operators saved the storage, and so may use its memory
         self.written: Event = None
         self.last_read: Event = None
-        self.group = -1
-        """Number of the group that it comes back with."""
-        self.handles = 0
-        self.unread = 0
-        """Handles that have not read it in this round."""
-        self.round = 0
-        self.was_read = False
-        """Every handle has had it once: it is not prefetched again."""
+        self.group = -1  # number of the group that it comes back with
+        self.readers: set[object] = set()
+        self.unread: set[object] = set()  # readers that have not had it in this round
+        self.was_read = False  # every reader has had it once: it is not prefetched again
         self.buffer: torch.Tensor | None = None  # (nbytes,) uint8 on the device
         self.buffer_version: int | None = None
         self.buffer_stream: Any = None
         self.ready: Event = None
-        self.ahead = False
-        """The buffer was prefetched, and not read yet."""
+        self.ahead = False  # the buffer was prefetched, and not read yet
 
     def original(self) -> torch.UntypedStorage | None:
         """The device storage, where it is still alive and full."""
@@ -64,18 +58,15 @@ def _gone() -> None:
 
 @dataclass
 class OffloadStats:
-    """Live counters of one offloader. All sizes in bytes; they only grow, except the two marked "now"."""
+    """Live counters of one offloader. All sizes in bytes."""
 
     moved_bytes: int = 0
-    """Copied to the host."""
-    reloaded_bytes: int = 0
-    """Copied back."""
+    """Copied to the host, in `copies` copies."""
     copies: int = 0
-    """Copies to the host that were started."""
+    reloaded_bytes: int = 0
+    """Copied back, in `reloads` copies, of which `prefetched` were started before backward asked."""
     reloads: int = 0
-    """Copies back that were started."""
     prefetched: int = 0
-    """Copies back that were started before backward asked."""
     shared: int = 0
     """Saved tensors whose storage was on the host already."""
     still_on_device: int = 0
@@ -89,11 +80,10 @@ class OffloadStats:
     kept_count: Counter[str] = field(default_factory=Counter)
     """Saved tensors left on the device, by reason."""
     host_live_bytes: int = 0
-    """Now: host bytes that saved tensors occupy."""
-    host_reserved_bytes: int = 0
-    """Now: host bytes of all slabs."""
+    """Host bytes that saved tensors occupy now."""
     host_peak_live_bytes: int = 0
-    host_peak_reserved_bytes: int = 0
+    host_reserved_bytes: int = 0
+    """Host bytes of all slabs."""
 
     def keep(self, reason: str, nbytes: int) -> None:
         """Count a tensor that stays on the device."""

@@ -92,13 +92,12 @@ class KeptHandle:
 class HostHandle:
     """A plain strided tensor whose storage waits on the host."""
 
-    __slots__ = ("conjugate", "copy", "dtype", "guard", "last_round", "mover", "offset", "shape", "stride")
+    __slots__ = ("conjugate", "copy", "dtype", "guard", "mover", "offset", "reader", "shape", "stride")
 
-    def __init__(self, tensor: torch.Tensor, mover: Mover, copy: HostCopy, guard: InPlaceGuard | None) -> None:
-        self.mover = mover
-        self.copy = copy
-        self.last_round = -1
-        self.guard = guard
+    def __init__(
+        self, tensor: torch.Tensor, mover: Mover, copy: HostCopy, reader: object, guard: InPlaceGuard | None
+    ) -> None:
+        self.mover, self.copy, self.reader, self.guard = mover, copy, reader, guard
         self.dtype = tensor.dtype
         self.shape = tensor.shape
         self.stride = tensor.stride()
@@ -109,7 +108,7 @@ class HostHandle:
         if self.guard is not None:
             self.guard.check()
         with torch.no_grad():
-            data = self.mover.fetch(self)
+            data = self.mover.fetch(self.copy, self.reader)
             data = data[: data.numel() - data.numel() % self.dtype.itemsize].view(self.dtype)
             # A view, not a new tensor on the storage: a write into it is then seen by the buffer's version counter.
             tensor = data.as_strided(self.shape, self.stride, self.offset)
@@ -117,7 +116,7 @@ class HostHandle:
 
     def __del__(self) -> None:
         # Any thread, any time, the collector's included: leave a note and touch nothing.
-        self.mover.dead.append((self.copy, self.last_round))
+        self.mover.dead.append((self.copy, self.reader))
 
 
 @dataclass

@@ -16,8 +16,8 @@ from nemo_like.activation_checkpointing.legacy import names_in
 from nemo_like.activation_checkpointing.sequential import SegmentMember
 from nemo_like.activation_checkpointing.spec import CheckpointSpec
 from nemo_like.activation_checkpointing.wrapper import Nameless
-from nemo_like.offload.backends import CopyingBackend
-from nemo_like.offload.offloader import HostPolicy, Offloader, keep_on_host, moves_everything
+from nemo_like.offload.backends import Backend
+from nemo_like.offload.offloader import HostPolicy, Offloader, keep_on_host
 from nemo_like.options import OffloadConfig
 from nemo_like.torch_compat import ActivationWrapper
 from nemo_like.torch_compat import OffloadWrapper as TorchOffloadWrapper
@@ -55,7 +55,7 @@ class OffloadWrapper(Nameless, TorchOffloadWrapper):
             return call(*args, **kwargs)
         layer, offloader = self._checkpoint_wrapped_module, self.offloader
         offloader.refuse_inside_checkpointing()
-        offloader.enter_layer(layer, args, kwargs, everything=moves_everything(layer, offloader.config.mode))
+        offloader.enter_layer(layer, args, kwargs)
         try:
             with offloader.hooks():
                 return call(*args, **kwargs)
@@ -68,7 +68,7 @@ def apply_offloading(
     layers: Sequence[nn.Module],
     config: OffloadConfig | str | None = None,
     *,
-    backend: CopyingBackend | None = None,
+    backend: Backend | None = None,
 ) -> Offloader:
     """Make what `layers` save for backward wait on the host. Changes `model`, and `layers` where it is a list.
 
@@ -113,7 +113,7 @@ def placed_on_host(
     config: OffloadConfig,
     *,
     compile: bool = False,
-    backend: CopyingBackend | None = None,
+    backend: Backend | None = None,
 ) -> list[CheckpointSpec]:
     """`specs` with what they keep waiting on the host, and a placement for each of `layers` but the last.
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import defaultdict, deque
-from typing import Any, Protocol
+from collections import deque
+from typing import Any
 
 import torch
 
 from nemo_like._util.log import warn_once
-from nemo_like.offload.backends import CopyingBackend
+from nemo_like.offload.backends import Backend
 from nemo_like.offload.copies import Event, HostCopy, OffloadStats
 from nemo_like.offload.pool import HostPool
 from nemo_like.options import OffloadConfig
@@ -25,39 +25,30 @@ from nemo_like.torch_compat import version_of
 _Held = tuple[Event, torch.UntypedStorage]
 
 
-class Reader(Protocol):
-    """One saved tensor among those that share a copy."""
-
-    copy: HostCopy
-    last_round: int
-    """The round of its last reading; -1: it has not read."""
-
-
 class Mover:
-    """Moves storages between one device and the host, each as a whole. Thread safe."""
+    """Moves storages between one device and the host, each as a whole. Thread safe.
+
+    Args:
+        backend: the device.
+        config: the limits.
+        stats: counters to fill.
+        max_inflight_copies: how many copies to the host may be on their way; None: any number.
+    """
 
     def __init__(
         self,
-        backend: CopyingBackend,
+        backend: Backend,
         config: OffloadConfig,
         stats: OffloadStats,
         max_inflight_copies: int | None = None,
     ) -> None:
-        """
-        Args:
-            backend: the device.
-            config: the limits.
-            stats: counters to fill.
-            max_inflight_copies: how many copies to the host may be on their way; None: any number.
-        """
         self.backend = backend
         self.pool = HostPool(backend.host_memory, budget_bytes=config.host_budget_bytes)
-        self.max_inflight_bytes = config.max_inflight_bytes
+        self.config = config
         self.max_inflight_copies = max_inflight_copies
-        self.prefetch = config.prefetch
         self.stats = stats
-        self.dead: deque[tuple[HostCopy, int]] = deque()
-        """Notes of handles that died, in any thread at any time: their copies, and when they last read them."""
+        self.dead: deque[tuple[HostCopy, object]] = deque()
+        """Notes of readers that died, in any thread at any time, with their copies."""
         self._lock = threading.RLock()
         self._inflight: deque[_Held] = deque()
         self._inflight_bytes = 0
@@ -65,15 +56,13 @@ class Mover:
         # What a mover that goes away still holds is being read, or written.
         weakref.finalize(self, _end_of_copies, backend, self._inflight, self._ahead).atexit = False
         self._copies: weakref.WeakValueDictionary[tuple[Any, ...], HostCopy] = weakref.WeakValueDictionary()
-        self._groups: defaultdict[int, dict[HostCopy, None]] = defaultdict(dict)
-        """Copies that come back together (those of a layer), in the order of saving, by number."""
-        self._group = 0
+        self._saved: dict[HostCopy, None] = {}
+        """All copies, in the order of saving."""
+        self._group = 0  # number of the copies that come back together: those of a layer
         self._group_bytes = 0
         self._told_groups = False
-        self._entered: int | None = None
-        self._wanted: deque[HostCopy] = deque()
+        self._group_without_room: int | None = None
 
-    # -------------------------------------------------------------------------------------------------- to the host
     def has(self, storage: torch.UntypedStorage, version: tuple[Any, ...]) -> bool:
         """Return whether `storage` is on the host at this version."""
         with self._lock:
@@ -82,12 +71,13 @@ class Mover:
 
     def _find(self, storage: torch.UntypedStorage, version: tuple[Any, ...]) -> HostCopy | None:
         copy = self._copies.get((id(storage), version))
-        return copy if copy is not None and copy.handles and copy.original() is storage else None
+        return copy if copy is not None and copy.readers and copy.original() is storage else None
 
-    def offload(self, storage: torch.UntypedStorage, version: tuple[Any, ...]) -> HostCopy | None:
-        """Have `storage` on the host, for one more handle.
+    def offload(self, storage: torch.UntypedStorage, version: tuple[Any, ...], reader: object) -> HostCopy | None:
+        """Have `storage` on the host.
 
         Args:
+            reader: identifies who will `fetch` it. Its end is noted in `dead`.
             storage: of this mover's device.
             version: changes when the contents do; equal versions share one copy. The last of it is the version counter
                 that the bytes come back with, so that checks which compare it (in recomputation) find what they know.
@@ -106,8 +96,8 @@ class Mover:
                     return None
                 self._copies[id(storage), version] = copy
             self._join_group(copy)  # of a shared copy: backward requests it with the last of its groups
-            copy.handles += 1
-            copy.unread += 1
+            copy.readers.add(reader)
+            copy.unread.add(reader)
             copy.was_read = False
             self._retire()
             self._update_host_stats()
@@ -138,7 +128,7 @@ class Mover:
             self._let_go()
         most = len(held) if self.max_inflight_copies is None else self.max_inflight_copies
         # The newest is in use by the operator that saves it: waiting for its copy would free nothing.
-        while len(held) > 1 and (len(held) > most or self._inflight_bytes > self.max_inflight_bytes):
+        while len(held) > 1 and (len(held) > most or self._inflight_bytes > self.config.max_inflight_bytes):
             self.stats.offload_stalls += 1
             self.backend.synchronize(held[0][0])
             self._let_go()
@@ -146,7 +136,6 @@ class Mover:
     def _let_go(self) -> None:
         self._inflight_bytes -= self._inflight.popleft()[1].nbytes()
 
-    # -------------------------------------------------------------------------------------------------------- groups
     def open_group(self) -> None:
         """Open a group (a layer) for what is offloaded from here on."""
         with self._lock:
@@ -154,29 +143,20 @@ class Mover:
             self._next_group()
 
     def _next_group(self) -> None:
-        self._group += bool(self._groups.get(self._group))  # an empty one is still to be used
+        self._group += 1
         self._group_bytes = 0
 
     def _join_group(self, copy: HostCopy) -> None:
-        self._leave_group(copy)
         # Where no groups are opened, one ends when a handful of them would fill what prefetching may hold.
-        if not self._told_groups and self._group_bytes > self.max_inflight_bytes // 8:
+        if not self._told_groups and self._group_bytes > self.config.max_inflight_bytes // 8:
             self._next_group()
         copy.group = self._group
         self._group_bytes += copy.nbytes
-        self._groups[copy.group][copy] = None
+        self._saved.pop(copy, None)
+        self._saved[copy] = None
 
-    def _leave_group(self, copy: HostCopy) -> None:
-        group = self._groups.get(copy.group, {})
-        group.pop(copy, None)
-        if not group:
-            self._groups.pop(copy.group, None)
-            self._entered = None if self._entered == copy.group else self._entered
-
-    # ---------------------------------------------------------------------------------------------------------- back
-    def fetch(self, reader: Reader) -> torch.Tensor:
-        """Return the bytes of the reader's copy, (n,) uint8 on the device, ready for the current stream."""
-        copy = reader.copy
+    def fetch(self, copy: HostCopy, reader: object) -> torch.Tensor:
+        """Return the copy's bytes, (n,) uint8 on the device, ready for the current stream."""
         with self._lock:
             self._collect()
             self._retire()
@@ -192,8 +172,9 @@ class Mover:
                 # Not the host: only the caller's stream waits, so that Python runs on and launches what follows.
                 backend.wait(stream, copy.ready)
                 backend.lend(whole, stream, copy.buffer_stream)
-            self._read(reader)
-            self._look_ahead(copy)
+            self._no_more_ahead(copy)
+            self._end_reading(copy, reader)
+            self._look_ahead(copy.group)
             return whole
 
     def prefetch_for(self, copy: HostCopy) -> None:
@@ -234,21 +215,13 @@ class Mover:
         self.stats.reloaded_bytes += copy.nbytes
         return buffer
 
-    def _read(self, reader: Reader) -> None:
-        copy = reader.copy
-        self._no_more_ahead(copy)
-        # A reader that reads twice in one round (a backward that walks one node twice) counts once.
-        copy.unread -= reader.last_round != copy.round
-        reader.last_round = copy.round
-        self._end_round(copy)
-
-    def _end_round(self, copy: HostCopy) -> None:
-        if copy.unread <= 0:
+    def _end_reading(self, copy: HostCopy, reader: object) -> None:
+        copy.unread.discard(reader)
+        if not copy.unread:
             # Everybody has it: from here on the buffer lives as long as what they made of it, and no longer.
             self._drop_buffer(copy)
             copy.was_read = True
-            copy.round += 1
-            copy.unread = copy.handles
+            copy.unread = set(copy.readers)
 
     def _drop_buffer(self, copy: HostCopy) -> None:
         if copy.ahead:
@@ -261,19 +234,19 @@ class Mover:
         copy.ahead = False
         self._ahead.discard(copy)
 
-    # ----------------------------------------------------------------------------------------------------- prefetch
-    def _look_ahead(self, copy: HostCopy) -> None:
+    def _look_ahead(self, group: int) -> None:
         """Start bringing back the rest of this group, and the groups that backward needs next."""
-        if self.prefetch and self._entered != copy.group:
-            self._entered = copy.group
-            for group in range(copy.group, copy.group - self.prefetch - 1, -1):
-                self._wanted.extend(reversed(self._groups.get(group, {})))
-        while self._wanted and sum(each.nbytes for each in self._ahead) < self.max_inflight_bytes:
-            wanted = self._wanted.popleft()
+        if not self.config.prefetch or group == self._group_without_room:
+            return
+        for copy in reversed(self._saved):
+            full = sum(each.nbytes for each in self._ahead) >= self.config.max_inflight_bytes
+            if full or copy.group < group - self.config.prefetch:
+                return
             # What was read is not wanted again in this backward, and where memory ran out more would not help.
-            waits = wanted.handles and not wanted.was_read and wanted.original() is None
-            if waits and not self._prefetch(wanted):
-                self._wanted.clear()
+            wanted = copy.group <= group and not copy.was_read and copy.original() is None
+            if wanted and not self._prefetch(copy):
+                self._group_without_room = group
+                return
 
     def _prefetch(self, copy: HostCopy) -> bool:
         """Start the way back; return whether there was memory for it."""
@@ -292,18 +265,15 @@ class Mover:
         self.stats.prefetched += 1
         return True
 
-    # -------------------------------------------------------------------------------------------------- what is over
     def _collect(self) -> None:
         """Take back what died since the last call."""
         while self.dead:
-            copy, last_round = self.dead.popleft()
-            copy.handles -= 1
-            copy.unread -= last_round != copy.round
-            if copy.handles:
-                self._end_round(copy)
+            copy, reader = self.dead.popleft()
+            copy.readers.discard(reader)
+            self._end_reading(copy, reader)
+            if copy.readers:
                 continue
-            self._drop_buffer(copy)
-            self._leave_group(copy)
+            del self._saved[copy]
             # Every write to host memory is on `copy_out`: with it behind the last reader, anyone may write.
             if copy.last_read is not None:
                 self.backend.wait(self.backend.copy_out, copy.last_read)
@@ -316,27 +286,13 @@ class Mover:
             self._retire()
             self._update_host_stats()
 
-    def trim(self) -> int:
-        """Wait for all copies and give unused host memory back to the system; returns its bytes."""
-        with self._lock:
-            self._collect()
-            while self._inflight:
-                self.backend.synchronize(self._inflight[0][0])
-                self._let_go()
-            for stream in (self.backend.copy_out, self.backend.copy_back):
-                self.backend.synchronize(self.backend.record(stream))
-            freed = self.pool.trim()
-            self._update_host_stats()
-            return freed
-
     def _update_host_stats(self) -> None:
         self.stats.host_live_bytes = self.pool.live_bytes
-        self.stats.host_reserved_bytes = self.pool.reserved_bytes
         self.stats.host_peak_live_bytes = self.pool.peak_live_bytes
-        self.stats.host_peak_reserved_bytes = self.pool.peak_reserved_bytes
+        self.stats.host_reserved_bytes = self.pool.reserved_bytes
 
 
-def _end_of_copies(backend: CopyingBackend, inflight: deque[_Held], ahead: set[HostCopy]) -> None:
+def _end_of_copies(backend: Backend, inflight: deque[_Held], ahead: set[HostCopy]) -> None:
     """Wait for the copies to the host before the storages that they read are freed, and for those back likewise."""
     while inflight:
         backend.synchronize(inflight[0][0])

@@ -26,7 +26,7 @@ from nemo_like.activation_checkpointing.engine.handles import Transfer
 from nemo_like.activation_checkpointing.policy import HOST, SAVE, Decision, Policy
 from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from nemo_like.offload import stays
-from nemo_like.offload.backends import CopyingBackend, default_backend
+from nemo_like.offload.backends import Backend, default_backend
 from nemo_like.offload.copies import OffloadStats
 from nemo_like.offload.handles import (
     ChosenHandle,
@@ -58,7 +58,7 @@ def offload_activations(
     model: nn.Module | None = None,
     layers: Sequence[nn.Module] = (),
     left_out: Sequence[nn.Module] = (),
-    backend: CopyingBackend | None = None,
+    backend: Backend | None = None,
 ) -> Offloader:
     """A context manager: what autograd saves inside it waits on the host until backward uses it.
 
@@ -92,6 +92,11 @@ class Offloader:
     """Decides where each saved tensor waits, and counts: see `offload_activations`.
 
     `stats` are live. An engine's HOST decisions go through `to_host`, `prefetch` and `before_change` (its `Transfer`).
+
+    Args:
+        config, model, layers, left_out, backend: see `offload_activations`.
+        use_streams: copy while computing.
+        max_inflight_copies: see `Mover`.
     """
 
     def __init__(
@@ -101,17 +106,10 @@ class Offloader:
         model: nn.Module | None = None,
         layers: Sequence[nn.Module] = (),
         left_out: Sequence[nn.Module] = (),
-        backend: CopyingBackend | None = None,
+        backend: Backend | None = None,
         use_streams: bool = True,
         max_inflight_copies: int | None = None,
     ) -> None:
-        """
-        Args:
-            config: the limits.
-            model, layers, left_out, backend: see `offload_activations`.
-            use_streams: copy while computing.
-            max_inflight_copies: see `Mover`.
-        """
         if model is not None:
             check_model(model)
         self.config = config
@@ -131,7 +129,6 @@ class Offloader:
         self._chosen: weakref.ref[ChosenHandle] | None = None
         self._contexts: list[ExitStack] = []
 
-    # ------------------------------------------------------------------------------------------------ saved tensors
     @left_to_python
     def pack(self, tensor: torch.Tensor) -> Handle:
         """A handle that replaces `tensor` in the graph: on the host where it may go there, else as it is.
@@ -196,11 +193,11 @@ class Offloader:
         problem = stays.unsupported(tensor)
         if problem is not None:
             return self._keep_unsupported(tensor, problem)
-        mover, storage = self._the_mover(), tensor.untyped_storage()
+        mover, reader = self._the_mover(), object()
         reason = self._reason_to_stay(tensor, mover, version)
-        copy = mover.offload(storage, version) if reason is None else None
+        copy = mover.offload(tensor.untyped_storage(), version, reader) if reason is None else None
         if copy is not None:
-            return HostHandle(tensor, mover, copy, InPlaceGuard(tensor) if guarded else None)
+            return HostHandle(tensor, mover, copy, reader, InPlaceGuard(tensor) if guarded else None)
         if reason is None:
             refusal = str(mover.pool.refusal)
             warn_once(
@@ -241,7 +238,6 @@ class Offloader:
             self._mover = Mover(self._backend, self.config, self.stats, self._max_inflight_copies)
         return self._mover
 
-    # ---------------------------------------------------------------------------------------- an engine's transfer
     def to_host(self, tensor: torch.Tensor) -> ChosenHandle:
         """As `pack`, for an operator's output that an engine chose."""
         with torch.no_grad():
@@ -269,7 +265,6 @@ class Offloader:
         with torch.no_grad():
             handle.before_change()
 
-    # ------------------------------------------------------------------------------------------- context management
     def __enter__(self) -> Offloader:
         stack = ExitStack()
         if self.config.mode != "none":
@@ -297,28 +292,21 @@ class Offloader:
         def before_layer(layer: nn.Module, args: object, kwargs: object) -> None:
             if not torch.compiler.is_compiling():
                 self._resting = len(self.layers) > 1 and layer is self.layers[-1]
-                self.enter_layer(layer, args, kwargs, everything=moves_everything(layer, self.config.mode))
+                self.enter_layer(layer, args, kwargs)
 
-        def rest(resting: bool) -> Any:
-            def before(module: nn.Module, args: object) -> None:
-                if not torch.compiler.is_compiling():
-                    self._resting = resting
-
-            return before
+        def before_other(module: nn.Module, _args: object) -> None:
+            if not torch.compiler.is_compiling():
+                self._resting = module is not self.model
 
         for layer in dict.fromkeys(self.layers):
             stack.callback(layer.register_forward_pre_hook(before_layer, with_kwargs=True).remove)
-        for module in self.left_out:
-            stack.callback(module.register_forward_pre_hook(rest(True)).remove)
-        if self.model is not None:
-            stack.callback(self.model.register_forward_pre_hook(rest(False)).remove)
+        for module in [*self.left_out, *([] if self.model is None else [self.model])]:
+            stack.callback(module.register_forward_pre_hook(before_other).remove)
 
-    def enter_layer(self, layer: nn.Module, args: object, kwargs: object, *, everything: bool) -> None:
-        """Assign what is saved from here on to `layer`, which is called with these arguments.
-
-        `everything`: move all of it, not only what shares storage with the arguments.
-        """
+    def enter_layer(self, layer: nn.Module, args: object, kwargs: object) -> None:
+        """Assign what is saved from here on to `layer`, which is called with these arguments."""
         self._known.learn(layer)
+        everything = moves_everything(layer, self.config.mode)
         arguments = () if everything else tensors_in((args, kwargs))
         storages = [storage for tensor in arguments for storage in stays.storages_of(tensor)]
         self._inputs = None if everything else {id(storage): storage for storage in storages}
@@ -345,16 +333,11 @@ class Offloader:
         """A copy of a model gets host memory of its own: nothing that waits there is copied."""
         return Offloader, (self.config,)
 
-    # ------------------------------------------------------------------------------------------------- host memory
     def collect(self) -> OffloadStats:
         """Bring `stats` up to date with graphs that have died since; returns them."""
         if self._mover is not None:
             self._mover.collect()
         return self.stats
-
-    def release_host_memory(self) -> int:
-        """Wait for copies and give host memory that no saved tensor uses back to the system; returns its bytes."""
-        return 0 if self._mover is None else self._mover.trim()
 
 
 def _resolved(tensor: torch.Tensor) -> torch.Tensor:

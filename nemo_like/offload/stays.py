@@ -8,7 +8,6 @@ that autocast made of one), and by their storage where the model is known.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -28,23 +27,13 @@ PART = "less than half of its storage"
 EMPTY = "empty"
 
 
-def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The plain tensors that `tensor` is made of: itself, or what a wrapper subclass holds, at any depth."""
-    if not is_wrapper_subclass(tensor):
-        yield tensor
-        return
-    for inner in take_apart(tensor)[0].values():
-        if isinstance(inner, torch.Tensor):
-            yield from plain_tensors(inner)
-
-
 def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
-    """Return the storages of the plain tensors that `tensor` is made of."""
-    return [plain.untyped_storage() for plain in plain_tensors(tensor) if _has_storage(plain)]
-
-
-def _has_storage(tensor: torch.Tensor) -> bool:
-    return tensor.layout == torch.strided and tensor.device.type != "meta" and not tensor.is_mkldnn
+    """Return the storages behind `tensor`: its own, or those of what a wrapper subclass holds, at any depth."""
+    if is_wrapper_subclass(tensor):
+        inner = [value for value in take_apart(tensor)[0].values() if isinstance(value, torch.Tensor)]
+        return [storage for value in inner for storage in storages_of(value)]
+    real = tensor.layout == torch.strided and tensor.device.type != "meta" and not tensor.is_mkldnn
+    return [tensor.untyped_storage()] if real else []
 
 
 class KnownStorages:

@@ -20,7 +20,7 @@ from nemo_like.integrations import (
 )
 from nemo_like.integrations.activation_offloading import output_head
 from nemo_like.losses.model_loss import computes_in_chunks
-from nemo_like.offload.backends import CopyingBackend
+from nemo_like.offload.backends import Backend
 from nemo_like.offload.stays import LAST_LAYER
 from nemo_like.options import ChunkedLoss, MemoryBudget, OffloadConfig
 from nemo_like.planning import plan_for
@@ -413,7 +413,7 @@ def test_a_stash_holds_at_least_one(value: Any) -> None:
 def test_the_stash_bounds_how_many_copies_are_on_their_way(size: int) -> None:
     most = []
 
-    class Watching(CopyingBackend):
+    class Watching(Backend):
         def synchronize(self, event: Any) -> None:
             most.append(len(context._mover._inflight))
             super().synchronize(event)
@@ -434,7 +434,7 @@ def test_the_stash_bounds_how_many_copies_are_on_their_way(size: int) -> None:
 
 def test_min_offload_size_is_in_bytes() -> None:
     for size, moved in ((16, 1024), (256, 1024), (257, 0)):
-        context = OffloadActivations(min_offload_size=4 * size, backend=CopyingBackend())
+        context = OffloadActivations(min_offload_size=4 * size, backend=Backend())
         with context:
             (torch.randn(256, requires_grad=True) * 2).sin()
         assert context.stats.moved_bytes == moved
@@ -442,7 +442,7 @@ def test_min_offload_size_is_in_bytes() -> None:
 
 def test_a_noop_manager_inside_leaves_everything_on_the_device() -> None:
     x = torch.randn(64, requires_grad=True)
-    with OffloadActivations(min_offload_size=0, backend=CopyingBackend()) as context:
+    with OffloadActivations(min_offload_size=0, backend=Backend()) as context:
         y = (x * 2).sin()
         with NoOpManager():
             z = (y * 3).sin().exp()
@@ -468,7 +468,7 @@ def test_heads_are_found_or_their_absence_is_warned_about(caplog: pytest.LogCapt
 
 def test_the_head_is_left_out_and_the_next_forward_is_not() -> None:
     model = decoders.build("plain")
-    context = OffloadActivations(min_offload_size=0, model=model, left_out=(model.head,), backend=CopyingBackend())
+    context = OffloadActivations(min_offload_size=0, model=model, left_out=(model.head,), backend=Backend())
     with context:
         for _ in range(2):
             before = context.stats.copies

@@ -12,7 +12,7 @@ from torch import nn
 from nemo_like.activation_checkpointing import apply_selective_checkpointing_to_layers
 from nemo_like.activation_checkpointing.policy import SelectivePolicy
 from nemo_like.offload import apply_offloading, offload_activations
-from nemo_like.offload.backends import CopyingBackend
+from nemo_like.offload.backends import Backend
 from nemo_like.options import OffloadConfig
 
 MODES = ("boundary", "saved", "all", "context-all", "context-boundary", "context-saved")
@@ -79,7 +79,7 @@ def offloaded(model: nn.Module, layers: list[nn.Module], mode: str, **fields: An
     model = copy.deepcopy(model)
     modules = list(model.modules())
     layers = [modules[position] for position in positions]
-    backend = CopyingBackend()
+    backend = Backend()
     if mode.endswith("saved"):
         apply_selective_checkpointing_to_layers(model, layers, False, policy=SelectivePolicy(every_nth_matmul=None))
     if mode.startswith("context-"):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nemo_like.offload import apply_offloading, offload_activations
-from nemo_like.offload.backends import AcceleratorBackend
+from nemo_like.offload.backends import Backend
 from nemo_like.options import OffloadConfig
 from tests.gpusim import PLACES, run_at
 from tests.offload.cases import assert_same, gradients, stack_of
@@ -20,8 +20,8 @@ from tests.offload.cases import assert_same, gradients, stack_of
 WIDTH = 32
 
 
-def _backend(place: str, **options: bool) -> AcceleratorBackend:
-    return AcceleratorBackend(torch.device(place, _module(place).current_device()), **options)
+def _backend(place: str, **options: bool) -> Backend:
+    return Backend(torch.device(place, _module(place).current_device()), **options)
 
 
 def _module(place: str) -> Any:

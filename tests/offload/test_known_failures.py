@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, SelectivePolicy
 from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from nemo_like.offload import HostPolicy, Offloader, apply_offloading, offload_activations
-from nemo_like.offload.backends import CopyingBackend
+from nemo_like.offload.backends import Backend
 from tests.offload.cases import Stack, assert_same, config, gradients, stack_of
 
 
@@ -40,7 +40,7 @@ def test_30_weights_and_autocast_copies_of_them_never_move(kind: str, autocast: 
     model = Stack([*blocks, nn.Linear(32, 32)])
     sources: list[torch.Tensor] = []
 
-    class Watching(CopyingBackend):
+    class Watching(Backend):
         def copy(self, target: Any, source: Any, stream: Any, **regions: Any) -> None:
             if stream is self.copy_out:
                 sources.append(source.clone())
@@ -78,7 +78,7 @@ def test_30_detached_weights_and_buffers_of_a_known_model_never_move() -> None:
             return (x @ self.weight.detach().t()) * self.table[:8]
 
     model = Tied()
-    with offload_activations(config(), model=model, backend=CopyingBackend()) as offloader:
+    with offload_activations(config(), model=model, backend=Backend()) as offloader:
         model(torch.randn(8, 16, requires_grad=True) * 1).sum().backward()
     assert offloader.stats.moved_bytes == 0
     assert offloader.stats.kept_count == {"a parameter, or a view of one": 1, "a buffer of the model": 1}
@@ -104,7 +104,7 @@ def _step(offloader: Offloader, model: nn.Module, how: str) -> None:
 @pytest.mark.parametrize("how", ["plain", "retained", "no_grad", "exception"])
 def test_32_two_hundred_steps_leak_nothing(how: str) -> None:
     model = stack_of(lambda x, scale: (x * scale).exp(), count=3)
-    offloader = offload_activations(config(max_inflight_bytes=1), backend=CopyingBackend())
+    offloader = offload_activations(config(max_inflight_bytes=1), backend=Backend())
     live = []
     gc.disable()  # the memory must go with the last reference
     try:
@@ -123,7 +123,7 @@ def test_32_two_hundred_steps_leak_nothing(how: str) -> None:
 def test_33_host_memory_is_allocated_once_not_for_each_tensor() -> None:
     allocations = []
 
-    class Counting(CopyingBackend):
+    class Counting(Backend):
         def host_memory(self, nbytes: int) -> torch.Tensor:
             allocations.append(nbytes)
             return super().host_memory(nbytes)
@@ -145,7 +145,7 @@ def test_34_offloading_around_checkpointing_leaves_it_on() -> None:
         lambda x: checkpoint(block, x, use_reentrant=False),
         CheckpointWrapper(type("Block", (nn.Module,), {"forward": lambda self, x: block(x)})()),
     ):
-        with offload_activations(config(), backend=CopyingBackend()) as offloader:
+        with offload_activations(config(), backend=Backend()) as offloader:
             region(x)
         assert offloader.stats.copies == 1  # the region's input; without checkpointing there are three more
 
@@ -164,7 +164,7 @@ def test_35_host_decisions_move_instead_of_being_recomputed() -> None:
     plain = Stack(layers())
     plain(x).sum().backward()
     model = Stack([CheckpointWrapper(layer, policy=policy) for layer in layers()])
-    offloader = apply_offloading(model, list(model.layers), config("saved"), backend=CopyingBackend())
+    offloader = apply_offloading(model, list(model.layers), config("saved"), backend=Backend())
     loss = model(x).sum()
     with FlopCounterMode(display=False) as backward:
         loss.backward()

@@ -20,7 +20,7 @@ from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from nemo_like.compile import compile_layers
 from nemo_like.layers import find_layers
 from nemo_like.offload import OffloadWrapper, apply_offloading, offload_activations, offloader_of
-from nemo_like.offload.backends import CopyingBackend
+from nemo_like.offload.backends import Backend
 from nemo_like.options import OffloadConfig
 from nemo_like.parallelizer import apply_activation_checkpointing
 from tests.models import decoders
@@ -51,7 +51,7 @@ def test_decoders_are_bitwise(name: str, ac: str, mode: str) -> None:
     apply_activation_checkpointing(model, ac)
     names = [key for key, _ in model.named_parameters()]
     settings = config(mode, max_inflight_bytes=1)
-    offloader = apply_offloading(model, _layers(model), settings, backend=CopyingBackend())
+    offloader = apply_offloading(model, _layers(model), settings, backend=Backend())
     assert [key for key, _ in model.named_parameters()] == names == list(expected)
     for _ in range(2):
         assert_same(_gradients(model), expected)
@@ -75,7 +75,7 @@ def test_compiled_layers(ac: str, mode: str, copies: int | None) -> None:
     model = copy.deepcopy(plain)
     apply_activation_checkpointing(model, ac, compile=True)
     compile_layers(model, "aot_eager", _layers(model))
-    offloader = apply_offloading(model, _layers(model), config(mode), backend=CopyingBackend())
+    offloader = apply_offloading(model, _layers(model), config(mode), backend=Backend())
     assert_same(_gradients(model), expected)
     assert offloader.stats.copies == copies if copies is not None else offloader.stats.copies >= 2 + 2 * 4
     assert offloader.stats.kept_bytes["a parameter, or a view of one"] > 0 or ac == "full"
@@ -101,7 +101,7 @@ def test_bytes_moved_are_at_most_the_storages_autograd_keeps() -> None:
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         block(*args, **inputs["kwargs"])
     keeps = sum(storage.nbytes() for storage in kept.values())
-    with offload_activations(config(), model=model, backend=CopyingBackend()) as offloader:
+    with offload_activations(config(), model=model, backend=Backend()) as offloader:
         block(*args, **inputs["kwargs"])
     stays = sum(count for reason, count in offloader.stats.kept_bytes.items() if "parameter" not in reason)
     assert 0 < offloader.stats.moved_bytes <= keeps
@@ -111,7 +111,7 @@ def test_bytes_moved_are_at_most_the_storages_autograd_keeps() -> None:
 def test_the_boundary_of_full_checkpointing_is_one_input_per_layer() -> None:
     model = stack_of(lambda x, scale: (x * scale).exp(), count=5)
     apply_activation_checkpointing(model, "full", layers=["layers.*"])
-    offloader = apply_offloading(model, list(model.layers), config("boundary"), backend=CopyingBackend())
+    offloader = apply_offloading(model, list(model.layers), config("boundary"), backend=Backend())
     x = torch.randn(4, 16, requires_grad=True)
     model(x * 1).sum().backward()
     assert (offloader.stats.copies, offloader.stats.moved_bytes) == (4, 4 * 4 * 16 * 4)
@@ -122,7 +122,7 @@ def test_the_boundary_of_full_checkpointing_is_one_input_per_layer() -> None:
 def test_saved_moves_what_the_policy_keeps_and_the_inputs() -> None:
     model = stack_of(lambda x, scale: (x * scale).exp(), count=3)
     apply_activation_checkpointing(model, SelectivePolicy(every_nth_matmul=None), layers=["layers.*"])
-    offloader = apply_offloading(model, list(model.layers), config("saved"), backend=CopyingBackend())
+    offloader = apply_offloading(model, list(model.layers), config("saved"), backend=Backend())
     model(torch.randn(4, 16, requires_grad=True) * 1).sum().backward()
     # Two of three layers: the input, and the output of the linear layer.
     assert (offloader.stats.copies, offloader.stats.moved_bytes) == (4, 4 * 4 * 16 * 4)
@@ -141,7 +141,7 @@ def test_host_decisions_survive_changes_in_place() -> None:
         plain(inputs).sum().backward()
         expected = gradients(plain)
         apply_activation_checkpointing(plain, "selective", layers=["layers.*"])
-        apply_offloading(plain, list(plain.layers), config("saved", **fields), backend=CopyingBackend())
+        apply_offloading(plain, list(plain.layers), config("saved", **fields), backend=Backend())
         loss = plain(inputs).sum()
         for retain in (True, False):
             loss.backward(retain_graph=retain)
@@ -152,7 +152,7 @@ def test_what_the_engine_drops_at_the_end_of_a_region_is_not_copied() -> None:
     # The last matmul of a block is kept when it runs, and dropped when the block ends: no replay gets that far.
     model = stack_of(lambda x, scale: x, count=3)
     apply_activation_checkpointing(model, SelectivePolicy(every_nth_matmul=None), layers=["layers.*"])
-    offloader = apply_offloading(model, list(model.layers), config("saved"), backend=CopyingBackend())
+    offloader = apply_offloading(model, list(model.layers), config("saved"), backend=Backend())
     loss = model(torch.randn(4, 16, requires_grad=True) * 1).sum()
     assert (offloader.stats.copies, offloader.stats.moved_bytes) == (2, 2 * 4 * 16 * 4)  # two inputs
     loss.backward()
@@ -172,7 +172,7 @@ def test_changing_a_kept_output_after_its_region_raises(moved: bool) -> None:
     region = CheckpointWrapper(Last(), policy=SelectivePolicy(every_nth_matmul=None))
     model = Stack([region, nn.Identity()])
     settings = config("saved", min_bytes=0 if moved else 1 << 20)
-    apply_offloading(model, [region, model.layers[1]], settings, backend=CopyingBackend())
+    apply_offloading(model, [region, model.layers[1]], settings, backend=Backend())
     y, z = model.layers[0](torch.randn(4, 16, requires_grad=True))
     y.detach().add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -185,7 +185,7 @@ def test_changing_a_kept_output_after_its_region_raises(moved: bool) -> None:
 @pytest.mark.parametrize("how", ["ours", "torch's wrapper", "torch's function", "context"])
 def test_checkpointing_around_offloading_is_refused(how: str) -> None:
     model = stack_of(lambda x, scale: (x * scale).exp(), count=2)
-    apply_offloading(model, list(model.layers), config(), backend=CopyingBackend())
+    apply_offloading(model, list(model.layers), config(), backend=Backend())
     x = torch.randn(4, 16, requires_grad=True)
     calls = {
         "ours": lambda: CheckpointWrapper(model)(x),
@@ -241,7 +241,7 @@ def test_the_wrapper_adds_no_names_and_copies_get_host_memory_of_their_own() -> 
     model = stack_of(torch.mul, count=3)
     names = [name for name, _ in model.named_modules()], list(model.state_dict())
     layers = list(model.layers)
-    offloader = apply_offloading(model, layers, "all", backend=CopyingBackend())
+    offloader = apply_offloading(model, layers, "all", backend=Backend())
     assert all(issubclass(type(layer), OffloadWrapper) for layer in layers[:2]) and layers[2] is model.layers[2]
     assert (list(dict(model.named_modules())), list(model.state_dict())) == names
     assert model.layers[0].linear.in_features == 16  # attributes of the layer
@@ -255,7 +255,7 @@ def test_the_wrapper_adds_no_names_and_copies_get_host_memory_of_their_own() -> 
 def test_a_looped_layer_is_wrapped_once() -> None:
     shared = stack_of(lambda x, scale: (x * scale).sin(), count=1).layers[0]
     model = Stack([shared, nn.Tanh(), shared, nn.Sigmoid()])
-    apply_offloading(model, [shared, model.layers[1], shared, model.layers[3]], config(), backend=CopyingBackend())
+    apply_offloading(model, [shared, model.layers[1], shared, model.layers[3]], config(), backend=Backend())
     assert model.layers[0] is model.layers[2] and isinstance(model.layers[0], OffloadWrapper)
     x = torch.randn(4, 16)
     model(x).sum().backward()
@@ -273,11 +273,11 @@ def test_budgets_and_refusals_keep_tensors_on_the_device(caplog: pytest.LogCaptu
     plain(x).sum().backward()
     expected = gradients(plain)
 
-    class NoPinning(CopyingBackend):
+    class NoPinning(Backend):
         def host_memory(self, nbytes: int) -> torch.Tensor:
             raise RuntimeError("cannot pin memory")
 
-    for backend, budget in ((CopyingBackend(), 16384), (NoPinning(), None)):
+    for backend, budget in ((Backend(), 16384), (NoPinning(), None)):
         forget_announcements()
         caplog.clear()
         model = copy.deepcopy(plain)
@@ -288,7 +288,7 @@ def test_budgets_and_refusals_keep_tensors_on_the_device(caplog: pytest.LogCaptu
         warnings = [r.message for r in caplog.records if "keeps tensors on the device" in r.message]
         assert len(warnings) == 1
         assert ("16384 bytes" in warnings[0]) if budget else ("cannot pin memory" in warnings[0])
-        assert offloader.stats.host_peak_reserved_bytes == (16384 if budget else 0)
+        assert offloader.stats.host_reserved_bytes == (16384 if budget else 0)
         assert sum(n for reason, n in offloader.stats.kept_bytes.items() if "refused" in reason) > 0
 
 
@@ -296,13 +296,13 @@ def test_unsupported_tensors_stay_or_raise() -> None:
     sparse = torch.eye(8).to_sparse()
     dense = torch.randn(8, 8, requires_grad=True)
     expected = torch.autograd.grad((sparse @ dense).sum(), dense)[0]
-    with offload_activations(config(), backend=CopyingBackend()) as offloader:
+    with offload_activations(config(), backend=Backend()) as offloader:
         loss = (sparse @ dense).sum()
     assert torch.equal(torch.autograd.grad(loss, dense)[0], expected)
     assert offloader.stats.kept_count["unsupported: its layout is torch.sparse_coo"] == 1
     with (
         pytest.raises(RuntimeError, match=r"its layout is torch\.sparse_coo"),
-        offload_activations(OffloadConfig(mode="all", min_bytes=0, on_unsupported="raise"), backend=CopyingBackend()),
+        offload_activations(OffloadConfig(mode="all", min_bytes=0, on_unsupported="raise"), backend=Backend()),
     ):
         sparse @ dense
 
@@ -311,7 +311,7 @@ def test_prefetch_brings_the_previous_layers_back_before_they_are_asked_for() ->
     stalls = {}
     for prefetch in (0, 1):
         model = stack_of(lambda x, scale: (x * scale).sin(), count=6)
-        offloader = apply_offloading(model, list(model.layers), config(prefetch=prefetch), backend=CopyingBackend())
+        offloader = apply_offloading(model, list(model.layers), config(prefetch=prefetch), backend=Backend())
         model(torch.randn(4, 16, requires_grad=True)).sum().backward()
         stalls[prefetch] = offloader.stats.reload_stalls
         assert offloader.stats.reloads + offloader.stats.still_on_device >= 5 * 3
@@ -323,7 +323,7 @@ def test_saved_moves_what_checkpointing_in_pieces_keeps() -> None:
     for mode in ("boundary", "saved", "all"):
         model = decoders.build("llama")
         apply_activation_checkpointing(model, "submodule")
-        offloader = apply_offloading(model, _layers(model), config(mode), backend=CopyingBackend())
+        offloader = apply_offloading(model, _layers(model), config(mode), backend=Backend())
         _gradients(model)
         counts[mode] = offloader.stats.copies
     assert 0 < counts["boundary"] < counts["saved"] == counts["all"]
@@ -333,7 +333,7 @@ def test_no_byte_comes_back_twice_where_layers_share_an_argument() -> None:
     # Rotary tables belong to the first layer's group: reading them switches between groups all the time.
     model = decoders.build("llama")
     apply_activation_checkpointing(model, "selective")
-    offloader = apply_offloading(model, _layers(model), config("saved"), backend=CopyingBackend())
+    offloader = apply_offloading(model, _layers(model), config("saved"), backend=Backend())
     _gradients(model)
     assert offloader.stats.reloaded_bytes <= offloader.stats.moved_bytes
     assert offloader.stats.reload_stalls <= 2

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nemo_like.offload import offload_activations
-from nemo_like.offload.backends import CopyingBackend
+from nemo_like.offload.backends import Backend
 from tests.offload.cases import config
 
 SIDE = 6  # every tensor of a program is SIDE x SIDE, so that any operator fits any tensor
@@ -112,7 +112,7 @@ def test_random_programs(steps: Any, seed: int, inflight: int, prefetch: int, mi
     leaves = [torch.randn(SIDE, SIDE, requires_grad=True) for _ in range(2)]
     expected = _outcome(lambda: _run(steps, leaves), leaves, passes)
     limits = config(max_inflight_bytes=inflight, prefetch=prefetch, min_bytes=min_bytes)
-    offloader = offload_activations(limits, backend=CopyingBackend())
+    offloader = offload_activations(limits, backend=Backend())
 
     def offloaded() -> torch.Tensor:
         with offloader:

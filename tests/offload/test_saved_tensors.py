@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from nemo_like.offload import offload_activations
-from nemo_like.offload.backends import CopyingBackend
+from nemo_like.offload.backends import Backend
 from nemo_like.offload.stays import LAST_LAYER, PART
 from tests.offload.cases import MODES, Stack, assert_same, config, gradients, offloaded, stack_of
 
@@ -81,7 +81,7 @@ def test_any_limit_gives_the_same_gradients(mode: str, prefetch: int, inflight: 
 
 def test_one_copy_for_each_storage() -> None:
     x = torch.randn(64, 64, requires_grad=True)
-    offloader = offload_activations(config(), backend=CopyingBackend())
+    offloader = offload_activations(config(), backend=Backend())
     with offloader:
         y = x * 2  # y: 16384 bytes, saved below by four operators and through three views
         loss = y.sin().sum() + (y.t() @ y).sum() + y[:, 3].exp().sum()
@@ -97,7 +97,7 @@ def test_one_copy_for_each_storage() -> None:
 def test_a_part_moves_its_whole_storage_from_half_of_it_on(rows: int) -> None:
     x = torch.randn(1024, 8, requires_grad=True)
     expected = torch.autograd.grad((x * 2)[:rows].sin().sum(), x)[0]
-    with offload_activations(config(), backend=CopyingBackend()) as offloader:
+    with offload_activations(config(), backend=Backend()) as offloader:
         loss = (x * 2)[:rows].sin().sum()
     stays = rows == 511
     assert offloader.stats.moved_bytes == (0 if stays else 1024 * 8 * 4)
@@ -113,7 +113,7 @@ def test_a_small_part_moves_with_a_storage_that_is_on_the_host() -> None:
         return y.sin().sum() + y[5:9].exp().sum() + y[7:11].cos().sum()
 
     expected = torch.autograd.grad(function(), x)[0]
-    with offload_activations(config(), backend=CopyingBackend()) as offloader:
+    with offload_activations(config(), backend=Backend()) as offloader:
         loss = function()
     assert (offloader.stats.moved_bytes, offloader.stats.shared) == (1024 * 4 + 4 * 4, 1)  # y, and what exp saves
     assert torch.equal(torch.autograd.grad(loss, x)[0], expected)
@@ -123,7 +123,7 @@ def test_a_small_part_moves_with_a_storage_that_is_on_the_host() -> None:
 def test_version_counters_come_back_as_they_were() -> None:
     y = torch.ones(8, requires_grad=True) * 1
     y.add_(1).mul_(2)
-    offloader = offload_activations(config(), backend=CopyingBackend())
+    offloader = offload_activations(config(), backend=Backend())
     handle = offloader.pack(y)
     assert (handle.get()._version, offloader.stats.still_on_device) == (y._version, 1)
     version = y._version
@@ -132,7 +132,7 @@ def test_version_counters_come_back_as_they_were() -> None:
 
 
 def test_a_view_in_another_dtype_comes_back_as_it_was() -> None:
-    offloader = offload_activations(config(), backend=CopyingBackend())
+    offloader = offload_activations(config(), backend=Backend())
     saved = torch.randn(32).view(torch.int32)[5:25].view(torch.int16)
     expected = saved.clone()
     handle = offloader.pack(saved)
@@ -212,7 +212,7 @@ def test_in_place_changes_raise_exactly_where_autograd_does(function, min_bytes:
     except RuntimeError as error:
         assert "modified by an inplace operation" in str(error)
         expected = None
-    with offload_activations(config(min_bytes=min_bytes), backend=CopyingBackend()) as offloader:
+    with offload_activations(config(min_bytes=min_bytes), backend=Backend()) as offloader:
         loss = function(x).sum()
     assert (offloader.stats.moved_bytes > 0) == (min_bytes == 0)
     if expected is None:
@@ -235,7 +235,7 @@ def test_a_write_into_what_backward_was_given_does_not_reach_other_readers() -> 
             return x.zero_().add_(1) * grad  # writes into its own saved tensor, as some fused losses do
 
     x = torch.randn(8, 8, requires_grad=True)
-    with offload_activations(config(), backend=CopyingBackend()):
+    with offload_activations(config(), backend=Backend()):
         y = x * 1
         loss = y.sin().sum() + Greedy.apply(y)  # the later one runs first in backward
     expected = (x.detach() * 1).cos() + 1
@@ -340,14 +340,14 @@ def test_an_exception_in_forward_leaves_no_trace(mode: str) -> None:
 
 def test_no_grad_moves_nothing() -> None:
     model = stack_of(lambda x, scale: (x * scale).sin())
-    with torch.no_grad(), offload_activations(config(), backend=CopyingBackend()) as offloader:
+    with torch.no_grad(), offload_activations(config(), backend=Backend()) as offloader:
         out = model(torch.randn(4, WIDTH))
     assert not out.requires_grad and offloader.stats.moved_bytes == 0 and not offloader.stats.kept_count
 
 
 def test_what_is_kept_forms_no_reference_cycle() -> None:
     x = torch.randn(8, requires_grad=True)
-    with offload_activations(config(min_bytes=1 << 20), backend=CopyingBackend()):
+    with offload_activations(config(min_bytes=1 << 20), backend=Backend()):
         y = x.exp()  # saves its own result
     gone = weakref.ref(y)
     gc.disable()
@@ -360,7 +360,7 @@ def test_what_is_kept_forms_no_reference_cycle() -> None:
 
 def test_the_tail_is_read_where_it_still_lies() -> None:
     x = torch.randn(64, requires_grad=True)
-    with offload_activations(config(), backend=CopyingBackend()) as offloader:
+    with offload_activations(config(), backend=Backend()) as offloader:
         y = x * 2
         loss = y.sin().sum()
     loss.backward()  # y is still alive here

@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from nemo_like.offload import offload_activations
-from nemo_like.offload.backends import CopyingBackend
+from nemo_like.offload.backends import Backend
 from tests.offload.cases import config
 
 
@@ -53,14 +53,14 @@ def _quantised(seed: int = 0) -> Blockwise:
 def test_both_parts_of_a_quantised_tensor_move_and_come_back() -> None:
     x = torch.randn(4, 32, requires_grad=True)
     expected = torch.autograd.grad((x @ _quantised().plain()).sum(), x)[0]
-    with offload_activations(config(), backend=CopyingBackend()) as offloader:
+    with offload_activations(config(), backend=Backend()) as offloader:
         loss = (x @ _quantised()).sum()
     assert offloader.stats.moved_bytes == 32 * 16 + 32 * 4
     assert torch.equal(torch.autograd.grad(loss, x)[0], expected)
 
 
 def test_what_comes_back_is_of_the_same_kind() -> None:
-    offloader = offload_activations(config(), backend=CopyingBackend())
+    offloader = offload_activations(config(), backend=Backend())
     tensor = _quantised()
     values, scale = tensor.values.clone(), tensor.scale.clone()
     handle = offloader.pack(tensor)
@@ -73,7 +73,7 @@ def test_what_comes_back_is_of_the_same_kind() -> None:
 
 
 def test_small_parts_stay_and_large_ones_go() -> None:
-    offloader = offload_activations(config(min_bytes=512), backend=CopyingBackend())
+    offloader = offload_activations(config(min_bytes=512), backend=Backend())
     tensor = _quantised()
     expected = tensor.plain()
     handle = offloader.pack(tensor)
@@ -83,7 +83,7 @@ def test_small_parts_stay_and_large_ones_go() -> None:
 
 
 def test_shared_parts_move_once() -> None:
-    offloader = offload_activations(config(), backend=CopyingBackend())
+    offloader = offload_activations(config(), backend=Backend())
     one = _quantised()
     two = Blockwise(one.values, one.scale * 2, "another")
     handles = [offloader.pack(one), offloader.pack(two)]
@@ -95,10 +95,10 @@ def test_shared_parts_move_once() -> None:
 
 def test_a_subclass_that_cannot_be_taken_apart_stays_or_raises() -> None:
     tensor = torch.randn(8).as_subclass(Opaque)
-    offloader = offload_activations(config(), backend=CopyingBackend())
+    offloader = offload_activations(config(), backend=Backend())
     assert offloader.pack(tensor).get() is tensor
     (reason,) = offloader.stats.kept_count
     assert reason == "unsupported: an Opaque, which does not define how to take it apart (__tensor_flatten__)"
-    strict = offload_activations(config(on_unsupported="raise"), backend=CopyingBackend())
+    strict = offload_activations(config(on_unsupported="raise"), backend=Backend())
     with pytest.raises(RuntimeError, match="on_unsupported='keep'"):
         strict.pack(tensor)

@@ -7,7 +7,7 @@ import torch
 
 from nemo_like import Job, MemoryBudget, OffloadConfig, PlanSearch, StepSpec
 from nemo_like.layers import find_layers
-from nemo_like.offload.backends import CopyingBackend
+from nemo_like.offload.backends import Backend
 from nemo_like.offload.layer_offload import apply_offloading
 from nemo_like.planning import apply_plan
 from nemo_like.planning.answers.within import choose
@@ -21,7 +21,7 @@ from tests_distributed.allocated import step_peak_bytes
 hf = pytest.importorskip("transformers", reason="needs the extra 'hf'")
 
 
-class _OtherHost(CopyingBackend):
+class _OtherHost(Backend):
     """Its host memory is Python's, which torch's allocator knows nothing of."""
 
     def host_memory(self, nbytes: int) -> torch.Tensor:

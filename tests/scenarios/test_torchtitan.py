@@ -34,7 +34,7 @@ from nemo_like.activation_checkpointing import (
 from nemo_like.activation_checkpointing.engine import RegionError, checkpoint_region, set_early_stop
 from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, SKIP
 from nemo_like.offload import apply_offloading
-from nemo_like.offload.backends import CopyingBackend
+from nemo_like.offload.backends import Backend
 from tests.models.blocks import assert_bitwise, gradients
 from tests.models.tiny import Decoder, tokens
 
@@ -280,7 +280,7 @@ def test_inputs_of_checkpointed_layers_wait_on_the_host(settings: dict[str, Any]
     layers = list(model)
     apply_full_layer_checkpointing_to_layers(model, layers)
     config = OffloadConfig(**({"mode": "boundary", "min_bytes": 0, "pin_memory": False} | settings))
-    offloader = apply_offloading(model, layers, config, backend=CopyingBackend())
+    offloader = apply_offloading(model, layers, config, backend=Backend())
     assert_bitwise(gradients(model, model, x), gradients(bare, bare, x))
     # The last layer's input stays, because backward starts with it.
     assert offloader.stats.moved_bytes == moved * ONE_INPUT

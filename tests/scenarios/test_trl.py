@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from nemo_like.integrations import NoOpManager, OffloadActivations, get_lora_act_offloading_ctx_manager
-from nemo_like.offload.backends import CopyingBackend
+from nemo_like.offload.backends import Backend
 from tests.models.adapted import with_lora
 
 IDS = torch.randint(0, 64, (2, 10), generator=torch.Generator().manual_seed(0))
@@ -53,7 +53,7 @@ def assert_same_step(got: tuple[Tensor, dict[str, Tensor]], wanted: tuple[Tensor
 
 
 def offloading(**fields: Any) -> OffloadActivations:
-    return OffloadActivations(**({"min_offload_size": 0, "backend": CopyingBackend()} | fields))
+    return OffloadActivations(**({"min_offload_size": 0, "backend": Backend()} | fields))
 
 
 @pytest.mark.parametrize("backward_inside", [True, False])

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 from nemo_like.distributed.shard import shard_layers
 from nemo_like.layers import find_layers
 from nemo_like.offload import apply_offloading, offload_activations
-from nemo_like.offload.backends import CopyingBackend
+from nemo_like.offload.backends import Backend
 from nemo_like.options import OffloadConfig
 from nemo_like.parallelizer import apply_activation_checkpointing
 from tests.models import decoders
@@ -30,7 +30,7 @@ from tests_distributed.spawn import run_ranks
 ANY_SIZE: dict[str, Any] = {"min_bytes": 0, "pin_memory": False}
 
 
-class Watching(CopyingBackend):
+class Watching(Backend):
     """Counts the bytes of a model's weights, gathered or not, among what goes to the host."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -125,7 +125,7 @@ def _collectives(rank: int, world: int) -> dict[str, Any]:
 
     x = torch.full((4, 8), float(rank + 1))
     weight = torch.randn(8, 8, requires_grad=True)
-    offloader = offload_activations(OffloadConfig(mode="all", **ANY_SIZE), backend=CopyingBackend())
+    offloader = offload_activations(OffloadConfig(mode="all", **ANY_SIZE), backend=Backend())
     gathered = all_gather_tensor(x, 0, torch.distributed.group.WORLD)
     was_pending = isinstance(gathered, AsyncCollectiveTensor)
     handle = offloader.pack(gathered)
@@ -206,7 +206,7 @@ def _tensor_parallel(rank: int, world: int, mode: str, sequence: bool) -> tuple[
             input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),), use_local_output=False
         )
         parallelize_module(model[0], mesh, to_shards)
-    backend = CopyingBackend()
+    backend = Backend()
     offloader = apply_offloading(
         model, list(model), OffloadConfig(mode=mode, max_inflight_bytes=1, **ANY_SIZE), backend=backend
     )
@@ -241,7 +241,7 @@ def _dtensors(rank: int, world: int) -> dict[str, Any]:
         return (z * y.t().redistribute(placements=[Replicate()])).sum().full_tensor()
 
     (expected,) = torch.autograd.grad(function(), x)
-    with offload_activations(OffloadConfig(mode="all", **ANY_SIZE), backend=CopyingBackend()) as offloader:
+    with offload_activations(OffloadConfig(mode="all", **ANY_SIZE), backend=Backend()) as offloader:
         loss = function()
     stats = offloader.stats.as_dict()
     (actual,) = torch.autograd.grad(loss, x)
