@@ -1,8 +1,8 @@
 """Host placement: what autograd or an engine keeps for backward waits in host memory. Needs torch alone."""
 
-from nemo_like.offload.copies import OffloadStats
 from nemo_like.offload.layer_offload import OffloadWrapper, apply_offloading, offloader_of, placed_on_host
 from nemo_like.offload.offloader import HostPolicy, Offloader, offload_activations
+from nemo_like.offload.stays import OffloadStats
 
 __all__ = [
     "HostPolicy",

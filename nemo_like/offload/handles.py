@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
-from nemo_like.offload.copies import HostCopy
-from nemo_like.offload.mover import Mover
+from nemo_like.offload.mover import HostCopy, Mover
+from nemo_like.offload.stays import is_wrapper_subclass, take_apart
 from nemo_like.torch_compat import version_of
 
 
@@ -21,11 +21,7 @@ class Handle(Protocol):
     """One saved tensor, wherever its bytes wait."""
 
     def get(self) -> torch.Tensor:
-        """The tensor on its device, with the values, strides and offset it was saved with. May be called again.
-
-        Raises:
-            RuntimeError: the tensor was changed in place after it was saved.
-        """
+        """Return the tensor on its device, as it was saved. Raises RuntimeError where it was changed in place since."""
 
 
 def _refuse_change(tensor: torch.Tensor, expected: int | None, described: str | None = None) -> None:
@@ -44,10 +40,7 @@ def _described(tensor: torch.Tensor) -> str:
 
 
 class InPlaceGuard:
-    """Raises, as autograd does, where a tensor was changed in place after it was saved.
-
-    It keeps an empty tensor that shares the original's version counter, so it holds none of its memory.
-    """
+    """An empty tensor that shares the version counter of a saved one: tells of changes and holds none of its memory."""
 
     __slots__ = ("described", "expected", "probe")
 
@@ -98,11 +91,8 @@ class HostHandle:
         self, tensor: torch.Tensor, mover: Mover, copy: HostCopy, reader: object, guard: InPlaceGuard | None
     ) -> None:
         self.mover, self.copy, self.reader, self.guard = mover, copy, reader, guard
-        self.dtype = tensor.dtype
-        self.shape = tensor.shape
-        self.stride = tensor.stride()
-        self.offset = tensor.storage_offset()  # elements
-        self.conjugate = tensor.is_conj()
+        self.dtype, self.conjugate = tensor.dtype, tensor.is_conj()
+        self.shape, self.stride, self.offset = tensor.shape, tensor.stride(), tensor.storage_offset()
 
     def get(self) -> torch.Tensor:
         if self.guard is not None:
@@ -198,14 +188,3 @@ def _host_handles(handle: Handle) -> Iterator[HostHandle]:
     elif isinstance(handle, SubclassHandle):
         for name in handle.handles:
             yield from _host_handles(handle.inner[name])
-
-
-def is_wrapper_subclass(tensor: torch.Tensor) -> bool:
-    """Return whether `tensor` is made of other tensors and tells how (PyTorch's traceable-subclass protocol)."""
-    return hasattr(tensor, "__tensor_flatten__") and hasattr(type(tensor), "__tensor_unflatten__")
-
-
-def take_apart(tensor: Any) -> tuple[dict[str, Any], Any]:
-    """A wrapper subclass's inner values by attribute (tensors, and for a DTensor its mesh), and its context."""
-    names, context = tensor.__tensor_flatten__()
-    return {name: getattr(tensor, name) for name in names}, context

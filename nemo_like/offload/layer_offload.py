@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
+from collections.abc import Callable, Iterable, MutableSequence, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from nemo_like._util.module_tree import check_model, every_module
-from nemo_like._util.words import a_or_an
 from nemo_like.activation_checkpointing.apply import apply_specs
 from nemo_like.activation_checkpointing.legacy import names_in
 from nemo_like.activation_checkpointing.sequential import SegmentMember
@@ -22,11 +21,16 @@ from nemo_like.options import OffloadConfig
 from nemo_like.torch_compat import ActivationWrapper
 from nemo_like.torch_compat import OffloadWrapper as TorchOffloadWrapper
 
+_NOTHING_SAVED = (
+    "offload='saved' moves what activation checkpointing keeps, and ac is 'none' or leaves every layer out: no layer is "
+    "checkpointed. Use ac='selective' (or another mode), or offload='all'."
+)
+
 
 class OffloadWrapper(Nameless, TorchOffloadWrapper):
-    """A layer whose saved activations wait on the host. Adds no name to parameters, modules or state dicts.
+    """A layer whose saved activations wait on the host: outside checkpointing and `torch.compile`, inside FSDP2's unit.
 
-    It is outside activation checkpointing and outside `torch.compile`, and inside FSDP2's unit.
+    Adds no name to parameters, modules or state dicts.
     """
 
     offloader: Offloader
@@ -73,8 +77,7 @@ def apply_offloading(
     """Make what `layers` save for backward wait on the host. Changes `model`, and `layers` where it is a list.
 
     Call it after activation checkpointing and compilation, and before sharding. Of several layers the last one is left
-    alone: backward starts with it, so its tensors would only go and come. What is outside of layers (embedding, head,
-    loss) is never moved.
+    alone: backward starts with it. What is outside of layers (embedding, head, loss) is never moved.
 
     Args:
         model: holds the layers.
@@ -93,11 +96,11 @@ def apply_offloading(
     check_model(model)
     config = OffloadConfig.of(config, default="saved")
     layers = layers if isinstance(layers, MutableSequence) else list(layers)
-    _validate(layers, config, set(_called_by_model(model)))
     offloader = LayerOffloader(config, backend=backend)
+    names = names_in(model, layers)
     if config.mode == "none":
         return offloader
-    names = names_in(model, layers)
+    _check(layers, config)
     moved = _moved(names)
     if config.mode in ("saved", "all"):
         keep_on_host([layer for layer, name in zip(layers, names) if name in moved], offloader)
@@ -115,24 +118,20 @@ def placed_on_host(
     compile: bool = False,
     backend: Backend | None = None,
 ) -> list[CheckpointSpec]:
-    """`specs` with what they keep waiting on the host, and a placement for each of `layers` but the last.
+    """Return `specs` with what they keep waiting on the host, and a placement for each of `layers` but the last.
 
     Args:
-        specs: the regions in these layers; not changed.
+        specs: the regions in these layers.
         layers: names of all layers, in the order of forward.
-        config: what waits on the host: see `apply_offloading`.
+        config, backend: see `apply_offloading`.
         compile: the layers will be compiled: autograd then keeps a region's tensors, and the placement takes them.
-        backend: see `offload_activations`.
 
     Raises:
         ValueError: ``saved`` where nothing is checkpointed.
     """
     specs = list(specs)
     if config.mode == "saved" and not specs:
-        raise ValueError(
-            "offload='saved' moves what activation checkpointing keeps, and ac is 'none' or leaves every layer out. Use "
-            "ac='selective' (or another mode), or offload='all'."
-        )
+        raise ValueError(_NOTHING_SAVED)
     offloader = LayerOffloader(config, backend=backend)
     moved = _moved(layers)
 
@@ -147,10 +146,9 @@ def placed_on_host(
 
 
 class LayerOffloader(Offloader):
-    """An `Offloader` that takes what whole layers save, by enclosing them in an `OffloadWrapper`."""
+    """An `Offloader` that encloses whole layers in an `OffloadWrapper`, which hands it what they save."""
 
     def enclose(self, module: nn.Module) -> nn.Module:
-        """`module` inside a wrapper that hands what it saves to this offloader."""
         return OffloadWrapper(module, self)
 
 
@@ -164,33 +162,16 @@ def _placements(layers: Sequence[str], offloader: Offloader) -> list[CheckpointS
     return [CheckpointSpec((name,), policy=None, transfer=offloader) for name in layers]
 
 
-def _validate(layers: Sequence[nn.Module], config: OffloadConfig, called: set[nn.Module]) -> None:
-    if config.mode != "none" and not layers:
+def _check(layers: Sequence[nn.Module], config: OffloadConfig) -> None:
+    if not layers:
         raise ValueError("apply_offloading was given no layers; nemo_like.layers.find_layers(model) finds them.")
-    for index, layer in enumerate(layers):
-        if layer not in called:
-            raise ValueError(
-                f"layers[{index}], {a_or_an(layer)}, is nothing that the model itself calls: pass its layers, "
-                "and where they are wrapped, the wrappers."
-            )
-        if any(isinstance(module, TorchOffloadWrapper) for module in every_module(layer)):
-            raise ValueError(
-                f"layers[{index}], {a_or_an(layer)}, has offloading already: its tensors would be moved twice. "
-                "Apply offloading once."
-            )
-    regions = [m for layer in layers for m in every_module(layer) if isinstance(m, ActivationWrapper)]
-    if config.mode == "saved" and not regions:
+    wrappers = [m for layer in layers for m in every_module(layer) if isinstance(m, ActivationWrapper)]
+    if any(isinstance(wrapper, TorchOffloadWrapper) for wrapper in wrappers):
         raise ValueError(
-            "offload='saved' moves what activation checkpointing keeps, and no layer is checkpointed. Use "
-            "ac='selective' (or another mode), or offload='all'."
+            "One of the layers has offloading already: its tensors would be moved twice. Apply offloading once."
         )
-
-
-def _called_by_model(model: nn.Module) -> Iterator[nn.Module]:
-    """Every module that something else than a wrapper calls."""
-    for parent in every_module(model):
-        if not isinstance(parent, ActivationWrapper):
-            yield from parent.children()
+    if config.mode == "saved" and not wrappers:
+        raise ValueError(_NOTHING_SAVED)
 
 
 def offloader_of(model: nn.Module) -> Offloader | None:

@@ -11,36 +11,69 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from nemo_like._util.log import warn_once
-from nemo_like.offload.backends import Backend
-from nemo_like.offload.copies import Event, HostCopy, OffloadStats
-from nemo_like.offload.pool import HostPool
+from nemo_like.offload.backends import Backend, Block, HostPool
+from nemo_like.offload.stays import OffloadStats
 from nemo_like.options import OffloadConfig
 from nemo_like.torch_compat import version_of
 
-_Held = tuple[Event, torch.UntypedStorage]
+Event = Any
+"""As `Backend.record` returns it."""
+_Held = tuple[Event, torch.UntypedStorage, int]
+
+
+class HostCopy:
+    """The bytes on the host of one device storage, at one version of its contents.
+
+    They come back into one `buffer`. When every reader has had it, the buffer goes and the next round (a second
+    backward through a retained graph) starts.
+    """
+
+    def __init__(self, storage: torch.UntypedStorage, version: int, block: Block, stream: Any) -> None:
+        self.storage: Callable[[], torch.UntypedStorage | None] = weakref.ref(storage)
+        self.nbytes = storage.nbytes()
+        self.version = version
+        self.block = block
+        self.stream = stream  # whose operators saved the storage, and so may use its memory
+        self.written: Event = None
+        self.last_read: Event = None
+        self.group = -1  # number of the group that it comes back with
+        self.readers: set[object] = set()
+        self.unread: set[object] = set()  # readers that have not had it in this round
+        self.was_read = False  # every reader has had it once: it is not prefetched again
+        self.buffer: torch.Tensor | None = None  # (nbytes,) uint8 on the device
+        self.buffer_version: int | None = None
+        self.buffer_stream: Any = None
+        self.ready: Event = None
+        self.ahead = False  # the buffer was prefetched, and not read yet
+
+    def original(self) -> torch.UntypedStorage | None:
+        """The device storage, where it is still alive and full."""
+        storage = self.storage()
+        return storage if storage is not None and storage.nbytes() == self.nbytes else None
+
+    def part_from_original(self) -> None:
+        """Neither read the original in place of the copy, nor share the copy with what reads the original."""
+        self.storage = _gone
+
+
+def _gone() -> None:
+    """A dead weak reference."""
 
 
 class Mover:
     """Moves storages between one device and the host, each as a whole. Thread safe.
 
-    Args:
-        backend: the device.
-        config: the limits.
-        stats: counters to fill.
-        max_inflight_copies: how many copies to the host may be on their way; None: any number.
+    `config` has the limits; `max_inflight_copies` is how many copies to the host may be on their way (None: any number).
     """
 
     def __init__(
-        self,
-        backend: Backend,
-        config: OffloadConfig,
-        stats: OffloadStats,
-        max_inflight_copies: int | None = None,
+        self, backend: Backend, config: OffloadConfig, stats: OffloadStats, max_inflight_copies: int | None = None
     ) -> None:
         self.backend = backend
         self.pool = HostPool(backend.host_memory, budget_bytes=config.host_budget_bytes)
@@ -74,16 +107,13 @@ class Mover:
         return copy if copy is not None and copy.readers and copy.original() is storage else None
 
     def offload(self, storage: torch.UntypedStorage, version: tuple[Any, ...], reader: object) -> HostCopy | None:
-        """Have `storage` on the host.
+        """Return the copy of `storage` on the host, made now where there is none; None where the pool refused.
 
         Args:
-            reader: identifies who will `fetch` it. Its end is noted in `dead`.
             storage: of this mover's device.
-            version: changes when the contents do; equal versions share one copy. The last of it is the version counter
-                that the bytes come back with, so that checks which compare it (in recomputation) find what they know.
-
-        Returns:
-            the copy; None where the pool refused (see ``pool.refusal``).
+            version: changes when the contents do. The last of it is the version counter that the bytes come back with,
+                so that checks which compare it (in recomputation) find what they know.
+            reader: identifies who will `fetch` it. Its end is noted in `dead`.
         """
         with self._lock:
             self._collect()
@@ -117,7 +147,7 @@ class Mover:
         self.stats.moved_bytes += copy.nbytes
         self.stats.copies += 1
         # Python may drop the storage at once; the allocator must not hand it out while the copy reads it.
-        self._inflight.append((copy.written, storage))
+        self._inflight.append((copy.written, storage, copy.nbytes))
         self._inflight_bytes += copy.nbytes
         return copy
 
@@ -134,7 +164,7 @@ class Mover:
             self._let_go()
 
     def _let_go(self) -> None:
-        self._inflight_bytes -= self._inflight.popleft()[1].nbytes()
+        self._inflight_bytes -= self._inflight.popleft()[2]
 
     def open_group(self) -> None:
         """Open a group (a layer) for what is offloaded from here on."""

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -22,12 +22,10 @@ from torch import nn
 from nemo_like._util.log import warn_once
 from nemo_like._util.module_tree import check_model, every_module
 from nemo_like._util.tensors import tensors_in
-from nemo_like.activation_checkpointing.engine.handles import Transfer
 from nemo_like.activation_checkpointing.policy import HOST, SAVE, Decision, Policy
 from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from nemo_like.offload import stays
 from nemo_like.offload.backends import Backend, default_backend
-from nemo_like.offload.copies import OffloadStats
 from nemo_like.offload.handles import (
     ChosenHandle,
     Handle,
@@ -35,10 +33,9 @@ from nemo_like.offload.handles import (
     InPlaceGuard,
     KeptHandle,
     SubclassHandle,
-    is_wrapper_subclass,
-    take_apart,
 )
 from nemo_like.offload.mover import Mover
+from nemo_like.offload.stays import OffloadStats, is_wrapper_subclass, take_apart
 from nemo_like.options import OffloadConfig
 from nemo_like.torch_compat import (
     ActivationWrapper,
@@ -47,9 +44,6 @@ from nemo_like.torch_compat import (
     left_to_python,
     version_of,
 )
-
-CHECKPOINTING_MODULES = ("torch.utils.checkpoint", "nemo_like.activation_checkpointing")
-"""Modules that define the saved-tensor hooks of checkpointed regions."""
 
 
 def offload_activations(
@@ -76,8 +70,8 @@ def offload_activations(
     Raises:
         TypeError: `config` is neither. ValueError: an unknown mode; ``boundary`` or ``saved`` without `layers`.
 
-    The context is entered around forward (backward may run inside or outside) and around checkpointing, never within
-    a checkpointed region: entering it there raises RuntimeError.
+    The context is entered around forward (backward may run inside or outside) and around checkpointing. Entering it
+    within a checkpointed region raises RuntimeError.
     """
     config = OffloadConfig.of(config, default="all")
     if config.mode in ("boundary", "saved") and not layers:
@@ -93,10 +87,7 @@ class Offloader:
 
     `stats` are live. An engine's HOST decisions go through `to_host`, `prefetch` and `before_change` (its `Transfer`).
 
-    Args:
-        config, model, layers, left_out, backend: see `offload_activations`.
-        use_streams: copy while computing.
-        max_inflight_copies: see `Mover`.
+    The arguments are those of `offload_activations`, `Backend` and `Mover`.
     """
 
     def __init__(
@@ -112,14 +103,9 @@ class Offloader:
     ) -> None:
         if model is not None:
             check_model(model)
-        self.config = config
-        self.model = model
-        self.layers = list(layers)
-        self.left_out = list(left_out)
+        self.config, self.model, self.layers, self.left_out = config, model, list(layers), list(left_out)
         self.stats = OffloadStats()
-        self._backend = backend
-        self._use_streams = use_streams
-        self._max_inflight_copies = max_inflight_copies
+        self._backend, self._use_streams, self._max_inflight_copies = backend, use_streams, max_inflight_copies
         self._mover: Mover | None = None
         self._known = stays.KnownStorages()
         self._inputs: dict[int, torch.UntypedStorage] | None = None
@@ -131,11 +117,7 @@ class Offloader:
 
     @left_to_python
     def pack(self, tensor: torch.Tensor) -> Handle:
-        """A handle that replaces `tensor` in the graph: on the host where it may go there, else as it is.
-
-        Raises:
-            RuntimeError: the tensor cannot be moved and the configuration has ``on_unsupported="raise"``.
-        """
+        """Return a handle that replaces `tensor` in the graph: on the host where it may go there, else as it is."""
         with torch.no_grad():
             self.start_chosen()
             return self._pack(tensor)
@@ -170,8 +152,7 @@ class Offloader:
 
     def _move(self, tensor: torch.Tensor, version: tuple[Any, ...], guarded: bool) -> Handle:
         """A handle for `tensor`, whose contents `version` tells from others of its storage (see `Mover.offload`)."""
-        move = self._move_subclass if is_wrapper_subclass(tensor) else self._move_plain
-        return move(tensor, version, guarded)
+        return (self._move_subclass if is_wrapper_subclass(tensor) else self._move_plain)(tensor, version, guarded)
 
     def _move_subclass(self, tensor: torch.Tensor, version: tuple[Any, ...], guarded: bool) -> Handle:
         """Move what a wrapper subclass is made of, and keep how to put it together again.
@@ -322,7 +303,7 @@ class Offloader:
         """Raise RuntimeError where a checkpointed region is being run: its own hooks would never be called."""
         hooks = innermost_saved_tensor_hooks()
         module = getattr(hooks[0], "__module__", None) if hooks is not None else None
-        if module is not None and module.startswith(CHECKPOINTING_MODULES):
+        if str(module).startswith(("torch.utils.checkpoint", "nemo_like.activation_checkpointing")):
             raise RuntimeError(
                 "Offloading was entered inside a checkpointed region. Its hooks would take every saved tensor from the "
                 "checkpointing around it, which would then recompute nothing and save no memory. Turn the two around: "
@@ -345,42 +326,28 @@ def _resolved(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.wait() if hasattr(tensor, "trigger_wait") else tensor  # type: ignore[attr-defined]
 
 
-# The engine's HOST decisions: what a policy decides to keep waits on the host.
-
-
 class HostPolicy:
     """Another policy, with what it keeps waiting on the host instead of on the device."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.keeps_nothing = policy.keeps_nothing
-
-    def tracked_ops(self) -> Collection[Any] | None:
-        """As the other policy."""
-        return self.policy.tracked_ops()
+        self.tracked_ops = policy.tracked_ops
 
     def start(self) -> Callable[..., Decision]:
         """The other policy's decisions, with HOST for SAVE."""
-        return _HostDecide(self.policy.start())
+        decide = self.policy.start()
+
+        def on_host(*call: Any) -> Decision:
+            decision = decide(*call)
+            return HOST if decision is SAVE else decision
+
+        vars(on_host).update(needs_call=getattr(decide, "needs_call", False), finish=getattr(decide, "finish", None))
+        return on_host
 
 
-class _HostDecide:
-    def __init__(self, decide: Callable[..., Decision]) -> None:
-        self._decide = decide
-        self.needs_call = getattr(decide, "needs_call", False)
-        self.finish = getattr(decide, "finish", None)
-
-    def __call__(self, *call: object) -> Decision:
-        decision = self._decide(*call)
-        return HOST if decision is SAVE else decision
-
-
-def keep_on_host(layers: Iterable[nn.Module], transfer: Transfer) -> list[tuple[CheckpointWrapper, Policy, Any]]:
-    """Let the layers' regions keep on the host what their policies decide to keep.
-
-    Returns:
-        each region that was changed, with what it had before, for `keep_as_before`.
-    """
+def keep_on_host(layers: Iterable[nn.Module], transfer: Offloader) -> list[tuple[CheckpointWrapper, Policy, Any]]:
+    """Let the layers' regions keep on the host what their policies decide to keep; return what `keep_as_before` needs."""
     changed: list[tuple[CheckpointWrapper, Policy, Any]] = []
     for region in dict.fromkeys(module for layer in layers for module in every_module(layer)):
         # A compiled region keeps its tensors through autograd, where hooks around it take them.
@@ -399,11 +366,9 @@ def keep_as_before(changed: Iterable[tuple[CheckpointWrapper, Policy, Any]]) -> 
 
 
 def moves_everything(layer: nn.Module, mode: str) -> bool:
-    """Return whether all that `layer` saves outside of regions is to move in `mode`, and not only what it was called
-    with.
+    """Return whether all that `layer` saves outside of regions is to move, and not only what it was called with.
 
-    In the mode ``saved``, it is where the layer is compiled, or checkpointed in pieces: that is what is saved of it. A
-    layer that is one region saves nothing outside but its inputs.
+    In the mode ``saved``, it is where the layer is compiled, or checkpointed in pieces: that is what is saved of it.
     """
     if mode != "saved" or is_compiled(layer):
         return mode != "boundary"

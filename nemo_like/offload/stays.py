@@ -1,4 +1,4 @@
-"""Which saved tensors stay on the device, and why.
+"""Which saved tensors stay on the device, and why; counters of what stayed and what moved.
 
 Weights are on the device anyway, so moving them costs bandwidth and frees nothing; with FSDP2 the unsharded weights of
 a whole model would go to the host. They are known by what they are (a `Parameter`, a view of one, a low-precision copy
@@ -8,12 +8,14 @@ that autocast made of one), and by their storage where the model is known.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
 from nemo_like._util.words import a_or_an
-from nemo_like.offload.handles import is_wrapper_subclass, take_apart
 from nemo_like.torch_compat import base_of
 
 PARAMETER = "a parameter, or a view of one"
@@ -25,6 +27,17 @@ ON_HOST = "on the host already"
 SMALL = "smaller than min_bytes"
 PART = "less than half of its storage"
 EMPTY = "empty"
+
+
+def is_wrapper_subclass(tensor: torch.Tensor) -> bool:
+    """Return whether `tensor` is made of other tensors and tells how (PyTorch's traceable-subclass protocol)."""
+    return hasattr(tensor, "__tensor_flatten__") and hasattr(type(tensor), "__tensor_unflatten__")
+
+
+def take_apart(tensor: Any) -> tuple[dict[str, Any], Any]:
+    """A wrapper subclass's inner values by attribute (tensors, and for a DTensor its mesh), and its context."""
+    names, context = tensor.__tensor_flatten__()
+    return {name: getattr(tensor, name) for name in names}, context
 
 
 def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
@@ -124,3 +137,42 @@ def is_autocast_copy(tensor: torch.Tensor, known: KnownStorages) -> bool:
         return any(isinstance(leaf, nn.Parameter) for leaf in sources)
     sixteen_bit = tensor.dtype in (torch.bfloat16, torch.float16)
     return sixteen_bit and not tensor.requires_grad and known.has_weight_like(source)
+
+
+@dataclass
+class OffloadStats:
+    """Live counters of one offloader. All sizes in bytes."""
+
+    moved_bytes: int = 0
+    """Copied to the host, in `copies` copies."""
+    copies: int = 0
+    reloaded_bytes: int = 0
+    """Copied back, in `reloads` copies, of which `prefetched` were started before backward asked."""
+    reloads: int = 0
+    prefetched: int = 0
+    shared: int = 0
+    """Saved tensors whose storage was on the host already."""
+    still_on_device: int = 0
+    """Times backward found the original still alive on the device and no copy was needed."""
+    offload_stalls: int = 0
+    """Times forward waited because ``max_inflight_bytes`` were on their way to the host."""
+    reload_stalls: int = 0
+    """Times backward asked for bytes that were not on the device yet."""
+    kept_bytes: Counter[str] = field(default_factory=Counter)
+    """Bytes of saved tensors left on the device, by reason (a storage saved twice counts twice)."""
+    kept_count: Counter[str] = field(default_factory=Counter)
+    """Saved tensors left on the device, by reason."""
+    host_live_bytes: int = 0
+    """Host bytes that saved tensors occupy now."""
+    host_peak_live_bytes: int = 0
+    host_reserved_bytes: int = 0
+    """Host bytes of all slabs."""
+
+    def keep(self, reason: str, nbytes: int) -> None:
+        """Count a tensor that stays on the device."""
+        self.kept_bytes[reason] += nbytes
+        self.kept_count[reason] += 1
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain numbers, for a log or a table."""
+        return asdict(self) | {"kept_bytes": dict(self.kept_bytes), "kept_count": dict(self.kept_count)}

@@ -20,11 +20,9 @@ from torch import nn
 from nemo_like.activation_checkpointing import apply_selective_checkpointing_to_layers
 from nemo_like.activation_checkpointing.policy import SelectivePolicy
 from nemo_like.offload import apply_offloading, mover, offload_activations, offloader_of
-from nemo_like.offload.backends import Backend
-from nemo_like.offload.copies import HostCopy
+from nemo_like.offload.backends import Backend, HostPool
 from nemo_like.offload.handles import HostHandle, InPlaceGuard
-from nemo_like.offload.mover import Mover
-from nemo_like.offload.pool import HostPool
+from nemo_like.offload.mover import HostCopy, Mover
 from nemo_like.options import OffloadConfig
 from tests.gpusim.device import NAME, Device, RaceError
 from tests.gpusim.streams import host
@@ -200,7 +198,7 @@ def _side_originals(offload: bool) -> Results:
         loss.backward(retain_graph=True)
     offloader = offloader_of(model)
     if offloader is not None:
-        for event, _ in offloader._mover._inflight:  # type: ignore[union-attr]
+        for event, *_ in offloader._mover._inflight:  # type: ignore[union-attr]
             event.synchronize()
         offloader.collect()
     _model(False)(_input(1)).sum().backward()  # other work of the first stream
@@ -405,7 +403,7 @@ def copy_back_is_recorded_too_early(patch: pytest.MonkeyPatch) -> None:
 @shown_by("all, 1 bytes on their way", "race")
 def source_is_let_go_at_once(patch: pytest.MonkeyPatch) -> None:
     """Hold no storage that a copy to the host reads."""
-    held = "self._inflight.append((copy.written, storage))\n    self._inflight_bytes += copy.nbytes"
+    held = "self._inflight.append((copy.written, storage, copy.nbytes))\n    self._inflight_bytes += copy.nbytes"
     edit(patch, Mover, "_copy_out", (held, "pass"))
 
 

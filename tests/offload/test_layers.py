@@ -206,7 +206,7 @@ def test_checkpointing_around_offloading_is_refused(how: str) -> None:
 @pytest.mark.parametrize(
     ("layers", "mode", "message"),
     [
-        (lambda m: [nn.Linear(2, 2)], "all", r"layers\[0\], a Linear, is nothing that the model itself calls"),
+        (lambda m: [nn.Linear(2, 2)], "all", r"layers\[0\], a Linear, is not a sub-module of the Stack"),
         (lambda m: [], "all", "was given no layers"),
         (lambda m: list(m.layers), "saved", "no layer is checkpointed"),
         (lambda m: list(m.layers), "savd", "mode is 'savd'"),

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_like.offload.pool import ALIGNMENT, HostPool
+from nemo_like.offload.backends import ALIGNMENT, HostPool
 
 
 def _pool(**kwargs) -> HostPool:  # type: ignore[no-untyped-def]
