@@ -36,13 +36,6 @@ TEMPERATURE_TUNING = "attn_temperature_tuning"
 """An attribute of Llama 4's attention, which then counts positions from its cache's length."""
 COUNT_IDS = "create_position_ids_from_input_ids"
 """A function of RoBERTa and its kin: positions over the ids that are not padding."""
-MASK_OF_IDS = "make_default_2d_attention_mask"
-"""A function of T5Gemma's file, which is called where no mask is given."""
-SHIFT_RIGHT = "shift_tokens_right"
-PREPARE_DECODER = "prepare_decoder_input_ids_from_labels"
-
-BUCKET = "_relative_position_bucket"
-"""A method of T5 and its kin, which numbers distances."""
 ROPE_TYPE = "rope_type"
 """An attribute of rotary embeddings: the kind, or a table of the kinds of layer types."""
 GATE = "_apply_gate"
@@ -151,18 +144,17 @@ def cache_argument(forward: Callable[..., Any], *, required: bool = False) -> st
 
 
 def is_cache(value: object, name: str = "") -> bool:
-    """Return whether `value`, an argument called `name`, is a key/value cache that keeps what it is given.
+    """Return whether `value`, an argument called `name`, is a key/value cache.
 
     The test is what it can do. Under a name that means nothing else, anything is one; ``cache`` may be a table of a
     model's own.
     """
     if value is None:
         return False
-    if not isinstance(value, Tensor):
-        if getattr(value, "keeps_nothing", False):
-            return False
-        if all(callable(getattr(type(value), method, None)) for method in ("update", "get_seq_length")):
-            return True
+    if not isinstance(value, Tensor) and all(
+        callable(getattr(type(value), method, None)) for method in ("update", "get_seq_length")
+    ):
+        return True
     return name in CACHE_ARGUMENTS and (name != "cache" or "Cache" in type(value).__name__)
 
 

@@ -15,30 +15,63 @@ from nemo_like.distributed.context.methods.ring import (
     tiled_block_backward,
 )
 from nemo_like.distributed.context.sequence_ops import cut, join, pad, padded_length, positions, split
-from tests.models.families import FAMILIES, causal
+from tests.models.families import ENCODER, FAMILIES, HEADED, causal
+from tests_distributed.context.cut_models import build
 
 REFUSED = {
     "mamba": "Mamba", "mamba2": "Mamba", "jamba": "Mamba", "rwkv": "Rwkv", "qwen3_next": "GatedDeltaNet",
     "vit": "no layers of a language",
     "transformer_encoder": "inside torch", "whisper": "states of another modality",
+    "t5": "a T5Attention, makes relative position biases", "bloom": "a BloomAttention, computes attention itself",
+    "falcon": "a FalconAttention, computes attention itself",
+    "gpt_neo": "a GPTNeoAttention, computes attention itself, not by transformers' AttentionInterface",
+    "bart": "a BartLearnedPositionalEmbedding, counts the positions", "roberta": "counts positions over the ids",
+    "opt": "a OPTLearnedPositionalEmbedding, counts the positions", "llama4_tuned": "scales queries by positions",
+    "qwen3_vl": "a Qwen3VLTextModel, adds states of pictures between its layers",
+    "t5gemma": "a T5GemmaCrossAttention, looks at states of another modality or of an encoder",
 }  # fmt: skip
+OWN = {
+    "falcon": causal("Falcon", vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True),
+    "t5gemma": lambda: _t5gemma(),
+    "roberta": lambda: _roberta(),
+}
+
+
+def _t5gemma() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    part = dict(HEADED, head_dim=8, query_pre_attn_scalar=8)
+    return transformers.T5GemmaForConditionalGeneration(transformers.T5GemmaConfig(encoder=part, decoder=part))
+
+
+def _roberta() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    return transformers.RobertaForMaskedLM(transformers.RobertaConfig(**ENCODER))
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_by_structure(name: str) -> None:
-    model = FAMILIES[name].build()
+    model = OWN[name]() if name in OWN else build(name)
     before = {key: dict(vars(module)) for key, module in model.named_modules()}
-    with pytest.raises(ValueError, match=REFUSED[name]):
+    with pytest.raises(ValueError, match=rf"{REFUSED[name]}.*Use cp=1"):
         check_context_parallel(model, ContextParallel(2))
     assert all(vars(module).keys() == before[key].keys() for key, module in model.named_modules())
+
+
+class _Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = FAMILIES["llama"].build().model, FAMILIES["llama"].build().model
+
+
+def test_two_stacks_of_layers_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"one stack of layers, and there are 2 \(first, second\).*Use cp=1"):
+        check_context_parallel(_Two(), ContextParallel(2))
 
 
 def test_refused_options() -> None:
     model = FAMILIES["llama"].build()
     with pytest.raises(ValueError, match=r"ring.*'eager'"):
         check_context_parallel(FAMILIES["gpt_oss"].build(), ContextParallel(2, "ring"))
-    with pytest.raises(ValueError, match=r"ring.*linear biases"):
-        check_context_parallel(FAMILIES["bloom"].build(), ContextParallel(2, "ring"))
     with pytest.raises(ValueError, match=r"'ring' is not planned"), cut_for_planning(model, ContextParallel(2, "ring")):
         pass
     with pytest.raises(ValueError, match="has 4: use a divisor"):
@@ -60,21 +93,14 @@ def test_refused_options() -> None:
             ContextParallel(size)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="Did you mean 'ulysses'"):
         ContextParallel(2, "ulyses")
+    with pytest.raises(ValueError, match="loss_mean is 'rowss'; it must be 'tokens', 'rows', 'sum' or a function"):
+        ContextParallel(2, loss_mean="rowss")
 
 
 _MIXTRAL = dict(
     vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, num_local_experts=4,
 )  # fmt: skip
-
-
-def test_attention_that_asks_neither_the_interface_nor_a_cache() -> None:
-    """GPT-Neo has a triangle of its own, which it cuts by the lengths that it sees."""
-    make = causal("GPTNeo", vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global"], 2]])
-    with pytest.raises(ValueError, match="GPTNeoAttention, computes attention itself"):
-        check_context_parallel(make(), ContextParallel(2))
-    with pytest.raises(ValueError, match=r"ulysses.*transformer, a BloomModel, compute their attention themselves"):
-        check_context_parallel(FAMILIES["bloom"].build(), ContextParallel(2, "ulysses"))
 
 
 class _Convolved(nn.Module):

@@ -35,10 +35,6 @@ class RecurrentCache:
     """One that can do less, as xLSTM's."""
 
 
-class Discarding(Cache):
-    keeps_nothing = True
-
-
 @pytest.fixture(scope="module")
 def hf() -> Any:
     found = pytest.importorskip("transformers", reason="needs the extra 'hf'")
@@ -66,7 +62,6 @@ def next_release(monkeypatch: pytest.MonkeyPatch) -> None:
         ("past_key_values", (torch.ones(2), torch.ones(2)), True),
         ("past_key_values", torch.ones(2), True),
         ("past_key_values", None, False),
-        ("past_key_values", Discarding(), False),
         ("attention_mask", torch.ones(2), False),
         ("kwargs", {}, False),
     ],
@@ -88,7 +83,7 @@ def test_a_forward_takes_its_cache_under_a_known_name_or_one_that_is_annotated(n
 
     def annotated(hidden: Any, memory: Cache | None = None, use_cache: bool = False) -> None: ...
 
-    def neither(hidden: Any, memory: Discarding | None = None, use_cache: bool = False) -> None: ...
+    def neither(hidden: Any, memory: RecurrentCache | None = None, use_cache: bool = False) -> None: ...
 
     assert cache_argument(known) == "past_key_values"
     assert cache_argument(annotated, required=True) == "memory"
@@ -141,7 +136,6 @@ def test_a_region_refuses_a_cache_under_a_name_that_nobody_knows(by_position: bo
     wrapped, cache, x = CheckpointWrapper(Layer(2, 2), name="layers.3"), Cache(), torch.ones(1, 2)
     with pytest.raises(RuntimeError, match=r"layers\.3 was called with memory= while gradients are on"):
         wrapped(x, cache) if by_position else wrapped(x, memory=cache)
-    wrapped(x, memory=Discarding())
 
 
 @pytest.mark.parametrize("ac", ["full", "selective", "sequential"])
@@ -172,4 +166,4 @@ def test_cut_attention_is_refused_where_no_configuration_has_a_name_for_it(next_
     with pytest.raises(
         RuntimeError, match=r"5\.25\.0 has no _attn_implementation_internal in .* of Linear\. nemo_like"
     ):
-        list(_reroute(stack, None))  # type: ignore[arg-type]
+        list(_reroute(stack))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nemo_like._util.words import a_or_an, check_bool, check_whole, did_you_mean, normalise, parse_dtype
+from nemo_like.options.pipelining import LOSS_MEANS
 
 if TYPE_CHECKING:  # imported where a dtype or a policy is read
     import torch
@@ -178,7 +179,7 @@ class ContextParallel:
     """Split each sequence over `size` ranks. ``cp=2`` means the defaults.
 
     >>> ContextParallel.of(2)
-    ContextParallel(size=2, method='all_gather')
+    ContextParallel(size=2, method='all_gather', loss_mean=None)
     """
 
     size: int = 1
@@ -188,6 +189,12 @@ class ContextParallel:
     any attention. ``ulysses``: an all-to-all gives each rank some heads of the whole sequence; `size` must divide the
     heads. ``ring``: keys and values go from rank to rank, and no rank has those of the whole sequence. It is for causal
     self-attention without a mask, bias or dropout alone."""
+    loss_mean: str | Callable[[Any], Any] | None = None
+    """The numbers that the model's loss is a mean over; so many each rank's part has. ``"tokens"``: labels that are not
+    -100, or a sum where the batch has ``num_items_in_batch``; ``"sum"``: it is a sum; or a function of this rank's part of
+    the arguments, a dict, that returns how much counts in it (padding is 0, or -100 in labels); ``"rows"``: every rank
+    computes the loss on whole sequences. None: a cross entropy of labels (B, S) or of the next labels, a mean or a sum; with
+    labels of another shape as ``"rows"``. The first call compares it with the loss of whole sequences."""
 
     def __post_init__(self) -> None:
         check_whole("cp", self.size, 1, "ranks")
@@ -202,6 +209,13 @@ class ContextParallel:
                 + did_you_mean(word, CONTEXT_METHODS)
             )
         object.__setattr__(self, "method", word)
+        over = normalise(self.loss_mean) if isinstance(self.loss_mean, str) else self.loss_mean
+        if not (over is None or callable(over) or over in LOSS_MEANS):
+            raise ValueError(
+                f"ContextParallel.loss_mean is {over!r}; it must be {', '.join(map(repr, LOSS_MEANS))} or a function of a "
+                "part of the arguments that returns how much counts in it." + did_you_mean(str(over), LOSS_MEANS)
+            )
+        object.__setattr__(self, "loss_mean", over)
 
     @classmethod
     def of(cls, cp: int | ContextParallel) -> ContextParallel:

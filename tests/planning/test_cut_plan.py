@@ -5,20 +5,18 @@ from __future__ import annotations
 import ast
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from nemo_like import Job
 from nemo_like.cli import main
 from nemo_like.distributed.context import check_context_parallel, methods
 from nemo_like.distributed.context.methods.all_gather import GatherKeys
-from nemo_like.distributed.context.parts import Parts
+from nemo_like.distributed.context.parts import Attention
 from nemo_like.options import ContextParallel, parallel
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.query import PlanQuery
@@ -38,12 +36,9 @@ class _OneGather(GatherKeys):
         if ranks == 3:
             raise ValueError("method='one_gather' has no three ranks.")
 
-    def attend(
-        self, parts: Parts, implementation: str, own: Callable[..., Any], module: nn.Module, query: Tensor, key: Tensor,
-        value: Tensor, mask: Tensor | None, kwargs: dict[str, Any],
-    ) -> Any:  # fmt: skip
-        key, value = parts.gather(torch.stack([key, value]), 3).unbind(0)
-        return own(module, query, key, value, mask, **kwargs | {"is_causal": False})
+    def attend(self, call: Attention) -> Any:
+        key, value = call.parts.gather(torch.stack([call.key, call.value]), 3).unbind(0)
+        return call.run(call.query, key, value, call.mask)
 
 
 def test_a_method_is_one_file_and_one_word(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,9 @@
-"""Context parallelism where the loss is none of tokens, outputs are made of a row, or positions are counted in a stack."""
+"""Context parallelism where the loss is none of tokens or outputs are made of a row; and what the first call compares."""
 
 from __future__ import annotations
 
 import copy
-import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,23 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nemo_like import parallelize
+from nemo_like import ContextParallel, parallelize
 from tests.models.families import ENCODER, HEADED, hf
-from tests_distributed.context.cut_models import LOSS, batch, build, differences, gradients, without_dropout
+from tests_distributed.context.cut_models import LOSS, NanoGPT, batch, build, differences, gradients, without_dropout
 from tests_distributed.spawn import run_ranks
 
 VOCAB, END, ROWS, LENGTH = 64, 2, 2, 13
-BOTH = dict(
-    vocab_size=VOCAB, d_model=32, encoder_layers=2, decoder_layers=2, encoder_ffn_dim=48, decoder_ffn_dim=48,
-    encoder_attention_heads=4, decoder_attention_heads=4, max_position_embeddings=64, pad_token_id=0, bos_token_id=1,
-    eos_token_id=END, decoder_start_token_id=1, forced_eos_token_id=END, num_labels=2,
-)  # fmt: skip
-T5 = dict(
-    vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, pad_token_id=0, eos_token_id=END,
-    decoder_start_token_id=1, num_labels=2,
-)  # fmt: skip
 GPT2 = dict(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64, pad_token_id=0, num_labels=2)
-ALBERT = dict(ENCODER, embedding_size=16)
 
 
 def ids() -> Tensor:
@@ -50,27 +40,11 @@ def places(model: nn.Module) -> dict[str, Any]:
 
 
 def two_tasks(model: nn.Module) -> dict[str, Any]:
-    names = inspect.signature(model.forward).parameters
-    name = next(name for name in ("next_sentence_label", "sentence_order_label") if name in names)
-    return {"input_ids": ids(), "labels": ids(), name: torch.tensor([1, 0])}
-
-
-def choices(model: nn.Module) -> dict[str, Any]:
-    return {"input_ids": torch.stack([ids(), ids().flip(1)], 1), "labels": torch.tensor([1, 0])}
+    return {"input_ids": ids(), "labels": ids(), "next_sentence_label": torch.tensor([1, 0])}
 
 
 def replaced(model: nn.Module) -> dict[str, Any]:
     return {"input_ids": ids(), "labels": ids() % 2}
-
-
-def tokens(model: nn.Module) -> dict[str, Any]:
-    return {"input_ids": ids(), "labels": ids().index_fill(1, torch.tensor([3]), -100)[:, :11].contiguous()}
-
-
-def padded(model: nn.Module) -> dict[str, Any]:
-    found = ids()
-    found[0, -4:], found[1, :3] = 0, 0
-    return {"input_ids": found, "attention_mask": (found != 0).long(), "labels": found.masked_fill(found == 0, -100)}
 
 
 def bare(model: nn.Module) -> dict[str, Any]:
@@ -83,43 +57,32 @@ def own(output: Any) -> Tensor:
 
 def pooled(output: Any) -> Tensor:
     """A loss outside of the model."""
-    states = output.get("pooler_output") if "pooler_output" in output else output.logits
-    return (states * torch.linspace(-1, 1, states.numel()).view_as(states)).sum()
+    return (output.logits * torch.linspace(-1, 1, output.logits.numel()).view_as(output.logits)).sum()
 
 
 Case = tuple[Callable[[], nn.Module], Callable[[nn.Module], dict[str, Any]], Callable[[Any], Tensor]]
 CASES: dict[str, Case] = {
     "answers (BERT)": (hf("BertForQuestionAnswering", "BertConfig", **ENCODER), places, own),
     "answers (Llama)": (hf("LlamaForQuestionAnswering", "LlamaConfig", **HEADED), places, own),
-    "answers (BART)": (hf("BartForQuestionAnswering", "BartConfig", **BOTH), places, own),
-    "answers (T5)": (hf("T5ForQuestionAnswering", "T5Config", **T5), places, own),
     "classes (BERT)": (hf("BertForSequenceClassification", "BertConfig", **ENCODER), of_rows, own),
-    "classes (GPT-2)": (hf("GPT2ForSequenceClassification", "GPT2Config", **GPT2), of_rows, own),
-    "classes (BART)": (hf("BartForSequenceClassification", "BartConfig", **BOTH), of_rows, own),
-    "regression (Llama)": (hf("LlamaForSequenceClassification", "LlamaConfig", **HEADED), real_numbers, own),
-    "next sentences (BERT)": (hf("BertForNextSentencePrediction", "BertConfig", **ENCODER), of_rows, own),
     "two tasks (BERT)": (hf("BertForPreTraining", "BertConfig", **ENCODER), two_tasks, own),
-    "two tasks (ALBERT)": (hf("AlbertForPreTraining", "AlbertConfig", **ALBERT), two_tasks, own),
-    "choices (BERT)": (hf("BertForMultipleChoice", "BertConfig", **ENCODER), choices, own),
+    "classes (GPT-2)": (hf("GPT2ForSequenceClassification", "GPT2Config", **GPT2), of_rows, own),
+    "regression (Llama)": (hf("LlamaForSequenceClassification", "LlamaConfig", **HEADED), real_numbers, own),
+}
+WHOLE: dict[str, Case] = {
     "a binary loss of tokens (ELECTRA)": (
         hf("ElectraForPreTraining", "ElectraConfig", **ENCODER, embedding_size=32), replaced, own
     ),
-    "a loss outside, of a pooler (BERT)": (hf("BertModel", "BertConfig", **ENCODER), bare, pooled),
-    "a loss outside, of classes (BERT)": (hf("BertForSequenceClassification", "BertConfig", **ENCODER), bare, pooled),
     "a loss outside, of classes (Llama)": (
         hf("LlamaForSequenceClassification", "LlamaConfig", **HEADED), bare, pooled
     ),
-    "sinusoids (Marian)": (hf("MarianMTModel", "MarianConfig", **BOTH), tokens, own),
-    "sinusoids (Pegasus)": (hf("PegasusForConditionalGeneration", "PegasusConfig", **BOTH), tokens, own),
-    "sinusoids over ids (M2M-100)": (hf("M2M100ForConditionalGeneration", "M2M100Config", **BOTH), tokens, own),
-    "a table (Blenderbot)": (hf("BlenderbotForConditionalGeneration", "BlenderbotConfig", **BOTH), tokens, own),
-    "positions over ids (RoBERTa)": (hf("RobertaForMaskedLM", "RobertaConfig", **ENCODER), padded, own),
 }  # fmt: skip
-SHORT = ("answers (BERT)", "answers (T5)", "classes (GPT-2)", "two tasks (ALBERT)", "sinusoids over ids (M2M-100)")
+"""With ``loss_mean="rows"``."""
 
 
 def _wrong(rank: int, world_size: int, name: str, modes: tuple[str, ...]) -> list[str]:
-    make, inputs_of, loss_of = CASES[name]
+    make, inputs_of, loss_of = (CASES | WHOLE)[name]
+    cp = ContextParallel(world_size, loss_mean="rows" if name in WHOLE else None)
     torch.manual_seed(0)
     whole = without_dropout(make().double().train())  # biases of two classes are sums of nearly nothing
     inputs, wrong = inputs_of(whole), []
@@ -127,7 +90,7 @@ def _wrong(rank: int, world_size: int, name: str, modes: tuple[str, ...]) -> lis
     loss = loss_of(reference(**inputs))
     loss.backward()
     for mode in modes:
-        model = parallelize(copy.deepcopy(whole), ac=mode, cp=world_size)
+        model = parallelize(copy.deepcopy(whole), ac=mode, cp=cp)
         for _ in range(2):  # the first call is compared; the second is not
             model.zero_grad()
             found = loss_of(model(**inputs))
@@ -139,27 +102,9 @@ def _wrong(rank: int, world_size: int, name: str, modes: tuple[str, ...]) -> lis
 
 
 @pytest.mark.few(4)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *WHOLE])
 def test_losses_and_gradients_are_those_of_whole_sequences(name: str) -> None:
     assert run_ranks(2, _wrong, name, ("none", "full")) == [[], []]
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("name", SHORT)
-def test_on_four_ranks(name: str) -> None:
-    assert run_ranks(4, _wrong, name, ("selective",)) == [[]] * 4
-
-
-def _refused(rank: int, world_size: int, make: Callable[[], nn.Module]) -> str:
-    model = parallelize(make(), ac="none", cp=2)
-    with pytest.raises(ValueError) as raised:
-        model(**(bare(model) if make is pools_by_itself else batch("llama")))
-    return str(raised.value)
-
-
-def pools_by_itself() -> nn.Module:
-    """Takes the first token inside its stack, by no module."""
-    return without_dropout(hf("AlbertModel", "AlbertConfig", **ALBERT)().float().train())
 
 
 class Counting(nn.Module):
@@ -171,18 +116,71 @@ class Counting(nn.Module):
         return self.norm(x) * torch.linspace(0.5, 1.5, x.shape[1], device=x.device)[:, None]
 
 
-def counts_behind_its_layers() -> nn.Module:
-    model: Any = build("llama")
-    model.model.norm = Counting(model.model.norm)
-    return model
+def _refused(rank: int, world_size: int, counts: bool) -> None:
+    """Counts positions behind its layers, or gives states of whole rows."""
+    whole: Any = build("llama") if counts else hf("LlamaForSequenceClassification", "LlamaConfig", **HEADED)().train()
+    whole.model.norm = Counting(whole.model.norm) if counts else whole.model.norm
+    parallelize(whole, ac="none", cp=2)(**(batch("llama") if counts else bare(whole)))
 
 
-@pytest.mark.parametrize("make", [pools_by_itself, counts_behind_its_layers])
-def test_the_first_call_of_a_hugging_face_model_is_compared(make: Callable[[], nn.Module]) -> None:
+@pytest.mark.parametrize("counts", [True, False])
+def test_the_first_call_of_a_hugging_face_model_is_compared(counts: bool) -> None:
     """On every rank, by the model's name: also where one rank's outputs alone are others."""
-    first, second = run_ranks(2, _refused, make)
-    assert first == second
-    assert "gives this FSDP" in first and "other outputs than whole sequences do" in first
+    for error in run_ranks(2, _refused, counts, return_exceptions=True):
+        words = "gives this FSDP.* other outputs than" if counts else "fails on a part of cp=2.*loss_mean='rows'"
+        assert re.search(words, str(error))
+
+
+class OwnLoss(NanoGPT):
+    """Its loss is no cross entropy of torch's: a sum over `targets` that count, and over `divisor` of them."""
+
+    divisor = "tokens"
+
+    def forward(self, idx: Tensor, targets: Tensor) -> Tensor:  # type: ignore[override]
+        logits, _ = super().forward(idx)
+        counts = targets >= 0
+        losses = logits.logsumexp(-1) - logits.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+        return (losses * counts).sum() / (counts.sum() if self.divisor == "tokens" else 1)
+
+
+def counted(part: dict[str, Any]) -> Tensor:
+    return (part["targets"] >= 0).sum()
+
+
+def _own_loss(rank: int, world_size: int, divisor: str, loss_mean: Any) -> list[str]:
+    whole = OwnLoss()
+    whole.divisor = divisor
+    labels = ids().masked_fill(torch.arange(LENGTH) < 4, -100)
+    labels[1, 7:] = -100
+    whole(ids(), labels).backward()
+    model = parallelize(copy.deepcopy(whole).requires_grad_(), ac="full", cp=ContextParallel(2, loss_mean=loss_mean))
+    model.zero_grad()
+    for _ in range(2):
+        model.zero_grad()
+        loss = model(ids(), targets=labels)
+        loss.backward()
+    wrong = [] if abs(loss - whole(ids(), labels)) <= 2 * LOSS * loss else [f"loss {loss}"]
+    return wrong + differences(gradients(model), gradients(whole))
+
+
+@pytest.mark.parametrize(("divisor", "loss_mean"), [("tokens", "tokens"), ("tokens", counted), ("one", "sum")])
+def test_a_loss_is_what_its_caller_writes(divisor: str, loss_mean: Any) -> None:
+    assert run_ranks(2, _own_loss, divisor, loss_mean) == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("divisor", "loss_mean", "words"),
+    [
+        ("tokens", None, "the loss of this FSDPOwnLoss is none.*loss_mean=.*'rows'"),
+        ("tokens", "sum", "other outputs than whole sequences do"),
+        ("one", "tokens", "other outputs than whole sequences do"),
+        ("tokens", "rows", "has its layers and what comes behind them in one module"),
+    ],
+)
+def test_a_wrong_loss_is_refused_in_the_first_step_on_every_rank(divisor: str, loss_mean: Any, words: str) -> None:
+    errors = run_ranks(2, _own_loss, divisor, loss_mean, return_exceptions=True)
+    assert all(isinstance(error, ValueError | NotImplementedError) for error in errors)
+    assert all(re.search(words, str(error)) for error in errors), errors
 
 
 def _in_lower_precision(rank: int, world_size: int, name: str) -> list[float]:

@@ -71,7 +71,7 @@ def _pictures(rank: int, world_size: int, name: str) -> list[str]:
     inputs.pop("attention_mask", None)
     loss, expected = step(copy.deepcopy(whole), inputs)
     wrong = []
-    for cp in (1, world_size):
+    for cp in (1,) if name == "qwen3_vl" else (1, world_size):  # which cp refuses
         model = parallelize(copy.deepcopy(whole), "single" if cp == 1 else "fsdp2", "selective", cp=cp)
         for form in ("positions", "numbers"):
             found, grads = step(model, packed_pictures(whole, inputs, form))

@@ -1,28 +1,28 @@
-"""Attention of a part's queries over the keys of the whole sequence.
+"""Attention of a part's queries over the keys of the whole sequence, in the place of three functions.
 
 Models of transformers look their attention up by a name in their config. The names registered here mean "gather,
-then what the model had": so scales, soft caps, sinks, biases and dropout stay those of the model, and only keys, values
-and the mask are others. In plain models, `torch.nn.functional.scaled_dot_product_attention` is replaced while forward
-runs; recomputation in backward sees it again, because the engine puts back what forward saw.
+then what the model had": so scales, soft caps, sinks and dropout stay those of the model, and only keys, values
+and the mask are others. In plain models, torch's `scaled_dot_product_attention` is replaced while forward runs, and flex
+attention in every place that holds it. Recomputation in backward sees them again, because the engine puts back what
+forward saw.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import re
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nemo_like.distributed.context import masks, sequence_ops
-from nemo_like.distributed.context.parts import CURRENT, Parts, StackCall, parts_of
-from nemo_like.layers.structure import class_of
+from nemo_like.distributed.context import masks
+from nemo_like.distributed.context.parts import CURRENT, Attention, Parts, StackCall, parts_of
 from nemo_like.torch_compat import is_fake
 from nemo_like.transformers_compat import (
     ATTENTION,
@@ -32,8 +32,9 @@ from nemo_like.transformers_compat import (
     mask_interface,
 )
 
+# ---------------------------------------------------------------------------------------------- transformers' interface
+
 _PREFIX = "nemo_like_parts|"
-_SDPA = F.scaled_dot_product_attention
 
 
 def register(implementation: str) -> str:
@@ -57,10 +58,37 @@ def attention_of(config: object) -> str | None:
     return name if name is None else unregistered(name)
 
 
-def _own_attention(implementation: str, module: nn.Module) -> Callable[..., Any]:
-    if implementation == "eager":
-        return sys.modules[type(module).__module__].eager_attention_forward
-    return attention_functions()[implementation]
+def uses_interface(module: nn.Module) -> bool:
+    """Return whether the forward of `module` looks its attention up in transformers' interface."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and ATTENTION_LOOKUP in code.co_names
+
+
+@dataclass
+class OfTransformers(Attention):
+    """A call through the interface, of `module`; an output is (B, L, H, D), and weights."""
+
+    implementation: str
+    module: nn.Module
+
+    @property
+    def fused(self) -> bool:  # type: ignore[override]
+        return self.implementation == "sdpa"
+
+    def run(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, causal: bool = False) -> Any:
+        if isinstance(mask, Tensor) and mask.ndim == 2:  # with one query, transformers tests a mask's heads
+            mask = mask[None, None]
+        return self.function(self.module, query, key, value, mask, **self.arguments | {"is_causal": causal})
+
+    def joined(self, outputs: Sequence[Any]) -> Any:
+        return torch.cat([states for states, _ in outputs], 1), None
+
+    def states(self, output: Any) -> Tensor:
+        states: Tensor = output[0]
+        return states.transpose(1, 2)
+
+    def output(self, states: Tensor) -> Any:
+        return states.transpose(1, 2).contiguous(), None
 
 
 def _attend(
@@ -69,59 +97,49 @@ def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
-    **kwargs: object,
+    attention_mask: Any,
+    **kwargs: Any,
 ) -> Any:
     """`implementation`'s attention: (B, H, L, D) queries and (B, KV heads, L, D) keys and values to (B, L, H, D)."""
-    attention = _own_attention(implementation, module)
+    if implementation == "eager":
+        function = sys.modules[type(module).__module__].eager_attention_forward
+    else:
+        function = attention_functions()[implementation]
     parts = parts_of(module)
     if parts is None:
-        return attention(module, query, key, value, attention_mask, **kwargs)
-    return parts.method.attend(parts, implementation, attention, module, query, key, value, attention_mask, kwargs)
-
-
-def is_causal(module: nn.Module, kwargs: dict[str, Any]) -> Any:
-    """Return whether attention of `module`, called with `kwargs`, hides what comes later where it has no mask."""
+        return function(module, query, key, value, attention_mask, **kwargs)
+    if kwargs.get("position_bias") is not None:
+        raise NotImplementedError(
+            f"cp cuts the sequence, and {type(module).__name__} brings a position bias for the keys of one rank. Use cp=1."
+        )
     causal = kwargs.get("is_causal")
-    return getattr(module, "is_causal", True) if causal is None else causal
-
-
-def with_whole_bias(kwargs: dict[str, Any], part: int, whole: int) -> dict[str, Any]:
-    """A position bias made for a part's keys fits if it is zero, as T5 gives it to cross attention."""
-    bias = kwargs.get("position_bias")
-    if bias is None or bias.shape[-1] == whole:
-        return kwargs
-    if bias.shape[-1] == part and (is_fake(bias) or not bool(bias.any())):
-        return kwargs | {"position_bias": None}
-    raise NotImplementedError(
-        f"cp cuts the sequence, and a layer brings a position bias {tuple(bias.shape)} for {whole} keys: it was made for "
-        f"the {part} keys of one rank. Use cp=1 for this model."
+    causal = attention_mask is None and bool(getattr(module, "is_causal", True) if causal is None else causal)
+    return parts.method.attend(
+        OfTransformers(parts, function, query, key, value, attention_mask, causal, kwargs, implementation, module)
     )
 
 
-# ---------------------------------------------------------------------------------------------------------- plain models
+# ---------------------------------------------------------------------------------- torch's function, in plain models
+
+_SDPA = F.scaled_dot_product_attention
+_SDPA_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
-def plain_attention(parts: Parts) -> Callable[..., Tensor]:
-    """`scaled_dot_product_attention` whose inputs (B, H, L, D) are parts of sequences."""
-    signature = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+class OfTorch(Attention):
+    """A call of `scaled_dot_product_attention`."""
 
-    @functools.wraps(_SDPA, assigned=("__doc__", "__name__"))
-    def attend(*args: Any, **kwargs: object) -> Tensor:
-        arguments = dict(zip(signature, args)) | kwargs
-        query, key, value = arguments.pop("query"), arguments.pop("key"), arguments.pop("value")
-        mask, causal = arguments.pop("attn_mask", None), arguments.pop("is_causal", False)
-        if query.shape[-2] != key.shape[-2]:
+    def run(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, causal: bool = False) -> Any:
+        if mask is None and not causal:
+            mask = _without_padding(key)
+        elif mask is not None and mask.shape[-1] != key.shape[-2]:
             raise NotImplementedError(
-                f"cp cuts the sequence, and attention got {query.shape[-2]} queries and {key.shape[-2]} keys: whether these "
-                "keys are cut is not known here. Use cp=1 for this model."
+                f"cp cuts the sequence, and a layer brings an attention mask {tuple(mask.shape)} of its own for "
+                f"{key.shape[-2]} keys. Pass the mask to the model for the whole sequence, use is_causal=True, or cp=1."
             )
-        return parts.method.attend_plain(parts, _SDPA, query, key, value, mask, causal, arguments)
-
-    return attend
+        return self.function(query, key, value, attn_mask=mask, is_causal=causal, **self.arguments)
 
 
-def without_padding(key: Tensor) -> Tensor | None:
+def _without_padding(key: Tensor) -> Tensor | None:
     """(1, S), True for the keys of tokens, of whole sequences (..., S, D); None where all are."""
     call = CURRENT.get()
     if call is None or not call.padded:
@@ -129,30 +147,41 @@ def without_padding(key: Tensor) -> Tensor | None:
     return torch.arange(key.shape[-2], device=key.device)[None] < call.length
 
 
-def uses_interface(module: nn.Module) -> bool:
-    """Return whether the forward of `module` looks its attention up in transformers' interface."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return code is not None and ATTENTION_LOOKUP in code.co_names
-
-
-# Torch's attention function, and learned positions that are counted from zero inside.
-
-
 class AttentionHooks:
     """`scaled_dot_product_attention` is another function while the model runs; recomputation gets the one of its forward."""
 
     def __init__(self, parts: Parts) -> None:
-        self._parts, self._attend = parts, plain_attention(parts)
+        self._parts = parts
         self._before: list[Any] = []
 
     def before(self, module: nn.Module, args: object) -> None:
+        """The forward pre-hook."""
         self._before.append(F.scaled_dot_product_attention)
         if not self._parts.idle:
             F.scaled_dot_product_attention = self._attend
 
     def after(self, module: nn.Module, args: object, output: object) -> None:
+        """The forward hook, also after an exception."""
         if self._before:
             F.scaled_dot_product_attention = self._before.pop()
+
+    def _attend(self, *args: Any, **kwargs: Any) -> Any:
+        query, key, value, arguments = _named(_SDPA_NAMES, args, kwargs)
+        mask, causal = arguments.pop("attn_mask", None), arguments.pop("is_causal", False)
+        call = OfTorch(self._parts, _SDPA, query, key, value, mask, causal and mask is None, arguments)
+        return self._parts.method.attend(call)
+
+
+def _named(names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any, Any, dict[str, Any]]:
+    """Return queries, keys and values of a call, and its other arguments by name."""
+    arguments = dict(zip(names, args)) | kwargs
+    query, key, value = (arguments.pop(name) for name in ("query", "key", "value"))
+    if query.shape[-2] != key.shape[-2]:
+        raise NotImplementedError(
+            f"cp cuts the sequence, and attention got {query.shape[-2]} queries and {key.shape[-2]} keys: whether these "
+            "keys are cut is not known here. Use cp=1 for this model."
+        )
+    return query, key, value, arguments
 
 
 class PositionHook:
@@ -162,87 +191,42 @@ class PositionHook:
         self._parts = parts
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        call = CURRENT.get()
-        if call is None or not args or not isinstance(args[0], Tensor):
+        if CURRENT.get() is None or not args or not isinstance(args[0], Tensor) or not _is_range(args[0]):
             return None
         index: Tensor = args[0]
-        length = index.shape[-1] if index.ndim else 0
-        if (
-            index.numel() != length
-            or is_fake(index)
-            or not torch.equal(index.reshape(-1), torch.arange(length, device=index.device, dtype=index.dtype))
-        ):
-            return None
-        return (
-            self._parts.positions(length * self._parts.ranks, index.device).view_as(index).to(index.dtype),
-            *args[1:],
-        )
+        positions = self._parts.positions(index.numel() * self._parts.ranks, index.device)
+        return (positions.view_as(index).to(index.dtype), *args[1:])
 
 
-_TABLE = re.compile(r"position\w*embeddings?$", re.IGNORECASE)
+def _is_range(index: Tensor) -> bool:
+    """Return whether `index`, (T,) or (1, ..., T), counts from zero; of a fake tensor that is not known."""
+    length = index.shape[-1] if index.ndim else 0
+    if index.numel() != length or is_fake(index):
+        return False
+    return torch.equal(index.reshape(-1), torch.arange(length, device=index.device, dtype=index.dtype))
 
 
-def counts_along(module: nn.Module) -> bool:
-    """Return whether `module` makes the embeddings of positions, and counts these along its input where it is given
-    none (BART, Marian, M2M-100)."""
-    cls = class_of(module)
-    return _TABLE.search(cls.__name__) is not None and cls.forward is not nn.Embedding.forward
-
-
-class OwnPositions:
-    """The hooks of a module for which `counts_along` holds, in a stack that takes no positions: it is given this rank's;
-    where it takes none itself, it sees whole sequences, and its output is cut."""
-
-    def __init__(self, module: nn.Module, parts: Parts) -> None:
-        self._parts = parts
-        self._names = tuple(inspect.signature(class_of(module).forward).parameters)[1:]
-        self._padded: list[int | None] = []
-
-    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The forward pre-hook."""
-        call = CURRENT.get()
-        self._padded.append(None)
-        if call is None or self._parts.idle:
-            return None
-        arguments = dict(zip(self._names, args)) | kwargs
-        padded = sequence_ops.padded_length(call.length, self._parts.ranks)
-        if "position_ids" in self._names:
-            device = next(module.parameters()).device
-            return (), arguments | {"position_ids": self._parts.positions(padded, device)}
-        self._padded[-1] = padded
-        return (), {name: self._whole(value, padded) for name, value in arguments.items()}
-
-    def after(self, module: nn.Module, args: object, output: object) -> Any:
-        """The forward hook, also after an exception."""
-        padded = self._padded.pop() if self._padded else None
-        if padded is None or not isinstance(output, Tensor):
-            return None
-        dim = output.ndim - 2
-        if dim < 0 or output.shape[dim] != padded:
-            raise NotImplementedError(
-                f"cp gives {type(module).__name__} whole sequences of {padded} tokens to count positions in, and its output "
-                f"{tuple(output.shape)} has no such dim before its last. Use cp=1."
-            )
-        return self._parts.cut(output, dim)
-
-    def _whole(self, value: object, padded: int) -> Any:
-        part = padded // self._parts.ranks
-        if isinstance(value, torch.Size) and len(value) > 1 and value[1] == part:
-            return torch.Size((value[0], padded, *value[2:]))
-        if isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == part:
-            return self._parts.gather(value.detach(), 1)
-        return value
-
-
-# Flex attention of plain models, which import the function itself: every place that holds it gets another one.
+# ------------------------------------------------------------------------------------- flex attention, in plain models
 #
-# The other function does what the first did but while a plain model runs on parts of sequences. Recomputation in
-# backward is such a time, too: the engine puts back what `CURRENT` was in forward.
+# Models import the function itself, so every place that holds it gets another one. That does what the first did but while a
+# plain model runs on parts of sequences. Recomputation in backward is such a time, too: the engine puts back what `CURRENT`
+# was in forward.
 
 _OTHERS = ("torch", "transformers", "nemo_like")
 """Packages whose files are left alone: those of transformers reach flex attention by its interface."""
 _OURS = "_nemo_like_flex"
-_NAMES = ("query", "key", "value", "score_mod", "block_mask", "scale", "enable_gqa", "return_lse", "kernel_options")
+_FLEX = ("query", "key", "value", "score_mod", "block_mask", "scale", "enable_gqa", "return_lse", "kernel_options")
+
+
+class OfFlex(Attention):
+    """A call of flex attention, whose masks and scores are functions of two positions."""
+
+    fused = False
+
+    def run(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, causal: bool = False) -> Any:
+        call = CURRENT.get()
+        assert call is not None  # `_over_parts` looked
+        return self.function(query, key, value, **_over_whole(call, query, key, mask, self.arguments))
 
 
 def replace_flex(stack: nn.Module) -> Iterator[Callable[[], None]]:
@@ -268,31 +252,26 @@ def replace_flex(stack: nn.Module) -> Iterator[Callable[[], None]]:
 
 
 def _over_parts(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`own`, a `flex_attention`, of queries, keys and values (B, H, L, D) that are parts while a call is cut."""
+    """`function`, a `flex_attention`, of queries, keys and values (B, H, L, D) that are parts while a call is cut."""
 
     @functools.wraps(function)
     def attend(*args: Any, **kwargs: Any) -> Any:
         call = CURRENT.get()
         if call is None or call.parts.idle:
             return function(*args, **kwargs)
-        arguments = dict(zip(_NAMES, args)) | kwargs
-        query, key, value = arguments.pop("query"), arguments.pop("key"), arguments.pop("value")
-        if query.shape[-2] != key.shape[-2]:
-            raise NotImplementedError(
-                f"cp cuts the sequence, and flex attention got {query.shape[-2]} queries and {key.shape[-2]} keys: whether "
-                "these keys are cut is not known here. Use cp=1 for this model."
-            )
-        return call.parts.method.attend_flex(call, function, query, key, value, arguments)
+        query, key, value, arguments = _named(_FLEX, args, kwargs)
+        mask = arguments.pop("block_mask", None)
+        return call.parts.method.attend(OfFlex(call.parts, function, query, key, value, mask, False, arguments))
 
     setattr(attend, _OURS, True)
     return attend
 
 
-def over_whole(call: StackCall, query: Tensor, key: Tensor, arguments: dict[str, Any]) -> dict[str, Any]:
-    """`given`, other arguments of flex attention, for these `query` and `key`: the mask and scores of their positions."""
+def _over_whole(call: StackCall, query: Tensor, key: Tensor, mask: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return all arguments of flex attention for this `query` and `key`: the mask and scores of their positions."""
     batch, heads, rows, _ = query.shape
     shape = (batch, heads, rows, key.shape[2])
-    arguments["block_mask"] = masks.of_part(call.parts, arguments.get("block_mask"), shape, call.length, query.device)
+    arguments = arguments | {"block_mask": masks.of_part(call.parts, mask, shape, call.length, query.device)}
     if arguments.get("score_mod") is not None:
         arguments["score_mod"] = masks.score_over_whole(call.parts, arguments["score_mod"], rows, heads, call.length)
     return arguments

@@ -17,11 +17,11 @@ from nemo_like.torch_compat import unseen
 from nemo_like.transformers_compat import causal_mask_function, mask_functions
 
 
-def causal(parts: Parts, columns: int, query: Tensor, *, additive: bool) -> Tensor:
-    """The causal mask of this rank's queries (B, H, L, D) over `columns` keys, (1, 1, L, columns)."""
+def causal(parts: Parts, columns: int, query: Tensor) -> Tensor:
+    """The causal mask of this rank's queries (B, H, L, D) over `columns` keys, (1, 1, L, columns), for eager attention."""
     rows = parts.positions(columns, query.device)
     mask = (torch.arange(columns, device=query.device) <= rows[:, None])[None, None]
-    return additive_mask(mask, query.dtype) if additive else mask
+    return additive_mask(mask, query.dtype)
 
 
 def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -226,8 +226,8 @@ def _make(parts: Parts, mask: Any, shape: tuple[int, int, int, int], length: int
     )
 
 
-def mask_over_whole(parts: Parts, own: Mod | None, rows: int, heads: int, length: int) -> Mod:
-    """`own`, of positions in sequences of `length` tokens, as a function of this rank's `rows` and `heads`, and of
+def mask_over_whole(parts: Parts, mod: Mod | None, rows: int, heads: int, length: int) -> Mod:
+    """`mod`, of positions in sequences of `length` tokens, as a function of this rank's `rows` and `heads`, and of
     padded columns.
 
     Nothing looks at padding but itself: a row without columns would be NaN.
@@ -237,24 +237,24 @@ def mask_over_whole(parts: Parts, own: Mod | None, rows: int, heads: int, length
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         h, q = place(h, q)
         if not padded:
-            return torch.ones_like(q == kv) if own is None else own(b, h, q, kv)
+            return torch.ones_like(q == kv) if mod is None else mod(b, h, q, kv)
         seen = (q < length) & (kv < length)
-        if own is not None:  # which may read tables that end where the sequence does
-            seen = seen & own(b, h, q.clamp(max=length - 1), kv.clamp(max=length - 1))
+        if mod is not None:  # which may read tables that end where the sequence does
+            seen = seen & mod(b, h, q.clamp(max=length - 1), kv.clamp(max=length - 1))
         return seen | ((q == kv) & (kv >= length))
 
     setattr(mask_mod, _DONE, True)
     return mask_mod
 
 
-def score_over_whole(parts: Parts, own: Mod, rows: int, heads: int, length: int) -> Mod:
-    """`own`, a ``score_mod`` of whole sequences, as one of a part's `rows` and this rank's `heads`."""
-    _refuse_tensors_of_a_part(own, rows // parts.ranks if parts.method.cuts_heads else rows, length)
+def score_over_whole(parts: Parts, mod: Mod, rows: int, heads: int, length: int) -> Mod:
+    """`mod`, a ``score_mod`` of whole sequences, as one of a part's `rows` and this rank's `heads`."""
+    _refuse_tensors_of_a_part(mod, rows // parts.ranks if parts.method.cuts_heads else rows, length)
     place = positions_over_whole(parts, rows, heads)
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         h, q = place(h, q)
-        return own(score, b, h, q.clamp(max=length - 1), kv.clamp(max=length - 1))
+        return mod(score, b, h, q.clamp(max=length - 1), kv.clamp(max=length - 1))
 
     return score_mod
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextvars
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from nemo_like._util.module_tree import bare
 from nemo_like.distributed.context import sequence_ops
 from nemo_like.distributed.context.sequence_ops import gather_sequence
-from nemo_like.transformers_compat import USE_CACHE, cache_argument, parameter_names
+from nemo_like.transformers_compat import parameter_names
 
 MARK = "_nemo_like_sequence_parts"
 """The attribute of every module below a cut stack, which leads its attention to the `Parts`."""
@@ -29,28 +29,54 @@ class CutStack:
     module: nn.Module
     layers: tuple[nn.Module, ...]
     transformers: bool
-    """The stack is one of transformers; else its attention goes through torch's function."""
+    """The stack is one of transformers; else its attention goes through torch's functions."""
     call: nn.Module
     """Whose hooks see what it is called with: `module`, but for a model that is a pipeline's stage."""
-    cached: bool
-    """The stack's layers compute attention themselves, over keys that they ask a cache for."""
 
     @property
     def arguments(self) -> tuple[str, ...]:
         """Names that its forward takes, in order."""
         return parameter_names(bare(self.call).forward)
 
-    @property
-    def cache_argument(self) -> str | None:
-        """The name under which its forward takes a cache; None: it takes none."""
-        return cache_argument(bare(self.call).forward, required=USE_CACHE in self.arguments)
+
+@dataclass
+class Attention(ABC):
+    """One call of attention, by any of the three functions; queries, keys and values (B, H, L, D) are those of a part."""
+
+    parts: Parts
+    function: Callable[..., Any]
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Any
+    causal: bool
+    """There is no mask, and no query sees a later key."""
+    arguments: dict[str, Any]
+    """The other arguments of the call."""
+
+    fused = True
+    """The function is `scaled_dot_product_attention` in the end."""
+
+    @abstractmethod
+    def run(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, causal: bool = False) -> Any:
+        """Call the function for other queries (B, H, L, D), keys, values and mask."""
+
+    def joined(self, outputs: Sequence[Any]) -> Any:
+        """Return what `run` gave for some queries and for those behind them, as one output."""
+        return torch.cat(list(outputs), -2)
+
+    def states(self, output: Any) -> Tensor:
+        """Return (B, H, L, D) of an output of `run`."""
+        states: Tensor = output
+        return states
+
+    def output(self, states: Tensor) -> Any:
+        """Return the output of such states, the opposite of `states`."""
+        return states
 
 
 class ContextMethod(ABC):
-    """One method's demands on a model, and its computation in place of attention. It has no state.
-
-    Queries, keys and values are those of a part of the sequence, (B, H, L, D).
-    """
+    """One method's demands on a model, and its computation in place of attention. It has no state."""
 
     planned = True
     """Runs on fake tensors without other ranks, so that budgets and dry runs count it."""
@@ -65,45 +91,8 @@ class ContextMethod(ABC):
         """Raise ValueError where the layers of `stack`, which is of transformers, cannot have this attention."""
 
     @abstractmethod
-    def attend(
-        self,
-        parts: Parts,
-        implementation: str,
-        function: Callable[..., Any],
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Return what `own`, the attention of transformers called `implementation`, does: (B, L, H, D), and weights."""
-
-    @abstractmethod
-    def attend_plain(
-        self,
-        parts: Parts,
-        function: Callable[..., Tensor],
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        causal: bool,
-        arguments: dict[str, Any],
-    ) -> Tensor:
-        """Return what `own`, `scaled_dot_product_attention`, does: (B, H, L, D). given: its other arguments."""
-
-    @abstractmethod
-    def attend_flex(
-        self,
-        call: StackCall,
-        function: Callable[..., Any],
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        arguments: dict[str, Any],
-    ) -> Any:
-        """Return what `own`, flex attention of a plain model, does: (B, H, L, D). given: its other arguments."""
+    def attend(self, call: Attention) -> Any:
+        """Return what `call.function` would for this rank's queries, over the keys of the whole sequence."""
 
 
 class MasksOfAllLayers:
@@ -139,9 +128,9 @@ class Parts:
     verifying: str | None = None
     """``whole`` or ``parts`` in the two calls that are compared."""
     seen: list[Tensor] = field(default_factory=list)
-    """In these calls: the hidden states that the stacks gave."""
+    """In these calls: the hidden states that the stack gave."""
     whole_head: bool = False
-    """In this call, what comes behind the stacks gets whole sequences, on every rank."""
+    """In this call, what comes behind the stack gets whole sequences, on every rank."""
     idle: bool = False
     """This call is not cut: every rank has whole sequences (generation with a cache)."""
 
@@ -190,19 +179,12 @@ class StackCall:
     """The caller gave an attention mask."""
     documents: Tensor | None = None
     """(B, S) numbers of packed documents; None: one document per row."""
-    last: bool = True
-    """No other stack reads its hidden states."""
     longest: Tensor | int = 0
     """The longest position of the whole sequence."""
 
     @property
     def padded(self) -> bool:
         return sequence_ops.padded_length(self.length, self.parts.ranks) != self.length
-
-
-def gathers_whole(call: StackCall | None) -> bool:
-    """Return whether what comes after the stack that runs gets whole sequences."""
-    return call is not None and call.last and call.parts.whole_head
 
 
 CURRENT: contextvars.ContextVar[StackCall | None] = contextvars.ContextVar("nemo_like_stack_call", default=None)

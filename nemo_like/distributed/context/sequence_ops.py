@@ -13,7 +13,7 @@ Each waits until the result is there. `group` is the name of a process group; no
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -115,20 +115,13 @@ def _keep_arguments(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
     ctx.arguments = inputs[1:]
 
 
-def _gather_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return scatter_sequence(grad, *ctx.arguments), None, None, None
+def _is_undone_by(operator: Any, opposite: Callable[..., Tensor]) -> None:
+    """Register `opposite`, which takes the same arguments, as the gradient of `operator`."""
 
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return opposite(grad, *ctx.arguments), *[None for _ in ctx.arguments]
 
-def _scatter_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return gather_sequence(grad, *ctx.arguments), None, None, None
-
-
-def _heads_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return sequence_for_heads(grad, *ctx.arguments), None, None
-
-
-def _sequence_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return heads_for_sequence(grad, *ctx.arguments), None, None
+    operator.register_autograd(backward, setup_context=_keep_arguments)
 
 
 def _sum_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -136,10 +129,10 @@ def _sum_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return grad * ctx.arguments[0], None, None
 
 
-gather_sequence.register_autograd(_gather_backward, setup_context=_keep_arguments)
-scatter_sequence.register_autograd(_scatter_backward, setup_context=_keep_arguments)
-heads_for_sequence.register_autograd(_heads_backward, setup_context=_keep_arguments)
-sequence_for_heads.register_autograd(_sequence_backward, setup_context=_keep_arguments)
+_is_undone_by(gather_sequence, scatter_sequence)
+_is_undone_by(scatter_sequence, gather_sequence)
+_is_undone_by(heads_for_sequence, sequence_for_heads)
+_is_undone_by(sequence_for_heads, heads_for_sequence)
 sum_parts.register_autograd(_sum_backward, setup_context=_keep_arguments)
 
 # Saved, unless a plan repeats them or puts their results on the host. Gathering, a rank receives what it does not have, into
@@ -240,7 +233,7 @@ def split(whole: Tensor, dim: int, ranks: int) -> Tensor:
 
 T = TypeVar("T", bound=Tensor | Mapping[str, Any])
 
-_PADDING = {"labels": -100, "targets": -100, "shift_labels": -100}
+PADDING = {"labels": -100, "targets": -100, "shift_labels": -100}
 
 
 def shard_sequence(batch: T, mesh: DeviceMesh, *, dim: int = 1, length: int | None = None) -> T:
@@ -273,7 +266,7 @@ def shard_sequence(batch: T, mesh: DeviceMesh, *, dim: int = 1, length: int | No
             raise ValueError("shard_sequence got a dict without a tensor that has a sequence; pass length=.")
         length = first.shape[dim]
     return {  # type: ignore[return-value]
-        name: cut(pad(value, dim, ranks, _PADDING.get(name, 0)), dim, ranks, rank)
+        name: cut(pad(value, dim, ranks, PADDING.get(name, 0)), dim, ranks, rank)
         if isinstance(value, Tensor) and value.ndim > dim and value.shape[dim] == length
         else value
         for name, value in batch.items()

@@ -1,16 +1,16 @@
 """One loss for all parts of a sequence: labels shifted before the cut, normalised by all counted tokens.
 
-The model computes its loss as it always does, from its part of the logits and of the labels. While it runs, the targets
-of its cross entropy are exchanged for the right ones: the label of a part's last token is another rank's first. What a
-"mean" divides by is counted on the whole labels, which every rank has. The parts are summed over the ranks.
+A cross entropy of labels (B, S) or of the next labels, a mean or a sum over ``num_items_in_batch``, is computed by the model
+as always, from its part of the logits and of the labels. While it runs, the targets of its cross entropy are exchanged for
+the right ones: the label of a part's last token is another rank's first. They are compared as whole numbers in every call;
+what a mean divides by is counted on the whole labels, which every rank has. The parts are summed over the ranks.
 
-Some losses are not of tokens (a class per row, where an answer starts), and some outputs are made of a row. They are
-computed from whole sequences on every rank: what comes behind the layers is given them.
+With labels of another shape (a class per row, where an answer starts), or ``loss_mean="rows"``, what comes behind the layers
+gets whole sequences on every rank. Any other loss is summed as `ContextParallel.loss_mean` describes it, or refused.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,51 +23,49 @@ from torch.distributed.tensor import DTensor
 
 from nemo_like._util.module_tree import base_model
 from nemo_like.distributed.context.parts import Parts
-from nemo_like.distributed.context.sequence_ops import find_group, sum_parts
+from nemo_like.distributed.context.sequence_ops import PADDING, find_group, sum_parts
 from nemo_like.distributed.context.stack_calls import exchange, main_input, tensors_of
 from nemo_like.distributed.context.verify_cut import sequence_length, verify_cut, wanted
-from nemo_like.layers.structure import class_of
 from nemo_like.losses.model_loss import LABELS
-from nemo_like.losses.rows import IGNORED
-from nemo_like.transformers_compat import LOGITS_TO_KEEP, PREPARE_DECODER, SHIFT_RIGHT, given_cache, parameter_names
+from nemo_like.losses.rows import IGNORED, predicts_next_token
+from nemo_like.transformers_compat import LOGITS_TO_KEEP, given_cache, parameter_names
 
-_CHECKED = (1, 8)
-"""The calls of each mode, training and evaluation, that are compared: the first, and a later one with other data."""
+LossMean = str | Callable[[dict[str, Any]], Any] | None
+"""`ContextParallel.loss_mean`."""
+_WAYS_OUT = (
+    "Turn off what is added to the cross entropy of labels, or write ContextParallel(loss_mean=...): 'tokens', 'sum' or a "
+    "function of a part, or 'rows' (whole sequences on every rank). Or compute it outside, from shard_sequence's labels."
+)
 
 
 class RootHooks:
     """The hooks of a whole model."""
 
-    def __init__(self, model: nn.Module, parts: Parts, call: nn.Module, is_stack: bool = False) -> None:
-        """call: whose hooks these are; another than `model`, where this is a pipeline's stage. is_stack: it is a stack
-        itself."""
-        self._model, self.parts = model, parts
+    def __init__(
+        self, model: nn.Module, parts: Parts, call: nn.Module, loss_mean: LossMean = None, is_stack: bool = False
+    ) -> None:
+        """call: whose hooks these are; another than `model`, where this is a pipeline's stage. is_stack: it is the stack."""
+        self.model, self.parts, self.loss_mean = model, parts, loss_mean
         self._whole, self._is_stack = call is model, is_stack
         self._open: list[_Loss | None] = []
         self._before: list[tuple[bool, bool]] = []
-        self._pools = self._other_loss = False
-        """The first call has shown that outputs are made of whole rows, or its loss not of tokens."""
-        self._watched = WatchedLosses()
+        self._of_rows = loss_mean == "rows"
+        """Outputs are made of whole rows: so is that of a call without labels."""
         self.shifts: bool | None = None
         """The model's own loss shifts its labels by one; None: no call has shown it yet."""
-        self._calls = {True: 0, False: 0}
-        """In training and in evaluation, until no more are compared."""
+        self._compared: set[bool] = set()
+        """Training, evaluation: whether a call in it was compared."""
         self._names = parameter_names(base_model(call).forward)
-        config = getattr(base_model(model), "config", None)
-        self._decodes = "decoder_input_ids" in self._names and bool(getattr(config, "is_encoder_decoder", False))
 
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        names = self._names
-        arguments = dict(zip(names, args)) | kwargs
+        """The forward pre-hook."""
+        arguments = dict(zip(self._names, args)) | kwargs
         self._before.append((self.parts.idle, self.parts.whole_head))
         self._open.append(None)
-        self.parts.idle = given_cache((), (), arguments) is not None
-        if self.parts.idle:
-            self._refuse_cache_in_training(arguments)
-        if self.parts.verifying == "whole":
-            self.parts.idle = True
-            self._watched = WatchedLosses()
-            self._watched.__enter__()
+        cached = given_cache((), (), arguments) is not None
+        if cached:
+            self._refuse_cache_in_training()
+        self.parts.idle = cached or self.parts.verifying == "whole"
         if self.parts.idle:
             return None
         if arguments.get("return_dict") is False or arguments.get(LOGITS_TO_KEEP) not in (None, 0):
@@ -75,33 +73,29 @@ class RootHooks:
                 f"cp cuts the sequence: call the model without return_dict=False and {LOGITS_TO_KEEP}; its outputs are this "
                 "rank's part."
             )
-        self._check_call(arguments)
-        names_given, others = self._labels(arguments)
-        self.parts.whole_head = not self._is_stack and (others or self._other_loss or (self._pools and not names_given))
-        rest, replaced = args[len(names) :], self._with_whole_gradients(arguments)
-        if rest and (replaced or (names_given and not self.parts.whole_head)):
-            raise NotImplementedError(f"cp cannot tell what the {len(rest)} last positional arguments are; name them.")
-        arguments |= replaced
-        if self.parts.whole_head or not names_given:
-            return ((), arguments) if replaced else None
-        # Where the caller has shifted them, the model's loss reads those alone.
-        name = "shift_labels" if "shift_labels" in names_given else names_given[0]
-        labels: Tensor = arguments[name]
-        self._make_decoder_inputs(arguments, labels)
-        loss = _Loss(self, labels, arguments.get("num_items_in_batch"), shifted=name == "shift_labels")
-        arguments |= {other: self.parts.cut(arguments[other], 1, IGNORED) for other in names_given} | {
-            name: loss.labels
-        }
-        self._open[-1] = loss
-        loss.__enter__()
-        return (), arguments
+        self._compare(arguments)
+        labels, of_rows = self._labels(arguments)
+        self._of_rows |= of_rows
+        of_rows |= self._of_rows and self._whole and not labels
+        of_rows |= self.loss_mean == "rows" and bool(labels)
+        self.parts.whole_head = of_rows and not self._is_stack
+        replaced = self._with_whole_gradients(arguments)
+        if labels and not self.parts.whole_head:
+            loss = self._open[-1] = _Loss(self, labels, arguments)
+            replaced |= loss.cut_labels()
+        if replaced and len(args) > len(self._names):
+            raise NotImplementedError(
+                f"cp cannot tell what the {len(args) - len(self._names)} last positional arguments are; name them."
+            )
+        if self._open[-1] is not None:
+            self._open[-1].__enter__()
+        return ((), arguments | replaced) if replaced else None
 
     def after(self, model: nn.Module, args: object, output: object) -> Any:
+        """The forward hook, also after an exception."""
         if not self._open:
             return None
         loss = self._open.pop()
-        if self.parts.verifying == "whole":
-            self._watched.__exit__()
         self.parts.idle, self.parts.whole_head = self._before.pop()
         if loss is None:
             return None
@@ -128,76 +122,40 @@ class RootHooks:
         places = ("start_positions", "end_positions")
         named = [name for name in tensors if name in LABELS or "label" in name or name in places]
         main = main_input(arguments)
-        read = None if main is None else main.shape[: 1 if self._decodes else 2]  # a decoder has tokens of its own
         of_tokens = [
             name
             for name in LABELS
             if name in named
-            and (labels := tensors[name]).ndim > 1
-            and not labels.is_floating_point()
-            and (read is None or labels.shape[: len(read)] == read)
+            and tensors[name].ndim > 1
+            and not tensors[name].is_floating_point()
+            and (main is None or tensors[name].shape[:2] == main.shape[:2])
         ]
         return of_tokens, len(of_tokens) < len(named)
 
-    def _refuse_cache_in_training(self, arguments: dict[str, Any]) -> None:
-        if torch.is_grad_enabled() and self._model.training:
+    def _refuse_cache_in_training(self) -> None:
+        if torch.is_grad_enabled() and self.model.training:
             raise ValueError(
                 "cp cuts sequences, and this call brings a key/value cache (or a prefix) of whole ones in training: use "
                 "cp=1, or train without it."
             )
 
-    def _check_call(self, arguments: dict[str, Any]) -> None:
-        """In the calls of `_CHECKED`: what would give a wrong loss silently."""
-        main, mode = main_input(arguments), self._model.training
-        if self.parts.planning or self.parts.verifying or main is None or self._calls[mode] >= max(_CHECKED):
+    def _compare(self, arguments: dict[str, Any]) -> None:
+        """Compare the first call in training, and the first in evaluation, with whole sequences."""
+        main, mode = main_input(arguments), self.model.training
+        if self.parts.planning or self.parts.verifying or main is None or mode in self._compared:
             return
-        self._calls[mode] += 1
+        self._compared.add(mode)
         tokens = wanted(sequence_length(main), self.parts.ranks)
-        if self._calls[mode] in _CHECKED and tokens is not None and self._whole:  # a pipeline compares all its stages
-            verify_cut(self._model, self.parts, arguments, tokens, self._look)
+        if tokens is not None and self._whole:  # a pipeline compares all its stages
+            verify_cut(self.model, self.parts, arguments, tokens)
 
-    def _look(self, arguments: dict[str, Any], output: object, length: int) -> None:
-        """At what the model gives for whole sequences of `length` tokens: outputs without a sequence, or a loss that is no
-        cross entropy of labels of tokens."""
-        of_tokens, _ = self._labels(arguments)
-        if not of_tokens:
-            floating = [tensor for tensor in tensors_of(output) if tensor.is_floating_point()]
-            self._pools = any(tensor.ndim < 2 or tensor.shape[1] != length for tensor in floating)
-            return
-        loss = next((tensor for tensor in tensors_of(output) if tensor.ndim == 0), None)
-        labels = arguments["shift_labels" if "shift_labels" in of_tokens else of_tokens[0]]
-        self._other_loss = loss is not None and not self._watched.make(
-            loss, labels, arguments.get("num_items_in_batch")
-        )
-
-    def _make_decoder_inputs(self, arguments: dict[str, Any], labels: Tensor) -> None:
-        """Make the decoder's input from whole labels, for an encoder-decoder that makes it from its labels."""
-        has_decoder_inputs = (
-            arguments.get("decoder_input_ids") is not None or arguments.get("decoder_inputs_embeds") is not None
-        )
-        if not self._decodes or has_decoder_inputs:
-            return
-        model: Any = base_model(self._model)
-        prepare = getattr(model, PREPARE_DECODER, None)
-        shift = getattr(sys.modules.get(class_of(model).__module__), SHIFT_RIGHT, None)
-        if prepare is not None:
-            arguments["decoder_input_ids"] = prepare(labels)
-        elif shift is not None:
-            start = model.config.decoder_start_token_id
-            arguments["decoder_input_ids"] = shift(labels, model.config.pad_token_id, start)
-        else:
-            raise NotImplementedError(
-                f"cp cuts labels, and how {class_of(model).__name__} makes its decoder's input of them is not known: pass "
-                "decoder_input_ids."
-            )
-
-    def agree(self, plain: bool, shifted: bool, target: Tensor) -> tuple[bool, bool]:
+    def agree(self, *seen: bool, device: torch.device) -> list[bool]:
         """Return what all ranks have seen: one of them may have labels that tell nothing."""
         if self.parts.planning:
-            return True, True
-        seen = torch.tensor([plain, shifted], dtype=torch.int32, device=target.device)
-        dist.all_reduce(seen, dist.ReduceOp.MIN, group=find_group(self.parts.group))
-        return bool(seen[0]), bool(seen[1])
+            return [True] * len(seen)
+        votes = torch.tensor(seen, dtype=torch.int32, device=device)
+        dist.all_reduce(votes, dist.ReduceOp.MIN, group=find_group(self.parts.group))
+        return [bool(vote) for vote in votes.tolist()]
 
 
 @contextmanager
@@ -223,12 +181,21 @@ def _counted(target: Tensor, ignore_index: int, weight: Tensor | None) -> Tensor
 class _Loss:
     """The loss of one call."""
 
-    def __init__(self, hooks: RootHooks, whole: Tensor, items: object, shifted: bool = False) -> None:
-        """shifted: the labels are those of the next tokens already."""
-        self.hooks, self.whole, self.items, self.shifted = hooks, whole, items, shifted
-        self.labels = hooks.parts.cut(whole, 1, IGNORED)
-        self.found: list[Tensor] = []
+    def __init__(self, hooks: RootHooks, names: list[str], arguments: dict[str, Any]) -> None:
+        """names: of the labels of tokens among the `arguments`."""
+        self._hooks, self._names, self._arguments = hooks, names, arguments
+        # Where the caller has shifted them, the model's loss reads those alone.
+        self._shifted = "shift_labels" in names
+        self._name = "shift_labels" if self._shifted else names[0]
+        self.whole: Tensor = arguments[self._name]
+        self._labels = hooks.parts.cut(self.whole, 1, IGNORED)
+        self._terms: list[Tensor] = []
         self._before: Callable[..., Tensor] = F.cross_entropy
+
+    def cut_labels(self) -> dict[str, Tensor]:
+        """Return this rank's part of all labels of tokens."""
+        cut = {name: self._hooks.parts.cut(self._arguments[name], 1, IGNORED) for name in self._names}
+        return cut | {self._name: self._labels}
 
     def __enter__(self) -> None:
         self._before = F.cross_entropy
@@ -248,41 +215,47 @@ class _Loss:
         reduction: str = "mean",
         label_smoothing: float = 0.0,
     ) -> Tensor:
+        described = self._hooks.loss_mean is not None
         whole = self._targets(target, ignore_index)
-        mine = self.hooks.parts.cut(whole, 1, ignore_index).reshape(target.shape)
-        if reduction not in ("mean", "sum"):
+        mine = self._hooks.parts.cut(whole, 1, ignore_index).reshape(target.shape)
+        if reduction not in ("mean", "sum") and not described:
             raise NotImplementedError(
                 f"cp sums a model's loss over ranks, and this model calls cross entropy with reduction={reduction!r}: "
-                "what it does with single losses is not known. Compute the loss outside, from shard_sequence's labels."
+                "what it does with single losses is not known. " + _WAYS_OUT
             )
         with _put_back(self._before):
             total = self._before(
-                input, mine, weight, ignore_index=ignore_index, reduction="sum", label_smoothing=label_smoothing
+                input,
+                mine,
+                weight,
+                ignore_index=ignore_index,
+                reduction=reduction if described else "sum",
+                label_smoothing=label_smoothing,
             )
-        if reduction == "mean":
+        if reduction == "mean" and not described:
             total = total / _counted(whole, ignore_index, weight)
-        self.found.append(total)
+        self._terms.append(total)
         return total
 
     def _targets(self, target: Tensor, ignore_index: int) -> Tensor:
         """Return the targets of the whole sequences, (B, S): the labels, or the labels of the next tokens, as this
         model has them."""
-        shifted = F.pad(self.labels, (0, 1), value=IGNORED)[..., 1:]
-        hooks = self.hooks
-        if target.numel() != self.labels.numel():
+        shifted = F.pad(self._labels, (0, 1), value=IGNORED)[..., 1:]
+        hooks = self._hooks
+        if target.numel() != self._labels.numel():
             raise NotImplementedError(
                 f"cp cuts labels {tuple(self.whole.shape)}, and this model's cross entropy has {target.numel()} targets for "
-                f"the {self.labels.numel()} tokens of a part: it drops or picks tokens by itself. Compute the loss outside, "
-                "from shard_sequence's labels."
+                f"the {self._labels.numel()} tokens of a part: it drops or picks tokens by itself. Compute the loss "
+                "outside, from shard_sequence's labels."
             )
         flat = target.reshape(-1)
         plain, shifts = True, True
         if not hooks.parts.planning:
-            plain, shifts = torch.equal(flat, self.labels.reshape(-1)), torch.equal(flat, shifted.reshape(-1))
-        if self.shifted and plain:
+            plain, shifts = torch.equal(flat, self._labels.reshape(-1)), torch.equal(flat, shifted.reshape(-1))
+        if self._shifted and plain:
             return self.whole
         if hooks.shifts is None:
-            plain, shifts = hooks.agree(plain, shifts, target)
+            plain, shifts = hooks.agree(plain, shifts, device=target.device)
             if plain != shifts:
                 hooks.shifts = shifts
         if not (plain if not hooks.shifts else shifts):
@@ -291,64 +264,71 @@ class _Loss:
                 "the labels of the next tokens. Compute the loss outside, from shard_sequence's labels."
             )
         # Where no call has shown which of the two, no label counts on any rank, and both are the same.
-        return F.pad(self.whole, (0, 1), value=ignore_index)[..., 1:] if hooks.shifts else self.whole
+        return _next(self.whole, ignore_index) if hooks.shifts else self.whole
 
     def put_sum(self, output: object) -> Any:
         """`output` with the loss of all parts in the place of this part's."""
-        parts = self.hooks.parts
+        parts, described = self._hooks.parts, self._hooks.loss_mean is not None
         loss = output.get("loss") if isinstance(output, dict) else None
         if loss is None:
-            loss = next((item for item in tensors_of(output) if any(item is one for one in self.found)), None)
-        if loss is None or not self.found or not self._is_found(loss):
+            scalars = [each for each in tensors_of(output) if each.ndim == 0]
+            loss = next((each for each in scalars if described or any(each is one for one in self._terms)), None)
+        sums = parts.planning or described or self._is_sum(loss)
+        if parts.verifying:  # so that no rank waits for one that raises
+            (sums,) = self._hooks.agree(sums and loss is not None, device=self.whole.device)
+        if loss is None or not sums:
             raise NotImplementedError(
-                f"cp sums a model's cross entropy over ranks, and the loss of this {type(self.hooks._model).__name__} "
-                + (
-                    "has other terms in addition (an auxiliary loss of a router?). Turn them off, or compute"
-                    if self.found
-                    else "is none. Compute"
-                )
-                + " the loss outside, from shard_sequence's labels."
+                f"cp sums a model's cross entropy over ranks, and the loss of this {type(self._hooks.model).__name__} "
+                + ("has other terms in addition (an auxiliary loss of a router?). " if self._terms else "is none. ")
+                + _WAYS_OUT
             )
-        part = (
-            loss.full_tensor() if isinstance(loss, DTensor) else loss
-        )  # of logits that tp has cut: whole on every rank
-        return exchange(output, loss, sum_parts(part, parts.ranks, parts.group))
+        # Of logits that tp has cut it is a DTensor, whole on every rank.
+        part = loss.full_tensor() if isinstance(loss, DTensor) else loss
+        return exchange(output, loss, sum_parts(self._times_share(part), parts.ranks, parts.group))
 
-    def _is_found(self, loss: Tensor) -> bool:
-        return self.hooks.parts.planning or _is_sum(loss, self.found, self.items)
+    def _is_sum(self, loss: Tensor | None) -> bool:
+        """Return whether `loss` is made of this call's cross entropies, divided by ``num_items_in_batch`` or not."""
+        if loss is None or not self._terms or any(loss is term for term in self._terms):
+            return bool(self._terms)
+        total, items = torch.stack([term.detach() for term in self._terms]).sum(), self._arguments.get(_ITEMS)
+        candidates = [total] if items is None else [total, total / items]
+        return any(torch.allclose(loss.detach().float(), one.float(), rtol=1e-5, equal_nan=True) for one in candidates)
+
+    # --- `ContextParallel.loss_mean` ----------------------------------------------------------------------------------
+
+    def _times_share(self, loss: Tensor) -> Tensor:
+        """Return the part of `loss`, of this part of the sequence, in the loss of all."""
+        parts, over = self._hooks.parts, self._hooks.loss_mean
+        summed = over is None or over == "sum" or (over == "tokens" and self._arguments.get(_ITEMS) is not None)
+        if summed:
+            return loss
+        if parts.planning:
+            return loss / parts.ranks
+        mine = self._counted_tokens() if not callable(over) else torch.as_tensor(over(self._part()))
+        mine = mine.detach().to(loss.device, torch.float64).reshape(())
+        share = (mine / sum_parts(mine, parts.ranks, parts.group)).item()
+        return loss * share if share else loss.nan_to_num() * 0.0  # a mean over nothing
+
+    def _counted_tokens(self) -> Tensor:
+        """Return how many targets of this part count."""
+        shifts = predicts_next_token(self._hooks.model) if self._hooks.shifts is None else self._hooks.shifts
+        targets = _next(self.whole, IGNORED) if shifts and not self._shifted else self.whole
+        return (self._hooks.parts.cut(targets, 1, IGNORED) != IGNORED).sum()
+
+    def _part(self) -> dict[str, Any]:
+        """Return the call's arguments with this rank's part of whatever is as long as the labels."""
+        length = self.whole.shape[1]
+        return {
+            name: self._hooks.parts.cut(value, 1, PADDING.get(name, 0))
+            if isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == length
+            else value
+            for name, value in self._arguments.items()
+        }
 
 
-def _is_sum(loss: Tensor, terms: list[Tensor], items: Any) -> bool:
-    """Return whether `loss` is made of cross entropies `terms`, divided by the number of `items` or not."""
-    if any(loss is term for term in terms):
-        return True
-    total = torch.stack([term.detach() for term in terms]).sum()
-    candidates = [total] if items is None else [total, total / items]
-    return any(torch.allclose(loss.detach().float(), one.float(), rtol=1e-5, equal_nan=True) for one in candidates)
+_ITEMS = "num_items_in_batch"
 
 
-class WatchedLosses:
-    """Watches which cross entropies are computed, and of what."""
-
-    def __init__(self) -> None:
-        self._found: list[tuple[Tensor, int]] = []
-        self._before: Callable[..., Tensor] = F.cross_entropy
-
-    def __enter__(self) -> None:
-        self._before = F.cross_entropy
-        F.cross_entropy = self._cross_entropy
-
-    def __exit__(self, *error: object) -> None:
-        F.cross_entropy = self._before
-
-    def _cross_entropy(self, input: Tensor, target: Tensor, *args: object, **kwargs: object) -> Tensor:
-        with _put_back(self._before):
-            loss = self._before(input, target, *args, **kwargs)
-        self._found.append((loss, target.numel()))
-        return loss
-
-    def make(self, loss: Tensor, labels: Tensor, items: object) -> bool:
-        """Return whether `loss` is made of the losses that were watched, each of a target for each of `labels`."""
-        if not self._found or any(count != labels.numel() or term.ndim for term, count in self._found):
-            return False
-        return _is_sum(loss, [term for term, _ in self._found], items)
+def _next(labels: Tensor, ignored: int) -> Tensor:
+    """Return the labels (B, S) of the next tokens."""
+    return F.pad(labels, (0, 1), value=ignored)[..., 1:]

@@ -11,19 +11,17 @@ Brandon et al., "Striped Attention" (2023), in chunks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from nemo_like.activation_checkpointing.ops import OpFacts, declare
-from nemo_like.distributed.context.attention import attention_of, is_causal
-from nemo_like.distributed.context.parts import ContextMethod, CutStack, Parts, StackCall
+from nemo_like.distributed.context.attention import OfFlex, attention_of
+from nemo_like.distributed.context.parts import Attention, ContextMethod, CutStack
 from nemo_like.distributed.context.sequence_ops import find_group
-
-_REFUSED = ("s_aux", "softcap", "position_bias")
 
 
 class Ring(ContextMethod):
@@ -37,13 +35,11 @@ class Ring(ContextMethod):
         kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
         implementation = attention_of(config)
         why = None
-        if stack.cached:
-            why = "computes its attention itself (linear biases)"
-        elif implementation != "sdpa":
+        if implementation != "sdpa":
             why = f"has the attention implementation {implementation!r} (soft caps, sinks and biases need 'eager')"
         elif kinds:
             why = f"has layers of {sorted(kinds)[0]}"
-        elif getattr(config, "is_encoder_decoder", False) or "encoder_hidden_states" in stack.arguments:
+        elif "encoder_hidden_states" in stack.arguments:
             why = "may look at an encoder's states"
         if why is not None:
             raise ValueError(
@@ -51,71 +47,26 @@ class Ring(ContextMethod):
                 f"{type(stack.module).__name__}, {why}: use method='all_gather'."
             )
 
-    def attend(
-        self,
-        parts: Parts,
-        implementation: str,
-        function: Callable[..., Any],
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        kwargs: dict[str, Any],
-    ) -> Any:
-        plain = mask is None and implementation == "sdpa" and all(kwargs.get(name) is None for name in _REFUSED)
-        plain = plain and bool(is_causal(module, kwargs))
-        attended = _attend(parts, query, key, value, plain, kwargs.get("dropout"), kwargs.get("scaling"))
-        return attended.transpose(1, 2).contiguous(), None
-
-    def attend_plain(
-        self,
-        parts: Parts,
-        function: Callable[..., Tensor],
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        causal: bool,
-        arguments: dict[str, Any],
-    ) -> Tensor:
-        return _attend(
-            parts, query, key, value, causal and mask is None, arguments.get("dropout_p"), arguments.get("scale")
-        )
-
-    def attend_flex(
-        self,
-        call: StackCall,
-        function: Callable[..., Any],
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        arguments: dict[str, Any],
-    ) -> Any:
-        raise NotImplementedError("method='ring' has no block masks: use method='all_gather' with flex attention.")
+    def attend(self, call: Attention) -> Any:
+        query, key, value = call.query, call.key, call.value
+        if isinstance(call, OfFlex):
+            raise NotImplementedError("method='ring' has no block masks: use method='all_gather' with flex attention.")
+        others, fits = call.arguments, query.shape[2] == key.shape[2] and key.shape == value.shape
+        plain = call.causal and call.fused and others.get("s_aux") is None and others.get("softcap") is None
+        dropout = others.get("dropout") or others.get("dropout_p")
+        if not plain or not fits or dropout or query.shape[1] % key.shape[1]:
+            raise NotImplementedError(
+                "method='ring' has causal self-attention alone, without a mask (padding, packed documents, sliding "
+                "windows), bias, soft cap or dropout, with values as wide as keys; this layer requires more (queries "
+                f"{tuple(query.shape)}, values {tuple(value.shape)}). Use method='all_gather'."
+            )
+        scale = others.get("scaling", others.get("scale"))
+        scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+        parts = call.parts
+        return call.output(ring_attention(query, key, value, scale, parts.rank, parts.ranks, parts.group)[0])
 
 
 METHOD = Ring()
-
-
-def _attend(
-    parts: Parts, query: Tensor, key: Tensor, value: Tensor, plain: bool, dropout: float | None, scale: float | None
-) -> Tensor:
-    """(B, H, L, D); plain: the mask is causal, and nothing else is asked for."""
-    if (
-        not plain
-        or dropout
-        or query.shape[2] != key.shape[2]
-        or key.shape != value.shape
-        or query.shape[1] % key.shape[1]
-    ):
-        raise NotImplementedError(
-            "method='ring' has causal self-attention alone, without a mask (padding, packed documents, sliding windows), "
-            f"bias, soft cap or dropout, with values as wide as keys; this layer requires more (queries {tuple(query.shape)}"
-            f", values {tuple(value.shape)}). Use method='all_gather'."
-        )
-    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
-    return ring_attention(query, key, value, scale, parts.rank, parts.ranks, parts.group)[0]
 
 
 def _exchange(sent: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, list[Any]]:
@@ -216,25 +167,12 @@ def ring_attention_backward(
 
 
 @ring_attention.register_fake
-def _(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, rank: int, ranks: int, group: str
-) -> tuple[Tensor, Tensor]:
+def _(query: Tensor, key: Tensor, value: Tensor, *places: object) -> tuple[Tensor, Tensor]:
     return torch.empty_like(query), query.new_empty(query.shape[:-1], dtype=torch.float32)
 
 
 @ring_attention_backward.register_fake
-def _(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    total: Tensor,
-    scale: float,
-    rank: int,
-    ranks: int,
-    group: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: object) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
