@@ -119,8 +119,8 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "offload/mover.py",
-        "self._inflight_bytes > self.max_inflight_bytes or",
-        "self._inflight_bytes < 0 or",
+        " or self._inflight_bytes > self.config.max_inflight_bytes",
+        "",
         "tests/offload/test_accelerators.py",
     ),
     Fault(
