@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -122,25 +121,6 @@ def rope_follows_length(module: object) -> bool:
 def parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:
     """The arguments that `function` takes, in order, through its decorators."""
     return tuple(inspect.signature(function).parameters)
-
-
-def cache_argument(forward: Callable[..., Any], *, required: bool = False) -> str | None:
-    """The name under which `forward` takes a key/value cache: one that is known, or what is annotated as a ``Cache``.
-
-    Args:
-        forward: of a module of transformers.
-        required: its code shows that it takes one.
-
-    Raises:
-        RuntimeError: it is required, and there is none that is known.
-    """
-    parameters = inspect.signature(forward).parameters
-    annotated = (name for name, one in parameters.items() if re.search(r"\bCache\b", str(one.annotation)))
-    argument = next((name for name in CACHE_ARGUMENTS if name in parameters), None) or next(annotated, None)
-    if argument is None and required:
-        of = getattr(forward, "__qualname__", str(forward))
-        raise absent(f"calls {of} with no cache argument that is known here ({', '.join(CACHE_ARGUMENTS)})")
-    return argument
 
 
 def is_cache(value: object, name: str = "") -> bool:

@@ -91,19 +91,7 @@ def test_the_command_plans_for_the_part_of_a_rank(tmp_path: Path, capsys: pytest
     """`nemo-like plan --cp 8`: no GPU, no other ranks; a rank of eight holds far less of the same sequences."""
     config = tmp_path / "config.json"
     config.write_text(json.dumps(FAMILIES["llama"].build().config.to_dict()))
-    base = [
-        "plan",
-        "--model",
-        str(config),
-        "--gpu",
-        "h100",
-        "--world-size",
-        "8",
-        "--seq-len",
-        "64",
-        "--batch-size",
-        "2",
-    ]
+    base = f"plan --model {config} --gpu h100 --world-size 8 --seq-len 64 --batch-size 2".split()
     peaks = {}
     for cp in ("1", "8"):
         out = tmp_path / f"{cp}.json"

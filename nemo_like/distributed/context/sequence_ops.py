@@ -233,7 +233,7 @@ def split(whole: Tensor, dim: int, ranks: int) -> Tensor:
 
 T = TypeVar("T", bound=Tensor | Mapping[str, Any])
 
-PADDING = {"labels": -100, "targets": -100, "shift_labels": -100}
+_PADDING = {"labels": -100, "targets": -100, "shift_labels": -100}
 
 
 def shard_sequence(batch: T, mesh: DeviceMesh, *, dim: int = 1, length: int | None = None) -> T:
@@ -266,7 +266,7 @@ def shard_sequence(batch: T, mesh: DeviceMesh, *, dim: int = 1, length: int | No
             raise ValueError("shard_sequence got a dict without a tensor that has a sequence; pass length=.")
         length = first.shape[dim]
     return {  # type: ignore[return-value]
-        name: cut(pad(value, dim, ranks, PADDING.get(name, 0)), dim, ranks, rank)
+        name: cut(pad(value, dim, ranks, _PADDING.get(name, 0)), dim, ranks, rank)
         if isinstance(value, Tensor) and value.ndim > dim and value.shape[dim] == length
         else value
         for name, value in batch.items()

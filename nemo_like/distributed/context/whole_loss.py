@@ -23,13 +23,14 @@ from torch.distributed.tensor import DTensor
 
 from nemo_like._util.module_tree import base_model
 from nemo_like.distributed.context.parts import Parts
-from nemo_like.distributed.context.sequence_ops import PADDING, find_group, sum_parts
+from nemo_like.distributed.context.sequence_ops import find_group, sum_parts
 from nemo_like.distributed.context.stack_calls import exchange, main_input, tensors_of
 from nemo_like.distributed.context.verify_cut import sequence_length, verify_cut, wanted
 from nemo_like.losses.model_loss import LABELS
 from nemo_like.losses.rows import IGNORED, predicts_next_token
 from nemo_like.transformers_compat import LOGITS_TO_KEEP, given_cache, parameter_names
 
+_ITEMS = "num_items_in_batch"
 LossMean = str | Callable[[dict[str, Any]], Any] | None
 """`ContextParallel.loss_mean`."""
 _WAYS_OUT = (
@@ -240,7 +241,6 @@ class _Loss:
     def _targets(self, target: Tensor, ignore_index: int) -> Tensor:
         """Return the targets of the whole sequences, (B, S): the labels, or the labels of the next tokens, as this
         model has them."""
-        shifted = F.pad(self._labels, (0, 1), value=IGNORED)[..., 1:]
         hooks = self._hooks
         if target.numel() != self._labels.numel():
             raise NotImplementedError(
@@ -248,10 +248,10 @@ class _Loss:
                 f"the {self._labels.numel()} tokens of a part: it drops or picks tokens by itself. Compute the loss "
                 "outside, from shard_sequence's labels."
             )
-        flat = target.reshape(-1)
         plain, shifts = True, True
         if not hooks.parts.planning:
-            plain, shifts = torch.equal(flat, self._labels.reshape(-1)), torch.equal(flat, shifted.reshape(-1))
+            forms = self._labels, _next(self._labels, IGNORED)
+            plain, shifts = (torch.equal(target.reshape(-1), form.reshape(-1)) for form in forms)
         if self._shifted and plain:
             return self.whole
         if hooks.shifts is None:
@@ -273,7 +273,7 @@ class _Loss:
         if loss is None:
             scalars = [each for each in tensors_of(output) if each.ndim == 0]
             loss = next((each for each in scalars if described or any(each is one for one in self._terms)), None)
-        sums = parts.planning or described or self._is_sum(loss)
+        sums = described or (parts.planning and bool(self._terms)) or self._is_sum(loss)
         if parts.verifying:  # so that no rank waits for one that raises
             (sums,) = self._hooks.agree(sums and loss is not None, device=self.whole.device)
         if loss is None or not sums:
@@ -288,8 +288,10 @@ class _Loss:
 
     def _is_sum(self, loss: Tensor | None) -> bool:
         """Return whether `loss` is made of this call's cross entropies, divided by ``num_items_in_batch`` or not."""
-        if loss is None or not self._terms or any(loss is term for term in self._terms):
-            return bool(self._terms)
+        if loss is None or not self._terms:
+            return False
+        if any(loss is term for term in self._terms):
+            return True
         total, items = torch.stack([term.detach() for term in self._terms]).sum(), self._arguments.get(_ITEMS)
         candidates = [total] if items is None else [total, total / items]
         return any(torch.allclose(loss.detach().float(), one.float(), rtol=1e-5, equal_nan=True) for one in candidates)
@@ -319,14 +321,11 @@ class _Loss:
         """Return the call's arguments with this rank's part of whatever is as long as the labels."""
         length = self.whole.shape[1]
         return {
-            name: self._hooks.parts.cut(value, 1, PADDING.get(name, 0))
+            name: self._hooks.parts.cut(value, 1, IGNORED if name in LABELS else 0)
             if isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == length
             else value
             for name, value in self._arguments.items()
         }
-
-
-_ITEMS = "num_items_in_batch"
 
 
 def _next(labels: Tensor, ignored: int) -> Tensor:

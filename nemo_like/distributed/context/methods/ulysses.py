@@ -34,13 +34,9 @@ class Ulysses(ContextMethod):
                 )
 
     def attend(self, call: Attention) -> Any:
-        parts, mask, states = call.parts, call.mask, [call.query, call.key, call.value]
-        in_layers = isinstance(call, OfTransformers)
-        self._check_call(call, in_layers)
-        if in_layers and call.key.shape[1] % parts.ranks:
-            groups = call.query.shape[1] // call.key.shape[1]
-            states[1:] = [each.repeat_interleave(groups, 1) for each in states[1:]]
-        query, key, value = (heads_for_sequence(each, parts.ranks, parts.group) for each in states)
+        parts, mask = call.parts, call.mask
+        self._check_call(call, isinstance(call, OfTransformers))
+        query, key, value = _exchanged(call)
         if isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[1] > 1:
             mask = mask[:, parts.rank * query.shape[1] : (parts.rank + 1) * query.shape[1]]
         with _groups(getattr(call, "module", None), query.shape[1] // key.shape[1]):
@@ -56,6 +52,15 @@ class Ulysses(ContextMethod):
                 f"flex attention that returns no more than its output; this attention has {heads} heads, {keys} of keys on "
                 "each rank of tp. Use a smaller tp or cp, or method='all_gather'."
             )
+
+
+def _exchanged(call: Attention) -> list[Tensor]:
+    """Return queries, keys and values (B, H / ranks, S, D) of some heads; keys are repeated where too few to share."""
+    parts, states = call.parts, [call.query, call.key, call.value]
+    if call.key.shape[1] % parts.ranks:
+        groups = call.query.shape[1] // call.key.shape[1]
+        states[1:] = [each.repeat_interleave(groups, 1) for each in states[1:]]
+    return [heads_for_sequence(each, parts.ranks, parts.group) for each in states]
 
 
 @contextlib.contextmanager
