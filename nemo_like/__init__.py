@@ -12,10 +12,10 @@ from nemo_like._util.lazy import lazy_names
 
 if TYPE_CHECKING:  # what type checkers and editors see of the names below; "as" marks them as public
     from nemo_like.activation_checkpointing.apply import apply_specs as apply_specs
-    from nemo_like.activation_checkpointing.engine import is_recomputing as is_recomputing
-    from nemo_like.activation_checkpointing.engine import (
+    from nemo_like.activation_checkpointing.contexts import (
         make_selective_checkpoint_context_fn as make_selective_checkpoint_context_fn,
     )
+    from nemo_like.activation_checkpointing.engine import is_recomputing as is_recomputing
     from nemo_like.activation_checkpointing.kv_sharing import (
         detect_kv_sharing_and_maybe_disable_cache as detect_kv_sharing_and_maybe_disable_cache,
     )

@@ -166,12 +166,8 @@ def _planned(model: nn.Module, job: Job, sample_input: object) -> Job:
         mode = job.ac.mode if isinstance(job.ac, CheckpointConfig) and job.ac.mode in ("none", "selective") else "full"
         counts = balance_for_memory(model, sample_input, job, mode)
         return replace(job, pp=replace(pp, balance=tuple(counts)))
-    if isinstance(job.ac, Plan):
-        taken = {name: job.ac.step[name] for name in ("replay", "balance") if name in job.ac.step}
-        if pp.replay == "auto" and "replay" in taken:
-            pp = replace(pp, replay=taken["replay"])
-        if pp.balance == "memory" and "balance" in taken:
-            pp = replace(pp, balance=tuple(taken["balance"]))
+    if isinstance(job.ac, Plan) and pp.balance == "memory" and "balance" in job.ac.step:
+        pp = replace(pp, balance=tuple(job.ac.step["balance"]))
     return replace(job, pp=pp)
 
 

@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from nemo_like import parallelize
 from nemo_like._util.log import forget_announcements
 from nemo_like.activation_checkpointing import SelectivePolicy, apply_full_layer_checkpointing_to_layers
-from nemo_like.activation_checkpointing.engine import RegionError, make_selective_checkpoint_context_fn
+from nemo_like.activation_checkpointing.contexts import make_selective_checkpoint_context_fn
+from nemo_like.activation_checkpointing.engine import RegionError
 from nemo_like.compile import compile_layers, parse_compile
 from tests.models.decoders import LAYERS, PlainDecoder, batch, build, loss_of
 from tests.models.families import FAMILIES

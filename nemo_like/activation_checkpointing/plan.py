@@ -16,9 +16,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from nemo_like._util.log import warn_once
 from nemo_like._util.module_tree import bare, bare_modules
-from nemo_like.activation_checkpointing.engine.handles import Transfer
 from nemo_like.activation_checkpointing.policy import DecisionTable, FullPolicy, Policy
 from nemo_like.activation_checkpointing.spec import CheckpointSpec
+from nemo_like.activation_checkpointing.transfer import Transfer
 
 FORMAT = 1
 

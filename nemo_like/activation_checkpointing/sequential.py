@@ -20,17 +20,20 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from nemo_like._util.log import warn_once
+from nemo_like._util.named_containers import named_containers
 from nemo_like._util.words import a_or_an
 from nemo_like.activation_checkpointing.engine import verification
 from nemo_like.activation_checkpointing.engine.ambient import Ambient
-from nemo_like.activation_checkpointing.engine.deep_state import DeepState, map_leaves
-from nemo_like.activation_checkpointing.engine.dispatch import ForwardMode, as_watched, kinds_for, watch_generators
-from nemo_like.activation_checkpointing.engine.handles import Transfer
+from nemo_like.activation_checkpointing.engine.buffers import BufferSnapshot
+from nemo_like.activation_checkpointing.engine.containers import Contents, map_leaves
+from nemo_like.activation_checkpointing.engine.dispatch import ForwardMode, kinds_for, look_on
 from nemo_like.activation_checkpointing.engine.hooks import hook_calls
 from nemo_like.activation_checkpointing.engine.inputs import SavedInputs
-from nemo_like.activation_checkpointing.engine.module_state import BufferSnapshot, ModuleWorld, module_of
+from nemo_like.activation_checkpointing.engine.module_state import ModuleState, module_of, modules_in
+from nemo_like.activation_checkpointing.engine.random_state import Generators, learned_of
 from nemo_like.activation_checkpointing.engine.region import Region, within
 from nemo_like.activation_checkpointing.policy import Policy
+from nemo_like.activation_checkpointing.transfer import Transfer
 from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from nemo_like.torch_compat import left_to_python
 
@@ -134,20 +137,21 @@ class _Earlier:
 class _Call:
     """One member's call: how to make it again."""
 
-    __slots__ = ("ambient", "buffers", "hooks", "inputs", "looker", "packs", "requires_grad", "run", "world")
-
-    def __init__(self, run: Callable[..., Any], args: object, kwargs: object, preserve_rng_state: bool) -> None:
+    def __init__(self, run: Callable[..., Any], args: Any, kwargs: Any, preserve_rng_state: bool) -> None:
         self.run = run
         self.requires_grad = [tensor.requires_grad for tensor in _tensors((args, kwargs))]
         # Detached (the version counter stays shared): an argument that was made from an earlier output of this very
         # segment would otherwise close a cycle from the graph through the region back to the graph.
         self.inputs = SavedInputs(*_map(Tensor.detach, (args, kwargs)))
-        self.ambient = Ambient(preserve_rng_state)
         self.looker: Callable[[], AbstractContextManager[Any]] = nullcontext
-        module = module_of(run)
-        self.world = world = ModuleWorld(module) if module is not None else None
-        self.buffers = BufferSnapshot(module, world.stamp) if module is not None and world is not None else None
-        self.hooks = hook_calls(world) if world is not None else None
+        module, self.learned = module_of(run), learned_of(run)
+        self.module = ModuleState(module) if module is not None else None
+        self.buffers = BufferSnapshot(module, self.module.attributes) if module and self.module else None
+        self.hooks = hook_calls(self.module, self.learned) if self.module is not None else None
+        own = self.module.generators if self.module is not None else ()
+        self.ambient = Ambient(
+            Generators(self.learned, (*own, *args, *kwargs.values())) if preserve_rng_state else None
+        )
         self.packs = 0
         """The number of tensors that autograd had saved in the region at the end of the call."""
 
@@ -157,16 +161,16 @@ class _Call:
         self.ambient.forget_unused_rng()
         if self.buffers is not None and not self.buffers.forward_done():
             self.buffers = None
-        if self.world is not None:
-            self.world.forward_done()
+        if self.module is not None:
+            self.module.forward_done()
 
     @contextlib.contextmanager
     def surroundings(self, region: _SegmentRegion) -> Iterator[None]:
         """Within it the call finds the world that it found in forward."""
         with contextlib.ExitStack() as stack:
-            if self.world is not None:
-                self.world.check(region.name, self.buffers.puts_back if self.buffers is not None else lambda *_: False)
-                self.world.restore(stack)
+            if self.module is not None:
+                self.module.check(region.name, self.buffers.puts_back if self.buffers is not None else lambda *_: False)
+                self.module.restore(stack)
             if self.buffers is not None:
                 self.buffers.restore(stack, region.name)
             self.ambient.restore(stack)
@@ -177,8 +181,9 @@ class _Call:
 
     def keep_containers(self, stack: contextlib.ExitStack) -> None:
         """Put containers that the member's code shares with others back into the state of now, when `stack` ends."""
-        containers = self.world.walk.shared_containers() if self.world is not None else ()
-        DeepState([({"": container}, "", "") for container in containers]).restore(stack)
+        module = module_of(self.run)
+        containers = named_containers(map(type, modules_in(module))) if module is not None else ()
+        Contents([({"": container}, "", "") for container in containers]).restore(stack)
 
 
 class _CallsAgain:
@@ -226,7 +231,7 @@ class _SegmentRegion(Region):
             self.forward_mode.keeps_rng = first.preserve_rng_state
             self.kept = self.forward_mode.kept
         self.inputs = SavedInputs((), {})
-        self.ambient = Ambient(False)
+        self.ambient = Ambient(None)
         self.buffers = None  # each call has its own, and its own surroundings
         self.watch_versions = True
         self.position_of_last = -1
@@ -268,13 +273,11 @@ class _SegmentRegion(Region):
         call = _Call(run, marked_args, marked_kwargs, self._preserve_rng_state)
         self.position_of_last = position
         self.calls.append(call)  # now, and not at its end: the member may take a gradient itself, which recomputes
-        generators = call.world.generators if call.world is not None else ()
-        draws = watch_generators(call.ambient.generators, self.forward_mode, run, (*args, *kwargs.values()), generators)
-        call.looker = as_watched(draws)
+        look, call.looker = look_on(self.forward_mode, call.ambient.generators, None, call.learned)
         try:
             around = nullcontext() if call.hooks is None else call.hooks.in_forward(self)
             with saved_tensors_hooks(self.pack, self.unpack), around:
-                out = within([mode for mode in (self.forward_mode, draws) if mode is not None], run, args, kwargs)
+                out = within([mode for mode in (self.forward_mode, look) if mode is not None], run, args, kwargs)
         except BaseException:
             self.drop()
             self.complete = True

@@ -14,9 +14,9 @@ from torch import nn
 
 from nemo_like._util.module_tree import bare, bare_children, join
 from nemo_like._util.op_lookup import Op
-from nemo_like.activation_checkpointing.engine.handles import Transfer
 from nemo_like.activation_checkpointing.ops import routing_ops
 from nemo_like.activation_checkpointing.policy import HOST, SAVE, Decide, Decision, FullPolicy, Policy
+from nemo_like.activation_checkpointing.transfer import Transfer
 
 KEEP_NOTHING = FullPolicy()
 

@@ -13,9 +13,9 @@ from torch.distributed.fsdp import FSDPModule
 from nemo_like._util.module_tree import check_model, every_module
 from nemo_like._util.tensors import tensors_in
 from nemo_like.activation_checkpointing.engine import run_region
-from nemo_like.activation_checkpointing.engine.handles import Transfer
 from nemo_like.activation_checkpointing.engine.hooks import recomputation
 from nemo_like.activation_checkpointing.policy import FullPolicy, Policy
+from nemo_like.activation_checkpointing.transfer import Transfer
 from nemo_like.torch_compat import CheckpointWrapper as TorchCheckpointWrapper
 from nemo_like.torch_compat import wrapped_module
 from nemo_like.transformers_compat import given_cache, parameter_names

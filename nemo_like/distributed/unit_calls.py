@@ -20,8 +20,8 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from nemo_like._util.module_tree import bare_name, every_module
+from nemo_like._util.named_containers import named_containers
 from nemo_like._util.tensors import tensors_in
-from nemo_like.activation_checkpointing.engine.module_parts import walk_of
 from nemo_like.distributed.agreement import devices_of, wire_device
 from nemo_like.distributed.weights.replaced import checksum, put_marks, refuse_to_step
 from nemo_like.torch_compat import (
@@ -253,7 +253,7 @@ class _Kept:
     def __init__(self, unit: nn.Module, hooked: dict[int, weakref.ref[Tensor]]) -> None:
         self._unit, self._hooked = unit, hooked
         self._calls, self._places = 0, list[tuple[dict[str, Any], str]]()
-        self._walk = walk_of(unit)[0]
+        self._kinds = set(map(type, unit.modules()))
 
     def __call__(self) -> None:
         if not torch.is_grad_enabled():
@@ -262,7 +262,7 @@ class _Kept:
             self._calls += 1
             self._places = list(self._found())
         attributes = [attributes.get(name) for attributes, name in self._places]
-        kept = tensors_in([*attributes, *self._walk.shared_containers()])
+        kept = tensors_in([*attributes, *named_containers(self._kinds)])
         new = {id(t): t for t in kept if t.grad_fn is not None and not self._is_hooked(t)}
         gather_before_backward_of(self._unit, list(new.values()))
         for key, tensor in new.items():

@@ -38,10 +38,6 @@ class PipelineParallel:
     """The layers of a stage. ``"time"``: the stage with the most FLOPs has as few as possible, the head counted;
     ``"memory"``: the rank that peaks highest peaks as low as it can; or how many layers each stage gets, from the
     first stage on."""
-    replay: str = "auto"
-    """Recomputations of a checkpointed layer where a schedule cuts backward in two. ``"once"`` recomputes it in the
-    first half and saves for the second one what that still needs; ``"twice"`` saves nothing and recomputes it in both.
-    ``"auto"``: once, or under a memory budget whichever makes the faster plan."""
     loss_mean: str | Callable[[Any], Any] | None = None
     """The numbers that the loss of a batch is a mean over; so many each micro-batch has. ``"tokens"``: labels that are
     not -100, or a sum where the batch has ``num_items_in_batch``; ``"rows"``: rows or elements; ``"sum"``: it is a sum; or
@@ -80,8 +76,6 @@ class PipelineParallel:
             object.__setattr__(self, "balance", tuple(self.balance))
         if self.balance not in ("time", "memory"):
             self._check_counts()
-        if self.replay not in ("auto", "once", "twice"):
-            raise ValueError(f"PipelineParallel.replay is {self.replay!r}; it must be 'auto', 'once' or 'twice'.")
         if isinstance(self.loss_mean, str):
             object.__setattr__(self, "loss_mean", normalise(self.loss_mean))
         if not (self.loss_mean is None or callable(self.loss_mean) or self.loss_mean in LOSS_MEANS):

@@ -54,7 +54,7 @@ def _under_plan(model: nn.Module, sample_input: Any, job: Job) -> PlanQuery:
     if isinstance(job.ac, Plan):
         step = job.ac.step
         balance = tuple(step["balance"]) if "balance" in step else pp.balance
-        pp = replace(pp, replay=step.get("replay", pp.replay), balance=balance)
+        pp = replace(pp, balance=balance)
     return query_of(model, sample_input, replace(job, pp=pp), getattr(job.ac, "mode", "full"))
 
 

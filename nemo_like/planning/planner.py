@@ -10,8 +10,8 @@ from torch import nn
 
 from nemo_like._util.module_tree import bare, bare_modules, check_model
 from nemo_like.activation_checkpointing.apply import apply_specs
-from nemo_like.activation_checkpointing.engine.handles import Transfer
 from nemo_like.activation_checkpointing.plan import BudgetError, LayerPlan, Plan, layer_signature, plan_specs
+from nemo_like.activation_checkpointing.transfer import Transfer
 from nemo_like.distributed.launch import pick_device_type, world_size
 from nemo_like.job import AllKeywords, Job, as_code
 from nemo_like.options import MemoryBudget, parse_ac
@@ -45,8 +45,7 @@ def plan_for(
             sequences; with ``pp``, one micro-batch.
 
     Returns:
-        The plan; for a pipeline that of all stages. `Plan.step` has what was left open: ``replay``, for
-        ``PipelineParallel(replay="auto")``, and ``balance``, for ``balance="memory"``.
+        The plan; for a pipeline that of all stages. `Plan.step` has the layers of each stage as ``balance``.
 
     Raises:
         BudgetError: (a ValueError) no plan fits; the error has the smallest budget that one does.
@@ -70,17 +69,8 @@ def planned(model: nn.Module, sample_input: Any, job: Job) -> tuple[PlanQuery, P
     """
     query, budget = query_of(model, sample_input, job), job.ac
     assert isinstance(budget, MemoryBudget)
-    open_ = query.is_pipeline and query.pp.replay == "auto" and query.pp.facts.splits_backward
-    plans, errors = list[tuple[PlanQuery, Plan]](), list[BudgetError]()
-    for each in [query.with_pipeline(replay=word) for word in ("once", "twice")] if open_ else [query]:
-        try:
-            choices, gap = choose(each, budget)
-            plans.append((each, describe(each, choices, str(budget), gap)))
-        except BudgetError as error:
-            errors.append(error)
-    if not plans:
-        raise min(errors, key=lambda error: error.smallest_bytes)
-    return min(plans, key=lambda pair: pair[1].step_seconds)
+    choices, gap = choose(query, budget)
+    return query, describe(query, choices, str(budget), gap)
 
 
 def query_of(model: nn.Module, sample_input: Any, job: Job, mode: str = "full") -> PlanQuery:
@@ -153,7 +143,6 @@ def describe(
         "pp": query.pp.size,
         "schedule": query.pp.schedule,
         "microbatches": query.microbatches,
-        "replay": query.pp.replay,
         "balance": query.counts,
     }
     step = {k: v for k, v in asdict(first.job.step).items() if k != "loss_fn"}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from nemo_like._util.module_tree import bare_modules
 from nemo_like._util.tensors import split_sample, tensors_in
-from nemo_like.activation_checkpointing.engine.module_state import copied_in_forward
+from nemo_like.activation_checkpointing.engine.buffers import copied_in_forward
 from nemo_like.distributed.context.sequence_ops import padded_length
 from nemo_like.distributed.pipeline.cut import (
     STAGE_MARK,
@@ -275,7 +275,7 @@ class Stage:
         return Around(outside.events, outside.idle, outside.dropped, outside.in_chunks, halves)
 
     def layer_calls(
-        self, choices: Sequence[Choice], accumulate: bool, *, received: bool = False, halves: bool | None = None
+        self, choices: Sequence[Choice], accumulate: bool, *, received: bool = False, halves: bool = False
     ) -> list[LayerCall]:
         """Return what each layer call allocates and frees, and what it saves.
 

@@ -1,7 +1,6 @@
 """What surrounds a region is the same in replay as in forward. Known failures 15, 16, 17 and 20."""
 
 import contextlib
-import subprocess
 import sys
 import types
 
@@ -228,12 +227,16 @@ def _is_deterministic():
 
 
 SWITCHES = {
-    "float32 matmul precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"),
     "default dtype": (torch.get_default_dtype, torch.set_default_dtype, torch.float64),
-    "deterministic algorithms": (_is_deterministic, _deterministic, True),
     "oneDNN": (
         lambda: torch.backends.mkldnn.enabled, lambda value: setattr(torch.backends.mkldnn, "enabled", value), False
     ),
+}  # fmt: skip
+NAMED = {
+    "float32's precision in matmuls was none in forward, and is tf32": (
+        torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"
+    ),
+    "torch.use_deterministic_algorithms was False in forward, and is True": (_is_deterministic, _deterministic, True),
 }  # fmt: skip
 
 
@@ -252,10 +255,23 @@ def test_a_global_switch(switch, inside):
             put(other)
         in_forward = read()
         y = checkpoint_region(fn, x, policy=FullPolicy()).sum()
-        put(before[0] if isinstance(before, tuple) else before) if inside else put(other)
+        put(before) if inside else put(other)
         in_backward = read()
         y.backward()
         assert seen == [in_forward, in_forward] and read() == in_backward != in_forward
+    finally:
+        put(before)
+
+
+@pytest.mark.parametrize("message", NAMED)
+def test_a_global_switch_that_is_not_put_back_is_named(message):
+    read, put, other = NAMED[message]
+    before = read()
+    y = checkpoint_region(lambda t: t.exp().sin(), torch.randn(3, requires_grad=True), policy=FullPolicy()).sum()
+    try:
+        put(other)
+        with pytest.raises(RegionError, match=message):
+            y.backward()
     finally:
         put(before[0] if isinstance(before, tuple) else before)
 
@@ -274,30 +290,6 @@ def test_a_switch_of_cudas_libraries(name):
         assert getattr(cudnn, name) != before
     finally:
         setattr(cudnn, name, before)
-
-
-PRECISION = """
-import torch
-from nemo_like.activation_checkpointing.engine import checkpoint_region
-from nemo_like.activation_checkpointing.policy import FullPolicy
-
-matmul, seen, x = torch.backends.cuda.matmul, [], torch.randn(3, requires_grad=True)
-
-def fn(t):
-    seen.append(matmul.fp32_precision)
-    return t.exp().sin()
-
-matmul.fp32_precision = "tf32"
-y = checkpoint_region(fn, x, policy=FullPolicy()).sum()
-matmul.fp32_precision = "ieee"
-y.backward()
-assert seen == ["tf32", "tf32"] and matmul.fp32_precision == "ieee", seen
-"""
-
-
-def test_float32_precision_by_its_newer_names():
-    # In a process of its own: once they were used, asking by the older names is an error.
-    subprocess.run([sys.executable, "-c", PRECISION], check=True)
 
 
 def test_a_registered_state_is_put_back_for_replay():

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import random
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from nemo_like import apply_activation_checkpointing
 from nemo_like.activation_checkpointing.engine import checkpoint_region, random_state
-from nemo_like.activation_checkpointing.engine.random_state import Generators
+from nemo_like.activation_checkpointing.engine.handles import RegionError
 from nemo_like.activation_checkpointing.policy import SAVE, DecisionTable, FullPolicy, SelectivePolicy
 
 np = pytest.importorskip("numpy")
@@ -84,6 +84,15 @@ DRAWS: dict[str, Draw] = {
 }
 
 
+RAISES = {
+    **dict.fromkeys(("python generator that is global", "numpy generator that is global"), "forward disagree"),
+    "python generator of the module": "has a Random that was changed",
+    "numpy generator of the module": "has a Generator that was changed",
+    "numpy state of the module": "forward disagree",
+}
+"""Sources whose state is not put back, and the words that name what differs."""
+
+
 def _run(ac: str, draw: Draw) -> tuple[list[Tensor], list[Any]]:
     """Gradients of two steps, and the next number of each source."""
     torch.manual_seed(0), random.seed(0), np.random.seed(0), GLOBAL.manual_seed(0), GLOBAL_PYTHON.seed(0)
@@ -103,55 +112,39 @@ def _run(ac: str, draw: Draw) -> tuple[list[Tensor], list[Any]]:
 
 @pytest.mark.parametrize("source", DRAWS)
 @pytest.mark.parametrize("ac", MODES)
-def test_the_replay_draws_what_forward_drew(ac: str, source: str) -> None:
+def test_the_recomputation_draws_what_forward_drew_or_it_is_named(ac: str, source: str) -> None:
+    if source in RAISES:
+        with pytest.raises(RegionError, match=RAISES[source]):
+            _run(ac, DRAWS[source])
+        return
     expected, after = _run("none", DRAWS[source])
     actual, then = _run(ac, DRAWS[source])
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
     assert then == after
 
 
-@pytest.mark.parametrize("source", ["python", "python's normal", "numpy", "numpy's normal"])
-def test_where_the_states_cannot_be_read_in_place_the_public_functions_do(
-    source: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(random_state, "_at", lambda kind, address: kind())  # zeros, from elsewhere
-    monkeypatch.setattr(random_state, "_python", random_state._Python())
-    monkeypatch.setattr(random_state, "_numpy", None)
-    assert random_state._python._twister is None
-    test_the_replay_draws_what_forward_drew("full", source)
-
-
 @pytest.mark.parametrize("source", ["python", "numpy"])
-def test_where_the_words_are_used_up_in_forward(source: str) -> None:
-    """New ones are made in their place: forward's are copied before, and put back."""
-    x, draws = torch.ones(3, requires_grad=True), []
+def test_a_layer_that_drew_once_is_looked_at_in_every_step(source: str) -> None:
+    """Also after a forward that drew nothing; a layer that never drew costs no look at the generators."""
+    draw, draws, used = DRAWS[source], [], [True]
 
-    def fn(t: Tensor) -> Tensor:
-        draws.append([random.random() if source == "python" else float(np.random.rand()) for _ in range(700)])
-        return t.exp().sin()
+    class Drawing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            draws.append(draw(None) if used[0] else 1.0)
+            return (x * draws[-1]).exp().sin()
 
-    y = checkpoint_region(fn, x, policy=FullPolicy())
-    following = random.Random(), np.random.RandomState()
-    following[0].setstate(random.getstate())
-    following[1].set_state(np.random.get_state())
-    y.sum().backward()
-    assert draws[0] == draws[1]
-    assert (random.random(), np.random.rand()) == (following[0].random(), following[1].rand())
-
-
-def test_two_numpy_generators_of_the_same_bits_get_the_earlier_state() -> None:
-    bits, generators = np.random.PCG64(0), Generators()
-    first, second = np.random.Generator(bits), np.random.Generator(bits)
-    drawn = []
-    for generator in (first, second):
-        assert generators.note(generator)
-        drawn.append(generator.random())
-    assert generators.forget_unused()
-    following = copy.deepcopy(bits)
-    with contextlib.ExitStack() as stack:
-        generators.restore(stack)
-        assert [first.random(), second.random()] == drawn
-    assert first.random() == np.random.Generator(following).random(), "and both go on where they were"
+    layer, x = Drawing(), torch.ones(3, requires_grad=True)
+    for used[0] in (True, False, True):
+        checkpoint_region(layer, x, policy=FullPolicy()).sum().backward()
+    assert draws[0::2] == draws[1::2]
+    with mock.patch.object(random_state, "_host_generators", side_effect=random_state._host_generators) as looks:
+        for _ in range(3):
+            checkpoint_region(nn.Linear(3, 3), x, policy=FullPolicy()).sum().backward()
+        first = looks.call_count
+        linear = nn.Linear(3, 3)
+        for _ in range(3):
+            checkpoint_region(linear, x, policy=FullPolicy()).sum().backward()
+    assert looks.call_count == first + first // 3
 
 
 def test_numpy_with_a_bit_generator_of_another_kind() -> None:
@@ -178,16 +171,18 @@ def test_numpy_with_a_bit_generator_of_another_kind() -> None:
 def test_a_generator_among_the_arguments(policy: Any, by_keyword: bool) -> None:
     for generator in (torch.Generator().manual_seed(1), random.Random(1), np.random.default_rng(1)):
         draws: list[float] = []
+        torch_one = isinstance(generator, torch.Generator)
 
         def fn(x: Tensor, source: Any) -> Tensor:
-            torch_one = isinstance(source, torch.Generator)
             draws.append(torch.rand((), generator=source).item() if torch_one else source.random())  # noqa: B023
             return (x * draws[-1]).exp().sin()  # noqa: B023
 
         x = torch.ones(3, requires_grad=True)
         args, kwargs = ((x,), {"source": generator}) if by_keyword else ((x, generator), {})
-        checkpoint_region(fn, *args, policy=policy, **kwargs).sum().backward()
-        assert draws[0] == draws[1]
+        loss = checkpoint_region(fn, *args, policy=policy, name=str(generator), **kwargs).sum()
+        with contextlib.nullcontext() if torch_one else pytest.raises(RegionError, match="disagree"):
+            loss.backward()
+        assert (draws[0] == draws[1]) is torch_one
 
 
 def test_a_generator_that_a_function_refers_to_from_its_second_call_on() -> None:
@@ -204,18 +199,6 @@ def test_a_generator_that_a_function_refers_to_from_its_second_call_on() -> None
     for source in (None, torch.Generator().manual_seed(1)):
         draws = call(source)
         assert draws[0] == draws[1]
-
-
-def test_a_generator_that_a_function_names() -> None:
-    draws: list[float] = []
-
-    def fn(x: Tensor) -> Tensor:
-        draws.append(GLOBAL_PYTHON.random() + GLOBAL_NUMPY.random())
-        return (x * draws[-1]).exp().sin()
-
-    for _ in range(2):
-        checkpoint_region(fn, torch.ones(3, requires_grad=True), policy=FullPolicy()).sum().backward()
-    assert draws[0] == draws[1] != draws[2] == draws[3]
 
 
 def test_a_kept_draw_moves_a_private_generator_on_for_those_that_follow() -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from nemo_like import apply_activation_checkpointing
-from nemo_like.activation_checkpointing.engine.deep_state import DeepState
+from nemo_like.activation_checkpointing.engine.containers import Contents
 from nemo_like.activation_checkpointing.engine.handles import RegionError
 from nemo_like.activation_checkpointing.wrapper import unwrap_checkpoint_wrapper
 
@@ -536,7 +536,7 @@ def test_state_of_every_kind_counts_once_or_is_named(ac: str, kind: str, late: b
 
 def test_weights_in_a_list_are_not_copied() -> None:
     layer = nn.LSTM(4, 4)
-    kept = [tensor for _, tensor, _ in DeepState([(vars(layer), "_flat_weights", "LSTM")])._fixed]
+    kept = [tensor for _, tensor, _ in Contents([(vars(layer), "_flat_weights", "LSTM")])._signed]
     assert all(tensor is weight for tensor, weight in zip(kept, layer._flat_weights, strict=True))
 
 

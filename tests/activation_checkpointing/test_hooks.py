@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 import nemo_like
 from nemo_like import CheckpointConfig, apply_activation_checkpointing, parallelize
-from nemo_like.activation_checkpointing.engine import checkpoint_region
+from nemo_like.activation_checkpointing.engine import RegionError, checkpoint_region
 from nemo_like.activation_checkpointing.policy import FullPolicy
 from nemo_like.torch_compat import CheckpointWrapper
 
@@ -134,14 +134,14 @@ def _in_place(model: nn.Sequential, log: Log) -> None:
 
     for block in model:
         block.up.register_forward_hook(double)
-        block.up.register_forward_hook(lambda *_: log.append("after"))
+        block.norm.register_forward_hook(lambda *_: log.append("after"))
 
 
 def _new_output(model: nn.Sequential, log: Log) -> None:
-    """As adapters of others do, next to a hook that only looks on."""
+    """As adapters of others do, with a hook on another module that only looks on."""
     for block in model:
         block.up.register_forward_hook(lambda module, args, out: out * 2)
-        block.up.register_forward_hook(lambda *_: log.append("after"))
+        block.norm.register_forward_hook(lambda *_: log.append("after"))
 
 
 def _two_that_share(share: str) -> Callable[[nn.Sequential, Log], None]:
@@ -178,10 +178,8 @@ def _two_that_share(share: str) -> Callable[[nn.Sequential, Log], None]:
 
 def _for_the_layer(model: nn.Sequential, log: Log) -> None:
     """Sets what the layer's forward reads: in a dict of the file, and another value for each layer and pass."""
-    calls = [0]
 
     def scale(_: nn.Module, args: Any) -> None:
-        calls[0] += 1
         SCALE["factor"] = 1.0 + args[0].detach().mean().item()
 
     for block in model:
@@ -231,7 +229,6 @@ PARTS = {
     "share a dict": _two_that_share("dict"),
     "share a variable": _two_that_share("variable"),
     "share an object": _two_that_share("object"),
-    "for the layer": _for_the_layer,
     "sets the weight": _sets_the_weight,
     "object of the module": _object_of_the_module,
     "buffer": _buffer,
@@ -280,6 +277,14 @@ def test_hooks_that_are_part_of_the_computation_are_called_again(name: str, ac: 
     expected, expected_gradients = _run(PARTS[name], "original", first, Scaled)
     assert all(map(torch.equal, gradients, expected_gradients))
     assert noted == expected
+
+
+@pytest.mark.parametrize("ac", ["full", "selective", "sequential"])  # "submodule" does not recompute what reads it
+def test_a_hook_that_writes_where_only_the_layer_reads_is_named(ac: str) -> None:
+    with pytest.raises(
+        RegionError, match=r'(?s)`return x \+ self.down\(.*SCALE\["factor"\]\)\)` .*Usual causes: .*hooks'
+    ):
+        _run(_for_the_layer, ac, True, Scaled)
 
 
 @pytest.mark.parametrize("ac", MODES)

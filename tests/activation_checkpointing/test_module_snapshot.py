@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from nemo_like.activation_checkpointing.engine import run_region
 from nemo_like.activation_checkpointing.engine.handles import RegionError
-from nemo_like.activation_checkpointing.engine.module_parts import walk_of
-from nemo_like.activation_checkpointing.engine.region import Region
+from nemo_like.activation_checkpointing.engine.module_state import walk_of
 from nemo_like.activation_checkpointing.policy import FullPolicy, SelectivePolicy
 
 POLICIES = [FullPolicy(), SelectivePolicy()]
@@ -118,18 +117,20 @@ def test_what_the_replay_changes_is_taken_back_and_what_others_change_stays() ->
 
 def test_the_walk_is_made_once_while_all_is_the_same() -> None:
     block = Block()
-    snapshot = walk_of(block)[1]
-    assert walk_of(block)[1] is snapshot
-    block.inner._forward_hooks = OrderedDict()
-    walk_of(block)
-    hook = block.inner.register_forward_hook(_hook)  # into the new table
-    snapshot = walk_of(block)[1]
-    assert [hook.id] in [list(hooks[0]) for _, _, _, _, hooks in snapshot.taken if hooks]
-    block.inner._parameters = {name: nn.Parameter(p.detach().clone()) for name, p in block.inner._parameters.items()}
-    assert walk_of(block)[1].parameters == list(block.parameters())
-    snapshot = walk_of(block)[1]
+    walk = walk_of(block)
+    attributes, registered = walk.attributes, walk.registered()
+    assert walk_of(block) is walk and walk.attributes is attributes and walk.registered() is registered
     block.scale = 4.0
-    assert walk_of(block)[1].taken[0].values != snapshot.taken[0].values
+    assert walk_of(block) is walk and walk.attributes is attributes
+    block.inner._forward_hooks = OrderedDict()
+    block.inner.register_forward_hook(_hook)  # into the new table
+    assert walk_of(block).registered().hooked == [vars(block.inner)]
+    block.inner._parameters = {name: nn.Parameter(p.detach().clone()) for name, p in block.inner._parameters.items()}
+    assert walk_of(block).registered().parameters == list(block.parameters())
+    block.later = 1
+    assert walk_of(block) is walk and walk.attributes is not attributes
+    block.inner = nn.Linear(4, 4)
+    assert walk_of(block) is not walk
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=["full", "selective"])
@@ -145,7 +146,7 @@ def test_a_tensor_from_outside_that_is_changed_in_a_later_step_is_named(policy: 
         run_region(module, (x,), {}, policy=policy).sum().backward()
     y = run_region(module, (x,), {}, policy=policy)
     outside.add_(1)
-    with pytest.raises(RegionError, match="was changed in place between forward and backward"):
+    with pytest.raises(RegionError, match="was changed in place 0 times in forward, and 1 by now"):
         y.sum().backward()
 
 
@@ -168,43 +169,8 @@ def test_a_parameter_that_its_own_forward_begins_to_change_is_named(policy: Any)
         run_region(module, (x,), {}, policy=policy).sum().backward()
     module.decays = True
     y = run_region(module, (x,), {}, policy=policy)
-    with pytest.raises(RegionError, match="was changed in place between forward and backward"):
+    with pytest.raises(RegionError, match=r"was changed in place \d times in forward, and \d by now"):
         y.sum().backward()
-
-
-def test_memory_from_outside_alone_is_referred_to_once_that_is_known() -> None:
-    torch.manual_seed(0)
-    block, x = Block(), torch.randn(2, 4, requires_grad=True)
-    counts = []
-    for _ in range(3):
-        region = Region(block, FullPolicy(), "", None, True)
-        y = region.forward((x,), {}, True)
-        counts.append((len(region.storages), len(region.handles)))
-        y.sum().backward()
-    first, second, third = counts
-    assert first[0] == first[1] and second == third  # all of them, while nothing is known
-    assert second[1] == first[1] and second[0] == 0  # parameters and arguments are watched by others
-
-    block.cached = torch.ones(4)  # what is an attribute from now on may be saved in the place of what was made inside
-    region = Region(block, FullPolicy(), "", None, True)
-    region.forward((x,), {}, True)
-    assert len(region.storages) == len(region.handles)
-
-
-def test_another_number_of_saved_tensors_is_another_forward() -> None:
-    class Grows(nn.Module):
-        times = 1
-
-        def forward(self, x: Tensor) -> Tensor:
-            for _ in range(Grows.times):
-                x = x.sin().exp()
-            return x
-
-    module, x = Grows(), torch.randn(2, requires_grad=True)
-    for Grows.times in (1, 2, 2):
-        region = Region(module, FullPolicy(), "", None, True)
-        region.forward((x,), {}, True).sum().backward()
-    assert len(region.storages) == len(region.handles)  # not those that the shorter forward taught
 
 
 class Sines(nn.Module):

@@ -10,7 +10,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from nemo_like.activation_checkpointing import ops as table
-from nemo_like.activation_checkpointing.engine import checkpoint_region, make_selective_checkpoint_context_fn
+from nemo_like.activation_checkpointing.contexts import make_selective_checkpoint_context_fn
+from nemo_like.activation_checkpointing.engine import checkpoint_region
 from nemo_like.activation_checkpointing.policy import (
     HOST,
     RECOMPUTE,

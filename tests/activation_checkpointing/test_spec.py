@@ -14,9 +14,9 @@ import nemo_like
 from nemo_like import CheckpointConfig, SelectivePolicy, parallelize
 from nemo_like._util.live_bytes import LiveBytes
 from nemo_like.activation_checkpointing import CheckpointSpec, CheckpointWrapper, apply_specs
-from nemo_like.activation_checkpointing.engine.handles import SynchronousTransfer
 from nemo_like.activation_checkpointing.sequential import SegmentMember
 from nemo_like.activation_checkpointing.spec import one_region_each, segments_of
+from nemo_like.activation_checkpointing.transfer import SynchronousTransfer
 from nemo_like.offload import HostPolicy, OffloadWrapper
 from tests.models.decoders import PlainDecoder, batch, build, loss_of
 

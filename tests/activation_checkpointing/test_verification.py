@@ -83,9 +83,9 @@ def test_the_error_names_region_op_tensor_numbers_and_causes() -> None:
         step(Counting(factors), lambda: factors.__setitem__(0, 2.0))
     message = str(raised.value)
     assert "Region 'counting'" in message and "torch.float32 of shape (2, 4)" in message
-    assert "`(self.linear(x) * self.elsewhere.factors[0]).exp()`" in message  # its result is the first that differs
+    assert "by `return (self.linear(x) * self.elsewhere.factors[0]).exp().sin()`" in message
     assert __file__ in message and "in Counting.forward" in message
-    assert message.count("norm ") == 2 and message.count("signed sums ") == 2
+    assert message.count("norm ") == 2 and message.count("signed sum ") == 2 and message.count("\n") == 4
     assert all(word in message for word in ("generator", "context variable", "hooks", "in place", "global state"))
 
 
@@ -111,8 +111,8 @@ def test_forwards_without_a_backward_are_looked_at_so_often_and_no_more(monkeypa
 
 def _count_looks(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     looks: list[Tensor] = []
-    look = verification.summaries
-    monkeypatch.setattr(verification, "summaries", lambda tensor: looks.append(tensor) or look(tensor))
+    look = verification.summary
+    monkeypatch.setattr(verification, "summary", lambda tensor: looks.append(tensor) or look(tensor))
     return looks
 
 
@@ -151,7 +151,6 @@ def test_it_costs_operators_in_the_first_step_and_not_one_later(ac: str, monkeyp
 
     first, *later = steps("")
     first_off, *later_off = steps("0")
-    assert first["aten::nan_to_num"] == first_off["aten::nan_to_num"] == 0
     assert sum(first.values()) > sum(first_off.values())
     assert later == later_off
 
@@ -343,7 +342,7 @@ class _AddsInAnotherOrder:
             y = x.exp()
             if self.runs == 2:
                 sign = torch.randint(-self.units, self.units + 1, y.shape, generator=torch.Generator().manual_seed(0))
-                y += (y.double() * sign * torch.finfo(x.dtype).eps).to(x.dtype)
+                y = y + (y.double() * sign * torch.finfo(x.dtype).eps).to(x.dtype)
         return _Saves.apply(x, y, y > 1)
 
 

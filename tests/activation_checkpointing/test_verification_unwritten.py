@@ -19,7 +19,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _saved(dtype: torch.dtype, *shape: int, device: str = "cuda") -> verification.SavedTensor:
-    saved = verification.SavedTensor(torch.empty(shape, dtype=dtype, device="meta"), [])
+    saved = verification.SavedTensor(torch.empty(shape, dtype=dtype, device="meta"), torch.empty(3))
     saved.device = torch.device(device)
     return saved
 

@@ -144,7 +144,6 @@ def _drawn(random_: random.Random) -> Drawn:
         schedule = pick([name for name in SCHEDULES if pp * SCHEDULE_OBJECTS[name].default_per_rank <= 4])
         asked["pp"] = PipelineParallel(
             pp, schedule, pick([None, pp, 2 * pp, 3 * pp]), balance=pick(["time", "time", "memory"]),
-            replay=pick(["auto", "once", "twice"]),
         )  # fmt: skip
     asked["strategy"] = FSDP2(
         pick([None, None, True, False, 2]),

@@ -196,16 +196,13 @@ class _Stages(_Step):
     def _seconds(self, query: PlanQuery, choices: Choices) -> dict[str, float]:
         layers = [self.layers(stage, own) for stage, own in zip(query.stages, choices)]
         seconds = action_seconds(
-            (
-                StageSeconds(
-                    sum(layer.whole_forward for layer in own),
-                    sum(layer.whole_backward for layer in own),
-                    0.0,
-                    stage.outside().seconds,
-                )
-                for own, stage in zip(layers, query.stages)
-            ),
-            "once",
+            StageSeconds(
+                sum(layer.whole_forward for layer in own),
+                sum(layer.whole_backward for layer in own),
+                0.0,
+                stage.outside().seconds,
+            )
+            for own, stage in zip(layers, query.stages)
         )
         actions, count, step = actions_of(query.pp), len(query.stages), self.step
         same_host = self.device.gpus_per_host > step.gpus // step.pp

@@ -12,13 +12,7 @@ from nemo_like.options import SCHEDULES, PipelineParallel
 
 def test_defaults() -> None:
     options = PipelineParallel.of(4)
-    assert (options.size, options.schedule, options.microbatches, options.stages, options.replay) == (
-        4,
-        "1f1b",
-        8,
-        4,
-        "auto",
-    )
+    assert (options.size, options.schedule, options.microbatches, options.stages) == (4, "1f1b", 8, 4)
     assert PipelineParallel.of(options) is options
     assert [PipelineParallel(2, schedule=name).stages for name in SCHEDULES] == [2, 2, 4, 4, 4, 4]
     assert stages_of(PipelineParallel(2, schedule="ZBV"), 0) == [0, 3]
@@ -40,7 +34,6 @@ def test_defaults() -> None:
         ({"balance": "even"}, "balance is 'even'; it must be 'time', 'memory' or how many"),
         ({"balance": [2, 0]}, "balance is .2, 0."),
         ({"balance": [2, 2, 2]}, "balance has 3 numbers and there are 2 stages"),
-        ({"replay": "never"}, "replay is 'never'; it must be 'auto', 'once' or 'twice'"),
     ],
 )
 def test_errors(arguments: dict[str, Any], message: str) -> None:

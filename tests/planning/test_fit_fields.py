@@ -52,7 +52,7 @@ OPTIONS: dict[type, dict[str, Any]] = {
         "timeout_seconds": 60.0,
     },
     TensorParallel: {"size": 2, "plan": PLAN, "sequence_parallel": True, "loss_parallel": True},
-    ContextParallel: {"size": 2, "method": "ulysses"},
+    ContextParallel: {"size": 2, "method": "ulysses", "loss_mean": "rows"},
     ExpertParallel: {
         "size": 2,
         "plan": {"model.layers.*.mlp.experts": "routed"},
@@ -65,7 +65,6 @@ OPTIONS: dict[type, dict[str, Any]] = {
         "microbatches": 4,
         "stages_per_rank": 2,
         "balance": "memory",
-        "replay": "once",
         "loss_mean": counted,
         "split": None,
     },

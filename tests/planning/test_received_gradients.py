@@ -112,7 +112,7 @@ def test_a_backward_in_halves(block: Callable[[], nn.Module], mode: str) -> None
         stays.append(out)
         rest.append(backward_of_inputs([out], stays[:1], [given_x], layer.parameters()))
 
-    for _ in range(2):  # from the second time on, the engine knows what each half needs
+    for _ in range(2):  # the first one learns what the layer draws and writes
         given_x = torch.randn(ROWS, WIDTH, requires_grad=True)
         part.model.zero_grad()
         stays.clear()

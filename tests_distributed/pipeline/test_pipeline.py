@@ -117,13 +117,11 @@ def _forwards(pipeline: Any) -> list[int]:
     return calls
 
 
-def _schedule(rank: int, world_size: int, schedule: str, name: str, ac: str, replay: str) -> float:
+def _schedule(rank: int, world_size: int, schedule: str, name: str, ac: str) -> float:
     model, batch = _build(name), _batch()
     microbatches = 2 * world_size if schedule == "dualpipev" else MICROBATCHES
     loss = _reference(model, batch, microbatches)
-    options = PipelineParallel(
-        world_size, schedule, microbatches, replay=replay, loss_mean="tokens" if name == "nanogpt" else None
-    )
+    options = PipelineParallel(world_size, schedule, microbatches, loss_mean="tokens" if name == "nanogpt" else None)
     sample = {key: value[:2] for key, value in batch.items()}
     pipeline = parallelize(_build(name), ac=ac, pp=options, sample_input=sample)
     layers = sum(len(stage.slice.layers) for stage in pipeline.stages)
@@ -143,29 +141,28 @@ def _schedule(rank: int, world_size: int, schedule: str, name: str, ac: str, rep
     return (calls[0] - layers * microbatches) / (layers * microbatches)  # without those of eval_step
 
 
-@pytest.mark.few(1)
+SPLIT = {"interleaved_zero_bubble": [2.5, 3.0], "zbv": [2.5, 3.0], "dualpipev": [2.125, 2.25]}
+"""Forwards of a layer: torch's first stage runs its backward in one piece, the others in two, each of which recomputes."""
+
+
+@pytest.mark.few(4)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_schedule_replays_each_layer_once_and_gives_the_same_bits(schedule: str) -> None:
-    assert run_ranks(2, _schedule, schedule, "llama", "full", "once") == [2.0, 2.0]
-
-
-def test_a_split_backward_may_replay_twice() -> None:
-    """What torch's first stage does in one piece, and the others in two halves."""
-    first, second = run_ranks(2, _schedule, "interleaved_zero_bubble", "llama", "full", "twice")
-    assert (first, second) == (2.5, 3.0)
+def test_every_schedule_recomputes_each_layer_and_gives_the_same_bits(schedule: str) -> None:
+    forwards = run_ranks(2, _schedule, schedule, "llama", "full")
+    assert forwards == SPLIT.get(schedule, [2.0, 2.0])
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "llama"])
 def test_families(name: str) -> None:
-    run_ranks(2, _schedule, "1f1b", name, "selective", "once")
+    run_ranks(2, _schedule, "1f1b", name, "selective")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("ac", ["none", "full", "40%", "1GiB"])
 @pytest.mark.parametrize("name", MODELS)
 def test_families_in_every_mode_and_with_plans(name: str, ac: str) -> None:
-    run_ranks(2, _schedule, "1f1b", name, ac, "once", timeout=240)
+    run_ranks(2, _schedule, "1f1b", name, ac, timeout=240)
 
 
 @pytest.mark.few(1)
@@ -173,11 +170,11 @@ def test_families_in_every_mode_and_with_plans(name: str, ac: str) -> None:
     ("schedule", "ac"), [("zbv", "selective"), ("interleaved_zero_bubble", "none"), ("zbv", "submodule")]
 )
 def test_modes_under_a_split_backward(schedule: str, ac: str) -> None:
-    run_ranks(2, _schedule, schedule, "gemma3", ac, "once")
+    run_ranks(2, _schedule, schedule, "gemma3", ac)
 
 
 def test_four_stages_of_a_tied_model() -> None:
-    run_ranks(4, _schedule, "1f1b", "nanogpt", "full", "once")
+    run_ranks(4, _schedule, "1f1b", "nanogpt", "full")
 
 
 def _with_shards(rank: int, world_size: int, options: dict[str, Any], schedule: str) -> None:

@@ -206,8 +206,7 @@ def _saved(plan: Plan) -> str:
 def _kept_between_halves(query: PlanQuery, mode: str) -> tuple[int, int]:
     """Of a middle layer of the second stage, for a microbatch that comes after the first: predicted, counted."""
     stage, choices = query.stages[1], query.uniform(mode)[1]
-    once = query.pp.replay != "twice"
-    predicted = stage.layer_calls(choices, accumulate=True, received=True, halves=once)[0].events
+    predicted = stage.layer_calls(choices, accumulate=True, received=True, halves=True)[0].events
     policy = stage.part.policy(stage.part.traced.calls[0].kind, choices[0])
     model = _build()
     layer = model.model.layers[2]
@@ -218,9 +217,9 @@ def _kept_between_halves(query: PlanQuery, mode: str) -> tuple[int, int]:
     def first_half() -> None:
         out = layer(hidden, **given) if policy is None else run_region(layer, (hidden,), given, policy=policy)
         grads = [torch.ones_like(out)]
-        rest.append(backward_of_inputs([out], grads, [hidden], layer.parameters(), query.pp.replay != "twice"))
+        rest.append(backward_of_inputs([out], grads, [hidden], layer.parameters()))
 
-    for _ in range(2):  # from the second time on, the engine knows what each half needs
+    for _ in range(2):  # the first one learns what the layer draws and writes
         first_half()
         rest.pop()()
     hidden.grad = None
@@ -230,12 +229,8 @@ def _kept_between_halves(query: PlanQuery, mode: str) -> tuple[int, int]:
 
 
 def test_what_is_kept_between_the_halves_is_what_the_allocator_counts() -> None:
-    once = _query(PipelineParallel(2, schedule="zbv", microbatches=MICROBATCHES, replay="once"))
-    found = {
-        (mode, query.pp.replay): _kept_between_halves(query, mode)
-        for query in (once, once.with_pipeline(replay="twice"))
-        for mode in ("none", "full", "selective")
-    }
+    query = _query(PipelineParallel(2, schedule="zbv", microbatches=MICROBATCHES))
+    found = {mode: _kept_between_halves(query, mode) for mode in ("none", "full", "selective")}
     assert {case: predicted - counted for case, (predicted, counted) in found.items()} == dict.fromkeys(found, 0)
     kept = {case: counted for case, (_, counted) in found.items()}
-    assert kept["full", "twice"] < kept["selective", "twice"] < kept["full", "once"] <= kept["none", "once"]
+    assert kept["full"] < kept["selective"] < kept["none"]

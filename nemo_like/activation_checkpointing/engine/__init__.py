@@ -25,19 +25,17 @@ from typing import Any
 import torch
 
 from nemo_like import torch_compat
-from nemo_like.activation_checkpointing.engine.compiled import compiled_region, make_selective_checkpoint_context_fn
-from nemo_like.activation_checkpointing.engine.halves import half_of_backward
-from nemo_like.activation_checkpointing.engine.handles import RegionError, Transfer
+from nemo_like.activation_checkpointing.engine.compiled import compiled_region
+from nemo_like.activation_checkpointing.engine.handles import RegionError
 from nemo_like.activation_checkpointing.engine.hooks import is_recomputing
 from nemo_like.activation_checkpointing.engine.region import Region
 from nemo_like.activation_checkpointing.policy import Policy
+from nemo_like.activation_checkpointing.transfer import Transfer
 
 __all__ = [
     "RegionError",
     "checkpoint_region",
-    "half_of_backward",
     "is_recomputing",
-    "make_selective_checkpoint_context_fn",
     "run_region",
     "set_early_stop",
 ]

@@ -1,29 +1,30 @@
 """Everything around a region that steers its results and is not an argument: taken at forward, put back for recomputation.
 
-Random numbers (torch's, Python's, NumPy's, a generator of one's own), context variables, autocast, the choice of SDPA
-back end, a replaced `F.scaled_dot_product_attention`, function modes (a context-parallel patch,
-``with torch.device(...)``), default dtype, deterministic algorithms, float32 precision. Other packages add theirs with
-`register`. Values that are as they were cost a comparison and no more.
+Random numbers (see `random_state`), context variables, autocast, the choice of SDPA back end, a replaced
+`F.scaled_dot_product_attention`, function modes (a context-parallel patch, ``with torch.device(...)``), default dtype,
+deterministic algorithms, float32 precision. Other packages add theirs with `register`. Values that are as they were cost a
+comparison and no more.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
-import functools
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from operator import call, is_
+from functools import partial
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nemo_like.activation_checkpointing.engine.deep_state import is_container, is_plain, map_leaves
+from nemo_like._util.rng import accelerator_type
+from nemo_like.activation_checkpointing.engine.containers import is_container, is_plain, map_leaves
+from nemo_like.activation_checkpointing.engine.handles import RegionError
 from nemo_like.activation_checkpointing.engine.inputs import SavedInputs
-from nemo_like.activation_checkpointing.engine.random_state import Generators, HostRandom
+from nemo_like.activation_checkpointing.engine.random_state import Generators
 from nemo_like.torch_compat import (
     SWITCH_READERS,
     function_modes,
@@ -85,72 +86,25 @@ def _state(device: str | None) -> _State:
     )
 
 
-def accelerator_type() -> str | None:
-    """The accelerator that is in use by this process (``"cuda"``, ...), or None. Never initialises one."""
-    if torch.cuda.is_initialized():
-        return "cuda"
-    other = _other_accelerator()
-    initialized = getattr(torch.get_device_module(other), "is_initialized", None) if other is not None else None
-    return other if initialized is not None and initialized() else None
-
-
-@functools.cache  # what a machine has doesn't change, and this is asked for every region
-def _other_accelerator() -> str | None:
-    current = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return None if current is None or current.type == "cuda" else current.type
-
-
-RngState = tuple[torch.Tensor, str | None, torch.Tensor | None] | tuple[torch.Generator, torch.Tensor]
-
-
-def rng_state(generator: torch.Generator | None = None) -> RngState:
-    """The random-number state of the CPU and of the accelerator in use, or of `generator`."""
-    if generator is not None:
-        return generator, generator.get_state()
-    device = accelerator_type()
-    return torch.get_rng_state(), device, torch.get_device_module(device).get_rng_state() if device else None
-
-
-def set_rng_state(state: RngState) -> None:
-    """Go back, or on, to what `rng_state` returned."""
-    if len(state) == 2:
-        state[0].set_state(state[1])
-        return
-    cpu, device, on_device = state
-    torch.set_rng_state(cpu)
-    if device is not None and on_device is not None:
-        torch.get_device_module(device).set_rng_state(on_device)
-
-
 class Ambient:
     """One snapshot of it all, of the moment of its creation.
 
-    `preserve_rng_state=False` leaves the random-number state out: dropout then differs between forward and recomputation.
+    `generators` holds the random numbers that are not torch's own. None: random numbers are left as they are, and dropout
+    differs between forward and recomputation.
     """
 
-    __slots__ = (
-        "_cpu_rng",
-        "_device",
-        "_device_rng",
-        "_extras",
-        "_flags",
-        "_host_random",
-        "_state",
-        "generators",
-        "variables",
-    )
+    __slots__ = ("_cpu_rng", "_device", "_device_rng", "_extras", "_flags", "_state", "generators", "variables")
 
-    def __init__(self, preserve_rng_state: bool = True) -> None:
+    def __init__(self, generators: Generators | None) -> None:
         self._device = device = accelerator_type()
         self._flags = read_switches(device)
         self._state = _state(device)
         self.variables = ContextVariables()
         self._extras = tuple([restore for capture in _registered.values() if (restore := capture()) is not None])
-        self._cpu_rng = torch.get_rng_state() if preserve_rng_state else None
-        self._device_rng = torch.get_device_module(device).get_rng_state() if preserve_rng_state and device else None
-        self._host_random: HostRandom | None = HostRandom() if preserve_rng_state else None
-        self.generators: Generators | None = Generators() if preserve_rng_state else None
-        """The states of the region's own generators, as they are found; None: random numbers are left as they are."""
+        self.generators = generators
+        self._cpu_rng = torch.get_rng_state() if generators is not None else None
+        on_device = generators is not None and device is not None
+        self._device_rng = torch.get_device_module(device).get_rng_state() if on_device else None
 
     def forget_unused_rng(self) -> None:
         """Call at the end of forward: drops the random-number state if no number was drawn meanwhile."""
@@ -161,9 +115,7 @@ class Ambient:
             now = torch.get_device_module(self._device).get_rng_state()
             if torch.equal(self._device_rng, now):
                 self._device_rng = None
-        if self._host_random is not None and not self._host_random.forget_unused():
-            self._host_random = None
-        if self.generators is not None and not self.generators.forget_unused():
+        if self.generators is not None and not self.generators.forward_done():
             self.generators = None
 
     def restore(self, stack: contextlib.ExitStack) -> None:
@@ -182,8 +134,6 @@ class Ambient:
             self._restore_autocast(now, stack)
 
     def _restore_rng(self, stack: contextlib.ExitStack) -> None:
-        if self._host_random is not None:
-            self._host_random.restore(stack)
         if self.generators is not None:
             self.generators.restore(stack)  # before torch's own, one of which may be among them, noted later than entry
         if self._cpu_rng is not None:
@@ -215,43 +165,6 @@ class Ambient:
             if enabled or enabled_now:
                 cache = self._state.autocast_cache
                 stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache))
-
-
-# --- Transformer Engine -------------------------------------------------------------------------------------------
-
-_TE_ATTENTION = (
-    "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention",
-    "transformer_engine.pytorch.attention",
-)
-"""Modules, newest first, whose `_attention_backends` dict caches the attention back end that was chosen last."""
-
-
-def _transformer_engine_attention_cache() -> Restore | None:
-    """Recomputation chooses as forward did: the cache is put back as forward found it (NeMo Automodel#3330).
-
-    Only where Transformer Engine has been imported; its cache is private, and absent means nothing to keep.
-    """
-    for name in _TE_ATTENTION:
-        cache = getattr(sys.modules.get(name), "_attention_backends", None)
-        if isinstance(cache, dict):
-            entries = dict(cache)
-            return lambda: _dict_contents(cache, entries)
-    return None
-
-
-@contextlib.contextmanager
-def _dict_contents(target: dict[Any, Any], contents: dict[Any, Any]) -> Iterator[None]:
-    present = dict(target)
-    target.clear()
-    target.update(contents)
-    try:
-        yield
-    finally:
-        target.clear()
-        target.update(present)
-
-
-register("transformer-engine attention back end", _transformer_engine_attention_cache)
 
 
 # Context variables: recomputation runs in the context that forward ran in, and what it sets or collects there is dropped.
@@ -316,57 +229,33 @@ SDPA_KERNELS = ("flash", "mem_efficient", "math", "cudnn")
 
 
 def _attributes(owner: object, *names: str) -> list[Switch]:
-    def switch(name: str) -> Switch:
-        return lambda: getattr(owner, name), lambda value: setattr(owner, name, value)
-
-    return [switch(name) for name in names]
+    return [(partial(getattr, owner, name), partial(setattr, owner, name)) for name in names]
 
 
-def _precision(old: Switch, backends: list[Any]) -> Switch:
-    """torch has two sets of names for float32's precision. After the newer one was used, asking by the older one raises."""
-
-    def read() -> Any:
-        try:
-            return old[0]()
-        except RuntimeError:
-            return [backend.fp32_precision for backend in backends]
+def _named(name: str, read: Callable[[], Any]) -> Switch:
+    """Return a switch that is not put back: which of torch's functions was used to set it is not known."""
 
     def put(value: object) -> None:
-        if not isinstance(value, list):
-            old[1](value)
-            return
-        for backend, wanted in zip(backends, value):
-            if backend.fp32_precision != wanted:
-                backend.fp32_precision = wanted
+        raise RegionError(
+            f"{name} was {value} in forward, and is {read()} in backward, so recomputation would compute other numbers. "
+            "Set it before the step."
+        )
 
     return read, put
-
-
-def _put_deterministic(value: bool) -> None:
-    torch.use_deterministic_algorithms(value, warn_only=SWITCH_READERS["warn_only"]())
-
-
-def _put_warn_only(value: bool) -> None:
-    torch.use_deterministic_algorithms(SWITCH_READERS["deterministic"](), warn_only=value)
 
 
 _ALWAYS: list[Switch] = [
     *((SWITCH_READERS[kind], getattr(_backends.cuda, f"enable_{kind}_sdp")) for kind in SDPA_KERNELS),
     (torch.get_default_dtype, torch.set_default_dtype),
-    (SWITCH_READERS["deterministic"], _put_deterministic),
-    (SWITCH_READERS["warn_only"], _put_warn_only),
-    _precision(
-        (SWITCH_READERS["matmul_precision"], torch.set_float32_matmul_precision),
-        [_backends.cuda.matmul, _backends.mkldnn.matmul],
-    ),
-    (SWITCH_READERS["mkldnn"], lambda value: setattr(_backends.mkldnn, "enabled", value)),
+    _named("torch.use_deterministic_algorithms", SWITCH_READERS["deterministic"]),
+    _named("warn_only of torch.use_deterministic_algorithms", SWITCH_READERS["warn_only"]),
+    _named("float32's precision in matmuls", lambda: _backends.cuda.matmul.fp32_precision),
+    _named("float32's precision in oneDNN's matmuls", lambda: _backends.mkldnn.matmul.fp32_precision),
+    *_attributes(_backends.mkldnn, "enabled"),
 ]
 _ON_CUDA: list[Switch] = [
     *_attributes(_backends.cudnn, "enabled", "benchmark", "deterministic"),
-    _precision(
-        _attributes(_backends.cudnn, "allow_tf32")[0],
-        [_backends.cudnn.conv, _backends.cudnn.rnn],
-    ),
+    _named("float32's precision in convolutions", lambda: _backends.cudnn.conv.fp32_precision),
     *_attributes(
         _backends.cuda.matmul,
         "allow_fp16_reduced_precision_reduction",
@@ -374,27 +263,26 @@ _ON_CUDA: list[Switch] = [
         "allow_fp16_accumulation",
     ),
 ]
-_ON_CPU_AND_CUDA = _ALWAYS + _ON_CUDA
-
-
-_READ_ALWAYS = [read for read, _ in _ALWAYS]
-_READ_ON_CPU_AND_CUDA = [read for read, _ in _ON_CPU_AND_CUDA]
 
 
 def switches_for(device: str | None) -> list[Switch]:
     """Return the switches that exist; those of CUDA's libraries only where `device` is ``"cuda"``."""
-    return _ON_CPU_AND_CUDA if device == "cuda" else _ALWAYS
+    return _ALWAYS + _ON_CUDA if device == "cuda" else _ALWAYS
 
 
 def read_switches(device: str | None) -> list[Any]:
     """Return what each of `switches_for` reads."""
-    return list(map(call, _READ_ON_CPU_AND_CUDA if device == "cuda" else _READ_ALWAYS))
+    return [read() for read, _ in switches_for(device)]
 
 
 def put_back(switches: list[Switch], wanted: list[Any], stack: ExitStack) -> None:
-    """Set what was read as `wanted`, until `stack` ends."""
+    """Set what was read as `wanted`, until `stack` ends.
+
+    Raises:
+        RegionError: for one that is not put back.
+    """
     for (read, put), value in zip(switches, wanted):
         now = read()
         if now != value:
-            stack.callback(put, now)
             put(value)
+            stack.callback(put, now)

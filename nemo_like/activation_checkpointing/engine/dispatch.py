@@ -7,22 +7,21 @@ metadata calls) passes through uncounted, so that it may differ between forward 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from nemo_like._util.log import warn_once
 from nemo_like._util.op_lookup import Op
+from nemo_like._util.rng import rng_state, set_rng_state
 from nemo_like._util.tensors import tensors_in
 from nemo_like.activation_checkpointing import ops
-from nemo_like.activation_checkpointing.engine.ambient import rng_state, set_rng_state
 from nemo_like.activation_checkpointing.engine.handles import (
     Kept,
     OnHost,
     Placeholder,
     RegionError,
     Skipped,
-    Transfer,
     beside_placeholders,
     decision_of,
     from_host,
@@ -33,8 +32,9 @@ from nemo_like.activation_checkpointing.engine.handles import (
     storages,
     versions,
 )
-from nemo_like.activation_checkpointing.engine.random_state import Generators, Key, are_given, key_of, learn
+from nemo_like.activation_checkpointing.engine.random_state import Generators, Learned
 from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, SKIP
+from nemo_like.activation_checkpointing.transfer import Transfer
 from nemo_like.torch_compat import TorchDispatchMode, direct_call, left_to_python
 
 if TYPE_CHECKING:
@@ -323,23 +323,32 @@ class ReplayMode(_Mode):
 _AFTER_THE_END = Kept(None, RECOMPUTE, 0)
 
 
-# Looks at the operators of a forward for the generators of random numbers that they are given.
+# Looks at the operators of a forward that no other mode sees: the generators of random numbers that they are given, and
+# writes into the region's inputs, as Mixtral's router makes with ``router_jitter_noise``.
+#
+# Recomputation needs such an input as it was. It is copied just before the operator that writes into it, so that a
+# forward which changes nothing pays nothing, but for a look at every operator in the first call of each module.
 
 
-class _Watch(_Mode):
-    def __init__(self, generators: Generators, key: Any) -> None:
+class _Look(_Mode):
+    def __init__(self, generators: Generators | None, inputs: SavedInputs | None, learned: Learned) -> None:
         super().__init__()
-        self.generators, self.key, self.given = generators, key, False
+        self.generators, self.inputs, self.learned, self.given = generators, inputs, learned, False
 
-    def __torch_dispatch__(self, func: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if kwargs and kwargs.get("generator") is not None:
+    def __torch_dispatch__(self, func: Op, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        if self.generators is not None and kwargs and kwargs.get("generator") is not None:
             self.given = self.generators.note(kwargs["generator"]) or self.given
+        if self.inputs is not None and ops.facts(func).mutating:
+            self.inputs.before_change(func, args, kwargs)
         return func(*args, **kwargs) if kwargs else func(*args)
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
-        if error[0] is None:
-            learn(self.key, self.given)
+        learned = self.learned
+        if error[0] is None and learned.gives_generators is None:
+            learned.gives_generators = self.given
+        if error[0] is None and self.inputs is not None and not learned.writes_inputs:
+            learned.writes_inputs = self.inputs.changed
 
 
 class _PassBy(_Mode):
@@ -347,35 +356,23 @@ class _PassBy(_Mode):
         return func(*args, **kwargs) if kwargs else func(*args)
 
 
-def as_watched(*watching: AbstractContextManager[Any] | None) -> Callable[[], AbstractContextManager[Any]]:
-    """Return a function that makes, for a recomputation, the like of what was `watching` its forward.
+def look_on(
+    mode: ForwardMode | None, generators: Generators | None, inputs: SavedInputs | None, learned: Learned
+) -> tuple[AbstractContextManager[Any] | None, Callable[[], AbstractContextManager[Any]]]:
+    """Return a context for a forward, and a function that makes the like of it for its recomputation. None: no need.
 
-    Some operators (the CTC loss, and any that calls `areAnyTensorSubclassLike` in C++) run other kernels under any
-    dispatch mode.
-    """
-    return nullcontext if watching.count(None) == len(watching) else _PassBy
-
-
-def watch_generators(
-    generators: Generators | None,
-    mode: ForwardMode | None,
-    function: object,
-    arguments: Iterable[Any],
-    own: Iterable[Any],
-) -> AbstractContextManager[Any] | None:
-    """The context for a forward of `function`: within it `generators` notes those that operators are given. None: no need.
-
-    Those among its `arguments` and its modules' `own` are noted at once. `mode`, where the region has one, looks at
-    every operator anyway, and is made to note them.
+    Within the first, `generators` note those that operators are given, and `inputs` keep what is about to change. `mode`,
+    where the region has one, looks at every operator anyway, and is made to tell them. The second is there because some
+    operators (the CTC loss, and any that calls `areAnyTensorSubclassLike` in C++) run other kernels under any mode.
     """
     if mode is not None:
-        mode.generators = generators
-    if generators is None:
-        return None
-    generators.note_all((*arguments, *own))
-    generators.note_named(function)
-    key = key_of(function)
-    return _Watch(generators, key) if mode is None and are_given(key) else None
+        mode.generators, mode.inputs = generators, inputs
+        return None, nullcontext
+    generators = None if learned.gives_generators is False else generators
+    inputs = None if learned.writes_inputs is False else inputs
+    if generators is None and inputs is None:
+        return None, nullcontext
+    return _Look(generators, inputs, learned), _PassBy
 
 
 # The one place where an observer may look on while regions run (`trace` does).
@@ -397,42 +394,3 @@ def watching(at_start: Callable[..., Any], at_end: Callable[[Any], None]) -> Ite
         yield
     finally:
         start = done = None
-
-
-# A forward that changes its own inputs in place, as Mixtral's router does with ``router_jitter_noise``.
-#
-# Recomputation needs such an input as it was. It is copied just before the operator that writes into it, so that a
-# forward which changes nothing pays nothing, but for a look at every operator in the first call of each module.
-
-_writes: weakref.WeakKeyDictionary[Any, dict[bool, bool]] = weakref.WeakKeyDictionary()
-"""Module or code → whether it trains → whether its forward writes into its inputs; absent: not seen yet."""
-
-
-class _WatchWrites(_Mode):
-    def __init__(self, inputs: SavedInputs, key: Key) -> None:
-        super().__init__()
-        self.inputs, self.key = inputs, key
-
-    def __torch_dispatch__(self, func: Op, types: object, args: Any = (), kwargs: Any = None) -> Any:
-        if ops.facts(func).mutating:
-            self.inputs.before_change(func, args, kwargs)
-        return func(*args, **kwargs) if kwargs else func(*args)
-
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
-        if error[0] is None and self.key[0] is not None:
-            _writes.setdefault(self.key[0], {})[self.key[1]] = self.inputs.changed
-
-
-def watch_writes(inputs: SavedInputs, mode: ForwardMode | None, function: object) -> AbstractContextManager[Any] | None:
-    """The context for a forward of `function`: within it `inputs` keep what is about to be changed. None: no need.
-
-    `mode`, where the region has one, looks at every operator anyway, and is made to tell them.
-    """
-    if mode is not None:
-        mode.inputs = inputs
-        return None
-    key = key_of(function)
-    if key[0] is None or _writes.get(key[0], {}).get(key[1], True):
-        return _WatchWrites(inputs, key)
-    return None

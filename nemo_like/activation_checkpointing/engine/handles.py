@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from nemo_like._util.op_lookup import Op
 from nemo_like._util.tensors import SEQUENCES, map_tensors, tensors_in
 from nemo_like.activation_checkpointing.ops import facts
 from nemo_like.activation_checkpointing.policy import Decision
+from nemo_like.activation_checkpointing.transfer import WaitingTensor
 from nemo_like.torch_compat import shape_only
 
 
@@ -71,57 +72,6 @@ def beside_placeholders(func: Callable[..., Any], args: tuple, kwargs: dict[str,
         kwargs = kwargs | {"device": torch.device("meta")}
     output = func(*map_tensors(shape_of, args), **map_tensors(shape_of, kwargs))
     return map_tensors(lambda t: placeholders[id(t)] if id(t) in placeholders else placeholder(t, target), output)
-
-
-# How a saved output gets to host memory and back: a protocol, and the simplest back end that fulfils it.
-
-
-class WaitingTensor(Protocol):
-    """One tensor that waits in host memory. It owns its data."""
-
-    def get(self) -> Tensor:
-        """The tensor on its own device again, with its sizes and strides; may be called more than once."""
-
-
-class Transfer(Protocol):
-    """Moves tensors to the host and back. `nemo_like.offload` has one that overlaps copies with computing."""
-
-    def to_host(self, tensor: Tensor) -> WaitingTensor:
-        """Start the copy. The caller may drop the tensor at once."""
-
-    def prefetch(self, handle: WaitingTensor) -> None:
-        """Start the way back, so that a `get` soon after need not wait."""
-
-    # Optional: `before_change(handle)`, called before the source of a copy is changed in place: whatever the caller does
-    # next on its stream must come after the copy has read its source.
-
-
-class _Copy:
-    __slots__ = ("device", "host")
-
-    def __init__(self, host: Tensor, device: torch.device) -> None:
-        self.host = host
-        self.device = device
-
-    def get(self) -> Tensor:
-        if self.device.type == "cpu":
-            return self.host.clone(memory_format=torch.preserve_format)
-        return self.host.to(self.device)
-
-
-class SynchronousTransfer:
-    """Copies at once and waits: right everywhere, overlapped nowhere. The engine's default.
-
-    >>> SynchronousTransfer().to_host(torch.ones(2)).get()
-    tensor([1., 1.])
-    """
-
-    def to_host(self, tensor: Tensor) -> WaitingTensor:
-        """Copy `tensor` to host memory (a copy of its own even where it is there already)."""
-        return _Copy(tensor.detach().to("cpu", copy=True), tensor.device)
-
-    def prefetch(self, handle: WaitingTensor) -> None:
-        """Nothing to start."""
 
 
 # What forward keeps of one tracked call, and walks over an operator's outputs and arguments.

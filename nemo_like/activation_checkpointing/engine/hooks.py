@@ -1,34 +1,29 @@
 """Callers' forward hooks: one that only looks on is called in forward, and not a second time in recomputation.
 
 A hook is part of the computation, and is called again, where it returns a value or writes: into a tensor that it is given,
-into its module or those below, into a context variable, or into autograd's graph. So is one that can write what the layer's
-code, or another hook that is called again, reads: an object or a global that both name. Hooks of torch and of this package
-are always called again, and so are hooks inside a module that is compiled by itself.
+into its module or those below, into a context variable, or into autograd's graph. So are the others on the same module,
+since one may keep something for another. Where a hook writes elsewhere, and the layer reads that, recomputation reads what
+was written last: verification compares the numbers. Hooks of torch and of this package are always called again, and so are
+hooks inside a module that is compiled by itself.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
-import dis
 import functools
-import gc
-import logging
 import threading
-import types
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from nemo_like._util.rng import rng_state, set_rng_state
 from nemo_like._util.tensors import tensors_in
-from nemo_like.activation_checkpointing.engine.ambient import rng_state, set_rng_state
-from nemo_like.activation_checkpointing.engine.deep_state import inside, is_plain_value
-from nemo_like.activation_checkpointing.engine.module_parts import NOT_STATE, modules_in
-from nemo_like.activation_checkpointing.engine.module_state import ModuleWorld
-from nemo_like.activation_checkpointing.engine.random_state import Generators, HostRandom, same_state
+from nemo_like.activation_checkpointing.engine.containers import inside, is_plain_value
+from nemo_like.activation_checkpointing.engine.module_state import NOT_STATE, ModuleState, modules_in
+from nemo_like.activation_checkpointing.engine.random_state import HostRandom, Learned, is_same_state
 from nemo_like.torch_compat import GLOBAL_HOOKS, unseen
 
 _PACKAGES = ("torch", "nemo_like")
@@ -87,10 +82,10 @@ class _Hook:
 class HookCalls:
     """The calls of callers' hooks in one forward."""
 
-    __slots__ = ("_hooks", "_world")
+    __slots__ = ("_hooks", "_learned", "_module")
 
-    def __init__(self, hooks: list[_Hook], world: ModuleWorld) -> None:
-        self._hooks, self._world = hooks, world
+    def __init__(self, hooks: list[_Hook], state: ModuleState, learned: Learned) -> None:
+        self._hooks, self._module, self._learned = hooks, state, learned
 
     @contextlib.contextmanager
     def in_place(self, run: Callable[[_Hook, tuple[Any, ...]], Any]) -> Iterator[None]:
@@ -112,19 +107,12 @@ class HookCalls:
         """Within it the hooks' calls are noted; at its end it is decided which of them recomputation leaves out."""
         with self.in_place(functools.partial(self._note, region)):
             yield
-        again = {hook: None in hook.calls for hook in self._hooks}
-        read = set[object]().union(*map(_read_by, self._world.walk.kinds))
-        read |= _reach(self._world.walk.forwards(), reads=True)
-        read |= _reach([hook.hook for hook in self._hooks if again[hook]], reads=True)
-        waiting = [hook for hook in self._hooks if not again[hook]]
-        while read and (more := [hook for hook in waiting if read & _reach([hook.hook], reads=False)]):
-            read |= _reach([hook.hook for hook in more], reads=True)
-            waiting = [hook for hook in waiting if hook not in more]
-        self._hooks = [hook for hook in waiting if hook.calls]
+        again = {id(hook.owner) for hook in self._hooks if None in hook.calls}
+        every, self._hooks = self._hooks, [hook for hook in self._hooks if hook.calls and id(hook.owner) not in again]
         left_out = {id(entry) for hook in self._hooks for entry in hook.kept}
         if left_out:
             region.kept[:] = [entry for entry in region.kept if id(entry) not in left_out]
-        for hook in again:
+        for hook in every:
             hook.kept.clear()
 
     def in_recomputation(self, region: Any) -> contextlib.AbstractContextManager[None]:
@@ -133,17 +121,17 @@ class HookCalls:
 
     def _note(self, region: Any, hook: _Hook, args: tuple[Any, ...]) -> Any:
         packs, kept = len(region.handles), len(region.kept)
-        generators, host = Generators(), HostRandom()
-        generators.note_all(self._world.generators)
-        before, drawn = _state(args), rng_state()
+        host, drawn = HostRandom(self._learned), rng_state()
+        own = [(generator, generator.get_state()) for generator in self._module.generators]
+        before = _state(args)
         result = hook.hook(*args)
         now = _state(args)
         writes = len(before) != len(now) or not all(map(_is_same, before, now))
         with unseen():
-            drew = host.forget_unused() or not all(map(same_state, drawn, rng_state()))
-            writes = writes or generators.forget_unused()
+            writes = writes or not all(torch.equal(generator.get_state(), state) for generator, state in own)
+            drew = host.was_drawn_from() or not all(map(is_same_state, drawn, rng_state()))
         saves = any(handle() is not None for handle in region.handles[packs:])
-        after = (rng_state(), HostRandom()) if drew else None
+        after = (rng_state(), HostRandom(self._learned)) if drew else None
         hook.calls.append(None if result is not None or writes or saves else (len(region.handles) - packs, after))
         hook.kept += region.kept[kept:]
         return result
@@ -163,9 +151,9 @@ def _leave_out(region: Any, hook: _Hook, args: tuple[Any, ...]) -> Any:
     return None
 
 
-def hook_calls(world: ModuleWorld) -> HookCalls | None:
-    """Return what notes the calls of callers' hooks in a forward of `world`'s module; None: it has none."""
-    owners = [*world.hooked, GLOBAL_HOOKS] if any(GLOBAL_HOOKS.values()) else world.hooked
+def hook_calls(state: ModuleState, learned: Learned) -> HookCalls | None:
+    """Return what notes the calls of callers' hooks in a forward of `state`'s module; None: it has none."""
+    owners = [*state.registered.hooked, GLOBAL_HOOKS] if any(GLOBAL_HOOKS.values()) else state.registered.hooked
     hooks = [
         _Hook(owner, table, key, hook)
         for owner in owners
@@ -173,7 +161,7 @@ def hook_calls(world: ModuleWorld) -> HookCalls | None:
         for key, hook in owner[table].items()
         if not _is_known(hook)
     ]
-    return HookCalls(hooks, world) if hooks else None
+    return HookCalls(hooks, state, learned) if hooks else None
 
 
 def _is_known(hook: Any) -> bool:
@@ -198,73 +186,3 @@ def _state(args: tuple[Any, ...]) -> list[Any]:
 
 def _is_same(before: object, now: object) -> bool:
     return before is now or (is_plain_value(before) and before == now)
-
-
-# The state that a hook may write, and that other code may read: objects by their id, cells, and globals by their name.
-
-_CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, logging.Logger)
-_by_class: weakref.WeakKeyDictionary[type, set[object]] = weakref.WeakKeyDictionary()
-
-
-def _read_by(kind: type) -> set[object]:
-    """Return what the methods of a class of modules may read."""
-    if kind not in _by_class:
-        bases = [base for base in kind.__mro__ if base.__module__.partition(".")[0] not in _PACKAGES]
-        _by_class[kind] = _reach(
-            (value for base in bases for value in vars(base).values() if _is_function(value)), True
-        )
-    return _by_class[kind]
-
-
-def _reach(functions: Iterable[Any], reads: bool) -> set[object]:
-    """Return what `functions` may read, or else what they may write."""
-    reached: set[object] = set()
-    seen: set[int] = set()
-    waiting = [(function, True) for function in functions]
-    while waiting:
-        value, follow = waiting.pop()
-        if id(value) in seen or isinstance(value, type | types.ModuleType | logging.Logger):
-            continue
-        seen.add(id(value))
-        inner: list[Any] = []
-        if isinstance(value, types.FunctionType):
-            known, (names, stores) = value.__globals__, _names(value.__code__)
-            used = {name: known[name] for name in names & known.keys() if not isinstance(known[name], _CODE)}
-            cells = dict(zip(value.__code__.co_freevars, value.__closure__ or ()))
-            reached |= {(id(known), n) for n, v in used.items() if reads or n in stores or not is_plain_value(v)}
-            reached |= {id(cell) for name, cell in cells.items() if reads or name in stores}
-            helpers = [known[n] for n in names & known.keys() if getattr(known[n], "__globals__", None) is known]
-            contents = gc.get_referents(*cells.values())
-            defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-            inner = [*used.values(), *helpers, *contents, *defaults]
-        elif isinstance(value, functools.partial):
-            inner = [value.func, *value.args, *value.keywords.values()]
-        elif isinstance(value, _Hook):
-            inner = [value.hook]
-        elif isinstance(value, types.MethodType | tuple):
-            inner = gc.get_referents(value)
-        elif not is_plain_value(value):
-            reached.add(id(value))
-            if follow and not isinstance(value, nn.Module | Tensor):
-                call = getattr(type(value), "__call__", None)  # noqa: B004 - its code is looked into
-                inner = [call] if _is_function(call) else []
-                waiting += [(item, False) for item in getattr(value, "__dict__", {}).values()]
-        waiting += [(item, follow) for item in inner]
-    return reached
-
-
-def _is_function(value: object) -> bool:
-    return isinstance(value, types.FunctionType)
-
-
-@functools.lru_cache(4096)
-def _names(code: types.CodeType) -> tuple[set[str], set[str]]:
-    """Return the globals that `code` and the functions in it name, and the globals and outer variables that they set."""
-    steps = [(step.opname, str(step.argval)) for part in _parts(code) for step in dis.get_instructions(part)]
-    names = {name for operation, name in steps if operation in ("LOAD_GLOBAL", "STORE_GLOBAL")}
-    return names, {name for operation, name in steps if operation in ("STORE_GLOBAL", "STORE_DEREF")}
-
-
-def _parts(code: types.CodeType) -> list[types.CodeType]:
-    inside = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    return [code, *(part for inner in inside for part in _parts(inner))]

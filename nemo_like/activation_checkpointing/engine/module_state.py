@@ -1,351 +1,334 @@
-"""State that a module changes while it runs: recomputation must start from what forward started from, and change nothing.
+"""The state of a module that steers its forward and is not an argument: taken at forward, put back for recomputation.
 
-Delayed FP8 scaling appends to an amax history, batch norm moves its running statistics: with a plain recomputation such
-buffers are updated twice, and the second pass may compute with other scales than the first (TransformerEngine#1190).
+Put back: training flags, hooks, sub-modules that were exchanged, plain attributes and those of configurations (LoRA's active
+adapter, a counter), containers (LoRA's scales), parameters and buffers that were exchanged (`torch.func.functional_call`,
+an inner step), `requires_grad`. A parameter or buffer that was changed in place can't be put back, so that raises.
+
+A walk over a layer's modules in Python costs more than a small layer's forward. So the modules are remembered, and so is
+what was sorted out of their attributes, for as long as those are of the same names and types.
 """
 
 from __future__ import annotations
 
 import contextlib
+import types
 import weakref
 from collections.abc import Callable, Iterator
-from operator import attrgetter, is_
+from itertools import chain
+from operator import attrgetter, call, is_, itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from nemo_like._util.module_tree import every_module
-from nemo_like.activation_checkpointing.engine.deep_state import is_plain_value
-from nemo_like.activation_checkpointing.engine.handles import RegionError, storages
-from nemo_like.activation_checkpointing.engine.module_parts import (
-    HOOKS,
-    PLAIN_TENSORS,
-    Snapshot,
-    Taken,
-    requires_grad_of,
-    walk_of,
+from nemo_like.activation_checkpointing.engine.containers import (
+    Attribute,
+    Contents,
+    has_state,
+    is_plain_value,
 )
-from nemo_like.torch_compat import is_fake, sparse_parts
+from nemo_like.activation_checkpointing.engine.handles import RegionError
 
-_SMALL = 1 << 16
-"""Bytes up to which a buffer is copied before every forward. State that forward changes is small, as a rule (amax
-histories, running statistics); what is large (masks, position tables) hardly ever changes."""
+Own = dict[str, Any]
+"""The attributes of one module, or of one configuration."""
 
-_known: weakref.WeakKeyDictionary[nn.Module, dict[bool, tuple[object, tuple[_Known, ...]]]] = (
-    weakref.WeakKeyDictionary()
+HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
 )
-"""By module and training mode: the stamp of the module's attributes, and its buffers at that time."""
-
-
-class _Known:
-    """One buffer of a module, and whether a forward has been seen to change it."""
-
-    __slots__ = ("changes", "name", "owner")
-
-    def __init__(self, owner: dict[str, Tensor | None], name: str) -> None:
-        self.owner, self.name, self.changes = owner, name, False
-
-
-def _buffers_of(module: nn.Module) -> tuple[_Known, ...]:
-    """The buffers, and the tensors that are plain attributes (a router's load)."""
-    return tuple(
-        _Known(owner, name)
-        for child in every_module(module)
-        for owner in (child._buffers, child.__dict__)
-        for name, value in owner.items()
-        if owner is child._buffers or type(value) is Tensor
-    )
-
-
-def _version(buffer: Tensor) -> int:
-    """Return the number of times that `buffer` was changed in place; made in inference mode (a cached table), it cannot
-    be."""
-    return 0 if buffer.is_inference() else buffer._version
-
-
-def copied_in_forward(module: nn.Module) -> int:
-    """Bytes that a region of `module` copies before every forward, and drops after it where they did not change."""
-    buffers = (known.owner.get(known.name) for known in _buffers_of(module))
-    return sum(size for b in buffers if isinstance(b, Tensor) and (size := _bytes(b)) <= _SMALL)
-
-
-class BufferSnapshot:
-    """The buffers that `module` changes in its forward, as they were before it.
-
-    The first forward of a module (once for training, once for evaluation mode) copies all its buffers and compares.
-    Later ones copy the small buffers and those that were seen to change, and drop the copies of what did not change by
-    identity and version. Modules without buffers, as most transformer layers are, cost nothing.
-    """
-
-    __slots__ = ("_before", "_copies", "_first", "_mode", "_module", "_same", "_stamp")
-
-    def __init__(self, module: nn.Module, stamp: object = None) -> None:
-        """`stamp` is another object than before when attributes of the modules have come, gone or changed their type."""
-        self._module, self._mode, self._stamp = module, module.training, stamp
-        known_at, known_buffers = _known.get(module, {}).get(self._mode, (None, None))
-        if known_at is not stamp:
-            known_buffers = None
-        self._first = _buffers_of(module) if known_buffers is None else None
-        self._before: list[tuple[_Known, Tensor, int, Tensor | None]] = []
-        copies: dict[int, Tensor] = {}  # of a buffer that has two names, one
-        for known in known_buffers or self._first or ():
-            buffer = known.owner.get(known.name)
-            if isinstance(buffer, Tensor):
-                if id(buffer) not in copies and (self._first or known.changes or _bytes(buffer) <= _SMALL):
-                    copies[id(buffer)] = buffer.detach().clone().requires_grad_(buffer.requires_grad)
-                self._before.append((known, buffer, _version(buffer), copies.get(id(buffer))))
-        self._copies: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
-        self._same: list[tuple[dict[str, Any], str, Tensor, weakref.ref[Tensor], int]] = []
-        """Plain attributes that forward left alone, for a later call may exchange them: a table that grows with a sequence,
-        a style that the model computes and sets. Each without its graph, which must not live for longer; with the tensor
-        itself and its version. `ModuleWorld` has the buffers."""
-
-    def forward_done(self) -> bool:
-        """Call after forward. Returns whether there is state to put back for recomputation.
-
-        Raises RegionError for a large buffer that changes for the first time after forwards that left it alone.
-        Recomputation has no copy of it to start from.
-        """
-        if self._first is not None:
-            _known.setdefault(self._module, {})[self._mode] = self._stamp, self._first
-        for known, buffer, version, copy in self._before:
-            now = known.owner.get(known.name)
-            changed = known.changes or now is not buffer or _version(buffer) != version
-            # Writes through `.data` count no version, the values tell; once only, because the host waits for the device.
-            changed = changed or (self._first is not None and copy is not None and _differs(now, copy))
-            if not changed:
-                if "_parameters" in known.owner:
-                    kept = buffer if buffer.grad_fn is None else buffer.detach().requires_grad_()
-                    self._same.append((known.owner, known.name, kept, weakref.ref(buffer), version))
-                continue
-            known.changes = True
-            if copy is None and _version(buffer) != version:
-                raise RegionError(
-                    f"Buffer {known.name!r}, of {_bytes(buffer)} bytes, was changed in place inside a checkpointed region, "
-                    "and earlier forwards had left it alone, so no copy was made to recompute from. Run this step again "
-                    "(the buffer is copied from now on), or change the buffer outside of the layer."
-                )
-            kept = buffer.detach().requires_grad_(buffer.requires_grad) if copy is None else copy
-            self._copies.append((known.owner, known.name, kept))
-        self._before = []
-        return bool(self._copies or self._same)
-
-    @property
-    def changes(self) -> bool:
-        """Return whether the recomputation gets copies, whose versions start anew."""
-        return bool(self._copies)
-
-    def puts_back(self, owner: dict[str, Tensor | None], name: str) -> bool:
-        """Return whether the recomputation gets a copy of this buffer as it was before forward."""
-        return any(known is owner and at == name for known, at, _ in self._copies)
-
-    def restore(self, stack: contextlib.ExitStack, region: str) -> None:
-        """Give the module copies of its earlier buffers to change; when `stack` ends, the present ones are back.
-
-        Raises RegionError for a plain attribute that was changed in place since forward.
-        """
-        clones = {id(copy): copy.clone() for _, _, copy in self._copies}
-        for owner, name, copy in self._copies:
-            stack.callback(owner.__setitem__, name, owner.get(name))
-            owner[name] = clones[id(copy)]
-        for owner, name, tensor, original, version in self._same:
-            if _version(tensor) != version:
-                raise RegionError(
-                    f"Region {region!r}: the tensor in the attribute {name!r} was changed in place between forward and "
-                    f"backward (version {version}, now {_version(tensor)}), so recomputation would compute with other "
-                    "values. Set a new tensor instead, or change this one after backward."
-                )
-            now = owner.get(name)
-            if now is not original():
-                stack.callback(owner.__setitem__, name, now)
-                owner[name] = tensor
-
-
-def _parts(tensor: Tensor) -> list[Tensor]:
-    return [tensor] if tensor.layout is torch.strided else sparse_parts(tensor)
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.nbytes if tensor.layout is torch.strided else sum(part.nbytes for part in sparse_parts(tensor))
-
-
-def _differs(now: Tensor | None, before: Tensor) -> bool:
-    if now is None or now.shape != before.shape or now.layout != before.layout:
-        return True
-    if is_fake(now):
-        return False
-    ours, theirs = _parts(now), _parts(before)
-    return len(ours) != len(theirs) or not all(map(torch.equal, ours, theirs))
-
-
-# What of a module steers its forward and is not an argument: taken at forward, put back for recomputation, or its
-# change named.
-#
-# Put back: training flags, hooks, sub-modules that were exchanged, plain attributes and small plain containers (LoRA's
-# active adapter and scale, a counter), those of a configuration too, parameters and buffers that were exchanged
-# (`torch.func.functional_call`, an inner step), `requires_grad`. A parameter or buffer that was changed in place can't
-# be put back, so that raises.
-
-_parts_version: Callable[[Tensor], int] = attrgetter("_version")
-_ABSENT = object()
+_TENSORS = ("_parameters", "_buffers")
+_TABLES = (*_TENSORS, "_modules", *HOOKS)
+_tables_of: Callable[[Own], tuple[dict[Any, Any], ...]] = itemgetter(*_TABLES)
+_hooks_of: Callable[[Own], tuple[dict[Any, Any], ...]] = itemgetter(*HOOKS)
+_children_of: Callable[[Own], dict[str, nn.Module | None]] = itemgetter("_modules")
+_REGISTERS = frozenset(vars(nn.Module())) | {"_flat_weights", "_flat_weight_refs"}
+"""nn.Module's own attributes, and the lists in which nn.LSTM and its like have their parameters once more, as these are
+gathered and freed; of the containers among them, those in `_TABLES` are looked at."""
+NOT_STATE = _REGISTERS - {*_TENSORS, "_modules", "training"}
+"""The attributes of `nn.Module` that its forward does not read, hooks among them."""
+_CONFIG = frozenset({"config", "cfg", "args", "hparams"})
+"""The last word of the names of attributes that hold a configuration: its values are looked at as the module's own."""
+PLAIN_TENSORS = (Tensor, nn.Parameter)
 _PLAIN_OR_NONE = (*PLAIN_TENSORS, type(None))
+_ABSENT = object()
+_version: Callable[[Tensor], int] = attrgetter("_version")
+_requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
 
 
-class ModuleWorld:
-    """The modules of a region as its forward finds them; of little cost where they are as in the forward before."""
+class ModuleState:
+    """The modules of a region as its forward finds them."""
 
-    __slots__ = (
-        "_counted",
-        "_deep",
-        "_flags",
-        "_snapshot",
-        "_versions",
-        "generators",
-        "halves",
-        "outside",
-        "stamp",
-        "walk",
-    )
+    __slots__ = ("_contents", "_flags", "_values", "_versions", "attributes", "registered", "walk")
 
     def __init__(self, module: nn.Module) -> None:
-        walk, self._snapshot = walk_of(module)
-        self.walk = walk
-        self._deep = walk.take_deep()
-        self.stamp = walk.stamp
-        self.outside = walk.outside[module.training]
-        self.halves = walk.halves[module.training]
-        self._flags = list(map(requires_grad_of, self._snapshot.parameters))
+        self.walk = walk = walk_of(module)
+        self.attributes = attributes = walk.attributes
+        self.registered = walk.registered()
+        self._values = list(map(call, attributes.getters, walk.owns))
+        self._contents = Contents(attributes.containers) if attributes.containers else None
+        self._flags = list(map(_requires_grad, self.registered.parameters))
         self._versions: list[int] = []
-        self.generators = walk.generators()
-        """Generators of random numbers, among the attributes and the globals that methods name."""
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """Generators of random numbers in attributes."""
+        return [own[name] for own, name in self.attributes.generators]
 
     def forward_done(self) -> None:
         """Call after forward: changes from here on are others'."""
-        self._versions = list(map(_parts_version, self._snapshot.counted))
+        self._versions = list(map(_version, self.registered.counted))
 
-    def check(self, region: str, put_back: Callable[[dict[str, Any], str], bool]) -> None:
+    def check(self, region: str, put_back: Callable[[Own, str], bool]) -> None:
         """Raise RegionError for what was changed in place since forward, except where `put_back` is true for it."""
-        versions = list(map(_parts_version, self._snapshot.counted))
-        for tensor, version in zip(self._snapshot.counted, self._versions) if versions != self._versions else ():
+        counted = self.registered.counted
+        versions = list(map(_version, counted))
+        for tensor, version in zip(counted, self._versions) if versions != self._versions else ():
             if tensor._version == version:
                 continue
-            for owner, name, holder in self._places(tensor):
-                if put_back(owner, name):
-                    continue
+            for name, holder in self.registered.places(tensor, put_back):
                 what = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
                 raise RegionError(
-                    f"Region {region!r}: the {what} {name!r} of a {holder} was changed in place between forward and "
-                    f"backward (version {version}, now {tensor._version}), so recomputation would compute with other "
-                    "values. Change it after backward, or run forward again after the change."
+                    f"Region {region!r}: the {what} {name!r} of a {self.walk.class_of(holder)} was changed in place between "
+                    f"forward and backward (version {version}, now {tensor._version}), so recomputation would compute with "
+                    "other values. Change it after backward, or run forward again after the change."
                 )
-        if self._deep is not None:
-            self._deep.check(region)
-
-    @property
-    def hooked(self) -> list[dict[str, Any]]:
-        """The attributes of the modules that have hooks."""
-        return self._snapshot.hooked
-
-    @property
-    def counted(self) -> list[Tensor]:
-        """The parameters and buffers that `check` looks at."""
-        return self._snapshot.counted
-
-    def holds(self, tensor: Tensor) -> bool:
-        """Return whether `tensor` has the memory of one of `counted`."""
-        memory = storages(tensor)
-        return any(storages(other) & memory for other in self.counted)
-
-    def _places(self, tensor: Tensor) -> Iterator[tuple[dict[str, Any], str, str]]:
-        for state in self._snapshot.taken:
-            for key, tensors in (("_parameters", state.parameters), ("_buffers", state.buffers)):
-                for name, other in tensors.items():
-                    if other is tensor:
-                        yield state.part.own[key], name, state.part.name
+        if self._contents is not None:
+            self._contents.check(region)
 
     def restore(self, stack: contextlib.ExitStack) -> None:
         """Put the modules into the state that forward found, until `stack` ends."""
-        snapshot = self._snapshot
-        if snapshot.is_untouched() or snapshot.is_current():
-            stack.callback(_revert_all, snapshot, snapshot.copies_of_others())
-        else:
-            for state in snapshot.taken:
-                _restore(state, stack)
-        if self._deep is not None:
-            self._deep.restore(stack)
-        if list(map(requires_grad_of, snapshot.parameters)) != self._flags:
-            for parameter, flag in zip(snapshot.parameters, self._flags):
+        owns = self.walk.owns
+        stack.callback(_put_back, owns, list(map(dict.copy, owns)))
+        if not self.registered.is_current():
+            self.registered.restore(stack)
+        attributes = self.attributes
+        for own, names, plain, values in zip(owns, attributes.names, attributes.plain, self._values):
+            if list(own) != names:
+                for name in own.keys() - set(names):
+                    del own[name]
+            for name, value in zip(plain, values):
+                now = own.get(name, _ABSENT)
+                if now is not value and not (type(now) is type(value) and is_plain_value(value) and now == value):
+                    own[name] = value
+        if self._contents is not None:
+            self._contents.restore(stack)
+        if list(map(_requires_grad, self.registered.parameters)) != self._flags:
+            for parameter, flag in zip(self.registered.parameters, self._flags):
                 if parameter.requires_grad != flag:
                     stack.callback(parameter.requires_grad_, parameter.requires_grad)
                     parameter.requires_grad_(flag)
 
 
-def _revert_all(snapshot: Snapshot, others: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
-    """`_revert` for all parts, after a recomputation that began with the very same ones."""
-    for attributes, before in others:
-        _revert(attributes, before)
-    if not snapshot.has_same_attributes():
-        for attributes, before in snapshot.then():
-            _revert(attributes, before)
+def _put_back(owns: list[Own], before: list[Own]) -> None:
+    """Take back what the recomputation and its preparation wrote into attributes."""
+    for own, then in zip(owns, before):
+        if len(own) != len(then) or not all(map(is_, own.values(), then.values())):
+            _fill(own, then)
 
 
-def _restore(state: Taken, stack: contextlib.ExitStack) -> None:
-    part = state.part
-    attributes = part.own
-    stack.callback(_revert, attributes, attributes.copy())
-    if part.modules is not None:
-        if attributes["_modules"] != part.modules:
-            _exchange(attributes["_modules"], part.modules, stack)
-        _restore_tensors(attributes["_parameters"], state.parameters, stack)
-        _restore_tensors(attributes["_buffers"], state.buffers, stack)
-        for position, hook in enumerate(HOOKS):
-            hooks = state.hooks[position] if state.hooks is not None else {}
-            if attributes[hook] != hooks:
-                _exchange(attributes[hook], hooks, stack)
-    if len(attributes) != len(part.names) or list(attributes) != part.names:
-        for name in attributes.keys() - set(part.names):
-            stack.callback(
-                attributes.__setitem__, name, attributes.pop(name)
-            )  # whatever the recomputation makes under this name
-    elif all(map(is_, part.get_watched(attributes), state.values)):
-        return
-    for name, value in zip(part.watched, state.values):
-        now = attributes.get(name, _ABSENT)
-        if now is not value and not (type(now) is type(value) and is_plain_value(value) and now == value):
-            attributes[name] = value
+def _fill(table: dict[Any, Any], contents: dict[Any, Any]) -> None:
+    table.clear()
+    table.update(contents)
 
 
-def _revert(attributes: dict[str, Any], before: dict[str, Any]) -> None:
-    """Take back what the recomputation and its preparation wrote into a module."""
-    if len(attributes) == len(before) and all(map(is_, attributes.values(), before.values())):
-        return
-    for name in attributes.keys() - before.keys():
-        del attributes[name]
-    for name, value in before.items():
-        if attributes.get(name, _ABSENT) is not value:
-            attributes[name] = value
+class Registered:
+    """The parameters, buffers, sub-modules and hooks of some modules, as they are now."""
+
+    def __init__(self, modules: list[Own]) -> None:
+        self._modules = modules
+        self._tables = self._filled()
+        self._contents = {(id(own), key): own[key].copy() for own in modules for key in _TABLES if own[key]}
+        self._keys, self._entries = list(chain(*self._tables)), self._values(self._tables)
+        tensors = [[own[key] for own in modules] for key in _TENSORS]
+        parameters, buffers = ([t for t in self._values(tables) if t is not None] for tables in tensors)
+        self.parameters = [t for t in {id(t): t for t in parameters}.values() if t.is_leaf]
+        """Those with a flag to put back."""
+        self.counted = [t for t in (*parameters, *buffers) if type(t) in PLAIN_TENSORS and not t.is_inference()]
+        """Parameters and buffers with a version to compare."""
+        self._has_hooks = any(map(any, map(_hooks_of, modules)))
+        self.may_be_remembered = all(not isinstance(entry, Tensor) or entry.is_leaf for entry in self._entries)
+        """Nothing in it must go before the next forward: no graph, as what a functional call puts in has."""
+
+    def _filled(self) -> list[dict[Any, Any]]:
+        return [table for table in chain.from_iterable(map(_tables_of, self._modules)) if table]
+
+    @staticmethod
+    def _values(tables: list[dict[Any, Any]]) -> list[Any]:
+        return list(chain.from_iterable(map(dict.values, tables)))
+
+    def is_current(self) -> bool:
+        """Return whether the very same entries are in the same tables."""
+        tables = self._filled()
+        if len(tables) != len(self._tables) or not all(map(is_, tables, self._tables)):
+            return False
+        values = self._values(tables)
+        return len(values) == len(self._entries) and all(map(is_, values, self._entries)) and self._has_same_keys()
+
+    def _has_same_keys(self) -> bool:
+        return list(chain(*self._tables)) == self._keys
+
+    @property
+    def hooked(self) -> list[Own]:
+        """The attributes of modules with hooks, but for those inside of one that is compiled by itself."""
+        return list(_hooked(self._modules[0], set())) if self._has_hooks else []
+
+    def places(self, tensor: Tensor, put_back: Callable[[Own, str], bool]) -> Iterator[tuple[str, Own]]:
+        """The names of a parameter or buffer, with the attributes of the module, but for places that are `put_back`."""
+        for own in self._modules:
+            for table in (own[key] for key in _TENSORS):
+                yield from (
+                    (name, own) for name, other in table.items() if other is tensor and not put_back(table, name)
+                )
+
+    def restore(self, stack: contextlib.ExitStack) -> None:
+        """Put the entries back until `stack` ends."""
+        for own in self._modules:
+            for key in _TABLES:
+                table, wanted = own[key], self._contents.get((id(own), key), {})
+                if key in _TENSORS:
+                    _restore_tensors(table, wanted, stack)
+                elif table != wanted:
+                    stack.callback(_fill, table, table.copy())
+                    _fill(table, wanted)
 
 
-def _restore_tensors(target: dict[str, Any], wanted: dict[str, Any], stack: contextlib.ExitStack) -> None:
+def _restore_tensors(table: dict[str, Any], wanted: dict[str, Any], stack: contextlib.ExitStack) -> None:
     for name, tensor in wanted.items():
-        now = target.get(name)
+        now = table.get(name)
         # Sharded to gathered is what FSDP does by itself, before this and in it.
         if now is not tensor and type(now) in _PLAIN_OR_NONE and type(tensor) in _PLAIN_OR_NONE:
-            stack.callback(target.__setitem__, name, now)
-            target[name] = tensor
-    for name in target.keys() - wanted.keys():
-        stack.callback(target.__setitem__, name, target.pop(name))
+            stack.callback(table.__setitem__, name, now)
+            table[name] = tensor
+    for name in table.keys() - wanted.keys():
+        stack.callback(table.__setitem__, name, table.pop(name))
 
 
-def _exchange(container: dict[Any, Any], contents: dict[Any, Any], stack: contextlib.ExitStack) -> None:
-    stack.callback(_fill, container, container.copy())
-    _fill(container, contents)
+def _hooked(own: Own, seen: set[int]) -> Iterator[Own]:
+    compiled = own.get("_compiled_call_impl") is not None or "_orig_mod" in own["_modules"]
+    if id(own) in seen or compiled:
+        return
+    seen.add(id(own))
+    if any(_hooks_of(own)):
+        yield own
+    for child in own["_modules"].values():
+        if child is not None and isinstance(vars(child).get("_parameters"), dict):
+            yield from _hooked(vars(child), seen)
 
 
-def _fill(container: dict[Any, Any], contents: dict[Any, Any]) -> None:
-    container.clear()
-    container.update(contents)
+class Attributes:
+    """The attributes of modules and configurations, sorted by what is done with them; for as long as they are these."""
+
+    def __init__(self, walk: Walk, present: tuple[list[str], list[type]]) -> None:
+        self.present = present
+        self.names = list(map(list, walk.owns))
+        self.plain = [[n for n, v in own.items() if is_plain_value(v) or _is_configuration(n, v)] for own in walk.owns]
+        """The attributes whose values may be held: others would live for longer, and their graphs."""
+        self.getters = list(map(_getter, self.plain))
+        self.containers: list[Attribute] = []
+        """The attributes that `Contents` looks into."""
+        self.generators: list[tuple[Own, str]] = []
+        for number, (own, plain) in enumerate(zip(walk.owns, self.plain)):
+            is_module = number < walk.count
+            free = [(name, value) for name, value in own.items() if name not in _REGISTERS]
+            self.generators += [(own, name) for name, value in free if isinstance(value, torch.Generator)]
+            for name, value in free:
+                # A module's own tensors are `BufferSnapshot`'s, and its configurations are looked at as it is.
+                others = is_module and (type(value) is Tensor or name in plain)
+                if not others and (isinstance(value, Tensor) or has_state(value)):
+                    self.containers.append((own, name, walk.class_of(own)))
+
+
+def _getter(names: list[str]) -> Callable[[Own], tuple[Any, ...]]:
+    return itemgetter(*names) if len(names) > 1 else lambda own: tuple(own[name] for name in names)
+
+
+class Walk:
+    """The modules of one layer and their configurations."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.owns: list[Own] = []
+        """Attributes of the modules, then of the configurations. Not the modules: one is a key of the table of walks."""
+        self._classes: dict[int, str] = {}
+        for module in modules_in(root):
+            self._add(vars(module), module)
+        self._configs = list(_configurations(self.owns))
+        self.count = len(self.owns)
+        """Modules among `owns`."""
+        for config in {id(value): value for _, _, value in self._configs}.values():
+            self._add(vars(config), config)
+        self._children = list(map(dict.copy, map(_children_of, self.owns[: self.count])))
+        self._attributes: Attributes | None = None
+        self._registered: Registered | None = None
+
+    def _add(self, own: Own, owner: object) -> None:
+        self.owns.append(own)
+        self._classes[id(own)] = type(owner).__name__
+
+    def class_of(self, own: Own) -> str:
+        """Return the name of the class whose instance has these attributes."""
+        return self._classes[id(own)]
+
+    def look(self) -> bool:
+        """Look at the attributes of now; returns whether the modules and configurations are those of the walk still.
+
+        `attributes` is another object where an attribute or a buffer has come or gone, or changed its type.
+        """
+        modules = self.owns[: self.count]
+        if any(own.get(name) is not value for own, name, value in self._configs):
+            return False
+        if list(map(_children_of, modules)) != self._children:
+            return False
+        buffers = [own["_buffers"] for own in modules]
+        present = list(chain(*self.owns, *buffers)), list(map(type, chain.from_iterable(map(dict.values, self.owns))))
+        if self._attributes is None or self._attributes.present != present:
+            if len(list(_configurations(modules))) != len(self._configs):
+                return False
+            self._attributes = Attributes(self, present)
+        return True
+
+    @property
+    def attributes(self) -> Attributes:
+        """The attributes as `look` saw them last."""
+        assert self._attributes is not None
+        return self._attributes
+
+    def registered(self) -> Registered:
+        """Return the parameters, buffers, sub-modules and hooks of now."""
+        known = self._registered
+        if known is None or not known.is_current():
+            known = Registered(self.owns[: self.count])
+            self._registered = known if known.may_be_remembered else None
+        return known
+
+
+_walks: weakref.WeakKeyDictionary[nn.Module, Walk] = weakref.WeakKeyDictionary()
+
+
+def walk_of(root: nn.Module) -> Walk:
+    """Return the walk over `root`, which is remembered."""
+    walk = _walks.get(root)
+    if walk is None or not walk.look():
+        walk = _walks[root] = Walk(root)
+        walk.look()
+    return walk
+
+
+def modules_in(root: nn.Module) -> Iterator[nn.Module]:
+    """`root` and all modules in it, each once; scripted ones have nothing that Python code could change."""
+    seen: set[int] = set()
+    waiting: list[nn.Module | None] = [root]
+    while waiting:
+        module = waiting.pop()
+        if module is None or id(module) in seen or not isinstance(module.__dict__.get("_parameters"), dict):
+            continue
+        seen.add(id(module))
+        yield module
+        waiting += reversed(module._modules.values())
 
 
 def module_of(function: object) -> nn.Module | None:
@@ -354,3 +337,15 @@ def module_of(function: object) -> nn.Module | None:
         return function
     owner = getattr(function, "__self__", None)
     return owner if isinstance(owner, nn.Module) else None
+
+
+def _configurations(owns: list[Own]) -> Iterator[tuple[Own, str, Any]]:
+    return ((own, name, value) for own in owns for name, value in own.items() if _is_configuration(name, value))
+
+
+def _is_configuration(name: str, value: object) -> bool:
+    """A dataclass or a namespace, or what is called a configuration: an object with plain attributes of its own."""
+    if hasattr(type(value), "__dataclass_fields__") or isinstance(value, types.SimpleNamespace):
+        return hasattr(value, "__dict__") and not isinstance(value, nn.Module | Tensor)
+    others = nn.Module | Tensor | type | types.ModuleType | types.FunctionType | dict
+    return name.rpartition("_")[2] in _CONFIG and hasattr(value, "__dict__") and not isinstance(value, others)

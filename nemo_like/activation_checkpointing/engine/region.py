@@ -17,34 +17,25 @@ from nemo_like._util.log import warn_once
 from nemo_like._util.tensors import tensors_in
 from nemo_like.activation_checkpointing.engine import dispatch, verification
 from nemo_like.activation_checkpointing.engine.ambient import Ambient
-from nemo_like.activation_checkpointing.engine.dispatch import (
-    ForwardMode,
-    ReplayMode,
-    as_watched,
-    kinds_for,
-    watch_generators,
-    watch_writes,
-)
-from nemo_like.activation_checkpointing.engine.halves import SplitBackward, current_half
+from nemo_like.activation_checkpointing.engine.buffers import BufferSnapshot
+from nemo_like.activation_checkpointing.engine.dispatch import ForwardMode, ReplayMode, kinds_for, look_on
 from nemo_like.activation_checkpointing.engine.handles import (
     Kept,
     Placeholder,
     RegionError,
-    SynchronousTransfer,
-    Transfer,
     decision_of,
     map_output,
     on_host,
     private_copy,
-    storages,
     versions,
 )
 from nemo_like.activation_checkpointing.engine.hooks import HookCalls, hook_calls, recomputation
 from nemo_like.activation_checkpointing.engine.inputs import SavedInputs
-from nemo_like.activation_checkpointing.engine.module_parts import PLAIN_TENSORS
-from nemo_like.activation_checkpointing.engine.module_state import BufferSnapshot, ModuleWorld, module_of
+from nemo_like.activation_checkpointing.engine.module_state import PLAIN_TENSORS, ModuleState, module_of
+from nemo_like.activation_checkpointing.engine.random_state import Generators, closure_of, learned_of
 from nemo_like.activation_checkpointing.ops import facts
 from nemo_like.activation_checkpointing.policy import HOST, SAVE, SKIP, PlanMismatchError, Policy
+from nemo_like.activation_checkpointing.transfer import SynchronousTransfer, Transfer
 
 
 class _Handle:
@@ -52,7 +43,7 @@ class _Handle:
 
     # One is made for every tensor that autograd saves, so `Region.pack` fills it in, without the frame of an `__init__`.
     # And with slots: more objects than these would make Python's garbage collector look more often.
-    __slots__ = ("__weakref__", "dtype", "index", "replayed", "shape", "value", "version")
+    __slots__ = ("__weakref__", "dtype", "replayed", "shape", "value", "version")
     shape: torch.Size
     """Shape of the tensor; `dtype` and `version` are the tensor's as well."""
     dtype: torch.dtype
@@ -61,8 +52,6 @@ class _Handle:
     """The tensor that the recomputation made in the place of the forward's."""
     replayed: int
     """The version of `value` when the recomputation came to it."""
-    index: int
-    """Its number; where backward is cut in two."""
 
 
 class _Stop(Exception):
@@ -84,40 +73,6 @@ class Region:
     A module inside that was compiled by itself is compiled in both.
     """
 
-    __slots__ = (
-        "ambient",
-        "buffers",
-        "complete",
-        "consumed",
-        "early_stop",
-        "fn",
-        "forward_mode",
-        "graph_kept",
-        "handles",
-        "hooks",
-        "inputs",
-        "kept",
-        "kinds",
-        "last",
-        "lent",
-        "lock",
-        "looker",
-        "made_inside",
-        "name",
-        "outside",
-        "owner",
-        "policy",
-        "position",
-        "replay_mode",
-        "split",
-        "storages",
-        "transfer",
-        "unwaited",
-        "verification",
-        "watch_versions",
-        "world",
-    )
-
     def __init__(self, fn: Any, policy: Policy, name: str, transfer: Transfer | None, early_stop: bool) -> None:
         self.fn = fn
         self.owner = fn
@@ -126,22 +81,15 @@ class Region:
         self.transfer = transfer or _synchronous
         self.early_stop = early_stop
         self.handles: list[ref[_Handle]] = []
-        self.storages = torch_compat.WeakStorages()
-        """Memory of each handle's tensor, if it may come from outside. Weakly: autograd alone decides how long that
-        lives."""
-        self.outside: frozenset[int] | None = None
-        """Handles that are for tensors from outside; None: not known."""
-        self.made_inside: set[int] | None = None
-        """Handles that were seen not to be for tensors from outside, while a recomputation finds that out."""
         self.kept: list[Kept] = []
         self.forward_mode: ForwardMode | None = None
         self.replay_mode: ReplayMode | None = None
         self.complete = False
         self.consumed = False
         self.graph_kept = False
-        self.split: SplitBackward | None = None
         self.watch_versions = True
-        self.world: ModuleWorld | None = None
+        self.buffers: BufferSnapshot | None = None
+        self.module: ModuleState | None = None
         self.hooks: HookCalls | None = None
         self.looker: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.verification: verification.Verification | None = None
@@ -153,11 +101,13 @@ class Region:
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], preserve_rng_state: bool) -> Any:
         self.verification = verification.start(self.owner, self.name, preserve_rng_state)
         self.inputs = SavedInputs(args, kwargs)
-        self.ambient = Ambient(preserve_rng_state)
-        module = module_of(self.fn)
-        self.world = world = ModuleWorld(module) if module is not None else None
-        self.buffers = BufferSnapshot(module, world.stamp) if module is not None and world is not None else None
-        self.outside = world.outside.check(world.stamp) if world is not None else None
+        module, learned = module_of(self.fn), learned_of(self.fn)
+        if module is not None:
+            self.module = ModuleState(module)
+            self.buffers = BufferSnapshot(module, self.module.attributes)
+        own = self.module.generators if self.module is not None else closure_of(self.fn)
+        generators = Generators(learned, (*own, *args, *kwargs.values())) if preserve_rng_state else None
+        self.ambient = Ambient(generators)
         decide = None
         if not self.policy.keeps_nothing:
             decide = self.policy.start()
@@ -170,13 +120,9 @@ class Region:
         if dispatch.start is not None:
             watcher = dispatch.start(self.name, lambda: self.kept, tensors_in([args, kwargs]))
             pack = _watched(self.pack, watcher)
-        generators = self.world.generators if self.world is not None else ()
-        inputs = (*args, *kwargs.values())
-        draws = watch_generators(self.ambient.generators, self.forward_mode, self.fn, inputs, generators)
-        writes = watch_writes(self.inputs, self.forward_mode, self.fn)
-        self.looker = as_watched(draws, writes)
-        modes = [mode for mode in (self.forward_mode, draws, writes, watcher) if mode is not None]
-        self.hooks = hook_calls(world) if world is not None else None
+        look, self.looker = look_on(self.forward_mode, self.ambient.generators, self.inputs, learned)
+        modes = [mode for mode in (self.forward_mode, look, watcher) if mode is not None]
+        self.hooks = hook_calls(self.module, learned) if self.module is not None else None
         around = nullcontext() if self.hooks is None else self.hooks.in_forward(self)
         try:
             with saved_tensors_hooks(pack, self.unpack), around:
@@ -198,11 +144,11 @@ class Region:
         self.ambient.forget_unused_rng()
         if self.buffers is not None and not self.buffers.forward_done():
             self.buffers = None
-        if self.world is not None:
-            self.world.forward_done()
-            self.world.outside.forward_done(len(self.handles), self.outside)
+        if self.module is not None:
+            self.module.forward_done()
         # Recomputation hands out copies of such things, whose versions start anew.
-        self.watch_versions = not (self.buffers is not None and self.buffers.changes) and not self.keeps_on_host()
+        copied = self.inputs.changed or (self.buffers is not None and self.buffers.changes)
+        self.watch_versions = not copied and not self.keeps_on_host()
         if self.kept:
             self.drop_unreachable()
         self.forward_mode = None
@@ -213,21 +159,10 @@ class Region:
     def pack(self, tensor: Tensor) -> _Handle:
         handle = _Handle()
         handle.value, handle.shape, handle.dtype, handle.version = None, tensor.shape, tensor.dtype, tensor._version
-        handles = self.handles
-        if self.outside is None or (self.outside and len(handles) in self.outside):
-            self.refer_to_memory(len(handles), tensor)
-        handles.append(ref(handle))
+        self.handles.append(ref(handle))
         if self.verification is not None:
             self.verification.saved(tensor)
         return handle
-
-    def refer_to_memory(self, index: int, tensor: Tensor) -> None:
-        """Be able to tell later whether a tensor has the memory of `tensor`, handle `index`."""
-        if type(tensor) in PLAIN_TENSORS:
-            try:  # noqa: SIM105 - three more frames, for each tensor from outside
-                self.storages[index] = torch_compat.weak_storage(tensor.untyped_storage())
-            except NotImplementedError:  # a sparse or an mkldnn tensor
-                pass
 
     def drop_unreachable(self) -> None:
         """At the end of forward: drop what no recomputation can reach, and cut the rest from the graph.
@@ -268,9 +203,6 @@ class Region:
     @torch_compat.left_to_python
     def unpack(self, handle: _Handle) -> Tensor:
         value = handle.value
-        if self.split is not None and (value is None or value is _NOTHING):
-            self.split.was_wrong()
-            value = handle.value = None
         if value is None:
             with self.lock:
                 if handle.value is None:
@@ -289,20 +221,13 @@ class Region:
                 "that, in the region itself or between two parts of one backward. Autograd refuses it without "
                 "checkpointing too: write the change out of place (y = x * 2 for x.mul_(2))."
             )
-        if self.split is not None:
-            if self.split.is_done_with(handle.index):
-                handle.value = None
-        elif self.graph_kept:
+        if self.graph_kept:
             handle.value = None  # else autograd drops the handle itself, as soon as this node is done
         return value
 
     def replay(self) -> None:
         """Run the function again, and give every live handle its tensor."""
         self.graph_kept = torch_compat.graph_is_kept() is not False
-        if self.graph_kept and self.complete and current_half() == "inputs":
-            self.split = SplitBackward(None if self.world is None else self.world.halves, len(self.handles))
-            # There is one more backward, and it opens what this recomputation leaves in the handles.
-            self.graph_kept = False
         keep = self.graph_kept or not self.complete
         if self.consumed:
             raise RegionError(
@@ -333,10 +258,6 @@ class Region:
                 entry.value = None
             if self.verification is not None:
                 self.verification.compare()
-            if self.made_inside is not None and self.world is not None:
-                others = [*self.world.counted, *tensors_in([args, kwargs])]
-                watched = self.storages.among({key for tensor in others for key in storages(tensor)})
-                self.world.outside.learn(len(self.handles), self.made_inside | watched)
         except BaseException as error:
             self.drop()
             error.add_note(f"(raised in the recomputation of checkpointed region {self.name!r}, in backward)")
@@ -353,7 +274,6 @@ class Region:
         """Return a mode that puts saved outputs back in the recomputation that now begins; None where nothing is
         saved."""
         self.position = 0
-        self.made_inside = set() if self.world is not None and self.outside is None and self.complete else None
         self.lent: list[Tensor] = []
         values = self.values_for_replay(keep)
         mode = None if self.policy.keeps_nothing else ReplayMode(self.kinds, self.kept, values, self.name)
@@ -368,9 +288,9 @@ class Region:
 
     def run_again(self, args: Any, kwargs: Any, mode: ReplayMode | None) -> None:
         with ExitStack() as stack, torch.enable_grad(), recomputation():
-            if self.world is not None:
-                self.world.check(self.name, self.buffers.puts_back if self.buffers is not None else _nothing)
-                self.world.restore(stack)
+            if self.module is not None:
+                self.module.check(self.name, self.buffers.puts_back if self.buffers is not None else _nothing)
+                self.module.restore(stack)
             if self.buffers is not None:
                 self.buffers.restore(stack, self.name)
             self.ambient.restore(stack)
@@ -452,16 +372,10 @@ class Region:
             if handle.shape != tensor.shape or handle.dtype != tensor.dtype or isinstance(tensor, Placeholder):
                 self.raise_wrong_tensor(index, handle, tensor)
             now = tensor._version
-            if handle.version != now and self.watch_versions:
-                self.check_same_version(index, handle, tensor)
-            if self.made_inside is not None and not self.storages.is_of(index, tensor):
-                self.made_inside.add(index)
+            if handle.version != now and self.watch_versions and type(tensor) in PLAIN_TENSORS:
+                self.raise_changed(index, handle, tensor)
             if self.verification is not None:
                 self.verification.rebuilt(index, tensor)
-            if self.split is not None:
-                handle.index = index
-                if not self.split.uses(index):
-                    tensor, now = _NOTHING, _NOTHING._version
             handle.value = tensor
             handle.replayed = now
         if index == self.last and self.early_stop:
@@ -489,17 +403,12 @@ class Region:
     def give_lent(self, number: int) -> Tensor:
         return self.lent[number].detach()
 
-    def check_same_version(self, index: int, handle: _Handle, tensor: Tensor) -> None:
-        """A tensor that outlives the region (a parameter) must be as it was, as autograd itself demands."""
-        # By storage and not by address, which another tensor may have been given since.
-        if type(tensor) in PLAIN_TENSORS and (
-            self.storages.is_of(index, tensor) or (self.world is not None and self.world.holds(tensor))
-        ):
-            raise RegionError(
-                f"Region {self.name!r}: tensor {index} that autograd saved, of shape {tuple(handle.shape)}, was changed "
-                f"in place between forward and backward (version {handle.version}, now {tensor._version}): a parameter, "
-                "perhaps, that was updated before the backward of an earlier forward. Change it after backward."
-            )
+    def raise_changed(self, index: int, handle: _Handle, tensor: Tensor) -> None:
+        raise RegionError(
+            f"Region {self.name!r}: tensor {index} that autograd saved, of shape {tuple(handle.shape)}, was changed in "
+            f"place {handle.version} times in forward, and {tensor._version} by now. It may be a parameter that was updated "
+            "before the backward of an earlier forward. Change it after backward."
+        )
 
     def raise_wrong_tensor(self, index: int, handle: _Handle, tensor: Tensor) -> None:
         shape, dtype = handle.shape, handle.dtype
@@ -559,4 +468,4 @@ def _watched(pack: Callable[[Tensor], _Handle], watcher: Any) -> Callable[[Tenso
 
 _synchronous = SynchronousTransfer()
 _NOTHING = torch.empty(0)
-"""In the place of a tensor that no half of a backward opens."""
+"""In the place of a tensor that a hook saved, which recomputation leaves out."""

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from nemo_like._util.module_tree import bare, bare_modules
+from nemo_like._util.rng import rng_state, set_rng_state
 from nemo_like._util.tensors import tensors_in
 from nemo_like._util.words import a_or_an
-from nemo_like.activation_checkpointing.engine.ambient import rng_state, set_rng_state
 
 
 def check_list(fqn: str, experts: nn.Module) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from nemo_like._util.module_tree import bare_modules
-from nemo_like.activation_checkpointing.engine.module_state import ModuleWorld
+from nemo_like.activation_checkpointing.engine.module_state import ModuleState
 from nemo_like.distributed.agreement import gather, gather_objects
 from nemo_like.distributed.context.verify_cut import evaluating, put_back
 from nemo_like.distributed.pipeline.batches import by_row, cut_batch, joined, marks, size_of
@@ -325,7 +325,7 @@ class LastStage:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(torch.random.fork_rng(devices, device_type=device.type))
-            ModuleWorld(stage.module).restore(stack)
+            ModuleState(stage.module).restore(stack)
             stack.enter_context(evaluating(stage.module))
             stage.module.training = training  # a model may return a loss in training alone
             for index in stage.slice.layers:

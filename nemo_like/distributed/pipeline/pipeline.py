@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +15,6 @@ from torch.distributed.tensor import DTensor
 
 from nemo_like._util.log import warn_once
 from nemo_like._util.module_tree import every_module
-from nemo_like.activation_checkpointing.engine import half_of_backward
 from nemo_like.distributed.agreement import check_same_batch, sharing_groups
 from nemo_like.distributed.context.sequence_ops import padded_length
 from nemo_like.distributed.gradients import clip_stages_
@@ -184,7 +182,7 @@ class Pipeline(StagesOfRank):
         if key not in self._schedules:
             number, loss = torch.empty(1, dtype=torch.int64, device="meta"), torch.empty(1, device="meta")
             schedules = [
-                _Stage(
+                VotingStage(
                     stage.module,
                     stage.slice.index,
                     stage.slice.count,
@@ -195,8 +193,6 @@ class Pipeline(StagesOfRank):
                 )
                 for stage, (received, sent) in zip(self.stages, forms)
             ]
-            for stage in schedules:
-                stage.replay = self.options.replay
             self._schedules = {key: make_schedule(self.options, schedules, _loss_of)}
         return self._schedules[key]
 
@@ -368,25 +364,6 @@ class Pipeline(StagesOfRank):
             elsewhere=twice,
             stages=self.group,
         )
-
-
-class _Stage(VotingStage):
-    """torch's stage, which tells the checkpointing engine in which half of a backward it is."""
-
-    replay = "auto"
-
-    def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: object = None, full_backward: bool = True, last_backward: bool = False
-    ) -> Any:
-        """As torch's."""
-        half = not full_backward and self.replay != "twice"
-        with half_of_backward("inputs") if half else contextlib.nullcontext():
-            return super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-
-    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        """As torch's."""
-        with half_of_backward("weights"):
-            return super().backward_weight_one_chunk(*args, **kwargs)
 
 
 def _loss_of(output: Tensor, target: Tensor) -> Tensor:

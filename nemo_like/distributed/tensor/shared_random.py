@@ -24,9 +24,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from nemo_like._util.log import warn_once
+from nemo_like._util.module_tree import every_module
 from nemo_like._util.tensors import tensors_in
-from nemo_like.activation_checkpointing.engine.module_parts import walk_of
-from nemo_like.activation_checkpointing.engine.random_state import put_state, state_of
+from nemo_like.activation_checkpointing.engine.containers import inside
 from nemo_like.distributed.agreement import gather, mesh_groups, number_of, wire_device
 from nemo_like.torch_compat import is_fake, unseen
 
@@ -148,15 +148,24 @@ def generators(device_type: str) -> dict[str, tuple[Callable[[], Any], Callable[
 
 
 def _held_by(model: nn.Module) -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
-    """The same for generators that modules hold, or that are globals of their code."""
-    held = {id(generator): generator for generator in walk_of(model)[0].generators()}
-    return {f"generator {number} of the model": _access(held[key]) for number, key in enumerate(held)}
+    """The same for generators that attributes of modules lead to."""
+    values = [
+        item for module in every_module(model) for value in vars(module).values() for item in inside(value, depth=3)
+    ]
+    held = [
+        access for value in {id(value): value for value in values}.values() if (access := _access(value)) is not None
+    ]
+    return {f"generator {number} of the model": access for number, access in enumerate(held)}
 
 
-def _access(generator: object) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
-    if not isinstance(generator, torch.Generator):
-        return partial(state_of, generator), partial(put_state, generator)
-    return lambda: _bytes(generator.get_state()), lambda state: generator.set_state(_tensor(state))
+def _access(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
+    """Return functions that read and set the state of a generator; None: `value` is none."""
+    if isinstance(value, torch.Generator):
+        return lambda: _bytes(value.get_state()), lambda state: value.set_state(_tensor(state))
+    if isinstance(value, random.Random):
+        return value.getstate, value.setstate
+    bits = getattr(value, "bit_generator", None) or getattr(value, "_bit_generator", None)  # NumPy's, newer and older
+    return None if bits is None else (lambda: bits.state, partial(setattr, bits, "state"))
 
 
 def _bytes(state: torch.Tensor) -> bytes:

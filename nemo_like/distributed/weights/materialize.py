@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from nemo_like._util.module_tree import check_model
+from nemo_like._util.rng import rng_state, set_rng_state
 from nemo_like._util.words import a_or_an
-from nemo_like.activation_checkpointing.engine.ambient import rng_state, set_rng_state
 from nemo_like.distributed import launch
 from nemo_like.distributed.expert.expert_lists import list_pieces
 from nemo_like.distributed.weights.replaced import parameters_of, watch_replaced

@@ -57,7 +57,6 @@ class StageOfRank:
     def __init__(self, query: PlanQuery, stage: Stage, choices: Sequence[Choice], storages: Storages) -> None:
         self.index, self.stage, self.choices = stage.slice.index, stage, choices
         self.is_first, self.is_last = stage.slice.is_first, stage.slice.is_last
-        self.once = query.pp.replay != "twice"
         self.step = StageStep(
             storages,
             stage.sharding,
@@ -150,7 +149,7 @@ class StageOfRank:
         key = rule.accumulates, halves
         if key not in self._calls:
             self._calls[key] = self.stage.layer_calls(
-                self.choices, rule.accumulates, received=not self.is_last, halves=self.once if halves else None
+                self.choices, rule.accumulates, received=not self.is_last, halves=halves
             )
         return self._calls[key]
 

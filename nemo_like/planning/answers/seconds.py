@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from nemo_like.distributed.pipeline.schedules import FORWARD, actions_of
 from nemo_like.job import Job
-from nemo_like.options import PipelineParallel, StepSpec
+from nemo_like.options import StepSpec
 from nemo_like.planning import roofline
 from nemo_like.planning.choose.layer import Choice
 from nemo_like.planning.choose.layer_seconds import LayerRun
@@ -89,7 +89,7 @@ def step_seconds(query: PlanQuery, choices: Choices) -> StepSeconds:
     stages, ranks = seconds_of_stages(query, choices), [query.of_rank(rank) for rank in range(query.pp.size)]
     busiest = ranks[busiest_rank(ranks, stages)]
     parts = {name: sum(stages[index][name] for index in busiest) * query.microbatches for name in stages[0]}
-    actions, seconds = actions_of(query.pp), seconds_of_actions(stages, query.pp)
+    actions, seconds = actions_of(query.pp), seconds_of_actions(stages)
     computing = timeline(actions, seconds, len(stages)).seconds
     parts["pipeline bubble"] = max(0.0, computing - sum(parts.values()))
     sending = timeline(actions, seconds, len(stages), handing_on(query)).seconds
@@ -131,7 +131,7 @@ def seconds_of_stages(query: PlanQuery, choices: Choices) -> list[dict[str, floa
     ]
 
 
-def seconds_of_actions(stages: Iterable[Mapping[str, float]], pp: PipelineParallel) -> dict[tuple[str, int], float]:
+def seconds_of_actions(stages: Iterable[Mapping[str, float]]) -> dict[tuple[str, int], float]:
     """Return seconds by kind of action and stage; `stages`: the `microbatch_seconds` of each."""
     of_stages = (
         StageSeconds(
@@ -143,12 +143,12 @@ def seconds_of_actions(stages: Iterable[Mapping[str, float]], pp: PipelineParall
         )
         for parts in stages
     )
-    return action_seconds(of_stages, pp.replay)
+    return action_seconds(of_stages)
 
 
 def timeline_of(query: PlanQuery, choices: Choices) -> Timeline:
     """Return when each action runs, without the time that tensors take from stage to stage."""
-    seconds = seconds_of_actions(seconds_of_stages(query, choices), query.pp)
+    seconds = seconds_of_actions(seconds_of_stages(query, choices))
     return timeline(actions_of(query.pp), seconds, len(query.stages))
 
 

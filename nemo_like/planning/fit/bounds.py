@@ -357,7 +357,7 @@ class StagedLeast:
         parts = [microbatch_seconds(runs_of_calls(self.part, stage_calls), links) for stage_calls in stages]
         parts[-1]["head and embedding"] = self.bounds.head(conf)
         handed = roofline.send_seconds(self.hidden, self.device.gpus_per_host > conf.gpus // conf.pp, self.device)
-        return timeline(actions_of(pp), seconds_of_actions(parts, pp), len(parts), handed).seconds
+        return timeline(actions_of(pp), seconds_of_actions(parts), len(parts), handed).seconds
 
     def _stages(self, pp: PipelineParallel) -> list[StageSlice]:
         if pp.stages not in self._cuts:

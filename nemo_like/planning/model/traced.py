@@ -274,7 +274,7 @@ class TracedPart:
         *,
         loss: StepLoss | None = None,
         received: bool = False,
-        halves: bool | None = None,
+        halves: bool = False,
     ) -> BlockEvents:
         """Return what a block allocates under `choice`, run by the engine on fake tensors.
 
@@ -282,15 +282,14 @@ class TracedPart:
             kind, choice: the block, and what it saves.
             accumulate, received: as for `block_memory`.
             loss: of the step; None: the traced one.
-            halves: a pipeline's schedule cuts backward in two, and recomputes once (True) or twice (False); None: it does
-                not.
+            halves: a pipeline's schedule cuts backward in two, and each half recomputes.
         """
         key = (self.block_number(kind, loss), choice, accumulate, received, halves)
         known = self.known.blocks
         if key not in known:
             block, outside = self.traced.kinds[kind], self.outside(loss)
             how = (self.policy(kind, choice), self.traced.run, outside.used[kind])
-            if halves is None:
+            if not halves:
                 known[key] = block_memory(
                     block,
                     *how,
@@ -300,7 +299,7 @@ class TracedPart:
                     apart=[each.module for each in self.experts],
                 )
             else:
-                known[key] = halves_memory(block, *how, accumulate=accumulate, once=halves, received=received)
+                known[key] = halves_memory(block, *how, accumulate=accumulate, received=received)
         return known[key]
 
     def block_number(self, kind: int, loss: StepLoss | None = None) -> int:

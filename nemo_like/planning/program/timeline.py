@@ -43,16 +43,16 @@ class StageSeconds(NamedTuple):
     """Seconds of collectives inside: forward and backward send as much."""
 
 
-def action_seconds(stages: Iterable[StageSeconds], replay: str) -> dict[tuple[str, int], float]:
-    """Return seconds by kind of action and stage; `replay`: ``"twice"`` if both halves of a cut backward recompute."""
+def action_seconds(stages: Iterable[StageSeconds]) -> dict[tuple[str, int], float]:
+    """Return seconds by kind of action and stage; both halves of a cut backward recompute."""
     seconds: dict[tuple[str, int], float] = {}
     for index, own in enumerate(stages):
-        third, sent, again = own.outer / 3, own.sent / 2, own.replay if replay == "twice" else 0.0
+        third, sent = own.outer / 3, own.sent / 2
         seconds[FORWARD, index] = own.forward + third + sent
         seconds[BACKWARD, index] = own.backward + own.replay + 2 * third + sent
         # torch runs the first stage's backward whole, in the place of the second half.
         seconds[INPUTS, index] = 0.0 if index == 0 else own.backward / 2 + own.replay + third + sent
-        seconds[WEIGHTS, index] = seconds[BACKWARD, index] if index == 0 else own.backward / 2 + again + third
+        seconds[WEIGHTS, index] = seconds[BACKWARD, index] if index == 0 else own.backward / 2 + own.replay + third
     return seconds
 
 

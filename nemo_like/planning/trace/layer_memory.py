@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 
 from nemo_like._util.tensors import Place, by_argument, map_tensors, tensors_in
-from nemo_like.activation_checkpointing.engine import half_of_backward, run_region
+from nemo_like.activation_checkpointing.engine import run_region
 from nemo_like.activation_checkpointing.policy import Policy
 from nemo_like.fake.model_copy import leaves_of, with_state
 from nemo_like.fake.reasons import without_values
@@ -230,33 +229,12 @@ def backward_of_inputs(
     grads: Sequence[torch.Tensor] | None,
     inputs: Sequence[torch.Tensor],
     params: Iterable[torch.Tensor],
-    once: bool = True,
 ) -> Callable[[], None]:
-    """Run the first half of a backward, which leaves its gradients in ``inputs[i].grad``; return the second.
-
-    once: what was checkpointed is recomputed in the first half for both.
-    """
+    """Run the first half of a backward, which leaves its gradients in ``inputs[i].grad``; return the second."""
     first, second = backward_in_halves()
     weights = [p for p in params if p.requires_grad and p.is_leaf]
-    with half_of_backward("inputs") if once else contextlib.nullcontext():
-        _, groups = first(list(outputs), grads, list(inputs), iter(weights))
-
-    def rest() -> None:
-        with half_of_backward("weights"):
-            second(iter(weights), groups)
-
-    return rest
-
-
-class _Called(nn.Module):
-    """Module that calls a block. The engine remembers for a module what each half requires."""
-
-    def __init__(self, kind: Kind) -> None:
-        super().__init__()
-        self._call = kind.run
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
+    _, groups = first(list(outputs), grads, list(inputs), iter(weights))
+    return lambda: second(iter(weights), groups)
 
 
 def halves_memory(
@@ -266,26 +244,18 @@ def halves_memory(
     used: Collection[int],
     *,
     accumulate: bool,
-    once: bool = True,
     received: bool = False,
 ) -> BlockEvents:
     """Run a block forward and through both halves of its backward on fake tensors, as `block_memory` does in one piece.
 
-    Args:
-        kind, policy, run, used, accumulate, received: as for `block_memory`.
-        once: whether the first half recomputes for both.
+    A checkpointed block is recomputed in each half.
     """
     state = leaves_of(kind.state)
-    block, events = _Called(kind), None
     with needing_no_values(kind), with_state(kind.module, state):
-        for _ in range(2 if policy is not None and once else 1):  # from the second backward on, the engine knows more
-            events = _run(block, kind, state, policy, run, used, accumulate=accumulate, once=once, received=received)
-    assert events is not None
-    return events
+        return _run(kind, state, policy, run, used, accumulate=accumulate, received=received)
 
 
 def _run(
-    block: _Called,
     kind: Kind,
     state: Mapping[str, torch.Tensor],
     policy: Policy | None,
@@ -293,7 +263,6 @@ def _run(
     used: Collection[int],
     *,
     accumulate: bool,
-    once: bool,
     received: bool,
 ) -> BlockEvents:
     replaced: dict[int, torch.Tensor] = {}
@@ -311,9 +280,9 @@ def _run(
     with run, meter, SumsInPlace():
         with run.casting(), torch.set_grad_enabled(kind.grad):
             out = (
-                block(*args, **kwargs)
+                kind.run(*args, **kwargs)
                 if policy is None
-                else run_region(block, args, kwargs, policy=policy, name="planned block")
+                else run_region(kind.run, args, kwargs, policy=policy, name="planned block")
             )
         outputs = tuple(map(meter.number, tensors_in(out)))
         places = [i for i, t in enumerate(tensors_in(out)) if t.requires_grad and i not in kind.passed and i in used]
@@ -324,7 +293,7 @@ def _run(
         gradients = OutputGradients.apply([None] * len(roots), stay, *roots)
         del out, roots
         begun = len(meter.log)
-        rest = backward_of_inputs([gradients], [torch.empty_like(gradients)], inputs, leaves, once)
+        rest = backward_of_inputs([gradients], [torch.empty_like(gradients)], inputs, leaves)
         ended = len(meter.log)
         to_inputs = {place: meter.number(grad) for place, grad in gradients_by_place(kind, replaced).items()}
         for tensor in inputs:

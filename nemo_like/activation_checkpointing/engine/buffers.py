@@ -1,0 +1,168 @@
+"""Buffers that a module changes while it runs: recomputation must start from what forward started from, and change nothing.
+
+Delayed FP8 scaling appends to an amax history, batch norm moves its running statistics: with a plain recomputation such
+buffers are updated twice, and the second pass may compute with other scales than the first (TransformerEngine#1190).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nemo_like._util.module_tree import every_module
+from nemo_like.activation_checkpointing.engine.handles import RegionError
+from nemo_like.torch_compat import is_fake, sparse_parts
+
+_SMALL = 1 << 16
+"""Bytes up to which a buffer is copied before every forward. State that forward changes is small, as a rule (amax
+histories, running statistics); what is large (masks, position tables) hardly ever changes."""
+
+_known: weakref.WeakKeyDictionary[nn.Module, dict[bool, tuple[object, tuple[_Known, ...]]]] = (
+    weakref.WeakKeyDictionary()
+)
+"""By module and training mode: the stamp of the module's attributes, and its buffers at that time."""
+
+
+class _Known:
+    """One buffer of a module, and whether a forward has been seen to change it."""
+
+    __slots__ = ("changes", "name", "owner")
+
+    def __init__(self, owner: dict[str, Tensor | None], name: str) -> None:
+        self.owner, self.name, self.changes = owner, name, False
+
+
+def _buffers_of(module: nn.Module) -> tuple[_Known, ...]:
+    """The buffers, and the tensors that are plain attributes (a router's load)."""
+    return tuple(
+        _Known(owner, name)
+        for child in every_module(module)
+        for owner in (child._buffers, child.__dict__)
+        for name, value in owner.items()
+        if owner is child._buffers or type(value) is Tensor
+    )
+
+
+def _version(buffer: Tensor) -> int:
+    """Return the number of times that `buffer` was changed in place; made in inference mode (a cached table), it cannot
+    be."""
+    return 0 if buffer.is_inference() else buffer._version
+
+
+def copied_in_forward(module: nn.Module) -> int:
+    """Bytes that a region of `module` copies before every forward, and drops after it where they did not change."""
+    buffers = (known.owner.get(known.name) for known in _buffers_of(module))
+    return sum(size for b in buffers if isinstance(b, Tensor) and (size := _bytes(b)) <= _SMALL)
+
+
+class BufferSnapshot:
+    """The buffers that `module` changes in its forward, as they were before it.
+
+    The first forward of a module (once for training, once for evaluation mode) copies all its buffers and compares.
+    Later ones copy the small buffers and those that were seen to change, and drop the copies of what did not change by
+    identity and version. Modules without buffers, as most transformer layers are, cost nothing.
+    """
+
+    __slots__ = ("_before", "_copies", "_first", "_mode", "_module", "_same", "_stamp")
+
+    def __init__(self, module: nn.Module, stamp: object = None) -> None:
+        """`stamp` is another object than before when attributes of the modules have come, gone or changed their type."""
+        self._module, self._mode, self._stamp = module, module.training, stamp
+        known_at, known_buffers = _known.get(module, {}).get(self._mode, (None, None))
+        if known_at is not stamp:
+            known_buffers = None
+        self._first = _buffers_of(module) if known_buffers is None else None
+        self._before: list[tuple[_Known, Tensor, int, Tensor | None]] = []
+        copies: dict[int, Tensor] = {}  # of a buffer that has two names, one
+        for known in known_buffers or self._first or ():
+            buffer = known.owner.get(known.name)
+            if isinstance(buffer, Tensor):
+                if id(buffer) not in copies and (self._first or known.changes or _bytes(buffer) <= _SMALL):
+                    copies[id(buffer)] = buffer.detach().clone().requires_grad_(buffer.requires_grad)
+                self._before.append((known, buffer, _version(buffer), copies.get(id(buffer))))
+        self._copies: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
+        self._same: list[tuple[dict[str, Any], str, Tensor, weakref.ref[Tensor], int]] = []
+        """Plain attributes that forward left alone, for a later call may exchange them: a table that grows with a sequence,
+        a style that the model computes and sets. Each without its graph, which must not live for longer; with the tensor
+        itself and its version. `ModuleState` has the buffers."""
+
+    def forward_done(self) -> bool:
+        """Call after forward. Returns whether there is state to put back for recomputation.
+
+        Raises RegionError for a large buffer that changes for the first time after forwards that left it alone.
+        Recomputation has no copy of it to start from.
+        """
+        if self._first is not None:
+            _known.setdefault(self._module, {})[self._mode] = self._stamp, self._first
+        for known, buffer, version, copy in self._before:
+            now = known.owner.get(known.name)
+            changed = known.changes or now is not buffer or _version(buffer) != version
+            # Writes through `.data` count no version, the values tell; once only, because the host waits for the device.
+            changed = changed or (self._first is not None and copy is not None and _differs(now, copy))
+            if not changed:
+                if "_parameters" in known.owner:
+                    kept = buffer if buffer.grad_fn is None else buffer.detach().requires_grad_()
+                    self._same.append((known.owner, known.name, kept, weakref.ref(buffer), version))
+                continue
+            known.changes = True
+            if copy is None and _version(buffer) != version:
+                raise RegionError(
+                    f"Buffer {known.name!r}, of {_bytes(buffer)} bytes, was changed in place inside a checkpointed region, "
+                    "and earlier forwards had left it alone, so no copy was made to recompute from. Run this step again "
+                    "(the buffer is copied from now on), or change the buffer outside of the layer."
+                )
+            kept = buffer.detach().requires_grad_(buffer.requires_grad) if copy is None else copy
+            self._copies.append((known.owner, known.name, kept))
+        self._before = []
+        return bool(self._copies or self._same)
+
+    @property
+    def changes(self) -> bool:
+        """Return whether the recomputation gets copies, whose versions start anew."""
+        return bool(self._copies)
+
+    def puts_back(self, owner: dict[str, Tensor | None], name: str) -> bool:
+        """Return whether the recomputation gets a copy of this buffer as it was before forward."""
+        return any(known is owner and at == name for known, at, _ in self._copies)
+
+    def restore(self, stack: contextlib.ExitStack, region: str) -> None:
+        """Give the module copies of its earlier buffers to change; when `stack` ends, the present ones are back.
+
+        Raises RegionError for a plain attribute that was changed in place since forward.
+        """
+        clones = {id(copy): copy.clone() for _, _, copy in self._copies}
+        for owner, name, copy in self._copies:
+            stack.callback(owner.__setitem__, name, owner.get(name))
+            owner[name] = clones[id(copy)]
+        for owner, name, tensor, original, version in self._same:
+            if _version(tensor) != version:
+                raise RegionError(
+                    f"Region {region!r}: the tensor in the attribute {name!r} was changed in place between forward and "
+                    f"backward (version {version}, now {_version(tensor)}), so recomputation would compute with other "
+                    "values. Set a new tensor instead, or change this one after backward."
+                )
+            now = owner.get(name)
+            if now is not original():
+                stack.callback(owner.__setitem__, name, now)
+                owner[name] = tensor
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    return [tensor] if tensor.layout is torch.strided else sparse_parts(tensor)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.nbytes if tensor.layout is torch.strided else sum(part.nbytes for part in sparse_parts(tensor))
+
+
+def _differs(now: Tensor | None, before: Tensor) -> bool:
+    if now is None or now.shape != before.shape or now.layout != before.layout:
+        return True
+    if is_fake(now):
+        return False
+    ours, theirs = _parts(now), _parts(before)
+    return len(ours) != len(theirs) or not all(map(torch.equal, ours, theirs))
