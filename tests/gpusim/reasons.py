@@ -9,11 +9,11 @@ _DDP = "CUDA only: `device_ids` of DDP"
 _WORD = "reads a word, not a device: a prediction for a kind of device runs anywhere"
 
 REASONS: dict[tuple[str, str], str] = {
-    (f"{_AC}/ambient.py", "torch.cuda.is_initialized()"): "CUDA only: says that CUDA is in use",
-    (f"{_AC}/ambient.py", "current is None or current.type == 'cuda'"): "CUDA only: gpusim takes the other side",
+    ("nemo_like/_util/rng.py", "torch.cuda.is_initialized()"): "CUDA only: says that CUDA is in use",
+    ("nemo_like/_util/rng.py", "current is None or current.type == 'cuda'"): "CUDA only: gpusim takes the other side",
     (f"{_AC}/ambient.py", "device == 'cuda'"): "CUDA only: switches of CUDA's libraries",
     (f"{_AC}/verification.py", _CAPTURE): "CUDA only: capture of a CUDA graph",
-    (f"{_AC}/verification.py", "tensor.device.type == 'mps'"): "MPS only: it has no float64",
+    ("nemo_like/_util/tensor_summary.py", "tensor.device.type == 'mps'"): "MPS only: it has no float64",
     (f"{_BENCH}/loss.py", "peers and device.type == 'cuda'"): "CUDA only: kernels of Liger and cut-cross-entropy",
     (
         f"{_BENCH}/modes.py",
