@@ -13,7 +13,6 @@ from torch import nn
 from nemo_like._util.live_bytes import LiveBytes
 from nemo_like._util.log import forget_announcements
 from nemo_like.activation_checkpointing.kv_sharing import disable_cache
-from nemo_like.activation_checkpointing.timesteps import UnrolledCell
 from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from nemo_like.legacy import ActivationCheckpointTransform, SelectiveCheckpointer
 from nemo_like.models import resolve_model
@@ -331,10 +330,9 @@ class Recurrent(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.own = OwnLoop()
-        self.unrolled = UnrolledCell(nn.GRUCell(3, 6), checkpoint=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.own(x) + self.unrolled(x)[1]
+        return self.own(x)
 
 
 def test_snn_fields_checkpoint_timesteps():
@@ -342,15 +340,14 @@ def test_snn_fields_checkpoint_timesteps():
     checkpointed = copy.deepcopy(plain)
     checkpointer = SelectiveCheckpointer(config(snn_timestep_checkpoint=True, snn_chunk_size=10))
     checkpointer.apply(checkpointed)
-    assert checkpointer.get_checkpointed_layers() == ["own.cell", "unrolled"]
-    assert checkpointed.unrolled.checkpoint and checkpointed.unrolled.chunk_size == 10
+    assert checkpointer.get_checkpointed_layers() == ["own.cell"]
     x = torch.randn(100, 4, 3)
     (peak, wanted), (lower, got) = train_step(plain, x), train_step(checkpointed, x)
     assert lower < 0.4 * peak
     assert all(torch.equal(wanted[name], got[name]) for name in wanted)
     through_the_door = nn.Sequential(Stack(32, 32), nn.Linear(4, 3), Recurrent())  # the door needs repeated layers
     apply_activation_checkpointing(through_the_door, config(snn_timestep_checkpoint=True, snn_chunk_size=10))
-    assert isinstance(through_the_door[2].own.cell, CheckpointWrapper) and through_the_door[2].unrolled.checkpoint
+    assert isinstance(through_the_door[2].own.cell, CheckpointWrapper)
     assert type(through_the_door[0].layers[0]) is Block
     by_class = SelectiveCheckpointer(config(snn_timestep_checkpoint=True, layer_classes=["GRUCell"]))
     by_class.apply(OwnLoop())

@@ -15,7 +15,6 @@ from nemo_like._util.module_tree import bare, bare_children, bare_modules, check
 from nemo_like.activation_checkpointing import kv_sharing
 from nemo_like.activation_checkpointing.sequential import Chunk, Segment, SegmentMember
 from nemo_like.activation_checkpointing.spec import CheckpointSpec
-from nemo_like.activation_checkpointing.timesteps import UnrolledCell
 from nemo_like.activation_checkpointing.wrapper import (
     SELECTIVE_AC_WRAPPER_FLAG,
     CheckpointWrapper,
@@ -70,8 +69,6 @@ def apply_specs(
         )
         for position, name in enumerate(spec.members):
             module = tree.find(name)
-            if _makes_its_own_regions(module, spec):
-                continue
             if segment is None:
                 wrappers[name] = CheckpointWrapper(module, spec.use_reentrant, name=name, **how)
             else:
@@ -82,8 +79,6 @@ def apply_specs(
         tree.put(name, wrapper)
     for spec in specs:
         for name in spec.members:
-            if isinstance(cell := bare(tree.find(name)), UnrolledCell) and spec.calls is not None:
-                cell.checkpoint, cell.chunk_size = True, spec.calls
             if spec.policy is None and isinstance(spec.transfer, Placement):
                 tree.put(name, spec.transfer.enclose(tree.find(name)))
     if compile and any(spec.keeps_something for spec in specs):
@@ -156,12 +151,7 @@ def _check(tree: _Tree, specs: Sequence[CheckpointSpec], compile: bool) -> None:
             if other != name or name in seen:
                 raise ValueError(f"{name} is in two regions (there it is {other}): it would be recomputed twice.")
             seen.add(name)
-            if not _makes_its_own_regions(module, spec):
-                check_wrappable(module, spec.policy, spec.use_reentrant, name)
-
-
-def _makes_its_own_regions(module: nn.Module, spec: CheckpointSpec) -> bool:
-    return spec.calls is not None and isinstance(bare(module), UnrolledCell)
+            check_wrappable(module, spec.policy, spec.use_reentrant, name)
 
 
 def _segment_of(spec: CheckpointSpec) -> Segment | None:

@@ -12,12 +12,19 @@ from nemo_like import CheckpointConfig, apply_activation_checkpointing, parallel
 from nemo_like._util.live_bytes import LiveBytes
 from nemo_like.activation_checkpointing import apply_specs
 from nemo_like.activation_checkpointing.spec import chunks_of_calls
-from nemo_like.activation_checkpointing.timesteps import (
-    UnrolledCell,
-    checkpoint_timesteps,
-    default_chunk_size,
-    unroll,
-)
+from nemo_like.activation_checkpointing.timesteps import checkpoint_timesteps
+
+
+def unroll(cell, inputs, state):
+    """The plain loop."""
+    outputs = []
+    for member in inputs:
+        after = cell(member, state)
+        pytorchs = isinstance(cell, nn.RNNCellBase)
+        output = (after[0] if isinstance(cell, nn.LSTMCell) else after) if pytorchs else after[0]
+        state = after if pytorchs else after[1]
+        outputs.append(output)
+    return (torch.stack(outputs) if isinstance(outputs[0], torch.Tensor) else outputs), state
 
 
 class Spike(torch.autograd.Function):
@@ -110,7 +117,7 @@ def test_a_spiking_network_learns_as_without_checkpoints():
     assert (outputs.mean(0).argmax(-1) == labels).float().mean() >= 0.9  # chance: 0.1
 
 
-def held_and_peak(steps: int, chunk_size: int | None, levels: int | None = None) -> tuple[int, int, nn.Module]:
+def held_and_peak(steps: int, chunk_size: int | None) -> tuple[int, int, nn.Module]:
     """Bytes held between forward and backward, and at the peak of backward, of a loss on the last state alone."""
     torch.manual_seed(0)
     model = LeakyIntegrateAndFire(15, 24, 10)
@@ -124,7 +131,7 @@ def held_and_peak(steps: int, chunk_size: int | None, levels: int | None = None)
 
     with LiveBytes() as meter:
         run = unroll if chunk_size == 0 else checkpoint_timesteps
-        options = {} if chunk_size == 0 else {"chunk_size": chunk_size, "levels": levels}
+        options = {} if chunk_size == 0 else {"chunk_size": chunk_size}
         _, state = run(last_only, spikes, state, **options)
         loss = nn.functional.cross_entropy(state["readout"], labels)
         del state
@@ -153,14 +160,6 @@ def test_held_bytes_are_the_states_at_the_chunk_borders():
         assert held - base == (borders - 1) * state_bytes
 
 
-def test_two_levels_hold_less_for_very_long_sequences():
-    one, one_peak, reference = held_and_peak(1000, None, levels=1)
-    two, two_peak, model = held_and_peak(1000, None, levels=2)
-    assert default_chunk_size(1000, 1) == 32 and default_chunk_size(1000, 2) == 10
-    assert two < 0.5 * one and two_peak < 0.6 * one_peak
-    assert_equal_gradients(reference, model)
-
-
 CELLS = [nn.LSTMCell, nn.GRUCell, nn.RNNCell]
 
 
@@ -187,29 +186,7 @@ def test_pytorchs_cells_over_1000_steps(cell_class):
     assert_equal_gradients(plain, checkpointed)
 
 
-@pytest.mark.parametrize("levels", [1, 2])
-def test_variable_lengths_are_those_of_each_sample_alone(levels):
-    torch.manual_seed(0)
-    cell = nn.LSTMCell(3, 4)
-    inputs, lengths = torch.randn(23, 3, 3), torch.tensor([23, 1, 10])
-    zeros = torch.zeros(3, 4)
-    outputs, state = checkpoint_timesteps(cell, inputs, (zeros, zeros), lengths=lengths, levels=levels)
-    outputs.square().sum().backward()
-    got = gradients(cell)
-    for sample, length in enumerate(lengths.tolist()):
-        alone, (hidden, _) = unroll(cell, inputs[:length, sample : sample + 1], (zeros[:1], zeros[:1]))
-        # Another batch size is another matmul kernel, so equal up to float32 rounding only.
-        torch.testing.assert_close(outputs[:length, sample], alone[:, 0], rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(state[0][sample], hidden[0], rtol=1e-5, atol=1e-6)
-        assert not outputs[length:, sample].any()
-    plain = copy.deepcopy(cell)
-    plain.zero_grad()
-    unroll(plain, inputs, (zeros, zeros), lengths=lengths)[0].square().sum().backward()
-    for name, gradient in gradients(plain).items():
-        assert torch.equal(gradient, got[name])
-
-
-def test_pytrees_lists_and_a_cell_that_makes_its_own_state():
+def test_lists_and_a_cell_that_makes_its_own_state():
     weight = torch.randn(4, 4, requires_grad=True)
 
     def cell(member, state):
@@ -217,37 +194,30 @@ def test_pytrees_lists_and_a_cell_that_makes_its_own_state():
         hidden = torch.tanh(member["a"] @ weight + state[0] * member["b"])
         return {"hidden": hidden, "count": state[1][0]}, (hidden, [state[1][0] + 1])
 
-    inputs = {"a": torch.randn(9, 2, 4), "b": torch.randn(9, 2, 4)}
+    inputs = [{"a": torch.randn(2, 4), "b": torch.randn(2, 4)} for _ in range(9)]
     outputs, state = checkpoint_timesteps(cell, inputs, None, 2)
-    assert outputs["hidden"].shape == (9, 2, 4) and torch.equal(outputs["count"][-1], torch.full((2,), 9.0))
-    assert torch.equal(state[0], outputs["hidden"][-1]) and state[1][0].tolist() == [10, 10]
-    outputs["hidden"].sum().backward()
+    assert len(outputs) == 9 and torch.equal(outputs[-1]["count"], torch.full((2,), 9.0))
+    assert torch.equal(state[0], outputs[-1]["hidden"]) and state[1][0].tolist() == [10, 10]
+    torch.stack([output["hidden"] for output in outputs]).sum().backward()
     checkpointed, weight.grad = weight.grad, None
-    listed, _ = checkpoint_timesteps(cell, [{"a": a, "b": b} for a, b in zip(inputs["a"], inputs["b"])], None, 4)
-    assert len(listed) == 9 and torch.equal(torch.stack([o["hidden"] for o in listed]), outputs["hidden"])
-    unroll(cell, inputs, None)[0]["hidden"].sum().backward()
+    torch.stack([output["hidden"] for output in unroll(cell, inputs, None)[0]]).sum().backward()
     assert torch.equal(weight.grad, checkpointed)
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "says"),
+    ("options", "error", "message"),
     [
         ({"chunk_size": 0}, ValueError, "chunk_size is 0"),
         ({"chunk_size": 2.0}, ValueError, r"chunk_size is 2\.0"),
-        ({"levels": 3}, ValueError, "levels is 3"),
-        ({"lengths": torch.tensor([1, 9])}, ValueError, r"lengths is \[1, 9\]"),
-        ({"lengths": torch.tensor([1.0, 2.0])}, ValueError, r"lengths is torch\.float32"),
-        ({"lengths": torch.tensor([1, 2, 3])}, ValueError, "lengths has 3 samples"),
-        ({"inputs": []}, ValueError, "empty list"),
-        ({"inputs": torch.randn(0, 2, 3)}, ValueError, "timesteps"),
-        ({"inputs": (torch.randn(3, 2), torch.randn(4, 2))}, ValueError, r"\[3, 4\] timesteps"),
+        ({"inputs": []}, ValueError, "0 timesteps"),
+        ({"inputs": torch.randn(0, 2, 3)}, ValueError, "0 timesteps"),
         ({"inputs": "text"}, TypeError, "inputs is a str"),
         ({"cell": lambda x, state: x}, TypeError, "must return the pair"),
     ],
 )
-def test_wrong_arguments_are_refused(options, error, says):
+def test_wrong_arguments_are_refused(options, error, message):
     arguments = {"cell": nn.GRUCell(3, 4), "inputs": torch.randn(5, 2, 3), "state": torch.zeros(2, 4)} | options
-    with pytest.raises(error, match=says):
+    with pytest.raises(error, match=message):
         checkpoint_timesteps(**arguments)
 
 
@@ -287,16 +257,6 @@ def test_a_cell_in_somebody_elses_loop_is_replayed_by_chunks():
     assert_equal_gradients(plain, checkpointed)
     with pytest.raises(ValueError, match="calls is 0"):
         chunks_of_calls(["cell"], 0)
-
-
-def test_the_unrolled_module_is_the_function():
-    torch.manual_seed(0)
-    module = UnrolledCell(nn.GRUCell(3, 4), chunk_size=3)
-    inputs = torch.randn(10, 2, 3)
-    outputs, state = module(inputs)
-    module.checkpoint = False
-    wanted, last = module(inputs)
-    assert torch.equal(outputs, wanted) and torch.equal(state, last)
 
 
 class OneCell(nn.Module):
