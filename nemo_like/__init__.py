@@ -84,10 +84,8 @@ __version__ = "0.1.0"
 
 _WHERE = {
     "activation_checkpointing.apply": ("apply_specs",),
-    "activation_checkpointing.engine": (
-        "is_recomputing",
-        "make_selective_checkpoint_context_fn",
-    ),
+    "activation_checkpointing.contexts": ("make_selective_checkpoint_context_fn",),
+    "activation_checkpointing.engine": ("is_recomputing",),
     "activation_checkpointing.kv_sharing": ("detect_kv_sharing_and_maybe_disable_cache",),
     "activation_checkpointing.legacy": (
         "apply_full_layer_checkpointing_to_layers",
