@@ -66,7 +66,7 @@ from nemo_like.precision import (
     float8_linears,
     scale_before_forward,
 )
-from nemo_like.profiling.first_step import size_watch, warn_of_larger_batches, watch_first_step
+from nemo_like.profiling.larger_batch import size_watch, warn_of_larger_batches
 from nemo_like.resolve import layers_for, resolve
 
 _MARK = "_nemo_like_parallelized"
@@ -247,19 +247,10 @@ def _make_ready(model: nn.Module, job: Job, mesh: DeviceMesh | None, sample_inpu
     watch_replaced(before, model)
     setattr(model, _MARK, True)
     if not is_stage and is_rank_zero() and (isinstance(job.ac, Plan) or job.planned_tokens is not None):
-        _watch_planned(model, job, place)
+        watch = size_watch(job.ac if isinstance(job.ac, Plan) else None, job.planned_tokens)
+        if watch is not None:
+            warn_of_larger_batches(model, watch)
     return model
-
-
-def _watch_planned(model: nn.Module, job: Job, device: torch.device) -> None:
-    """Have `model` report once a batch that is larger than planned, and a first step that peaks elsewhere."""
-    plan = job.ac if isinstance(job.ac, Plan) else None
-    sizes = size_watch(plan, job.planned_tokens)
-    if sizes is not None:
-        warn_of_larger_batches(model, sizes)
-    on_host = job.offload.mode != "none" or (job.fsdp is not None and job.fsdp.cpu_offload)
-    if plan is not None and not on_host:
-        watch_first_step(model, plan, device)
 
 
 def _check(

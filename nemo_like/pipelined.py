@@ -35,7 +35,7 @@ from nemo_like.distributed.pipeline.stage_parts import SplitParts, check_stages,
 from nemo_like.job import Job
 from nemo_like.losses.model_loss import check_head
 from nemo_like.options import CheckpointConfig, MemoryBudget, PipelineParallel
-from nemo_like.profiling.first_step import size_watch
+from nemo_like.profiling.larger_batch import size_watch
 from nemo_like.resolve import layers_for
 
 

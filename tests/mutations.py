@@ -320,8 +320,8 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "profiling/profiler.py",
-        "replay_peak=call.live_in_backward - free + call.replay_growth",
-        "replay_peak=call.live_in_backward + call.replay_growth",
+        "recompute_peak=call.live_in_backward - free + call.recompute_growth",
+        "recompute_peak=call.live_in_backward + call.recompute_growth",
         "tests/profiling/test_profiler.py",
     ),
     Fault(

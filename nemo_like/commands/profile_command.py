@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cpu", help="cpu, or a CUDA device (default: cpu)")
     parser.add_argument("--dtype", default=None, help="dtype of parameters and float inputs (default: float32)")
     parser.add_argument("--runs", type=int, default=3, help="measured runs (default: 3)")
-    parser.add_argument("--budget", help="also print the cheapest layers to recompute for this peak, such as 2GB")
+    parser.add_argument("--budget", help="also print layers to recompute for this peak, such as 2GB")
     parser.add_argument("--limit", type=int, help="print only so many of the largest layers")
     parser.add_argument("--wide", action="store_true", help="print all columns, however narrow the screen is")
     parser.add_argument("--json", action="store_true", help="print JSON")

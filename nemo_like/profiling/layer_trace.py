@@ -137,7 +137,7 @@ class CallBytes:
     """First saved in this call."""
     touched: set[int] = field(default_factory=set)
     """Saved in this call, first or not."""
-    replay_growth: int = 0
+    recompute_growth: int = 0
     """Rise of the live bytes above those at its start while it ran forward."""
     live_in_backward: int = 0
     """Live bytes when its backward begins."""
@@ -184,7 +184,7 @@ class _ByteListener(Listener):
         self._live_at_start = self._meter.live
 
     def forward_ends(self, call: int) -> None:
-        self.step.calls[call].replay_growth = self.next_moment(call + 1) - self._live_at_start
+        self.step.calls[call].recompute_growth = self.next_moment(call + 1) - self._live_at_start
         self._running = None
 
     def backward_enters(self, call: int) -> None:

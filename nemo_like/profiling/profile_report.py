@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,7 +154,7 @@ class ProfileReport:
         return ByteUnit.of([self.peak_bytes, self.total_activation_bytes])
 
     def to_json(self) -> str:
-        """Everything, so that `from_json` gives an equal report."""
+        """Everything that was measured, with its totals."""
         values = dataclasses.asdict(self)
         values["totals"] = {
             "total_activation_bytes": self.total_activation_bytes,
@@ -162,26 +162,6 @@ class ProfileReport:
             "backward_ms": self.backward_ms,
         }
         return json.dumps(values, indent=2)
-
-    @classmethod
-    def from_json(cls, text: str) -> ProfileReport:
-        """The report that `to_json` wrote.
-
-        Raises:
-            ValueError: the text is not such a report.
-        """
-        try:
-            values: Mapping[str, Any] = json.loads(text)
-            kinds = {"layers": LayerProfile, "moments": Moment, "calls": ProfiledCall}
-            fields: dict[str, Any] = {
-                field.name: tuple(kinds[field.name](**item) for item in values[field.name])
-                if field.name in kinds
-                else values[field.name]
-                for field in dataclasses.fields(cls)
-            }
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ValueError(f"The text is not a profile report: {error!r}") from error
-        return cls(**fields | {"call_names": tuple(fields["call_names"])})
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
         """Bars of activation bytes and forward time per layer, in model order; written to `path` if given.
@@ -210,7 +190,7 @@ class ProfileReport:
         return figure
 
 
-# The cheapest layers to recompute for a peak in bytes. Pure functions over numbers; no tensors here.
+# Layers to recompute for a peak in bytes. Pure functions over numbers; no tensors here.
 
 
 @dataclass(frozen=True)
@@ -234,7 +214,7 @@ class ProfiledCall:
     """Bytes that are not saved from forward to backward; negative where its inputs are larger than what it saves."""
     cost: float
     """Time that the recomputation takes, any unit."""
-    replay_peak: int = 0
+    recompute_peak: int = 0
     """The most bytes alive during the recomputation itself, before what earlier layers free comes off."""
 
 
@@ -244,74 +224,30 @@ def predict_peak(moments: Sequence[Moment], calls: Sequence[ProfiledCall], chose
     peak = 0
     for call in calls:
         if call.layer in chosen:
-            peak = max(peak, call.replay_peak - freed[-1])
+            peak = max(peak, call.recompute_peak - freed[-1])
         freed.append(freed[-1] + (call.freed if call.layer in chosen else 0))
     return max([peak, *(moment.peak - freed[moment.calls_before] for moment in moments)])
 
 
-def cheapest_layers(moments: Sequence[Moment], calls: Sequence[ProfiledCall], budget: int) -> list[int] | None:
-    """The layers of least total cost whose recomputation keeps the peak within `budget` bytes; None where none suffices.
+def enough_layers(moments: Sequence[Moment], calls: Sequence[ProfiledCall], budget: int) -> list[int] | None:
+    """Return layers whose recomputation keeps the peak within `budget` bytes, in order; None where all together do not.
 
-    Exact: dynamic programming over the calls in forward order, keeping for each choice of layers that come again the
-    Pareto points (bytes freed so far, cost so far). Every moment demands a number of bytes freed by the calls before
-    it, so a point that misses a demand is dropped when its moment passes. Ties go to fewer, then earlier layers.
+    Layers that free most bytes per unit of cost are taken first, until the peak is within the budget; then those that it
+    is met without are left out, the costliest first. No layer of the result can be left out.
     """
-    demand = [-sys.maxsize] * (len(calls) + 1)
-    for moment in moments:
-        demand[moment.calls_before] = max(demand[moment.calls_before], moment.peak - budget)
-    last_call = {call.layer: index for index, call in enumerate(calls)}
-    decided: dict[frozenset[int], list[_Point]] = {frozenset(): [_Point(0, 0.0, ())]}
-    for index in range(len(calls) + 1):
-        decided = {
-            key: kept
-            for key, points in decided.items()
-            if (kept := [point for point in points if point.freed >= demand[index]])
-        }
-        if index < len(calls):
-            first = all(earlier.layer != calls[index].layer for earlier in calls[:index])
-            last = last_call[calls[index].layer] == index
-            decided = _decide(decided, calls[index], calls[index].replay_peak - budget, first=first, last=last)
-    points = [point for points in decided.values() for point in points]
-    return list(min(points, key=_Point.rank).layers) if points else None
-
-
-@dataclass(frozen=True)
-class _Point:
-    freed: int
-    cost: float
-    layers: tuple[int, ...]
-
-    def rank(self) -> tuple[float, int, tuple[int, ...]]:
-        return (self.cost, len(self.layers), self.layers)
-
-
-def _decide(
-    decided: dict[frozenset[int], list[_Point]], call: ProfiledCall, demand: int, *, first: bool, last: bool
-) -> dict[frozenset[int], list[_Point]]:
-    """Every point with `call` recomputed (where it meets the recomputation's `demand`) and not.
-
-    The key holds the recomputed layers that are called again later.
-    """
-    grown: dict[frozenset[int], list[_Point]] = {}
-    for key, points in decided.items():
-        for replayed in (False, True) if first else (call.layer in key,):
-            open_layers = key | {call.layer} if replayed and not last else key - {call.layer}
-            bucket = grown.setdefault(open_layers, [])
-            for point in points:
-                if not replayed:
-                    bucket.append(point)
-                    continue
-                if point.freed < demand:
-                    continue
-                layers = (*point.layers, call.layer) if first else point.layers
-                bucket.append(_Point(point.freed + call.freed, point.cost + call.cost, layers))
-    return {key: _pareto(points) for key, points in grown.items()}
-
-
-def _pareto(points: list[_Point]) -> list[_Point]:
-    """The points that no other beats in both bytes and cost."""
-    kept: list[_Point] = []
-    for point in sorted(points, key=lambda p: (-p.freed, *p.rank())):
-        if not kept or point.rank() < kept[-1].rank():
-            kept.append(point)
-    return kept
+    cost: dict[int, float] = defaultdict(float)
+    freed: dict[int, int] = defaultdict(int)
+    for call in calls:
+        cost[call.layer] += call.cost
+        freed[call.layer] += call.freed
+    chosen: set[int] = set()
+    for layer in sorted((layer for layer in freed if freed[layer] > 0), key=lambda layer: cost[layer] / freed[layer]):
+        if predict_peak(moments, calls, chosen) <= budget:
+            break
+        chosen.add(layer)
+    if predict_peak(moments, calls, chosen) > budget:
+        return None
+    for layer in sorted(chosen, key=lambda layer: -cost[layer]):
+        if predict_peak(moments, calls, chosen - {layer}) <= budget:
+            chosen.remove(layer)
+    return sorted(chosen)

@@ -17,12 +17,12 @@ from nemo_like.fake.model_copy import model_copy, random_numbers_put_back
 from nemo_like.fake.outside_state import OutsideState
 from nemo_like.layers import Layer, LayersNotFoundError, find_layers
 from nemo_like.profiling.layer_trace import CallTimes, LossFn, StepBytes, trace_bytes, trace_times, warm_up
-from nemo_like.profiling.profile_report import MB, LayerProfile, ProfiledCall, ProfileReport, cheapest_layers
+from nemo_like.profiling.profile_report import MB, LayerProfile, ProfiledCall, ProfileReport, enough_layers
 from nemo_like.torch_compat import tree_map
 
 
 class BudgetUnmeetableError(ValueError):
-    """No set of layers meets the budget; the message states how low the peak can get."""
+    """A recompute of all layers does not meet the budget; the message states the peak that is left."""
 
 
 class MemoryProfiler:
@@ -98,9 +98,9 @@ class MemoryProfiler:
         return self.report
 
     def recommend_layers(self, memory_budget_mb: float) -> list[str]:
-        """The layers to recompute so that the peak of activations fits, at the least measured recomputation time.
+        """Return layers to recompute so that the peak of activations fits: those that free most per measured time.
 
-        The set is exact and minimal: no cheaper set meets the budget, and leaving out any of its layers misses it.
+        Nothing is in it that is not needed: leaving out any of its layers misses the budget.
 
         Args:
             memory_budget_mb: MB (10**6 bytes) that the step's activations may take at their peak, beyond parameters,
@@ -112,7 +112,7 @@ class MemoryProfiler:
         Raises:
             RuntimeError: nothing has been profiled yet.
             ValueError: the budget is not a number above zero.
-            BudgetUnmeetableError: no set of whole layers meets it; the message has the lowest peak and its layers.
+            BudgetUnmeetableError: all layers recomputed do not meet it; the message has the peak that is left.
         """
         return recommend(self._profiled(), memory_budget_mb)
 
@@ -160,7 +160,7 @@ class MemoryProfiler:
                 layer=names.index(self._layers[call.layer].fqn),
                 freed=free,
                 cost=cost[self._layers[call.layer].fqn],
-                replay_peak=call.live_in_backward - free + call.replay_growth,
+                recompute_peak=call.live_in_backward - free + call.recompute_growth,
             )
             for call, free in zip(step.calls, freed)
         )
@@ -185,16 +185,16 @@ def recommend(report: ProfileReport, memory_budget_mb: float) -> list[str]:
     if isinstance(memory_budget_mb, bool) or not isinstance(memory_budget_mb, int | float) or not memory_budget_mb > 0:
         raise ValueError(f"memory_budget_mb is {memory_budget_mb!r}; it must be a number of MB above 0.")
     budget = int(memory_budget_mb * MB)
-    chosen = cheapest_layers(report.moments, report.calls, budget)
+    chosen = enough_layers(report.moments, report.calls, budget)
     if chosen is None:
         useful = [name for name in report.call_names if report[name].freed_bytes > 0]
         best = report.predict_peak_bytes(useful)
         raise BudgetUnmeetableError(
-            f"No choice of whole layers keeps the activations within {memory_budget_mb} MB: recomputing all "
+            f"No recompute of whole layers keeps the activations within {memory_budget_mb} MB: recomputing all "
             f"{len(useful)} layers leaves a peak of {best / MB:.3f} MB (without checkpointing: "
             f"{report.peak_bytes / MB:.3f} MB). Use a smaller batch or shorter sequences, or more devices."
         )
-    return [report.call_names[index] for index in sorted(chosen)]
+    return [report.call_names[index] for index in chosen]
 
 
 def _freed_bytes(step: StepBytes) -> list[int]:
@@ -209,12 +209,12 @@ def _freed_bytes(step: StepBytes) -> list[int]:
             if savers[number] == 1 and number not in step.outside_touched and number not in call.inputs
         )
         # Arguments that several calls share (masks, position tables) live through the forward anyway.
-        held_for_replay = sum(
+        held_as_inputs = sum(
             size
             for number, size in call.inputs.items()
             if savers[number] == 0 and number not in step.outside_touched and takers[number] == 1
         )
-        freed.append(alone - held_for_replay)
+        freed.append(alone - held_as_inputs)
     return freed
 
 

@@ -39,7 +39,7 @@ from nemo_like.distributed.weights.sources import CheckpointUnreadableError
 from nemo_like.models import check_positions
 from nemo_like.parallelizer import parallelize
 from nemo_like.planning.devices import device_at_hand
-from nemo_like.profiling.first_step import most_elements
+from nemo_like.profiling.larger_batch import most_elements
 from nemo_like.recipes.agree import OtherRankError, Ranks
 from nemo_like.recipes.fitted import Fitted, choose
 from nemo_like.recipes.interrupt import Interrupt

@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-import logging
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +14,10 @@ import pytest
 import torch
 from torch import nn
 
-from nemo_like import StepSpec, apply_activation_checkpointing, parallelize, plan_for
+from nemo_like import apply_activation_checkpointing, parallelize
 from nemo_like.distributed import materialize
 from nemo_like.offload import offload_activations
 from nemo_like.options import ChunkedLoss, OffloadConfig
-from nemo_like.profiling.first_step import watch_first_step
 from tests.gpusim import on_device
 from tests.models.decoders import batch, build
 
@@ -217,34 +214,3 @@ def test_bench_and_profile_measure_the_device(tmp_path: Path, monkeypatch: pytes
     measured, profiled = on_device(_commands)
     assert "a simulated device" in measured.replace("\n", " ") and measured.count("bitwise") == 2
     assert "Model on gpusim:0" in profiled
-
-
-def _first_step(_: Any, share: float) -> list[str]:
-    """Return what is logged of the first whole step, where `share` of its peak was predicted."""
-    model, x = Model(), torch.randn(64, 16)
-    plan = plan_for(model, ac="100%", sample_input=x, gpu="cpu", step=StepSpec(optimizer="adamw-foreach"))
-    peak = {name: int(size * share) for name, size in plan.peak.items()}
-    plan = replace(plan, traced_for="gpusim", peak=peak)  # no plan is traced for it
-    model, x, said = model.to("gpusim"), x.to("gpusim"), _Said()
-    logging.getLogger("nemo_like").addHandler(said)
-    watch_first_step(model, plan, torch.device("gpusim", 0))
-    optimizer = torch.optim.AdamW(model.parameters())
-    for _step in range(4):
-        model(x).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return said.texts
-
-
-class _Said(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if "first whole step" in record.getMessage():
-            self.texts.append(record.getMessage())
-
-
-def test_the_first_step_is_compared_with_the_plan() -> None:
-    assert "above the" in on_device(_first_step, 0.5)[0]

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from nemo_like._util.live_bytes import storages_of
 from nemo_like.activation_checkpointing.plan import Plan
 from nemo_like.options import MemoryBudget
 from nemo_like.planning.answers.reserved import Reserved, reserved_on
@@ -30,3 +36,13 @@ def saved(query: PlanQuery, choices: Choices) -> int:
 def reserved(query: PlanQuery, choices: Choices, rank: int = 0) -> Reserved:
     """Return what CUDA's caching allocator reserves on one rank."""
     return reserved_on(query, rank, choices)
+
+
+def bytes_between_steps(model: nn.Module, optimizer: Optimizer, *, gradients: bool) -> int:
+    """Bytes that are alive when a step begins: parameters, optimizer state, gradients that stay, DDP's buckets."""
+    params = list(model.parameters())
+    state = [t for entry in optimizer.state.values() for t in entry.values() if isinstance(t, torch.Tensor)]
+    grads = [p.grad for p in params if p.grad is not None]
+    stay = gradients or isinstance(model, DistributedDataParallel)
+    storages = storages_of([*params, *state, *(grads if stay else [])])
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +11,11 @@ import torch
 from torch import nn
 
 from nemo_like import StepSpec, parallelize
-from nemo_like._util.log import forget_announcements
+from nemo_like.bench.measured_step import cpu_events
 from nemo_like.layers import find_layers
 from nemo_like.planning import plan_for
 from nemo_like.planning.model.capture import trace_model
-from nemo_like.profiling import first_step
+from tests.planning.queries import bytes_between_steps
 
 
 class _Block(nn.Module):
@@ -257,20 +256,22 @@ def test_a_modulation_trains_what_it_is_made_of_where_a_layer_reads_it():
 
 
 @pytest.mark.parametrize("kind", [_Styled, _Aux])
-def test_the_peak_of_such_a_step_is_the_predicted_one(kind: Callable[[], nn.Module], caplog, monkeypatch):
-    monkeypatch.setenv(first_step.VARIABLE, "1")
-    forget_announcements()
+def test_the_peak_of_such_a_step_is_the_predicted_one(kind: Callable[[], nn.Module]):
     sample = torch.rand(512, 8)
     step = StepSpec(loss_fn=lambda y: y.square().mean(), keeps_output=False)
     model = parallelize(_Net(kind), "single", "50%", sample_input=sample, step=step)
+    plan = plan_for(_Net(kind), ac="50%", sample_input=sample, step=step)
     optimizer = torch.optim.AdamW(model.parameters())
-    with caplog.at_level(logging.INFO, "nemo_like"):
-        for _ in range(3):
-            loss = model(sample).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert [r.getMessage() for r in caplog.records if "first whole step" in r.getMessage()] == []
+
+    def one_step() -> None:
+        model(sample).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    one_step()
+    before = bytes_between_steps(model, optimizer, gradients=False)
+    peak = before + max(cpu_events(one_step))
+    assert abs(peak - plan.peak_bytes) <= 0.03 * plan.peak_bytes
 
 
 def test_an_auxiliary_loss_counts_in_the_gradients_of_a_plan():

@@ -14,8 +14,7 @@ from nemo_like.planning.answers.within import choose
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.planner import apply_plan, describe
 from nemo_like.planning.query import PlanQuery
-from nemo_like.profiling.first_step import bytes_between_steps
-from tests.planning.queries import part_of
+from tests.planning.queries import bytes_between_steps, part_of
 
 WIDTH, ROWS = 32, 512
 LEAF = 4 * WIDTH * ROWS

@@ -17,8 +17,8 @@ from nemo_like.options import StepSpec
 from nemo_like.planning.answers.rank import peak_of
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.query import PlanQuery
-from nemo_like.profiling.first_step import bytes_between_steps
 from nemo_like.torch_compat import is_fake
+from tests.planning.queries import bytes_between_steps
 
 WIDTH, ROWS = 64, 20_000  # a table is larger than what a fake run computes
 TABLE = 4 * WIDTH * ROWS

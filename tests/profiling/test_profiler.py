@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import json
 import random
 
 import pytest
@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from nemo_like.layers import LayersNotFoundError
-from nemo_like.profiling import BudgetUnmeetableError, MemoryProfiler, ProfileReport
-from nemo_like.profiling.profile_report import Moment, ProfiledCall, cheapest_layers, predict_peak
+from nemo_like.profiling import BudgetUnmeetableError, MemoryProfiler
+from nemo_like.profiling.profile_report import Moment, ProfiledCall, enough_layers, predict_peak
 
 pytestmark = pytest.mark.compat
 
@@ -176,9 +176,8 @@ def test_report_reads_as_table_json_and_plot(tmp_path):
     assert f"Peak of activations: {report.unit.word(report.peak_bytes)};" in last
     assert max(map(len, report.table(width=80).splitlines())) <= 80
     assert "... and 1 more" in report.table(limit=1)
-    assert ProfileReport.from_json(report.to_json()) == report
-    with pytest.raises(ValueError, match="not a profile report"):
-        ProfileReport.from_json('{"layers": 3}')
+    values = json.loads(report.to_json())
+    assert values["peak_bytes"] == report.peak_bytes and [row["name"] for row in values["layers"]] == ["1", "0"]
     path = tmp_path / "profile.png"
     report.plot(path)
     assert path.read_bytes()[1:4] == b"PNG"
@@ -218,35 +217,25 @@ def test_recommendations_are_minimal_and_the_impossible_is_an_error():
         profiler.recommend_layers(best * 0.99)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
-def test_the_cheapest_layers_are_those_of_a_search_through_all_subsets(data):
+def test_layers_that_are_enough_have_none_that_is_not_needed(data):
     count = data.draw(st.integers(1, 6))
-    size = st.integers(0, 30)
+    whole = st.integers(0, 30)
     calls = [
-        ProfiledCall(
-            layer=data.draw(st.integers(0, count - 1)),
-            freed=data.draw(st.integers(-2, 9)),
-            cost=data.draw(st.integers(1, 5)),
-            replay_peak=data.draw(size),
-        )
+        ProfiledCall(data.draw(st.integers(0, count - 1)), data.draw(st.integers(-2, 9)), data.draw(st.integers(1, 5)))
         for _ in range(count)
     ]
-    moments = [Moment(data.draw(st.integers(0, count)), data.draw(size)) for _ in range(4)]
-    budget = data.draw(size)
-    layers = sorted({call.layer for call in calls})
-    costs = [
-        sum(call.cost for call in calls if call.layer in subset)
-        for size in range(len(layers) + 1)
-        for subset in itertools.combinations(layers, size)
-        if predict_peak(moments, calls, subset) <= budget
-    ]
-    chosen = cheapest_layers(moments, calls, budget)
-    if not costs:
-        assert chosen is None
-    else:
-        assert chosen is not None and predict_peak(moments, calls, chosen) <= budget
-        assert sum(call.cost for call in calls if call.layer in chosen) == min(costs)
+    moments = [Moment(data.draw(st.integers(0, count)), data.draw(whole)) for _ in range(4)]
+    budget = data.draw(whole)
+    chosen = enough_layers(moments, calls, budget)
+    if chosen is None:
+        useful = {n for n in range(count) if sum(call.freed for call in calls if call.layer == n) > 0}
+        assert predict_peak(moments, calls, useful) > budget
+        return
+    assert predict_peak(moments, calls, chosen) <= budget
+    if all(call.freed >= 0 for call in calls):
+        assert all(predict_peak(moments, calls, {*chosen} - {left_out}) > budget for left_out in chosen)
 
 
 @pytest.mark.cuda

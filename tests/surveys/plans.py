@@ -23,8 +23,7 @@ from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.model.outside import loss_of
 from nemo_like.planning.planner import apply_plan, describe
 from nemo_like.planning.query import PlanQuery
-from nemo_like.profiling.first_step import bytes_between_steps
-from tests.planning.queries import saved
+from tests.planning.queries import bytes_between_steps, saved
 from tests.surveys.code_version import code_version
 from tests.surveys.tiny_models import ATTEMPTS, build_tiny, one_line, within
 

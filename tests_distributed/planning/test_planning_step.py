@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from nemo_like.planning.answers.rank import peak_of
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.planner import describe
 from nemo_like.planning.query import PlanQuery
-from nemo_like.profiling.first_step import VARIABLE
 from tests_distributed.allocated import step_peak_bytes
 from tests_distributed.spawn import run_ranks
 
@@ -260,28 +258,3 @@ def test_the_optimizer_step_as_the_peak(form):
     rows = _cases(0, 1, "single", [form], ("full",), 6, (1, 4))
     _check(rows)
     assert rows[0][4] == "optimizer step" or form == "fused"
-
-
-def _told(rank, world_size, strategy, microbatches):
-    """What a loop with that many microbatches is told, by the first step of a model that was planned for one."""
-    import logging
-
-    os.environ[VARIABLE] = "1"
-    torch.manual_seed(rank)
-    ids = torch.randint(VOCAB, (4, 64))
-    batch = {"input_ids": ids, "labels": ids}
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("nemo_like").addHandler(handler)
-    model = parallelize(_model(3), strategy, "60%", sample_input=batch, device="cpu")
-    loop = Loop(model, StepSpec(microbatches=microbatches), batch, False)
-    for _ in range(4):
-        loop.step()
-    return [text for text in said if "first whole step" in text]
-
-
-def test_the_first_step_is_compared_on_rank_zero():
-    (text,), others = run_ranks(2, _told, FSDP2(), 4, timeout=120)
-    assert "4 forward passes per optimizer step, planned for 1" in text and others == []
-    assert run_ranks(2, _told, "ddp", 1, timeout=120) == [[], []]

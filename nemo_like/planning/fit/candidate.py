@@ -15,7 +15,7 @@ from nemo_like.planning.answers.verdict import Need
 from nemo_like.planning.fit.explained import Account
 from nemo_like.planning.fit.layouts import Configuration, Layout
 from nemo_like.planning.program.storages import Peak
-from nemo_like.profiling.first_step import most_elements
+from nemo_like.profiling.larger_batch import most_elements
 
 
 @dataclass(frozen=True)
