@@ -14,8 +14,8 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from nemo_like import apply_activation_checkpointing
 from nemo_like._util.live_bytes import LiveBytes
-from nemo_like.activation_checkpointing.engine import checkpoint_region
 from nemo_like.activation_checkpointing.policy import FullPolicy
+from tests.models.blocks import checkpoint_region
 
 
 @dataclass

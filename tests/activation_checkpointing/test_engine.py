@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from nemo_like._util.live_bytes import LiveBytes
-from nemo_like.activation_checkpointing.engine import checkpoint_region, run_region
+from nemo_like.activation_checkpointing.engine import run_region
 from nemo_like.activation_checkpointing.engine.handles import RegionError
 from nemo_like.activation_checkpointing.policy import (
     HOST,
@@ -22,7 +22,7 @@ from nemo_like.activation_checkpointing.policy import (
     SelectivePolicy,
     TorchPolicy,
 )
-from tests.models.blocks import LlamaBlock, RouterBlock, assert_bitwise, gradients, region
+from tests.models.blocks import LlamaBlock, RouterBlock, assert_bitwise, checkpoint_region, gradients, region
 
 pytestmark = pytest.mark.compat
 

@@ -12,11 +12,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from nemo_like import torch_compat
-from nemo_like.activation_checkpointing.engine import ambient, checkpoint_region
+from nemo_like.activation_checkpointing.engine import ambient
 from nemo_like.activation_checkpointing.engine.ambient import put_back, switches_for
 from nemo_like.activation_checkpointing.engine.handles import RegionError
 from nemo_like.activation_checkpointing.policy import RECOMPUTE, SAVE, DecisionTable, FullPolicy, SelectivePolicy
-from tests.models.blocks import LlamaBlock, assert_bitwise, gradients, region
+from tests.models.blocks import LlamaBlock, assert_bitwise, checkpoint_region, gradients, region
 
 POLICIES = {"full": FullPolicy(), "selective": SelectivePolicy()}
 each_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from nemo_like import apply_activation_checkpointing
-from nemo_like.activation_checkpointing.engine import checkpoint_region
 from nemo_like.activation_checkpointing.engine.handles import RegionError
 from nemo_like.activation_checkpointing.policy import SKIP, DecisionTable, FullPolicy
+from tests.models.blocks import checkpoint_region
 
 MODES = ["full", "selective", "submodule", "sequential"]
 SCALE: contextvars.ContextVar[Any] = contextvars.ContextVar("scale", default=1.0)

@@ -9,9 +9,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_like._util.live_bytes import LiveBytes
-from nemo_like.activation_checkpointing.engine import checkpoint_region, run_region
+from nemo_like.activation_checkpointing.engine import run_region
 from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, DecisionTable, FullPolicy, SelectivePolicy
-from tests.models.blocks import LlamaBlock, RouterBlock, assert_bitwise, gradients, region
+from tests.models.blocks import LlamaBlock, RouterBlock, assert_bitwise, checkpoint_region, gradients, region
 
 POLICIES = {
     "full": FullPolicy(),

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_like.activation_checkpointing import ops as table
-from nemo_like.activation_checkpointing.engine import checkpoint_region, run_region
+from nemo_like.activation_checkpointing.engine import run_region
 from nemo_like.activation_checkpointing.engine.handles import RegionError
 from nemo_like.activation_checkpointing.policy import (
     HOST,
@@ -27,7 +27,7 @@ from nemo_like.activation_checkpointing.policy import (
     PlanMismatchError,
     SelectivePolicy,
 )
-from tests.models.blocks import assert_bitwise, gradients
+from tests.models.blocks import assert_bitwise, checkpoint_region, gradients
 
 WIDTH, ROWS = 8, 6
 STEPS = (

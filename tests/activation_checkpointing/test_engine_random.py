@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from nemo_like import apply_activation_checkpointing
-from nemo_like.activation_checkpointing.engine import checkpoint_region, random_state
+from nemo_like.activation_checkpointing.engine import random_state
 from nemo_like.activation_checkpointing.engine.handles import RegionError
 from nemo_like.activation_checkpointing.policy import SAVE, DecisionTable, FullPolicy, SelectivePolicy
+from tests.models.blocks import checkpoint_region
 
 np = pytest.importorskip("numpy")
 

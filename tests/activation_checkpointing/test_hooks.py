@@ -13,9 +13,10 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 import nemo_like
 from nemo_like import CheckpointConfig, apply_activation_checkpointing, parallelize
-from nemo_like.activation_checkpointing.engine import RegionError, checkpoint_region
+from nemo_like.activation_checkpointing.engine import RegionError
 from nemo_like.activation_checkpointing.policy import FullPolicy
 from nemo_like.torch_compat import CheckpointWrapper
+from tests.models.blocks import checkpoint_region
 
 D = 8
 MODES = ["full", "selective", "submodule", "sequential"]

@@ -11,7 +11,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from nemo_like.activation_checkpointing import ops as table
 from nemo_like.activation_checkpointing.contexts import make_selective_checkpoint_context_fn
-from nemo_like.activation_checkpointing.engine import checkpoint_region
 from nemo_like.activation_checkpointing.policy import (
     HOST,
     RECOMPUTE,
@@ -24,7 +23,7 @@ from nemo_like.activation_checkpointing.policy import (
     TorchPolicy,
     named_ops_policy,
 )
-from tests.models.blocks import LlamaBlock, RouterBlock, assert_bitwise, gradients, region
+from tests.models.blocks import LlamaBlock, RouterBlock, assert_bitwise, checkpoint_region, gradients, region
 
 aten = torch.ops.aten
 

@@ -7,11 +7,10 @@ import torch
 from torch import nn
 
 from nemo_like._util.live_bytes import LiveBytes
-from nemo_like.activation_checkpointing.engine import checkpoint_region
 from nemo_like.activation_checkpointing.op_trace import table_of, trace_regions
 from nemo_like.activation_checkpointing.policy import RECOMPUTE, SAVE, DecisionTable, FullPolicy, SelectivePolicy
 from nemo_like.cli import main
-from tests.models.blocks import LlamaBlock
+from tests.models.blocks import LlamaBlock, checkpoint_region
 
 UNIT = 2 * 8 * 16 * 16  # FLOPs of one matmul of 8 rows, 16 -> 16
 SIZE = 8 * 16 * 4  # bytes of one activation

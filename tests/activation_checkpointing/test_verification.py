@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_like import apply_activation_checkpointing
-from nemo_like.activation_checkpointing.engine import checkpoint_region, run_region, verification
+from nemo_like.activation_checkpointing.engine import run_region, verification
 from nemo_like.activation_checkpointing.engine.handles import RegionError
 from nemo_like.activation_checkpointing.policy import HOST, SAVE, SKIP, DecisionTable, FullPolicy, SelectivePolicy
 from nemo_like.activation_checkpointing.timesteps import checkpoint_timesteps
 from nemo_like.fake.run import FakeRun
-from tests.models.blocks import LlamaBlock, RouterBlock, assert_bitwise, gradients, region
+from tests.models.blocks import LlamaBlock, RouterBlock, assert_bitwise, checkpoint_region, gradients, region
 
 FULL = FullPolicy()
 WRONG = "gradients would be wrong"

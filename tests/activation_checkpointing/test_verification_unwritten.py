@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nemo_like.activation_checkpointing.engine import checkpoint_region, verification
+from nemo_like.activation_checkpointing.engine import verification
 from nemo_like.activation_checkpointing.policy import FullPolicy, Policy, SelectivePolicy
-from tests.models.blocks import assert_bitwise, gradients, region
+from tests.models.blocks import assert_bitwise, checkpoint_region, gradients, region
 
 FULL = FullPolicy()
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from nemo_like.activation_checkpointing.contexts import make_selective_checkpoint_context_fn
-from nemo_like.activation_checkpointing.engine import checkpoint_region
 from nemo_like.activation_checkpointing.policy import FullPolicy, Policy, SelectivePolicy
 from nemo_like.bench import BenchOptions, Column, Measured, Suite
+from tests.models.blocks import checkpoint_region
 
 WIDTH, TOKENS, LAYERS, REPEATS = 64, 32, 4, 40
 HEADS, HEAD_DIM = 4, 16

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nemo_like.activation_checkpointing.engine import checkpoint_region
+from nemo_like.activation_checkpointing.engine import run_region
 from nemo_like.activation_checkpointing.policy import Policy
+from nemo_like.activation_checkpointing.transfer import Transfer
 
 
 class LlamaBlock(nn.Module):
@@ -70,6 +71,21 @@ def assert_bitwise(got: list[Tensor], wanted: list[Tensor]) -> None:
     assert len(got) == len(wanted)
     for position, (a, b) in enumerate(zip(got, wanted)):
         assert torch.equal(a, b), f"tensor {position} differs by {(a - b).abs().max()}"
+
+
+def checkpoint_region(
+    fn: Callable[..., Any],
+    *args: object,
+    policy: Policy,
+    name: str = "",
+    preserve_rng_state: bool = True,
+    transfer: Transfer | None = None,
+    **kwargs: object,
+) -> Any:
+    """Run ``fn(*args, **kwargs)`` as one region."""
+    return run_region(
+        fn, args, kwargs, policy=policy, name=name, preserve_rng_state=preserve_rng_state, transfer=transfer
+    )
 
 
 def region(module: Callable[..., Any], policy: Policy, **options: Any) -> Callable[..., Any]:

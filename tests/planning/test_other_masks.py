@@ -13,12 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nemo_like import parallelize
 from nemo_like._util.log import forget_announcements
 from nemo_like._util.op_lookup import find_op
-from nemo_like.activation_checkpointing.engine import checkpoint_region
 from nemo_like.activation_checkpointing.engine.handles import RegionError
 from nemo_like.activation_checkpointing.engine.region import Region
 from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, SKIP, DecisionTable
 from nemo_like.distributed.documents import keep_documents_apart
 from nemo_like.planning import plan_for
+from tests.models.blocks import checkpoint_region
 from tests.said import said
 
 transformers = pytest.importorskip("transformers")

@@ -26,10 +26,9 @@ from nemo_like.activation_checkpointing import (
     detect_kv_sharing_and_maybe_disable_cache,
     unwrap_checkpoint_wrapper,
 )
-from nemo_like.activation_checkpointing.engine import checkpoint_region
 from nemo_like.activation_checkpointing.ops import default_save_ops
 from nemo_like.distributed.units import plan_units
-from tests.models.blocks import assert_bitwise, gradients
+from tests.models.blocks import assert_bitwise, checkpoint_region, gradients
 
 WIDTH = 8
 each_policy = pytest.mark.parametrize("policy", [FullPolicy(), SelectivePolicy()], ids=["full", "selective"])

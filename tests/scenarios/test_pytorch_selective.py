@@ -24,9 +24,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from nemo_like import SelectivePolicy
 from nemo_like._util.live_bytes import LiveBytes
 from nemo_like.activation_checkpointing import FullPolicy, Policy
-from nemo_like.activation_checkpointing.engine import checkpoint_region
 from nemo_like.activation_checkpointing.policy import TorchPolicy
-from tests.models.blocks import assert_bitwise
+from tests.models.blocks import assert_bitwise, checkpoint_region
 
 KEEP, DROP = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
 

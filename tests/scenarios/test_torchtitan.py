@@ -31,11 +31,11 @@ from nemo_like.activation_checkpointing import (
     apply_full_layer_checkpointing_to_layers,
     apply_selective_checkpointing_to_layers,
 )
-from nemo_like.activation_checkpointing.engine import RegionError, checkpoint_region, set_early_stop
+from nemo_like.activation_checkpointing.engine import RegionError, set_early_stop
 from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, SKIP
 from nemo_like.offload import apply_offloading
 from nemo_like.offload.backends import Backend
-from tests.models.blocks import assert_bitwise, gradients
+from tests.models.blocks import assert_bitwise, checkpoint_region, gradients
 from tests.models.tiny import Decoder, tokens
 
 WIDTH = 64

@@ -134,7 +134,7 @@ def _saved_collectives(rank: int, world_size: int) -> tuple[int, int]:
     import torch.distributed._functional_collectives as funcol
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from nemo_like.activation_checkpointing.engine import checkpoint_region
+    from tests.models.blocks import checkpoint_region
 
     seen: list[str] = []
 
@@ -166,7 +166,7 @@ def test_an_all_to_all_is_kept_and_never_replayed() -> None:
 def _unwaited(rank: int, world_size: int) -> tuple[list[int], bool]:
     import torch.distributed._functional_collectives as funcol
 
-    from nemo_like.activation_checkpointing.engine import checkpoint_region
+    from tests.models.blocks import checkpoint_region
 
     weight = torch.randn(4, 4).requires_grad_()
 

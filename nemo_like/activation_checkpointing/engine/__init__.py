@@ -34,7 +34,6 @@ from nemo_like.activation_checkpointing.transfer import Transfer
 
 __all__ = [
     "RegionError",
-    "checkpoint_region",
     "is_recomputing",
     "run_region",
     "set_early_stop",
@@ -57,36 +56,6 @@ def set_early_stop(enabled: bool) -> Iterator[None]:
         _early_stop_default = before
 
 
-def checkpoint_region(
-    fn: Callable[..., Any],
-    *args: object,
-    policy: Policy,
-    name: str = "",
-    preserve_rng_state: bool = True,
-    transfer: Transfer | None = None,
-    **kwargs: object,
-) -> Any:
-    """Run ``fn(*args, **kwargs)`` as one region and return its result; backward will recompute it.
-
-    `policy` decides what is saved; `name` is the region's in errors. `transfer` moves outputs with the decision HOST
-    (default: synchronous copies). A `fn` with keywords of the same names: use `run_region`.
-
-    Raises:
-        RegionError: in backward, if recomputation and forward disagree, or a plan skips what backward needs.
-        PlanMismatchError: at the end of forward, if a `DecisionTable` does not fit.
-        RuntimeError: inside a `torch.func` transform.
-
-    >>> from nemo_like.activation_checkpointing.policy import FullPolicy
-    >>> x = torch.ones(2, requires_grad=True)
-    >>> checkpoint_region(lambda t: t.exp().sin(), x, policy=FullPolicy()).sum().backward()
-    >>> torch.equal(x.grad, x.exp().cos() * x.exp())
-    True
-    """
-    return run_region(
-        fn, args, kwargs, policy=policy, name=name, preserve_rng_state=preserve_rng_state, transfer=transfer
-    )
-
-
 def run_region(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
@@ -99,10 +68,27 @@ def run_region(
     early_stop: bool | None = None,
     owner: object = None,
 ) -> Any:
-    """`checkpoint_region` with the function's arguments as a tuple and a dict.
+    """Run ``fn(*args, **kwargs)`` as one region and return its result; backward will recompute it.
 
-    `early_stop=False` recomputes the region to its end (default: as `set_early_stop` has set it). `owner` is the module or
-    function whose first step is verified (default: `fn`); see `verification`.
+    Args:
+        fn, args, kwargs: the call.
+        policy: decides what is saved.
+        name: the region's in errors.
+        preserve_rng_state: recompute with the forward's random numbers.
+        transfer: moves outputs with the decision HOST (default: synchronous copies).
+        early_stop: False recomputes the region to its end (default: as `set_early_stop` has set it).
+        owner: the module or function whose first step is verified (default: `fn`); see `verification`.
+
+    Raises:
+        RegionError: in backward, if recomputation and forward disagree, or a plan skips what backward needs.
+        PlanMismatchError: at the end of forward, if a `DecisionTable` does not fit.
+        RuntimeError: inside a `torch.func` transform.
+
+    >>> from nemo_like.activation_checkpointing.policy import FullPolicy
+    >>> x = torch.ones(2, requires_grad=True)
+    >>> run_region(lambda t: t.exp().sin(), (x,), {}, policy=FullPolicy()).sum().backward()
+    >>> torch.equal(x.grad, x.exp().cos() * x.exp())
+    True
     """
     if torch.compiler.is_compiling():
         options = {

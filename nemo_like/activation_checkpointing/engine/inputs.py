@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nemo_like._util.op_lookup import Op
-from nemo_like.activation_checkpointing.engine.containers import COMMON_LEAVES, map_leaves
+from nemo_like.activation_checkpointing.engine.containers import map_leaves
 from nemo_like.activation_checkpointing.engine.handles import RegionError, private_copy, storages
 from nemo_like.activation_checkpointing.ops import written_tensors
 from nemo_like.torch_compat import save_tensor
@@ -37,7 +37,7 @@ class SavedInputs:
     itself changes in place is copied before, see `before_change`.
     """
 
-    __slots__ = ("_arguments", "_nested", "_originals", "_saved", "changed")
+    __slots__ = ("_arguments", "_originals", "_saved", "changed")
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._saved: list[Callable[[], Tensor]] = []
@@ -45,17 +45,7 @@ class SavedInputs:
         """The tensors themselves, for as long as the call lasts."""
         self.changed = False
         """The call has changed one of them in place."""
-        self._nested = not all(COMMON_LEAVES.issuperset(map(type, values)) for values in (args, kwargs.values()))
-        """Something among the arguments may be a container."""
-        self._arguments = self._mapped(self._strip, (list(args), kwargs))
-
-    def _mapped(
-        self, function: Callable[[Any], Any], arguments: tuple[list[Any], dict[str, Any]]
-    ) -> tuple[list[Any], dict[str, Any]]:
-        if self._nested:
-            return map_leaves(function, arguments)
-        args, kwargs = arguments
-        return list(map(function, args)), dict(zip(kwargs, map(function, kwargs.values()))) if kwargs else {}
+        self._arguments = map_leaves(self._strip, (list(args), kwargs))
 
     def _strip(self, value: object) -> Any:
         if not isinstance(value, Tensor):
@@ -105,7 +95,7 @@ class SavedInputs:
         def restore(value: Any) -> Any:
             return tensors[value.index] if type(value) is _Place else value
 
-        return self._mapped(restore, self._arguments)
+        return map_leaves(restore, self._arguments)
 
 
 def _copies_of(kept: Tensor, requires_grad: bool) -> Callable[[], Tensor]:
