@@ -19,12 +19,9 @@ from matplotlib import pyplot, rc_context
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch
 
 from nemo_like import parallelizer
-from nemo_like.activation_checkpointing.op_trace import OpCall, RegionTrace, trace_regions
 from nemo_like.activation_checkpointing.plan import Part
-from nemo_like.activation_checkpointing.policy import HOST, SAVE
 from nemo_like.job import Job
 from nemo_like.models import resolve_model
-from nemo_like.parallelizer import parallelize
 from nemo_like.planning.answers.rank import points_of
 from nemo_like.planning.planner import query_of
 from nemo_like.planning.predict import text_of
@@ -103,57 +100,6 @@ def memory_of_a_step() -> Any:
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Of a Llama's layer, in the order in which they run."""
-
-
-def _region(ac: str) -> RegionTrace:
-    """Return what the second layer's region does under a mode."""
-    torch.manual_seed(0)
-    model, _ = resolve_model(MODEL).built(device="cpu", dtype=torch.float32)
-    sample = text_of(model, BATCH, TOKENS)
-    model = parallelize(model, strategy="single", ac=ac, sample_input=sample)
-    with trace_regions() as trace:
-        model(**sample)
-    return trace.regions[1]
-
-
-def _color_of(call: OpCall) -> str:
-    if call.reached and call.decision in (SAVE, HOST):
-        return BLUE
-    is_recomputed = call.reached and call.read and (call.decision is None or call.decision.name == "RECOMPUTE")
-    return ORANGE if is_recomputed else GREY
-
-
-def plan_of_a_layer() -> Any:
-    """Draw the bytes of each operator of a layer, coloured by what a mode and a budget do with it."""
-    figure, every = pyplot.subplots(1, 2, figsize=(8.5, 7.2), sharey=True)
-    for axes, ac in zip(every, ("selective", "50%")):
-        region = _region(ac)
-        linears, names = iter(LINEARS), []
-        sizes = [sum(region.sizes.get(key, 0) for key in call.made) / MIB for call in region.calls]
-        for call in region.calls:
-            short = call.op.split(".")[1].strip("_")
-            short = "attention" if "attention" in short else short
-            names.append(next(linears) if short == "mm" else short)
-        if next(linears, None) is not None:
-            raise ValueError(f"{region.name} has other operators than the layer of a Llama.")
-        places = range(len(names))
-        axes.barh(places, sizes, color=[_color_of(call) for call in region.calls], height=0.75)
-        axes.set_yticks(places, names, fontsize=8, family="monospace")
-        axes.set_xlabel("MiB of the output")
-        axes.set_title(f'ac="{ac}": {region.kept_bytes / MIB:.1f} MiB saved', fontsize=10, family="monospace")
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(axis="y", length=0)
-        axes.margins(y=0.01)
-    every[0].invert_yaxis()
-    words = {BLUE: "saved", ORANGE: "recomputed in backward", GREY: "neither: backward does not require it"}
-    figure.legend(
-        handles=[Patch(color=color, label=word) for color, word in words.items()],
-        loc="lower center",
-        ncols=3,
-        frameon=False,
-    )
-    figure.tight_layout(rect=(0, 0.04, 1, 1))
-    return figure
 
 
 def _box(axes: Any, x: float, y: float, width: float, height: float, color: str, title: str, text: str = "") -> None:
@@ -284,7 +230,6 @@ def folders() -> Any:
 
 PICTURES: Mapping[str, Callable[[], Any]] = {
     "start/memory-of-a-step.svg": memory_of_a_step,
-    "start/plan-of-a-layer.svg": plan_of_a_layer,
     "reference/how-it-works/order-of-parallelize.svg": order_of_parallelize,
     "folders.svg": folders,
 }

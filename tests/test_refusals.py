@@ -94,7 +94,6 @@ def test_a_wrong_option_of_a_command_is_named(
         ("bench --device tpu", "device is 'tpu'"),
         ("bench --device xla:99", "device is 'xla:99'"),
         ("profile --model llama-tiny --device tpu", "device is 'tpu'"),
-        ("trace --device tpu", "device is 'tpu'"),
         (
             "profile --model llama-tiny --input-shape 3,4 --batch-size 1",
             r"failed on the sample input \(float32 \(3, 4\)\)",
@@ -104,7 +103,6 @@ def test_a_wrong_option_of_a_command_is_named(
         ("plan --model llama-tiny --gpu h100 --vocab-size -4", "--vocab-size is -4"),
         ("plan --model llama-tiny --gpu h100 --seq-len 16 --memory 1KiB", "Does not fit: ac=.* of 1.00 KiB"),
         ("plan --model {bad} --gpu h100", "its config is not a llama.*not a multiple of the number of attention heads"),
-        ("trace --ac sequential", "--ac is 'sequential'.*--ac full"),
     ],
 )
 def test_a_command_says_what_is_wrong_in_one_line(
@@ -300,14 +298,13 @@ _COMMANDS = {
         f"{command} --model meta-llama/Llama-3.1-8B": "'meta-llama/Llama-3.1-8B' looks like a Hub name, and nothing is "
         "downloaded here. Get its config first: hf download meta-llama/Llama-3.1-8B config.json --local-dir DIR, then "
         "--model DIR."
-        for command in ("layers", "plan", "fit --gpus 1", "trace", "bench", "profile")
+        for command in ("layers", "plan", "fit --gpus 1", "bench", "profile")
     },
     f"layers --model {Path(__file__).parent}": f"{Path(__file__).parent}' is a folder without a config.json",
     "layers --model missing/config.json": "is not a preset",
     "layers --model math:pi": "Model 'math:pi' is a float; it must be a function",
     # Lengths, sizes, words.
     f"profile {_TINY} --seq-len 200000": "--seq-len requires sequences of 200000 tokens",
-    f"trace {_TINY} --seq-len 200000": "--seq-len requires sequences of 200000 tokens",
     f"bench {_TINY} --seq-len 200000": "--seq-len requires sequences of 200000 tokens",
     f"fit {_TINY} --gpus 1 --max-seq-len 32 --seq-len 64": "seq_len is 64, and max_seq_len says",
     f"fit {_TINY} --gpus 2 --imbalance 0.5": "--imbalance is 0.5; it must be a finite number >= 1",
@@ -323,7 +320,6 @@ _COMMANDS = {
     f"plan {_TINY} --host --host-memory 64": "--host-memory is '64', without a unit. Write '64GiB'.",
     f"fit {_TINY} --gpus 1 --memory 70": "memory is '70', without a unit. Write '70GiB'.",
     f"profile {_TINY} --budget 2": "--budget is '2', without a unit. Write '2GiB'.",
-    f"trace {_TINY} --ac 40": "ac is '40', without a unit. Write '40GiB' or '40%'.",
     "bench --budgets 40": "--budgets is '40', without a unit. Write '40GiB' or '40%'.",
     f"profile {_TINY} --budget much": "--budget is 'much', which is not a number of bytes",
     "bench --threads 0": "threads is 0; it must be a whole number >= 1",
@@ -358,7 +354,6 @@ _COMMANDS = {
     f"plan --model {_HERE}:plain_decoder --vocab-size 8 --images 2": "--images is 2, and nothing reads it",
     f"profile {_TINY} --json --limit 3": "--limit is 3, and nothing reads it: --json prints the whole profile",
     f"profile {_TINY} --input-shape 2,3 --batch-size 4": "--batch-size is 4, and nothing reads it",
-    f"trace {_TINY} --json --all-ops": "--all-ops is True, and nothing reads it: --json prints all of them",
     "fit --calibrate --gpus 8": "--gpus is 8, and nothing reads it: --calibrate without --model",
     f"fit {_TINY} --gpus 2 --offload none --no-cpu-offload --host-memory 1GiB": "--host-memory is '1GiB', and nothing",
 }  # fmt: skip

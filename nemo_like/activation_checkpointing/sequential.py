@@ -31,7 +31,7 @@ from nemo_like.activation_checkpointing.engine.hooks import hook_calls
 from nemo_like.activation_checkpointing.engine.inputs import SavedInputs
 from nemo_like.activation_checkpointing.engine.module_state import ModuleState, module_of, modules_in
 from nemo_like.activation_checkpointing.engine.random_state import Generators, learned_of
-from nemo_like.activation_checkpointing.engine.region import Region, within
+from nemo_like.activation_checkpointing.engine.region import Region
 from nemo_like.activation_checkpointing.policy import Policy
 from nemo_like.activation_checkpointing.transfer import Transfer
 from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
@@ -276,8 +276,8 @@ class _SegmentRegion(Region):
         look, call.looker = look_on(self.forward_mode, call.ambient.generators, None, call.learned)
         try:
             around = nullcontext() if call.hooks is None else call.hooks.in_forward(self)
-            with saved_tensors_hooks(self.pack, self.unpack), around:
-                out = within([mode for mode in (self.forward_mode, look) if mode is not None], run, args, kwargs)
+            with saved_tensors_hooks(self.pack, self.unpack), around, self.forward_mode or look or nullcontext():
+                out = run(*args, **kwargs)
         except BaseException:
             self.drop()
             self.complete = True

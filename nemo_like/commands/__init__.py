@@ -15,7 +15,6 @@ COMMANDS = {
     "pretrain": JOBS["pretrain"],
     "profile": "measure what each layer of a model saves for backward and how long it takes, and what to recompute for a "
     "budget",
-    "trace": "print what a policy saves and recomputes, operator by operator, next to saving all and saving nothing",
 }
 """The commands there are, by name, and what each is for."""
 

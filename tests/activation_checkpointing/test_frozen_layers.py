@@ -146,7 +146,6 @@ def test_frozen_layers_hold_their_inputs_only(case: str) -> None:
 @pytest.mark.parametrize("budget", ["20%", "60%"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_budget_counts_frozen_layers_that_gradients_flow_through(case: str, budget: str) -> None:
-    pytest.importorskip("scipy")
     expected = _gradients(_built(case))
     model = parallelize(_built(case), "single", budget, sample_input={"ids": IDS}, device="cpu")
     ran = _counting(model)

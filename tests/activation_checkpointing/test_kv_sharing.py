@@ -117,8 +117,6 @@ class _WithFrozenConfig(nn.Module):
 
 @pytest.mark.parametrize("ac", ["full", "60%"])
 def test_a_model_whose_config_refuses_changes_trains_with_modes_and_budgets(ac: str) -> None:
-    if ac == "60%":
-        pytest.importorskip("scipy")
     sample, gradients = {"input_ids": batch(2)}, {}
     for mode in ("none", ac):
         torch.manual_seed(0)
@@ -132,7 +130,6 @@ def test_a_model_whose_config_refuses_changes_trains_with_modes_and_budgets(ac: 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["gemma4", pytest.param("gemma3n", marks=pytest.mark.long)])
 def test_the_command_plans_a_config_that_shares_keys_and_values(name: str, tmp_path, capsys) -> None:
-    pytest.importorskip("scipy")
     build(name).config.save_pretrained(tmp_path)
     assert cli.main(["plan", "--model", str(tmp_path / "config.json"), "--seq-len", "16", "--budget", "50%"]) == 0
     assert "50%" in capsys.readouterr().out

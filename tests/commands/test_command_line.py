@@ -104,7 +104,6 @@ def test_without_its_package_completion_names_the_extra(
     "line",
     [
         "layers --model llama-tiny --scope vison",
-        "trace --model llama-tiny --seq-len 4 --ac full",
         "pretrain --model llama-tiny --seq-len 8 --batch-size 1 --steps 1 --device cpu --strategy single --plain",
     ],
 )
@@ -175,7 +174,6 @@ def test_help_version_and_a_misspelt_word_import_no_torch() -> None:
         ("fit", ""),
         ("layers --model m", "Building m without weights ..."),
         ("profile --model m", "Measuring m ..."),
-        ("trace", "Tracing llama-tiny ..."),
         ("bench --model m", "Measuring m ..."),
         ("pretrain", ""),
     ],

@@ -17,7 +17,6 @@ SMALL = ["--seq-len", "8", "--batch-size", "2"]
 PLANS = {
     "plan": ["--gpu", "cpu", "--no-what-if", "--json", "-"],
     "profile": ["--runs", "1", "--json"],
-    "trace": ["--ac", "full", "--json"],
 }
 
 
@@ -109,7 +108,6 @@ def test_fit_takes_a_sample_input_and_says_how_to_give_one(capsys: pytest.Captur
         "layers --json",
         f"plan --gpu cpu --no-what-if --json - {' '.join(SMALL)}",
         "fit --gpus 1 --gpu h100-80gb --global-batch 2 --seq-len 8 --ac none --json -",
-        f"trace --ac full --json {' '.join(SMALL)}",
         f"profile --runs 1 --json {' '.join(SMALL)}",
         f"bench --repeats 1 --warmup 0 --modes full --markdown {' '.join(SMALL)}",
     ],

@@ -7,8 +7,8 @@ metadata calls) passes through uncounted, so that it may differ between forward 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from nemo_like._util.log import warn_once
@@ -373,24 +373,3 @@ def look_on(
     if generators is None and inputs is None:
         return None, nullcontext
     return _Look(generators, inputs, learned), _PassBy
-
-
-# The one place where an observer may look on while regions run (`trace` does).
-
-start: Callable[..., Any] | None = None
-"""Makes, for one region's forward, a dispatch mode with a method ``packed(tensor)``; None: there is no observer."""
-done: Callable[[Any], None] | None = None
-"""Called with that mode at the end of the region's forward."""
-
-
-@contextmanager
-def watching(at_start: Callable[..., Any], at_end: Callable[[Any], None]) -> Iterator[None]:
-    """Observe every region whose forward starts inside; raises RuntimeError if an observer is set already."""
-    global start, done
-    if start is not None:
-        raise RuntimeError("Regions are being traced already; end that trace first.")
-    start, done = at_start, at_end
-    try:
-        yield
-    finally:
-        start = done = None

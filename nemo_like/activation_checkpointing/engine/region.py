@@ -14,8 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from nemo_like import torch_compat
 from nemo_like._util.log import warn_once
-from nemo_like._util.tensors import tensors_in
-from nemo_like.activation_checkpointing.engine import dispatch, verification
+from nemo_like.activation_checkpointing.engine import verification
 from nemo_like.activation_checkpointing.engine.ambient import Ambient
 from nemo_like.activation_checkpointing.engine.buffers import BufferSnapshot
 from nemo_like.activation_checkpointing.engine.dispatch import ForwardMode, ReplayMode, kinds_for, look_on
@@ -115,18 +114,13 @@ class Region:
             self.forward_mode = ForwardMode(self.kinds, decide, self.handles, self.transfer, self.name)
             self.forward_mode.keeps_rng = preserve_rng_state
             self.kept = self.forward_mode.kept
-        watcher: Any = None
-        pack: Callable[[Tensor], _Handle] = self.pack
-        if dispatch.start is not None:
-            watcher = dispatch.start(self.name, lambda: self.kept, tensors_in([args, kwargs]))
-            pack = _watched(self.pack, watcher)
         look, self.looker = look_on(self.forward_mode, self.ambient.generators, self.inputs, learned)
-        modes = [mode for mode in (self.forward_mode, look, watcher) if mode is not None]
+        mode = self.forward_mode or look or nullcontext()
         self.hooks = hook_calls(self.module, learned) if self.module is not None else None
         around = nullcontext() if self.hooks is None else self.hooks.in_forward(self)
         try:
-            with saved_tensors_hooks(pack, self.unpack), around:
-                out = within(modes, self.fn, args, kwargs)
+            with saved_tensors_hooks(self.pack, self.unpack), around, mode:
+                out = self.fn(*args, **kwargs)
             finish = getattr(decide, "finish", None)
             misfit = finish() if finish is not None else None
             if misfit is not None and self.forward_mode is not None:
@@ -138,8 +132,6 @@ class Region:
         except BaseException:
             self.drop()
             raise
-        if watcher is not None and dispatch.done is not None:
-            dispatch.done(watcher)
         self.inputs.forward_done()
         self.ambient.forget_unused_rng()
         if self.buffers is not None and not self.buffers.forward_done():
@@ -424,14 +416,6 @@ class Region:
         )
 
 
-def within(modes: list[Any], function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call `function` within all `modes`, the last one innermost; without them it costs next to nothing."""
-    if not modes:
-        return function(*args, **kwargs)
-    with modes[0]:
-        return within(modes[1:], function, args, kwargs)
-
-
 def say_misfit(region: str, reason: str) -> None:
     """Once for all regions: a batch of another kind is met by each layer in turn, and may come again."""
     warn_once(
@@ -455,15 +439,6 @@ def _written_later(first: Tensor, second: Tensor | None = None) -> bool:
 
 def _nothing(owner: object, name: str) -> bool:
     return False
-
-
-def _watched(pack: Callable[[Tensor], _Handle], watcher: Any) -> Callable[[Tensor], _Handle]:
-    @torch_compat.left_to_python
-    def pack_and_tell(tensor: Tensor) -> _Handle:
-        watcher.packed(tensor)
-        return pack(tensor)
-
-    return pack_and_tell
 
 
 _synchronous = SynchronousTransfer()
