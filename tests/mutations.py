@@ -82,15 +82,15 @@ FAULTS: tuple[Fault, ...] = (
         "tests/activation_checkpointing/test_policy.py",
     ),
     Fault(
-        "activation_checkpointing/engine/deep_state.py",
+        "activation_checkpointing/engine/containers.py",
         "        known[id(value)] = value, kept\n",
-        "        pass\n",
+        "        known.pop(id(value))\n",
         "tests/activation_checkpointing/test_engine_world.py",
     ),
     Fault(
         "activation_checkpointing/sequential.py",
-        "self.ambient = Ambient(preserve_rng_state)",
-        "self.ambient = Ambient(False)",
+        "Surroundings(run, (*args, *kwargs.values()), preserve_rng_state)",
+        "Surroundings(run, (*args, *kwargs.values()), False)",
         "tests/activation_checkpointing/test_sequential.py",
     ),
     Fault(
@@ -271,9 +271,9 @@ FAULTS: tuple[Fault, ...] = (
         "tests/planning/test_solver.py",
     ),
     Fault(
-        "planning/choose/solver.py",
-        "items.sort(key=lambda op: (-(op.cost / op.bytes)",
-        "items.sort(key=lambda op: ((op.cost / op.bytes)",
+        "planning/choose/closure.py",
+        "grown.setdefault(rest | reads, []).extend(",
+        "grown.setdefault(rest, []).extend(",
         "tests/planning/test_solver.py",
     ),
     Fault(
@@ -434,8 +434,8 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "activation_checkpointing/engine/random_state.py",
-        "in reversed(self._states.values())",
-        "in list(self._states.values())",
+        "        self._host.put()\n",
+        "        pass\n",
         "tests/activation_checkpointing/test_engine_random.py",
     ),
     Fault(
@@ -445,15 +445,15 @@ FAULTS: tuple[Fault, ...] = (
         "tests/gpusim/test_faults.py",
     ),
     Fault(
-        "activation_checkpointing/engine/module_state.py",
-        "kept = buffer if buffer.grad_fn is None else buffer.detach().requires_grad_()\n",
-        "kept = buffer if buffer.grad_fn is None else buffer.detach()\n",
+        "activation_checkpointing/engine/containers.py",
+        "kept = value if value.grad_fn is None else value.detach().requires_grad_()",
+        "kept = value if value.grad_fn is None else value.detach()",
         "tests/activation_checkpointing/test_attributes_from_outside.py",
     ),
     Fault(
         "activation_checkpointing/engine/hooks.py",
-        "while read and (more :=",
-        "while not read and (more :=",
+        "if hook.calls and id(hook.owner) not in again]",
+        "if hook.calls and None not in hook.calls]",
         "tests/activation_checkpointing/test_hooks.py",
     ),
     Fault(
@@ -481,9 +481,9 @@ FAULTS: tuple[Fault, ...] = (
         "tests/activation_checkpointing/test_wrapper_classes.py",
     ),
     Fault(
-        "activation_checkpointing/engine/module_parts.py",
-        "return filter(is_generator, inside(value, depth=3))",
-        "return filter(is_generator, inside(value, depth=0))",
+        "distributed/tensor/shared_random.py",
+        "inside(value, depth=3)",
+        "inside(value, depth=0)",
         "tests_distributed/tensor/test_shared_random.py",
     ),
     Fault(

@@ -16,7 +16,7 @@ GROUPS = {
         cp_method ep imbalance pp pp_schedule stages_per_rank balance reshard_after_forward prefetch threads calibrate
         calibrate_from ran_with""",
     "memory": """ac modes budget budgets memory fit fit_memory fit_host_memory loss offload cpu_offload host host_memory
-        no_skip alloc_conf measure""",
+        alloc_conf measure""",
     "training": """data eval_data pack skip_bad seq_len max_seq_len p99 lengths batch_size global_batch micro_batch
         grad_accum steps epochs precision reduce_dtype compile optimizer lr schedule warmup_steps lr_floor
         weight_decay beta1 beta2 clip sync drop_output zero_grad ema seed eval_every eval_samples""",

@@ -110,3 +110,21 @@ def split_sample(sample_input: object) -> tuple[tuple, dict[str, Any]]:
     if isinstance(sample_input, tuple | list):
         return tuple(sample_input), {}
     return (sample_input,), {}
+
+
+def versions(value: object) -> Any:
+    """Return the number of times that the tensors of an operator's output were changed in place."""
+    return value._version if isinstance(value, Tensor) else [tensor._version for tensor in tensors_in(value)]
+
+
+def storages(tensor: Tensor) -> set[int]:
+    """Return what identifies the memory behind `tensor`, through wrapper subclasses (DTensor, quantised types)."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is not None:
+        parts = (getattr(tensor, name) for name in flatten()[0])
+        return {
+            key for part in parts if isinstance(part, Tensor) for key in storages(part)
+        }  # a DTensor names its mesh, too
+    if tensor.layout is not torch.strided:
+        return set()  # sparse, mkldnn: no storage of their own to name; their version counters tell of changes
+    return {tensor.untyped_storage()._cdata}

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,15 +22,12 @@ from nemo_like._util.log import warn_once
 from nemo_like._util.named_containers import named_containers
 from nemo_like._util.words import a_or_an
 from nemo_like.activation_checkpointing.engine import verification
-from nemo_like.activation_checkpointing.engine.ambient import Ambient
-from nemo_like.activation_checkpointing.engine.buffers import BufferSnapshot
 from nemo_like.activation_checkpointing.engine.containers import Contents, map_leaves
-from nemo_like.activation_checkpointing.engine.dispatch import ForwardMode, kinds_for, look_on
-from nemo_like.activation_checkpointing.engine.hooks import hook_calls
+from nemo_like.activation_checkpointing.engine.dispatch import ForwardMode, kinds_for
 from nemo_like.activation_checkpointing.engine.inputs import SavedInputs
-from nemo_like.activation_checkpointing.engine.module_state import ModuleState, module_of, modules_in
-from nemo_like.activation_checkpointing.engine.random_state import Generators, learned_of
+from nemo_like.activation_checkpointing.engine.module_state import module_of, modules_in
 from nemo_like.activation_checkpointing.engine.region import Region
+from nemo_like.activation_checkpointing.engine.surroundings import Surroundings
 from nemo_like.activation_checkpointing.policy import Policy
 from nemo_like.activation_checkpointing.transfer import Transfer
 from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
@@ -143,41 +139,9 @@ class _Call:
         # Detached (the version counter stays shared): an argument that was made from an earlier output of this very
         # segment would otherwise close a cycle from the graph through the region back to the graph.
         self.inputs = SavedInputs(*_map(Tensor.detach, (args, kwargs)))
-        self.looker: Callable[[], AbstractContextManager[Any]] = nullcontext
-        module, self.learned = module_of(run), learned_of(run)
-        self.module = ModuleState(module) if module is not None else None
-        self.buffers = BufferSnapshot(module, self.module.attributes) if module and self.module else None
-        self.hooks = hook_calls(self.module, self.learned) if self.module is not None else None
-        own = self.module.generators if self.module is not None else ()
-        self.ambient = Ambient(
-            Generators(self.learned, (*own, *args, *kwargs.values())) if preserve_rng_state else None
-        )
+        self.surroundings = Surroundings(run, (*args, *kwargs.values()), preserve_rng_state)
         self.packs = 0
         """The number of tensors that autograd had saved in the region at the end of the call."""
-
-    def forward_done(self, packs: int) -> None:
-        """Keep only the state around the call that it used or changed."""
-        self.packs = packs
-        self.ambient.forget_unused_rng()
-        if self.buffers is not None and not self.buffers.forward_done():
-            self.buffers = None
-        if self.module is not None:
-            self.module.forward_done()
-
-    @contextlib.contextmanager
-    def surroundings(self, region: _SegmentRegion) -> Iterator[None]:
-        """Within it the call finds the world that it found in forward."""
-        with contextlib.ExitStack() as stack:
-            if self.module is not None:
-                self.module.check(region.name, self.buffers.puts_back if self.buffers is not None else lambda *_: False)
-                self.module.restore(stack)
-            if self.buffers is not None:
-                self.buffers.restore(stack, region.name)
-            self.ambient.restore(stack)
-            if self.hooks is not None:
-                stack.enter_context(self.hooks.in_recomputation(region))
-            region.tail = stack
-            yield
 
     def keep_containers(self, stack: contextlib.ExitStack) -> None:
         """Put containers that the member's code shares with others back into the state of now, when `stack` ends."""
@@ -211,8 +175,10 @@ class _CallsAgain:
             flags = iter(call.requires_grad)
             fresh = _map(lambda tensor: tensor.detach().requires_grad_(next(flags)), (args, kwargs))  # noqa: B023
             args, kwargs = _map(lambda mark: outputs[mark.call][mark.index], fresh, _Earlier)
-            with call.surroundings(region), call.looker():
-                outputs.append(_tensors(call.ambient.variables.run(self.name, call.run, *args, **kwargs)))
+            with contextlib.ExitStack() as region.tail:
+                call.surroundings.restore(region.tail, region)
+                with call.surroundings.looker():
+                    outputs.append(_tensors(call.surroundings.run(self.name, call.run, *args, **kwargs)))
 
 
 class _SegmentRegion(Region):
@@ -231,8 +197,7 @@ class _SegmentRegion(Region):
             self.forward_mode.keeps_rng = first.preserve_rng_state
             self.kept = self.forward_mode.kept
         self.inputs = SavedInputs((), {})
-        self.ambient = Ambient(None)
-        self.buffers = None  # each call has its own, and its own surroundings
+        self.surroundings = Surroundings(None, (), False)  # each call has its own
         self.watch_versions = True
         self.position_of_last = -1
         self.tail = contextlib.ExitStack()
@@ -273,21 +238,20 @@ class _SegmentRegion(Region):
         call = _Call(run, marked_args, marked_kwargs, self._preserve_rng_state)
         self.position_of_last = position
         self.calls.append(call)  # now, and not at its end: the member may take a gradient itself, which recomputes
-        look, call.looker = look_on(self.forward_mode, call.ambient.generators, None, call.learned)
         try:
-            around = nullcontext() if call.hooks is None else call.hooks.in_forward(self)
-            with saved_tensors_hooks(self.pack, self.unpack), around, self.forward_mode or look or nullcontext():
+            around = call.surroundings.in_forward(self, self.forward_mode, None)
+            with saved_tensors_hooks(self.pack, self.unpack), around:
                 out = run(*args, **kwargs)
         except BaseException:
             self.drop()
             self.complete = True
             raise
-        call.forward_done(len(self.handles))
+        call.packs = len(self.handles)
+        copied = call.surroundings.forward_done()
         # After each call, and not at the end alone, which may never come: a saved output keeps its graph, and that keeps
         # the region.
         self.cut_kept()
         # Recomputation runs with copies of changed buffers, whose versions start anew.
-        copied = call.buffers is not None and call.buffers.changes
         self.watch_versions = self.watch_versions and not copied and not self.keeps_on_host()
         for index, tensor in enumerate(_tensors(out)):
             mark = _Earlier(len(self.calls) - 1, index)

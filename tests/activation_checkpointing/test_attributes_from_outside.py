@@ -124,7 +124,10 @@ def test_a_tensor_that_was_changed_in_place_is_named(ac: str) -> None:
         model(x, 1, False).sum().backward()
     loss = model(x, 1, False).sum()
     model.blocks[0].style.mul_(2)
-    with pytest.raises(RegionError, match=r"attribute 'style' was changed in place.*Set a new tensor"):
+    with pytest.raises(
+        RegionError,
+        match=r"attribute 'style' of a Block is or has a Tensor that was changed in place.*Put a new tensor",
+    ):
         loss.backward()
 
 

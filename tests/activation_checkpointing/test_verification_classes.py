@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from nemo_like import apply_activation_checkpointing
 from nemo_like.activation_checkpointing import sequential
-from nemo_like.activation_checkpointing.engine import region
+from nemo_like.activation_checkpointing.engine import region, surroundings
 from nemo_like.activation_checkpointing.engine.handles import RegionError
 
 AROUND: contextvars.ContextVar[float] = contextvars.ContextVar("around", default=1.0)
@@ -69,9 +69,9 @@ class _ByReference:
 
 @pytest.fixture
 def unprotected(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("Ambient", "BufferSnapshot", "ModuleState"):
+        monkeypatch.setattr(surroundings, name, _Nothing)
     for module in (region, sequential):
-        for name in ("Ambient", "BufferSnapshot", "ModuleState"):
-            monkeypatch.setattr(module, name, _Nothing)
         monkeypatch.setattr(module, "SavedInputs", _ByReference)
 
 

@@ -20,8 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nemo_like._util.plain import is_plain
 from nemo_like._util.rng import accelerator_type
-from nemo_like.activation_checkpointing.engine.containers import is_container, is_plain, map_leaves
+from nemo_like.activation_checkpointing.engine.containers import is_container, map_leaves
 from nemo_like.activation_checkpointing.engine.handles import RegionError
 from nemo_like.activation_checkpointing.engine.inputs import SavedInputs
 from nemo_like.activation_checkpointing.engine.random_state import Generators
@@ -45,18 +46,10 @@ def register(name: str, capture: Capture) -> None:
 
     `capture` runs at the start of every region's forward. It returns None (nothing to keep), or a function that
     makes a context manager; recomputation runs within that. Raises ValueError for a name that is taken.
-
-    >>> register("my-flag", lambda: None)
-    >>> unregister("my-flag")
     """
     if name in _registered:
-        raise ValueError(f"ambient.register: {name!r} is taken; use another name, or unregister it first.")
+        raise ValueError(f"ambient.register: {name!r} is taken; use another name.")
     _registered[name] = capture
-
-
-def unregister(name: str) -> None:
-    """Take back `register`; raises KeyError for an unknown name."""
-    del _registered[name]
 
 
 class _State(NamedTuple):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,7 +66,7 @@ class BufferSnapshot:
     identity and version. Modules without buffers, as most transformer layers are, cost nothing.
     """
 
-    __slots__ = ("_before", "_copies", "_first", "_mode", "_module", "_same", "_stamp")
+    __slots__ = ("_before", "_copies", "_first", "_mode", "_module", "_stamp")
 
     def __init__(self, module: nn.Module, stamp: object = None) -> None:
         """`stamp` is another object than before when attributes of the modules have come, gone or changed their type."""
@@ -85,10 +84,6 @@ class BufferSnapshot:
                     copies[id(buffer)] = buffer.detach().clone().requires_grad_(buffer.requires_grad)
                 self._before.append((known, buffer, _version(buffer), copies.get(id(buffer))))
         self._copies: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
-        self._same: list[tuple[dict[str, Any], str, Tensor, weakref.ref[Tensor], int]] = []
-        """Plain attributes that forward left alone, for a later call may exchange them: a table that grows with a sequence,
-        a style that the model computes and sets. Each without its graph, which must not live for longer; with the tensor
-        itself and its version. `ModuleState` has the buffers."""
 
     def forward_done(self) -> bool:
         """Call after forward. Returns whether there is state to put back for recomputation.
@@ -104,9 +99,6 @@ class BufferSnapshot:
             # Writes through `.data` count no version, the values tell; once only, because the host waits for the device.
             changed = changed or (self._first is not None and copy is not None and _differs(now, copy))
             if not changed:
-                if "_parameters" in known.owner:
-                    kept = buffer if buffer.grad_fn is None else buffer.detach().requires_grad_()
-                    self._same.append((known.owner, known.name, kept, weakref.ref(buffer), version))
                 continue
             known.changes = True
             if copy is None and _version(buffer) != version:
@@ -118,37 +110,18 @@ class BufferSnapshot:
             kept = buffer.detach().requires_grad_(buffer.requires_grad) if copy is None else copy
             self._copies.append((known.owner, known.name, kept))
         self._before = []
-        return bool(self._copies or self._same)
-
-    @property
-    def changes(self) -> bool:
-        """Return whether the recomputation gets copies, whose versions start anew."""
         return bool(self._copies)
 
     def puts_back(self, owner: dict[str, Tensor | None], name: str) -> bool:
         """Return whether the recomputation gets a copy of this buffer as it was before forward."""
         return any(known is owner and at == name for known, at, _ in self._copies)
 
-    def restore(self, stack: contextlib.ExitStack, region: str) -> None:
-        """Give the module copies of its earlier buffers to change; when `stack` ends, the present ones are back.
-
-        Raises RegionError for a plain attribute that was changed in place since forward.
-        """
+    def restore(self, stack: contextlib.ExitStack) -> None:
+        """Give the module copies of its earlier buffers to change; when `stack` ends, the present ones are back."""
         clones = {id(copy): copy.clone() for _, _, copy in self._copies}
         for owner, name, copy in self._copies:
             stack.callback(owner.__setitem__, name, owner.get(name))
             owner[name] = clones[id(copy)]
-        for owner, name, tensor, original, version in self._same:
-            if _version(tensor) != version:
-                raise RegionError(
-                    f"Region {region!r}: the tensor in the attribute {name!r} was changed in place between forward and "
-                    f"backward (version {version}, now {_version(tensor)}), so recomputation would compute with other "
-                    "values. Set a new tensor instead, or change this one after backward."
-                )
-            now = owner.get(name)
-            if now is not original():
-                stack.callback(owner.__setitem__, name, now)
-                owner[name] = tensor
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:

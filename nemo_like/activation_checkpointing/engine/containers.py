@@ -8,73 +8,27 @@ changed in place raises.
 from __future__ import annotations
 
 import contextlib
-import enum
 import functools
 import io
-import numbers
 import pickle
 import random
-import types
 from array import array
 from collections import OrderedDict, UserDict, UserList, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
-from decimal import Decimal
+from collections.abc import Callable, Iterable
 from operator import is_
 from types import SimpleNamespace
 from typing import Any
 from weakref import ref
 
-import torch
 from torch import Tensor, nn
 
+from nemo_like._util.plain import is_plain, is_plain_value, slots_in, slots_of
 from nemo_like.activation_checkpointing.engine.handles import RegionError
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), range, type, frozenset, functools.partial)
-_PLAIN_OF_TORCH = (torch.dtype, torch.device, torch.Size)
-_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
-PLAIN = frozenset({*_PLAIN, *_PLAIN_OF_TORCH, *_FUNCTIONS})
 _SMALL = 1024
 """Entries up to which a container is copied before every forward."""
 _SMALL_ARRAY = 1 << 16
 """Bytes up to which an array is read before every forward."""
-
-
-@functools.cache
-def is_plain(kind: Any) -> bool:
-    """Return whether values of this type can be compared, and put back, as they are."""
-    return kind in PLAIN or issubclass(kind, enum.Enum | numbers.Number | Decimal)  # NumPy's scalars among them
-
-
-def is_plain_value(value: object) -> bool:
-    """Return whether `value` can be compared, and put back, as it is."""
-    kind: Any = type(value)
-    return is_plain(kind)
-
-
-def slots_of(kind: type) -> Iterator[str]:
-    """The names of the slots of a class and its bases."""
-    for base in kind.__mro__:
-        slots = base.__dict__.get("__slots__", ())
-        slots = (slots,) if isinstance(slots, str) else slots
-        yield from (slot for slot in slots if slot not in ("__dict__", "__weakref__"))
-
-
-def _slots(value: object) -> list[Any]:
-    return [getattr(value, name) for name in slots_of(type(value)) if hasattr(value, name)]
-
-
-def inside(value: Any, depth: int) -> Iterator[Any]:
-    """Yield `value`, and everything that containers and objects with attributes in it have, so many levels deep."""
-    yield value
-    if depth == 0 or is_plain_value(value) or isinstance(value, nn.Module | Tensor | types.ModuleType):
-        return
-    items: Iterable[Any] = [*getattr(value, "__dict__", {}).values(), *_slots(value)]
-    if isinstance(value, dict):
-        items = value.values()
-    elif isinstance(value, list | tuple | set | deque):
-        items = value
-    for item in items:
-        yield from inside(item, depth - 1)
 
 
 # --- containers among a call's arguments ---------------------------------------------------------------------------
@@ -165,10 +119,11 @@ class Contents:
         known: dict[int, tuple[Any, Any]] = {}  # and no longer than now: what is in it may hold a graph
         self._attributes = [(place, self._keep(place[0][place[1]], place, known)) for place in attributes]
 
-    def check(self, region: str) -> None:
-        """Raise RegionError for a tensor or another object that was changed in place and cannot be filled again."""
-        for (_, name, owner), value, sign in self._signed:
-            if _sign_of(value) != sign:
+    def check(self, region: str, put_back: Callable[[dict[str, Any], str], bool]) -> None:
+        """Raise RegionError for a tensor or another object that was changed in place and cannot be filled again, except
+        for attributes that are `put_back`."""
+        for (attributes, name, owner), value, sign in self._signed:
+            if _sign_of(value) != sign and not put_back(attributes, name):
                 way_out = "Keep what it holds in a buffer, a plain attribute, a list or a dict."
                 if isinstance(value, Tensor):
                     way_out = "Put a new tensor in its place, or keep it in a buffer."
@@ -233,7 +188,7 @@ def has_state(value: object) -> bool:
     # An object with attributes of its own, all of which are tensors, plain values or containers.
     if kind.__module__.partition(".")[0] in _OTHER_CODE or callable(value):
         return False
-    items: list[Any] = [*getattr(value, "__dict__", {}).values(), *_slots(value)]
+    items: list[Any] = [*getattr(value, "__dict__", {}).values(), *slots_in(value)]
     known = all(
         is_plain_value(item) or isinstance(item, Tensor) or _is_kind_with_state(item.__class__) for item in items
     )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from nemo_like._util.log import warn_once
 from nemo_like._util.op_lookup import Op
 from nemo_like._util.rng import rng_state, set_rng_state
-from nemo_like._util.tensors import tensors_in
+from nemo_like._util.tensors import storages, tensors_in, versions
 from nemo_like.activation_checkpointing import ops
 from nemo_like.activation_checkpointing.engine.handles import (
     Kept,
@@ -29,8 +29,6 @@ from nemo_like.activation_checkpointing.engine.handles import (
     map_output,
     on_host,
     private_copy,
-    storages,
-    versions,
 )
 from nemo_like.activation_checkpointing.engine.random_state import Generators, Learned
 from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, SKIP

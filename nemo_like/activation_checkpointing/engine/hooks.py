@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nemo_like._util.plain import inside, is_plain_value
 from nemo_like._util.rng import rng_state, set_rng_state
 from nemo_like._util.tensors import tensors_in
-from nemo_like.activation_checkpointing.engine.containers import inside, is_plain_value
 from nemo_like.activation_checkpointing.engine.module_state import NOT_STATE, ModuleState, modules_in
 from nemo_like.activation_checkpointing.engine.random_state import HostRandom, Learned, is_same_state
 from nemo_like.torch_compat import GLOBAL_HOOKS, unseen

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from nemo_like._util.op_lookup import Op
+from nemo_like._util.tensors import storages
 from nemo_like.activation_checkpointing.engine.containers import map_leaves
-from nemo_like.activation_checkpointing.engine.handles import RegionError, private_copy, storages
+from nemo_like.activation_checkpointing.engine.handles import RegionError, private_copy
 from nemo_like.activation_checkpointing.ops import written_tensors
 from nemo_like.torch_compat import save_tensor
 

@@ -21,12 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nemo_like.activation_checkpointing.engine.containers import (
-    Attribute,
-    Contents,
-    has_state,
-    is_plain_value,
-)
+from nemo_like._util.plain import is_plain_value
+from nemo_like.activation_checkpointing.engine.containers import Attribute, Contents, has_state
 from nemo_like.activation_checkpointing.engine.handles import RegionError
 
 Own = dict[str, Any]
@@ -98,7 +94,7 @@ class ModuleState:
                     "other values. Change it after backward, or run forward again after the change."
                 )
         if self._contents is not None:
-            self._contents.check(region)
+            self._contents.check(region, put_back)
 
     def restore(self, stack: contextlib.ExitStack) -> None:
         """Put the modules into the state that forward found, until `stack` ends."""
@@ -237,9 +233,8 @@ class Attributes:
             free = [(name, value) for name, value in own.items() if name not in _REGISTERS]
             self.generators += [(own, name) for name, value in free if isinstance(value, torch.Generator)]
             for name, value in free:
-                # A module's own tensors are `BufferSnapshot`'s, and its configurations are looked at as it is.
-                others = is_module and (type(value) is Tensor or name in plain)
-                if not others and (isinstance(value, Tensor) or has_state(value)):
+                # A module's configurations are looked at as it is.
+                if not (is_module and name in plain) and (isinstance(value, Tensor) or has_state(value)):
                     self.containers.append((own, name, walk.class_of(own)))
 
 

@@ -26,7 +26,7 @@ from nemo_like.torch_compat import generator_address, unseen
 class Learned:
     """Facts about the forward of one module, or function; None until its first forward is over."""
 
-    __slots__ = ("draws_on_host", "gives_generators", "writes_inputs")
+    __slots__ = ("draws_on_host", "gives_generators", "verified", "writes_inputs")
 
     def __init__(self) -> None:
         self.draws_on_host: bool | None = None
@@ -35,19 +35,22 @@ class Learned:
         """Operators are given a generator."""
         self.writes_inputs: bool | None = None
         """It writes into tensors that it is given."""
+        self.verified: dict[str, int] = {}
+        """By the region's name: calls that were looked at, see `verification`."""
 
 
 _learned: weakref.WeakKeyDictionary[Any, dict[bool, Learned]] = weakref.WeakKeyDictionary()
 """Module, or code of a function → whether the module trains → what its forwards showed."""
 
 
-def learned_of(function: object) -> Learned:
+def learned_of(function: Any) -> Learned:
     """Return what is known of the forward of `function`, a module, a method of one, or another function."""
+    while not isinstance(function, nn.Module) and hasattr(function, "func"):  # a partial one, made in each call
+        function = function.func
     owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
     if isinstance(owner, nn.Module):
         return _learned.setdefault(owner, {}).setdefault(owner.training, Learned())
-    code = getattr(function, "__code__", None)
-    return Learned() if code is None else _learned.setdefault(code, {}).setdefault(True, Learned())
+    return _learned.setdefault(getattr(function, "__code__", None) or type(function), {}).setdefault(True, Learned())
 
 
 # --- generators of a region's own, and those of Python and NumPy -----------------------------------------------------

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import Any
 from weakref import ref
 
@@ -14,10 +13,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from nemo_like import torch_compat
 from nemo_like._util.log import warn_once
+from nemo_like._util.tensors import versions
 from nemo_like.activation_checkpointing.engine import verification
-from nemo_like.activation_checkpointing.engine.ambient import Ambient
-from nemo_like.activation_checkpointing.engine.buffers import BufferSnapshot
-from nemo_like.activation_checkpointing.engine.dispatch import ForwardMode, ReplayMode, kinds_for, look_on
+from nemo_like.activation_checkpointing.engine.dispatch import ForwardMode, ReplayMode, kinds_for
 from nemo_like.activation_checkpointing.engine.handles import (
     Kept,
     Placeholder,
@@ -26,12 +24,11 @@ from nemo_like.activation_checkpointing.engine.handles import (
     map_output,
     on_host,
     private_copy,
-    versions,
 )
-from nemo_like.activation_checkpointing.engine.hooks import HookCalls, hook_calls, recomputation
+from nemo_like.activation_checkpointing.engine.hooks import recomputation
 from nemo_like.activation_checkpointing.engine.inputs import SavedInputs
-from nemo_like.activation_checkpointing.engine.module_state import PLAIN_TENSORS, ModuleState, module_of
-from nemo_like.activation_checkpointing.engine.random_state import Generators, closure_of, learned_of
+from nemo_like.activation_checkpointing.engine.module_state import PLAIN_TENSORS
+from nemo_like.activation_checkpointing.engine.surroundings import Surroundings
 from nemo_like.activation_checkpointing.ops import facts
 from nemo_like.activation_checkpointing.policy import HOST, SAVE, SKIP, PlanMismatchError, Policy
 from nemo_like.activation_checkpointing.transfer import SynchronousTransfer, Transfer
@@ -87,10 +84,6 @@ class Region:
         self.consumed = False
         self.graph_kept = False
         self.watch_versions = True
-        self.buffers: BufferSnapshot | None = None
-        self.module: ModuleState | None = None
-        self.hooks: HookCalls | None = None
-        self.looker: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.verification: verification.Verification | None = None
         self.lock = threading.RLock()
 
@@ -100,13 +93,7 @@ class Region:
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], preserve_rng_state: bool) -> Any:
         self.verification = verification.start(self.owner, self.name, preserve_rng_state)
         self.inputs = SavedInputs(args, kwargs)
-        module, learned = module_of(self.fn), learned_of(self.fn)
-        if module is not None:
-            self.module = ModuleState(module)
-            self.buffers = BufferSnapshot(module, self.module.attributes)
-        own = self.module.generators if self.module is not None else closure_of(self.fn)
-        generators = Generators(learned, (*own, *args, *kwargs.values())) if preserve_rng_state else None
-        self.ambient = Ambient(generators)
+        self.surroundings = Surroundings(self.fn, (*args, *kwargs.values()), preserve_rng_state)
         decide = None
         if not self.policy.keeps_nothing:
             decide = self.policy.start()
@@ -114,12 +101,11 @@ class Region:
             self.forward_mode = ForwardMode(self.kinds, decide, self.handles, self.transfer, self.name)
             self.forward_mode.keeps_rng = preserve_rng_state
             self.kept = self.forward_mode.kept
-        look, self.looker = look_on(self.forward_mode, self.ambient.generators, self.inputs, learned)
-        mode = self.forward_mode or look or nullcontext()
-        self.hooks = hook_calls(self.module, learned) if self.module is not None else None
-        around = nullcontext() if self.hooks is None else self.hooks.in_forward(self)
         try:
-            with saved_tensors_hooks(self.pack, self.unpack), around, mode:
+            with (
+                saved_tensors_hooks(self.pack, self.unpack),
+                self.surroundings.in_forward(self, self.forward_mode, self.inputs),
+            ):
                 out = self.fn(*args, **kwargs)
             finish = getattr(decide, "finish", None)
             misfit = finish() if finish is not None else None
@@ -133,13 +119,8 @@ class Region:
             self.drop()
             raise
         self.inputs.forward_done()
-        self.ambient.forget_unused_rng()
-        if self.buffers is not None and not self.buffers.forward_done():
-            self.buffers = None
-        if self.module is not None:
-            self.module.forward_done()
-        # Recomputation hands out copies of such things, whose versions start anew.
-        copied = self.inputs.changed or (self.buffers is not None and self.buffers.changes)
+        # Recomputation gets copies of such things, whose versions begin again.
+        copied = self.surroundings.forward_done() or self.inputs.changed
         self.watch_versions = not copied and not self.keeps_on_host()
         if self.kept:
             self.drop_unreachable()
@@ -237,7 +218,7 @@ class Region:
         try:
             try:
                 mode = self.new_replay_mode(keep)
-                self.ambient.variables.run(self.name, self.run_again, args, kwargs, mode)
+                self.surroundings.run(self.name, self.run_again, args, kwargs, mode)
             except RegionError:
                 skipped = mode.skipped_so_far() if mode is not None else ""
                 if getattr(self.policy, "strict", True) or not skipped:
@@ -245,7 +226,7 @@ class Region:
                 self.skip_nothing()
                 say_misfit(self.name, f"it skips {skipped}, and this call's backward needs what is made of that")
                 mode = self.new_replay_mode(keep)
-                self.ambient.variables.run(self.name, self.run_again, args, kwargs, mode)
+                self.surroundings.run(self.name, self.run_again, args, kwargs, mode)
             for entry in () if keep else self.kept:
                 entry.value = None
             if self.verification is not None:
@@ -280,16 +261,9 @@ class Region:
 
     def run_again(self, args: Any, kwargs: Any, mode: ReplayMode | None) -> None:
         with ExitStack() as stack, torch.enable_grad(), recomputation():
-            if self.module is not None:
-                self.module.check(self.name, self.buffers.puts_back if self.buffers is not None else _nothing)
-                self.module.restore(stack)
-            if self.buffers is not None:
-                self.buffers.restore(stack, self.name)
-            self.ambient.restore(stack)
-            if self.hooks is not None:
-                stack.enter_context(self.hooks.in_recomputation(self))
+            self.surroundings.restore(stack, self)
             try:
-                with saved_tensors_hooks(self.repack, self.give_lent), mode or self.looker():
+                with saved_tensors_hooks(self.repack, self.give_lent), mode or self.surroundings.looker():
                     self.fn(*args, **kwargs)
             except _Stop as stop:  # in here, so that what surrounds it ends as after any other call
                 if stop.region is not self:
@@ -435,10 +409,6 @@ def _written_later(first: Tensor, second: Tensor | None = None) -> bool:
     if second is None or first.requires_grad or first._version or type(first) is not Tensor:
         return False
     return first.shape == second.shape and first.dtype == second.dtype and first.is_floating_point()
-
-
-def _nothing(owner: object, name: str) -> bool:
-    return False
 
 
 _synchronous = SynchronousTransfer()

@@ -20,16 +20,15 @@ import inspect
 import linecache
 import math
 import os
-import weakref
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nemo_like._util.tensor_summary import summary
 from nemo_like.activation_checkpointing.engine.handles import RegionError
-from nemo_like.activation_checkpointing.engine.module_state import module_of
+from nemo_like.activation_checkpointing.engine.random_state import learned_of
 from nemo_like.torch_compat import is_fake, unseen
 
 VARIABLE = "NEMO_LIKE_VERIFY"
@@ -38,9 +37,6 @@ _ENVIRONMENT: Any = getattr(os.environ, "_data", os.environ)
 _KEY: Any = VARIABLE if _ENVIRONMENT is os.environ else os.environ.encodekey(VARIABLE)
 CALLS = 64
 """Calls of one module that are looked at while none of them has been recomputed."""
-
-_calls: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
-"""Module, or code of a function → name of the region → calls that were looked at; `CALLS` once one was compared."""
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """Allowed distance of two runs of a nondeterministic kernel, as a part of a tensor's Euclidean norm.
@@ -209,7 +205,7 @@ def start(owner: object, name: str, preserve_rng_state: bool) -> Verification | 
         )
     if wanted == "0" or (not preserve_rng_state and wanted != "1"):
         return None
-    calls = _calls.setdefault(_identity(owner), {})
+    calls = learned_of(owner).verified
     count = calls.get(name, 0)
     if count >= CALLS and wanted != "1":
         return None
@@ -217,16 +213,6 @@ def start(owner: object, name: str, preserve_rng_state: bool) -> Verification | 
         return None  # the comparison makes the host wait, which a capture refuses
     calls[name] = min(count + 1, CALLS)
     return Verification(calls, name)
-
-
-def _identity(owner: object) -> Any:
-    """Return what stays the same from step to step, where functions and partial objects are made anew for each call."""
-    while not isinstance(owner, nn.Module) and hasattr(owner, "func"):
-        owner = owner.func
-    module = module_of(owner)
-    if module is not None:
-        return module
-    return getattr(getattr(owner, "__func__", owner), "__code__", None) or type(owner)
 
 
 def _look_at(tensor: Tensor) -> Tensor | None:

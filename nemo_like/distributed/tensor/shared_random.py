@@ -25,8 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from nemo_like._util.log import warn_once
 from nemo_like._util.module_tree import every_module
+from nemo_like._util.plain import inside
 from nemo_like._util.tensors import tensors_in
-from nemo_like.activation_checkpointing.engine.containers import inside
 from nemo_like.distributed.agreement import gather, mesh_groups, number_of, wire_device
 from nemo_like.torch_compat import is_fake, unseen
 
@@ -164,7 +164,7 @@ def _access(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None
         return lambda: _bytes(value.get_state()), lambda state: value.set_state(_tensor(state))
     if isinstance(value, random.Random):
         return value.getstate, value.setstate
-    bits = getattr(value, "bit_generator", None) or getattr(value, "_bit_generator", None)  # NumPy's, newer and older
+    bits = getattr(value, "bit_generator", None)  # NumPy's
     return None if bits is None else (lambda: bits.state, partial(setattr, bits, "state"))
 
 
