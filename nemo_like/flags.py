@@ -149,14 +149,6 @@ FLAGS: dict[str, Flag] = {
         Flag("reshard_after_forward", "strategy.reshard_after_forward", "default", words="default | yes | no | ranks"),
         Flag("prefetch", "strategy.forward_prefetch", FSDP2.forward_prefetch, int, least=0, on="plan fit"),
         Flag("alloc_conf", "allocator", None, on="plan fit"),
-        Flag(
-            "no_skip",
-            "search.skip",
-            False,
-            bool,
-            on="plan fit",
-            note="Recompute every op, also those that nothing reads.",
-        ),
         Flag("host", "search.host", False, bool, on="plan fit"),
         Flag("host_memory", "search.host_memory", "64GiB", on="plan fit"),
         Flag("measure", "search.measure", False, bool, on="plan fit"),
@@ -333,7 +325,6 @@ _READ: Mapping[str, Callable[[Any], Any]] = {
     "drop_output": lambda dropped: not dropped,
     "reshard_after_forward": _reshard,
     "alloc_conf": allocator_here,
-    "no_skip": lambda without: False if without else None,
     "host_memory": lambda size: parse_bytes(size, "--host-memory") if isinstance(size, str) else size,
 }
 """Functions that make a field's value of that of its flag, where the two are not the same."""

@@ -13,7 +13,6 @@ WITH_COMMANDS = [page for page in pages() if any(step.file is None and step.reas
 @pytest.mark.parametrize("page", WITH_COMMANDS)
 def test_the_commands_of_a_page_run_as_printed(page: str) -> None:
     pytest.importorskip("transformers")
-    pytest.importorskip("scipy")
     pytest.importorskip("tokenizers")
     for result in follow(page):
         assert result.code == 0, f"{result}\n{result.output[-3000:]}"

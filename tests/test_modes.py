@@ -19,7 +19,6 @@ from tests.models import decoders, kv_shared
 from tests.models.families import FAMILIES
 
 pytest.importorskip("transformers")
-pytest.importorskip("scipy")
 
 
 def _offloaded(ac: str, mode: str) -> dict[str, Any]:

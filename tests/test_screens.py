@@ -11,7 +11,6 @@ from nemo_like import cli
 from tests.screens import DOCS, Screen, screens, without_times
 
 pytest.importorskip("transformers")
-pytest.importorskip("scipy")
 
 SCREENS = list(screens())
 

@@ -72,9 +72,7 @@ def _own_checkpointing() -> nn.Module:
 
 def _plan_of_another() -> dict[str, Any]:
     sample = {"input_ids": IDS, "labels": IDS}
-    return dict(
-        ac=plan_for(build("llama"), ac="100%", sample_input=sample, gpu="h100-80gb", search=PlanSearch(skip=False))
-    )
+    return dict(ac=plan_for(build("llama"), ac="100%", sample_input=sample, gpu="h100-80gb"))
 
 
 def _config(**fields: Any) -> CheckpointConfig:

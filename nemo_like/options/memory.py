@@ -18,8 +18,6 @@ class PlanSearch:
         ValueError, TypeError: a wrong value.
     """
 
-    skip: bool | None = None
-    """Leave out of the recomputation what nothing reads; needs scipy. None: where scipy is installed (else logged once)."""
     host: bool = False
     """Also consider keeping outputs in host memory, over the device's link. What computing does not hide of the copies
     counts as time."""
@@ -30,9 +28,9 @@ class PlanSearch:
     """Time each operator of a layer on the device at hand, instead of the roofline."""
 
     def __post_init__(self) -> None:
-        for name in ("skip", "host", "measure"):
+        for name in ("host", "measure"):
             value = getattr(self, name)
-            if not isinstance(value, bool) and not (name == "skip" and value is None):
+            if not isinstance(value, bool):
                 raise TypeError(f"PlanSearch.{name} is {value!r}; it must be True or False.")
         size = parse_bytes(self.host_memory, "host_memory") if isinstance(self.host_memory, str) else self.host_memory
         if isinstance(size, bool) or not isinstance(size, int) or size < 0:

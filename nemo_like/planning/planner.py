@@ -52,7 +52,6 @@ def plan_for(
         ValueError: no budget, no sample input, an unknown device, no head for a chunked loss, a model that cannot be traced
             or cut.
         TypeError: an unknown keyword, or keywords together with a job.
-        MissingExtraError: ``PlanSearch(skip=True)`` and scipy is not installed.
 
     >>> plan_for(model, ac="40GiB", world_size=8, gpu="h100-80gb", sample_input=batch)  # doctest: +SKIP
     """

@@ -51,7 +51,7 @@ from nemo_like.planning.choose.layer import Choice, Stack
 from nemo_like.planning.choose.layer_seconds import LayerRun
 from nemo_like.planning.devices import Device
 from nemo_like.planning.model.outside import OuterMemory
-from nemo_like.planning.model.traced import Known, StepLoss, TracedPart, can_skip, local_shape
+from nemo_like.planning.model.traced import Known, StepLoss, TracedPart, local_shape
 from nemo_like.planning.program.microbatch import Around, LayerCall
 from nemo_like.planning.roofline import exposed_seconds
 from nemo_like.planning.sharding import Sharding, UnitBytes, sharding_of
@@ -192,11 +192,10 @@ class Stage:
         """Way in which its step computes the loss."""
         return StepLoss.of(self.job)
 
-    @cached_property
+    @property
     def skip(self) -> bool:
         """True if plans may skip operators. A placeholder cannot replace a DTensor."""
-        wanted = self.job.search.skip
-        return (can_skip() if wanted is None else wanted) and self.job.tp.size == 1
+        return self.job.tp.size == 1
 
     @property
     def host(self) -> int:

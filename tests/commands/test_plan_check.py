@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("transformers")
-pytest.importorskip("scipy")
 
 from nemo_like import Job, dry_run
 from nemo_like.cli import main

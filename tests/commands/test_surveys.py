@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("transformers", reason="needs the extra 'hf'")
-pytest.importorskip("scipy", reason="needs the extra 'plan'")
 
 from tests.surveys import layers
 from tests.surveys import plans as plan_survey

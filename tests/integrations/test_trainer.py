@@ -165,7 +165,6 @@ def test_checkpointing_lora_under_bf16_autocast(tmp_path: Path) -> None:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("ac", ["50%", MemoryBudget(fraction=0.5)], ids=str)
 def test_a_budget_plans_for_a_batch_of_the_training_set(tmp_path: Path, ac: Any) -> None:
-    pytest.importorskip("scipy", reason="budgets need the extra 'plan'")
     if isinstance(ac, str):
         trainer, after = _train(tmp_path, ac=ac)
     else:
@@ -180,7 +179,6 @@ def test_a_budget_plans_for_a_batch_of_the_training_set(tmp_path: Path, ac: Any)
 
 
 def test_a_budget_is_planned_under_the_trainers_autocast(tmp_path: Path) -> None:
-    pytest.importorskip("scipy", reason="budgets need the extra 'plan'")
     trainer, after = _train(tmp_path, ac="60%", bf16=True)
     assert _same(after, _reference(tmp_path, bf16=True))
     sample = {name: torch.stack([tensor, tensor]) for name, tensor in Rows()[0].items()}
@@ -247,7 +245,6 @@ def test_two_kinds_of_checkpointing_are_refused(tmp_path: Path) -> None:
 def test_a_budget_is_planned_under_the_precision_of_accelerates_config(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("scipy", reason="budgets need the extra 'plan'")
     from accelerate.state import AcceleratorState
 
     def policies(folder: str, **settings: Any) -> list[Any]:

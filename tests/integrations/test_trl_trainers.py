@@ -158,13 +158,11 @@ def test_a_chunked_loss_is_left_to_trl_which_has_one(tmp_path: Path, caplog: pyt
 
 
 def test_a_budget_of_what_the_trainer_does_not_hand_to_the_model(tmp_path: Path) -> None:
-    pytest.importorskip("scipy", reason="budgets need the extra 'plan'")
     with pytest.raises(ValueError, match=r"a batch of GRPOTrainer is a list.*Pass ac_sample_input="):
         _train(tmp_path, "grpo", bare=False, ac="50%")
 
 
 def test_grpo_within_a_budget_of_the_sample_that_the_caller_gives(tmp_path: Path) -> None:
-    pytest.importorskip("scipy", reason="budgets need the extra 'plan'")
     _, expected = _train(tmp_path / "bare", "grpo", bare=True)
     sample = {"input_ids": decoders.batch(4, 13, seed=0), "attention_mask": torch.ones(4, 13, dtype=torch.int64)}
     trainer, actual = _train(tmp_path / "ours", "grpo", bare=False, ac="50%", sample=sample)
@@ -173,7 +171,6 @@ def test_grpo_within_a_budget_of_the_sample_that_the_caller_gives(tmp_path: Path
 
 
 def test_dpo_of_an_adapter_against_another_model(tmp_path: Path) -> None:
-    pytest.importorskip("scipy", reason="budgets need the extra 'plan'")
     _, without = _train(tmp_path / "without", "dpo", bare=True, lora=True)
     _, expected = _train(tmp_path / "bare", "dpo", bare=True, lora=True, reference=True)
     assert any(not torch.equal(expected[name], value) for name, value in without.items()), "the reference is another"

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from nemo_like import PlanSearch, cli, parallelize
+from nemo_like import cli, parallelize
 from nemo_like._util.log import forget_announcements
 from nemo_like._util.tensors import tensors_in
 from nemo_like.layers import find_layers
@@ -23,7 +23,6 @@ from tests.models.decoders import batch, build
 from tests.said import said
 
 pytest.importorskip("transformers")
-pytest.importorskip("scipy")
 
 
 def _sample() -> dict[str, torch.Tensor]:
@@ -86,7 +85,7 @@ def test_the_trace_of_a_layer_under_autocast_is_what_runs(name: str) -> None:
 @pytest.mark.long
 def test_the_command_plans_one_rank_as_it_will_run(capsys: pytest.CaptureFixture[str]) -> None:
     """With one rank there is no FSDP2: `precision=` is autocast, and the line of code that is advised asks for it."""
-    words = ["plan", "--model", "llama-tiny", "--gpu", "cpu", "--seq-len", "32", "--batch-size", "2", "--no-skip"]
+    words = ["plan", "--model", "llama-tiny", "--gpu", "cpu", "--seq-len", "32", "--batch-size", "2"]
     assert cli.main([*words, "--json", "-"]) == 0
     rows = {row["ac"]: row["saved_bytes"] for row in json.loads(capsys.readouterr().out)["rows"]}
     source = resolve_model("llama-tiny")
@@ -98,7 +97,6 @@ def test_the_command_plans_one_rank_as_it_will_run(capsys: pytest.CaptureFixture
             sample_input=sample,
             gpu="cpu",
             precision=Precision("bf16"),
-            search=PlanSearch(skip=False),
             **more,
         )
         for more in ({}, dict(world_size=2))

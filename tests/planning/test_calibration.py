@@ -12,7 +12,6 @@ from nemo_like.planning.devices import RATES, cache_folder, calibrated, device_a
 from nemo_like.planning.fit import fit
 
 pytest.importorskip("transformers")
-pytest.importorskip("scipy")
 ASKED = {"gpus": 1, "seq_len": 64, "micro_batch": 1, "ac": "full", "loss": "model", "offload": "none"}
 
 

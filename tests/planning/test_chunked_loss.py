@@ -23,7 +23,6 @@ from nemo_like.planning.what_if import Step, what_if
 from tests.planning.queries import part_of
 
 transformers = pytest.importorskip("transformers")
-pytest.importorskip("scipy")
 
 IDS = torch.randint(4096, (4, 96), generator=torch.Generator().manual_seed(0))
 BATCH = {"input_ids": IDS, "labels": IDS}

@@ -12,8 +12,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from nemo_like.compile import compile_layers
 from nemo_like.planning import apply_plan, plan_for
 
-pytest.importorskip("scipy")
-
 HIDDEN = 32
 
 

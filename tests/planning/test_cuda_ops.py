@@ -238,7 +238,6 @@ class _Model(nn.Module):
 
 def test_a_block_of_all_that_differs_is_planned_and_proved() -> None:
     """The table is run by the engine on fake tensors, so that one which did not fit would be refused."""
-    pytest.importorskip("scipy")
     model, x = _Model().to(BF16), torch.randn(2, 32, 64, dtype=BF16)
     query = PlanQuery.of(model, x, Job.of(gpu=resolve_device("a100-80gb")))
     for problem in part_of(query).problems:
@@ -270,7 +269,7 @@ def test_deepseek_v3_holds_a_quarter_of_what_unfused_attention_would() -> None:
         query = PlanQuery.of(
             model,
             {"input_ids": ids, "labels": ids},
-            setup.change(gpu=resolve_device(device), search=PlanSearch(skip=False)),
+            setup.change(gpu=resolve_device(device)),
         )
         held[device] = saved(query, query.uniform("none")) / 2**30
     assert held["h100-80gb"] == pytest.approx(176.10, abs=0.01)
@@ -278,7 +277,6 @@ def test_deepseek_v3_holds_a_quarter_of_what_unfused_attention_would() -> None:
 
 
 def test_a_plan_says_what_it_was_traced_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    pytest.importorskip("scipy")
     torch.manual_seed(0)
     model, x = _Model(), torch.randn(2, 32, 64)
     plan = plan_for(model, ac="60%", sample_input=x, gpu="a100-80gb")
@@ -349,7 +347,6 @@ def test_the_gpu_runs_what_was_traced_and_keeps_as_much(dtype: torch.dtype) -> N
 @pytest.mark.cuda
 @needs_cuda
 def test_a_plan_for_the_gpu_at_hand_fits_its_first_forward(caplog: pytest.LogCaptureFixture) -> None:
-    pytest.importorskip("scipy")
     torch.manual_seed(0)
     model, x = _Model().cuda().to(BF16), torch.randn(2, 32, 64, device="cuda", dtype=BF16)
     plan = plan_for(model, ac="60%", sample_input=x, gpu=device_at_hand())

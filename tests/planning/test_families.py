@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 pytest.importorskip("transformers", reason="needs the extra 'hf'")
-pytest.importorskip("scipy", reason="needs the extra 'plan'")
 
 from nemo_like import parallelize
 from tests.surveys.plans import model_types, planned_and_run, survey_one

@@ -27,7 +27,6 @@ from tests.planning.search_of_all import search_of_all
 from tests_distributed.allocated import loop_peak_bytes
 
 pytest.importorskip("transformers")
-pytest.importorskip("scipy")
 
 KEYS = {
     "dp_replicate", "dp_shard", "tp", "cp", "ep", "pp", "schedule", "micro_batch", "grad_accum", "ac", "loss", "offload",

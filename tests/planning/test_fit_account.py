@@ -18,7 +18,6 @@ from nemo_like.planning.pictures import draw, timelines
 from tests.models.fit_models import llama, mixture
 
 pytest.importorskip("transformers")
-pytest.importorskip("scipy")
 
 _ONE = {"gpus": 1, "gpu": "cpu", "micro_batch": 2, "grad_accum": 2}
 _TWO = {"gpus": 2, "gpu": "h100-80gb", "micro_batch": 2, "tp": 1, "cp": 1}

@@ -17,7 +17,6 @@ from nemo_like.planning.query import PlanQuery
 from tests.models.fit_models import llama
 
 transformers = pytest.importorskip("transformers")
-pytest.importorskip("scipy")
 
 _STAGES = {"gpus": 2, "pp": 2, "gpu": "cpu", "schedule": "1f1b", "loss": "model", "offload": "none", "seq_len": 64}
 _AXES = {"tp": 1, "cp": 1, "dp_replicate": 1, "ac": "full"}

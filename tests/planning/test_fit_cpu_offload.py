@@ -22,7 +22,6 @@ from tests.planning.queries import reserved
 from tests.planning.search_of_all import search_of_all
 
 pytest.importorskip("transformers")
-pytest.importorskip("scipy")
 
 _SMALL = {"gpus": 2, "gpu": "h100-80gb", "seq_len": 64, "micro_batch": 2, "tp": 1, "cp": 1, "loss": "model"}
 

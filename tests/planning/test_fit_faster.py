@@ -21,7 +21,6 @@ from nemo_like.planning.fit.shapes import Shape, ShapeKey
 from tests.models.fit_models import llama
 
 transformers = pytest.importorskip("transformers")
-pytest.importorskip("scipy")
 
 _ASKED = {"gpus": 1, "gpu": "h100-80gb", "seq_len": 512, "micro_batch": 1, "loss": "model", "offload": "none"}
 

@@ -25,7 +25,6 @@ from nemo_like.planning.fit import fit
 from tests.models.fit_models import llama, mixture
 
 pytest.importorskip("transformers")
-pytest.importorskip("scipy")
 
 PINS: dict[str, Any] = {"ac": "full", "loss": "model", "offload": "none", "micro_batch": 1, "cpu_offload": False}
 PINS |= dict.fromkeys(("tp", "cp", "pp", "dp_replicate"), 1)
@@ -105,7 +104,7 @@ OPTIONS: dict[type, dict[str, Any]] = {
         "roundup_power2_divisions": 4,
         "large_segment": 32 << 20,
     },
-    PlanSearch: {"skip": False, "host": True, "host_memory": 1 << 30, "measure": True},
+    PlanSearch: {"host": True, "host_memory": 1 << 30, "measure": True},
 }
 """A value of every option that differs from its default."""
 WITH: dict[type, dict[str, Any]] = {

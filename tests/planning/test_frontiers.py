@@ -13,14 +13,12 @@ from nemo_like import Job
 from nemo_like.options import MemoryBudget, Precision, StepSpec
 from nemo_like.planning.answers.rank import peak_of
 from nemo_like.planning.answers.within import choose
-from nemo_like.planning.choose import closure, solver
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.query import PlanQuery
-from tests.planning.brute_force import all_best, least_cost, least_cost_of_two
+from tests.planning.brute_force import all_best, least_cost_of_two
 from tests.planning.queries import part_of, plan_of, saved
 
 hf = pytest.importorskip("transformers", reason="needs the extra 'hf'")
-pytest.importorskip("scipy", reason="needs the extra 'plan'")
 
 LENGTH = 512
 FAMILIES: dict[str, Callable[[], nn.Module]] = {
@@ -55,19 +53,6 @@ def _query(name: str, **setup: Any) -> PlanQuery:
             gpu=resolve_device("h100-80gb"),
         ),
     )
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_block_gets_the_optimum_of_a_brute_force_at_32_budgets(name: str) -> None:
-    for problem in part_of(_query(name)).problems:
-        ops = problem.ops()
-        points, most = all_best(ops), problem.none().held_bytes - problem.trace.input_bytes
-        for step in range(33):
-            found, optimum = closure.closure_optimum(ops, most * step // 32), least_cost(points, most * step // 32)
-            assert (found is None) == (optimum is None)
-            if found is not None and optimum is not None:
-                assert found.gap == 0.0 and abs(found.cost - optimum) <= 1e-9 * problem.forward_seconds, step
 
 
 @pytest.mark.few(2)
@@ -115,19 +100,3 @@ def test_a_budget_that_full_meets_is_planned_for_a_mixture_of_experts() -> None:
     held = saved(query, query.uniform("full"))
     plan = plan_of(query, MemoryBudget(fraction=(held + 1) / saved(query, query.uniform("none"))))
     assert plan.held_bytes <= held + part_of(query).traced.shared_bytes
-
-
-def test_a_few_bytes_beside_many_that_are_kept_anyway_are_not_lost() -> None:
-    """The solver's tolerance is a part of its largest number: what is kept in any case must not be that number."""
-    ops = [
-        solver.Op(bytes=1 << 40, cost=0.0, forced="save"),
-        *(solver.Op(bytes=3 + index, cost=1.0 + index, needed=True) for index in range(6)),
-    ]
-    for budget in range(34):
-        point = closure.closure_optimum(ops, (1 << 40) + budget)
-        best = min(
-            sum(op.cost for k, op in enumerate(ops[1:]) if not mask >> k & 1)
-            for mask in range(64)
-            if sum(op.bytes for k, op in enumerate(ops[1:]) if mask >> k & 1) <= budget
-        )
-        assert point is not None and point.cost == best, budget

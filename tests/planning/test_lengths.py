@@ -14,7 +14,6 @@ from nemo_like.planning.fit import fit
 from nemo_like.planning.fit.lengths import planned_length, read_histogram
 
 transformers = pytest.importorskip("transformers")
-pytest.importorskip("scipy")
 
 
 def _model():

@@ -16,7 +16,6 @@ from nemo_like.planning.fit import fit
 from tests.models.fit_models import llama
 
 transformers = pytest.importorskip("transformers")
-pytest.importorskip("scipy")
 
 _SAID = (
     "96 tokens are more than the 64 positions of LlamaForCausalLM: predicted as with a longer rotary embedding. Training "

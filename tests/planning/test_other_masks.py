@@ -22,7 +22,6 @@ from tests.models.blocks import checkpoint_region
 from tests.said import said
 
 transformers = pytest.importorskip("transformers")
-pytest.importorskip("scipy")
 
 BATCH, SEQ, VOCAB = 2, 16, 64
 _DECODER = dict(

@@ -27,7 +27,6 @@ from nemo_like.planning.what_if import Step
 from tests.models.fit_models import llama
 
 pytest.importorskip("transformers")
-pytest.importorskip("scipy")
 
 MIB = 1 << 20
 NVLINK = replace(

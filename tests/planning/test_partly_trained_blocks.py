@@ -14,8 +14,6 @@ from nemo_like import parallelize
 from tests.models.adapted import with_lora
 from tests.models.tiny import llama
 
-pytest.importorskip("scipy")
-
 
 def _adapted(targets: list[str]) -> Callable[[], nn.Module]:
     def make() -> nn.Module:

@@ -13,7 +13,6 @@ from nemo_like.planning.fit.fitting import Traces, make_search
 from nemo_like.planning.fit.question import Question, read_pins
 
 pytest.importorskip("transformers")
-pytest.importorskip("scipy")
 
 
 def _dense(trains="all"):

@@ -21,7 +21,6 @@ from nemo_like.planning.program.timeline import StageSeconds, action_seconds, ti
 from nemo_like.planning.query import PlanQuery
 
 transformers = pytest.importorskip("transformers")
-pytest.importorskip("scipy")
 
 
 def _model(layers: int = 4) -> Any:

@@ -35,7 +35,7 @@ def _query(batch: int = 2, tokens: int = 16, job: Job = TWO, **more: Any) -> Pla
     ids = torch.zeros(batch, tokens, dtype=torch.long)
     sample = {"input_ids": ids, "labels": ids}
     gpu = more.pop("device", ROUND)
-    return PlanQuery.of(decoders.build("llama"), sample, job.change(gpu=gpu, search=PlanSearch(skip=False, **more)))
+    return PlanQuery.of(decoders.build("llama"), sample, job.change(gpu=gpu, search=PlanSearch(**more)))
 
 
 def test_seconds_of_ops_are_the_larger_of_computing_and_moving() -> None:
@@ -170,7 +170,7 @@ def test_what_an_offload_moves_takes_time_and_host_memory() -> None:
 
 
 def test_a_budget_that_nothing_meets_still_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", "--model", "llama-tiny", "--gpu", "cpu", "--seq-len", "64", "--no-skip", "--no-what-if"]
+    words = ["plan", "--model", "llama-tiny", "--gpu", "cpu", "--seq-len", "64", "--no-what-if"]
     assert cli.main([*words, "--budget", "1MiB", "--budget", "50%"]) == 1
     out, err = capsys.readouterr()
     assert "\nnone " in out and "\n50% " in out and out.startswith("Fits without checkpointing, ac='none': ")
@@ -178,7 +178,7 @@ def test_a_budget_that_nothing_meets_still_prints_the_table(capsys: pytest.Captu
 
 
 def test_the_json_says_model_device_and_set_up(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "plan --model llama-tiny --gpu h100 --world-size 4 --dp-replicate 2 --seq-len 64 --batch-size 2 --no-skip"
+    words = "plan --model llama-tiny --gpu h100 --world-size 4 --dp-replicate 2 --seq-len 64 --batch-size 2"
     assert (
         cli.main([*words.split(), "--json", "-", "--budget", "50%", "--offload", "boundary", "--host-memory", "1GiB"])
         == 0
@@ -192,7 +192,7 @@ def test_the_json_says_model_device_and_set_up(capsys: pytest.CaptureFixture[str
     )
     assert body["job"] == {
         "strategy": "'fsdp2'", "ac": "'none'", "dp_replicate": "2", "precision": "'bf16'", "offload": "'boundary'",
-        "gpu": "'h100'", "world_size": "4", "search": "PlanSearch(skip=False, host_memory=1073741824)",
+        "gpu": "'h100'", "world_size": "4", "search": "PlanSearch(host_memory=1073741824)",
     }  # fmt: skip
     for row in body["rows"]:
         assert row["tokens_per_second"] == pytest.approx(128 / row["step_seconds"])

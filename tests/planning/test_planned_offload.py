@@ -18,7 +18,6 @@ from nemo_like.planning.query import PlanQuery
 from tests.planning.queries import part_of
 
 pytest.importorskip("transformers")
-pytest.importorskip("scipy")
 
 SMALL = OffloadConfig("boundary", min_bytes=0, max_inflight_bytes=1, prefetch=1)
 STEP = StepSpec(optimizer="sgd", zero_grad="zero")

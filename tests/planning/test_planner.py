@@ -29,8 +29,6 @@ from tests.models.llama_style import D, LlamaStyle, S
 from tests.planning.brute_force import at_budget
 from tests.planning.queries import part_of, plan_of, saved
 
-pytest.importorskip("scipy")
-
 
 @pytest.fixture(scope="module")
 def llama_style() -> BlockProblem:
@@ -85,7 +83,6 @@ def test_llama_style_block_optima(llama_style):
     assert _units(same_flops.bytes) + 2 == pytest.approx(13.53, abs=0.005)
     same_bytes = at_budget(points, int(13.54 * S * D))
     assert same_bytes.cost / forward == pytest.approx(0.250)
-    assert max(p.gap for p in points) == 0
 
 
 def test_llama_style_block_roofline(llama_style):
@@ -93,7 +90,7 @@ def test_llama_style_block_roofline(llama_style):
     ops, forward = llama_style.ops(), sum(llama_style.seconds)
     assert solver.linear_replay_cost(ops, 0) / forward == pytest.approx(0.82, abs=0.02)
     assert solver.linear_replay_cost(ops, _parity(llama_style)) / forward == pytest.approx(0.43, abs=0.02)
-    skipping = closure.closure_optimum(ops, int(13.3 * S * D))
+    skipping = at_budget(closure.closure_every(ops), int(13.3 * S * D))
     assert skipping.cost / forward <= 0.318
     assert _units(skipping.bytes) + 2 <= 15.3
     linear = at_budget(solver.linear_frontier(ops), int(13.54 * S * D))

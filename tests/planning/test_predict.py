@@ -15,7 +15,6 @@ from nemo_like.planning.what_if import least_need
 from tests.models import decoders
 
 pytest.importorskip("transformers")
-pytest.importorskip("scipy")
 
 SMALL: dict[str, Any] = {"gpu": "cpu", "seq_len": 32}
 

@@ -65,7 +65,7 @@ def test_every_printed_call_runs_its_row(precision: str | None) -> None:
         (Job.of(world_size=2, precision=Precision("bf16", "bf16")), "param_dtype='bf16', reduce_dtype='bf16'"),
         (Job.of(strategy=FSDP2(False, 2, 2), world_size=2),
          "strategy=FSDP2(reshard_after_forward=False, forward_prefetch=2, backward_prefetch=2)"),
-        (Job.of(world_size=2, search=PlanSearch(skip=False)), "search=PlanSearch(skip=False), sample_input=batch"),
+        (Job.of(world_size=2, search=PlanSearch(host=True)), "search=PlanSearch(host=True), sample_input=batch"),
     ],
 )  # fmt: skip
 def test_nothing_that_was_planned_for_is_left_out_of_the_call(job: Job, words: str) -> None:

@@ -12,7 +12,6 @@ from nemo_like.options import FSDP2, ContextParallel
 from tests.benchmarks.random_jobs import Drawn, answer, draw
 
 pytest.importorskip("transformers")
-pytest.importorskip("scipy")
 
 SEEDS = {
     1007: "tp, zbv with its backward twice, boundary offloading",

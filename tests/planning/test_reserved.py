@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from nemo_like import FSDP2, Job, PlanSearch, StepSpec, parallelize
+from nemo_like import FSDP2, Job, StepSpec, parallelize
 from nemo_like.activation_checkpointing.plan import Part
 from nemo_like.cli import main
 from nemo_like.options import Precision
@@ -61,7 +61,7 @@ def _query(job: Job, device: str = "h100-80gb", model: nn.Module | None = None) 
     return PlanQuery.of(
         _model() if model is None else model,
         {"input_ids": ids, "labels": ids},
-        job.change(gpu=resolve_device(device), search=PlanSearch(skip=False)),
+        job.change(gpu=resolve_device(device)),
     )
 
 

@@ -14,7 +14,6 @@ from nemo_like._util.log import forget_announcements
 from nemo_like.planning import plan_for
 
 hf = pytest.importorskip("transformers", reason="needs the extra 'hf'")
-pytest.importorskip("scipy", reason="needs the extra 'plan'")
 
 
 def _llava() -> object:
@@ -76,7 +75,6 @@ def _planned(folder: Path, config: object, *more: str) -> list[str]:
         "32",
         "--world-size",
         "2",
-        "--no-skip",
         "--no-what-if",
         "--budget",
         "50%",

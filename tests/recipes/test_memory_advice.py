@@ -19,7 +19,6 @@ from nemo_like.recipes.memory_advice import MemoryRanOutError, PlannedStep, advi
 from nemo_like.recipes.options import PretrainOptions
 
 pytest.importorskip("transformers")
-pytest.importorskip("scipy", reason="budgets need the extra 'plan'")
 TINY = {
     "model_type": "llama", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
     "num_attention_heads": 2, "num_key_value_heads": 2,

@@ -82,5 +82,4 @@ def _masks(rank: int, world_size: int, strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["fsdp2", "ddp"])
 def test_ranks_with_batches_of_different_kinds_follow_one_plan(strategy: str) -> None:
     pytest.importorskip("transformers")
-    pytest.importorskip("scipy")
     run_ranks(2, _masks, strategy)

@@ -30,7 +30,6 @@ from tests_distributed.planning.peak_families import build, tokens
 from tests_distributed.spawn import run_ranks
 
 pytest.importorskip("transformers")
-pytest.importorskip("scipy")
 
 FULLEST = ExpertParallel(2, imbalance=2.0)
 """All rows of `build`'s models go to the experts of one rank, which is the one that a dry run stands for."""

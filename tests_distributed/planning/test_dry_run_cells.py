@@ -12,7 +12,6 @@ import pytest
 from tests_distributed.planning.dry_run_cells import MOST, Cell, cells, run
 
 pytest.importorskip("transformers")
-pytest.importorskip("scipy")
 
 FEW: tuple[str, ...] = (
     "arcee-16-pp-full-gpipe-first stage-bf16-chunked",

@@ -19,7 +19,6 @@ from nemo_like.recipes import pretrain
 from tests_distributed.spawn import run_ranks
 
 pytest.importorskip("transformers")
-pytest.importorskip("scipy")
 
 TINY = {
     "model_type": "llama", "hidden_size": 48, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,

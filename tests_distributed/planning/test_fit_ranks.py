@@ -15,7 +15,6 @@ from tests_distributed.allocated import loop_peak_bytes, pipeline_peak_bytes, pi
 from tests_distributed.spawn import run_ranks
 
 pytest.importorskip("transformers")
-pytest.importorskip("scipy")
 
 
 def _run(rank, world_size, limit, pins):

@@ -12,7 +12,6 @@ from tests_distributed.planning.peaks import ALONE, PAIRS, Cell, cells, run_cell
 from tests_distributed.spawn import run_ranks
 
 pytest.importorskip("transformers")
-pytest.importorskip("scipy")
 
 FEW = (
     Cell("olmo3", {"tp": 2}, "none"),  # splits the input of a linear

@@ -17,8 +17,6 @@ from tests_distributed.allocated import step_peak_bytes
 from tests_distributed.context.cut_models import step
 from tests_distributed.spawn import run_ranks
 
-pytest.importorskip("scipy")
-
 SEQ, VOCAB = 384, 384
 
 

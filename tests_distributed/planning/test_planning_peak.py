@@ -15,7 +15,6 @@ from tests_distributed.allocated import step_peak_bytes
 from tests_distributed.spawn import run_ranks
 
 pytest.importorskip("transformers")
-pytest.importorskip("scipy")
 
 BATCH, SEQ, HIDDEN, VOCAB = 4, 96, 64, 384
 DROPPED = StepSpec(keeps_output=False)

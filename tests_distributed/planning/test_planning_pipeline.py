@@ -22,8 +22,6 @@ from tests.planning.queries import plan_of
 from tests_distributed.allocated import allocator_events, local, pipeline_peak_bytes, pipeline_peak_range
 from tests_distributed.spawn import run_ranks
 
-pytest.importorskip("scipy")
-
 SEQ, VOCAB, MICROBATCHES = 128, 384, 4
 
 

@@ -7,7 +7,6 @@ import torch
 
 from tests_distributed.spawn import run_ranks
 
-pytest.importorskip("scipy")
 pytest.importorskip("transformers")
 
 

@@ -19,7 +19,6 @@ from tests_distributed.allocated import step_peak_bytes
 from tests_distributed.spawn import run_ranks
 
 pytest.importorskip("transformers")
-pytest.importorskip("scipy")
 
 VOCAB = 512
 

@@ -18,7 +18,6 @@ from tests.planning.queries import plan_of
 from tests_distributed.allocated import local, pipeline_peak_bytes, step_peak_bytes
 from tests_distributed.spawn import run_ranks
 
-pytest.importorskip("scipy")
 transformers = pytest.importorskip("transformers")
 
 SEQ, VOCAB = 128, 384

@@ -193,7 +193,6 @@ def test_without_memory_it_says_what_to_change(base: list[str], tmp_path: Path) 
 @pytest.mark.long
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="limits the address space (Linux)")
 def test_pretraining_within_a_budget_says_what_to_change_too(tmp_path: Path) -> None:
-    pytest.importorskip("scipy", reason="budgets need the extra 'plan'")
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"max_position_embeddings": 2048}))
     (tmp_path / "text.txt").write_text("and what is that? " * 8000)
     line = f"--model {tmp_path / 'config.json'} --data {tmp_path / 'text.txt'} --batch-size 32 --seq-len 2048 --steps 2"

@@ -28,7 +28,6 @@ from tests_distributed.recipes.pretrain_job import LLAMA
 from tests_distributed.spawn import run_ranks
 
 pytest.importorskip("transformers")
-pytest.importorskip("scipy")
 ALONE = Ranks(0, 1, torch.device("cpu"))
 FREE = "grad_accum,ac"
 

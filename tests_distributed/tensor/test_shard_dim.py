@@ -22,7 +22,6 @@ from tests_distributed.fake import fake_rank
 from tests_distributed.spawn import run_ranks
 
 pytest.importorskip("transformers")
-pytest.importorskip("scipy")
 safetensors = pytest.importorskip("safetensors.torch")
 
 

@@ -70,6 +70,5 @@ def _compare(rank: int, world_size: int, folder: str, name: str, sizes: dict[str
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "split"), [("qwen3", "fsdp"), ("qwen3", "tp"), ("mixtral", "ep")])
 def test_every_mode_and_a_plan(tmp_path: Path, name: str, split: str) -> None:
-    pytest.importorskip("scipy", reason="plans need the extra 'plan'")
     build(name).save_pretrained(tmp_path)
     run_ranks(2, _compare, str(tmp_path), name, SIZES[split], timeout=120)

@@ -50,10 +50,10 @@ def _choices(stage: Stage, stack: Stack, mix: solver.Mix) -> list[Choice]:
     return stage.part.proved_all(stack.assignment(mix))
 
 
-def _finer(stage: Stage, stack: Stack, at: int) -> tuple[Stack, list[solver.Mix]]:
+def _finer(stack: Stack, at: int) -> tuple[Stack, list[solver.Mix]]:
     """Mixes between number `at` and the next one, and the stack that they are of."""
     mix = stack.mixes[at]
-    finer = stack.finer(mix, stage.part.problems, skip=stage.skip, host=stage.host)
+    finer = stack.finer(mix)
     return finer, [m for m in finer.mixes if m.bytes < stack.mixes[at + 1].bytes and m.cost < mix.cost]
 
 
@@ -65,7 +65,7 @@ def _within_share(query: PlanQuery, stage: Stage, fraction: float, asked: str) -
     if best < 0:
         raise _too_small_share(query, asked, limit + shared, stack.mixes[0].bytes + shared, none)
     if best + 1 < len(stack.mixes):
-        finer, between = _finer(stage, stack, best)
+        finer, between = _finer(stack, best)
         if (last := bisect_right(between, limit, key=lambda mix: mix.bytes) - 1) >= 0:
             return finer, between[last]
     return stack, stack.mixes[best]
@@ -111,7 +111,7 @@ def _within_peak(query: PlanQuery, rank: int, limit: int, asked: str) -> dict[in
     for index in [*ahead, *(other for other in own if other not in ahead)]:
         if path[best][index] + 1 >= len(stages[index].stack.mixes):
             continue
-        finer, between = _finer(stages[index], stages[index].stack, path[best][index])
+        finer, between = _finer(stages[index].stack, path[best][index])
         tried = [{**taken, index: (finer, mix)} for mix in between]
         last = last_of(tried, [mix.bytes for mix in between])
         taken = tried[last] if last >= 0 else taken

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
 
 from nemo_like._util.op_lookup import Op
 from nemo_like.activation_checkpointing.ops import exchange_routing_ops, facts, routing_ops
@@ -15,8 +14,6 @@ from nemo_like.planning.devices import Device
 from nemo_like.planning.roofline import exposed_seconds, op_seconds
 from nemo_like.planning.trace.block import BlockTrace, OpRecord
 
-_CLOSE = 1e-3
-"""Cost above the least that a choice of a block with too many of them may have, as a share of it."""
 _MOST = 4096
 """Choices of one block that are looked at together."""
 
@@ -36,8 +33,6 @@ class Choice:
     """Replay, and transfers that computing does not hide."""
     decisions: tuple[str, ...] = ()
     """For a region, ``save`` | ``recompute`` | ``skip`` | ``host`` for each op of `BlockProblem.records`."""
-    gap_seconds: float = 0.0
-    """Proven bound on what a better choice of the same bytes could save; 0: optimal."""
 
     @property
     def is_full(self) -> bool:
@@ -114,7 +109,6 @@ class BlockProblem:
             sum(self.records[k].flops for k in run),
             sum(self.seconds[k] for k in run),
             words,
-            point.gap,
         )
 
     def full(self) -> Choice:
@@ -131,40 +125,25 @@ class BlockProblem:
         exchanges = any(record.op in exchange_routing_ops() for record in self.records)
         return routing_ops() if exchanges else frozenset()
 
-    def frontier(self, *, skip: bool = True, points: int = closure.POINTS, host: int = 0) -> tuple[Choice, ...]:
+    def frontier(self, *, skip: bool = True, host: int = 0) -> tuple[Choice, ...]:
         """Ways to run the block, each best for its bytes: ascending in held bytes, descending in seconds.
 
         "none" is among them unless a region does better for fewer bytes; the first is "full".
 
         Args:
-            skip: let replay leave ops out (needs scipy, extra ``plan``).
-            points: how many choices are looked for where not `every` one is known.
+            skip: let recomputation leave ops out.
             host: also offer to keep outputs in host memory, over the device's link: up to so many bytes.
         """
-        found = self.every(skip)
-        if found is None:
-            found = closure.closure_frontier(self.ops(), points)
-        return best_of([self.full(), *self._choices(solver.spread(found, _MOST), host), self.none()])
-
-    def every(self, skip: bool) -> tuple[solver.Point, ...] | None:
-        """Return every best choice for its bytes; None: the block has too many to go through."""
-        return self._with_skips if skip else self._without_skips
+        points = self._with_skips if skip else self._without_skips
+        return best_of([self.full(), *self._choices(solver.spread(points, _MOST), host), self.none()])
 
     @cached_property
-    def _with_skips(self) -> tuple[solver.Point, ...] | None:
+    def _with_skips(self) -> tuple[solver.Point, ...]:
         return closure.closure_every(self.ops())
 
     @cached_property
     def _without_skips(self) -> tuple[solver.Point, ...]:
         return solver.linear_frontier(self.ops())
-
-    def at_budgets(self, budgets: Iterable[int], *, host: int) -> list[Choice]:
-        """Return the best way to run the block with skips for each of these numbers of saved bytes, inputs included."""
-        if not self.trace.saves_something:
-            return []
-        ops = self.ops()
-        found = [closure.closure_optimum(ops, budget - self.trace.input_bytes, within=_CLOSE) for budget in budgets]
-        return self._choices([point for point in found if point is not None], host)
 
     def _choices(self, points: Iterable[solver.Point], host: int) -> list[Choice]:
         choices = [self.choice(point) for point in points]
@@ -226,12 +205,8 @@ def _forced(record: OpRecord) -> str | None:
     return None
 
 
-_FINER = 6
-"""Budgets between two neighbouring choices that are solved for, where a mix is on them."""
-
-
 _AROUND = 100
-"""Choices on either side of those that a mix uses that are looked at again, where all are known."""
+"""Choices on either side of those that a mix uses that are looked at again."""
 
 
 @dataclass(frozen=True)
@@ -282,28 +257,13 @@ class Stack:
                 chosen |= dict.fromkeys(calls, ordered[0] if group.looped else ordered[index])
         return [chosen[position] for position in range(len(chosen))]
 
-    def finer(self, mix: solver.Mix, problems: Sequence[BlockProblem], *, skip: bool, host: int) -> Stack:
-        """The same stack with more choices around those that `mix` uses.
-
-        Of many choices, `mixes` looks at some; and where a frontier is solved at some budgets only, whoever asks for bytes
-        between two of them would get the lower.
-        """
+    def finer(self, mix: solver.Mix) -> Stack:
+        """The same stack with only the choices around those that `mix` uses: of many choices, `mixes` looks at some."""
         groups = []
         for group, counts in zip(self.groups, mix.counts):
             used = [index for index, count in enumerate(counts) if count]
-            if problems[group.kind].every(skip) is not None:
-                near = {i for u in used for i in range(max(0, u - _AROUND), u + _AROUND + 1)}
-                groups.append(replace(group, choices=tuple(c for i, c in enumerate(group.choices) if i in near)))
-                continue
-            low, high = max(0, used[0] - 1), min(len(group.choices) - 1, used[-1] + 1)
-            held = [choice.held_bytes for choice in group.choices[low : high + 1]]
-            budgets = [
-                lower + (upper - lower) * step // (_FINER + 1)
-                for lower, upper in pairwise(held)
-                for step in range(1, _FINER + 1)
-            ]
-            added = problems[group.kind].at_budgets(budgets, host=host)
-            groups.append(replace(group, choices=best_of([*group.choices, *added])))
+            near = {i for u in used for i in range(max(0, u - _AROUND), u + _AROUND + 1)}
+            groups.append(replace(group, choices=tuple(c for i, c in enumerate(group.choices) if i in near)))
         return Stack(tuple(groups))
 
 

@@ -5,9 +5,8 @@ There are three problems, smallest first; the second is in `nemo_like.planning.c
 * **Linear recomputation** of one block (`linear_frontier`): every op that is not saved is recomputed, up to the early stop.
   The cost of an op does not depend on the other decisions, so the choice is a 0/1 knapsack: give up bytes, save cost.
   It is solved exactly by a sweep over non-dominated (bytes, cost) states.
-* **Recomputation with skips** (`closure_every`, `closure_optimum`, `closure_frontier`): an op whose output neither backward
-  nor a recomputed op reads is left out. Here decisions depend on each other, since a recomputed op requires its inputs.
-  That makes it a closure problem with a budget.
+* **Recomputation with skips** (`closure_every`): an op whose output neither backward nor a recomputed op reads is left out.
+  Here decisions depend on each other, since a recomputed op requires its inputs: a closure problem with a budget.
 * **Many layers** (`combine`): one point per layer from the frontier of its kind, at least total cost for total bytes.
   This is a multiple-choice knapsack. Identical layers are summed by doubling, so 126 layers cost seven merges.
 
@@ -17,11 +16,11 @@ All results are deterministic: ties go to fewer bytes, then to the smaller bit m
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-try:  # of scipy and transformers; without it, merges of many mixes take some ten times as long
+try:  # of transformers; without it, merges of many mixes take some ten times as long
     import numpy as np
 except ImportError:  # pragma: no cover
     np = None  # type: ignore[assignment]
@@ -64,8 +63,6 @@ class Point:
     """Mask of ops that are saved; bit i is that of op i."""
     skip: int = 0
     """Mask of ops that recomputation leaves out; bit i is that of op i."""
-    gap: float = 0.0
-    """Proven bound on how far `cost` may be above the least possible, in units of cost; 0: optimal."""
 
     def decisions(self, count: int) -> tuple[str, ...]:
         """Return ``"save"``, ``"skip"`` or ``"recompute"`` for each of `count` ops."""
@@ -93,10 +90,9 @@ def linear_frontier(ops: Sequence[Op], max_states: int = EXACT_STATES) -> tuple[
     """Return every best trade of bytes for cost without skips, from "save only what must be saved" to "recompute nothing".
 
     Ascending in bytes, strictly descending in cost. Each point is optimal for its bytes as long as the sweep stays
-    below `max_states` non-dominated states; past that, states are thinned and `Point.gap` bounds what it may cost.
+    below `max_states` non-dominated states; past that, states are thinned.
     """
     states: list[tuple[int, float, int]] = [(0, sum(op.cost for op in ops), 0)]
-    exact = True
     for i, op in enumerate(ops):
         if op.forced == "save":
             states = [(b + op.bytes, c - op.cost, keep | 1 << i) for b, c, keep in states]
@@ -104,13 +100,12 @@ def linear_frontier(ops: Sequence[Op], max_states: int = EXACT_STATES) -> tuple[
             added = [(b + op.bytes, c - op.cost, keep | 1 << i) for b, c, keep in states]
             states = non_dominated(_merge(states, added))
             if len(states) > max_states:
-                states, exact = _thin(states, max_states), False
-    bound = (lambda b: 0.0) if exact else _relaxation(ops)
+                states = thin(states, max_states)
     points: list[Point] = []
     for b, _, keep in states:
         cost = linear_replay_cost(ops, keep)  # summed afresh: no rounding left over from the sweep's subtractions
         if not points or cost < points[-1].cost:
-            points.append(Point(b, cost, keep, 0, 0.0 if exact else max(0.0, cost - bound(b))))
+            points.append(Point(b, cost, keep))
     return tuple(points)
 
 
@@ -127,31 +122,13 @@ def non_dominated(states: Iterable[tuple[int, float, int]]) -> list[tuple[int, f
     return kept
 
 
-def _thin(states: list[tuple[int, float, int]], limit: int) -> list[tuple[int, float, int]]:
-    """Return at most `limit` states, spread evenly over the bytes; the cheapest of each bucket, and both ends, stay."""
+def thin(states: list[tuple[int, float, int]], limit: int) -> list[tuple[int, float, int]]:
+    """Return at most about `limit` states, spread evenly over the bytes; the cheapest of each bucket and both ends stay."""
     low, high = states[0][0], states[-1][0]
     buckets: dict[int, tuple[int, float, int]] = {}
     for state in states:
         buckets[(state[0] - low) * (limit - 2) // max(1, high - low)] = state  # later states of a bucket cost less
     return sorted({states[0], *buckets.values()})
-
-
-def _relaxation(ops: Sequence[Op]) -> Callable[[int], float]:
-    """Return the knapsack's linear relaxation: a function from bytes to a cost that no choice within them can beat."""
-    base = sum(op.bytes for op in ops if op.forced == "save")
-    cost = sum(op.cost for op in ops if op.forced != "save")
-    items = [op for op in ops if op.forced is None and op.keepable and op.cost > 0]
-    items.sort(key=lambda op: (-(op.cost / op.bytes) if op.bytes else float("-inf"), op.bytes))
-
-    def bound(budget: int) -> float:
-        left, best = budget - base, cost
-        for op in items:
-            if op.bytes > left:
-                return best - (op.cost * left / op.bytes if left > 0 else 0.0)
-            left, best = left - op.bytes, best - op.cost
-        return best
-
-    return bound
 
 
 def spread(points: Sequence[Point], limit: int) -> list[Point]:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from nemo_like._util.extras import MissingExtraError, require
 from nemo_like._util.log import warn_once
 from nemo_like._util.module_tree import bare
 from nemo_like._util.tensors import describe, tensors_in
@@ -425,13 +424,3 @@ def _refuse_lists(model: nn.Module, ep: ExpertParallel) -> None:
             f"ep is {ep.size}, and {listed!r} is a list of experts, whose block decides in Python how many rows each gets: "
             "no plan can be made. Use a mode (ac='full', 'selective'), or stack the weights of the list."
         )
-
-
-def can_skip() -> bool:
-    """Return whether plans may skip operators, which a solver of scipy looks for; else that is logged once."""
-    try:
-        require("scipy.optimize", "plan", "to plan with skipped ops")
-    except MissingExtraError as error:
-        warn_once(f"Plans are made without skipped ops: {error}")
-        return False
-    return True
