@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nemo_like._util.field_docs import described
 from nemo_like._util.log import is_rank_zero, say_once, warn_once
-from nemo_like._util.module_tree import bare, check_model
+from nemo_like._util.module_tree import bare, bare_modules, check_model
 from nemo_like._util.words import parse_dtype
 from nemo_like.activation_checkpointing.apply import apply_specs, check_specs
 from nemo_like.activation_checkpointing.plan import Plan
@@ -32,7 +32,6 @@ from nemo_like.distributed.expert import (
     Experts,
     check_experts,
     make_expert_mesh,
-    reduce_idle_experts,
     shard_experts,
     split_experts,
 )
@@ -56,6 +55,7 @@ from nemo_like.distributed.weights.replaced import (
 from nemo_like.distributed.weights.state_dict import refuse_to_save_shards
 from nemo_like.job import Checkpointing, Job, JobKeywords, Strategy
 from nemo_like.layers import Layer, find_layers
+from nemo_like.layers.structure import is_list_of_experts
 from nemo_like.losses.model_loss import check_head, chunk_model_loss
 from nemo_like.options import DDP, FSDP2, ChunkedLoss, Single
 from nemo_like.precision import (
@@ -230,10 +230,8 @@ def _make_ready(model: nn.Module, job: Job, mesh: DeviceMesh | None, sample_inpu
     expert_mesh = None
     if ranks is not None and job.ep.size > 1:  # a stage without experts, too: making process groups takes every rank
         expert_mesh = make_expert_mesh(ranks, job.ep.size)
-        experts = split_experts(model, experts, expert_mesh, job.ep.dispatch)
+        split_experts(model, experts, expert_mesh, job.ep.dispatch)
         specs = keep_routing(specs, [each.fqn for each in experts])
-    if mesh is not None and ranks is None:  # FSDP2's units reduce what is idle as zeros
-        reduce_idle_experts(model, job.ep.plan)
     apply_specs(model, specs, compile=job.compile is not None)
     cut_outside_of_regions(model)
     if job.chunks is not None:
@@ -444,13 +442,15 @@ def _replicate(model: nn.Module, mesh: DeviceMesh | None, job: Job, place: torch
         warn_once(f"reduce_dtype={precision.reduce_dtype} was asked for; 'ddp' reduces gradients in their own dtype.")
     refuse_to_train(model, model.parameters())
     refuse_new_parameters(model, lambda: ())
+    # The block of a list of experts calls those that have tokens, which are others on each rank.
+    listed = any(is_list_of_experts(name, module) for name, module in bare_modules(model))
     # One flat group: a mesh of several data-parallel axes has none, and 'ddp' means all ranks.
     group = mesh.get_group() if mesh.ndim == 1 else None
     return DistributedDataParallel(
         model,
         device_ids=[place.index] if place.type == "cuda" else None,
         process_group=group,
-        find_unused_parameters=options.find_unused_parameters,
+        find_unused_parameters=options.find_unused_parameters or listed,
         bucket_cap_mb=options.bucket_cap_mb,  # None: torch's default
         gradient_as_bucket_view=True,  # or every gradient would be in memory twice
     )

@@ -15,7 +15,7 @@ from nemo_like.activation_checkpointing import kv_sharing
 from nemo_like.activation_checkpointing.plan import Plan
 from nemo_like.distributed.context import check_context_parallel
 from nemo_like.distributed.documents import packed_calls
-from nemo_like.distributed.expert import find_experts
+from nemo_like.distributed.expert import find_experts, refuse_lists
 from nemo_like.distributed.launch import local_device
 from nemo_like.distributed.pipeline import Pipeline
 from nemo_like.distributed.pipeline.cut import (
@@ -130,6 +130,8 @@ def cut_into_stages(model: nn.Module, job: Job, mesh: DeviceMesh, sample_input: 
         job.ac.check_matmuls(job.precision.matmuls)
     if job.cp.size > 1:
         check_context_parallel(model, job.cp, layers_found)
+    if job.ep.size > 1:
+        refuse_lists(model, job.ep.size, job.ep.plan)
     whole = [each.fqn for each in find_experts(model, job.ep.plan)] if job.ep.size > 1 else []
     if job.cp.size > 1 or job.tp.size > 1:
         from nemo_like.distributed.trial import try_split  # which no other job needs

@@ -1186,19 +1186,3 @@ def backward_in_halves() -> tuple[Callable[..., Any], Callable[..., Any]]:
             f"torch {torch.__version__} does not show how it cuts a backward in two, so that the bytes which are saved "
             "between the halves can't be predicted. Use a schedule that does not: 1f1b or interleaved_1f1b."
         ) from error
-
-
-def schedule_from_file(path: str, stages: object, microbatches: int, **options: object) -> Any:
-    """torch's schedule from the CSV file at `path`.
-
-    Raises:
-        RuntimeError: this torch has no such schedule where we know it.
-    """
-    from torch.distributed.pipelining import schedules
-
-    runtime = getattr(schedules, "_PipelineScheduleRuntime", None)
-    if runtime is None or not hasattr(runtime, "_load_csv"):
-        raise RuntimeError(f"torch {torch.__version__} reads no schedule from a file; name one, such as '1f1b'.")
-    schedule = runtime(stages, microbatches, **options)
-    schedule._load_csv(path)
-    return schedule

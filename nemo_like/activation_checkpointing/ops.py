@@ -193,9 +193,6 @@ _ROWS: dict[str, OpFacts] = {
     "nemo_like.route_gathered.default": OpFacts(saved=True, pinned=True, collective=True),
     "nemo_like.gather_rows.default": _GATHER,
     "nemo_like.sum_rows.default": _GATHER,
-    "nemo_like.deepep_route.default": OpFacts(saved=True, pinned=True, collective=True),
-    "nemo_like.deepep_spread.default": _GATHER,
-    "nemo_like.deepep_sum.default": _GATHER,
     # Reading a number of the device waits for the device, so it is not done twice.
     "aten._local_scalar_dense.default": OpFacts(saved=True, pinned=True),
     # They return their input's storage, which their schemas don't state: saving the input saves the output.
@@ -296,7 +293,7 @@ def routing_ops() -> frozenset[Op]:
 
 def exchange_routing_ops() -> frozenset[Op]:
     """Return the exchange operators that determine which token goes to which rank: of experts that are on several."""
-    return _present(f"nemo_like.{name}.default" for name in ("route", "route_gathered", "deepep_route"))
+    return _present(f"nemo_like.{name}.default" for name in ("route", "route_gathered"))
 
 
 def attention_ops() -> frozenset[Op]:

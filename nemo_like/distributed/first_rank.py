@@ -49,7 +49,7 @@ def first_rank(
                 ends=ends,
             )
         if experts:
-            experts = split_experts(mine, experts, _expert_mesh(mesh, ep.size))
+            split_experts(mine, experts, _expert_mesh(mesh, ep.size))
     set_edges_aside(mine)
     return mine, experts
 

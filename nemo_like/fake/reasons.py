@@ -105,7 +105,7 @@ def _way_out(module: nn.Module | None, aim: Aim) -> str:
     if listed := next((name for name, inner in bare_modules(module) if is_list_of_experts(name, inner)), None):
         return (
             f"{listed!r} is a list of experts, whose block decides in Python how many rows each gets. {aim.instead[:-1]}, "
-            "or stack the weights of the list."
+            "or convert it to fused experts, as from_pretrained() of transformers 5 or newer does."
         )
     return "Mixture-of-experts models of transformers can with experts_implementation='grouped_mm', where they have it."
 

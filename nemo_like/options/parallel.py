@@ -19,7 +19,7 @@ FROZEN_SHARDING: tuple[str, ...] = ("root", "replicate", "per_layer")
 FLOAT8: tuple[str, ...] = ("fp8", "fp8-rowwise", "fp8-gather")
 BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "cpu": "gloo"}
 """Kinds of device to train on, the first one that is visible first, and the back ends of a process group there."""
-EXPERT_CALLS: tuple[str, ...] = ("routed", "every", "each")
+EXPERT_CALLS: tuple[str, ...] = ("routed", "every")
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ class ContextParallel:
         return cp if isinstance(cp, ContextParallel) else cls(cp)
 
 
-DISPATCHES: tuple[str, ...] = ("all_to_all", "all_gather", "deepep")
+DISPATCHES: tuple[str, ...] = ("all_to_all", "all_gather")
 
 
 @dataclass(frozen=True)
@@ -239,16 +239,14 @@ class ExpertParallel:
     plan: Mapping[str, str] | None = None
     """Name pattern of the modules that hold experts, in weights of ``(experts, ..., ...)``, to how they are called:
     ``routed`` (tokens (N, D), chosen experts (N, k), their weights (N, k)) or ``every`` (rows of all experts one after the
-    other), or ``each`` (a list of modules, each called with its rows). None: the plan of the model's config, else by
-    structure."""
+    other). None: the plan of the model's config, else by structure. Experts in a list of modules are refused."""
     imbalance: float | None = None
     """Rows of the fullest rank's experts that a memory budget counts with, as a multiple of those of a balanced router.
     From 1 (balanced) to `size` (one rank gets all rows), and never counted as more; None: 1.5, since a new router is
     unbalanced."""
     dispatch: str = "all_to_all"
     """The way in which tokens travel. ``all_to_all``: in torch alone, each to the ranks of its experts. ``all_gather``:
-    all tokens to all ranks, in torch alone; budgets do not know it. ``deepep``: by the kernels of that package; CUDA,
-    bfloat16, no budgets."""
+    all tokens to all ranks, in torch alone; budgets do not know it."""
 
     def __post_init__(self) -> None:
         word = normalise(self.dispatch) if isinstance(self.dispatch, str) else self.dispatch
@@ -263,9 +261,7 @@ class ExpertParallel:
         if self.plan is None:
             return
         if not isinstance(self.plan, Mapping) or not self.plan:
-            raise TypeError(
-                f"ExpertParallel.plan is {self.plan!r}; it must map name patterns to 'routed', 'every' or 'each'."
-            )
+            raise TypeError(f"ExpertParallel.plan is {self.plan!r}; it must map name patterns to 'routed' or 'every'.")
         for pattern, call in self.plan.items():
             if call not in EXPERT_CALLS:
                 raise ValueError(

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import functools
-import os
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -28,8 +24,7 @@ class PipelineParallel:
     """Ranks of one pipeline; must divide the number of ranks."""
     schedule: str = "1f1b"
     """The order of the micro-batches. ``gpipe`` | ``1f1b`` | ``interleaved_1f1b`` | ``interleaved_zero_bubble`` |
-    ``zbv`` | ``dualpipev``: torch's; or a CSV file of torch's, with one line per rank (``0F0,0F1,,0B0``), which
-    has stages and micro-batches, too."""
+    ``zbv`` | ``dualpipev``: torch's."""
     microbatches: int | None = None
     """Into how many parts `Pipeline.step` cuts a batch. None: twice the number of ranks."""
     stages_per_rank: int | None = None
@@ -51,9 +46,6 @@ class PipelineParallel:
 
     def __post_init__(self) -> None:
         check_whole("pp", self.size, 1, "ranks")
-        if is_schedule_file(self.schedule):
-            self._take_file(read_schedule(str(self.schedule)))
-            return
         object.__setattr__(
             self, "schedule", normalise(self.schedule) if isinstance(self.schedule, str) else self.schedule
         )
@@ -96,32 +88,9 @@ class PipelineParallel:
                 "Leave one of them out."
             )
 
-    def _take_file(self, table: ScheduleFile) -> None:
-        """Stages and micro-batches are the file's."""
-        if len(table.ranks) != self.size:
-            raise ValueError(
-                f"pp is {self.size}, and {self.schedule!r} has {len(table.ranks)} lines, one for each rank."
-            )
-        most = max(len(table.of_rank(rank)) for rank in range(self.size))
-        for name, value in (("microbatches", table.microbatches), ("stages_per_rank", most)):
-            if getattr(self, name) not in (None, value):
-                raise ValueError(
-                    f"{name} is {getattr(self, name)}, and the file {self.schedule!r} has {value}; leave it out."
-                )
-            object.__setattr__(self, name, value)
-        object.__setattr__(self, "schedule", str(self.schedule))
-        self._check_rest()
-
-    @property
-    def file(self) -> ScheduleFile | None:
-        """The schedule's table, where it is one of a file."""
-        return read_schedule(self.schedule) if is_schedule_file(self.schedule) else None
-
     @property
     def facts(self) -> Schedule:
         """Return the facts about the schedule."""
-        if (table := self.file) is not None:
-            return Schedule(str(self.schedule), None, splits_backward=table.splits_backward)
         return SCHEDULE_OBJECTS[self.schedule]
 
     def _check_schedule(self) -> None:
@@ -151,140 +120,12 @@ class PipelineParallel:
     @property
     def stages(self) -> int:
         """Stages of one pipeline."""
-        if (table := self.file) is not None:
-            return table.stages
         return self.size * (self.stages_per_rank or 1)
 
     @classmethod
     def of(cls, pp: int | PipelineParallel) -> PipelineParallel:
         """Return what ``pp=`` means: a number of ranks, or the object."""
         return pp if isinstance(pp, PipelineParallel) else cls(pp)
-
-
-# A pipeline's schedule in a file of torch's: one line per rank, one cell per action (``0F0,0F1,,0B0``).
-
-_CELL = re.compile(r"(\d+)([FBIW])(\d+)")
-
-Cell = tuple[int, str, int]
-"""Stage; forward (F), backward (B) or its halves for inputs (I) and weights (W); micro-batch."""
-
-
-@dataclass(frozen=True)
-class ScheduleFile:
-    """The contents of a schedule file, checked: every micro-batch goes through every stage once, and no rank waits for
-    ever."""
-
-    ranks: tuple[tuple[Cell, ...], ...]
-
-    @property
-    def stages(self) -> int:
-        """Return the number of stages."""
-        return 1 + max(stage for row in self.ranks for stage, _, _ in row)
-
-    @property
-    def microbatches(self) -> int:
-        """Return the number of micro-batches."""
-        return 1 + max(number for row in self.ranks for _, _, number in row)
-
-    @property
-    def splits_backward(self) -> bool:
-        """Some backward is cut in two."""
-        return any(kind == "I" for row in self.ranks for _, kind, _ in row)
-
-    def of_rank(self, rank: int) -> list[int]:
-        """Stages of `rank`, ascending."""
-        return sorted({stage for stage, _, _ in self.ranks[rank]})
-
-
-def is_schedule_file(word: object) -> bool:
-    """Return whether a ``schedule=`` names a file."""
-    return isinstance(word, str | os.PathLike) and str(word).endswith(".csv")
-
-
-def read_schedule(path: str) -> ScheduleFile:
-    """Read a file as ``schedule._dump_csv(path, format="compute_only")`` of torch writes it.
-
-    Raises:
-        ValueError: no such file, a cell that is none, or an order in which some action never gets what it needs.
-    """
-    try:
-        return _read(path, os.stat(path).st_mtime_ns)
-    except OSError as error:
-        raise ValueError(f"PipelineParallel.schedule is the file {path!r}, which can't be read: {error}.") from error
-
-
-@functools.lru_cache(maxsize=16)
-def _read(path: str, changed: int) -> ScheduleFile:
-    with open(path, newline="", encoding="utf-8") as file:
-        rows = [[cell.strip() for cell in row] for row in csv.reader(file)]
-    ranks = []
-    for rank, row in enumerate(rows):
-        cells: list[Cell] = []
-        for cell in filter(None, row):
-            match = _CELL.fullmatch(cell)
-            if match is None:
-                raise ValueError(
-                    f"Schedule file {path!r}, line {rank + 1}: {cell!r} is not an action. An action is stage, F, B, I "
-                    "or W, and "
-                    'micro-batch, such as 0F3 (torch writes that with format="compute_only").'
-                )
-            cells.append((int(match[1]), match[2], int(match[3])))
-        ranks.append(tuple(cells))
-    if not ranks or not all(ranks):
-        raise ValueError(f"Schedule file {path!r} has a line without an action: each rank needs one line.")
-    schedule = ScheduleFile(tuple(ranks))
-    _check(path, schedule)
-    return schedule
-
-
-def _check(path: str, table: ScheduleFile) -> None:
-    places: dict[int, int] = {}
-    for rank, row in enumerate(table.ranks):
-        for stage, _, _ in row:
-            if places.setdefault(stage, rank) != rank:
-                raise ValueError(f"Schedule file {path!r}: stage {stage} is on ranks {places[stage]} and {rank}.")
-    done = [cell for row in table.ranks for cell in row]
-    seen = set(done)
-    for stage in range(table.stages):
-        for number in range(table.microbatches):
-            whole = {(stage, kind, number) for kind in "FB"} <= seen
-            halves = {(stage, kind, number) for kind in "FIW"} <= seen
-            if whole == halves:
-                raise ValueError(
-                    f"Schedule file {path!r}: stage {stage} must run micro-batch {number} forward (F) and back (B, or I "
-                    "and W)."
-                )
-    if len(done) != len(seen):
-        raise ValueError(f"Schedule file {path!r}: {len(done) - len(seen)} action(s) are there twice.")
-    _check_order(path, table)
-
-
-def _check_order(path: str, table: ScheduleFile) -> None:
-    """Run it, each rank as far as it gets."""
-    ran: set[Cell] = set()
-    at = [0] * len(table.ranks)
-    moved = True
-    while moved:
-        moved = False
-        for rank, row in enumerate(table.ranks):
-            while at[rank] < len(row) and _can_run(row[at[rank]], ran, table.stages):
-                ran.add(row[at[rank]])
-                at[rank] += 1
-                moved = True
-    stuck = [f"{stage}{k}{n}" for row, i in zip(table.ranks, at) for stage, k, n in row[i : i + 1]]
-    if stuck:
-        raise ValueError(f"Schedule file {path!r} comes to a standstill: {', '.join(stuck)} wait for each other.")
-
-
-def _can_run(cell: Cell, ran: set[Cell], stages: int) -> bool:
-    stage, kind, number = cell
-    if kind == "F":
-        return stage == 0 or (stage - 1, "F", number) in ran
-    if kind == "W":
-        return (stage, "I", number) in ran
-    next_stage = stage + 1
-    back = next_stage == stages or (next_stage, "B", number) in ran or (next_stage, "I", number) in ran
-    return (stage, "F", number) in ran and back
 
 
 # The schedules of a pipeline: one object each, with all that is read of one. To add a schedule, add an object.
@@ -327,11 +168,11 @@ def _interleaved(ranks: int, microbatches: int, per_rank: int) -> float:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Facts about a schedule of `torch.distributed.pipelining` (or of a file's table)."""
+    """Facts about a schedule of `torch.distributed.pipelining`."""
 
     name: str
-    torch_class: str | None
-    """Its class in `torch.distributed.pipelining`; None: a file's."""
+    torch_class: str
+    """Its class in `torch.distributed.pipelining`."""
     stages_per_rank: tuple[int, ...] = ()
     """Numbers of stages that a rank may hold, the default first; empty: any number, two by default."""
     v_shaped: bool = False

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from nemo_like.distributed.expert.find_experts import EACH, experts_per_token, find_experts
+from nemo_like.distributed.expert.find_experts import experts_per_token, find_experts
 from nemo_like.layers import find_layers
+from nemo_like.layers.structure import is_list_of_experts
 from nemo_like.options import Precision
 from nemo_like.planning.devices import Device
 from nemo_like.recipes.quantised import PackedLinear
@@ -80,14 +81,14 @@ def _matrices(model: nn.Module) -> Iterator[int]:
 
 def _experts(model: nn.Module) -> tuple[set[nn.Module], list[str], float]:
     """Modules with fused experts, names of lists of them, and the share of them that a token goes through."""
-    found = find_experts(model)
-    if not found:
+    counts = {experts.module: experts.count for experts in find_experts(model)}
+    listed = {name: len(list(m.children())) for name, m in model.named_modules() if is_list_of_experts(name, m)}
+    if not counts and not listed:
         return set(), [], 1.0
     chosen = experts_per_token(model)
     if chosen is None:
         raise ValueError("the model's config has no num_experts_per_tok")
-    fused = {experts.module for experts in found if experts.call != EACH}
-    return fused, [experts.fqn for experts in found if experts.call == EACH], chosen / found[0].count
+    return set(counts), list(listed), chosen / next(iter([*counts.values(), *listed.values()]))
 
 
 def _attention(model: nn.Module) -> Iterator[tuple[int | None, int]]:

@@ -20,7 +20,6 @@ REASONS: dict[tuple[str, str], str] = {
         "next(model.parameters()).device.type == 'cpu'",
     ): "CUDA only: TRL's offloading takes its streams",
     (f"{_BENCH}/side_by_side.py", "device.type == 'cuda'"): _DDP,
-    (f"{_DIST}/expert/split_experts.py", "mesh.device_type != 'cuda'"): "CUDA only: deepep's kernels",
     (f"{_DIST}/launch.py", "device.type != 'cpu'"): "CUDA only: `local_device` refuses a kind that BACKENDS lacks",
     ("nemo_like/fake_rank.py", "device.kind == 'cpu'"): "reads the description of a dry run's device",
     ("nemo_like/fake_rank.py", _COUNTS_STEPS): "reads the description of a dry run's device",

@@ -56,7 +56,7 @@ OPTIONS: dict[type, dict[str, Any]] = {
         "size": 2,
         "plan": {"model.layers.*.mlp.experts": "routed"},
         "imbalance": 1.2,
-        "dispatch": "deepep",
+        "dispatch": "all_gather",
     },
     PipelineParallel: {
         "size": 2,

@@ -269,34 +269,6 @@ def test_chunked_loss_in_the_last_stage() -> None:
     run_ranks(2, _chunked)
 
 
-def _from_file(rank: int, world_size: int, path: str, ac: str) -> None:
-    model, batch = _build("llama"), _batch()
-    loss = _reference(model, batch)
-    pp = PipelineParallel(world_size, path)
-    pipeline = parallelize(_build("llama"), ac=ac, pp=pp, sample_input={k: v[:2] for k, v in batch.items()})
-    for _ in range(2):
-        pipeline.zero_grad()
-        torch.testing.assert_close(pipeline.step(**batch), loss, rtol=0, atol=1e-6)
-        _check(pipeline, model, exact=True, where=path)
-    torch.testing.assert_close(pipeline.eval_step(**batch), loss, rtol=0, atol=1e-6)
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("ac", ["full", "8MiB"])
-def test_a_schedule_from_a_file(ac: str, tmp_path: Path) -> None:
-    """One that torch has not got: a loop of four stages, every forward first, the last stage's backward cut in two."""
-    numbers = range(MICROBATCHES)
-    rows = []
-    for first, second in ((0, 2), (1, 3)):
-        forwards = [f"{stage}F{n}" for stage in (first, second) for n in numbers]
-        halves = [f"3I{n}" for n in numbers] + [f"3W{n}" for n in numbers]
-        late = halves if second == 3 else [f"2B{n}" for n in numbers]
-        rows.append(",".join([*forwards, "", *late, *(f"{first}B{n}" for n in numbers)]))
-    path = tmp_path / "own.csv"
-    path.write_text("\n".join(rows) + "\n")
-    run_ranks(2, _from_file, str(path), ac, timeout=240)
-
-
 def _refusals(rank: int, world_size: int) -> None:
     batch = _batch()
     sample = {key: value[:2] for key, value in batch.items()}
@@ -308,6 +280,8 @@ def _refusals(rank: int, world_size: int) -> None:
         assert {name: id(module) for name, module in model.named_modules()} == before
 
     refused(_build("llama"), "pp needs sample_input=", sample_input=None)
+    with pytest.raises(ValueError, match=r"schedule is 'own\.csv'; it must be one of gpipe, 1f1b"):
+        PipelineParallel(2, "own.csv")
     refused(
         _build("llama"),
         "4 layers cannot be divided over 6 stages",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -628,49 +627,3 @@ def _counted(rank: int, world_size: int) -> None:
 
 def test_asking_the_last_stage_leaves_no_trace_in_it() -> None:
     run_ranks(2, _counted)
-
-
-class Counting(nn.Module):
-    """A block that divides by how often it was called, behind a batch norm."""
-
-    def __init__(self, norm: bool) -> None:
-        super().__init__()
-        self.block, self.calls = Block(), 0
-        self.norm = nn.BatchNorm1d(LENGTH) if norm else nn.LayerNorm(DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return self.norm(self.block(x)) / (1 + 0.1 * self.calls)
-
-
-def _sees_microbatches(rank: int, world: int, norm: bool) -> list[str]:
-    heard: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("nemo_like").addHandler(handler)
-    torch.manual_seed(0)
-    model = Decoder(_next)
-    model.blocks = nn.ModuleList(Counting(norm) for _ in range(2))
-    without_dropout(model)
-    batch = {"input_ids": torch.randint(VOCAB, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))}
-    batch["labels"] = batch["input_ids"]
-    bare = copy.deepcopy(model)
-    pipeline = parallelize(
-        model, pp=PipelineParallel(2, microbatches=2, loss_mean="rows"), ac="full", device="cpu",
-        sample_input={name: rows[: ROWS // 2] for name, rows in batch.items()},
-    )  # fmt: skip
-    for _ in range(3):
-        losses = [bare(**{name: rows.chunk(2)[half] for name, rows in batch.items()}).item() for half in range(2)]
-        torch.testing.assert_close(pipeline.step(**batch).item(), sum(losses) / 2, rtol=1e-5, atol=0)
-    return [text for text in heard if "micro-batches it sees one" in text]
-
-
-@pytest.mark.parametrize("norm", [False, True])
-def test_what_sees_microbatches_is_said(norm: bool) -> None:
-    """Each step equals the micro-batches one after the other, and what does not equal the whole batch is named."""
-    first, others = run_ranks(2, _sees_microbatches, norm)
-    assert others == [] and len(first) == 1 + norm
-    assert any(
-        "'calls' of blocks.0 counts calls: in a pipeline of 2 micro-batches it sees one" in text for text in first
-    )
-    assert not norm or any("blocks.0.norm is a batch norm, which takes the mean of the rows" in text for text in first)

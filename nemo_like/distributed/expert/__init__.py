@@ -6,12 +6,11 @@
 
 from nemo_like.distributed.expert.expert_load import (
     balanced_bias,
-    reduce_idle_experts,
     summed_expert_load,
     watch_expert_load,
 )
 from nemo_like.distributed.expert.expert_mesh import ExpertMesh, make_expert_mesh, shard_experts
-from nemo_like.distributed.expert.find_experts import Experts, find_experts
+from nemo_like.distributed.expert.find_experts import Experts, find_experts, refuse_lists
 from nemo_like.distributed.expert.split_experts import check_experts, split_experts
 
 __all__ = [
@@ -21,7 +20,7 @@ __all__ = [
     "check_experts",
     "find_experts",
     "make_expert_mesh",
-    "reduce_idle_experts",
+    "refuse_lists",
     "shard_experts",
     "split_experts",
     "summed_expert_load",

@@ -9,18 +9,17 @@ from typing import Any
 
 from torch import nn
 
-from nemo_like._util.module_tree import bare_modules, glob_to_regex
+from nemo_like._util.module_tree import bare, bare_modules, glob_to_regex
 from nemo_like._util.words import a_or_an
-from nemo_like.distributed.expert.expert_lists import StackedExperts, check_list
 from nemo_like.layers.structure import is_list_of_experts
 
-ROUTED, EVERY, EACH = "routed", "every", "each"
+ROUTED, EVERY = "routed", "every"
 _DISPATCHED = "ep_dispatch_experts"  # what plans of transformers call a module that is called with the routing
 
 
 @dataclass(frozen=True, eq=False)
 class Experts:
-    """One module that holds all experts of a layer in fused weights, (experts, ..., ...) each, or a list of modules."""
+    """One module that holds all experts of a layer in fused weights, (experts, ..., ...) each."""
 
     fqn: str
     module: nn.Module
@@ -28,14 +27,11 @@ class Experts:
     """Experts in all."""
     call: str
     """``routed``: called with tokens (N, D), chosen experts (N, k) and their weights (N, k), returns (N, D). ``every``:
-    called with the rows of every expert one after the other, (experts * N, D), returns as many (Llama 4). ``each``: a list
-    of modules, each called with its rows."""
+    called with the rows of every expert one after the other, (experts * N, D), returns as many (Llama 4)."""
 
     @property
     def parameters(self) -> tuple[str, ...]:
         """Names of the weights that each expert has its own part of: the first dim is the expert's number."""
-        if self.call == EACH:  # stacked, or to be: all are the experts' own
-            return tuple(name for name, parameter in self.module._parameters.items() if parameter is not None)
         rows = _fused_rows(self.module)
         parameters = self.module._parameters.items()
         return tuple(name for name, p in parameters if p is not None and p.dim() and p.shape[0] == rows)
@@ -49,11 +45,7 @@ class Experts:
     def shared(self) -> dict[str, nn.Parameter]:
         """Parameters inside that belong to no single expert, such as a norm of what each gives: every rank has them."""
         parameters = set(self.parameters)
-        return (
-            {name: p for name, p in self.module.named_parameters() if name not in parameters}
-            if self.call != EACH
-            else {}
-        )
+        return {name: p for name, p in self.module.named_parameters() if name not in parameters}
 
 
 def find_experts(model: nn.Module, plan: Mapping[str, str] | None = None) -> tuple[Experts, ...]:
@@ -63,7 +55,7 @@ def find_experts(model: nn.Module, plan: Mapping[str, str] | None = None) -> tup
         model: with or without wrappers; on any device.
         plan: name pattern (``*`` within one dotted segment) of modules to how they are called (`Experts.call`). None:
             the expert plan of the model's transformers config; without one, modules are found by structure: fused weights
-            of three dimensions, and no weight of their own that is not fused; and lists of modules called ``experts``.
+            of three dimensions, and no weight of their own that is not fused.
             Of a module that is named, weights with another first dim than those of three dims are `Experts.shared`.
 
     Raises:
@@ -80,6 +72,34 @@ def find_experts(model: nn.Module, plan: Mapping[str, str] | None = None) -> tup
         if experts:
             return experts
     return tuple(_by_structure(model))
+
+
+def refuse_lists(model: nn.Module, size: int, plan: Mapping[str, str] | None = None) -> None:
+    """Raise ValueError where experts of `model` that ``ep=size`` would divide are a list of modules. `plan`: as
+    `ExpertParallel.plan`."""
+    listed = next(_lists(model, plan), None)
+    if listed is None:
+        return
+    name, experts = listed
+    kind = type(bare(next(iter(experts.children())))).__name__
+    raise ValueError(
+        f"ep is {size}, and the experts {name!r} are {a_or_an(experts)} of {len(experts)} modules {kind}. A rank receives "
+        "all rows of its experts at once, and the block calls a list one expert at a time. Convert it to fused experts: "
+        "from_pretrained() of transformers 5 or newer reads such a checkpoint into fused weights (MixtralExperts and the "
+        "like); in a model of your own, write them as one module with weights (experts, ..., ...) each. Or use ep=1."
+    )
+
+
+def _lists(model: nn.Module, plan: Mapping[str, str] | None) -> Iterator[tuple[str, nn.ModuleList | nn.ModuleDict]]:
+    """Lists of modules in the place of what `find_experts` looks for: named by `plan`, or called ``experts``."""
+    if plan is None and any(experts.call == ROUTED for experts in find_experts(model) if _config_plan(model)):
+        return
+    regexes = None if plan is None else [glob_to_regex(pattern) for pattern in plan]
+    for name, module in bare_modules(model):
+        if not isinstance(module, nn.ModuleList | nn.ModuleDict) or not len(module):
+            continue
+        if is_list_of_experts(name, module) if regexes is None else any(regex.fullmatch(name) for regex in regexes):
+            yield name, module
 
 
 def experts_per_token(model: nn.Module) -> int | None:
@@ -99,35 +119,19 @@ def _planned(model: nn.Module, plan: Mapping[str, str]) -> Iterator[Experts]:
                 f"ExpertParallel.plan has {pattern!r}, which matches no module of this {type(model).__name__}."
             )
         for name, module in named:
-            if call == EACH:
-                yield _listed(name, module)
-                continue
             if _fused_rows(module) is None:
                 raise ValueError(
                     f"ExpertParallel.plan names {name!r}, {a_or_an(module)}, whose own parameters are not fused "
-                    "weights: it must have some of three dims, with the experts as the first, as many in all of them. For "
-                    "a list of experts, write 'each'."
+                    "weights: it must have some of three dims, with the experts as the first, as many in all of them."
                 )
             yield _experts(name, module, call)
 
 
 def _by_structure(model: nn.Module) -> Iterator[Experts]:
     for name, module in bare_modules(model):
-        if isinstance(module, StackedExperts) or is_list_of_experts(name, module):
-            yield _listed(name, module)
-            continue
         weights = [p for p in module._parameters.values() if p is not None and p.dim() == 3]
         if _all_fused(module) and len(weights) > 1 and (call := _call_of(module)) is not None:
             yield _experts(name, module, call)
-
-
-def _listed(name: str, module: nn.Module) -> Experts:
-    if isinstance(module, StackedExperts):
-        return Experts(name, module, len(module), EACH)
-    if not isinstance(module, nn.ModuleList | nn.ModuleDict) or not len(module):
-        raise ValueError(f"ExpertParallel.plan has 'each' for {name!r}, {a_or_an(module)}: it must be a list.")
-    check_list(name, module)
-    return Experts(name, module, len(module), EACH)
 
 
 def _fused_rows(module: nn.Module) -> int | None:

@@ -15,9 +15,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from nemo_like._util.module_tree import bare_modules, glob_to_regex
 from nemo_like.distributed.expert.exchange import AllGather, AllToAll, Dispatch, group_key
-from nemo_like.distributed.expert.expert_lists import BlockOfList, StackedExperts
 from nemo_like.distributed.expert.expert_mesh import ExpertMesh, check_expert_ranks
-from nemo_like.distributed.expert.find_experts import EACH, EVERY, Experts, find_experts
+from nemo_like.distributed.expert.find_experts import EVERY, Experts, find_experts, refuse_lists
 from nemo_like.distributed.expert.grouped import expert_of_rows, fused_mlp, is_understood, zero_rows_stay_zero
 from nemo_like.distributed.expert.tensor_ranks import TensorRanks
 from nemo_like.distributed.mesh import axis_size
@@ -30,12 +29,11 @@ def check_experts(model: nn.Module, mesh: DeviceMesh, parallel: ExpertParallel) 
     """The experts that `split_experts` would split, or its error. Changes nothing.
 
     Raises:
-        ValueError: no experts are found; their number is not divisible by the ranks; ranks that do not divide those of
-            one copy of the model; a module that is neither understood nor called in a known way.
+        ValueError: no experts are found, or they are lists of modules; their number is not divisible by the ranks; ranks
+            that do not divide those of one copy of the model; a module that is neither understood nor called in a known way.
     """
     check_expert_ranks(mesh, parallel.size)
-    if parallel.dispatch == "deepep":
-        _check_deepep(mesh)
+    refuse_lists(model, parallel.size, parallel.plan)
     stage = axis_size(root_mesh(mesh), "pp") > 1  # others may have the layers with experts
     found = () if stage and not has_experts(model, parallel.plan) else find_experts(model, parallel.plan)
     if not found and not stage:
@@ -72,17 +70,6 @@ def check_experts(model: nn.Module, mesh: DeviceMesh, parallel: ExpertParallel) 
     return found
 
 
-def _check_deepep(mesh: DeviceMesh) -> None:
-    from nemo_like.distributed.expert.deepep import require_deep_ep
-
-    if mesh.device_type != "cuda":
-        raise ValueError(
-            f"ExpertParallel.dispatch is 'deepep', whose kernels run on CUDA, and the ranks are of {mesh.device_type}: "
-            "use 'all_to_all'."
-        )
-    require_deep_ep()
-
-
 def has_experts(model: nn.Module, plan: Mapping[str, str] | None = None) -> bool:
     """Return whether `model`, a part of a larger one, has any of the modules that hold experts; `plan`: as
     `ExpertParallel.plan`."""
@@ -92,17 +79,13 @@ def has_experts(model: nn.Module, plan: Mapping[str, str] | None = None) -> bool
     return any(regex.fullmatch(name) for name, _ in bare_modules(model) for regex in regexes)
 
 
-def split_experts(
-    model: nn.Module, found: Sequence[Experts], mesh: ExpertMesh, dispatch: str = DISPATCHES[0]
-) -> tuple[Experts, ...]:
-    """Keep this rank's part of each module's weights, and let its forward exchange tokens. In place; returns what holds
-    them now: `StackedExperts` in the place of lists.
+def split_experts(model: nn.Module, found: Sequence[Experts], mesh: ExpertMesh, dispatch: str = DISPATCHES[0]) -> None:
+    """Keep this rank's part of each module's weights, and let its forward exchange tokens. In place.
 
     The weights become DTensors over ``mesh.ep``, cut on the first dim; what is on the meta device stays there. `dispatch`:
     as `ExpertParallel.dispatch`.
     """
     tp = TensorRanks.of(mesh.dense["tp"]) if axis_size(mesh.dense, "tp") > 1 else None
-    found = stack_lists(model, found)
     for experts in found:
         module = experts.module
         for name in experts.parameters:
@@ -124,22 +107,6 @@ def split_experts(
             rank=mesh.ep.get_local_rank(),
             dispatch=dispatch,
         )
-    return found
-
-
-def stack_lists(model: nn.Module, found: Sequence[Experts], ranks: int = 1) -> tuple[Experts, ...]:
-    """`found`, with its lists stacked and put into their places in `model`; of each, the experts of one of `ranks`."""
-    named = dict(bare_modules(model))
-    stacked = []
-    for experts in found:
-        if experts.call == EACH and not isinstance(experts.module, StackedExperts):
-            around, _, name = experts.fqn.rpartition(".")
-            stack = StackedExperts(experts.module, experts.count // ranks).train(experts.module.training)
-            named[around]._modules[name] = stack
-            named[around].forward = BlockOfList(named[around], stack)
-            experts = Experts(experts.fqn, stack, experts.count, EACH)
-        stacked.append(experts)
-    return tuple(stacked)
 
 
 def _own_memory(part: DTensor) -> DTensor:
@@ -154,10 +121,6 @@ def make_dispatch(word: str, experts: int, group: str, *, leaves_out: bool) -> D
     """Return the implementation that `ExpertParallel.dispatch` calls `word`, for the ranks of `group` (`group_key`)."""
     if word == "all_gather":
         return AllGather(experts, group)
-    if word == "deepep":
-        from nemo_like.distributed.expert.deepep import DeepEP  # where it is asked for alone
-
-        return DeepEP(experts, group)
     return AllToAll(experts, group, leaves_out)
 
 
@@ -199,8 +162,6 @@ class SplitExperts:
             free_last_gather(self.module)
         if self.call == EVERY:
             return self.every(hidden)
-        if self.call == EACH:
-            return self.each(hidden, *routing)
         chosen, weights = (*routing, *named.values())
         return self.routed(hidden, chosen, weights)
 
@@ -225,12 +186,6 @@ class SplitExperts:
         out = self.sent_and_back(parts, chosen[:, None], None).view(shape)
         return out if self.tp is None else self.tp.all_parts(out, rows // self.count, dim=1).reshape(rows, -1)
 
-    def each(self, rows: Tensor, chosen: Tensor) -> Tensor:
-        """Rows (R, D) and the expert of each (R,) → (R, D)."""
-        parts = rows if self.tp is None else self.tp.own_part(rows)
-        out = self.sent_and_back(parts, (chosen if self.tp is None else self.tp.own_part(chosen))[:, None], None)
-        return out if self.tp is None else self.tp.all_parts(out, rows.shape[0])
-
     def sent_and_back(self, rows: Tensor, chosen: Tensor, weights: Tensor | None) -> Tensor:
         """Rows (N, D), their experts (N, k) and weights (N, k) → (N, D), through whatever rank has the experts."""
         taken, sent = self.dispatch.send(rows, chosen, weights)
@@ -241,8 +196,6 @@ class SplitExperts:
         weights = {name: self.weight_of(name) for name in self.own}
         if self.adapters:
             weights = with_adapters(weights, self.adapters, self.first)
-        if isinstance(self.module, StackedExperts):
-            return self.module.compute(weights, rows, counts)
         if self.understood:
             return fused_mlp(self.module, weights, rows, counts, ends)
         return self.by_its_own_forward(weights, rows, ends)

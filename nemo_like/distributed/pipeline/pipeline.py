@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from nemo_like._util.log import warn_once
-from nemo_like._util.module_tree import every_module
 from nemo_like.distributed.agreement import check_same_batch, sharing_groups
 from nemo_like.distributed.context.sequence_ops import padded_length
 from nemo_like.distributed.gradients import clip_stages_
@@ -51,7 +49,6 @@ class Pipeline(StagesOfRank):
         self._schedules: dict[Any, Any] = {}
         self._tied_group = _tied_group(mesh) if parts.tied and self._last_rank else None
         self._verified = False
-        self._by_microbatch = ByMicrobatch([stage.module for stage in self.stages], options.microbatches or 1)
         self.sees: Callable[[Mapping[str, Any], int], None] | None = None
         """Called with each batch that `step` trains on, and how many micro-batches it becomes."""
         self.tie()
@@ -76,7 +73,6 @@ class Pipeline(StagesOfRank):
         if self.sees is not None:
             self.sees(batch, self.options.microbatches or 1)
         sizes = self._verified_cut(batch)
-        self._by_microbatch.step_begins()
         schedule = self._schedule(*sizes)
         numbers = torch.arange(self.options.microbatches or 1)
         args = (numbers,) if self.stages[0].slice.is_first else ()
@@ -390,58 +386,3 @@ def _tied_group(mesh: DeviceMesh) -> Any:
         if dist.get_rank() in ends:
             mine = group
     return mine
-
-
-# What a stage does once for each micro-batch, and the whole model once for each batch: batch norm, and counted calls.
-
-_NORMS = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
-_Counters = dict[tuple[str, str], int]
-
-
-class ByMicrobatch:
-    """Looks at the first two steps of a pipeline, and warns of what sees micro-batches in the place of the batch."""
-
-    def __init__(self, stages: Sequence[nn.Module], microbatches: int) -> None:
-        self._stages, self._microbatches = stages, microbatches
-        self._seen: list[_Counters] = []
-
-    def step_begins(self) -> None:
-        """Call before each step."""
-        if self._microbatches == 1 or len(self._seen) == 3:
-            return
-        self._seen.append(self._counters())
-        if len(self._seen) == 1:
-            norms = [name for name, module in self._modules() if isinstance(module, _NORMS)]
-            if norms:
-                self._warn(f"{norms[0]} is a batch norm, which takes the mean of the rows that it sees", "group norm")
-        if len(self._seen) == 3:
-            first, second, third = self._seen
-            counted = [key for key, value in third.items() if self._is_counted(first.get(key), second.get(key), value)]
-            if counted:
-                module, name = counted[0]
-                self._warn(f"{name!r} of {module or 'the model'} counts calls", "a counter that the training loop sets")
-
-    def _warn(self, what: str, instead: str) -> None:
-        warn_once(
-            f"{what}: in a pipeline of {self._microbatches} micro-batches it sees one micro-batch after the other, as in "
-            f"gradient accumulation, and not the whole batch. Use {instead} where that matters."
-        )
-
-    def _is_counted(self, first: int | None, second: int | None, third: int) -> bool:
-        """Return whether a number grew by the same multiple of the micro-batches in both steps."""
-        if first is None or second is None or second == first:
-            return False
-        return third - second == second - first and (second - first) % self._microbatches == 0
-
-    def _counters(self) -> _Counters:
-        return {
-            (name, key): value
-            for name, module in self._modules()
-            for key, value in vars(module).items()
-            if type(value) is int
-        }
-
-    def _modules(self) -> Iterator[tuple[str, nn.Module]]:
-        for stage in self._stages:
-            for module, name in every_module(stage).items():
-                yield name, module

@@ -11,8 +11,6 @@ from typing import Any
 from torch.distributed import pipelining
 
 from nemo_like.options import PipelineParallel
-from nemo_like.options.pipelining import is_schedule_file
-from nemo_like.torch_compat import schedule_from_file
 
 
 def stages_of(options: PipelineParallel, rank: int) -> list[int]:
@@ -21,8 +19,6 @@ def stages_of(options: PipelineParallel, rank: int) -> list[int]:
     >>> stages_of(PipelineParallel(2, schedule="zbv"), 0), stages_of(PipelineParallel(2, schedule="interleaved_1f1b"), 1)
     ([0, 3], [1, 3])
     """
-    if (table := options.file) is not None:
-        return table.of_rank(rank)
     if options.facts.v_shaped:
         return [rank, 2 * options.size - 1 - rank]
     return list(range(rank, options.stages, options.size))
@@ -38,9 +34,6 @@ def make_schedule(options: PipelineParallel, stages: Sequence[Any], loss_fn: Cal
     facts = options.facts
     stages_here = list(stages) if facts.several else stages[0]
     rest: dict[str, Any] = {"loss_fn": loss_fn, "scale_grads": False}
-    if facts.torch_class is None:
-        assert options.microbatches is not None  # the file states how many
-        return schedule_from_file(options.schedule, stages_here, options.microbatches, **rest)
     return getattr(pipelining, facts.torch_class)(stages_here, options.microbatches, **rest)
 
 
@@ -81,9 +74,10 @@ def all_actions_of(pp: PipelineParallel) -> tuple[tuple[Action, ...], ...]:
     >>> print(*all_actions_of(PipelineParallel(2, microbatches=2))[0])
     0F0 0F1 0B0 0B1 0REDUCE_GRAD
     """
-    return _made(pp) if is_schedule_file(pp.schedule) else _made_once(pp)
+    return _made(pp)
 
 
+@functools.lru_cache(maxsize=32)  # a search uses the same ones again and again
 def _made(pp: PipelineParallel) -> tuple[tuple[Action, ...], ...]:
     count = pp.microbatches or 1
     if not pp.facts.several:
@@ -91,10 +85,6 @@ def _made(pp: PipelineParallel) -> tuple[tuple[Action, ...], ...]:
         return tuple(tuple(_one_stage(rank, count, most)) for rank, most in enumerate(ahead))
     schedule = make_schedule(pp, [_shape(pp, stage) for stage in stages_of(pp, 0)], _no_loss)
     return tuple(tuple(_flat(action for action in schedule.pipeline_order_with_comms[rank])) for rank in range(pp.size))
-
-
-_made_once = functools.lru_cache(maxsize=32)(_made)
-"""A search uses the same ones again and again. Not for files, which may have changed."""
 
 
 def _one_stage(rank: int, count: int, ahead: int) -> Iterator[Action]:

@@ -16,13 +16,11 @@ from nemo_like._util.module_tree import check_model
 from nemo_like._util.rng import rng_state, set_rng_state
 from nemo_like._util.words import a_or_an
 from nemo_like.distributed import launch
-from nemo_like.distributed.expert.expert_lists import list_pieces
 from nemo_like.distributed.weights.replaced import parameters_of, watch_replaced
 from nemo_like.distributed.weights.slots import CPU_OFFLOAD_MARK, Slot, copy_whole, find_slots
 from nemo_like.distributed.weights.sources import (
     CheckpointUnreadableError,
     LayeredSource,
-    ListedSource,
     Source,
     check_names,
     open_source,
@@ -81,11 +79,8 @@ def materialize(
         compute = launch.local_device(_device_type(slots))
         place = torch.device("cpu") if hasattr(model, CPU_OFFLOAD_MARK) else compute
         chosen = state_dict if state_dict is not None else checkpoint
-        pieces = list_pieces(model)
-        apart = {name for slot in slots for name in slot.names}.union(*pieces.values())
+        apart = {name for slot in slots for name in slot.names}
         source = None if chosen is None else open_source(chosen, apart)
-        if source is not None and pieces:
-            source = ListedSource(source, pieces)
         if source is not None:
             check_names(slots, source, strict)
         left = {id(slot.tensor) for slot in slots if slot.tensor.is_meta and not (source is not None and slot.saved)}

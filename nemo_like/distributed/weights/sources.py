@@ -30,7 +30,6 @@ from torch.distributed.tensor import DTensor
 
 from nemo_like._util.extras import require
 from nemo_like._util.words import a_or_an
-from nemo_like.distributed.expert.expert_lists import own_views
 from nemo_like.distributed.weights.checked_files import CheckedReader, CheckpointUnreadableError, check_inside
 from nemo_like.distributed.weights.slots import Box, Slot, boxes_of, copy_whole, list_names
 
@@ -205,35 +204,6 @@ class LayeredSource:
             by_source.setdefault(id(source), (source, {}))[1][stored] = target
         for source, wanted in by_source.values():
             source.fill(wanted)
-
-
-class ListedSource:
-    """Another source, which has experts one by one, for a model that has them stacked: each rank reads its own."""
-
-    def __init__(self, source: Source, pieces: Mapping[str, Sequence[str]]) -> None:
-        """pieces: name of a stack → the names of its experts' weights, in order."""
-        self.label, self._source = source.label, source
-        self._pieces = {
-            name: of_weight for name, of_weight in pieces.items() if all(one in source.shapes for one in of_weight)
-        }
-        single = {one for of_weight in self._pieces.values() for one in of_weight}
-        self.shapes = {name: shape for name, shape in source.shapes.items() if name not in single}
-        for name, of_weight in self._pieces.items():
-            self.shapes[name] = torch.Size((len(of_weight), *source.shapes[of_weight[0]]))
-
-    def get(self, name: str) -> Tensor:
-        if name not in self._pieces:
-            return self._source.get(name)
-        return torch.stack([self._source.get(one) for one in self._pieces[name]])
-
-    def fill(self, targets: Mapping[str, Tensor]) -> None:
-        apart: dict[str, Tensor] = {}
-        for name, target in targets.items():
-            if name in self._pieces:
-                apart |= {self._pieces[name][number]: view for number, view in own_views(target).items()}
-            else:
-                apart[name] = target
-        self._source.fill(apart)
 
 
 def open_source(

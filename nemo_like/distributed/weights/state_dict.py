@@ -23,16 +23,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from nemo_like._util.module_tree import bare_name, check_model
+from nemo_like._util.module_tree import check_model
 from nemo_like.distributed import launch
 from nemo_like.distributed.agreement import wire_device
-from nemo_like.distributed.expert.expert_lists import (
-    Pieces,
-    list_pieces,
-    optimizer_apart,
-    optimizer_together,
-    own_views,
-)
 from nemo_like.distributed.weights.slots import (
     STAGES_MARK,
     Slot,
@@ -63,18 +56,13 @@ def get_model_state(model: nn.Module, *, full: bool = False) -> dict[str, Tensor
     if full:
         _refuse_part(model, "pipeline.full_state_dict() gathers the whole weights")
     state: dict[str, Tensor] = {}
-    pieces = list_pieces(model)
     for slot in _saved_slots(model):
         tensor = without_float8(slot.tensor.detach())
         if full:
             if (whole := whole_on_first(tensor)) is None:
                 continue
             tensor = whole
-        if slot.name not in pieces:
-            state |= dict.fromkeys(slot.names, in_boxes(tensor))
-            continue
-        part = pieces[slot.name]  # on a rank without the others' experts, without their names
-        state |= {part[number]: view for number, view in own_views(tensor).items()}
+        state |= dict.fromkeys(slot.names, in_boxes(tensor))
     return state
 
 
@@ -97,11 +85,7 @@ def set_model_state(model: nn.Module, state: Mapping[str, Tensor], *, strict: bo
         ValueError: names missing or unknown, shapes different; nothing has been copied then.
     """
     check_model(model)
-    pieces = list_pieces(model)
-    slots = [piece for slot in _saved_slots(model) for piece in _by_expert(slot, pieces)]
-    here = {name for slot in slots for name in slot.names}
-    elsewhere = {name for owned in pieces.values() for name in owned} - here
-    state = {name: value for name, value in state.items() if name not in elsewhere}
+    slots = _saved_slots(model)
     source = StateDictSource(state)
     check_names(slots, source, strict)
     for slot in slots:
@@ -127,7 +111,7 @@ def get_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, f
     if full:
         _refuse_part(model, "torch.distributed.checkpoint saves the parts of all ranks (full=False)")
     options = StateDictOptions(full_state_dict=full, cpu_offload=full)
-    state = optimizer_apart(get_optimizer_state_dict(model, optimizer, options=options), list_pieces(model))
+    state: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer, options=options))
     if full:
         return state
     state["param_groups"] = _groups_of_all_stages(model, state["param_groups"])
@@ -148,10 +132,6 @@ def set_optimizer_state(
     """
     check_model(model)
     show_shards(model)
-    pieces = list_pieces(model)
-    if not full or launch.rank() == 0:
-        stacked = {bare_name(name): p for name, p in model.named_parameters() if bare_name(name) in pieces}
-        state = optimizer_together(state, pieces, stacked)
     own: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer))
     loaded = _own_part(own, state) if full else tree_map_only(DTensor, as_dtensor, dict(state))
     loaded["param_groups"] = [_options_of(group, loaded["param_groups"]) for group in own["param_groups"]]
@@ -248,13 +228,6 @@ def _save_pretrained(model: nn.Module, *args: object, **kwargs: object) -> Any:
             "state_dict=state) on rank 0."
         )
     return save(*args, **kwargs)
-
-
-def _by_expert(slot: Slot, pieces: Pieces) -> list[Slot]:
-    """`slot`, or where it is a stack of experts one for each that this rank has some of."""
-    if slot.name not in pieces:
-        return [slot]
-    return [Slot(view, names=[pieces[slot.name][number]]) for number, view in own_views(slot.tensor.detach()).items()]
 
 
 def _saved_slots(model: nn.Module) -> list[Slot]:

@@ -17,7 +17,6 @@ from nemo_like._util.log import say_once
 from nemo_like._util.module_tree import check_model
 from nemo_like._util.progress import Say, silent
 from nemo_like.distributed.expert import find_experts
-from nemo_like.distributed.expert.find_experts import EACH
 from nemo_like.distributed.tensor.apply import sequence_places
 from nemo_like.distributed.tensor.plan import resolve_plan
 from nemo_like.job import Job
@@ -307,12 +306,9 @@ def make_search(
 
 
 def _counts_of_experts(model: nn.Module) -> list[int]:
-    """Return how many experts each layer has that a plan can split.
-
-    The list is empty where there are lists of experts, whose rows are not known.
-    """
+    """Return how many experts each layer has that a plan can split; lists of modules are none."""
     try:
-        return [each.count for each in find_experts(model, None) if each.call != EACH]
+        return [each.count for each in find_experts(model, None)]
     except ValueError as error:
         say_once(f"Layouts with ep are left out: {error}")
         return []

@@ -21,7 +21,7 @@ from nemo_like.activation_checkpointing.spec import KeepRouting
 from nemo_like.distributed.context import cut_for_planning
 from nemo_like.distributed.context.parts import MasksOfAllLayers
 from nemo_like.distributed.expert import Experts
-from nemo_like.distributed.expert.find_experts import EACH, find_experts
+from nemo_like.distributed.expert.find_experts import refuse_lists
 from nemo_like.distributed.expert.split_experts import has_experts
 from nemo_like.distributed.first_rank import first_rank
 from nemo_like.distributed.launch import pick_device_type
@@ -114,10 +114,11 @@ class TracedPart:
         check_float8_plan(job, self.device)
         convert(find.find_layers(self.model, job.layers), job, self.device)
         self.experts: tuple[Experts, ...] = ()
+        if job.ep.size > 1:
+            refuse_lists(model, job.ep.size, job.ep.plan)
         # A stage of a pipeline may be one without experts.
         ep = ExpertParallel() if self.is_stage and not has_experts(model, job.ep.plan) else job.ep
         if job.tp.size * ep.size > 1:
-            _refuse_lists(model, ep)
             self.model, self.experts = first_rank(self.model, job.tp, ep, ends=ends_of(model))
         self.layers, self.chosen = _found_and_chosen(self.model, job.layers)
         if has_kv_sharing(model) and not shares_states_explicitly(bare(layer.module) for layer in self.layers):
@@ -415,12 +416,3 @@ def _found_and_chosen(model: nn.Module, layers: Any) -> tuple[tuple[find.Layer, 
     except find.LayersNotFoundError:
         return chosen, names  # only the caller knows the layers
     return (every if names <= {layer.fqn for layer in every} else chosen), names
-
-
-def _refuse_lists(model: nn.Module, ep: ExpertParallel) -> None:
-    experts = find_experts(model, ep.plan) if ep.size > 1 else ()
-    if listed := next((each.fqn for each in experts if each.call == EACH), None):
-        raise ValueError(
-            f"ep is {ep.size}, and {listed!r} is a list of experts, whose block decides in Python how many rows each gets: "
-            "no plan can be made. Use a mode (ac='full', 'selective'), or stack the weights of the list."
-        )
