@@ -151,7 +151,6 @@ def _cases() -> list[Any]:
 
 REFUSED = {
     "search.measure": "can't be measured for",
-    "ep.dispatch": "the ranks are of cpu",
 }
 """What no plan counts is refused with the reason."""
 
