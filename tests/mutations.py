@@ -212,12 +212,6 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "distributed/context/methods/ring.py",
-        "out, total, 0.0, causal, scale=scale\n        )\n    return tiled_block_backward",
-        "out, total, 0.0, not causal, scale=scale\n        )\n    return tiled_block_backward",
-        "tests_distributed/context/test_cut_sequences.py",
-    ),
-    Fault(
-        "distributed/context/methods/ring.py",
         "of_scores = weights * of_weights * scale",
         "of_scores = weights * of_weights",
         "tests/test_cut_refusals.py",
@@ -254,8 +248,8 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "distributed/pipeline/loss_mean.py",
-        "if key not in self._compared]",
-        "if key[0] == 'names' and key not in self._compared]",
+        "if not self._compared.get(names) and (",
+        "if False and (",
         "tests_distributed/pipeline/test_pipeline_loss.py",
     ),
     Fault(
@@ -425,12 +419,6 @@ FAULTS: tuple[Fault, ...] = (
         "self.before | dict(zip(self.given, kwargs.pop(GIVEN, ())))",
         "dict(zip(self.given[1:], kwargs.pop(GIVEN, ())))",
         "tests/planning/test_attributes_of_layers.py",
-    ),
-    Fault(
-        "distributed/pipeline/loss_mean.py",
-        "        if hidden:",
-        "        if hidden and self._calls < 3:",
-        "tests_distributed/pipeline/test_pipeline_loss.py",
     ),
     Fault(
         "activation_checkpointing/engine/random_state.py",

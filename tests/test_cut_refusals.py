@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
 
 from nemo_like import ContextParallel, parallelize
 from nemo_like.distributed.context import check_context_parallel, cut_for_planning
 from nemo_like.distributed.context.methods.ring import (
     attention_block,
     attention_block_backward,
-    tiled_block,
-    tiled_block_backward,
 )
 from nemo_like.distributed.context.sequence_ops import cut, join, pad, padded_length, positions, split
-from tests.models.families import ENCODER, FAMILIES, HEADED, causal
+from tests.models.families import COMMON, ENCODER, FAMILIES, HEADED, causal, hf
 from tests_distributed.context.cut_models import build
 
 REFUSED = {
@@ -28,13 +28,32 @@ REFUSED = {
     "bart": "a BartLearnedPositionalEmbedding, counts the positions", "roberta": "counts positions over the ids",
     "opt": "a OPTLearnedPositionalEmbedding, counts the positions", "llama4_tuned": "scales queries by positions",
     "qwen3_vl": "a Qwen3VLTextModel, adds states of pictures between its layers",
+    "bert_classes": "a BertPooler, reads one token of a sequence",
+    "longrope": "a Phi3RotaryEmbedding, makes frequencies by the longest position",
+    "flex": "a _Flex, calls flex attention itself",
     "t5gemma": "a T5GemmaCrossAttention, looks at states of another modality or of an encoder",
 }  # fmt: skip
 OWN = {
     "falcon": causal("Falcon", vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True),
     "t5gemma": lambda: _t5gemma(),
     "roberta": lambda: _roberta(),
+    "bert_classes": hf("BertForSequenceClassification", "BertConfig", **ENCODER),
+    "longrope": lambda: hf("Phi3ForCausalLM", "Phi3Config", **COMMON, rope_parameters=_LONG)(),
+    "flex": lambda: nn.Sequential(nn.Embedding(8, 8), nn.Sequential(_Flex(), _Flex()), nn.Linear(8, 8)),
 }
+_LONG = {
+    "rope_type": "longrope", "rope_theta": 100.0, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
+    "original_max_position_embeddings": 13,
+}  # fmt: skip
+
+
+class _Flex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv = nn.LayerNorm(8), nn.Linear(8, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + flex_attention(*self.qkv(self.norm(x))[:, None].chunk(3, -1))[:, 0]
 
 
 def _t5gemma() -> nn.Module:
@@ -138,12 +157,13 @@ def test_causal_work_is_the_same_on_every_rank() -> None:
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_tiles_compute_what_the_fused_block_does(causal: bool) -> None:
+def test_tiles_compute_what_attention_of_torch_does(causal: bool) -> None:
     rows = 700  # two tiles
-    query, grad = torch.randn(1, 2, rows, 8), torch.randn(1, 2, rows, 8)
-    key, value = torch.randn(2, 1, 2, rows if causal else 40, 8).unbind(0)
-    out, total = attention_block(query, key, value, causal, 0.3)
-    torch.testing.assert_close(tiled_block(query, key, value, causal, 0.3), (out, total), rtol=1e-5, atol=1e-5)
-    expected = attention_block_backward(grad, query, key, value, out, total, causal, 0.3)
-    found = tiled_block_backward(grad, query, key, value, out, total, causal, 0.3)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    query, grad = torch.randn(1, 2, rows, 8, requires_grad=True), torch.randn(1, 2, rows, 8)
+    key, value = (torch.randn(1, 2, rows if causal else 40, 8, requires_grad=True) for _ in range(2))
+    expected = F.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=0.3)
+    with torch.no_grad():
+        out, total = attention_block(query, key, value, causal, 0.3)
+        found = attention_block_backward(grad, query, key, value, out, total, causal, 0.3)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found, torch.autograd.grad(expected, (query, key, value), grad), rtol=1e-4, atol=1e-5)

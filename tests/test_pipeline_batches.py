@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from nemo_like.distributed.pipeline.batches import cut_batch, joined, marks, repeated
+from nemo_like.distributed.pipeline.batches import cut_batch, joined, repeated
 from nemo_like.distributed.pipeline.loss_mean import LossMean
 from nemo_like.options import PipelineParallel
 from tests.models.tiny import llama
@@ -30,12 +30,6 @@ def test_rows_are_cut_filled_and_put_together_again() -> None:
     again = joined(*cut_batch({name: value[:2] for name, value in batch.items() if name != "scale"}, 2))
     assert torch.equal(again["labels"], LABELS[:2]) and again["word"] == "x"[:2]
     assert repeated(batch, 2)["labels"].shape == (6, 4)
-
-
-def test_numbers_that_may_be_padding() -> None:
-    ids = torch.tensor([[5, 5, 6, 7], [8, 9, 2, 2]])
-    found = marks({"ids": ids, "mask": ids > 2, "x": ids.float(), "place": ids[:, 3]})
-    assert found == {("ids", 2), ("ids", 5), ("place", 2), ("place", 7)}
 
 
 @pytest.mark.parametrize(

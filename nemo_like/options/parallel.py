@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nemo_like._util.words import a_or_an, check_bool, check_whole, did_you_mean, normalise, parse_dtype
-from nemo_like.options.pipelining import LOSS_MEANS
+from nemo_like.options.pipelining import parse_loss_mean
 
 if TYPE_CHECKING:  # imported where a dtype or a policy is read
     import torch
@@ -187,8 +187,8 @@ class ContextParallel:
     method: str = "all_gather"
     """The way in which queries meet the keys of other ranks. ``all_gather``: each rank gathers all keys and values, for
     any attention. ``ulysses``: an all-to-all gives each rank some heads of the whole sequence; `size` must divide the
-    heads. ``ring``: keys and values go from rank to rank, and no rank has those of the whole sequence. It is for causal
-    self-attention without a mask, bias or dropout alone."""
+    heads, and those of keys. ``ring``: keys and values go from rank to rank, and no rank has those of the whole
+    sequence. It is for causal self-attention without a mask, bias or dropout alone."""
     loss_mean: str | Callable[[Any], Any] | None = None
     """The numbers that the model's loss is a mean over; so many each rank's part has. ``"tokens"``: labels that are not
     -100, or a sum where the batch has ``num_items_in_batch``; ``"sum"``: it is a sum; or a function of this rank's part of
@@ -209,12 +209,7 @@ class ContextParallel:
                 + did_you_mean(word, CONTEXT_METHODS)
             )
         object.__setattr__(self, "method", word)
-        over = normalise(self.loss_mean) if isinstance(self.loss_mean, str) else self.loss_mean
-        if not (over is None or callable(over) or over in LOSS_MEANS):
-            raise ValueError(
-                f"ContextParallel.loss_mean is {over!r}; it must be {', '.join(map(repr, LOSS_MEANS))} or a function of a "
-                "part of the arguments that returns how much counts in it." + did_you_mean(str(over), LOSS_MEANS)
-            )
+        over = parse_loss_mean("ContextParallel", self.loss_mean, "a part of the arguments")
         object.__setattr__(self, "loss_mean", over)
 
     @classmethod

@@ -9,7 +9,23 @@ from typing import Any
 from nemo_like._util.words import check_whole, did_you_mean, normalise
 
 LOSS_MEANS = ("tokens", "rows", "sum")
-"""The words of `PipelineParallel.loss_mean`."""
+"""The words of `PipelineParallel.loss_mean` and `ContextParallel.loss_mean`."""
+LossMean = str | Callable[[dict[str, Any]], Any] | None
+"""The type of both."""
+
+
+def parse_loss_mean(owner: str, loss_mean: LossMean, part: str) -> LossMean:
+    """Return the ``loss_mean=`` of the options `owner`, a word in lower case; raise ValueError where it is none.
+
+    part: a function of it is accepted, in words.
+    """
+    over = normalise(loss_mean) if isinstance(loss_mean, str) else loss_mean
+    if over is None or callable(over) or over in LOSS_MEANS:
+        return over
+    raise ValueError(
+        f"{owner}.loss_mean is {over!r}; it must be {', '.join(map(repr, LOSS_MEANS))} or a function of {part} that returns "
+        "how much counts in it." + did_you_mean(str(over), LOSS_MEANS)
+    )
 
 
 @dataclass(frozen=True)
@@ -37,7 +53,8 @@ class PipelineParallel:
     """The numbers that the loss of a batch is a mean over; so many each micro-batch has. ``"tokens"``: labels that are
     not -100, or a sum where the batch has ``num_items_in_batch``; ``"rows"``: rows or elements; ``"sum"``: it is a sum; or
     a function of a micro-batch, a dict of tensors, that returns how much counts in it. None: ``"tokens"`` for a model of
-    transformers; any other model needs one of these. Steps compare it with one call of two micro-batches."""
+    transformers; any other model needs one of these. The first step compares it
+    with one call of two micro-batches; so does the first step whose micro-batches count differently."""
     split: Callable[[Any, int, int], Any] | None = None
     """For a model that its list of layers does not cut: ``split(model, stage, stages)`` returns the module of one stage. It
     gets a copy of the model's modules with the model's own parameters, which it may take apart; parameters keep the names
@@ -68,14 +85,7 @@ class PipelineParallel:
             object.__setattr__(self, "balance", tuple(self.balance))
         if self.balance not in ("time", "memory"):
             self._check_counts()
-        if isinstance(self.loss_mean, str):
-            object.__setattr__(self, "loss_mean", normalise(self.loss_mean))
-        if not (self.loss_mean is None or callable(self.loss_mean) or self.loss_mean in LOSS_MEANS):
-            raise ValueError(
-                f"PipelineParallel.loss_mean is {self.loss_mean!r}; it must be {', '.join(map(repr, LOSS_MEANS))} or a "
-                "function of a micro-batch that returns how much counts in it."
-                + did_you_mean(str(self.loss_mean), LOSS_MEANS)
-            )
+        object.__setattr__(self, "loss_mean", parse_loss_mean("PipelineParallel", self.loss_mean, "a micro-batch"))
         if self.split is None:
             return
         if not callable(self.split):

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from nemo_like import ContextParallel, parallelize
-from tests.models.families import COMMON, hf
 from tests_distributed.context.cut_models import LENGTH, LOSS, batch, build, step, wrong_in_modes
 from tests_distributed.spawn import run_ranks
 
@@ -52,33 +51,6 @@ def test_a_default_device_does_not_cut_the_labels_twice(name: str) -> None:
 @pytest.mark.parametrize("name", MORE_NAMES)
 def test_more_families(name: str) -> None:
     assert run_ranks(2, _modes, name, 2, ("selective",)) == [[], []]
-
-
-def _follows_the_longest(rank: int, world_size: int) -> list[str]:
-    """13 tokens end where the short frequencies do, and their padding beyond; of 21 tokens a part ends there."""
-    longrope = {
-        "rope_type": "longrope", "rope_theta": 100.0, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
-        "original_max_position_embeddings": 13, "short_mscale": 1.0, "long_mscale": 2.0,
-    }  # fmt: skip
-    dynamic = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0}
-    phi = {"rope_parameters": longrope, "original_max_position_embeddings": 13, "pad_token_id": 0}
-    wrong = []
-    for name, own, cases in (
-        ("Phi3", phi, [("all-gather", 13), ("all-gather", 21), ("ulysses", 21), ("ring", 21)]),
-        ("Phimoe", {"rope_parameters": longrope, "num_local_experts": 2}, [("all-gather", 21)]),
-        ("Llama", {"rope_parameters": dynamic, "max_position_embeddings": 13}, [("all-gather", 13), ("ring", 21)]),
-    ):
-        torch.manual_seed(0)
-        whole = hf(f"{name}ForCausalLM", f"{name}Config", **COMMON | own, initializer_range=0.3)().float()
-        whole.eval()  # in training, Phimoe draws which experts a token goes to
-        for method, length in cases:
-            found = wrong_in_modes(whole, batch("llama", length=length), ContextParallel(2, method), ("none",))
-            wrong += [f"{name}, {method}, {length} tokens: {text}" for text in found]
-    return wrong
-
-
-def test_rotary_embeddings_follow_the_longest_position_of_the_whole_sequence() -> None:
-    assert run_ranks(2, _follows_the_longest) == [[], []]
 
 
 @pytest.mark.few(4)

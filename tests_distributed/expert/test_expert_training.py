@@ -66,31 +66,6 @@ def test_a_bias_that_follows_the_load_is_the_same_on_any_ranks() -> None:
         assert run_ranks(ranks, _balanced, ep, tp, timeout=90) == [whole] * ranks
 
 
-def _adapters(rank: int, world_size: int) -> None:
-    from peft import LoraConfig, get_peft_model
-
-    ids = tokens(world_size)
-
-    def adapted() -> nn.Module:
-        torch.manual_seed(1)
-        config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-        return get_peft_model(build("mixtral"), config)
-
-    reference = adapted()
-    reference(input_ids=ids, labels=ids).loss.backward()
-    wanted = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
-    mine = ids[rank : rank + 1]
-    for ac in ("none", "full", "selective"):
-        model = parallelize(adapted(), ac=ac, ep=2, device="cpu")
-        model(input_ids=mine, labels=mine).loss.backward()
-        assert_close(gradients(model), wanted)
-
-
-def test_adapters_beside_experts_train() -> None:
-    pytest.importorskip("peft")
-    run_ranks(2, _adapters)
-
-
 def _in_bfloat16(rank: int, world_size: int) -> None:
     mine = tokens(world_size)[rank : rank + 1]
     found = {}

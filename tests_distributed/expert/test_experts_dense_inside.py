@@ -5,7 +5,6 @@ Every rank has them, whatever `ep`; their gradients are summed over all ranks, a
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from nemo_like.distributed import clip_grad_norm_, get_model_state, materialize,
 from nemo_like.distributed.expert import find_experts
 from nemo_like.options import ExpertParallel, TensorParallel
 from tests_distributed.expert.whole_gradients import assert_close, gradients
-from tests_distributed.small_model import VOCAB, WIDTH, SmallModel, tokens
+from tests_distributed.small_model import WIDTH, SmallModel, tokens
 from tests_distributed.spawn import run_ranks
 
 COUNT = 4
@@ -126,75 +125,8 @@ def test_which_weights_are_an_expert_s_own() -> None:
     ]
 
 
-def _family(rank: int, world_size: int) -> None:
-    """MuseSpark, which has a norm inside its experts."""
-    try:
-        from transformers import MuseSparkTextConfig, MuseSparkTextModel
-    except ImportError:  # a release before it
-        return
-
-    config = MuseSparkTextConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, max_position_embeddings=64, use_cache=False, num_local_experts=COUNT,
-        num_experts_per_tok=2, moe_hidden_size=16, moe_intermediate_size=16, eos_token_id=1, bos_token_id=1,
-    )  # fmt: skip
-
-    def built() -> nn.Module:
-        torch.manual_seed(0)
-        model = MuseSparkTextModel(config).train()
-        for parameter in model.parameters():
-            parameter.data.normal_(0, 0.3)
-        return model
-
-    def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
-        return model(input_ids=rows).last_hidden_state.square().mean()
-
-    ids = tokens(world_size)
-    reference = built()
-    loss_of(reference, ids).backward()
-    wanted = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
-    assert any(name.endswith("experts.post_expert_norm.weight") for name in wanted)
-    plain = None
-    for ac in ("none", "full", "selective"):
-        model = parallelize(built(), ac=ac, ep=2, device="cpu")
-        loss_of(model, ids[rank : rank + 1]).backward()
-        found = gradients(model)
-        assert_close(found, wanted)
-        plain = found if plain is None else plain
-        assert all(torch.equal(found[name], plain[name]) for name in plain), ac
-
-
-def _adapted() -> nn.Module:
-    from peft import LoraConfig, get_peft_model
-
-    bare = Model()
-    torch.manual_seed(3)
-    config = LoraConfig(
-        r=2, target_modules=["router"], target_parameters=["pool.gate_up_proj"], init_lora_weights=False
-    )
-    model = get_peft_model(bare, config)
-    for layer in bare.layers:
-        layer.pool.get_base_layer().norm.weight.requires_grad_(True)
-    return model
-
-
-def _with_adapters(rank: int, world_size: int) -> None:
-    """Adapters on the experts, and a norm inside of them that trains beside these."""
-    ids = tokens(world_size)
-    _, wanted = _wanted(_adapted(), ids)
-    wanted = {name: grad for name, grad in wanted.items() if grad is not None}
-    assert any("norm" in name for name in wanted) and any("pool.lora_A" in name for name in wanted)
-    plan = {"**.pool.base_layer": "routed"}
-    model = parallelize(_adapted(), ac="full", ep=ExpertParallel(2, plan=plan), device="cpu")
-    model(ids[rank : rank + 1]).backward()
-    assert_close(gradients(model), wanted)
-
-
 def _on_two_ranks(rank: int, world_size: int, folder: str) -> None:
     _trained(rank, world_size)
-    _family(rank, world_size)
-    if importlib.util.find_spec("peft") is not None:
-        _with_adapters(rank, world_size)
     model = parallelize(Model(), ep=ExpertParallel(2, plan=PLAN), device="cpu")
     dcp.save(get_model_state(model), checkpoint_id=folder)
 

@@ -229,26 +229,6 @@ def test_replicas_of_a_pipeline() -> None:
     run_ranks(4, _with_shards, {"dp_replicate": 2}, "1f1b")
 
 
-def _uneven(rank: int, world_size: int) -> None:
-    model, batch = _build("llama"), _batch(rows=6)
-    count = int(batch["labels"][:, 1:].ne(-100).sum())
-    loss = model(**batch, num_items_in_batch=count).loss
-    loss.backward()
-    pp = PipelineParallel(2, microbatches=4)
-    pipeline = parallelize(_build("llama"), ac="none", pp=pp, sample_input={k: v[:2] for k, v in batch.items()})
-    torch.testing.assert_close(pipeline.step(**batch), loss.detach(), rtol=0, atol=1e-6)
-    _check(pipeline, model, exact=False, where="six rows in four microbatches")
-    pipeline.zero_grad()
-    short = {key: value[:, :7] for key, value in batch.items()}  # another length, another schedule
-    torch.testing.assert_close(pipeline.step(**short), model(**short).loss.detach(), rtol=0, atol=1e-6)
-    with pytest.raises(ValueError, match=r"which counts labels, targets.*and the batch has input_ids. Give labels"):
-        pipeline.step(input_ids=batch["input_ids"][:4])
-
-
-def test_uneven_microbatches_and_other_lengths() -> None:
-    run_ranks(2, _uneven)
-
-
 def _chunked(rank: int, world_size: int) -> None:
     model, batch = _build("llama"), _batch()
     loss = _reference(model, batch)

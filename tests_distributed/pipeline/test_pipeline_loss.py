@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nemo_like import parallelize
-from nemo_like.distributed.pipeline.loss_mean import LossMean
 from nemo_like.options import ChunkedLoss, PipelineParallel
 from tests.models.families import DIM, VOCAB, Block, hf
 from tests.models.tiny import llama
@@ -241,74 +240,10 @@ def _later(rank: int, world_size: int) -> None:
         with pytest.raises(ValueError, match=_REFUSED):
             pipeline.step(**_batch(True))
         assert all(parameter.grad is None for parameter in pipeline.parameters())
-    # Targets that a mask beside the labels takes away, the ids, or the values of labels.
-    hidden = _batch(False)
-    hidden["loss_mask"][0, :5] = 0
-    padded = _batch(False)
-    padded["input_ids_again"][3, 5:] = 0
-    for batch, loss in (
-        (hidden, lambda logits, batch: _ce(logits, batch["labels"].masked_fill(batch["loss_mask"] < 1, -100))),
-        (padded, _padded_ids),
-    ):
-        pipeline = _pipeline(_plain(loss), _batch(False), "tokens")
-        pipeline.step(**_batch(False))
-        with pytest.raises(ValueError, match=_REFUSED):
-            pipeline.step(**batch)
 
 
 def test_a_mean_that_a_later_batch_shows_to_be_another() -> None:
     run_ranks(2, _later, timeout=120)
-
-
-SEPARATOR = 7
-
-
-def _without_separator(logits: Tensor, batch: Batch) -> Tensor:
-    ids = batch["input_ids_again"]
-    losses, shown = _ce(logits, ids, reduction="none").view_as(ids), (ids != SEPARATOR).float()
-    return (losses * shown).sum() / shown.sum()
-
-
-def _separated(rank: int, world_size: int) -> None:
-    """An id in the middle of rows that the first batches did not have: in one micro-batch, in most, or twice."""
-    for places in ([(0, 5)], [(row, 3 + row % 4) for row in range(2, ROWS)], [(1, 4), (1, 8), (6, 7)]):
-        plain, separated = _batch(False), _batch(False)
-        for batch in (plain, separated):
-            ids = batch["input_ids_again"]
-            ids[ids == SEPARATOR] = SEPARATOR + 1
-        for row, column in places:
-            separated["input_ids_again"][row, column] = SEPARATOR
-        pipeline = _pipeline(_plain(_without_separator), plain, "tokens")
-        for _ in range(2):
-            pipeline.step(**plain)
-        pipeline.zero_grad()
-        with pytest.raises(ValueError, match=_REFUSED) as info:
-            pipeline.step(**separated)
-        assert "A model that shifts its labels needs a function" in str(info.value)
-        assert all(parameter.grad is None for parameter in pipeline.parameters())
-
-
-def test_a_separator_that_a_later_batch_shows() -> None:
-    run_ranks(2, _separated, timeout=120)
-
-
-def _compared(rank: int, world_size: int) -> list[int]:
-    """Number of comparisons in each step: batches like those before cost none, but in steps 2, 4, 8."""
-    pipeline = _pipeline(_plain(RIGHT["mean over labels"][1]), _batch(False), "tokens")
-    made: list[int] = []
-    pairs = LossMean._pairs
-    LossMean._pairs = lambda self, *given: made.append(len(found := pairs(self, *given))) or found  # type: ignore
-    try:
-        for _ in range(7):
-            pipeline.step(**_batch(False))
-    finally:
-        LossMean._pairs = pairs  # type: ignore[method-assign]
-    return made
-
-
-def test_ids_that_were_compared_are_not_compared_again() -> None:
-    for made in run_ranks(2, _compared):
-        assert made[2] == made[4] == made[5] == made[6] == 0 and max(made) <= 5, made
 
 
 class Penalised(Decoder):
@@ -434,7 +369,9 @@ def _hugging_face(rank: int, world_size: int) -> list[str]:
         said = "tokens" if plain else "rows" if "start_positions" in asked else None
         pipeline = _pipeline(staged, _words(asked, False), said)
         off += _differences(pipeline, whole, _words(asked, False), name)
-        if len(asked) and name in ("BERT, both", "answers"):  # means over different things
+        if name == "answers":  # without a number that does not count, no batch shows that its mean is none of rows
+            continue
+        if name == "BERT, both":  # means over different things
             with pytest.raises(ValueError, match="pp cannot add up the losses of this BertFor"):
                 pipeline.step(**_words(asked, True))
             continue

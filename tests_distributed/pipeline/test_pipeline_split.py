@@ -195,37 +195,6 @@ def test_stages_of_a_function_are_saved_under_the_names_of_the_whole_model(tmp_p
     assert all(torch.equal(state["model"][name], trained[name]) for name in trained)
 
 
-def _beside(rank: int, world_size: int, cases: list[dict[str, Any]]) -> None:
-    for options in cases:
-        model, batch = _build(), _batch()
-        loss = _reference(model, batch)
-        pp = PipelineParallel(2, microbatches=MICROBATCHES, split=split, loss_mean="tokens")
-        sample = {key: value[:2] for key, value in batch.items()}
-        pipeline = parallelize(_build(), pp=pp, sample_input=sample, **options)
-        wanted = dict(model.named_parameters())
-        for _ in range(2):
-            pipeline.zero_grad()
-            torch.testing.assert_close(pipeline.step(**batch), loss, rtol=0, atol=1e-6)
-            for name, parameter in pipeline.named_parameters():
-                grad: Any = parameter.grad
-                grad = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
-                torch.testing.assert_close(grad, wanted[name].grad, rtol=1e-5, atol=1e-7, msg=f"{options} {name}")
-        torch.testing.assert_close(pipeline.eval_step(**batch), loss, rtol=0, atol=1e-6)
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize(
-    ("ranks", "cases"),
-    [
-        (2, [{"ac": "selective", "offload": "saved"}, {"ac": "full", "compile": "aot_eager"}]),
-        (4, [{"ac": "full"}, {"ac": "none", "dp_replicate": 2}]),
-    ],
-    ids=["two ranks", "four ranks"],
-)
-def test_options_beside_stages_of_a_function(ranks: int, cases: list[dict[str, Any]]) -> None:
-    run_ranks(ranks, _beside, cases, timeout=240)
-
-
 def _refusals(rank: int, world_size: int) -> None:
     batch = _batch()
     sample = {key: value[:2] for key, value in batch.items()}

@@ -15,15 +15,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from nemo_like._util.module_tree import bare
-from nemo_like.distributed.context.attention import AttentionHooks, PositionHook, register, replace_flex, unregistered
+from nemo_like.distributed.context.attention import AttentionHooks, PositionHook, register, unregistered
 from nemo_like.distributed.context.methods import method_of
 from nemo_like.distributed.context.parts import MARK, CutStack, Parts
 from nemo_like.distributed.context.sequence_ops import name_group
-from nemo_like.distributed.context.stack_calls import LongestPosition, StackHooks, gather_behind, reads_the_longest
+from nemo_like.distributed.context.stack_calls import StackHooks
 from nemo_like.distributed.context.stacks import find_stack
 from nemo_like.distributed.context.whole_loss import RootHooks
 from nemo_like.layers import Layer
-from nemo_like.layers.structure import is_callable, is_container
 from nemo_like.options import CONTEXT_METHODS, ContextParallel
 from nemo_like.transformers_compat import OWN_ATTENTION, absent
 
@@ -128,15 +127,10 @@ def _install(
     for module in stack.module.modules():
         setattr(module, MARK, parts)
         undo.append(functools.partial(vars(module).pop, MARK, None))
-        if stack.transformers and reads_the_longest(module):
-            _hook(module, LongestPosition(module), undo)
         if not stack.transformers and type(module) is nn.Embedding:
             undo.append(module.register_forward_pre_hook(PositionHook(parts)).remove)
-    inside = {module for layer in stack.layers for module in layer.modules()}
-    for module in stack.module.children():  # behind which a pooler may come
-        if inside.issubset(module.modules()) and is_callable(module) and not is_container(module):
-            undo.append(module.register_forward_hook(gather_behind).remove)
-    undo.extend(_reroute(stack) if stack.transformers else replace_flex(stack.module))
+    if stack.transformers:
+        undo.extend(_reroute(stack))
     return undo
 
 

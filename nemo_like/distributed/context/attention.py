@@ -1,10 +1,9 @@
-"""Attention of a part's queries over the keys of the whole sequence, in the place of three functions.
+"""Attention of a part's queries over the keys of the whole sequence, in the place of two functions.
 
 Models of transformers look their attention up by a name in their config. The names registered here mean "gather,
 then what the model had": so scales, soft caps, sinks and dropout stay those of the model, and only keys, values
-and the mask are others. In plain models, torch's `scaled_dot_product_attention` is replaced while forward runs, and flex
-attention in every place that holds it. Recomputation in backward sees them again, because the engine puts back what
-forward saw.
+and the mask are others. In plain models, torch's `scaled_dot_product_attention` is replaced while forward runs, and
+recomputation in backward sees it again, because the engine puts back what forward saw.
 """
 
 from __future__ import annotations
@@ -12,8 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nemo_like.distributed.context import masks
-from nemo_like.distributed.context.parts import CURRENT, Attention, Parts, StackCall, parts_of
+from nemo_like.distributed.context.parts import CURRENT, Attention, Parts, parts_of
 from nemo_like.torch_compat import is_fake
 from nemo_like.transformers_compat import (
     ATTENTION,
@@ -204,74 +202,3 @@ def _is_range(index: Tensor) -> bool:
     if index.numel() != length or is_fake(index):
         return False
     return torch.equal(index.reshape(-1), torch.arange(length, device=index.device, dtype=index.dtype))
-
-
-# ------------------------------------------------------------------------------------- flex attention, in plain models
-#
-# Models import the function itself, so every place that holds it gets another one. That does what the first did but while a
-# plain model runs on parts of sequences. Recomputation in backward is such a time, too: the engine puts back what `CURRENT`
-# was in forward.
-
-_OTHERS = ("torch", "transformers", "nemo_like")
-"""Packages whose files are left alone: those of transformers reach flex attention by its interface."""
-_OURS = "_nemo_like_flex"
-_FLEX = ("query", "key", "value", "score_mod", "block_mask", "scale", "enable_gqa", "return_lse", "kernel_options")
-
-
-class OfFlex(Attention):
-    """A call of flex attention, whose masks and scores are functions of two positions."""
-
-    fused = False
-
-    def run(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, causal: bool = False) -> Any:
-        call = CURRENT.get()
-        assert call is not None  # `_over_parts` looked
-        return self.function(query, key, value, **_over_whole(call, query, key, mask, self.arguments))
-
-
-def replace_flex(stack: nn.Module) -> Iterator[Callable[[], None]]:
-    """Replace flex attention, compiled or not, in all files and in the attributes below `stack`; yields what undoes it."""
-    flex: Any = sys.modules.get(masks.FLEX)
-    if flex is None:
-        return
-    files = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] not in _OTHERS]
-    inside = list(stack.modules())
-    classes = {
-        base for module in inside for base in type(module).__mro__ if base.__module__.partition(".")[0] not in _OTHERS
-    }
-    for owner in (*files, *classes, *inside):
-        for name, value in list(getattr(owner, "__dict__", {}).items()):
-            function = value.__func__ if isinstance(value, staticmethod) else value
-            # Of functions alone: any object may be in a file, and some run code when an attribute is read.
-            known = vars(function) if isinstance(function, types.FunctionType) else {}
-            compiled = known.get("__wrapped__") is flex.flex_attention and _OURS not in known
-            if function is flex.flex_attention or compiled:
-                other = _over_parts(function)
-                setattr(owner, name, staticmethod(other) if isinstance(value, staticmethod) else other)
-                yield functools.partial(setattr, owner, name, value)
-
-
-def _over_parts(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, a `flex_attention`, of queries, keys and values (B, H, L, D) that are parts while a call is cut."""
-
-    @functools.wraps(function)
-    def attend(*args: Any, **kwargs: Any) -> Any:
-        call = CURRENT.get()
-        if call is None or call.parts.idle:
-            return function(*args, **kwargs)
-        query, key, value, arguments = _named(_FLEX, args, kwargs)
-        mask = arguments.pop("block_mask", None)
-        return call.parts.method.attend(OfFlex(call.parts, function, query, key, value, mask, False, arguments))
-
-    setattr(attend, _OURS, True)
-    return attend
-
-
-def _over_whole(call: StackCall, query: Tensor, key: Tensor, mask: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return all arguments of flex attention for this `query` and `key`: the mask and scores of their positions."""
-    batch, heads, rows, _ = query.shape
-    shape = (batch, heads, rows, key.shape[2])
-    arguments = arguments | {"block_mask": masks.of_part(call.parts, mask, shape, call.length, query.device)}
-    if arguments.get("score_mod") is not None:
-        arguments["score_mod"] = masks.score_over_whole(call.parts, arguments["score_mod"], rows, heads, call.length)
-    return arguments

@@ -104,8 +104,6 @@ class MasksOfAllLayers:
     def __init__(self) -> None:
         self.triangles: dict[tuple[int, int], Tensor] = {}
         """(rows, columns) to the causal mask of a chunk of queries over the keys up to its end."""
-        self.blocks: dict[tuple[int, ...], tuple[Any, Any]] = {}
-        """Arguments that flex attention was called with, and its block mask over the whole sequence."""
 
     @property
     def bytes(self) -> int:
@@ -179,8 +177,6 @@ class StackCall:
     """The caller gave an attention mask."""
     documents: Tensor | None = None
     """(B, S) numbers of packed documents; None: one document per row."""
-    longest: Tensor | int = 0
-    """The longest position of the whole sequence."""
 
     @property
     def padded(self) -> bool:
@@ -194,7 +190,3 @@ def parts_of(module: nn.Module) -> Parts | None:
     """The `Parts` of a module below a cut stack; None elsewhere, and while the model runs on whole sequences."""
     parts = getattr(module, MARK, None)
     return None if parts is None or parts.idle else parts
-
-
-WHOLE: contextvars.ContextVar[bool] = contextvars.ContextVar("nemo_like_whole_call", default=False)
-"""A call on whole sequences runs that others are compared with: to the bit as it would without ``cp``."""

@@ -6,7 +6,6 @@ over all keys), a 4-D one keeps this rank's rows, and positions are counted befo
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -15,12 +14,10 @@ from torch import Tensor, nn
 from nemo_like.distributed.context import masks, sequence_ops
 from nemo_like.distributed.context.parts import CURRENT, CutStack, Parts, StackCall
 from nemo_like.distributed.document_numbers import documents_of
-from nemo_like.layers.structure import class_of
 from nemo_like.losses.model_loss import LABELS
 from nemo_like.torch_compat import is_fake
-from nemo_like.transformers_compat import USE_CACHE, rope_follows_length
+from nemo_like.transformers_compat import USE_CACHE
 
-_WHOLE = "_nemo_like_whole_states"
 _MASK, _POSITIONS = "attention_mask", "position_ids"
 
 
@@ -80,8 +77,7 @@ class StackHooks:
         masked = mask is not None
         if masked and not self._parts.method.takes_masks:  # one that hides nothing is none
             masked = not (isinstance(mask, Tensor) and mask.ndim == 2 and bool(mask.all()))
-        longest = positions.max() if isinstance(positions, Tensor) else main.shape[1] - 1
-        return StackCall(self._parts, main.shape[1], masked, documents, longest), main
+        return StackCall(self._parts, main.shape[1], masked, documents), main
 
     def _cut(self, length: int, name: str, value: Any) -> Any:
         parts = self._parts
@@ -169,68 +165,6 @@ def exchange(output: Any, old: Tensor, new: Tensor) -> Any:
 def _gathered(call: StackCall, output: object, states: Tensor) -> Any:
     """`output` with whole sequences in the place of a part's hidden `states`; None: as it is."""
     part = sequence_ops.padded_length(call.length, call.parts.ranks) // call.parts.ranks
-    if not call.parts.whole_head or states.shape[1] != part or getattr(states, _WHOLE, False):
+    if not call.parts.whole_head or states.shape[1] != part:
         return None
-    whole = call.parts.gather(states, 1)[:, : call.length]
-    setattr(whole, _WHOLE, True)
-    return exchange(output, states, whole)
-
-
-def gather_behind(module: nn.Module, args: object, output: object) -> Any:
-    """A forward hook of what runs the layers of a stack, where something comes behind it in the stack (a pooler)."""
-    call, states = CURRENT.get(), next(iter(tensors_of(output)), None)
-    return None if call is None or states is None else _gathered(call, output, states)
-
-
-# Rotary embeddings whose frequencies follow the longest position of their call (longrope, dynamic).
-#
-# A rank's part has a longest position of its own, and that of padding is longer than any of the sequence. So what makes such
-# embeddings is given this rank's positions, none beyond the longest of the whole sequence, and that one behind them.
-
-
-def reads_the_longest(module: nn.Module) -> bool:
-    """Return whether `module` makes something of positions alone, and reads the longest of them."""
-    forward = inspect.unwrap(class_of(module).forward)
-    code = getattr(forward, "__code__", None)
-    if code is None or _POSITIONS not in code.co_varnames or any(True for _ in module.parameters()):
-        return False
-    return rope_follows_length(module) or not {"max", "amax"}.isdisjoint(code.co_names)
-
-
-class LongestPosition:
-    """The hooks of a module for which `reads_the_longest` holds."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._names = tuple(inspect.signature(class_of(module).forward).parameters)[1:]
-        self._tokens: list[int | None] = []
-
-    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The forward pre-hook."""
-        call, arguments = CURRENT.get(), dict(zip(self._names, args)) | kwargs
-        positions = arguments.get(_POSITIONS)
-        self._tokens.append(None)
-        if call is None or call.parts.idle or not isinstance(positions, Tensor):
-            return None
-        self._tokens[-1] = positions.shape[-1]
-        longest = call.longest
-        if isinstance(longest, Tensor):
-            longest = longest.to(positions)
-        else:
-            longest = torch.full((), longest, dtype=positions.dtype, device=positions.device)
-        with_longest = [positions.minimum(longest), longest.expand(*positions.shape[:-1], 1)]
-        return (), arguments | {_POSITIONS: torch.cat(with_longest, -1)}
-
-    def after(self, module: nn.Module, args: object, output: object) -> Any:
-        """The forward hook, also after an exception."""
-        tokens = self._tokens.pop() if self._tokens else None
-        return None if tokens is None or output is None else self._without_longest(module, tokens, output)
-
-    def _without_longest(self, module: nn.Module, tokens: int, output: object) -> Any:
-        if isinstance(output, tuple):
-            return tuple(self._without_longest(module, tokens, each) for each in output)
-        if not isinstance(output, Tensor) or output.ndim < 2 or output.shape[-2] != tokens + 1:
-            raise NotImplementedError(
-                f"cp gives {type(module).__name__} the longest position of the whole sequence behind the {tokens} of a "
-                f"part. What it makes of them ({_shape(output)}) has no dim for it before its last. Use cp=1."
-            )
-        return output.narrow(-2, 0, tokens)
+    return exchange(output, states, call.parts.gather(states, 1)[:, : call.length])

@@ -16,10 +16,11 @@ from nemo_like.distributed.context.attention import attention_of, uses_interface
 from nemo_like.distributed.context.parts import CutStack
 from nemo_like.layers import Layer, find_layers
 from nemo_like.layers.structure import class_of
-from nemo_like.transformers_compat import COUNT_IDS, TEMPERATURE_TUNING, model_base
+from nemo_like.transformers_compat import COUNT_IDS, TEMPERATURE_TUNING, model_base, rope_follows_length
 
 _CROSS = re.compile(r"(^|\.)(encoder_attn|EncDecAttention|cross_?attention|cross_?attn)$", re.IGNORECASE)
 _INPUTS = ("input_ids", "inputs_embeds")
+_FLEX = "flex_attention"
 _DEEP = "deepstack_visual_embeds"
 """An argument of stacks that add states of pictures between their layers (Qwen3-VL)."""
 
@@ -110,10 +111,29 @@ def _uncut(stack: CutStack) -> Iterator[tuple[str, nn.Module, str]]:
             yield name, module, "makes relative position biases (compute_bias) for as many keys as it sees"
         elif _CROSS.search(name):
             yield name, module, "looks at states of another modality or of an encoder, which are not cut"
+        elif "pooler" in name.rpartition(".")[2].lower():
+            yield name, module, "reads one token of a sequence, which is on one rank only"
+        elif reads_the_longest(module):
+            yield name, module, "makes frequencies by the longest position of its call (longrope, dynamic)"
+        elif not stack.transformers and _FLEX in _names(module):
+            yield name, module, "calls flex attention itself, whose block mask is one of whole sequences"
         elif counts_positions(module):
             yield name, module, f"scales queries by positions that it counts itself ({TEMPERATURE_TUNING})"
         elif stack.transformers and _counts_along(stack, name, module):
             yield name, module, "counts the positions of its tokens itself, which are those of a part"
+
+
+def reads_the_longest(module: nn.Module) -> bool:
+    """Return whether `module` makes something of positions alone, and reads the longest of them."""
+    if "position_ids" not in _parameters(module) or any(True for _ in module.parameters()):
+        return False
+    return rope_follows_length(module) or not {"max", "amax"}.isdisjoint(_names(module))
+
+
+def _names(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of functions and attributes in the forward of `module`."""
+    code = getattr(inspect.unwrap(class_of(module).forward), "__code__", None)
+    return () if code is None else code.co_names
 
 
 def _counts_along(stack: CutStack, name: str, module: nn.Module) -> bool:
@@ -231,8 +251,7 @@ def _named_mixer(class_name: str) -> bool:
 
 def _counts(module: nn.Module) -> bool:
     """Return whether attention may make a range of positions; Llama 4's does only where it tunes temperatures."""
-    code = getattr(inspect.unwrap(class_of(module).forward), "__code__", None)
-    return code is not None and "arange" in code.co_names and TEMPERATURE_TUNING not in code.co_names
+    return "arange" in _names(module) and TEMPERATURE_TUNING not in _names(module)
 
 
 def _is_own_attention(name: str, module: nn.Module) -> bool:

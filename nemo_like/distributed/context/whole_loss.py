@@ -54,8 +54,7 @@ class RootHooks:
         """Outputs are made of whole rows: so is that of a call without labels."""
         self.shifts: bool | None = None
         """The model's own loss shifts its labels by one; None: no call has shown it yet."""
-        self._compared: set[bool] = set()
-        """Training, evaluation: whether a call in it was compared."""
+        self._compared = False
         self._names = parameter_names(base_model(call).forward)
 
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -141,11 +140,11 @@ class RootHooks:
             )
 
     def _compare(self, arguments: dict[str, Any]) -> None:
-        """Compare the first call in training, and the first in evaluation, with whole sequences."""
-        main, mode = main_input(arguments), self.model.training
-        if self.parts.planning or self.parts.verifying or main is None or mode in self._compared:
+        """Compare the first call with whole sequences."""
+        main = main_input(arguments)
+        if self.parts.planning or self.parts.verifying or main is None or self._compared:
             return
-        self._compared.add(mode)
+        self._compared = True
         tokens = wanted(sequence_length(main), self.parts.ranks)
         if tokens is not None and self._whole:  # a pipeline compares all its stages
             verify_cut(self.model, self.parts, arguments, tokens)

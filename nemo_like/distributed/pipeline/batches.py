@@ -66,19 +66,3 @@ def by_row(batch: Mapping[str, Any]) -> dict[str, Tensor]:
     return {
         name: value for name, value in batch.items() if isinstance(value, Tensor) and value.dim() and len(value) == rows
     }
-
-
-def marks(batch: Mapping[str, Any]) -> set[tuple[str, int]]:
-    """Numbers of `batch` by the name of their tensor that may mean "does not count": the least, what rows repeat at
-    their ends, and of one number a row the largest."""
-    marked = set()
-    for name, value in by_row(batch).items():
-        if value.dtype == torch.bool or value.is_floating_point() or value.is_complex() or not value.numel():
-            continue
-        numbers = [value.min()[None]]
-        if value.dim() == 1:  # a class or a place for each row
-            numbers.append(value.max()[None])
-        if value.dim() == 2 and value.shape[1] > 1:
-            numbers += [value[:, 0][value[:, 0] == value[:, 1]], value[:, -1][value[:, -1] == value[:, -2]]]
-        marked |= {(name, number) for number in torch.cat(numbers).unique().tolist()}
-    return marked

@@ -9,7 +9,7 @@ layers.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from nemo_like._util.module_tree import bare_modules
 from nemo_like.activation_checkpointing.engine.module_state import ModuleState
 from nemo_like.distributed.agreement import gather, gather_objects
 from nemo_like.distributed.context.verify_cut import evaluating, put_back
-from nemo_like.distributed.pipeline.batches import by_row, cut_batch, joined, marks, size_of
+from nemo_like.distributed.pipeline.batches import cut_batch, joined, size_of
 from nemo_like.distributed.pipeline.stage import Stage, StagesOfRank
 from nemo_like.losses.model_loss import LABELS
 from nemo_like.losses.rows import IGNORED, predicts_next_token
@@ -55,10 +55,9 @@ class LossMean:
                 f'  pp=PipelineParallel({pp.size}, loss_mean=lambda batch: (batch["ids"] != 0).sum())  # over what counts'
             )
         self.over = "tokens" if pp.loss_mean is None else pp.loss_mean
-        self._is_default = pp.loss_mean is None
         self._shifts, self._kind = predicts_next_token(model), kind
-        self._calls = 0
-        self._compared: set[Hashable] = set()
+        self._compared: dict[frozenset[str], bool] = {}
+        """Names of batches that were compared → whether one was whose micro-batches count differently."""
         self.has_values = True
         """Tensors have values. Without them micro-batches count alike, and nothing is compared."""
 
@@ -97,11 +96,8 @@ class LossMean:
     # --- the comparison -----------------------------------------------------------------------------------------------
 
     def check(self, pipeline: StagesOfRank, batch: Mapping[str, Any]) -> None:
-        """Compare what the stages were given of `batch`, where it shows what no comparison has seen.
-
-        That is in the first call, and where micro-batches first count differently. Where `PipelineParallel.loss_mean` is
-        given, also in calls 2, 4, 8 and so on, and where masks, padding or ids differ as never before. A collective of
-        all ranks that share a stage.
+        """Compare what the stages were given of `batch`: in the first step, in the first with other names in its batch,
+        and in the first whose micro-batches count differently. A collective of all ranks that share a stage.
 
         Raises:
             ValueError: on every rank: the losses of micro-batches do not add up to that of the batch.
@@ -109,24 +105,30 @@ class LossMean:
         parts, shares = pipeline.stages[0].forward.microbatches, pipeline.stages[0].forward.shares
         if len(parts) == 1 or not self.has_values:
             return
-        pairs = self._pairs(batch, parts, shares)
-        empty = not any(shares)
-        most, nothing = gather(torch.tensor([len(pairs), empty]), pipeline.groups_of_stage).max(0).values.tolist()
+        names = frozenset(batch)
+        is_new = names not in self._compared
+        if not self._compared.get(names) and (len(set(shares)) > 1 or len(set(map(_ignored, parts))) > 1):
+            is_new = self._compared[names] = True
+        self._compared.setdefault(names, False)
+        votes = torch.tensor([is_new, not any(shares)])
+        is_new, nothing = gather(votes, pipeline.groups_of_stage).max(0).values.tolist()
         if nothing:
             raise ValueError(
                 "Nothing counts in the batch: its loss gives no gradient. Give labels of which some count."
             )
-        if not most:
-            return
+        if is_new:
+            self._compare(pipeline, parts, shares)
+
+    def _compare(self, pipeline: StagesOfRank, parts: Sequence[Mapping[str, Any]], shares: Sequence[float]) -> None:
         off: float | str = 0.0
         failure: Exception | None = None
         if pipeline.stages[-1].slice.is_last:
             last = LastStage(pipeline, pipeline.stages[-1])
+            order = sorted(range(len(shares)), key=shares.__getitem__)
             try:
                 with last.undisturbed():
-                    # FSDP2 gathers in each call, so all ranks of a stage make as many.
-                    every = [self._off(last, parts, shares, pair) for pair in (*pairs, *[(0, 1)] * most)[:most]]
-                off = max(every) if max(every) > (_LOWER if last.fewer_bits else _TOLERANCE) else 0.0
+                    off = self._off(last, *((parts[number], shares[number]) for number in (order[-1], order[0])))
+                off = off if off > (_LOWER if last.fewer_bits else _TOLERANCE) else 0.0
             except Exception as error:  # noqa: BLE001  (raised below, once the other ranks know)
                 off, failure = f"{type(error).__name__}: {error}", error
         answers = [answer for _, answer in gather_objects((dist.get_rank(), off), pipeline.groups)]
@@ -151,56 +153,35 @@ class LossMean:
             "that are means over different things takes strategy='fsdp2' with tp or cp in place of pp."
         )
 
-    def _pairs(
-        self, batch: Mapping[str, Any], parts: Sequence[Mapping[str, Any]], shares: Sequence[float]
-    ) -> list[tuple[int, int]]:
-        """Return the two micro-batches to compare for each thing that no comparison has seen."""
-        self._calls += 1
-        news: dict[Hashable, Sequence[float]] = {("names", frozenset(batch)): shares}
-        if len(set(shares)) > 1:
-            news["shares", all(shares)] = shares
-        if not self._is_default:
-            if self._calls & (self._calls - 1) == 0:
-                news["calls", self._calls] = shares
-            news |= {key: numbers for key, numbers in _counts(batch, parts).items() if len(set(numbers)) > 1}
-        new = [numbers for key, numbers in news.items() if key not in self._compared]
-        self._compared |= news.keys()
-        pairs = list(dict.fromkeys(map(_most_and_least, new)))
-        ids = {} if self._is_default else _ids(batch, parts)
-        hidden = [numbers for key, numbers in ids.items() if key not in self._compared and not _shown(numbers, pairs)]
-        if hidden:  # one more pair in a call: the others come in later ones
-            pairs.append(_most_and_least(max(hidden, key=lambda numbers: max(numbers) - min(numbers))))
-        self._compared |= {key for key, numbers in ids.items() if _shown(numbers, pairs)}
-        return pairs
-
     def _off(
-        self, last: LastStage, parts: Sequence[Mapping[str, Any]], shares: Sequence[float], pair: tuple[int, int]
+        self, last: LastStage, first: tuple[Mapping[str, Any], float], second: tuple[Mapping[str, Any], float]
     ) -> float:
-        """By which part of its size the loss of two micro-batches, or its gradient, is off what both add up to."""
-        first, second = (last.usable(parts[number]) for number in pair)
-        weights = [shares[number] for number in pair]
-        if not self._is_sum(first):
-            weights = [share / (sum(weights) or 1.0) for share in weights]
-        rows, tokens = size_of(first)
-        both = joined(first, second)
-        states, places = last.states(first, both, rows, tokens)
-        whole, loss = last.gradients(both, states)
-        halves = zip(*(_halves(tensor, place) for tensor, place in zip(states, places)))
-        singles, losses = [], []
-        for part, half, share in zip((first, second), halves, weights):
-            gradients, value = last.gradients(part, half)
-            singles.append([gradient * share for gradient in gradients])
-            losses.append(value * share if share else value.nan_to_num() * 0.0)  # a mean over nothing
+        """By which part of its size the loss of two micro-batches, or its gradient, is off what both add up to.
+
+        first, second: a micro-batch and its share of the loss.
+        """
+        one, other = (_usable(part) for part, _ in (first, second))
+        weights = [first[1], second[1]]
+        if not self._is_sum(one):
+            weights = [weight / (sum(weights) or 1.0) for weight in weights]
         if not any(weights):
             return 0.0
-        norm = _norm(whole)
-        off = [
-            _norm([one - other]) / max(_norm([other]), 1e-3 * norm, 1e-30)
-            for wanted, place, *of_parts in zip(whole, places, *singles)
-            for one, other in _facing(of_parts, wanted, place)
+        both = joined(one, other)
+        states, places = last.states(one, both)
+        whole, loss = last.gradients(both, states)
+        halves = zip(*((s, s) if place is None else s.chunk(2, place) for s, place in zip(states, places)))
+        singles = [last.gradients(part, half) for part, half in zip((one, other), halves)]
+        terms = [
+            value * weight if weight else value.nan_to_num() * 0.0  # a mean over nothing
+            for (_, value), weight in zip(singles, weights)
         ]
         # A term that gives the hidden states no gradient shows in the loss alone.
-        off.append(_norm([sum(losses) - loss]) / max(_norm([loss]), *(_norm([value]) for value in losses), 1e-30))
+        off = [_norm(terms[0] + terms[1] - loss) / max(*map(_norm, (loss, *terms)), 1e-30)]
+        parts = zip(*([gradient * weight for gradient in grads] for (grads, _), weight in zip(singles, weights)))
+        least = 1e-3 * sum(_norm(gradient) ** 2 for gradient in whole) ** 0.5
+        for wanted, place, pair in zip(whole, places, parts):
+            facing = [(pair[0] + pair[1], wanted)] if place is None else zip(pair, wanted.chunk(2, place))
+            off += [_norm(made - right) / max(_norm(right), least, 1e-30) for made, right in facing]
         return max(number if number == number else float("inf") for number in off)
 
 
@@ -208,55 +189,18 @@ def _are_classes(labels: object) -> bool:
     return isinstance(labels, Tensor) and not labels.is_floating_point()
 
 
-def _counts(batch: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> dict[Hashable, list[float]]:
-    """Return what a loss may leave out, counted in each micro-batch: entries of masks, and numbers that may be padding."""
-    counts: dict[Hashable, list[Tensor]] = {}
-    for name, value in by_row(batch).items():
-        if value.dtype == torch.bool or (value.is_floating_point() and value.dim() == 2):
-            counts[name] = [part[name].double().sum() for part in parts]
-    for name, number in marks(batch):
-        counts[name, number] = [(part[name] == number).double().sum() for part in parts]
-    numbers = torch.stack([count.cpu() for row in counts.values() for count in row]).view(-1, len(parts)).tolist()
-    return dict(zip(counts, numbers))
+def _ignored(part: Mapping[str, Any]) -> int:
+    """Return how many numbers of a micro-batch mean that a label does not count."""
+    return sum(int((value == IGNORED).sum()) for value in part.values() if _are_classes(value))
 
 
-def _ids(batch: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> dict[Hashable, list[float]]:
-    """Return how often each id is in each micro-batch, of those that differ by more than the tolerance: a separator."""
-    counts: dict[Hashable, list[float]] = {}
-    for name, value in by_row(batch).items():
-        if value.dim() != 2 or value.dtype == torch.bool or value.is_floating_point() or value.is_complex():
-            continue
-        ids, places = torch.cat([part[name].flatten() for part in parts]).unique(return_inverse=True)
-        each = torch.stack([part.bincount(minlength=len(ids)) for part in places.chunk(len(parts))])
-        differ = each.amax(0) - each.amin(0) > _TOLERANCE * places.numel() / len(parts)
-        counts |= {(name, number): row for number, row in zip(ids[differ].tolist(), each.T[differ].tolist())}
-    return counts
+def _usable(part: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a micro-batch with copies of what was made in inference mode, which no gradient takes."""
+    return {k: v.clone() if isinstance(v, Tensor) and v.is_inference() else v for k, v in part.items()}
 
 
-def _shown(numbers: Sequence[float], pairs: Collection[tuple[int, int]]) -> bool:
-    """Return whether a comparison of two of these micro-batches shows what has these `numbers` in them."""
-    return any(numbers[one] != numbers[other] for one, other in pairs)
-
-
-def _most_and_least(numbers: Sequence[float]) -> tuple[int, int]:
-    order = sorted(range(len(numbers)), key=numbers.__getitem__, reverse=True)
-    return order[0], order[-1]
-
-
-def _halves(tensor: Tensor, place: int | None) -> Sequence[Tensor]:
-    """Return what each of two micro-batches has of `tensor`."""
-    return (tensor, tensor) if place is None else tensor.chunk(2, place)
-
-
-def _facing(parts: Sequence[Tensor], whole: Tensor, place: int | None) -> list[tuple[Tensor, Tensor]]:
-    """The gradients of both micro-batches, each with the one that it has to be."""
-    if place is None:
-        return [(parts[0] + parts[1], whole)]
-    return list(zip(parts, whole.chunk(2, place)))
-
-
-def _norm(tensors: Collection[Tensor]) -> float:
-    return float(sum(tensor.double().square().sum() for tensor in tensors)) ** 0.5
+def _norm(tensor: Tensor) -> float:
+    return float(tensor.double().norm())
 
 
 class LastStage:
@@ -269,16 +213,10 @@ class LastStage:
         self.fewer_bits = not exact or any(map(_is_low, stage.module.parameters()))
         """Something was computed with fewer bits than float32 has."""
 
-    @staticmethod
-    def usable(microbatch: Mapping[str, Any]) -> dict[str, Any]:
-        """`microbatch` with copies of what was made in inference mode, which no gradient takes."""
-        return {k: v.clone() if isinstance(v, Tensor) and v.is_inference() else v for k, v in microbatch.items()}
-
-    def states(
-        self, first: Mapping[str, Any], both: Mapping[str, Any], rows: int, tokens: int
-    ) -> tuple[list[Tensor], list[int | None]]:
+    def states(self, first: Mapping[str, Any], both: Mapping[str, Any]) -> tuple[list[Tensor], list[int | None]]:
         """Draw what the stage before might send for `both`; and the dimension along which two micro-batches have it."""
         pipeline, index = self._pipeline, self._stage.slice.index - 1
+        rows, tokens = size_of(first)
         states, places = [], []
         # Whole sequences, as layers give them to the loss: none of them runs.
         tokens *= pipeline.parts.sent_by

@@ -11,18 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from nemo_like.distributed.agreement import mesh_groups
-from nemo_like.distributed.context.parts import MARK, WHOLE, Parts
+from nemo_like.distributed.context.parts import MARK, Parts
 from nemo_like.distributed.context.sequence_ops import find_group
-from nemo_like.distributed.context.verify_cut import (
-    answers,
-    as_it_was,
-    excess,
-    fewer_bits,
-    first_tokens,
-    placeholders,
-    refuse_others,
-    wanted,
-)
+from nemo_like.distributed.context.verify_cut import compare, first_tokens, losses_of, placeholders, wanted
 from nemo_like.distributed.pipeline.cut import StageForward, StageSlice, StagesOfModel
 from nemo_like.options import PipelineParallel
 
@@ -71,7 +62,7 @@ class StagesOfRank:
         return [parts for parts in found if parts is not None]
 
 
-# Context parallelism in a pipeline compared with whole sequences: every stage's hidden states, loss and logits.
+# Context parallelism in a pipeline compared with whole sequences: every stage's hidden states, and the loss.
 
 
 def verify_stages(
@@ -98,43 +89,23 @@ def verify_stages(
         return
     models = [stage.module for stage in held.stages]
     inputs = first_tokens(batch, length, tokens, cut[0].ranks, placeholders(*models))
-    mask = inputs.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.ndim == 2 and not bool((mask > 1).any()):  # of documents, all are compared
-        inputs["attention_mask"] = torch.ones_like(mask)  # what a hidden token computes is not used
     cut_batch(inputs)  # what it calls the last stage for is none of the answers
-
-    def compare() -> tuple[float, bool]:
-        (expected, _), (actual, drew) = (
-            _answers(held, cut, lambda seen: forward(inputs, seen), word) for word in ("whole", "parts")
-        )
-        bits = any(fewer_bits(model, expected) for model in models)
-        return max(excess(cut[0], *pair, bits) for pair in zip(actual, expected, strict=True)), drew
-
-    refuse_others(models, cut[0], compare, [find_group(cut[0].group), held.group], held.device)
+    compare(models, cut, lambda: _answers(held, inputs, forward), [find_group(cut[0].group), held.group], held.device)
 
 
 def _answers(
-    held: StagesOfRank, cut: list[Parts], forward: Callable[[list[Tensor]], Any], word: str
-) -> tuple[list[Tensor], bool]:
-    """Return what the stages of this rank give (hidden states, and of the last one what the model returns), and whether
-    random numbers were drawn."""
+    held: StagesOfRank, inputs: Mapping[str, Any], forward: Callable[[Mapping[str, Any], list[Tensor]], Any]
+) -> list[Tensor]:
+    """Return what the stages of this rank give: hidden states, and of the last one the losses."""
     seen: list[Tensor] = []
     handles = [
-        stage.forward.call.register_forward_hook(lambda module, args, output: seen.extend(answers(output)))
+        stage.forward.call.register_forward_hook(lambda module, args, output: seen.extend(losses_of(output)))
         for stage in held.stages
         if stage.slice.is_last
     ]
-    for parts in cut:
-        parts.verifying = word
-    token = WHOLE.set(word == "whole")
     try:
-        with as_it_was(*(stage.module for stage in held.stages)) as traces:
-            forward(seen)
-            drew = traces.drew()
+        forward(inputs, seen)
     finally:
-        WHOLE.reset(token)
-        for parts in cut:
-            parts.verifying, parts.seen = None, []
         for handle in handles:
             handle.remove()
-    return seen, drew
+    return seen

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_like.activation_checkpointing.ops import OpFacts, declare
-from nemo_like.distributed.context.attention import OfFlex, attention_of
+from nemo_like.distributed.context.attention import attention_of
 from nemo_like.distributed.context.parts import Attention, ContextMethod, CutStack
 from nemo_like.distributed.context.sequence_ops import find_group
 
@@ -49,8 +49,6 @@ class Ring(ContextMethod):
 
     def attend(self, call: Attention) -> Any:
         query, key, value = call.query, call.key, call.value
-        if isinstance(call, OfFlex):
-            raise NotImplementedError("method='ring' has no block masks: use method='all_gather' with flex attention.")
         others, fits = call.arguments, query.shape[2] == key.shape[2] and key.shape == value.shape
         plain = call.causal and call.fused and others.get("s_aux") is None and others.get("softcap") is None
         dropout = others.get("dropout") or others.get("dropout_p")
@@ -189,10 +187,8 @@ ring_attention.register_autograd(_backward, setup_context=_setup)
 declare("nemo_like.ring_attention.default", OpFacts(saved=True, collective=True))
 
 
-# Attention of some queries over some keys, with its log-sum-exps: what ring attention is put together from.
-#
-# On the CPU by torch's fused operator, which returns them. Elsewhere by tiles of plain products in float32: exact on any
-# device, though slower than a fused kernel; those of CUDA were not run here.
+# Attention of some queries over some keys, with its log-sum-exps: what ring attention is put together from. By tiles of
+# plain products in float32: exact on any device, though slower than a fused kernel. It was not run on CUDA.
 
 _TILE = 512
 """Queries at a time, so that scores are (B, H, 512, keys)."""
@@ -203,27 +199,6 @@ def attention_block(query: Tensor, key: Tensor, value: Tensor, causal: bool, sca
 
     causal: query i sees the keys up to i; L is M then.
     """
-    if query.device.type == "cpu":
-        out, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, causal, scale=scale
-        )
-        return out, total.float()
-    return tiled_block(query, key, value, causal, scale)
-
-
-def attention_block_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, total: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value; out, total: of the queries over all keys, not of this block's alone."""
-    if query.device.type == "cpu":
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, query, key, value, out, total, 0.0, causal, scale=scale
-        )
-    return tiled_block_backward(grad, query, key, value, out, total, causal, scale)
-
-
-def tiled_block(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """`attention_block` by plain products."""
     outs, totals = [], []
     for first in range(0, query.shape[2], _TILE):
         scores = _scores(query[:, :, first : first + _TILE], key, first, causal, scale)
@@ -233,10 +208,10 @@ def tiled_block(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: 
     return torch.cat(outs, 2).to(query.dtype), torch.cat(totals, 2)
 
 
-def tiled_block_backward(
+def attention_block_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, total: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`attention_block_backward` by plain products."""
+    """Gradients of query, key and value; out, total: of the queries over all keys, not of this block's alone."""
     of_key, of_value = (torch.zeros(key.shape, dtype=torch.float32, device=key.device) for _ in range(2))
     of_query = []
     for first in range(0, query.shape[2], _TILE):
