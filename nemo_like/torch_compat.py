@@ -550,14 +550,6 @@ def async_tensor_parallel() -> bool:
     return config is not None and bool(config._micro_pipeline_tp)
 
 
-def compiler_budget(share: float) -> contextlib.AbstractContextManager[Any]:
-    """Within it, the compiler keeps `share` of a graph's activations. Raises AttributeError where there is no budget."""
-    config = importlib.import_module("torch._functorch.config")
-    if not hasattr(config, "activation_memory_budget"):
-        raise AttributeError(f"torch {torch.__version__} has no activation_memory_budget. Use {RELEASES}.")
-    return config.patch(activation_memory_budget=share)
-
-
 # --- Experts ----------------------------------------------------------------------------------------------------------
 
 

@@ -338,9 +338,6 @@ _COMMANDS = {
     # Options that nothing reads.
     f"fit {_TINY} --gpus 1 --ac none full --save {{folder}}/x": "--save writes a plan, and --ac is none full",
     "bench --modes none full --budgets 50%": "--budgets has '50%', and nothing reads it: --modes leaves 'budget 50%' out",
-    "bench --suite loss --model llama-small": "--model is 'llama-small', and nothing reads it: the suite loss",
-    "bench --suite loss --strategy ddp": "--strategy is 'ddp', and nothing reads it",
-    "bench --suite loss --modes full": "--modes is ",
     "bench --input-shape 2,3 --seq-len 4": "--seq-len is 4, and nothing reads it: --input-shape is the whole input",
     f"plan {_TINY} --balance memory": "--balance is 'memory', and nothing reads it: without --pp above 1",
     f"plan {_TINY} --pp-schedule gpipe": "--pp-schedule is 'gpipe', and nothing reads it",

@@ -1,7 +1,6 @@
 """Only `torch_compat` uses private names of torch, and they do what it says of them."""
 
 import ast
-import importlib
 import operator
 import re
 import sys
@@ -422,16 +421,6 @@ def test_async_tensor_parallelism_is_off_without_inductor(monkeypatch):
     assert torch_compat.async_tensor_parallel()
     monkeypatch.delitem(sys.modules, "torch._inductor.config")
     assert not torch_compat.async_tensor_parallel()
-
-
-def test_the_compilers_budget_names_what_it_misses(monkeypatch):
-    config = importlib.import_module("torch._functorch.config")
-    with torch_compat.compiler_budget(0.5):
-        assert config.activation_memory_budget == 0.5
-    assert config.activation_memory_budget == 1.0
-    monkeypatch.setitem(sys.modules, "torch._functorch.config", SimpleNamespace())
-    with pytest.raises(AttributeError, match="has no activation_memory_budget"):
-        torch_compat.compiler_budget(0.5)
 
 
 # --- Ranks ------------------------------------------------------------------------------------------------------------

@@ -12,11 +12,11 @@ from nemo_like._util.lazy import lazy_names
 
 if TYPE_CHECKING:
     from nemo_like.bench.options import BenchOptions
+    from nemo_like.bench.side_by_side import SUITES
     from nemo_like.bench.suite import Column, Measured, Suite, Table
-    from nemo_like.bench.suites import SUITES
 
 _MODULES = {
-    "SUITES": "nemo_like.bench.suites",
+    "SUITES": "nemo_like.bench.side_by_side",
     "BenchOptions": "nemo_like.bench.options",
     "Column": "nemo_like.bench.suite",
     "Measured": "nemo_like.bench.suite",

@@ -16,26 +16,16 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from nemo_like.activation_checkpointing.kv_sharing import disable_cache
 from nemo_like.compile import compile_layers
 from nemo_like.layers import find_layers
+from nemo_like.losses.model_loss import chunk_model_loss
 from nemo_like.offload import apply_offloading
-from nemo_like.options import AC_STRATEGIES, OffloadConfig, did_you_mean, normalise
+from nemo_like.options import AC_STRATEGIES, ChunkedLoss, OffloadConfig, did_you_mean, normalise
 from nemo_like.parallelizer import apply_activation_checkpointing
-from nemo_like.torch_compat import compiler_budget
 
+MIN_BYTES = 1 << 16
+"""Smaller storages are not offloaded: less than the default, so that small models show something too."""
 
-@dataclass
-class Copies:
-    """Bytes that a way of offloading has copied so far."""
-
-    moved: Callable[[], int] = lambda: 0
-    back: Callable[[], int] = lambda: 0
-    stalls: Callable[[], int] = lambda: 0
-    host_peak: Callable[[], int] | None = None
-    known: bool = True
-    """False: another implementation, which does not count."""
-
-
-Apply = Callable[[nn.Module, Any], Copies | None]
-"""(model, sample input): checkpoint or offload the model in place; what it copies, if it offloads."""
+Apply = Callable[[nn.Module, Any], Callable[[], int] | None]
+"""(model, sample input): change the model in place; return the bytes moved to host memory so far, if it offloads."""
 
 
 @dataclass(frozen=True)
@@ -48,51 +38,43 @@ class Mode:
     """Another implementation than ours."""
     backend: str | None = None
     """Compile each layer with this back end."""
-    offloads: bool = False
-    """Moves tensors to host memory."""
-    isolated: bool = False
-    """Needs compiled code for itself: nothing that another mode compiled may be reused."""
+    on_cpu: bool = True
+    """False: it does nothing where tensors are in host memory already."""
 
     def under(self, backend: str) -> Mode:
         """The same mode with every layer compiled."""
-        return Mode(f"{self.name} + {backend}", self.apply, self.peer, backend, self.offloads)
+        return Mode(f"{self.name} + {backend}", self.apply, self.peer, backend)
 
-    def prepare(self, model: nn.Module, sample: object) -> Copies:
-        """Checkpoint, then compile."""
+    def prepare(self, model: nn.Module, sample: object) -> Callable[[], int]:
+        """Checkpoint or offload `model` in place, then compile; return the bytes moved to host memory so far."""
         disable_cache(model)  # a training step does not use a key-value cache
-        copies = self.apply(model, sample)
+        moved = self.apply(model, sample)
         if self.backend is not None:
             compile_layers(model, self.backend)
-        return copies or Copies()
+        return moved or (lambda: 0)
 
 
 def our_modes(budgets: Sequence[str]) -> list[Mode]:
-    """Return the modes that `parallelize`'s ``ac=`` and ``offload=`` offer."""
+    """Return the modes that `parallelize`'s ``ac=``, ``offload=`` and ``loss=`` offer."""
     words = [Mode(word, functools.partial(_ours, word)) for word in AC_STRATEGIES]
     planned = [Mode(f"budget {budget}", functools.partial(_budget, budget)) for budget in budgets]
     return [
         *words,
         *planned,
-        offloaded("full + offload boundary", "full", OffloadConfig(mode="boundary")),
-        offloaded("selective + offload saved", "selective", OffloadConfig(mode="saved")),
-        offloaded("offload all", "none", OffloadConfig(mode="all")),
+        _offloaded("full + offload boundary", "full", OffloadConfig(mode="boundary", min_bytes=MIN_BYTES)),
+        _offloaded("selective + offload saved", "selective", OffloadConfig(mode="saved", min_bytes=MIN_BYTES)),
+        _offloaded("offload all", "none", OffloadConfig(mode="all", min_bytes=MIN_BYTES)),
+        Mode("chunked loss", _chunked_loss),
     ]
 
 
-def offloaded(name: str, word: str, config: OffloadConfig) -> Mode:
-    """Checkpointing `word` with offloading by `config`."""
-
-    def apply(model: nn.Module, sample: object) -> Copies:
+def _offloaded(name: str, word: str, config: OffloadConfig) -> Mode:
+    def apply(model: nn.Module, sample: object) -> Callable[[], int]:
         apply_activation_checkpointing(model, word)
         stats = apply_offloading(model, [layer.module for layer in find_layers(model)], config).stats
-        return Copies(
-            lambda: stats.moved_bytes,
-            lambda: stats.reloaded_bytes,
-            lambda: stats.offload_stalls + stats.reload_stalls,
-            lambda: stats.host_peak_live_bytes,
-        )
+        return lambda: stats.moved_bytes
 
-    return Mode(name, apply, offloads=True)
+    return Mode(name, apply)
 
 
 def peer_modes() -> list[Mode]:
@@ -100,30 +82,13 @@ def peer_modes() -> list[Mode]:
     modes = [
         Mode("torch: checkpoint per layer", _torch_per_layer, peer=True),
         Mode("torch: selective, every 2nd matmul", _torch_selective, peer=True),
+        Mode("torch: save_on_cpu", _save_on_cpu, peer=True, on_cpu=False),
     ]
     if importlib.util.find_spec("transformers") is not None:
         modes.append(Mode("transformers: gradient checkpointing", _transformers_own, peer=True))
-    return modes + trl_modes()
-
-
-def trl_modes() -> list[Mode]:
-    """TRL's offloader, where TRL is installed."""
-    there = importlib.util.find_spec("trl") is not None
-    return [Mode("trl: OffloadActivations", _trl, peer=True, offloads=True)] if there else []
-
-
-def compiler_budget_modes(backend: str) -> list[Mode]:
-    """The compiler's own activation memory budget, which only exists under compilation."""
-    return [
-        Mode(
-            f"torch.compile: memory budget {share} + {backend}",
-            functools.partial(_compiler_budget, share),
-            peer=True,
-            backend=backend,
-            isolated=True,  # the setting is in no guard of a compiled graph
-        )
-        for share in (0.25, 0.5)
-    ]
+    if importlib.util.find_spec("trl") is not None:
+        modes.append(Mode("trl: OffloadActivations", _trl, peer=True, on_cpu=False))
+    return modes
 
 
 def pick(modes: list[Mode], names: Sequence[str] | None) -> list[Mode]:
@@ -151,8 +116,8 @@ def _budget(budget: str, model: nn.Module, sample: object) -> None:
     apply_activation_checkpointing(model, budget, sample_input=sample)
 
 
-def _compiler_budget(share: float, model: nn.Module, sample: object) -> None:
-    _around_forward(model, functools.partial(compiler_budget, share))
+def _chunked_loss(model: nn.Module, sample: object) -> None:
+    chunk_model_loss(model, ChunkedLoss())
 
 
 def _around_forward(model: nn.Module, context: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
@@ -217,28 +182,11 @@ def _transformers_own(model: nn.Module, sample: object) -> None:
         old(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
-def save_on_cpu(model: nn.Module, sample: object) -> Copies:
-    """Offload with PyTorch's ``save_on_cpu``, and count what it copies."""
-    device = next(model.parameters()).device
-    inner = torch.autograd.graph.save_on_cpu(pin_memory=device.type != "cpu", device_type=device.type)
-    moved = [0, 0]
-
-    def pack(tensor: torch.Tensor) -> Any:
-        moved[0] += tensor.nbytes
-        return inner.pack_hook(tensor)
-
-    def unpack(packed: object) -> torch.Tensor:
-        tensor = inner.unpack_hook(packed)
-        moved[1] += tensor.nbytes
-        return tensor
-
-    _around_forward(model, lambda: torch.autograd.graph.saved_tensors_hooks(pack, unpack))
-    return Copies(lambda: moved[0], lambda: moved[1])
+def _save_on_cpu(model: nn.Module, sample: object) -> None:
+    kind = next(model.parameters()).device.type
+    _around_forward(model, lambda: torch.autograd.graph.save_on_cpu(pin_memory=True, device_type=kind))
 
 
-def _trl(model: nn.Module, sample: object) -> Copies:
-    if next(model.parameters()).device.type == "cpu":
-        raise RuntimeError("it offloads accelerator tensors only")
+def _trl(model: nn.Module, sample: object) -> None:
     manager = importlib.import_module("trl.models.activation_offloading").get_act_offloading_ctx_manager(model)
     _around_forward(model, lambda: manager)
-    return Copies(known=False)

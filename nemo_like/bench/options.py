@@ -11,7 +11,7 @@ from nemo_like.options import MemoryBudget, parse_compile
 if TYPE_CHECKING:
     import torch
 
-SUITE_NAMES = ("memory", "offload", "loss")
+SUITE_NAMES = ("memory",)
 """The keys of `nemo_like.bench.SUITES`."""
 
 

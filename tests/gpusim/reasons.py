@@ -14,11 +14,6 @@ REASONS: dict[tuple[str, str], str] = {
     (f"{_AC}/ambient.py", "device == 'cuda'"): "CUDA only: switches of CUDA's libraries",
     (f"{_AC}/verification.py", _CAPTURE): "CUDA only: capture of a CUDA graph",
     ("nemo_like/_util/tensor_summary.py", "tensor.device.type == 'mps'"): "MPS only: it has no float64",
-    (f"{_BENCH}/loss.py", "peers and device.type == 'cuda'"): "CUDA only: kernels of Liger and cut-cross-entropy",
-    (
-        f"{_BENCH}/modes.py",
-        "next(model.parameters()).device.type == 'cpu'",
-    ): "CUDA only: TRL's offloading takes its streams",
     (f"{_BENCH}/side_by_side.py", "device.type == 'cuda'"): _DDP,
     (f"{_DIST}/launch.py", "device.type != 'cpu'"): "CUDA only: `local_device` refuses a kind that BACKENDS lacks",
     ("nemo_like/fake_rank.py", "device.kind == 'cpu'"): "reads the description of a dry run's device",

@@ -73,7 +73,12 @@ def test_closure_every_is_brute_force(ops):
 def test_a_thinned_sweep_with_skips_has_the_ends_of_the_whole_one():
     random.seed(1)
     ops = [
-        Op(random.randrange(1, 10**6), float(random.randrange(1, 10**6)), (i - 1, max(0, i - 3)) if i else (), i % 2 == 0)
+        Op(
+            random.randrange(1, 10**6),
+            float(random.randrange(1, 10**6)),
+            (i - 1, max(0, i - 3)) if i else (),
+            i % 2 == 0,
+        )
         for i in range(24)
     ]
     whole, thinned = closure.closure_every(ops), closure.closure_every(ops, max_states=128)
