@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
-from operator import attrgetter, methodcaller
+from operator import attrgetter
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any, NamedTuple, TypeVar
 
@@ -111,30 +111,6 @@ def next_sequence_number() -> int:
 def save_tensor(tensor: Tensor) -> Callable[[], Tensor]:
     """Have autograd save `tensor`, hooks and version check included; the result gives it back."""
     return _autograd._make_saved_tensor(tensor, is_output=False).unpack
-
-
-weak_storage: Callable[[torch.UntypedStorage], int] = methodcaller("_weak_ref")
-"""A weak reference to a storage, for `WeakStorages`: a number, which takes a third of a `StorageWeakRef`'s time."""
-
-
-class WeakStorages(dict[int, int]):
-    """References that `weak_storage` returned, by any number.
-
-    While such a reference exists, the place of its storage object is taken: no other storage can be confused with it.
-    """
-
-    def is_of(self, index: int, tensor: Tensor) -> bool:
-        """Return whether reference `index` is one to the memory of `tensor`."""
-        reference = self.get(index)  # None, too, for a sparse tensor, which has no storage to ask
-        return reference is not None and reference == tensor.untyped_storage()._cdata
-
-    def among(self, storages: set[int]) -> set[int]:
-        """The numbers of the references to one of these storages, each given as its ``_cdata``."""
-        return {index for index, reference in self.items() if reference in storages}
-
-    def __del__(self) -> None:
-        for reference in self.values():
-            torch.UntypedStorage._free_weak_ref(reference)
 
 
 def graph_is_kept() -> bool | None:

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor.parallel import loss_parallel
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import nemo_like
@@ -142,19 +141,6 @@ def test_a_saved_tensor_goes_through_hooks():
     ):
         unpack = torch_compat.save_tensor(torch.ones(2))
     assert len(packed) == 1 and unpack() is packed[0]
-
-
-def test_weak_storages_tell_memory_apart_and_let_it_go():
-    before = StorageWeakRef(torch.ones(1).untyped_storage())
-    tensor, other = torch.ones(8), torch.ones(8)
-    storages = torch_compat.WeakStorages({0: torch_compat.weak_storage(tensor.untyped_storage())})
-    assert storages.is_of(0, tensor[2:]) and not storages.is_of(0, other) and not storages.is_of(1, other)
-    assert storages.among({tensor.untyped_storage()._cdata, 0}) == {0}
-    alive = StorageWeakRef(tensor.untyped_storage())
-    del tensor
-    assert storages.among({other.untyped_storage()._cdata}) == set()
-    assert before.expired() and alive.expired()  # the memory itself has gone
-    assert not any(storages.is_of(0, torch.ones(8)) for _ in range(100))
 
 
 def test_whether_a_profiler_is_on():

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from nemo_like._util.extras import require
 from nemo_like._util.words import (
     a_or_an,
     check_whole,
@@ -162,27 +159,6 @@ class CheckpointConfig:
                     + did_you_mean(str(key), known)
                 )
         return cls(**values)
-
-    @classmethod
-    def from_yaml(cls, source: str | os.PathLike[str]) -> CheckpointConfig:
-        """`from_dict` of a YAML file (a path), or of YAML text (a string that holds a line break or a colon).
-
-        Raises:
-            MissingExtraError: PyYAML is not installed.
-            ValueError: the text is not a YAML mapping, or `from_dict` refuses it.
-        """
-        yaml = require("yaml", "yaml", "to read a CheckpointConfig from YAML")
-        is_text = isinstance(source, str) and ("\n" in source or ":" in source) and not os.path.exists(source)
-        text = str(source) if is_text else Path(source).read_text(encoding="utf-8")
-        try:
-            values = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ValueError(f"{'The text' if is_text else source} is not YAML: {error}") from error
-        if not isinstance(values, Mapping):
-            raise ValueError(
-                f"{'The text' if is_text else source} holds {type(values).__name__}, not 'field: value' lines."
-            )
-        return cls.from_dict(values)
 
     @property
     def mode(self) -> str:

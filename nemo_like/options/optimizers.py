@@ -123,26 +123,6 @@ def optimizer_memory(trained: Sequence[TrainedParameter], name: str, *, device: 
     return OPTIMIZER_OBJECTS[name].memory(trained, device)
 
 
-def optimizer_word(optimizer: torch.optim.Optimizer) -> str:
-    """The key of `OPTIMIZER_OBJECTS` that `optimizer` is; empty: none."""
-    import torch
-    from torch import nn
-    from torch.distributed.tensor import DTensor
-
-    chosen = optimizer.param_groups[0]
-    if isinstance(optimizer, torch.optim.SGD):
-        return "sgd-momentum" if chosen["momentum"] else "sgd"
-    if not isinstance(optimizer, torch.optim.Adam):  # AdamW is one
-        return ""
-    if chosen.get("fused"):
-        return "adamw-fused"
-    param = chosen["params"][0]
-    if chosen.get("foreach") is not None:
-        return "adamw-foreach" if chosen["foreach"] else "adamw-loop"
-    known = type(param) in (torch.Tensor, nn.Parameter, DTensor)
-    return OPTIMIZER_OBJECTS["adamw"].form_on(param.device.type if known else "cpu")
-
-
 def _adamw(passes: Callable[[Sequence[TrainedParameter]], tuple[StepTemporaries, ...]], fused: bool = False) -> Memory:
     """Two moments, and for each parameter a counter of steps, a float32, which only a fused step has on another device than
     the CPU; `passes`: a step's temporaries."""
