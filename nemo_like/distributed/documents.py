@@ -74,6 +74,8 @@ class PackedCalls:
         self._tokens: list[Any] = []
         self._names = tuple(inspect.signature(inner.forward).parameters)
         self._shifts = predicts_next_token(inner)
+        generates: Any = getattr(inner, "can_generate", None)
+        self._shifts_itself = not self._shifts and callable(generates) and generates()
         self._config: Any = getattr(inner, "config", None)
         self._why_not = _why_not(inner, self._names, masked=not self._by_lengths)
         self._counts_ids = counts_ids(_language(inner))
@@ -219,6 +221,8 @@ class PackedCalls:
         if self._by_lengths:
             arguments |= lengths_of(starts)
         labels, moved = arguments.get("labels"), arguments.get("shift_labels")
+        if self._shifts_itself and _labels_a_start(labels, starts):
+            self._refuse(model, "its own loss counts the label of a document's first token (write -100 there)")
         if self._shifts and isinstance(labels, Tensor):
             arguments["labels"] = labels.masked_fill(starts, IGNORED)
             # Others are what the caller has each token predict, a document's last one too, whose next is not in the row.
@@ -243,6 +247,13 @@ def _why_not(model: nn.Module, names: tuple[str, ...], masked: bool) -> str | No
             return f"{fqn or 'it'}, a {class_of(module).__name__}, {why}"
     missing = [name for name in ("attention_mask", "position_ids") if name not in names]
     return f"it takes no {' and no '.join(missing)}" if missing else None
+
+
+def _labels_a_start(labels: object, starts: Tensor) -> bool:
+    """Return whether the first token of a document, but for a row's first, has a label that counts."""
+    if not isinstance(labels, Tensor) or labels.shape != starts.shape:
+        return False
+    return bool((labels != IGNORED)[:, 1:][starts[:, 1:]].any())
 
 
 def _restarts_in_sight(numbers: Tensor, shown: Tensor) -> bool:

@@ -15,6 +15,7 @@ from nemo_like import ContextParallel, parallelize
 from nemo_like._util.log import forget_announcements
 from nemo_like.distributed.documents import keep_documents_apart
 from nemo_like.options import PipelineParallel
+from tests.models.families import ENCODER, hf
 from tests_distributed.context.cut_models import (
     LOSS,
     batch,
@@ -246,6 +247,13 @@ def test_positions_beside_a_mask_are_positions_and_that_is_said_once(caplog: pyt
     assert found == loss
     assert all(torch.equal(grads[name], grad) for name, grad in expected.items())
     assert caplog.text.count("the row is one document") == 1
+
+
+def test_a_loss_that_counts_a_document_s_first_label_is_refused() -> None:
+    model = parallelize(hf("BlipTextLMHeadModel", "BlipTextConfig", **ENCODER, is_decoder=True)(), "single", "none")
+    rows = packed("numbers")
+    with pytest.raises(NotImplementedError, match="has packed documents, and its own loss counts the label"):
+        model(**rows)
 
 
 def test_lengths_beside_a_mask_of_another_form_are_refused() -> None:

@@ -69,8 +69,8 @@ def make(
     looks = _looks(call, whole, kv_length, mask_function, attention_mask)
     if implementation == "flex_attention":
         length = whole if method.cuts_heads else q_length
-        place = positions_over_whole(call.parts, length, heads=1)
-        return build(lambda b, h, q, k: looks(b, h, place(h, q)[1], k), (batch_size, 1, length, kv_length), device)
+        place = _rows_of_whole(call.parts, length)
+        return build(lambda b, h, q, k: looks(b, h, place(q), k), (batch_size, 1, length, kv_length), device)
     rows = torch.arange(whole, device=device) if method.cuts_heads else call.parts.positions(whole, device)
     mask = _mask(batch_size, rows, kv_length, looks)
     return additive_mask(mask, dtype) if implementation == "eager" else mask
@@ -133,21 +133,21 @@ def cut_given(parts: Parts, mask: Tensor, length: int) -> Tensor:
 Mod = Callable[..., Any]
 """A ``mask_mod(b, h, q, kv)``."""
 
-_AT_ONCE = 2**28
-"""Pairs of positions that a function is asked for at a time, one byte each."""
+_BLOCK, _AT_ONCE = 128, 2**28
+"""Rows of a block in torch; pairs of positions that a function is called with at a time, one byte each."""
 
 
-def build(mask_mod: Mod, shape: tuple[int, int, int, int], device: object, block: tuple[int, int] = (128, 128)) -> Any:
+def build(mask_mod: Mod, shape: tuple[int, int, int, int], device: object) -> Any:
     """The block mask (B, H, rows, columns) of `mask_mod`: as ``create_block_mask``, some rows at a time.
 
     At 128k tokens all pairs of positions at once would be gigabytes.
     """
     flex: Any = sys.modules["torch.nn.attention.flex_attention"]  # models that use it have imported it
     batch, heads, rows, columns = shape
-    step = max(1, _AT_ONCE // (batch * heads * columns * block[0])) * block[0]
+    step = max(1, _AT_ONCE // (batch * heads * columns * _BLOCK)) * _BLOCK
     pieces = [
         flex.create_block_mask(
-            _from_row(mask_mod, start), batch, heads, min(step, rows - start), columns, device=device, BLOCK_SIZE=block
+            _from_row(mask_mod, start), batch, heads, min(step, rows - start), columns, device=device
         )
         for start in range(0, rows, step)
     ]
@@ -155,7 +155,7 @@ def build(mask_mod: Mod, shape: tuple[int, int, int, int], device: object, block
         return pieces[0]
     names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
     joined = {name: torch.cat([getattr(piece, name) for piece in pieces], 2) for name in names}
-    return flex.BlockMask.from_kv_blocks(**joined, BLOCK_SIZE=block, mask_mod=mask_mod, seq_lengths=(rows, columns))
+    return flex.BlockMask.from_kv_blocks(**joined, mask_mod=mask_mod, seq_lengths=(rows, columns))
 
 
 def _from_row(mask_mod: Mod, start: int) -> Mod:
@@ -164,14 +164,11 @@ def _from_row(mask_mod: Mod, start: int) -> Mod:
     return lambda b, h, q, kv: mask_mod(b, h, q + start, kv)
 
 
-def positions_over_whole(parts: Parts, rows: int, heads: int) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """(head, row) on this rank to (head, row) of the unsplit model. Sums alone, which a kernel computes in place.
-
-    rows, heads: of this rank, which may have some heads of all.
-    """
+def _rows_of_whole(parts: Parts, rows: int) -> Callable[[Tensor], Tensor]:
+    """Return a function of this rank's `rows` that gives those of the whole sequence. Sums alone, which a kernel computes
+    in place."""
     if parts.method.cuts_heads:
-        first = parts.rank * heads
-        return lambda h, q: (h + first, q)
+        return lambda q: q
     chunk = rows // 2
     head, tail = parts.rank * chunk, (2 * parts.ranks - 2 - parts.rank) * chunk
-    return lambda h, q: (h, torch.where(q < chunk, q + head, q + tail))
+    return lambda q: torch.where(q < chunk, q + head, q + tail)

@@ -36,7 +36,6 @@ _LOWER, _LOWER_LOSS = 0.1, 3e-2
 _LEFT_OUT = 4
 """One token in so many, the furthest off, does not count: rounding may send it to another expert."""
 _MEDIA = re.compile(r"pixel|image|video|audio|speech|feature|grid|media|vision|visual", re.IGNORECASE)
-_PLACEHOLDER = re.compile(r"^(image|video|audio|speech|media|vision)\w*_token_(id|index)$")
 _PLAIN = int | float | str | None
 
 
@@ -59,7 +58,7 @@ def verify_cut(model: nn.Module, parts: Parts, batch: Mapping[str, Any], tokens:
     """
     main = main_input(dict(batch))
     assert main is not None  # the caller looked
-    inputs = first_tokens(batch, sequence_length(main), tokens, parts.ranks, placeholders(model))
+    inputs = first_tokens(batch, sequence_length(main), tokens, parts.ranks)
 
     def answers() -> list[Tensor]:
         try:
@@ -149,27 +148,17 @@ def sequence_length(main: Tensor) -> int:
     return main.shape[1] if main.is_floating_point() else max(main.shape[1:])
 
 
-def placeholders(*models: nn.Module) -> list[int]:
-    """The ids in whose places the states of pictures and sounds are put."""
-    configs = [vars(getattr(module, "config", object)) for model in models for module in model.modules()]
-    ids = (value for config in configs for name, value in config.items() if _PLACEHOLDER.match(name))
-    return sorted({value for value in ids if isinstance(value, int)})
-
-
-def first_tokens(
-    batch: Mapping[str, Any], length: int, tokens: int, ranks: int, placeholders: Sequence[int] = ()
-) -> dict[str, Any]:
+def first_tokens(batch: Mapping[str, Any], length: int, tokens: int, ranks: int) -> dict[str, Any]:
     """`batch` with the first tokens of its sequences of `length`: `tokens` for each of `ranks`; 0: all, as it is.
 
-    Where the whole sequences are padded, one less, so that these are, too. Text alone: pictures and sounds are left out, and
-    an id for the `placeholders` in which they would be put. Masks hide nothing, and where none of these tokens has a label
-    that counts, all have.
+    Where the whole sequences are padded, one less, so that these are, too. Pictures and sounds are left out, so that
+    the ids in their places are text. Masks hide nothing, and where none of these tokens has a label that counts, all have.
     """
     if not tokens:
         return dict(batch)
     few = min(length, tokens * ranks - (sequence_ops.padded_length(length, ranks) != length))
     text = {name: value for name, value in batch.items() if "token_type" in name or not _MEDIA.search(name)}
-    return {name: _shown(name, _first(value, length, few), placeholders) for name, value in text.items()}
+    return {name: _shown(name, _first(value, length, few)) for name, value in text.items()}
 
 
 def _first(value: Any, length: int, few: int) -> Any:
@@ -181,7 +170,7 @@ def _first(value: Any, length: int, few: int) -> Any:
     return value
 
 
-def _shown(name: str, value: Any, placeholders: Sequence[int]) -> Any:
+def _shown(name: str, value: Any) -> Any:
     """`value` of these first tokens, so that something of each row is seen, labelled, and text."""
     if not isinstance(value, Tensor) or value.is_floating_point():
         return value
@@ -189,9 +178,6 @@ def _shown(name: str, value: Any, placeholders: Sequence[int]) -> Any:
         return torch.zeros_like(value)
     if name == "attention_mask" and value.ndim == 2 and not bool((value > 1).any()):  # not of documents
         return torch.ones_like(value)
-    if name == "input_ids" and placeholders:
-        hidden = torch.isin(value, torch.tensor(placeholders, device=value.device))
-        return value.masked_fill(hidden, next(i for i in range(len(placeholders) + 1) if i not in placeholders))
     return value
 
 

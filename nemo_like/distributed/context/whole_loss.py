@@ -11,8 +11,7 @@ gets whole sequences on every rank. Any other loss is summed as `ContextParallel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -158,20 +157,6 @@ class RootHooks:
         return [bool(vote) for vote in votes.tolist()]
 
 
-@contextmanager
-def _put_back(function: Callable[..., Tensor]) -> Iterator[None]:
-    """Within it, `function` is torch's cross entropy again, and then what was.
-
-    Under a function mode, as `torch.set_default_device` is one, torch looks a function that runs up by its name again.
-    """
-    replaced = F.cross_entropy
-    F.cross_entropy = function
-    try:
-        yield
-    finally:
-        F.cross_entropy = replaced
-
-
 def _counted(target: Tensor, ignore_index: int, weight: Tensor | None) -> Tensor:
     """The divisor of a mean cross entropy: how many targets count, or the sum of their weights; 0-dim."""
     counts = target != ignore_index
@@ -223,7 +208,9 @@ class _Loss:
                 f"cp sums a model's loss over ranks, and this model calls cross entropy with reduction={reduction!r}: "
                 "what it does with single losses is not known. " + _WAYS_OUT
             )
-        with _put_back(self._before):
+        # Under a function mode, as `torch.set_default_device` is one, torch looks a function that runs up by its name again.
+        F.cross_entropy = self._before
+        try:
             total = self._before(
                 input,
                 mine,
@@ -232,6 +219,8 @@ class _Loss:
                 reduction=reduction if described else "sum",
                 label_smoothing=label_smoothing,
             )
+        finally:
+            F.cross_entropy = self._cross_entropy
         if reduction == "mean" and not described:
             total = total / _counted(whole, ignore_index, weight)
         self._terms.append(total)

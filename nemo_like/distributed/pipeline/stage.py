@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from nemo_like.distributed.agreement import mesh_groups
 from nemo_like.distributed.context.parts import MARK, Parts
 from nemo_like.distributed.context.sequence_ops import find_group
-from nemo_like.distributed.context.verify_cut import compare, first_tokens, losses_of, placeholders, wanted
+from nemo_like.distributed.context.verify_cut import compare, first_tokens, losses_of, wanted
 from nemo_like.distributed.pipeline.cut import StageForward, StageSlice, StagesOfModel
 from nemo_like.options import PipelineParallel
 
@@ -88,7 +88,7 @@ def verify_stages(
     if tokens is None:
         return
     models = [stage.module for stage in held.stages]
-    inputs = first_tokens(batch, length, tokens, cut[0].ranks, placeholders(*models))
+    inputs = first_tokens(batch, length, tokens, cut[0].ranks)
     cut_batch(inputs)  # what it calls the last stage for is none of the answers
     compare(models, cut, lambda: _answers(held, inputs, forward), [find_group(cut[0].group), held.group], held.device)
 
