@@ -1,4 +1,4 @@
-"""What objects hold: which values are plain, and what is inside of the others."""
+"""Plain values, and the contents of other objects."""
 
 from __future__ import annotations
 

@@ -38,8 +38,8 @@ def checkpoint_timesteps(
         state after the last step.
 
     Raises:
-        ValueError: no timesteps, or a `chunk_size` that is no whole number >= 1.
-        TypeError: `inputs` is no tensor and no list, or the cell returns something else than a pair.
+        ValueError: no timesteps, or a `chunk_size` that is not a whole number >= 1.
+        TypeError: `inputs` is neither a tensor nor a list, or the cell returns something else than a pair.
 
     >>> cell = nn.LSTMCell(3, 4)
     >>> zeros = torch.zeros(2, 4)

@@ -1,4 +1,4 @@
-"""How a saved tensor gets to CPU memory and back: a protocol, and the simplest back end that fulfils it."""
+"""The way of a saved tensor to CPU memory and back: a protocol, and the simplest back end that fulfils it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which saved tensors stay on the device, and why; counters of what stayed and what moved.
+"""Saved tensors that stay on the device, and why; counters of what stayed and what moved.
 
 Weights are on the device anyway, so moving them costs bandwidth and frees nothing; with FSDP2 the unsharded weights of
 a whole model would go to the host. They are known by what they are (a `Parameter`, a view of one, a low-precision copy

@@ -104,7 +104,7 @@ _UNKNOWN = object()
 
 
 class Contents:
-    """What the containers had in them that some attributes lead to, nested in any way, and signs of the other objects.
+    """Contents of the containers that some attributes lead to, nested in any way, and signs of the other objects.
 
     A container that is in two others stays one, and so does a tensor.
     """

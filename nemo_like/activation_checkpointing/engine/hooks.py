@@ -122,13 +122,13 @@ class HookCalls:
     def _note(self, region: Any, hook: _Hook, args: tuple[Any, ...]) -> Any:
         packs, kept = len(region.handles), len(region.kept)
         host, drawn = HostRandom(self._learned), rng_state()
-        own = [(generator, generator.get_state()) for generator in self._module.generators]
+        generators = [(generator, generator.get_state()) for generator in self._module.generators]
         before = _state(args)
         result = hook.hook(*args)
         now = _state(args)
         writes = len(before) != len(now) or not all(map(_is_same, before, now))
         with unseen():
-            writes = writes or not all(torch.equal(generator.get_state(), state) for generator, state in own)
+            writes = writes or not all(torch.equal(generator.get_state(), state) for generator, state in generators)
             drew = host.was_drawn_from() or not all(map(is_same_state, drawn, rng_state()))
         saves = any(handle() is not None for handle in region.handles[packs:])
         after = (rng_state(), HostRandom(self._learned)) if drew else None

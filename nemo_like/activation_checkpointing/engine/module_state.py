@@ -73,7 +73,7 @@ class ModuleState:
     @property
     def generators(self) -> list[torch.Generator]:
         """Generators of random numbers in attributes."""
-        return [own[name] for own, name in self.attributes.generators]
+        return [fields[name] for fields, name in self.attributes.generators]
 
     def forward_done(self) -> None:
         """Call after forward: changes from here on are others'."""
@@ -103,14 +103,14 @@ class ModuleState:
         if not self.registered.is_current():
             self.registered.restore(stack)
         attributes = self.attributes
-        for own, names, plain, values in zip(owns, attributes.names, attributes.plain, self._values):
-            if list(own) != names:
-                for name in own.keys() - set(names):
-                    del own[name]
+        for fields, names, plain, values in zip(owns, attributes.names, attributes.plain, self._values):
+            if list(fields) != names:
+                for name in fields.keys() - set(names):
+                    del fields[name]
             for name, value in zip(plain, values):
-                now = own.get(name, _ABSENT)
+                now = fields.get(name, _ABSENT)
                 if now is not value and not (type(now) is type(value) and is_plain_value(value) and now == value):
-                    own[name] = value
+                    fields[name] = value
         if self._contents is not None:
             self._contents.restore(stack)
         if list(map(_requires_grad, self.registered.parameters)) != self._flags:
@@ -122,9 +122,9 @@ class ModuleState:
 
 def _put_back(owns: list[Own], before: list[Own]) -> None:
     """Take back what the recomputation and its preparation wrote into attributes."""
-    for own, then in zip(owns, before):
-        if len(own) != len(then) or not all(map(is_, own.values(), then.values())):
-            _fill(own, then)
+    for fields, then in zip(owns, before):
+        if len(fields) != len(then) or not all(map(is_, fields.values(), then.values())):
+            _fill(fields, then)
 
 
 def _fill(table: dict[Any, Any], contents: dict[Any, Any]) -> None:
@@ -138,12 +138,12 @@ class Registered:
     def __init__(self, modules: list[Own]) -> None:
         self._modules = modules
         self._tables = self._filled()
-        self._contents = {(id(own), key): own[key].copy() for own in modules for key in _TABLES if own[key]}
+        self._contents = {(id(fields), key): fields[key].copy() for fields in modules for key in _TABLES if fields[key]}
         self._keys, self._entries = list(chain(*self._tables)), self._values(self._tables)
-        tensors = [[own[key] for own in modules] for key in _TENSORS]
+        tensors = [[fields[key] for fields in modules] for key in _TENSORS]
         parameters, buffers = ([t for t in self._values(tables) if t is not None] for tables in tensors)
         self.parameters = [t for t in {id(t): t for t in parameters}.values() if t.is_leaf]
-        """Those with a flag to put back."""
+        """Parameters with a flag to put back."""
         self.counted = [t for t in (*parameters, *buffers) if type(t) in PLAIN_TENSORS and not t.is_inference()]
         """Parameters and buffers with a version to compare."""
         self._has_hooks = any(map(any, map(_hooks_of, modules)))
@@ -175,17 +175,17 @@ class Registered:
 
     def places(self, tensor: Tensor, put_back: Callable[[Own, str], bool]) -> Iterator[tuple[str, Own]]:
         """The names of a parameter or buffer, with the attributes of the module, but for places that are `put_back`."""
-        for own in self._modules:
-            for table in (own[key] for key in _TENSORS):
+        for fields in self._modules:
+            for table in (fields[key] for key in _TENSORS):
                 yield from (
-                    (name, own) for name, other in table.items() if other is tensor and not put_back(table, name)
+                    (name, fields) for name, other in table.items() if other is tensor and not put_back(table, name)
                 )
 
     def restore(self, stack: contextlib.ExitStack) -> None:
         """Put the entries back until `stack` ends."""
-        for own in self._modules:
+        for fields in self._modules:
             for key in _TABLES:
-                table, wanted = own[key], self._contents.get((id(own), key), {})
+                table, wanted = fields[key], self._contents.get((id(fields), key), {})
                 if key in _TENSORS:
                     _restore_tensors(table, wanted, stack)
                 elif table != wanted:
@@ -204,14 +204,14 @@ def _restore_tensors(table: dict[str, Any], wanted: dict[str, Any], stack: conte
         stack.callback(table.__setitem__, name, table.pop(name))
 
 
-def _hooked(own: Own, seen: set[int]) -> Iterator[Own]:
-    compiled = own.get("_compiled_call_impl") is not None or "_orig_mod" in own["_modules"]
-    if id(own) in seen or compiled:
+def _hooked(fields: Own, seen: set[int]) -> Iterator[Own]:
+    compiled = fields.get("_compiled_call_impl") is not None or "_orig_mod" in fields["_modules"]
+    if id(fields) in seen or compiled:
         return
-    seen.add(id(own))
-    if any(_hooks_of(own)):
-        yield own
-    for child in own["_modules"].values():
+    seen.add(id(fields))
+    if any(_hooks_of(fields)):
+        yield fields
+    for child in fields["_modules"].values():
         if child is not None and isinstance(vars(child).get("_parameters"), dict):
             yield from _hooked(vars(child), seen)
 
@@ -222,24 +222,26 @@ class Attributes:
     def __init__(self, walk: Walk, present: tuple[list[str], list[type]]) -> None:
         self.present = present
         self.names = list(map(list, walk.owns))
-        self.plain = [[n for n, v in own.items() if is_plain_value(v) or _is_configuration(n, v)] for own in walk.owns]
+        self.plain = [
+            [n for n, v in fields.items() if is_plain_value(v) or _is_configuration(n, v)] for fields in walk.owns
+        ]
         """The attributes whose values may be held: others would live for longer, and their graphs."""
         self.getters = list(map(_getter, self.plain))
         self.containers: list[Attribute] = []
         """The attributes that `Contents` looks into."""
         self.generators: list[tuple[Own, str]] = []
-        for number, (own, plain) in enumerate(zip(walk.owns, self.plain)):
+        for number, (fields, plain) in enumerate(zip(walk.owns, self.plain)):
             is_module = number < walk.count
-            free = [(name, value) for name, value in own.items() if name not in _REGISTERS]
-            self.generators += [(own, name) for name, value in free if isinstance(value, torch.Generator)]
+            free = [(name, value) for name, value in fields.items() if name not in _REGISTERS]
+            self.generators += [(fields, name) for name, value in free if isinstance(value, torch.Generator)]
             for name, value in free:
                 # A module's configurations are looked at as it is.
                 if not (is_module and name in plain) and (isinstance(value, Tensor) or has_state(value)):
-                    self.containers.append((own, name, walk.class_of(own)))
+                    self.containers.append((fields, name, walk.class_of(fields)))
 
 
 def _getter(names: list[str]) -> Callable[[Own], tuple[Any, ...]]:
-    return itemgetter(*names) if len(names) > 1 else lambda own: tuple(own[name] for name in names)
+    return itemgetter(*names) if len(names) > 1 else lambda fields: tuple(fields[name] for name in names)
 
 
 class Walk:
@@ -260,13 +262,13 @@ class Walk:
         self._attributes: Attributes | None = None
         self._registered: Registered | None = None
 
-    def _add(self, own: Own, owner: object) -> None:
-        self.owns.append(own)
-        self._classes[id(own)] = type(owner).__name__
+    def _add(self, fields: Own, owner: object) -> None:
+        self.owns.append(fields)
+        self._classes[id(fields)] = type(owner).__name__
 
-    def class_of(self, own: Own) -> str:
+    def class_of(self, fields: Own) -> str:
         """Return the name of the class whose instance has these attributes."""
-        return self._classes[id(own)]
+        return self._classes[id(fields)]
 
     def look(self) -> bool:
         """Look at the attributes of now; returns whether the modules and configurations are those of the walk still.
@@ -274,11 +276,11 @@ class Walk:
         `attributes` is another object where an attribute or a buffer has come or gone, or changed its type.
         """
         modules = self.owns[: self.count]
-        if any(own.get(name) is not value for own, name, value in self._configs):
+        if any(fields.get(name) is not value for fields, name, value in self._configs):
             return False
         if list(map(_children_of, modules)) != self._children:
             return False
-        buffers = [own["_buffers"] for own in modules]
+        buffers = [fields["_buffers"] for fields in modules]
         present = list(chain(*self.owns, *buffers)), list(map(type, chain.from_iterable(map(dict.values, self.owns))))
         if self._attributes is None or self._attributes.present != present:
             if len(list(_configurations(modules))) != len(self._configs):
@@ -335,7 +337,9 @@ def module_of(function: object) -> nn.Module | None:
 
 
 def _configurations(owns: list[Own]) -> Iterator[tuple[Own, str, Any]]:
-    return ((own, name, value) for own in owns for name, value in own.items() if _is_configuration(name, value))
+    return (
+        (fields, name, value) for fields in owns for name, value in fields.items() if _is_configuration(name, value)
+    )
 
 
 def _is_configuration(name: str, value: object) -> bool:

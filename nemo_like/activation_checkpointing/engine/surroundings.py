@@ -24,8 +24,8 @@ class Surroundings:
         self._module = ModuleState(module) if module is not None else None
         self._buffers = BufferSnapshot(module, self._module.attributes) if module is not None and self._module else None
         self._hooks = hook_calls(self._module, self._learned) if self._module is not None else None
-        own = self._module.generators if self._module is not None else closure_of(function)
-        self._ambient = Ambient(Generators(self._learned, (*own, *values)) if preserve_rng_state else None)
+        held = self._module.generators if self._module is not None else closure_of(function)
+        self._ambient = Ambient(Generators(self._learned, (*held, *values)) if preserve_rng_state else None)
         self.looker: Callable[[], AbstractContextManager[Any]] = nullcontext
         """Makes the context that the function runs in, in recomputation."""
 
