@@ -1,178 +1,57 @@
-"""State outside of a model that its code changes in forward: context variables, attributes of classes, closures, globals."""
+"""State outside of a model that a run of it on copies or fake tensors must not change: context variables, remembered tables.
+
+Attributes of classes, closures and globals that a forward changes are not looked for: they stay as it left them.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
-import copy
 import functools
-import itertools
-import random
 import sys
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
-from functools import partial
 from types import CellType, FunctionType
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from nemo_like._util.log import warn_once
 from nemo_like._util.tensors import tensors_in
-from nemo_like.fake.model_copy import SMALL
-
-_LIBRARIES = ("builtins", "abc", "typing", "torch", "transformers", "peft", "nemo_like")
-"""Whose classes are none of the model's own."""
-_MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
-_CONTAINERS = (list, set, deque, bytearray, *_MAPPINGS)
-_COUNTERS = (random.Random, itertools.count, itertools.cycle)
-_MOST = 1024
-"""Entries up to which a container is copied."""
-_ABSENT = object()
 
 
-class OutsideState:
-    """Within it, code of `model` changes its own state outside of the model; what callers have there is theirs again after.
+@contextlib.contextmanager
+def context_variables_put_back() -> Iterator[None]:
+    """Within it, a forward may set context variables; they have their values again after it.
 
-    That is: context variables, attributes of the classes of `model` that are of no library, and what methods of these name
-    in closures and globals. Containers, tensors and counters are copies within it. A context variable that was not set
-    before and has no default cannot be put back, which a warning names.
+    One that was not set before and has no default cannot be put back, which a warning names.
     """
-
-    def __init__(self, model: nn.Module | None = None) -> None:
-        parts = () if model is None else model.modules()
-        memories = {
-            cls for part in parts for cls in type(part).__mro__ if cls.__module__.partition(".")[0] not in _LIBRARIES
-        }
-        self._classes = sorted(memories, key=str)
-        functions = [
-            value for cls in self._classes for value in map(_function, vars(cls).values()) if value is not None
-        ]
-        self._cells = list({id(cell): cell for function in functions for cell in function.__closure__ or ()}.values())
-        self._globals = {
-            (id(function.__globals__), name): function.__globals__
-            for function in functions
-            for name in function.__code__.co_names
-        }
-        self._before: list[list[Callable[[], None]]] = []
-
-    def __enter__(self) -> OutsideState:
-        memo: dict[int, Any] = {}
-        put_back: list[Callable[[], None]] = []
-        self._before.append(put_back)
-        before = contextvars.copy_context()
-        put_back.append(partial(_put_back_variables, before))
-        for variable, value in before.items():
-            if (copied := _apart(value, memo)) is not value:
-                variable.set(copied)
-        for cls in self._classes:
-            attributes = dict(vars(cls))
-            put_back.append(partial(_put_back_class, cls, attributes))
-            for name, value in attributes.items():
-                if (copied := _apart(value, memo)) is not value:
-                    setattr(cls, name, copied)
-        for cell in self._cells:
-            value = _content(cell)
-            put_back.append(partial(_put_back_cell, cell, value))
-            if (copied := _apart(value, memo)) is not value:
-                cell.cell_contents = copied
-        for (_, name), table in self._globals.items():
-            value = table.get(name, _ABSENT)
-            put_back.append(partial(_put_back_item, table, name, value))
-            if (copied := _apart(value, memo)) is not value:
-                table[name] = copied
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for function in self._before.pop():
-            function()
-
-
-def _function(value: object) -> FunctionType | None:
-    value = getattr(value, "__func__", value)  # static methods and those of the class
-    value = value.fget if isinstance(value, property) else value
-    return value if isinstance(value, FunctionType) else None
-
-
-def _apart(value: Any, memo: dict[int, Any]) -> Any:
-    """A copy of what can be changed in place: containers, tensors and counters; anything else itself."""
-    kind = type(value)
-    if id(value) in memo:
-        return memo[id(value)]
-    if kind in (Tensor, torch.Generator):
-        copied = _own_copy(value)
-    elif kind in _COUNTERS:
-        copied = copy.copy(value)
-    elif kind in _CONTAINERS and len(value) <= _MOST:
-        copied = memo[id(value)] = copy.copy(value)
-        if kind in _MAPPINGS:
-            copied.update({key: _apart(item, memo) for key, item in value.items()})
-        elif kind in (list, deque):
-            copied.clear()
-            copied.extend(_apart(item, memo) for item in value)
-    else:
-        return value
-    memo[id(value)] = copied
-    return copied
-
-
-def _own_copy(value: Any) -> Any:
-    if isinstance(value, torch.Generator):
-        return value.clone_state()
-    return value.detach().clone().requires_grad_(value.requires_grad) if value.numel() <= SMALL else value
-
-
-def _content(cell: CellType) -> Any:
+    before = contextvars.copy_context()
     try:
-        return cell.cell_contents
-    except ValueError:  # not filled yet
-        return _ABSENT
+        yield
+    finally:
+        for variable, now in contextvars.copy_context().items():
+            if variable in before:
+                if before[variable] is not now:
+                    variable.set(before[variable])
+            else:
+                _to_default(variable)
 
 
-def _put_back_variables(before: contextvars.Context) -> None:
-    for variable, now in contextvars.copy_context().items():
-        if variable in before:
-            if before[variable] is not now:
-                variable.set(before[variable])
-            continue
-        try:
-            variable.set(contextvars.Context().run(variable.get))  # the default
-        except LookupError:
-            warn_once(
-                f"The context variable {variable.name!r} was not set; a model's forward set it while it was planned or "
-                "profiled, and it has no default to put back. Give it a default, or set it before."
-            )
-
-
-def _put_back_class(cls: type, attributes: dict[str, Any]) -> None:
-    for name, now in list(vars(cls).items()):
-        if name not in attributes:
-            delattr(cls, name)
-        elif attributes[name] is not now:
-            setattr(cls, name, attributes[name])
-    for name in attributes.keys() - vars(cls).keys():
-        setattr(cls, name, attributes[name])
-
-
-def _put_back_cell(cell: CellType, value: object) -> None:
-    if value is not _ABSENT:
-        cell.cell_contents = value
-    elif _content(cell) is not _ABSENT:
-        del cell.cell_contents
-
-
-def _put_back_item(table: dict[str, Any], name: str, value: object) -> None:
-    if value is _ABSENT:
-        table.pop(name, None)
-    else:
-        table[name] = value
+def _to_default(variable: contextvars.ContextVar[Any]) -> None:
+    try:
+        variable.set(contextvars.Context().run(variable.get))
+    except LookupError:
+        warn_once(
+            f"The context variable {variable.name!r} was not set; a model's forward set it while it was planned or "
+            "profiled, and it has no default to put back. Give it a default, or set it before."
+        )
 
 
 # Functions of a model's code that remember what they returned: `functools.lru_cache` around a table of positions.
 #
 # Their tables stay for the life of the process. A run on fake tensors must neither read what a real step left there nor
-# leave
-# fake tensors for the next one, and has to count what stays.
+# leave fake tensors for the next one, and has to count what stays.
 
 
 class RememberedTables:

@@ -21,7 +21,7 @@ from nemo_like._util.tensors import describe, is_wrapped, map_tensors, tensors_i
 from nemo_like.activation_checkpointing import kv_sharing, ops
 from nemo_like.fake.cuda_ops import CudaOps
 from nemo_like.fake.model_copy import SMALL, call_with, random_numbers_put_back
-from nemo_like.fake.outside_state import OutsideState, RememberedTables
+from nemo_like.fake.outside_state import RememberedTables, context_variables_put_back
 from nemo_like.fake.ranks import ranks_of
 from nemo_like.fake.reasons import PLAN, Aim, named_reason
 from nemo_like.torch_compat import TorchDispatchMode, fake_parameter, fake_tensor_types
@@ -52,8 +52,8 @@ class FakeRun(TorchDispatchMode):
 
     With `cuda`, a compute capability, the tensors are on the CPU all the same, but the operators are those that such a GPU
     would run (see `CudaOps`). What the functions of `model` remember from call to call is the run's own (`tables`), and
-    random numbers of Python, NumPy and torch that are drawn inside are drawn again outside. Nor does what the model's code
-    changes outside of the model stay (see `OutsideState`). Where weights of `model` are split over a
+    random numbers of Python, NumPy and torch that are drawn inside are drawn again outside. Context variables are put back,
+    too; what else the model's code changes outside of the model stays. Where weights of `model` are split over a
     `nemo_like.fake.ranks.fake_mesh`, it is its first rank that runs.
     """
 
@@ -63,7 +63,6 @@ class FakeRun(TorchDispatchMode):
         super().__init__()
         self.ranks = (None if model is None else ranks_of(model)) or nullcontext()
         self.tables = RememberedTables(model)
-        self._outside = OutsideState(model)
         self.autocast = autocast
         self.cuda = None if cuda is None else CudaOps(cuda)
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -71,13 +70,13 @@ class FakeRun(TorchDispatchMode):
         """The way of rows to experts, where these are split."""
         self._unknown: weakref.WeakSet[Any] = weakref.WeakSet()
         """Storages of real tensors that a fake one was written into: their values mean nothing any more."""
-        self._random: list[AbstractContextManager[None]] = []
+        self._put_back: list[ExitStack] = []
 
     def __enter__(self) -> Any:
-        self._random.append(random_numbers_put_back())
-        self._random[-1].__enter__()
+        self._put_back.append(ExitStack())
+        self._put_back[-1].enter_context(random_numbers_put_back())
+        self._put_back[-1].enter_context(context_variables_put_back())
         self.ranks.__enter__()
-        self._outside.__enter__()
         self.tables.__enter__()
         if self.cuda is not None:
             self.cuda.__enter__()
@@ -88,9 +87,8 @@ class FakeRun(TorchDispatchMode):
         if self.cuda is not None:
             self.cuda.__exit__(*error)
         self.tables.__exit__(*error)
-        self._outside.__exit__(*error)
         self.ranks.__exit__(*error)
-        self._random.pop().__exit__(*error)
+        self._put_back.pop().__exit__(*error)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None

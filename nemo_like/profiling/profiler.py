@@ -14,7 +14,7 @@ from nemo_like._util.module_tree import check_model
 from nemo_like._util.words import check_whole
 from nemo_like.distributed.launch import checked_device, current_device
 from nemo_like.fake.model_copy import model_copy, random_numbers_put_back
-from nemo_like.fake.outside_state import OutsideState
+from nemo_like.fake.outside_state import context_variables_put_back
 from nemo_like.layers import Layer, LayersNotFoundError, find_layers
 from nemo_like.profiling.layer_trace import CallTimes, LossFn, StepBytes, trace_bytes, trace_times, warm_up
 from nemo_like.profiling.profile_report import MB, LayerProfile, ProfiledCall, ProfileReport, enough_layers
@@ -85,7 +85,7 @@ class MemoryProfiler:
             # Zeros rather than None: what accumulating gradients cost is then the same in every run.
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         run = (model, [copies[layer.module] for layer in self._layers], sample, self._loss_fn, self._device)
-        with random_numbers_put_back(self._device), OutsideState(model), torch.enable_grad():
+        with random_numbers_put_back(self._device), context_variables_put_back(), torch.enable_grad():
             warm_up(model, sample, self._loss_fn)
             bytes_runs = [trace_bytes(*run) for _ in range(num_runs)]
             time_runs = [trace_times(*run) for _ in range(num_runs)]

@@ -88,7 +88,6 @@ OPTIONS: dict[type, dict[str, Any]] = {
         "prefetch": 2,
         "pin_memory": False,
         "host_budget_bytes": 1 << 30,
-        "on_unsupported": "raise",
     },
     StepSpec: {
         "sync": "last",
