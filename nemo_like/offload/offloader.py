@@ -173,7 +173,8 @@ class Offloader:
         """A handle for a plain tensor: on the host, or where it is (counted, with the reason)."""
         problem = stays.unsupported(tensor)
         if problem is not None:
-            return self._keep_unsupported(tensor, problem)
+            warn_once(f"Offloading leaves a saved tensor on the device: {problem}.", key=f"offload-keeps-{problem}")
+            return self._keep(tensor, f"unsupported: {problem}")
         mover, reader = self._the_mover(), object()
         reason = self._reason_to_stay(tensor, mover, version)
         copy = mover.offload(tensor.untyped_storage(), version, reader) if reason is None else None
@@ -187,15 +188,6 @@ class Offloader:
             )
             reason = "refused by the host: " + refusal.split(" of ")[0]
         return self._keep(tensor, reason)
-
-    def _keep_unsupported(self, tensor: torch.Tensor, problem: str) -> Handle:
-        if self.config.on_unsupported == "raise":
-            raise RuntimeError(  # a TypeError inside an operator's method (`@`) would be taken for "not mine"
-                f"Offloading cannot move a saved tensor of shape {list(tensor.shape)}: {problem}. "
-                "Use OffloadConfig(on_unsupported='keep') to leave such tensors on the device."
-            )
-        warn_once(f"Offloading leaves a saved tensor on the device: {problem}.", key=f"offload-keeps-{problem}")
-        return self._keep(tensor, f"unsupported: {problem}")
 
     def _reason_to_stay(self, tensor: torch.Tensor, mover: Mover, version: tuple[Any, ...]) -> str | None:
         storage = tensor.untyped_storage()

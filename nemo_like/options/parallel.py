@@ -370,14 +370,11 @@ class OffloadConfig:
     """Use page-locked host memory, where the device has it: needed for copies that overlap with computing."""
     host_budget_bytes: int | None = None
     """Host bytes per rank; past it, tensors stay on the device and this is logged once. None: no limit."""
-    on_unsupported: str = "keep"
-    """A tensor that cannot be moved: ``keep`` it on the device, or ``raise``."""
 
     def __post_init__(self) -> None:
-        for name, known in (("mode", ("none", "boundary", "saved", "all")), ("on_unsupported", ("keep", "raise"))):
-            value = getattr(self, name)
-            if value not in known:
-                raise ValueError(f"OffloadConfig.{name} is {value!r}; it must be one of {', '.join(known)}.")
+        modes = ("none", "boundary", "saved", "all")
+        if self.mode not in modes:
+            raise ValueError(f"OffloadConfig.mode is {self.mode!r}; it must be one of {', '.join(modes)}.")
         for name, least in (("min_bytes", 0), ("max_inflight_bytes", 1), ("prefetch", 0), ("host_budget_bytes", 0)):
             value = getattr(self, name)
             if value is not None or name != "host_budget_bytes":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch.utils._pytree import tree_map
 
@@ -93,12 +92,9 @@ def test_shared_parts_move_once() -> None:
     assert all(torch.equal(h.get().plain(), e) for h, e in zip(handles, expected, strict=True))  # type: ignore[attr-defined]
 
 
-def test_a_subclass_that_cannot_be_taken_apart_stays_or_raises() -> None:
+def test_a_subclass_that_cannot_be_taken_apart_stays() -> None:
     tensor = torch.randn(8).as_subclass(Opaque)
     offloader = offload_activations(config(), backend=Backend())
     assert offloader.pack(tensor).get() is tensor
     (reason,) = offloader.stats.kept_count
     assert reason == "unsupported: an Opaque, which does not define how to take it apart (__tensor_flatten__)"
-    strict = offload_activations(config(on_unsupported="raise"), backend=Backend())
-    with pytest.raises(RuntimeError, match="on_unsupported='keep'"):
-        strict.pack(tensor)
