@@ -13,8 +13,6 @@ from types import ModuleType
 import pytest
 
 from nemo_like.commands import COMMANDS
-from tests.models.decoders import PlainDecoder, batch, build
-from tests.walks import check, walk
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -118,9 +116,3 @@ def test_every_name_that_the_map_or_the_design_uses_is_in_the_source(page: str) 
     named = {word for text in quoted for word in re.findall(r"\w+", text) if re.search(r"_|[a-z][A-Z]", word)}
     missing = named - words - {path.stem for path in files} - {"nemo_like", "tests_distributed"}
     assert len(named) > 20 and not missing, missing
-
-
-@pytest.mark.parametrize("option", ['ac="selective"', 'ac="50%"', 'loss="chunked"'])
-def test_the_walk_of_an_option_is_as_the_design_says(option: str) -> None:
-    model = build("llama") if "loss" in option else PlainDecoder()
-    check(walk(model, option, sample_input=batch() if "%" in option else None), option)
