@@ -10,7 +10,7 @@ from typing import Any
 from nemo_like._util.console import examples
 
 GROUPS = {
-    "model": """model init dtype layers scope lora four_bit qlora lora_rank lora_alpha lora_dropout lora_targets train
+    "model": """model init dtype layers scope lora qlora lora_rank lora_alpha lora_dropout lora_targets train
         tokenizer trust_remote_code vocab_size input_shape images image_size audio_seconds""",
     "parallelism": """gpus world_size gpu device strategy dp_replicate dp_shard tp sequence_parallel loss_parallel cp
         cp_method ep imbalance pp pp_schedule stages_per_rank balance reshard_after_forward prefetch threads calibrate

@@ -88,7 +88,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RANK",
         help="adapters of this rank train, all else is frozen, in the dtype of --precision (peft)",
     )
-    add("--four-bit", action="store_true", help="frozen linear layers in 4 bits with their scales, as QLoRA has them")
     add(
         "--budget",
         action="append",
@@ -219,7 +218,7 @@ WAYS_OUT = (
 
 _OF_THE_RUN = (
     *("model", *JOB_FLAGS, "world_size", "seq_len", "batch_size", "input_shape", "images", "image_size"),
-    *("audio_seconds", "vocab_size", "dtype", "lora", "four_bit", "ran_with"),
+    *("audio_seconds", "vocab_size", "dtype", "lora", "ran_with"),
 )
 """Options that decide which step runs."""
 
@@ -431,12 +430,9 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _frozen(model: torch.nn.Module, args: argparse.Namespace, job: Job) -> torch.nn.Module:
-    """The model with --lora and --four-bit applied."""
-    from nemo_like.planning.model.quantised import with_adapters, with_four_bit_weights
+    """The model with --lora applied."""
+    from nemo_like.planning.model.quantised import with_adapters
 
-    if args.four_bit and args.lora is None:
-        raise ValueError("--four-bit keeps frozen weights in 4 bits, and all train here: give --lora RANK as well.")
     if args.lora is None:
         return model
-    adapted = with_adapters(model.train(), args.lora, job.param_dtype or parse_dtype("--dtype", args.dtype))
-    return with_four_bit_weights(adapted) if args.four_bit else adapted
+    return with_adapters(model.train(), args.lora, job.param_dtype or parse_dtype("--dtype", args.dtype))

@@ -103,7 +103,7 @@ def write_to(args: argparse.Namespace, job: Job, **values: Any) -> None:
     from nemo_like.settings import write_settings
 
     options: Mapping[str, Any] = vars(args)
-    more = {name: options.get(name) for name in ("model", "seq_len", "lora", "four_bit")} | values
+    more = {name: options.get(name) for name in ("model", "seq_len", "lora")} | values
     left = write_settings(args.settings_to, job, **more, dtype=dtype_word(parse_dtype("--dtype", args.dtype)))
     if left:
         print(paragraph(f"{args.settings_to} does not have: {'; '.join(left)}", screen_width()), file=sys.stderr)

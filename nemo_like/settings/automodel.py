@@ -29,10 +29,7 @@ def _finish(values: dict[str, Any]) -> Iterator[str]:
         values["precision"] = values.pop("_recipe", "fp8")
     values.pop("_recipe", None)
     if values.pop("_four_bit", False):
-        if "lora" in values:
-            values["four_bit"] = True
-        else:
-            yield "quantization.load_in_4bit = True (without peft)"
+        yield "quantization.load_in_4bit = True (no plan is made of weights in 4 bits)"
     cut_batch(values)
 
 

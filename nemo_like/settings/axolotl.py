@@ -21,10 +21,7 @@ def _finish(values: dict[str, Any]) -> Iterator[str]:
     if adapter is not None:
         values["lora"] = rank or 8
     if values.pop("_four_bit", False) or adapter == "qlora":
-        if adapter is None:
-            yield "load_in_4bit = True (without an adapter)"
-        else:
-            values["four_bit"] = True
+        yield "load_in_4bit = True (no plan is made of weights in 4 bits)"
 
 
 TABLE = Format(

@@ -253,10 +253,7 @@ def model_of(row: Row) -> nn.Module:
     model, _ = source_of_row(row).built("meta", torch.bfloat16 if _in_bf16(row) else None)
     if "qlora" not in row.precision:
         return model
-    from nemo_like.planning.model.quantised import with_adapters, with_four_bit_weights
-
-    rank = int(row.precision.split("r")[-1])
-    return with_four_bit_weights(with_adapters(model.train(), rank, torch.bfloat16))
+    raise ValueError(f"Row {row.id} has weights in 4 bits, of which no plan is made.")
 
 
 def _in_bf16(row: Row) -> bool:

@@ -9,7 +9,6 @@ from torch import nn
 from nemo_like import Job, StepSpec, parallelize
 from nemo_like.planning.answers.rank import peak_of
 from nemo_like.planning.devices import resolve_device
-from nemo_like.planning.model.quantised import with_four_bit_weights
 from nemo_like.planning.query import PlanQuery
 from tests_distributed.allocated import step_peak_bytes
 from tests_distributed.spawn import run_ranks
@@ -45,12 +44,7 @@ def _half_frozen() -> nn.Module:
     return model
 
 
-def _in_four_bits() -> nn.Module:
-    return with_four_bit_weights(_adapted())
-
-
 MODELS = {
-    "in four bits": _in_four_bits,
     "adapters": _adapted,
     "adapters with dropout": lambda: _adapted(0.1),
     "half frozen": _half_frozen,
@@ -93,7 +87,6 @@ def _check(rows: list[tuple]) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "in four bits",
         "half frozen",
         *(pytest.param(name, marks=pytest.mark.long) for name in MODELS if "adapters" in name),
     ],

@@ -1,8 +1,7 @@
-"""Weights and products in fewer bits: float8, and frozen weights in 4 bits as QLoRA has them."""
+"""Adapters on frozen weights, products in float8, and the refusal of weights in 4 bits."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,82 +15,20 @@ from nemo_like.job import Job
 from nemo_like.planning.devices import Device
 from nemo_like.precision import check_float8, float8_linears
 
-BLOCK, NESTED_BLOCK = 64, 256
-_TABLES = 16 + 256 + 1
-"""Float32 values that each layer has besides its scales."""
 
-
-class FourBitLinear(nn.Module):
-    """A linear layer whose weight takes as many bytes as in 4 bits. Its values mean nothing.
-
-    Args:
-        linear: the layer whose shape and bias it has.
-    """
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        device, scales = linear.weight.device, -(-linear.weight.numel() // BLOCK)
-
-        def frozen(size: int, dtype: torch.dtype) -> nn.Parameter:
-            return nn.Parameter(torch.zeros(size, dtype=dtype, device=device), requires_grad=False)
-
-        self.weight = frozen(-(-linear.weight.numel() // 2), torch.uint8)
-        self.scales = frozen(scales, torch.uint8)
-        self.nested = frozen(-(-scales // NESTED_BLOCK) + _TABLES, torch.float32)
-        self.bias = linear.bias
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Map (..., in_features) to (..., out_features)."""
-        shape = (self.out_features, self.in_features)
-        return _Product.apply(input, self.weight, self.bias, shape).clone()
-
-
-class _Product(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, input: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, shape: tuple[int, int]
-    ) -> torch.Tensor:
-        ctx.save_for_backward(packed)
-        ctx.shape = shape
-        return nn.functional.linear(input, _whole(packed, shape, input.dtype), bias)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        (packed,) = ctx.saved_tensors
-        return grads[0] @ _whole(packed, ctx.shape, grads[0].dtype), None, None, None
-
-
-def _whole(packed: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-    return packed.new_zeros(shape, dtype=dtype)
-
-
-def with_four_bit_weights(model: nn.Module) -> nn.Module:
-    """Return a copy of `model` whose frozen linear layers have their weights in 4 bits; its head stays as it is.
-
-    Parameters and values of all else are shared with `model`, so that it may be on the meta device or have weights.
+def refuse_four_bits(model: nn.Module) -> None:
+    """Raise where `model` has weights in 4 bits, of which no plan is made.
 
     Raises:
-        ValueError: no linear layer is frozen.
+        ValueError: a parameter is a ``Params4bit`` of bitsandbytes; it names that.
     """
-    memo = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    copied = copy.deepcopy(model, memo)
-    head_of: Any = getattr(copied, "get_output_embeddings", lambda: None)
-    head = head_of()
-    frozen = [
-        (parent, name, child)
-        for parent in copied.modules()
-        for name, child in parent.named_children()
-        if type(child) is nn.Linear and child is not head and not child.weight.requires_grad
-    ]
-    if not frozen:
+    packed = [name for name, parameter in model.named_parameters() if type(parameter).__name__ == "Params4bit"]
+    if packed:
         raise ValueError(
-            f"{type(model).__name__} has no frozen linear layer to keep in 4 bits: those weights get no gradients. Put "
-            "adapters next to them first (peft.get_peft_model), or freeze them."
+            f"{packed[0]!r} has its weights in 4 bits (bitsandbytes' Params4bit), and no plan is made of those: their bytes "
+            "are packed, with scales next to them. Use a mode without a plan, such as ac='full', or nemo-like finetune "
+            "--qlora, whose layers are planned."
         )
-    for parent, name, child in frozen:
-        setattr(parent, name, FourBitLinear(child))
-    return copied
 
 
 def with_adapters(model: nn.Module, rank: int, frozen: torch.dtype | None = None) -> nn.Module:
@@ -115,9 +52,6 @@ def with_adapters(model: nn.Module, rank: int, frozen: torch.dtype | None = None
         if frozen is not None and not param.requires_grad and param.is_floating_point():
             param.data = param.data.to(frozen)
     return adapted
-
-
-__all__ = ["FourBitLinear", "with_adapters", "with_four_bit_weights"]
 
 
 _LEAST = (8, 9)

@@ -36,7 +36,7 @@ from nemo_like.planning.choose.layer_seconds import BlockSeconds
 from nemo_like.planning.devices import Device, device_of
 from nemo_like.planning.model.capture import routing_of, trace_model
 from nemo_like.planning.model.outside import OuterMemory, outer_memory
-from nemo_like.planning.model.quantised import check_float8_plan, convert, of_layers
+from nemo_like.planning.model.quantised import check_float8_plan, convert, of_layers, refuse_four_bits
 from nemo_like.planning.sharding import ParameterForms, Sharding
 from nemo_like.planning.trace.kinds import ModelTrace, TracedCall
 from nemo_like.planning.trace.layer_memory import block_memory, halves_memory
@@ -110,6 +110,7 @@ class TracedPart:
         self.compiled = job.compile is not None
         self.splits_loss = job.tp.loss_parallel and job.tp.size > 1
         self.is_stage = hasattr(model, STAGE_MARK)
+        refuse_four_bits(model)
         self.whole = self.model = model_copy(model)
         check_float8_plan(job, self.device)
         convert(find.find_layers(self.model, job.layers), job, self.device)
