@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from nemo_like import ContextParallel, parallelize
+from tests.models.families import COMMON, hf
 from tests_distributed.context.cut_models import LENGTH, LOSS, batch, build, step, wrong_in_modes
 from tests_distributed.spawn import run_ranks
 
@@ -92,7 +93,7 @@ def test_ring(name: str, ranks: int) -> None:
     assert run_ranks(ranks, _modes, name, ContextParallel(ranks, "ring"), modes) == [[]] * ranks
 
 
-def _limits_of_a_ring(rank: int, world_size: int) -> None:
+def _limits(rank: int, world_size: int) -> None:
     inputs = batch("llama")
     whole = build("llama")
     expected, _ = step(copy.deepcopy(whole), inputs)
@@ -103,7 +104,10 @@ def _limits_of_a_ring(rank: int, world_size: int) -> None:
     for more in ({"attention_mask": ones.tril(10)}, {"position_ids": torch.arange(13).remainder(6).expand(2, -1)}):
         with pytest.raises(NotImplementedError, match="without a mask"):
             model(**inputs, **more)
+    one_head = hf("LlamaForCausalLM", "LlamaConfig", **COMMON | {"num_key_value_heads": 1})()
+    with pytest.raises(NotImplementedError, match="heads that 2 ranks divide, those of keys as well"):
+        parallelize(one_head, cp=ContextParallel(2, "ulysses"))(**inputs)
 
 
-def test_a_ring_says_what_it_has_not() -> None:
-    run_ranks(2, _limits_of_a_ring)
+def test_methods_refuse_attention_that_they_do_not_have() -> None:
+    run_ranks(2, _limits)
