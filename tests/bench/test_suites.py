@@ -143,28 +143,3 @@ def test_the_commands_run(capsys, tmp_path):
     with pytest.raises(SystemExit):
         cli.main(["bench", "--suite", "loss"])
     assert "invalid choice: 'loss' (choose from" in capsys.readouterr().err
-
-
-def test_the_scale_suite_sets_up_without_memory():
-    from tests.benchmarks.scale import _measure
-
-    measured = _measure("llama3-1b", 8)
-    assert measured["parameters"] == 1_235_814_400 and measured["layers"] == 16
-    assert not torch.distributed.is_initialized()
-
-
-def test_the_verify_suite_shows_a_first_step_that_costs_more_and_a_third_that_does_not():
-    from tests.benchmarks.verify import VERIFY
-
-    results = VERIFY.measure(BenchOptions(batch_size=1, seq_len=8, modes=("full",), repeats=1, device="cpu"))
-    (row,) = results.rows
-    assert row["mode"] == "full" and row["on_first"] > row["off_first"] and row["on_third"] == row["off_third"]
-    assert row["on_peak"] >= row["off_peak"] > 0
-
-
-def test_the_planning_suite_plans_every_layer_from_one_block():
-    from tests.benchmarks.planning import measure
-
-    row = measure("llama3-1b", 8, tokens=256)
-    assert row["layers"] == 16 and row["kinds"] == 1
-    assert row["total_s"] == pytest.approx(sum(row[key] for key in ("build_s", "trace_s", "choose_s", "plan_s")))

@@ -478,32 +478,6 @@ def test_a_send_delays_only_what_another_rank_needs():
     assert timeline(alone, seconds, 1, 0.25).seconds == timeline(alone, seconds, 1).seconds
 
 
-@pytest.mark.long
-def test_a_budget_of_stages_is_planned_beside_tensor_parallelism():
-    asked = {"gpu": "cpu", "seq_len": 64, "global_batch": 8, "micro_batch": 2, "loss": "model", "schedule": "1f1b"}
-    asked |= {"gpus": 4, "pp": 2, "tp": 2}
-    least, most = (fit(llama(4), ac=ac, **asked).best.peak_bytes for ac in ("full", "none"))
-    limit = (least + most) // 2
-    best = fit(llama(4), ac="plan", memory=limit, **asked).best
-    assert best.plan is not None and least < best.peak_bytes <= limit < most
-    assert not isinstance(best.kwargs()["ac"], str)
-    assert f"ac={best.ac!r}" in best.call() and "tp=2" in best.call() and "sample_input=batch" in best.call()
-    # Where nobody says what is kept, the winner gets a plan.
-    assert fit(llama(4), memory=limit, **asked).best.plan is not None
-
-
-@pytest.mark.long
-def test_stages_whose_experts_tp_splits_inside_run_under_modes_and_plans():
-    asked = {"gpu": "cpu", "gpus": 4, "seq_len": 32, "global_batch": 4, "micro_batch": 1, "loss": "model", "pp": 2}
-    asked |= {"tp": 2, "ep": 1, "schedule": "1f1b"}
-    model = mixture()
-    modes = {ac: fit(model, ac=ac, **asked).best for ac in ("none", "full")}
-    assert modes["full"].peak_bytes < modes["none"].peak_bytes
-    whole = fit(model, ac="full", **asked | {"tp": 1, "gpus": 2}).best
-    assert modes["full"].peak.parts["parameters"] < 0.6 * whole.peak.parts["parameters"]
-    assert fit(model, ac="plan", **asked).best.plan is not None
-
-
 def test_pipelines_are_searched_across_hosts_and_one_stage_may_have_no_experts():
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 

@@ -11,12 +11,11 @@ from torch import nn
 
 from nemo_like import Job
 from nemo_like.options import MemoryBudget, Precision, StepSpec
-from nemo_like.planning.answers.rank import peak_of
 from nemo_like.planning.answers.within import choose
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.query import PlanQuery
 from tests.planning.brute_force import all_best, least_cost_of_two
-from tests.planning.queries import part_of, plan_of, saved
+from tests.planning.queries import part_of, saved
 
 hf = pytest.importorskip("transformers", reason="needs the extra 'hf'")
 
@@ -87,16 +86,3 @@ def test_the_first_choice_holds_what_full_holds(name: str) -> None:
     for kind, problem in enumerate(stage.part.problems):
         frontier = stage.part.frontier(kind, skip=stage.skip, host=stage.host)
         assert frontier[0].held_bytes == problem.full().held_bytes == problem.trace.input_bytes
-
-
-@pytest.mark.long
-def test_a_budget_that_full_meets_is_planned_for_a_mixture_of_experts() -> None:
-    """The router's choice must be kept by a plan; `full` keeps nothing, and stands below it."""
-    query = _query("mixtral")
-    assert any(op.forced == "save" and op.bytes for op in part_of(query).problems[0].ops())
-    peak = peak_of(query, query.uniform("full")).total
-    plan = plan_of(query, MemoryBudget(peak_bytes=peak))
-    assert plan.peak_bytes <= peak
-    held = saved(query, query.uniform("full"))
-    plan = plan_of(query, MemoryBudget(fraction=(held + 1) / saved(query, query.uniform("none"))))
-    assert plan.held_bytes <= held + part_of(query).traced.shared_bytes

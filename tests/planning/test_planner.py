@@ -141,64 +141,6 @@ def test_budgets_that_cannot_be_met_name_the_smallest(tiny):
     assert plan_of(tiny, MemoryBudget(peak_bytes=peak.value.smallest_bytes)).peak_bytes <= peak.value.smallest_bytes
 
 
-def _gemma3(seq: int) -> PlanQuery:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.Gemma3TextConfig(
-        hidden_size=2560, intermediate_size=10240, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=4,
-        head_dim=256, vocab_size=1024, sliding_window=1024,
-    )  # fmt: skip
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config).train()
-    ids = torch.zeros(2, seq, dtype=torch.long)
-    setup = Job.of(precision=Precision("bf16"))
-    return PlanQuery.of(model, {"input_ids": ids, "labels": ids}, setup.change(gpu=resolve_device("h100-80gb")))
-
-
-@pytest.mark.parametrize("name", ["llama3-8b", "qwen3-8b", "gemma3"])
-def test_dense_decoders_beat_the_parity_rule(name):
-    query = _gemma3(4096) if name == "gemma3" else _query(name, seq=4096, precision=Precision("bf16"))
-    for problem in part_of(query).problems:
-        # Gemma 3 normalises what its last matmul makes, so that one is no waste there, and the rule can be an optimum.
-        _beats_the_parity_rule(problem, strictly=name != "gemma3")
-
-
-def test_gpt2_beats_the_parity_rule():
-    """Its matmuls have a bias (`addmm`), which the rule as peers run it keeps every time: too many bytes for no FLOPs.
-
-    Alternated all the same, the rule can't be beaten: all that is left of a block's matmuls cost the same FLOPs a byte.
-    """
-    transformers = pytest.importorskip("transformers")
-    dropout = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)  # on the CPU it takes attention apart
-    config = transformers.GPT2Config(n_layer=2, vocab_size=1024, bos_token_id=0, eos_token_id=0, **dropout)
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config).train()
-    ids = torch.zeros(2, 1024, dtype=torch.long)
-    setup = Job.of(precision=Precision("bf16"))
-    query = PlanQuery.of(model, {"input_ids": ids, "labels": ids}, setup.change(gpu=resolve_device("h100-80gb")))
-    for problem in part_of(query).problems:
-        matmuls = [k for k, record in enumerate(problem.records) if "addmm" in str(record.op)]
-        assert len(matmuls) == 4
-        _beats_the_rule(problem, _attention(problem) | sum(1 << k for k in matmuls[::2]), strictly=False)
-        ops = problem.ops(by="flops")
-        every = _attention(problem) | sum(1 << k for k in matmuls)
-        assert solver.linear_replay_cost(ops, every) == 0
-        free = min(p.bytes for p in solver.linear_frontier(ops) if p.cost == 0)
-        assert free < sum(op.bytes for k, op in enumerate(ops) if every >> k & 1)
-
-
-def _beats_the_parity_rule(problem: BlockProblem, strictly: bool) -> None:
-    _beats_the_rule(problem, _parity(problem), strictly)
-
-
-def _beats_the_rule(problem: BlockProblem, keep: int, strictly: bool) -> None:
-    ops = problem.ops(by="flops")
-    kept, flops = sum(op.bytes for k, op in enumerate(ops) if keep >> k & 1), solver.linear_replay_cost(ops, keep)
-    points = solver.linear_frontier(ops)
-    best, least = at_budget(points, kept).cost, min(p.bytes for p in points if p.cost <= flops)
-    assert best <= flops and least <= kept
-    assert not strictly or (best < flops and least < kept)
-
-
 def test_layers_of_one_kind_are_traced_once_and_sharding_lowers_the_peak():
     alone, many = (_query("llama3-8b", seq=2048, world_size=n, precision=Precision("bf16")) for n in (1, 64))
     assert len(part_of(many).traced.calls) == 32 and len(part_of(many).problems) == 1
