@@ -371,43 +371,6 @@ def test_the_search_finds_what_looking_at_everything_finds_where_experts_are_spl
     assert split < whole and by_shape[2, 2, 1, "none"]["expert exchanges"] > 0
 
 
-@pytest.mark.long
-def test_no_pipeline_takes_less_than_its_bounds_by_the_whole_model():
-    pins = {
-        "pp": 2,
-        "cp": [1, 2],
-        "micro_batch": 1,
-        "ac": ["none", "full"],
-        "loss": "model",
-        "offload": "none",
-        "tp": 1,
-    }
-    schedules = ["gpipe", "1f1b", "interleaved_1f1b", "zbv"]
-    # Of a small model, launches and weights that are read would take almost all of the time.
-    device = replace(resolve_device("h100-80gb"), launch_seconds=0.0, hop_seconds=0.0, processors=0, bandwidth=1e20)
-    question = Question(
-        Job.of(gpu=device, precision=Precision("bf16")),
-        gpus=4,
-        seq_len=64,
-        limit=1 << 40,
-        global_batch=16,
-        pins=read_pins(pins | {"schedule": schedules}),
-    )
-    search = make_search(llama(5), question)[0]
-    assert [key.cp for key in search.by_shape] == [1, 2]  # one traced model is enough for the bounds of both
-    for key in search.by_shape:
-        entries = list(search._entries(key))
-        assert {conf.schedule for _, (conf, _) in entries} == set(schedules)
-        assert not search.shapes[key]._queries
-        (bounds,) = search.bounds._staged.values()
-        for least, (conf, _) in entries:
-            resolved = search._resolve(search.shapes[key], conf)
-            step = question.per_token(resolved.seconds.total, conf)
-            # What parts of sequences gather is in the steps alone.
-            assert (0.4 if key.cp == 1 else 0.3) * step < least <= step
-            assert bounds.bytes(conf, conf.mode) <= resolved.peak.total
-
-
 def test_no_step_of_a_shape_takes_less_than_its_bound():
     pins = read_pins({"micro_batch": [1, 4], "cp": [1, 2], "loss": ["model", "chunked"], "offload": "none", "tp": 1})
     question = Question(

@@ -134,17 +134,6 @@ def test_the_peak_under_every_schedule(schedule: str, name: str) -> None:
     _assert_right(run_ranks(2, _peaks, schedule, ("none", "full", "selective"), name, timeout=240))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("precision", [None, pytest.param("bf16", marks=pytest.mark.long)])
-def test_the_peak_of_stages_that_are_sharded(precision: str | None) -> None:
-    _assert_right(run_ranks(4, _peaks, "1f1b", ("full",), "LlamaConfig", precision, timeout=240))
-
-
-@pytest.mark.long
-def test_the_peak_of_sharded_stages_under_a_cut_backward() -> None:
-    _assert_right(run_ranks(4, _peaks, "zbv", ("none", "full"), "LlamaConfig", timeout=240))
-
-
 def _budget(rank: int, world_size: int, schedule: str, budget: str, cp: int = 1) -> Any:
     pp = PipelineParallel(2, schedule=schedule, microbatches=MICROBATCHES)
     plain = parallelize(_build(), ac="none", pp=pp, cp=cp, sample_input=_microbatch())
