@@ -200,7 +200,7 @@ def _commands(_: Any) -> list[str]:
 
     sizes = ["--model", "tests.gpusim.test_package:Model", "--input-shape", "8,16", "--device", "gpusim"]
     written = []
-    for words in (["bench", *sizes, "--repeats", "1", "--modes", "none", "full"], ["profile", *sizes]):
+    for words in (["bench", *sizes, "--repeats", "1", "--modes", "none", "full", "--wide"], ["profile", *sizes]):
         out = Path(f"{os.getpid()}.txt")
         with out.open("w") as file, contextlib.redirect_stdout(file):
             assert main(words) == 0
