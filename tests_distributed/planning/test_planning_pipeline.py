@@ -10,7 +10,7 @@ import torch
 from nemo_like import ContextParallel, Job, parallelize
 from nemo_like.activation_checkpointing.engine import run_region
 from nemo_like.distributed.pipeline.schedules import actions_of
-from nemo_like.options import MemoryBudget, PipelineParallel, Precision, StepSpec
+from nemo_like.options import MemoryBudget, PipelineParallel, StepSpec
 from nemo_like.planning import Plan
 from nemo_like.planning.answers.rank import rank_peak
 from nemo_like.planning.answers.within import choose
@@ -53,12 +53,10 @@ def _query(pp: PipelineParallel, shard_ranks: int = 1, name: str = "LlamaConfig"
     )
 
 
-def _peaks(
-    rank: int, world_size: int, schedule: str, modes: tuple[str, ...], name: str, precision: str | None = None
-) -> list[Any]:
+def _peaks(rank: int, world_size: int, schedule: str, modes: tuple[str, ...], name: str) -> list[Any]:
     pp = PipelineParallel(2, schedule=schedule, microbatches=MICROBATCHES)
-    query = _query(pp, world_size // 2, name, precision=Precision.of(precision))
-    more: Any = {"pp": pp, "sample_input": _microbatch(), "precision": precision}
+    query = _query(pp, world_size // 2, name)
+    more: Any = {"pp": pp, "sample_input": _microbatch()}
     rows = []
     for mode in modes:
         if mode in ("none", "full", "selective"):
