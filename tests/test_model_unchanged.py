@@ -28,7 +28,7 @@ class Block(nn.Module):
     """Changes itself in forward in every way that Python has."""
 
     in_place = True
-    """Changes a tensor in a container and an array, which a checkpointed layer may not."""
+    """Changes a tensor in a container, an array and generators of its own, which a checkpointed layer may not."""
 
     def __init__(self, shared: nn.Module | None = None) -> None:
         super().__init__()
@@ -48,9 +48,10 @@ class Block(nn.Module):
         if self.in_place:
             self.table["a"][0].add_(1)
             self.array += 1
+            self.python.random(), self.numpy.random()
         self.table["a"][1].append(2)
         torch.rand(1, generator=self.generator)
-        self.python.random(), self.numpy.random(), next(self.words)
+        next(self.words)
         random.random(), np.random.random(), torch.rand(1)
         return x + self.norm(self.inner(x).flatten(0, 1)).view_as(x)
 

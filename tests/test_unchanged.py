@@ -141,7 +141,7 @@ ON_A_PLAIN_DECODER: dict[str, Refused] = {
         dict(ac=_config(exclude_patterns=["layers.*"])), r"exclude_patterns holds 'layers\.\*', which matches no layer"
     ),
     "no timesteps": (
-        dict(ac=_config(snn_timestep_checkpoint=True)), "snn_timestep_checkpoint is True, and the PlainDecoder has no Unro"
+        dict(ac=_config(snn_timestep_checkpoint=True)), "snn_timestep_checkpoint is True, and the PlainDecoder has no nn."
     ),
     "operators as one word": (
         lambda: dict(ac=SelectivePolicy(save_ops="mm")), r"save_ops is 'mm'; it must be a list of .*: \['mm'\]"
