@@ -253,7 +253,7 @@ class _Kept:
     def __init__(self, unit: nn.Module, hooked: dict[int, weakref.ref[Tensor]]) -> None:
         self._unit, self._hooked = unit, hooked
         self._calls, self._places = 0, list[tuple[dict[str, Any], str]]()
-        self._kinds = set(map(type, unit.modules()))
+        self._kinds = set(map(type, every_module(unit)))
 
     def __call__(self) -> None:
         if not torch.is_grad_enabled():

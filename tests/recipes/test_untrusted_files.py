@@ -203,6 +203,6 @@ def test_an_unsafe_read_is_seen(source: str):
 def test_no_file_of_a_user_is_read_in_a_way_that_runs_code():
     package = Path(nemo_like.__file__).parent
     reads = {path: unsafe_reads(path.read_text(encoding="utf-8")) for path in package.rglob("*.py")}
-    assert {path.name: calls for path, calls in reads.items() if calls and path.name != CHECKED} == {}
-    checked = next(calls for path, calls in reads.items() if path.name == CHECKED)
-    assert [call.split(": ")[1] for call in checked] == ["import pickle"]
+    found = {path.name: [call.split(": ")[1] for call in calls] for path, calls in reads.items() if calls}
+    # The second writes signs of objects, and reads none.
+    assert found == dict.fromkeys((CHECKED, "containers.py"), ["import pickle"])
