@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # the command imports torch only when it runs
 EXAMPLES = (
     "--model llama-small --batch-size 1 --seq-len 256",
     "--model mymodels:build --input-shape 8,3,32,32 --modes none full selective",
-    "--model llama-small --modes full \"offload all\" \"chunked loss\" --budgets --json modes.json",
+    '--model llama-small --modes full "offload all" "chunked loss" --budgets --json modes.json',
 )
 
 

@@ -29,8 +29,8 @@ def test_every_mode_gives_the_gradients_of_none_and_less_memory(results):
     assert names[:5] == ["none", "full", "selective", "submodule", "sequential"]
     assert {"x torch: checkpoint per layer", "x torch: selective, every 2nd matmul"} <= set(names)
     for other in results.rows:
-        assert (
-            other["gradients"] == "bitwise" or (other["mode"] == "chunked loss" and float(other["gradients"]) < 1e-5)
+        assert other["gradients"] == "bitwise" or (
+            other["mode"] == "chunked loss" and float(other["gradients"]) < 1e-5
         ), other
         if other["mode"] not in ("none", "offload all", "chunked loss"):
             assert other["peak_mb"] < row(results, "none")["peak_mb"]

@@ -29,7 +29,8 @@ def _flows(rank: int, world_size: int, arguments: dict[str, Any]) -> None:
     late = torch.optim.SGD(listed, lr=0.5)  # of a list that was made before
     for optimizer in (early, late):
         with pytest.raises(
-            RuntimeError, match=r"^This SGD has \d+ parameter\(s\) that parallelize\(\) or materialize\(\) has replaced, '"
+            RuntimeError,
+            match=r"^This SGD has \d+ parameter\(s\) that parallelize\(\) or materialize\(\) has replaced, '",
         ):
             _step(model, optimizer)
     model.zero_grad()
