@@ -22,7 +22,7 @@ from torch import Tensor
 
 from nemo_like._util.plain import is_plain
 from nemo_like._util.rng import accelerator_type
-from nemo_like.activation_checkpointing.engine.containers import is_container, map_leaves
+from nemo_like.activation_checkpointing.engine.containers import is_kind_of_container, map_leaves
 from nemo_like.activation_checkpointing.engine.handles import RegionError
 from nemo_like.activation_checkpointing.engine.inputs import SavedInputs
 from nemo_like.activation_checkpointing.engine.random_state import Generators
@@ -180,7 +180,7 @@ class ContextVariables:
         """Variables with an empty container, and its type: torch's compiler leaves some in every context."""
         held = {}
         for variable, value in self._context.items():
-            if is_container(value):
+            if is_kind_of_container(value.__class__):
                 if not value and type(value) in _BUILT_IN:
                     self._empty.append((variable, type(value)))
                 elif type(value) is not tuple or not all(map(is_plain, map(type, value))):  # which cannot change
@@ -244,7 +244,7 @@ _ALWAYS: list[Switch] = [
     _named("warn_only of torch.use_deterministic_algorithms", SWITCH_READERS["warn_only"]),
     _named("float32's precision in matmuls", lambda: _backends.cuda.matmul.fp32_precision),
     _named("float32's precision in oneDNN's matmuls", lambda: _backends.mkldnn.matmul.fp32_precision),
-    *_attributes(_backends.mkldnn, "enabled"),
+    (SWITCH_READERS["mkldnn"], partial(setattr, _backends.mkldnn, "enabled")),
 ]
 _ON_CUDA: list[Switch] = [
     *_attributes(_backends.cudnn, "enabled", "benchmark", "deterministic"),
@@ -256,11 +256,12 @@ _ON_CUDA: list[Switch] = [
         "allow_fp16_accumulation",
     ),
 ]
+_ON_CPU_AND_CUDA = _ALWAYS + _ON_CUDA
 
 
 def switches_for(device: str | None) -> list[Switch]:
     """Return the switches that exist; those of CUDA's libraries only where `device` is ``"cuda"``."""
-    return _ALWAYS + _ON_CUDA if device == "cuda" else _ALWAYS
+    return _ON_CPU_AND_CUDA if device == "cuda" else _ALWAYS
 
 
 def read_switches(device: str | None) -> list[Any]:

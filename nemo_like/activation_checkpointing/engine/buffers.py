@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from nemo_like._util.module_tree import every_module
 from nemo_like.activation_checkpointing.engine.handles import RegionError
-from nemo_like.torch_compat import is_fake, sparse_parts
+from nemo_like.torch_compat import is_fake, sparse_parts, version_of
 
 _SMALL = 1 << 16
 """Bytes up to which a buffer is copied before every forward. State that forward changes is small, as a rule (amax
@@ -46,12 +46,6 @@ def _buffers_of(module: nn.Module) -> tuple[_Known, ...]:
     )
 
 
-def _version(buffer: Tensor) -> int:
-    """Return the number of times that `buffer` was changed in place; made in inference mode (a cached table), it cannot
-    be."""
-    return 0 if buffer.is_inference() else buffer._version
-
-
 def copied_in_forward(module: nn.Module) -> int:
     """Bytes that a region of `module` copies before every forward, and drops after it where they did not change."""
     buffers = (known.owner.get(known.name) for known in _buffers_of(module))
@@ -75,14 +69,14 @@ class BufferSnapshot:
         if known_at is not stamp:
             known_buffers = None
         self._first = _buffers_of(module) if known_buffers is None else None
-        self._before: list[tuple[_Known, Tensor, int, Tensor | None]] = []
+        self._before: list[tuple[_Known, Tensor, int | None, Tensor | None]] = []
         copies: dict[int, Tensor] = {}  # of a buffer that has two names, one
         for known in known_buffers or self._first or ():
             buffer = known.owner.get(known.name)
             if isinstance(buffer, Tensor):
                 if id(buffer) not in copies and (self._first or known.changes or _bytes(buffer) <= _SMALL):
                     copies[id(buffer)] = buffer.detach().clone().requires_grad_(buffer.requires_grad)
-                self._before.append((known, buffer, _version(buffer), copies.get(id(buffer))))
+                self._before.append((known, buffer, version_of(buffer), copies.get(id(buffer))))
         self._copies: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
 
     def forward_done(self) -> bool:
@@ -95,13 +89,13 @@ class BufferSnapshot:
             _known.setdefault(self._module, {})[self._mode] = self._stamp, self._first
         for known, buffer, version, copy in self._before:
             now = known.owner.get(known.name)
-            changed = known.changes or now is not buffer or _version(buffer) != version
+            changed = known.changes or now is not buffer or version_of(buffer) != version
             # Writes through `.data` count no version, the values tell; once only, because the host waits for the device.
             changed = changed or (self._first is not None and copy is not None and _differs(now, copy))
             if not changed:
                 continue
             known.changes = True
-            if copy is None and _version(buffer) != version:
+            if copy is None and version_of(buffer) != version:
                 raise RegionError(
                     f"Buffer {known.name!r}, of {_bytes(buffer)} bytes, was changed in place inside a checkpointed region, "
                     "and earlier forwards had left it alone, so no copy was made to recompute from. Run this step again "

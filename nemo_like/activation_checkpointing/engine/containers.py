@@ -22,8 +22,9 @@ from weakref import ref
 
 from torch import Tensor, nn
 
-from nemo_like._util.plain import is_plain, is_plain_value, slots_in, slots_of
+from nemo_like._util.plain import PLAIN, is_plain, is_plain_value, slots_in, slots_of
 from nemo_like.activation_checkpointing.engine.handles import RegionError
+from nemo_like.torch_compat import version_of
 
 _SMALL = 1024
 """Entries up to which a container is copied before every forward."""
@@ -50,14 +51,9 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     return _mapped(function, value, {})
 
 
-def is_container(value: Any) -> bool:
-    """Return whether `map_leaves` looks into `value`."""
-    kind: Any = type(value)
-    return _is_kind_of_container(kind)
-
-
 @functools.cache  # this is asked of every argument of every region
-def _is_kind_of_container(kind: Any) -> bool:
+def is_kind_of_container(kind: Any) -> bool:
+    """Return whether `map_leaves` looks into values of this type."""
     if issubclass(kind, Tensor | nn.Module | type):
         return False
     copied = kind in _COPIED or issubclass(kind, dict | UserDict | SimpleNamespace)
@@ -67,7 +63,7 @@ def _is_kind_of_container(kind: Any) -> bool:
 def _mapped(function: Callable[[Any], Any], value: Any, seen: dict[int, Any]) -> Any:
     """`seen`: id of a container → the new one, so that one which occurs twice, or in itself, is made once."""
     kind: Any = type(value)
-    if kind in COMMON_LEAVES or not _is_kind_of_container(kind):
+    if kind in COMMON_LEAVES or not is_kind_of_container(kind):
         return function(value)
     if id(value) in seen:
         return seen[id(value)]
@@ -172,11 +168,12 @@ class Contents:
         if isinstance(value, _FILLED) and len(value) <= _SMALL:
             contents = _contents_of(value)
             items = list(contents.values() if isinstance(contents, dict) else contents)
-            kept = [self._keep(item, place, known) for item in items]
-            if not all(map(is_, kept, items)):
-                contents = dict(zip(contents, kept)) if isinstance(contents, dict) else kept
-                if isinstance(value, set) or any(item is _UNKNOWN for item in kept):
-                    contents = None  # the items of a set are found by what they are
+            if not PLAIN.issuperset(map(type, items)):  # as few containers of a layer have
+                kept = [self._keep(item, place, known) for item in items]
+                if not all(map(is_, kept, items)):
+                    contents = dict(zip(contents, kept)) if isinstance(contents, dict) else kept
+                    if isinstance(value, set) or any(item is _UNKNOWN for item in kept):
+                        contents = None  # the items of a set are found by what they are
             self._filled.append((value, contents))
 
 
@@ -227,7 +224,7 @@ class _Signing(pickle.Pickler):
 def _sign_of(value: Any) -> Any:
     """Something that is equal to what it was before, unless a tensor or another object was changed in place."""
     if isinstance(value, Tensor):
-        return 0 if value.is_inference() else value._version
+        return version_of(value)
     if getattr(value, "nbytes", 0) > _SMALL_ARRAY or (isinstance(value, deque) and len(value) > _SMALL):
         return None
     file = io.BytesIO()
@@ -239,11 +236,15 @@ def _sign_of(value: Any) -> Any:
     return file.getvalue(), pickler.seen
 
 
+@functools.cache
+def _base_of(kind: Any) -> Any:
+    """Return the class of Python's own whose methods read and fill the containers of class `kind`: a Counter's own add."""
+    return next(base for base in _FILLED if issubclass(kind, base))
+
+
 def _contents_of(value: Any) -> Any:
-    if isinstance(value, OrderedDict):
-        return dict(OrderedDict.items(value))
-    base: Any = next(base for base in _FILLED if isinstance(value, base))
-    return base.copy(value)
+    base = _base_of(value.__class__)
+    return dict(OrderedDict.items(value)) if base is OrderedDict else base.copy(value)
 
 
 def _fill_all(every: list[tuple[Any, Any]]) -> None:
@@ -253,8 +254,7 @@ def _fill_all(every: list[tuple[Any, Any]]) -> None:
 
 
 def _fill(value: Any, contents: Any) -> None:
-    """Fill `value`, by the methods of the class that Python itself has: a Counter's own ones add."""
-    base: Any = next(base for base in _FILLED if isinstance(value, base))
+    base = _base_of(value.__class__)
     if base is list:
         base.__setitem__(value, slice(None), contents)
     elif base is set:

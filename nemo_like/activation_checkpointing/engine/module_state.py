@@ -102,15 +102,8 @@ class ModuleState:
         stack.callback(_put_back, owns, list(map(dict.copy, owns)))
         if not self.registered.is_current():
             self.registered.restore(stack)
-        attributes = self.attributes
-        for fields, names, plain, values in zip(owns, attributes.names, attributes.plain, self._values):
-            if list(fields) != names:
-                for name in fields.keys() - set(names):
-                    del fields[name]
-            for name, value in zip(plain, values):
-                now = fields.get(name, _ABSENT)
-                if now is not value and not (type(now) is type(value) and is_plain_value(value) and now == value):
-                    fields[name] = value
+        if not self._has_same_attributes():
+            self._restore_attributes()
         if self._contents is not None:
             self._contents.restore(stack)
         if list(map(_requires_grad, self.registered.parameters)) != self._flags:
@@ -118,6 +111,22 @@ class ModuleState:
                 if parameter.requires_grad != flag:
                     stack.callback(parameter.requires_grad_, parameter.requires_grad)
                     parameter.requires_grad_(flag)
+
+    def _has_same_attributes(self) -> bool:
+        if list(map(list, self.walk.owns)) != self.attributes.names:
+            return False
+        now = map(call, self.attributes.getters, self.walk.owns)
+        return all(map(is_, chain.from_iterable(now), chain(*self._values)))
+
+    def _restore_attributes(self) -> None:
+        attributes = self.attributes
+        for fields, names, plain, values in zip(self.walk.owns, attributes.names, attributes.plain, self._values):
+            for name in fields.keys() - set(names):
+                del fields[name]
+            for name, value in zip(plain, values):
+                now = fields.get(name, _ABSENT)
+                if now is not value and not (type(now) is type(value) and is_plain_value(value) and now == value):
+                    fields[name] = value
 
 
 def _put_back(owns: list[Own], before: list[Own]) -> None:
@@ -162,11 +171,8 @@ class Registered:
         tables = self._filled()
         if len(tables) != len(self._tables) or not all(map(is_, tables, self._tables)):
             return False
-        values = self._values(tables)
-        return len(values) == len(self._entries) and all(map(is_, values, self._entries)) and self._has_same_keys()
-
-    def _has_same_keys(self) -> bool:
-        return list(chain(*self._tables)) == self._keys
+        values, keys = self._values(tables), list(chain(*tables))
+        return keys == self._keys and all(map(is_, values, self._entries))
 
     @property
     def hooked(self) -> list[Own]:
@@ -254,12 +260,14 @@ class Walk:
         for module in modules_in(root):
             self._add(vars(module), module)
         self._configs = list(_configurations(self.owns))
-        self.count = len(self.owns)
+        self._modules = self.owns.copy()
+        self.count = len(self._modules)
         """Modules among `owns`."""
         for config in {id(value): value for _, _, value in self._configs}.values():
             self._add(vars(config), config)
-        self._children = list(map(dict.copy, map(_children_of, self.owns[: self.count])))
-        self._attributes: Attributes | None = None
+        self._children = list(map(dict.copy, map(_children_of, self._modules)))
+        self.attributes = Attributes(self, self._present())
+        """The attributes as `look` saw them last."""
         self._registered: Registered | None = None
 
     def _add(self, fields: Own, owner: object) -> None:
@@ -275,30 +283,27 @@ class Walk:
 
         `attributes` is another object where an attribute or a buffer has come or gone, or changed its type.
         """
-        modules = self.owns[: self.count]
         if any(fields.get(name) is not value for fields, name, value in self._configs):
             return False
-        if list(map(_children_of, modules)) != self._children:
+        if list(map(_children_of, self._modules)) != self._children:
             return False
-        buffers = [fields["_buffers"] for fields in modules]
-        present = list(chain(*self.owns, *buffers)), list(map(type, chain.from_iterable(map(dict.values, self.owns))))
-        if self._attributes is None or self._attributes.present != present:
-            if len(list(_configurations(modules))) != len(self._configs):
+        present = self._present()
+        if self.attributes.present != present:
+            if len(list(_configurations(self._modules))) != len(self._configs):
                 return False
-            self._attributes = Attributes(self, present)
+            self.attributes = Attributes(self, present)
         return True
 
-    @property
-    def attributes(self) -> Attributes:
-        """The attributes as `look` saw them last."""
-        assert self._attributes is not None
-        return self._attributes
+    def _present(self) -> tuple[list[str], list[type]]:
+        """Return the names of all attributes and buffers, and the types of attributes."""
+        buffers = [fields["_buffers"] for fields in self._modules]
+        return list(chain(*self.owns, *buffers)), list(map(type, chain.from_iterable(map(dict.values, self.owns))))
 
     def registered(self) -> Registered:
         """Return the parameters, buffers, sub-modules and hooks of now."""
         known = self._registered
         if known is None or not known.is_current():
-            known = Registered(self.owns[: self.count])
+            known = Registered(self._modules)
             self._registered = known if known.may_be_remembered else None
         return known
 
@@ -311,7 +316,6 @@ def walk_of(root: nn.Module) -> Walk:
     walk = _walks.get(root)
     if walk is None or not walk.look():
         walk = _walks[root] = Walk(root)
-        walk.look()
     return walk
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nemo_like.activation_checkpointing.engine.module_state import module_of
 from nemo_like.torch_compat import generator_address, unseen
 
 # --- what the first forward of a module or function showed ---------------------------------------------------------
@@ -39,18 +40,20 @@ class Learned:
         """By the region's name: calls that were looked at, see `verification`."""
 
 
-_learned: weakref.WeakKeyDictionary[Any, dict[bool, Learned]] = weakref.WeakKeyDictionary()
-"""Module, or code of a function → whether the module trains → what its forwards showed."""
+_learned: weakref.WeakKeyDictionary[Any, tuple[Learned, Learned]] = weakref.WeakKeyDictionary()
+"""Module, or code of a function → what its forwards showed, of a module those in evaluation and those in training."""
 
 
 def learned_of(function: Any) -> Learned:
     """Return what is known of the forward of `function`, a module, a method of one, or another function."""
     while not isinstance(function, nn.Module) and hasattr(function, "func"):  # a partial one, made in each call
         function = function.func
-    owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
-    if isinstance(owner, nn.Module):
-        return _learned.setdefault(owner, {}).setdefault(owner.training, Learned())
-    return _learned.setdefault(getattr(function, "__code__", None) or type(function), {}).setdefault(True, Learned())
+    module = module_of(function)
+    key = getattr(function, "__code__", None) or type(function) if module is None else module
+    known = _learned.get(key)  # and nothing is made for one that is known: this is asked for every region
+    if known is None:
+        known = _learned[key] = Learned(), Learned()
+    return known[module is None or module.training]
 
 
 # --- generators of a region's own, and those of Python and NumPy -----------------------------------------------------
@@ -65,7 +68,7 @@ class Generators:
         """`values`: arguments, attributes and others; those that are generators are noted at once."""
         self._learned = learned
         self._states: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
-        self._host = HostRandom(learned)
+        self._host: HostRandom | None = HostRandom(learned)
         for value in values:
             self.note(value)
 
@@ -81,20 +84,20 @@ class Generators:
         with unseen():
             noted = self._states.items()
             self._states = {key: (g, state) for key, (g, state) in noted if not torch.equal(g.get_state(), state)}
-        draws = self._host.was_drawn_from()
+        if self._host is not None and not self._host.was_drawn_from():
+            self._host = None
         if self._learned.draws_on_host is None:
-            self._learned.draws_on_host = draws
-        if not draws:
-            self._host.forget()
-        return draws or bool(self._states)
+            self._learned.draws_on_host = self._host is not None
+        return bool(self._states or self._host)
 
     def restore(self, stack: ExitStack) -> None:
         """Put the states back until `stack` ends."""
         for generator, state in self._states.values():
             stack.callback(generator.set_state, generator.get_state())
             generator.set_state(state)
-        stack.callback(HostRandom(self._learned).put)
-        self._host.put()
+        if self._host is not None:
+            stack.callback(HostRandom(self._learned).put)
+            self._host.put()
 
 
 def closure_of(function: Any) -> list[Any]:
@@ -116,10 +119,6 @@ class HostRandom:
     def was_drawn_from(self) -> bool:
         """Return whether a number was drawn since."""
         return not all(is_same_state(read(), state) for state, read, _ in self._states)
-
-    def forget(self) -> None:
-        """Drop the states."""
-        self._states = []
 
     def put(self) -> None:
         """Put the states back."""
