@@ -23,6 +23,8 @@ from nemo_like.torch_compat import answering_calls
 _MARK = "_nemo_like_chunked_loss"
 LABELS = ("labels", "targets", "target", "shift_labels")
 """Names of the argument with which a model computes its own loss."""
+ITEMS = "num_items_in_batch"
+"""The argument by which a model of transformers is given what to divide the sum of its losses by."""
 
 
 def chunk_model_loss(model: nn.Module, options: ChunkedLoss) -> nn.Module:

@@ -28,9 +28,7 @@ def size_watch(plan: Plan | None, tokens: int | None) -> SizeWatch | None:
     """
     sample = "" if plan is None else plan.step.get("sample", "")
     if plan is not None and sample and plan.peak_bytes:
-        sizes = _sizes(sample)
-        whole = any(dtype in _WHOLE for dtype, _ in sizes)
-        most = max((size for dtype, size in sizes if not whole or dtype in _WHOLE), default=0)
+        most = _most(_sizes(sample))
         return SizeWatch(sample, most, plan.peak_bytes) if most else None
     return None if tokens is None else SizeWatch(f"{tokens} tokens", tokens)
 
@@ -38,9 +36,12 @@ def size_watch(plan: Plan | None, tokens: int | None) -> SizeWatch | None:
 def most_elements(tensors: Iterable[torch.Tensor]) -> int:
     """Return the elements of the largest tensor of whole numbers (token ids, labels), or where there is none, of the
     largest of all."""
-    sizes = [(str(t.dtype) in _WHOLE, t.numel()) for t in tensors]
-    whole = any(is_whole for is_whole, _ in sizes)
-    return max((size for is_whole, size in sizes if is_whole or not whole), default=0)
+    return _most([(str(t.dtype), t.numel()) for t in tensors])
+
+
+def _most(sizes: list[tuple[str, int]]) -> int:
+    whole = [size for dtype, size in sizes if dtype in _WHOLE]
+    return max(whole or [size for _, size in sizes], default=0)
 
 
 def warn_of_larger_batches(model: nn.Module, watch: SizeWatch) -> None:

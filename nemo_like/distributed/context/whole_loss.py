@@ -25,11 +25,10 @@ from nemo_like.distributed.context.parts import Parts
 from nemo_like.distributed.context.sequence_ops import find_group, sum_parts
 from nemo_like.distributed.context.stack_calls import exchange, main_input, tensors_of
 from nemo_like.distributed.context.verify_cut import sequence_length, verify_cut, wanted
-from nemo_like.losses.model_loss import LABELS
+from nemo_like.losses.model_loss import ITEMS, LABELS
 from nemo_like.losses.rows import IGNORED, predicts_next_token
 from nemo_like.transformers_compat import LOGITS_TO_KEEP, given_cache, parameter_names
 
-_ITEMS = "num_items_in_batch"
 LossMean = str | Callable[[dict[str, Any]], Any] | None
 """`ContextParallel.loss_mean`."""
 _WAYS_OUT = (
@@ -280,7 +279,7 @@ class _Loss:
             return False
         if any(loss is term for term in self._terms):
             return True
-        total, items = torch.stack([term.detach() for term in self._terms]).sum(), self._arguments.get(_ITEMS)
+        total, items = torch.stack([term.detach() for term in self._terms]).sum(), self._arguments.get(ITEMS)
         candidates = [total] if items is None else [total, total / items]
         return any(torch.allclose(loss.detach().float(), one.float(), rtol=1e-5, equal_nan=True) for one in candidates)
 
@@ -289,7 +288,7 @@ class _Loss:
     def _times_share(self, loss: Tensor) -> Tensor:
         """Return the part of `loss`, of this part of the sequence, in the loss of all."""
         parts, over = self._hooks.parts, self._hooks.loss_mean
-        summed = over is None or over == "sum" or (over == "tokens" and self._arguments.get(_ITEMS) is not None)
+        summed = over is None or over == "sum" or (over == "tokens" and self._arguments.get(ITEMS) is not None)
         if summed:
             return loss
         if parts.planning:

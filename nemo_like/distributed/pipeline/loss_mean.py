@@ -23,14 +23,12 @@ from nemo_like.distributed.agreement import gather, gather_objects
 from nemo_like.distributed.context.verify_cut import evaluating, put_back
 from nemo_like.distributed.pipeline.batches import cut_batch, joined, size_of
 from nemo_like.distributed.pipeline.stage import Stage, StagesOfRank
-from nemo_like.losses.model_loss import LABELS
+from nemo_like.losses.model_loss import ITEMS, LABELS
 from nemo_like.losses.rows import IGNORED, predicts_next_token
 from nemo_like.options import PipelineParallel
 from nemo_like.torch_compat import answering_calls
 from nemo_like.transformers_compat import model_base
 
-_ITEMS = "num_items_in_batch"
-"""The argument by which a model of transformers is given what to divide the sum of its losses by."""
 _TOLERANCE, _LOWER = 1e-4, 3e-2
 """Allowed difference of gradients, relative to their norm; the second where something is computed with fewer bits than
 float32 has."""
@@ -78,7 +76,7 @@ class LossMean:
         return parts, [number / (sum(numbers) or 1.0) for number in numbers]
 
     def _is_sum(self, batch: Mapping[str, Any]) -> bool:
-        return self.over == "sum" or (self.over == "tokens" and batch.get(_ITEMS) is not None)
+        return self.over == "sum" or (self.over == "tokens" and batch.get(ITEMS) is not None)
 
     def _labels(self, microbatch: Mapping[str, Any]) -> Tensor:
         """Return how many labels count, 0-dim."""
@@ -142,7 +140,7 @@ class LossMean:
 
     def _refusal(self, off: float) -> str:
         setting = f"loss_mean={self.over!r}" if isinstance(self.over, str) else "loss_mean"
-        items = f", or leave {_ITEMS} out" if self.over == "tokens" else ""
+        items = f", or leave {ITEMS} out" if self.over == "tokens" else ""
         if self.over == "tokens" and not self._shifts:
             shifted = f"lambda batch: (batch['labels'][:, 1:] != {IGNORED}).sum()"
             items += f". A model that shifts its labels needs a function: {shifted}"
