@@ -12,7 +12,8 @@ from nemo_like.distributed.mesh import build_mesh
 from nemo_like.distributed.shard import shard_layers
 from nemo_like.distributed.weights.materialize import materialize
 from nemo_like.distributed.weights.state_dict import get_model_state, set_model_state
-from tests.models.tiny import Decoder, gradients, tokens
+from tests.checks import gradients_of
+from tests.models.tiny import Decoder, tokens
 from tests_distributed.spawn import run_ranks
 
 
@@ -43,7 +44,7 @@ def _two_axes(rank: int, world_size: int) -> None:
     halves = model(tokens().chunk(2)[rank // 2])
     halves.backward()
     expected = {name: param.grad for name, param in single.named_parameters()}
-    for name, gradient in gradients(model).items():
+    for name, gradient in gradients_of(model).items():
         # Half batches are added in another order than the whole one.
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6, msg=name)
     torch.testing.assert_close(

@@ -22,7 +22,8 @@ from nemo_like.activation_checkpointing.policy import (
     SelectivePolicy,
     TorchPolicy,
 )
-from tests.models.blocks import LlamaBlock, RouterBlock, assert_bitwise, checkpoint_region, gradients, region
+from tests.checks import assert_bitwise
+from tests.models.blocks import LlamaBlock, RouterBlock, checkpoint_region, gradients, region
 
 pytestmark = pytest.mark.compat
 

@@ -16,7 +16,8 @@ from nemo_like.activation_checkpointing.engine import ambient
 from nemo_like.activation_checkpointing.engine.ambient import put_back, switches_for
 from nemo_like.activation_checkpointing.engine.handles import RegionError
 from nemo_like.activation_checkpointing.policy import RECOMPUTE, SAVE, DecisionTable, FullPolicy, SelectivePolicy
-from tests.models.blocks import LlamaBlock, assert_bitwise, checkpoint_region, gradients, region
+from tests.checks import assert_bitwise
+from tests.models.blocks import LlamaBlock, checkpoint_region, gradients, region
 
 POLICIES = {"full": FullPolicy(), "selective": SelectivePolicy()}
 each_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())

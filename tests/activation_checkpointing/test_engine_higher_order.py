@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nemo_like._util.live_bytes import LiveBytes
 from nemo_like.activation_checkpointing.engine import run_region
 from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, DecisionTable, FullPolicy, SelectivePolicy
-from tests.models.blocks import LlamaBlock, RouterBlock, assert_bitwise, checkpoint_region, gradients, region
+from tests.checks import assert_bitwise
+from tests.models.blocks import LlamaBlock, RouterBlock, checkpoint_region, gradients, region
 
 POLICIES = {
     "full": FullPolicy(),

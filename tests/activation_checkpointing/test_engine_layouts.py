@@ -9,7 +9,8 @@ from torch import nn
 from nemo_like.activation_checkpointing import SelectivePolicy
 from nemo_like.activation_checkpointing.engine import RegionError, run_region
 from nemo_like.activation_checkpointing.policy import FullPolicy, Policy
-from tests.models.blocks import assert_bitwise, gradients, region
+from tests.checks import assert_bitwise
+from tests.models.blocks import gradients, region
 
 POLICIES = [FullPolicy(), SelectivePolicy()]
 

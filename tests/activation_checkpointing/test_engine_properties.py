@@ -27,7 +27,8 @@ from nemo_like.activation_checkpointing.policy import (
     PlanMismatchError,
     SelectivePolicy,
 )
-from tests.models.blocks import assert_bitwise, checkpoint_region, gradients
+from tests.checks import assert_bitwise
+from tests.models.blocks import checkpoint_region, gradients
 
 WIDTH, ROWS = 8, 6
 STEPS = (

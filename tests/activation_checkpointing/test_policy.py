@@ -23,7 +23,8 @@ from nemo_like.activation_checkpointing.policy import (
     TorchPolicy,
     named_ops_policy,
 )
-from tests.models.blocks import LlamaBlock, RouterBlock, assert_bitwise, checkpoint_region, gradients, region
+from tests.checks import assert_bitwise
+from tests.models.blocks import LlamaBlock, RouterBlock, checkpoint_region, gradients, region
 
 aten = torch.ops.aten
 

@@ -18,7 +18,8 @@ from nemo_like.activation_checkpointing.engine.handles import RegionError
 from nemo_like.activation_checkpointing.policy import HOST, SAVE, SKIP, DecisionTable, FullPolicy, SelectivePolicy
 from nemo_like.activation_checkpointing.timesteps import checkpoint_timesteps
 from nemo_like.fake.run import FakeRun
-from tests.models.blocks import LlamaBlock, RouterBlock, assert_bitwise, checkpoint_region, gradients, region
+from tests.checks import assert_bitwise
+from tests.models.blocks import LlamaBlock, RouterBlock, checkpoint_region, gradients, region
 
 FULL = FullPolicy()
 WRONG = "gradients would be wrong"

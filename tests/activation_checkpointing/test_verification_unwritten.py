@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from nemo_like.activation_checkpointing.engine import verification
 from nemo_like.activation_checkpointing.policy import FullPolicy, Policy, SelectivePolicy
-from tests.models.blocks import assert_bitwise, checkpoint_region, gradients, region
+from tests.checks import assert_bitwise
+from tests.models.blocks import checkpoint_region, gradients, region
 
 FULL = FullPolicy()
 

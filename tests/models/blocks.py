@@ -67,12 +67,6 @@ def gradients(fn: Callable[..., Any], module: nn.Module, *inputs: Tensor, seed: 
     return [out.detach().clone()] + [g.clone() for g in grads if g is not None]
 
 
-def assert_bitwise(got: list[Tensor], wanted: list[Tensor]) -> None:
-    assert len(got) == len(wanted)
-    for position, (a, b) in enumerate(zip(got, wanted)):
-        assert torch.equal(a, b), f"tensor {position} differs by {(a - b).abs().max()}"
-
-
 def checkpoint_region(
     fn: Callable[..., Any],
     *args: object,

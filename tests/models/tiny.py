@@ -54,17 +54,3 @@ class Decoder(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), ids.flatten())
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """The unsharded tensor. A collective for DTensors."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Whole gradients by the bare model's names. A collective."""
-    return {
-        name.replace("_checkpoint_wrapped_module.", ""): whole(param.grad).clone()
-        for name, param in model.named_parameters()
-        if param.grad is not None
-    }

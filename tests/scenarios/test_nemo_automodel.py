@@ -28,7 +28,8 @@ from nemo_like.activation_checkpointing import (
 )
 from nemo_like.activation_checkpointing.ops import default_save_ops
 from nemo_like.distributed.units import plan_units
-from tests.models.blocks import assert_bitwise, checkpoint_region, gradients
+from tests.checks import assert_bitwise
+from tests.models.blocks import checkpoint_region, gradients
 
 WIDTH = 8
 each_policy = pytest.mark.parametrize("policy", [FullPolicy(), SelectivePolicy()], ids=["full", "selective"])

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from nemo_like import CheckpointConfig, apply_activation_checkpointing
 from nemo_like._util.live_bytes import LiveBytes
 from nemo_like.activation_checkpointing import CheckpointSpec, FullPolicy, SelectivePolicy, apply_specs
-from tests.models.blocks import assert_bitwise, checkpoint_region, gradients, region
+from tests.checks import assert_bitwise
+from tests.models.blocks import checkpoint_region, gradients, region
 
 each_policy = pytest.mark.parametrize("policy", [FullPolicy(), SelectivePolicy()], ids=["full", "selective"])
 

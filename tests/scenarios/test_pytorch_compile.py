@@ -20,7 +20,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 from nemo_like import SelectivePolicy
 from nemo_like.activation_checkpointing import DecisionTable, FullPolicy, Policy
 from nemo_like.activation_checkpointing.policy import RECOMPUTE, SAVE, TorchPolicy
-from tests.models.blocks import assert_bitwise, checkpoint_region
+from tests.checks import assert_bitwise
+from tests.models.blocks import checkpoint_region
 
 MM, SIGMOID, CAT = "aten.mm", "aten.sigmoid", "aten.cat"
 

@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_like.activation_checkpointing import FullPolicy
 from nemo_like.activation_checkpointing.engine import run_region, set_early_stop
-from tests.models.blocks import assert_bitwise, checkpoint_region, region
+from tests.checks import assert_bitwise
+from tests.models.blocks import checkpoint_region, region
 
 each_stop = pytest.mark.parametrize("early_stop", [True, False])
 

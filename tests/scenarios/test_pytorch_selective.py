@@ -25,7 +25,8 @@ from nemo_like import SelectivePolicy
 from nemo_like._util.live_bytes import LiveBytes
 from nemo_like.activation_checkpointing import FullPolicy, Policy
 from nemo_like.activation_checkpointing.policy import TorchPolicy
-from tests.models.blocks import assert_bitwise, checkpoint_region
+from tests.checks import assert_bitwise
+from tests.models.blocks import checkpoint_region
 
 KEEP, DROP = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
 

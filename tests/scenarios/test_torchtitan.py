@@ -35,7 +35,8 @@ from nemo_like.activation_checkpointing.engine import RegionError, set_early_sto
 from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, SKIP
 from nemo_like.offload import apply_offloading
 from nemo_like.offload.backends import Backend
-from tests.models.blocks import assert_bitwise, checkpoint_region, gradients
+from tests.checks import assert_bitwise
+from tests.models.blocks import checkpoint_region, gradients
 from tests.models.tiny import Decoder, tokens
 
 WIDTH = 64

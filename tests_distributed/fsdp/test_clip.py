@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from nemo_like.distributed.gradients import clip_grad_norm_
 from nemo_like.distributed.mesh import build_mesh
 from nemo_like.distributed.shard import shard_layers
-from tests.models.tiny import Decoder, tokens, whole
+from tests.checks import whole
+from tests.models.tiny import Decoder, tokens
 from tests_distributed.spawn import run_ranks
 
 pytestmark = pytest.mark.compat

@@ -16,7 +16,8 @@ from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from nemo_like.distributed.mesh import build_mesh
 from nemo_like.distributed.shard import shard_layers
 from nemo_like.options import FSDP2
-from tests.models.tiny import Decoder, gradients, llama, tokens, whole
+from tests.checks import gradients_of, whole
+from tests.models.tiny import Decoder, llama, tokens
 from tests_distributed.counting import CountCollectives
 from tests_distributed.spawn import run_ranks
 
@@ -119,7 +120,7 @@ def _halves(rank: int, world_size: int, which: str, replicate: int, how: str) ->
     torch.distributed.all_reduce(mean)
     assert abs(mean.item() / world_size - expected_loss.item()) <= 1e-5 * abs(expected_loss.item())
     # The sum over tokens is taken in another order than on one device, so not bitwise; 1e-5 is the project's bound.
-    _same(gradients(model), gradients(single))
+    _same(gradients_of(model), gradients_of(single))
 
 
 @pytest.mark.few(3)
@@ -194,7 +195,7 @@ def _bf16_gradients(rank: int, world_size: int) -> None:
         _wrap(model, how)
         shard_layers(model, list(model.layers), build_mesh(), mp_policy=BF16)
         model(tokens()).backward()
-        found[how] = gradients(model)
+        found[how] = gradients_of(model)
     for how, gradient in found.items():
         for name, expected in found["none"].items():
             assert torch.equal(gradient[name], expected), (how, name)
@@ -303,7 +304,7 @@ def _mixed(rank: int, world_size: int, how: str) -> list[tuple[str, str]]:
     for _ in range(2):  # the second adds to the first: fresh and accumulated gradients
         single(tokens()).backward()
         model(tokens()).backward()
-    _same(gradients(model), gradients(single), tolerance=0.0)  # equal batches: the mean of equal halves is exact
+    _same(gradients_of(model), gradients_of(single), tolerance=0.0)  # equal batches: the mean of equal halves is exact
     return [(unit.kind, unit.name) for unit in plan.units if unit.kind in ("dtype", "tail")]
 
 
@@ -365,7 +366,7 @@ def _microbatches(rank: int, world_size: int, how: str) -> None:
             model.chosen = index
             set_gradient_sync(model, not deferred or index == 1)
             model(tokens(seed=10 * rank + index)).backward()
-        found[deferred] = gradients(model)
+        found[deferred] = gradients_of(model)
     # Without deferring, the ranks are summed first and the microbatches last: float32, another order.
     _same(found[True], found[False], tolerance=1e-5)
 
@@ -413,7 +414,7 @@ def _skipping(rank: int, world_size: int, frozen_sharding: str, how: str) -> Non
         model.zero_grad()
         model(tokens(seed=rank), image if rank == 0 else None).backward()
     assert all(isinstance(p, DTensor) == (frozen_sharding != "replicate") for p in model.tower.parameters())
-    _same(gradients(model), gradients(single))
+    _same(gradients_of(model), gradients_of(single))
 
 
 @pytest.mark.parametrize("how", ["none", "full"])

@@ -17,8 +17,9 @@ from nemo_like.distributed.mesh import build_mesh
 from nemo_like.distributed.shard import shard_layers
 from nemo_like.distributed.weights.materialize import materialize
 from nemo_like.distributed.weights.sources import CheckpointUnreadableError, open_source
+from tests.checks import whole
 from tests.models import decoders
-from tests.models.tiny import Decoder, llama, tokens, whole
+from tests.models.tiny import Decoder, llama, tokens
 from tests_distributed.spawn import run_ranks
 
 
