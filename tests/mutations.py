@@ -370,7 +370,7 @@ FAULTS: tuple[Fault, ...] = (
         "integrations/activation_offloading.py",
         "left_out=() if head is None else (head,),\n    )\n\n\ndef output_head",
         "left_out=(),\n    )\n\n\ndef output_head",
-        "tests/scenarios/test_trl.py tests/integrations",
+        "tests/integrations",
     ),
     Fault(
         "recipes/job_checkpoint.py",

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nemo_like import CheckpointWrapper, MemoryBudget, OffloadConfig, parallelize
+from nemo_like import CheckpointConfig, CheckpointWrapper, MemoryBudget, OffloadConfig, parallelize
 from nemo_like._util.module_tree import bare_name
 from nemo_like.layers import find_layers
 from nemo_like.offload import offloader_of
@@ -37,6 +37,7 @@ EVERY: dict[str, dict[str, Any]] = WORDS | {
         for mode in ("boundary", "saved")
     },
     **{f"{ac}, all offloaded": _offloaded(ac, "all") for ac in ("none", "submodule")},
+    "re-entrant": {"ac": CheckpointConfig(True, "full", use_reentrant=True, profile_before_apply=False)},
 }
 COMPILED: dict[str, dict[str, Any]] = {
     ac: {"ac": ac, "compile": "aot_eager"} for ac in ("none", "full", "selective", "submodule", "30%")

@@ -322,6 +322,12 @@ def test_a_wrong_argument_is_named_and_the_model_is_as_it_was(call: Callable[[nn
         (lambda: CheckpointConfig(policy=SelectivePolicy), "policy is .*SelectivePolicy.*must be a policy object"),
         (lambda: CheckpointConfig(strategy="full", policy=SelectivePolicy()), "policy"),
         (lambda: CheckpointConfig(policy=SelectivePolicy(), ops_to_save=["aten.mm"]), "ops_to_save"),
+        (lambda: CheckpointConfig(True, "full", ops_to_save=["aten.mm.default"]), "CheckpointConfig"),
+        (
+            lambda: CheckpointConfig(True, include_patterns=["layers.*"], exclude_patterns=["layers.*"]),
+            "CheckpointConfig",
+        ),
+        (lambda: CheckpointConfig(True, "full", sequential_segments=2), "CheckpointConfig"),
     ],
 )
 def test_options_check_themselves_when_they_are_made(make: Callable[[], Any], message: str) -> None:

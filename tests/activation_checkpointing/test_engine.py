@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from nemo_like._util.live_bytes import LiveBytes
-from nemo_like.activation_checkpointing.engine import run_region
+from nemo_like.activation_checkpointing.engine import run_region, set_early_stop
 from nemo_like.activation_checkpointing.engine.handles import RegionError
 from nemo_like.activation_checkpointing.policy import (
     HOST,
@@ -23,7 +23,7 @@ from nemo_like.activation_checkpointing.policy import (
     TorchPolicy,
 )
 from tests.checks import assert_bitwise
-from tests.models.blocks import LlamaBlock, RouterBlock, checkpoint_region, gradients, region
+from tests.models.blocks import LlamaBlock, NotingTransfer, RouterBlock, checkpoint_region, gradients, region
 
 pytestmark = pytest.mark.compat
 
@@ -79,15 +79,6 @@ def test_a_kept_draw_does_not_shift_the_later_ones(decisions):
         assert_bitwise(gradients(region(fn, DecisionTable(rows)), w, x), wanted)
 
 
-def test_attention_without_dropout_draws_nothing():
-    from nemo_like.activation_checkpointing.ops import draws
-
-    op = torch.ops.aten._scaled_dot_product_flash_attention.default
-    assert not draws(op, (0, 0, 0), {}) and not draws(op, (0, 0, 0, 0.0), {})
-    assert draws(op, (0, 0, 0, 0.1), {}) and draws(op, (0, 0, 0), {"dropout_p": 0.1})
-    assert draws(torch.ops.aten.native_dropout.default, (), {})
-
-
 def test_without_preserved_random_state_dropout_differs():
     block = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Tanh())
     x = torch.randn(8, 64)
@@ -96,25 +87,42 @@ def test_without_preserved_random_state_dropout_differs():
     assert torch.equal(got[0], wanted[0]) and not torch.equal(got[2], wanted[2])
 
 
+THREE = (512, 512), (512, 512), (512, 1024)  # in units of one (512, 512) matmul, forward is 1 + 1 + 2
+
+
 def three_linears():
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in ((512, 512), (512, 512), (512, 1024))))
+    return nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in THREE))
 
 
-@pytest.mark.parametrize(
-    ("policy", "early_stop", "units"),
-    [(None, True, 8), (SelectivePolicy(), True, 9), (FullPolicy(), True, 10), (FullPolicy(), False, 12)],
-    ids=["none", "every second", "full", "full to the end"],
-)
-def test_backward_flops(policy, early_stop, units):
-    # 512 rows through 512 -> 512 -> 512 -> 1024. Forward is 1 + 1 + 2 units of 2 * 512**3 FLOPs, backward twice that.
-    # Replay stops where the last matmul saves its input: full recomputes two units, not four; with every second
-    # matmul recomputed, the first is kept, the second recomputed and the third is never reached.
+def table(*decisions):
+    return DecisionTable({"aten.mm.default": decisions})
+
+
+# policy; FLOPs of backward where replay runs to the end, and where it stops early; (512, 512) activations held.
+# Backward is twice forward. Replay stops where the last matmul saves its input: full recomputes two units, not four;
+# with every second matmul recomputed, the first is kept, the second recomputed and the third is never reached.
+SPENT = {
+    "none": (None, 8, 8, 2),
+    "selective": (SelectivePolicy(), 9, 9, 1),
+    "the first again": (table(RECOMPUTE, RECOMPUTE, SAVE), 10, 10, 0),
+    "the last again": (table(SAVE, RECOMPUTE, RECOMPUTE), 11, 9, 1),
+    "a function's choice": (TorchPolicy(lambda context, op, *args, **kwargs: op is torch.ops.aten.mm.default), 8, 8, 2),
+    "full": (FullPolicy(), 12, 10, 0),
+}
+
+
+@pytest.mark.parametrize("early_stop", [False, True])
+@pytest.mark.parametrize("case", SPENT)
+def test_flops_of_backward_and_bytes_held(case, early_stop):
+    policy, to_the_end, stopped, held = SPENT[case]
     block, x = three_linears(), torch.randn(512, 512, requires_grad=True)
-    out = block(x) if policy is None else run_region(block, (x,), {}, policy=policy, early_stop=early_stop)
+    with LiveBytes() as live, set_early_stop(early_stop):
+        out = (block(x) if policy is None else checkpoint_region(block, x, policy=policy)).sum()
+    assert not early_stop or live.live == held * 512 * 512 * 4 + out.nbytes
     with FlopCounterMode(display=False) as counter:
-        out.sum().backward()
-    assert counter.get_total_flops() == units * 2 * 512**3
+        out.backward()
+    assert counter.get_total_flops() == (stopped if early_stop else to_the_end) * 2 * 512**3
 
 
 def held_after(forward, block, x):
@@ -147,18 +155,6 @@ def test_the_llama_style_block_of_the_design_holds_13_53_units_where_the_parity_
     assert units == pytest.approx(13.53, abs=0.005)
     everything = held_after(lambda: run_region(block, (x,), {}, policy=SelectivePolicy(), early_stop=False), block, x)
     assert (everything - held) / 2 / unit == 2.0  # what the parity rule keeps besides
-
-
-def test_our_default_recomputes_no_more_than_the_parity_rule():
-    block, x = LlamaBlock(64), torch.randn(1, 16, 64, requires_grad=True)
-
-    def replayed(early_stop):
-        out = run_region(block, (x,), {}, policy=SelectivePolicy(), early_stop=early_stop)
-        with FlopCounterMode(display=False) as counter:
-            out.sum().backward()
-        return counter.get_total_flops()
-
-    assert replayed(True) <= replayed(False)
 
 
 @pytest.mark.few(3)
@@ -255,36 +251,26 @@ def test_an_output_and_its_views_are_kept_once():
     assert held == 2 * x.numel() * 4  # matmul and tanh; exp is the output
 
 
-def test_a_kept_output_changed_in_place_after_the_region_raises():
-    a, b = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
-    x = torch.randn(3, 8, requires_grad=True)
-
-    def two(t):
-        h = a(t)
-        return h, b(h).tanh()
-
-    h, y = checkpoint_region(two, x, policy=SelectivePolicy(every_nth_matmul=None), name="layers.3")
-    h.add_(1)
-    with pytest.raises(RegionError, match=r"layers\.3.*aten\.mm\.default was changed in place"):
-        y.sum().backward()
+def two_matmuls(t, a, b):
+    h = t @ a
+    return h, (h @ b).tanh()
 
 
-def test_an_input_changed_in_place_raises():
-    w = nn.Linear(8, 8)
+@pytest.mark.parametrize(
+    ("what", "policy", "message"),
+    [
+        ("kept output", SelectivePolicy(every_nth_matmul=None), r"aten\.mm\.default was changed in place"),
+        ("input", FullPolicy(), "inputs was changed in place"),
+        ("parameter", FullPolicy(), r"changed in place \d+ times in forward, and \d+ by now"),
+    ],
+)
+def test_what_is_changed_in_place_before_backward_is_named(what, policy, message):
+    a, b = (torch.randn(8, 8, requires_grad=True) for _ in range(2))
     x = torch.randn(3, 8, requires_grad=True) * 1
-    y = checkpoint_region(lambda t: w(t).tanh(), x, policy=FullPolicy(), name="layers.0")
-    x.add_(1)
-    with pytest.raises(RegionError, match=r"layers\.0.*inputs was changed in place"):
-        y.sum().backward()
-
-
-def test_a_parameter_changed_before_backward_raises_as_autograd_would():
-    w = nn.Linear(8, 8)
-    x = torch.randn(3, 8, requires_grad=True)
-    y = checkpoint_region(lambda t: w(t).tanh(), x, policy=FullPolicy(), name="layers.0")
+    h, y = checkpoint_region(lambda t: two_matmuls(t, a, b), x, policy=policy, name="layers.3")
     with torch.no_grad():
-        w.weight.mul_(2)
-    with pytest.raises(RegionError, match=r"layers\.0.*changed in place \d+ times in forward, and \d+ by now"):
+        {"kept output": h, "input": x, "parameter": b}[what].mul_(2)
+    with pytest.raises(RegionError, match=rf"layers\.3.*{message}"):
         y.sum().backward()
 
 
@@ -304,28 +290,11 @@ def test_out_variants_inside_a_region_give_right_gradients():
 
 def test_host_outputs_leave_the_device_bytes_alone_and_come_back():
     # On the CPU both places are host memory; the transfer tells what went through it.
-    moved = []
-
-    class Noting:
-        def to_host(self, tensor):
-            moved.append(tensor.numel() * tensor.element_size())
-            value = tensor.detach().clone()
-
-            class Handle:
-                def get(self):
-                    moved.append(-value.numel() * value.element_size())
-                    return value.clone()
-
-            return Handle()
-
-        def prefetch(self, handle):
-            moved.append(0)
-
-    block, x = three_linears(), torch.randn(4, 512)
-    policy = DecisionTable({"aten.mm.default": [HOST, HOST, RECOMPUTE]})
-    assert_bitwise(gradients(region(block, policy, transfer=Noting()), block, x), gradients(block, block, x))
+    block, x, transfer = three_linears(), torch.randn(4, 512), NotingTransfer()
+    policy = table(HOST, HOST, RECOMPUTE)
+    assert_bitwise(gradients(region(block, policy, transfer=transfer), block, x), gradients(block, block, x))
     size = 4 * 512 * 4
-    assert moved == [size, size, 0, 0, -size, -size]  # both prefetched before the replay takes the first
+    assert transfer.moves == [size, size, 0, 0, -size, -size]  # both prefetched before the replay takes the first
 
 
 def chain(x, w):
@@ -414,31 +383,18 @@ def test_a_table_for_another_block_raises_in_forward(decisions):
         checkpoint_region(block, x, policy=DecisionTable({"aten.mm.default": decisions}), name="layers.1")
 
 
-def test_a_region_whose_replay_differs_raises_and_names_region_and_operator():
-    w, calls = torch.randn(4, 4, requires_grad=True), []
-
-    def fn(x):
-        calls.append(1)
-        return (x @ w if len(calls) == 1 else torch.addmm(x, x, w)).tanh().sin()
-
-    x = torch.randn(4, 4, requires_grad=True)
-    y = checkpoint_region(fn, x, policy=SelectivePolicy(), name="layers.2")
-    with pytest.raises(RegionError, match=r"layers\.2.*aten\.mm\.default, recomputation runs aten\.addmm\.default"):
-        y.sum().backward()
-
-
-def test_a_region_that_replays_fewer_operators_raises_before_a_number_comes_out():
-    calls = []
-
-    def fn(x):
-        calls.append(1)
-        if len(calls) == 1:
-            torch.mm(x.detach(), x.detach())  # without effect, but counted
-        return x.sin().tanh().sin()
-
-    x = torch.randn(4, 4, requires_grad=True)
-    y = checkpoint_region(fn, x, policy=SelectivePolicy(), name="layers.2")
-    with pytest.raises(RegionError, match=r"layers\.2.*forward had run 1 tracked"):
+@pytest.mark.parametrize(
+    ("first", "again", "message"),
+    [
+        (torch.mm, lambda x, w: torch.addmm(x, x, w), r"aten\.mm\.default, recomputation runs aten\.addmm\.default"),
+        (lambda x, w: torch.mm(x, w).detach() * 0 + x, torch.mul, r"forward had run 1 tracked"),
+    ],
+    ids=["another operator", "fewer operators"],
+)
+def test_a_replay_that_runs_other_operators_raises_before_a_number_comes_out(first, again, message):
+    x, w, forms = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4), iter([first, again])
+    y = checkpoint_region(lambda t: next(forms)(t, w).sin().tanh().sin(), x, policy=SelectivePolicy(), name="layers.2")
+    with pytest.raises(RegionError, match=rf"layers\.2.*{message}"):
         y.sum().backward()
     assert x.grad is None
 
@@ -458,3 +414,80 @@ def test_nested_tuples_lists_and_dicts_of_tensors_are_saved_inputs():
     cos.add_(1)
     with pytest.raises(RegionError, match="inputs was changed in place"):
         y.sum().backward()
+
+
+def mixed(first, second, scale, third, then=torch.sin):
+    """Tensors and other values in a nest, of which not all need a gradient."""
+    a, b = then(first + second * third), first * second + third
+    a *= scale
+    return scale, a, None, True, {"b": b, "third": third * 2}, "word", first
+
+
+def test_results_of_every_kind_and_a_backward_from_each():
+    first, second, third = torch.rand(10, requires_grad=True), torch.rand(10, requires_grad=True), torch.rand(10)
+    results = checkpoint_region(mixed, first, second, 3, third, policy=FullPolicy(), then=torch.cos)
+    expected = mixed(first, second, 3, third, then=torch.cos)
+    assert_bitwise(list(results), list(expected))
+    assert not results[4]["third"].requires_grad
+    for ours, theirs in ((results[1], expected[1]), (results[4]["b"], expected[4]["b"])):
+        wanted = torch.autograd.grad(theirs.sum(), (first, second), retain_graph=True)
+        assert_bitwise(torch.autograd.grad(ours.sum(), (first, second), retain_graph=True), wanted)
+
+
+@pytest.mark.parametrize("policy", [FullPolicy(), SelectivePolicy()], ids=["full", "selective"])
+def test_a_region_without_tensors_or_without_gradients_simply_runs(policy):
+    numbers = checkpoint_region(mixed, 0.5, 0.25, 3, 2.0, policy=policy, then=abs)
+    assert numbers == mixed(0.5, 0.25, 3, 2.0, then=abs)
+    out = checkpoint_region(lambda a, b: a * 1, torch.randn(4), torch.randn(4, requires_grad=True), policy=policy)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        out.sum().backward()
+
+
+# --- Operators of others ------------------------------------------------------------------------------------------------
+
+ORDER = [0]
+
+
+@torch.library.custom_op("nemo_like_tests::dispatch", mutates_args=())
+def dispatch(rows: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Rows in the order in which they arrive, and by how many it differs: another one each time."""
+    ORDER[0] += 1
+    return rows.roll(ORDER[0], 0), ORDER[0]
+
+
+def _order(ctx, inputs, output):
+    ctx.order = output[1]
+
+
+dispatch.register_autograd(lambda ctx, grad, _: grad.roll(-ctx.order, 0), setup_context=_order)
+DISPATCH = "nemo_like_tests.dispatch.default"
+
+
+@pytest.mark.parametrize(
+    ("policy", "kept"),
+    [
+        (FullPolicy(), False),
+        (SelectivePolicy(every_nth_matmul=None), False),
+        (SelectivePolicy(save_ops=(DISPATCH,)), True),
+        (SelectivePolicy(extra=(DISPATCH,)), True),
+        (TorchPolicy(lambda context, op, *args, **kwargs: str(op) == DISPATCH), True),
+    ],
+    ids=["full", "matmuls kept", "kept alone", "kept besides", "by a function"],
+)
+def test_an_operator_that_must_not_run_twice_is_kept_or_its_replay_is_an_error(policy, kept, monkeypatch):
+    monkeypatch.setenv("NEMO_LIKE_VERIFY", "1")
+    experts, x = nn.Linear(8, 8, bias=False), torch.randn(6, 8)
+
+    def block(t):
+        return experts(dispatch(experts(dispatch(t)[0]).tanh())[0]).tanh()
+
+    def run(form):
+        ORDER[0] = 0
+        return gradients(form, experts, x)
+
+    ours = region(block, policy)
+    if kept:
+        assert_bitwise(run(ours), run(block))
+        return
+    with pytest.raises(RegionError, match="'block'"):
+        run(ours)

@@ -1,16 +1,21 @@
 """Everything but one forward and one backward: retained graphs, second derivatives, nesting, errors."""
 
+from __future__ import annotations
+
+import contextlib
 import gc
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_like._util.live_bytes import LiveBytes
-from nemo_like.activation_checkpointing.engine import run_region
-from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, DecisionTable, FullPolicy, SelectivePolicy
+from nemo_like.activation_checkpointing.engine import run_region, set_early_stop
+from nemo_like.activation_checkpointing.policy import HOST, DecisionTable, FullPolicy, SelectivePolicy
 from tests.checks import assert_bitwise
 from tests.models.blocks import LlamaBlock, RouterBlock, checkpoint_region, gradients, region
 
@@ -126,18 +131,6 @@ def test_a_backward_inside_the_region(policy):
 
 
 @each_policy
-def test_two_outputs_with_a_backward_each(policy):
-    a, b = mlp(), mlp()
-    x = torch.randn(3, 8, requires_grad=True)
-    both = lambda t: (a(t), b(t))  # noqa: E731
-    first, second = checkpoint_region(both, x, policy=policy)
-    (one,) = torch.autograd.grad(first.sum(), x)
-    (two,) = torch.autograd.grad(second.sum(), x)
-    assert torch.equal(one, torch.autograd.grad(a(x).sum(), x)[0])
-    assert torch.equal(two, torch.autograd.grad(b(x).sum(), x)[0])
-
-
-@each_policy
 def test_an_output_that_nobody_uses_costs_no_replay_of_its_own(policy):
     a, b, calls = mlp(), mlp(), []
 
@@ -156,22 +149,11 @@ def test_an_output_that_nobody_uses_costs_no_replay_of_its_own(policy):
 @each_policy
 def test_without_gradients_the_function_simply_runs(policy):
     block, x = mlp(), torch.randn(3, 8)
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks
     seen = []
     with torch.no_grad():
-        out = checkpoint_region(lambda t: seen.append(saved_hooks_active()) or block(t), x, policy=policy)
-    assert torch.equal(out, block(x)) and seen == [False]
-
-
-def saved_hooks_active():
-    packed = []
-    with torch.enable_grad():
-        y = torch.ones(1, requires_grad=True).exp()
-    packed.append(type(y.grad_fn._raw_saved_result) if hasattr(y.grad_fn, "_raw_saved_result") else None)
-    try:
-        y.grad_fn._raw_saved_result.register_hooks(lambda t: t, lambda t: t)
-    except RuntimeError:
-        return True  # hooks were already set
-    return False
+        out = checkpoint_region(lambda t: seen.append(hooks(False)) or block(t), x, policy=policy)
+    assert torch.equal(out, block(x)) and seen == [None]
 
 
 @each_policy
@@ -241,10 +223,11 @@ def test_code_that_swallows_exceptions_does_not_break_the_early_stop():
     assert_bitwise(gradients(region(fn, FullPolicy()), block, x), gradients(block, block, x))
 
 
-def test_a_region_dies_with_its_graph_without_garbage_collection():
-    class Token:
-        pass
+class Token:
+    """Something that a weak reference can see."""
 
+
+def test_a_region_dies_with_its_graph_without_garbage_collection():
     token = Token()
     alive = weakref.ref(token)
     x = torch.randn(3, 8, requires_grad=True)
@@ -285,23 +268,158 @@ def test_dispatch_modes_of_others_may_be_on_in_one_phase_only(policy):
         assert torch.equal(torch.autograd.grad(y, x)[0], wanted)
 
 
-def test_early_stop_can_be_switched_off():
-    from nemo_like.activation_checkpointing.engine import set_early_stop
+# --- Nested regions and derivatives, and where replay stops: cases of PyTorch's `TestNestedCheckpoint` --------------------
 
-    ends = []
+each_stop = pytest.mark.parametrize("early_stop", [True, False])
 
-    def fn(x):
-        y = x.exp().sin()
-        ends.append(1)
-        return y
 
-    x = torch.randn(3, requires_grad=True)
-    checkpoint_region(fn, x, policy=FullPolicy()).sum().backward()
-    assert len(ends) == 1
-    with set_early_stop(False):
-        y = checkpoint_region(fn, x, policy=FullPolicy())
-    y.sum().backward()
-    assert len(ends) == 3
-    table = DecisionTable({"aten.exp.default": [SAVE], "aten.sin.default": [RECOMPUTE]})
-    run_region(fn, (x,), {}, policy=table, early_stop=False).sum().backward()
-    assert len(ends) == 5
+def slope(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """The derivative of ``fn(x).sum()`` as a function that can itself be differentiated."""
+
+    def derivative(x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return torch.autograd.grad(fn(x).sum(), x, create_graph=True)[0]
+
+    return derivative
+
+
+def wave(x: Tensor) -> Tensor:
+    return x.sin().exp().sin()
+
+
+def wave_with_a_backward_inside(x: Tensor) -> Tensor:
+    torch.autograd.grad(wave(x).sum(), x)
+    return x.sin()
+
+
+def waves_of_regions(x: Tensor) -> Tensor:
+    return c(lambda t: t.cos().sin().exp())(c(wave)(x))
+
+
+def c(fn: Callable[..., Any]) -> Callable[..., Any]:
+    return region(fn, FullPolicy())
+
+
+d = slope
+NESTINGS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "c": (lambda f: f, lambda f: c(f)),
+    "c c": (lambda f: f, lambda f: c(c(f))),
+    "d c": (d, lambda f: d(c(f))),
+    "d c c": (d, lambda f: d(c(c(f)))),
+    "d c d": (lambda f: d(d(f)), lambda f: d(c(d(f)))),
+    "c d d c": (lambda f: d(d(f)), lambda f: c(d(d(c(f))))),
+    "d c d c": (lambda f: d(d(f)), lambda f: d(c(d(c(f))))),
+    "d c d d c": (lambda f: d(d(d(f))), lambda f: d(c(d(d(c(f)))))),
+    "d c d c d c": (lambda f: d(d(d(f))), lambda f: d(c(d(c(d(c(f))))))),
+}
+
+
+def nodes_alive_after(fn: Callable[[Tensor], Tensor]) -> int:
+    """How many nodes of the graph of ``fn(x)`` outlive its last reference, without a garbage collection."""
+
+    def run() -> list[weakref.ref[Token]]:
+        stack, marks, seen = [fn(torch.randn((), requires_grad=True)).grad_fn], [], set()
+        while stack:
+            node = stack.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            mark = node.metadata["mark"] = Token()
+            marks.append(weakref.ref(mark))
+            stack += [following for following, _ in node.next_functions]
+        assert marks
+        return marks
+
+    gc.disable()
+    try:
+        return sum(mark() is not None for mark in run())
+    finally:
+        gc.enable()
+
+
+@each_stop
+@pytest.mark.parametrize("fn", [wave, wave_with_a_backward_inside, waves_of_regions])
+@pytest.mark.parametrize("nesting", NESTINGS)
+def test_regions_and_derivatives_nest(nesting: str, fn: Callable[[Tensor], Tensor], early_stop: bool) -> None:
+    bare, checkpointed = NESTINGS[nesting]
+    x = torch.tensor(0.7, requires_grad=True)
+    with set_early_stop(early_stop):
+        assert torch.equal(checkpointed(fn)(x), bare(fn)(x))
+        assert nodes_alive_after(checkpointed(fn)) == 0
+
+
+@each_stop
+def test_a_hook_on_the_graph_of_forward_runs_once(early_stop: bool) -> None:
+    a, calls = torch.tensor(1.0, requires_grad=True), []
+    out = run_region(lambda t: t.sin().cos().sin(), (a,), {}, policy=FullPolicy(), early_stop=early_stop)
+    out.grad_fn.next_functions[0][0].register_hook(lambda *_: calls.append(1))
+    out.backward()
+    assert calls == [1]
+
+
+@each_stop
+def test_a_backward_from_a_hook_of_the_same_region(early_stop: bool) -> None:
+    def fn(t: Tensor) -> tuple[Tensor, Tensor]:
+        middle = t.sin().cos()
+        return middle, middle.sin()
+
+    def total(form: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Tensor:
+        a = torch.tensor(1.0, requires_grad=True)
+        middle, out = form(a)
+        out.grad_fn.register_hook(lambda *_: middle.backward(retain_graph=True))
+        out.backward(retain_graph=True)
+        return a.grad
+
+    got = total(lambda t: run_region(fn, (t,), {}, policy=FullPolicy(), early_stop=early_stop))
+    assert torch.equal(got, total(fn))
+
+
+@pytest.mark.parametrize(
+    ("around", "argument", "runs"),
+    [
+        ((), None, 1),
+        ((), False, 2),
+        ((), True, 1),
+        ((False,), None, 2),
+        ((True,), None, 1),
+        ((False, True), None, 1),
+        ((False,), True, 1),
+        ((True,), False, 2),
+    ],
+)
+def test_where_early_stop_is_asked_for(around: tuple[bool, ...], argument: bool | None, runs: int) -> None:
+    # The clone saves nothing, so replay reaches it only where it runs to the end.
+    clones = []
+
+    def fn(t: Tensor) -> Tensor:
+        out = t.sin().cos()
+        clones.append(1)
+        return out.clone()
+
+    with contextlib.ExitStack() as stack:
+        for value in around:
+            stack.enter_context(set_early_stop(value))
+        out = run_region(fn, (torch.tensor(1.0, requires_grad=True),), {}, policy=FullPolicy(), early_stop=argument)
+    out.backward()
+    assert len(clones) == runs
+
+
+@each_stop
+def test_replay_where_only_the_input_or_nothing_was_saved(early_stop: bool) -> None:
+    calls: list[str] = []
+
+    def saves_its_input(t: Tensor) -> Tensor:
+        calls.append("input")
+        return t.sin()
+
+    def saves_nothing(t: Tensor) -> Tensor:
+        calls.append("nothing")
+        return t.clone()
+
+    with Foreign() as mode:
+        for fn in (saves_its_input, saves_nothing):
+            x = torch.tensor(1.0, requires_grad=True)
+            run_region(fn, (x,), {}, policy=FullPolicy(), early_stop=early_stop).backward()
+    assert mode.ops.count(torch.ops.aten.sin.default) == (1 if early_stop else 2)
+    # Backward asks for nothing of the clone, so nothing is replayed, to the end or not.
+    assert calls == ["input", "input", "nothing"]

@@ -58,14 +58,18 @@ def test_the_set_holds_overloads_only_and_nothing_that_writes_or_is_a_view():
         assert table.facts(op).tracked, op
 
 
-def test_operators_of_packages_imported_later_are_found():
-    library = torch.library.Library("deepep", "DEF")
+@pytest.mark.parametrize(("package", "kernel"), [("deepep", "dispatch"), ("flash_attn_3", "fwd")])
+def test_operators_of_packages_imported_later_are_found(package, kernel):
+    before = table.default_save_ops()
+    if find_op(f"{package}.{kernel}.default") is not None:
+        pytest.skip(f"{package} is installed")
+    library = torch.library.Library(package, "DEF")
     try:
-        assert find_op("deepep.dispatch.default") is None
-        library.define("dispatch(Tensor x) -> Tensor")
-        assert torch.ops.deepep.dispatch.default in table.default_save_ops()
+        library.define(f"{kernel}(Tensor q, Tensor k, Tensor v) -> Tensor")
+        assert {str(op) for op in table.default_save_ops() - before} == {f"{package}.{kernel}.default"}
     finally:
         library._destroy()
+    assert table.default_save_ops() == before
 
 
 def test_reduce_scatter_is_left_to_async_tensor_parallel(monkeypatch):

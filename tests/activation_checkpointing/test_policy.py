@@ -252,49 +252,5 @@ def test_context_fn_counts_tracked_operators_only_and_survives_in_place_routing(
     assert_bitwise(gradients(run, block, x), gradients(block, block, x))
 
 
-# --- torch.compile -----------------------------------------------------------------------------------------------------
-
-
-def recomputed_matmuls(policy):
-    """How many matmuls the backward graph has besides the two per forward matmul, in a region of four."""
-    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-    from torch._dynamo.backends.common import aot_autograd
-
-    graphs = {}
-
-    def keep(name):
-        def compiler(gm, inputs):
-            graphs[name] = sum(node.target is aten.mm.default for node in gm.graph.nodes)
-            return make_boxed_func(gm.forward)
-
-        return compiler
-
-    backend = aot_autograd(
-        fw_compiler=keep("forward"), bw_compiler=keep("backward"), partition_fn=min_cut_rematerialization_partition
-    )
-    torch.manual_seed(0)
-    block = nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(16, 16, bias=False), nn.GELU())))
-    x = torch.randn(64, 16)
-    torch._dynamo.reset()
-    compiled = torch.compile(region(block, policy), backend=backend, fullgraph=True)
-    assert_bitwise(gradients(compiled, block, x), gradients(block, block, x))
-    return graphs["backward"] - 2 * graphs["forward"]
-
-
-@pytest.mark.compat
-@pytest.mark.parametrize(
-    ("policy", "count"),
-    [
-        (SelectivePolicy(every_nth_matmul=None), 0),
-        (SelectivePolicy(), 2),
-        (DecisionTable({"aten.mm.default": [RECOMPUTE, RECOMPUTE, SAVE, RECOMPUTE]}), 3),
-        (FullPolicy(), 4),
-    ],
-    ids=["kept", "every second", "table", "full"],
-)
-def test_the_partitioner_keeps_what_the_policy_says(policy, count):
-    assert recomputed_matmuls(policy) == count
-
-
 def test_the_default_policy_tracks_the_default_set():
     assert set(SelectivePolicy().tracked_ops()) == table.default_save_ops()

@@ -21,6 +21,7 @@ from nemo_like.activation_checkpointing.legacy import names_in
 from nemo_like.activation_checkpointing.sequential import SegmentMember
 from nemo_like.activation_checkpointing.spec import segment_sizes, segments_of
 from nemo_like.models import resolve_model
+from tests.checks import assert_bitwise
 
 
 class Block(nn.Module):
@@ -140,6 +141,18 @@ def test_what_happens_between_the_layers_is_kept_not_replayed(skip):
     for _ in range(2):
         plain_held, held = assert_same_step(plain, segmented, torch.randn(16, 8))
         assert held < plain_held
+
+
+def test_second_derivatives_through_segments():
+    plain, x = chain(4), torch.randn(2, 8, requires_grad=True)
+    segmented = copy.deepcopy(plain)
+    apply_sequential_checkpointing(segmented, list(segmented), 2)
+
+    def second(model):
+        (first,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        return [first, *torch.autograd.grad(first.square().sum(), list(model.parameters()))]
+
+    assert_bitwise(second(segmented), second(plain))
 
 
 def test_two_forwards_before_a_backward_and_a_backward_twice():

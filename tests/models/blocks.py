@@ -1,14 +1,17 @@
-"""Blocks and the one comparison that the engine's tests share."""
+"""Blocks, models under a mode and the one comparison that the engine's tests share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nemo_like import apply_activation_checkpointing
 from nemo_like.activation_checkpointing.engine import run_region
 from nemo_like.activation_checkpointing.policy import Policy
 from nemo_like.activation_checkpointing.transfer import Transfer
@@ -54,6 +57,74 @@ class RouterBlock(nn.Module):
             token, slot = torch.where(chosen == number)
             out.index_add_(0, token, expert(flat[token]) * weights[token, slot, None])
         return x + out.view_as(x)
+
+
+class Stack(nn.Module):
+    """Layers that are called one after the other, each with what else is given."""
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor, *given: Any) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, *given)
+        return x
+
+
+class AttentionLayer(nn.Module):
+    """`attention` behind a norm on a residual; the mode "submodule" finds both."""
+
+    def __init__(self, attention: nn.Module, width: int = 8) -> None:
+        super().__init__()
+        self.self_attn, self.norm = attention, nn.LayerNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.self_attn(self.norm(x)).exp()
+
+
+def under(ac: Any, make: Callable[[], nn.Module], **options: Any) -> Any:
+    """What `make` makes from seed 0, checkpointed as `ac` says; "none": as it is."""
+    torch.manual_seed(0)
+    model = make()
+    return model if ac == "none" else apply_activation_checkpointing(model, ac, **options)
+
+
+def count_runs(module: nn.Module, name: Any, ran: Counter[Any]) -> None:
+    """Count the runs of a module's forward from now on, those in recomputation too, where a hook is not called."""
+    own = module.forward
+
+    @functools.wraps(own)
+    def forward(*args: object, **kwargs: object) -> object:
+        ran.update([name])
+        return own(*args, **kwargs)
+
+    module.forward = forward
+
+
+class NotingTransfer:
+    """Keeps copies, and notes the bytes of each move to the host, 0 for each prefetch, and less than 0 for each way back."""
+
+    def __init__(self) -> None:
+        self.moves: list[int] = []
+
+    def to_host(self, tensor: Tensor) -> Copy:
+        self.moves.append(tensor.nbytes)
+        return Copy(tensor.detach().clone(), self.moves)
+
+    def prefetch(self, handle: Copy) -> None:
+        self.moves.append(0)
+
+
+class Copy(NamedTuple):
+    """What a `NotingTransfer` keeps."""
+
+    value: Tensor
+    moves: list[int]
+
+    def get(self) -> Tensor:
+        self.moves.append(-self.value.nbytes)
+        return self.value.clone()
 
 
 def gradients(fn: Callable[..., Any], module: nn.Module, *inputs: Tensor, seed: int = 0) -> list[Tensor]:

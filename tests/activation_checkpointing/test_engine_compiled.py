@@ -1,15 +1,12 @@
-"""Scenarios by role, written anew from the *cases* of PyTorch's `test/dynamo/test_activation_checkpointing.py`: compiled
-regions, and how often an operator is in the graphs of forward and backward.
+"""Regions inside what is compiled: how often an operator is in the graphs of forward and backward, and what breaks.
 
-A choice of them: the Triton kernels, FX-traced flash attention and multi-GPU cases need a GPU; tags in dumped graphs,
-invalid context functions, `torch.export` and compiled autograd are PyTorch's own interfaces.
+Cases of PyTorch's `test/dynamo/test_activation_checkpointing.py` among them.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,11 +23,7 @@ from tests.models.blocks import checkpoint_region
 MM, SIGMOID, CAT = "aten.mm", "aten.sigmoid", "aten.cat"
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class Graphs:
@@ -94,12 +87,15 @@ def keeping(*names: str) -> SelectivePolicy:
     return SelectivePolicy(every_nth_matmul=None, save_ops=[f"{name}.default" for name in names])
 
 
-class KeepsMatmuls:
-    """A policy as an object that is called, not a function."""
+def only_matmuls(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    keep = op is torch.ops.aten.mm.default
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
-    def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        keep = op is torch.ops.aten.mm.default
-        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+def four_matmuls(x: Tensor, y: Tensor) -> Tensor:
+    for _ in range(4):
+        x = nn.functional.gelu(x @ y)
+    return x
 
 
 def in_a_row(x: Tensor, y: Tensor) -> Tensor:
@@ -123,26 +119,22 @@ def with_a_list(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
     return first + rest[0] * rest[1]
 
 
-def outplace(x: Tensor, y: Tensor) -> Tensor:
-    return torch.sigmoid(torch.selu(torch.matmul(torch.matmul(x, y), y))).relu()
-
-
 def inplace(x: Tensor, y: Tensor) -> Tensor:
     return torch.sigmoid(torch.selu_(torch.matmul(torch.matmul(x, y), y))).relu()
 
 
 # function, arguments, {operator: (times in forward's graph, times in backward's)}
 CASES: dict[str, tuple[Callable[..., Tensor], int, dict[str, tuple[int, int]]]] = {
-    "a function": (lambda x, y: again(one_matmul)(torch.sin(x), y), 2, {MM: (1, 3), SIGMOID: (1, 1)}),
+    "one": (lambda x, y: again(one_matmul)(torch.sin(x), y), 2, {MM: (1, 3), SIGMOID: (1, 1)}),
     "two in a row": (in_a_row, 2, {MM: (2, 6)}),
     "a keyword": (with_a_keyword, 3, {MM: (2, 6)}),
     "a list among the arguments": (with_a_list, 3, {}),
-    "matmuls again": (again(lambda x: torch.cos(torch.sin(torch.matmul(x, x) @ x))), 1, {MM: (2, 6)}),
-    "matmuls kept": (again(lambda x: torch.cos(torch.sin(torch.matmul(x, x) @ x)), keeping(MM)), 1, {MM: (2, 4)}),
+    "four matmuls kept": (again(four_matmuls, keeping(MM)), 2, {MM: (4, 8)}),
+    "every second one of four": (again(four_matmuls, SelectivePolicy()), 2, {MM: (4, 10)}),
+    "four matmuls again": (again(four_matmuls), 2, {MM: (4, 12)}),
     "the last matmul kept": (again(two_matmuls, keeping(MM)), 2, {MM: (2, 4), SIGMOID: (1, 1)}),
-    "a policy that is an object": (again(two_matmuls, TorchPolicy(KeepsMatmuls())), 2, {MM: (2, 4)}),
+    "kept by a function": (again(two_matmuls, TorchPolicy(only_matmuls)), 2, {MM: (2, 4)}),
     "kept by number": (again(two_matmuls, DecisionTable({f"{MM}.default": [SAVE, RECOMPUTE]})), 2, {MM: (2, 5)}),
-    "two operators kept": (again(outplace, keeping(MM, SIGMOID)), 2, {MM: (2, 4), SIGMOID: (1, 0)}),
     "in place": (again(inplace, keeping(MM, SIGMOID)), 2, {MM: (2, 4), SIGMOID: (1, 0)}),
     "an operator on a list": (again(lambda x, y: torch.cat([x, y]).sin()), 2, {CAT: (1, 1)}),
 }
@@ -154,8 +146,7 @@ def test_operators_in_the_graphs_of_forward_and_backward(case: str) -> None:
     fn, count, expected = CASES[case]
     graphs = compiled_counts(fn, *matrices(count))
     assert {name: graphs.forward[name] for name in expected} == {name: runs for name, (runs, _) in expected.items()}
-    for name, (_, most) in expected.items():
-        assert graphs.backward[name] == most, name
+    assert {name: graphs.backward[name] for name in expected} == {name: runs for name, (_, runs) in expected.items()}
 
 
 @pytest.mark.parametrize("preserve_rng_state", [True, False])
@@ -170,37 +161,6 @@ def test_a_random_operator_between_two_kept_ones(preserve_rng_state: bool) -> No
     )
     assert_bitwise(slopes(run, x), slopes(fn, x))
     assert (graphs.forward[SIGMOID], graphs.backward[SIGMOID]) == (2, 0)
-
-
-def test_a_module_with_parameters_and_another_size_of_input() -> None:
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Dropout(0.0), nn.Linear(6, 6))
-    run = torch.compile(again(module), backend="aot_eager", fullgraph=True)
-    for rows in (4, 5, 7):
-        x = torch.randn(rows, 6)
-        assert_bitwise(slopes(run, x), slopes(module, x))
-
-
-def test_a_parametrization_that_is_itself_a_region() -> None:
-    policy = keeping(MM)
-
-    class Squashed(nn.Module):
-        def forward(self, weight: Tensor) -> Tensor:
-            return checkpoint_region(lambda w: torch.sigmoid(w * w), weight, policy=policy)
-
-    class PlainSquashed(nn.Module):
-        def forward(self, weight: Tensor) -> Tensor:
-            return torch.sigmoid(weight * weight)
-
-    grads = []
-    for parametrization, compile in itertools.product((Squashed, PlainSquashed), (False, True)):
-        torch.manual_seed(0)
-        linear = nn.Linear(16, 16, bias=False)
-        nn.utils.parametrize.register_parametrization(linear, "weight", parametrization())
-        run = torch.compile(linear, backend="aot_eager", fullgraph=True) if compile else linear
-        run(torch.ones(8, 16)).sum().backward()
-        grads.append(linear.parametrizations.weight.original.grad)
-    assert_bitwise(grads, grads[-1:] * 4)
 
 
 def breaking(x: Tensor) -> Tensor:
