@@ -23,6 +23,11 @@ What a test can rely on:
   started again with the others, once and with a warning: nothing of this package runs in such a thread.
 - After `timeout` seconds every rank left is killed and `RanksTimedOutError` shows where each one was standing.
 - ``env={"NAME": "value"}`` adds variables (None removes one).
+- A test that is nothing but the work of its ranks stands under `on_ranks`:
+
+    @pytest.mark.parametrize("extra", [10])
+    @on_ranks(2)
+    def test_sum(rank, world_size, extra):
 
 How: the first call starts one *server* with a fresh interpreter that imports torch and the slow modules once; each
 rank is a fork of it (some 20 ms instead of 5 s of imports). Forking from pytest itself would be simpler and wrong:
@@ -36,7 +41,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import functools
 import importlib
+import inspect
 import os
 import pickle
 import shutil
@@ -121,6 +128,28 @@ def run_ranks(
     if failed:
         raise values[failed[0][1]]
     return values
+
+
+def on_ranks(world_size: int | None = None, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test of a function: it is called as `run_ranks` calls it, with the test's further arguments.
+
+    Without a number the test's own argument ``world_size``, its second, says how many ranks there are.
+    """
+
+    def decorate(fn: Callable[..., None]) -> Callable[..., None]:
+        parameters = list(inspect.signature(fn).parameters.values())
+
+        @functools.wraps(fn)
+        def test(**given: Any) -> None:
+            ranks = given[parameters[1].name] if world_size is None else world_size
+            run_ranks(ranks, test, *(given[parameter.name] for parameter in parameters[2:]), **options)
+
+        own = parameters[1 if world_size is None else 2 :]
+        test.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]
+        test.on_a_rank = fn  # type: ignore[attr-defined]
+        return test
+
+    return decorate
 
 
 def _outcomes(request: dict[str, Any]) -> list[_Outcome]:
@@ -362,6 +391,7 @@ def _call(rank: int, world_size: int, folder: str, request: dict[str, Any]) -> A
     fn: Any = sys.modules[request["module"]]
     for part in request["qualname"].split("."):
         fn = getattr(fn, part)
+    fn = getattr(fn, "on_a_rank", fn)  # of a test
     if request["init_group"]:
         dist.init_process_group(
             "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size,

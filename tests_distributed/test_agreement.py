@@ -14,7 +14,7 @@ from nemo_like.distributed.mesh import build_mesh
 from nemo_like.options import FSDP2, PipelineParallel
 from tests.models.decoders import batch, build, loss_of
 from tests.models.tiny import Decoder
-from tests_distributed.spawn import run_ranks
+from tests_distributed.spawn import on_ranks, run_ranks
 
 
 def _differing(rank: int, world_size: int, by_rank: list[dict[str, Any]]) -> str:
@@ -89,13 +89,10 @@ def test_models_that_differ_are_an_error_on_every_rank(how: str, said: str) -> N
     assert all(said in message for message in messages), messages
 
 
-def _same_words(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_device_of_the_same_kind_is_no_difference(rank: int, world_size: int) -> None:
     """Spellings and places that mean the same are no difference."""
     parallelize(build("plain"), ("fsdp2", "FSDP2")[rank], device=("cpu", torch.device("cpu", 0))[rank])
-
-
-def test_a_device_of_the_same_kind_is_no_difference() -> None:
-    run_ranks(2, _same_words)
 
 
 def _weights(rank: int, world_size: int, options: dict[str, Any], seed_all: int | None) -> tuple[Any, ...]:
@@ -172,16 +169,13 @@ def test_a_broadcast_is_said_once_and_only_where_there_was_one() -> None:
     assert run_ranks(2, _said, False) == [[], []]
 
 
-def _meta(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_model_without_weights_is_left_as_it_is(rank: int, world_size: int) -> None:
     torch.manual_seed(rank)
     with torch.device("meta"):
         model = build("plain", seed=rank)
     parallelize(model)
     assert all(p.is_meta for p in model.parameters())
-
-
-def test_a_model_without_weights_is_left_as_it_is() -> None:
-    run_ranks(2, _meta)
 
 
 AXES: list[dict[str, Any]] = [{"tp": 2}, {"cp": 2}, {"pp": PipelineParallel(2, microbatches=2)}]
@@ -213,7 +207,10 @@ def test_ranks_that_share_batches_must_be_given_the_same(options: dict[str, Any]
     assert " on rank 0 and " in first and "input_ids" not in first, first
 
 
-def _by_data_rank(rank: int, world_size: int, options: dict[str, Any]) -> None:
+@pytest.mark.few(1)
+@pytest.mark.parametrize("options", AXES, ids=lambda options: next(iter(options)))
+@on_ranks(4)
+def test_data_parallel_ranks_have_batches_of_their_own(rank: int, world_size: int, options: dict[str, Any]) -> None:
     mesh = build_mesh(**dict.fromkeys(options, 2))
     asked = options | {"sample_input": _rows(0, 2)} if "pp" in options else {}
     model, other = (parallelize(build("llama"), ac="none", mesh=mesh, **asked) for _ in range(2))
@@ -222,13 +219,8 @@ def _by_data_rank(rank: int, world_size: int, options: dict[str, Any]) -> None:
         _call(other, _rows(rank))
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("options", AXES, ids=lambda options: next(iter(options)))
-def test_data_parallel_ranks_have_batches_of_their_own(options: dict[str, Any]) -> None:
-    run_ranks(4, _by_data_rank, options)
-
-
-def _contents(rank: int, world_size: int) -> list[str]:
+@on_ranks(2)
+def test_what_differs_in_a_batch_is_seen_and_nothing_else(rank: int, world_size: int) -> None:
     groups = sharing_groups(build_mesh(tp=2), ("tp",))
     numbers = torch.arange(12.0).reshape(3, 4)
     pairs: dict[str, tuple[Any, Any]] = {
@@ -250,11 +242,7 @@ def _contents(rank: int, world_size: int) -> list[str]:
             check_same_batch({"x": numbers, name: pair[rank]}, groups)
         except ValueError:
             seen.append(name)
-    return sorted(set(pairs) - set(seen))
-
-
-def test_what_differs_in_a_batch_is_seen_and_nothing_else() -> None:
-    assert run_ranks(2, _contents) == [[], []]
+    assert sorted(set(pairs) - set(seen)) == []
 
 
 def _later(rank: int, world_size: int) -> list[float]:

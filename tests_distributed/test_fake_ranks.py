@@ -12,7 +12,7 @@ from torch.distributed.tensor import distribute_tensor
 from nemo_like import Job, dry_run, parallelize
 from nemo_like.torch_compat import FakeRanks, fake_ranks
 from tests.models.decoders import build
-from tests_distributed.spawn import run_ranks
+from tests_distributed.spawn import on_ranks, run_ranks
 
 
 def _sums(mesh: DeviceMesh, group: dist.ProcessGroup) -> list[float]:
@@ -66,7 +66,9 @@ def test_a_dry_run_in_a_job_is_that_of_a_process_of_its_own() -> None:
     assert run_ranks(2, _dry_run) == [(alone.peak_bytes, 2.0)] * 2
 
 
-def _budgets(rank: int, world_size: int) -> list[list[float]]:
+# A process for each rank, and three models that are planned, split and run (6 s).
+@on_ranks(2)
+def test_a_budget_is_planned_on_fake_ranks_in_a_job_whose_ranks_work_afterwards(rank: int, world_size: int) -> None:
     ids, found = torch.arange(32).view(2, 16) % 50, []
     for family, axis in (("llama", "tp"), ("llama", "cp"), ("mixtral", "ep")):
         torch.manual_seed(0)
@@ -75,12 +77,7 @@ def _budgets(rank: int, world_size: int) -> list[list[float]]:
         model(**batch, use_cache=False).loss.backward()
         mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
         found.append(_sums(mesh, dist.new_group([0, 1])))
-    return found
-
-
-# A process for each rank, and three models that are planned, split and run (6 s).
-def test_a_budget_is_planned_on_fake_ranks_in_a_job_whose_ranks_work_afterwards() -> None:
-    assert run_ranks(2, _budgets) == [[[2.0, 2.0, 2.0, 9.0]] * 3] * 2
+    assert found == [[2.0, 2.0, 2.0, 9.0]] * 3
 
 
 def test_fake_ranks_are_entered_again_after_real_groups_were_destroyed() -> None:

@@ -13,12 +13,13 @@ from nemo_like import parallelize
 from nemo_like.activation_checkpointing import CheckpointWrapper
 from nemo_like.options import FSDP2
 from tests.models.decoders import NAMES, batch, build, loss_of
-from tests_distributed.spawn import run_ranks
+from tests_distributed.spawn import on_ranks, run_ranks
 
 MODES = ("none", "full", "selective", "submodule")
 
 
-def _structure(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_structure(rank: int, world_size: int) -> None:
     model = build("llama")
     assert parallelize(model, ac="full") is model
     for layer in model.model.layers:
@@ -26,10 +27,6 @@ def _structure(rank: int, world_size: int) -> None:
     assert isinstance(model, FSDPModule)
     ddp = parallelize(build("llama"), "ddp", "full")
     assert isinstance(ddp, DistributedDataParallel) and isinstance(ddp.module.model.layers[0], CheckpointWrapper)
-
-
-def test_structure() -> None:
-    run_ranks(2, _structure)
 
 
 class CountGathers(TorchDispatchMode):
@@ -63,7 +60,10 @@ def test_checkpointing_gathers_no_parameter_again(name: str) -> None:
     assert all(counts[ac] == counts["none"] for ac in MODES), counts
 
 
-def _accumulate(rank: int, world_size: int, name: str) -> list[str]:
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", NAMES)
+@on_ranks(2)
+def test_accumulation_without_sync_is_the_same_in_every_mode(rank: int, world_size: int, name: str) -> None:
     results = {}
     for ac in MODES:
         model = parallelize(build(name), ac=ac)
@@ -72,23 +72,9 @@ def _accumulate(rank: int, world_size: int, name: str) -> list[str]:
             model.set_requires_gradient_sync(index == 2)
             (loss_of(model, batch(2, seed=10 * rank + index)) / 3).backward()
         results[ac] = [p.grad.to_local() for p in model.parameters()]
-    return [ac for ac in MODES if not all(torch.equal(a, b) for a, b in zip(results[ac], results["none"], strict=True))]
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("name", NAMES)
-def test_accumulation_without_sync_is_the_same_in_every_mode(name: str) -> None:
-    assert run_ranks(2, _accumulate, name) == [[], []]
-
-
-def _refused(rank: int, world_size: int, arguments: dict, message: str) -> None:
-    model = build("plain")
-    before = dict(model.named_modules())
-    with pytest.raises((ValueError, TypeError), match=message):
-        parallelize(model, **arguments)
-    assert dict(model.named_modules()) == before
-    parallelize(model)  # still fresh, and no rank is left waiting
-    loss_of(model, batch(2)).backward()
+    assert [
+        ac for ac in MODES if not all(torch.equal(a, b) for a, b in zip(results[ac], results["none"], strict=True))
+    ] == []
 
 
 @pytest.mark.few(4)
@@ -106,16 +92,17 @@ def _refused(rank: int, world_size: int, arguments: dict, message: str) -> None:
         (dict(device="cuda:99"), "device is 'cuda:99'"),
     ],
 )
-def test_bad_input_is_an_error_on_every_rank_and_nobody_hangs(arguments: dict, message: str) -> None:
-    run_ranks(2, _refused, arguments, message, timeout=60)
-
-
-def _wrong_mesh(rank: int, world_size: int, names: tuple[str, ...], message: str) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    mesh = init_device_mesh("cpu", (world_size,) + (1,) * (len(names) - 1), mesh_dim_names=names)
-    with pytest.raises(ValueError, match=message):
-        parallelize(build("plain"), mesh=mesh)
+@on_ranks(2, timeout=60)
+def test_bad_input_is_an_error_on_every_rank_and_nobody_hangs(
+    rank: int, world_size: int, arguments: dict, message: str
+) -> None:
+    model = build("plain")
+    before = dict(model.named_modules())
+    with pytest.raises((ValueError, TypeError), match=message):
+        parallelize(model, **arguments)
+    assert dict(model.named_modules()) == before
+    parallelize(model)  # still fresh, and no rank is left waiting
+    loss_of(model, batch(2)).backward()
 
 
 @pytest.mark.parametrize(
@@ -126,11 +113,17 @@ def _wrong_mesh(rank: int, world_size: int, names: tuple[str, ...], message: str
         (("tp", "dp_shard"), "order"),
     ],
 )
-def test_a_mesh_with_wrong_axes_is_refused(names: tuple[str, ...], message: str) -> None:
-    run_ranks(2, _wrong_mesh, names, message)
+@on_ranks(2)
+def test_a_mesh_with_wrong_axes_is_refused(rank: int, world_size: int, names: tuple[str, ...], message: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world_size,) + (1,) * (len(names) - 1), mesh_dim_names=names)
+    with pytest.raises(ValueError, match=message):
+        parallelize(build("plain"), mesh=mesh)
 
 
-def _own_mesh(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_a_frameworks_own_mesh(rank: int, world_size: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
@@ -145,11 +138,8 @@ def _own_mesh(rank: int, world_size: int) -> None:
         assert torch.equal(both[rank], both[(rank + 2) % 4])
 
 
-def test_a_frameworks_own_mesh() -> None:
-    run_ranks(4, _own_mesh)
-
-
-def _tied(rank: int, world_size: int) -> bool:
+@on_ranks(2)
+def test_tied_weights_stay_tied_and_every_shard_trains(rank: int, world_size: int) -> None:
     model = parallelize(build("gemma3"), ac="selective")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = model.lm_head.weight.full_tensor().clone()
@@ -160,8 +150,4 @@ def _tied(rank: int, world_size: int) -> bool:
     after = model.lm_head.weight.full_tensor()
     assert model.lm_head.weight is model.model.embed_tokens.weight
     # Known failure 12: every shard of the tied weight is updated, the last one too.
-    return all(not torch.equal(a, b) for a, b in zip(before.chunk(world_size), after.chunk(world_size), strict=True))
-
-
-def test_tied_weights_stay_tied_and_every_shard_trains() -> None:
-    assert run_ranks(2, _tied) == [True, True]
+    assert all(not torch.equal(a, b) for a, b in zip(before.chunk(world_size), after.chunk(world_size), strict=True))

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from nemo_like.distributed import launch
-from tests_distributed.spawn import run_ranks
+from tests_distributed.spawn import on_ranks, run_ranks
 
 JOB = Path(__file__).with_name("launched_job.py")
 
@@ -79,15 +79,12 @@ def test_joining_from_the_environment() -> None:
     assert run_ranks(2, _join, init_group=False) == [("cpu", "gloo", 0, 2), ("cpu", "gloo", 1, 2)]
 
 
-def _shutdown(rank: int, world_size: int) -> None:
+@on_ranks(2, init_group=False)
+def test_shutdown_twice(rank: int, world_size: int) -> None:
     launch.init_distributed("cpu")
     launch.shutdown()
     assert not dist.is_initialized()
     launch.shutdown()  # harmless
-
-
-def test_shutdown_twice() -> None:
-    run_ranks(2, _shutdown, init_group=False)
 
 
 def test_one_rank_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from nemo_like.distributed.mesh import axis_size, build_mesh, data_parallel_mesh, validate_mesh
-from tests_distributed.spawn import run_ranks
+from tests_distributed.spawn import on_ranks, run_ranks
 
 
 def _shape(rank: int, world_size: int, sizes: dict[str, int]) -> tuple[dict[str, int], list[str], list[list[int]]]:
@@ -44,14 +44,11 @@ def test_axes(sizes: dict, axes: dict, dp_axes: list, dp_ranks_of_zero: list) ->
     assert all(shape[:2] == shapes[0][:2] for shape in shapes)
 
 
-def _from_environment(rank: int, world_size: int) -> tuple[str, tuple[int, ...]]:
+@on_ranks(2, init_group=False, env={"CUDA_VISIBLE_DEVICES": ""})
+def test_the_process_group_is_made_from_the_launchers_environment(rank: int, world_size: int) -> None:
     assert not dist.is_initialized()
     mesh = build_mesh()
-    return dist.get_backend(), tuple(mesh.shape)
-
-
-def test_the_process_group_is_made_from_the_launchers_environment() -> None:
-    assert run_ranks(2, _from_environment, init_group=False, env={"CUDA_VISIBLE_DEVICES": ""}) == [("gloo", (2,))] * 2
+    assert (dist.get_backend(), tuple(mesh.shape)) == ("gloo", (2,))
 
 
 def _build(rank: int, world_size: int, sizes: dict[str, int]) -> None:

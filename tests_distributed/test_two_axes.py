@@ -14,7 +14,7 @@ from nemo_like.distributed.weights.materialize import materialize
 from nemo_like.distributed.weights.state_dict import get_model_state, set_model_state
 from tests.checks import gradients_of
 from tests.models.tiny import Decoder, tokens
-from tests_distributed.spawn import run_ranks
+from tests_distributed.spawn import on_ranks, run_ranks
 
 
 def _decoder(meta: bool = False) -> Decoder:
@@ -30,7 +30,8 @@ def _shard(model: Decoder) -> None:
     shard_layers(model, list(model.layers), mesh)
 
 
-def _two_axes(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_materialize_train_clip_and_save(rank: int, world_size: int) -> None:
     single = _decoder()
     loss = single(tokens())
     loss.backward()
@@ -63,10 +64,6 @@ def _two_axes(rank: int, world_size: int) -> None:
             param.zero_()
     set_model_state(other, whole[0])
     assert torch.equal(other(tokens()), model(tokens()))
-
-
-def test_materialize_train_clip_and_save() -> None:
-    run_ranks(4, _two_axes)
 
 
 def _drawn(rank: int, world_size: int) -> dict[str, torch.Tensor]:

@@ -16,7 +16,7 @@ from nemo_like.distributed import build_mesh, set_gradient_sync, shard_sequence,
 from nemo_like.options import TensorParallel
 from tests.models.fit_models import llama
 from tests_distributed.context.cut_models import LENGTH, LOSS, batch, build, differences, gradients, step
-from tests_distributed.spawn import run_ranks
+from tests_distributed.spawn import on_ranks, run_ranks
 
 
 def _close(found: float, expected: float) -> list[str]:
@@ -81,7 +81,9 @@ def test_with_tensor_parallelism_and_replicas() -> None:
     assert run_ranks(4, _with_options, "llama", cases, timeout=120) == [[]] * 4
 
 
-def _split_logits(rank: int, world_size: int) -> list[str]:
+@pytest.mark.few(1)
+@on_ranks(4, timeout=150)
+def test_the_loss_of_split_logits_is_summed_over_parts_of_sequences(rank: int, world_size: int) -> None:
     """The loss stays split by vocabulary."""
     whole, inputs = llama(2), {"input_ids": torch.randint(512, (2, 64))}
     inputs["labels"] = inputs["input_ids"]
@@ -89,12 +91,7 @@ def _split_logits(rank: int, world_size: int) -> list[str]:
     tp = TensorParallel(2, sequence_parallel=True, loss_parallel=True)
     with loss_parallel():
         found, grads = step(parallelize(whole, ac="full", tp=tp, cp=2, device="cpu"), inputs)
-    return _close(found, loss) + differences(grads, expected)
-
-
-@pytest.mark.few(1)
-def test_the_loss_of_split_logits_is_summed_over_parts_of_sequences() -> None:
-    assert run_ranks(4, _split_logits, timeout=150) == [[]] * 4
+    assert _close(found, loss) + differences(grads, expected) == []
 
 
 def _lora(rank: int, world_size: int) -> list[str]:
@@ -119,7 +116,8 @@ def test_with_lora() -> None:
     assert run_ranks(2, _lora, timeout=120) == [[], []]
 
 
-def _rest(rank: int, world_size: int) -> list[str]:
+@on_ranks(2, timeout=120)
+def test_evaluation_accumulation_outputs_and_own_loops(rank: int, world_size: int) -> None:
     """Evaluation, accumulation, a sum over items, outputs, own loops, generation: one model each."""
     whole, wrong = build("llama"), []
     first, second = batch("llama", 3), batch("llama", 4)
@@ -177,25 +175,18 @@ def _rest(rank: int, world_size: int) -> list[str]:
     ours = model.generate(prompt, max_new_tokens=4, do_sample=False)
     if not torch.equal(ours, single.generate(prompt, max_new_tokens=4, do_sample=False)):
         wrong.append(f"generated {ours}")
-    return wrong
+    assert not wrong, wrong
 
 
-def test_evaluation_accumulation_outputs_and_own_loops() -> None:
-    assert run_ranks(2, _rest, timeout=120) == [[], []]
-
-
-def _data_and_sequence(rank: int, world_size: int) -> list[str]:
+@on_ranks(4)
+def test_data_beside_sequences(rank: int, world_size: int) -> None:
     """2 x data, 2 x sequence: each group of two has a batch of its own, and gradients are their mean."""
     whole = build("llama")
     batches = [batch("llama", 3), batch("llama", 5)]
     losses, grads = zip(*(step(copy.deepcopy(whole), inputs) for inputs in batches))
     mean = {name: (grads[0][name] + grads[1][name]) / 2 for name in grads[0]}
     found, mine = step(parallelize(whole, cp=2), batches[rank // 2])
-    return _close(found, losses[rank // 2]) + differences(mine, mean)
-
-
-def test_data_beside_sequences() -> None:
-    assert run_ranks(4, _data_and_sequence) == [[]] * 4
+    assert _close(found, losses[rank // 2]) + differences(mine, mean) == []
 
 
 def _different_batches(rank: int, world_size: int) -> None:
@@ -237,15 +228,12 @@ def test_verification_compares_with_whole_sequences() -> None:
     assert run_ranks(2, _verified, env={"NEMO_LIKE_VERIFY": "1"}) == [[], []]
 
 
-def _own_embeddings(rank: int, world_size: int) -> list[str]:
+@on_ranks(2)
+def test_the_callers_embeddings_get_whole_gradients(rank: int, world_size: int) -> None:
     whole, grads = build("llama"), []
     for model in (copy.deepcopy(whole), parallelize(copy.deepcopy(whole), ac="none", cp=2)):
         embeds = torch.randn(2, LENGTH, 32, generator=torch.Generator().manual_seed(1)).requires_grad_()
         model(inputs_embeds=embeds, labels=batch("llama")["labels"]).loss.backward()
         assert embeds.grad is not None
         grads.append({"embeddings": embeds.grad})
-    return differences(grads[1], grads[0])
-
-
-def test_the_callers_embeddings_get_whole_gradients() -> None:
-    assert run_ranks(2, _own_embeddings) == [[], []]
+    assert differences(grads[1], grads[0]) == []

@@ -16,7 +16,7 @@ from torch.nn.attention import flex_attention as flex
 from nemo_like import ContextParallel
 from tests_distributed.context.cut_models import batch, build, wrong_in_modes
 from tests_distributed.fsdp.packed_rows import wrong_forms
-from tests_distributed.spawn import run_ranks
+from tests_distributed.spawn import on_ranks
 
 MODES = ("none", "full", "selective")
 
@@ -39,17 +39,14 @@ def _made_eagerly(*args: Any, _compile: bool = False, **kwargs: Any) -> flex.Blo
     return flex.create_block_mask(*args, **kwargs)
 
 
-def _family(rank: int, world_size: int, name: str) -> list[str]:
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", ["llama+flex", "gemma3_text+flex", pytest.param("bert+flex", marks=pytest.mark.long)])
+@on_ranks(2, timeout=240)
+def test_families(rank: int, world_size: int, name: str) -> None:
     whole = build(name)
     train_flex_on_the_cpu()
     wrong = wrong_in_modes(whole, batch(name), ContextParallel(2), MODES)
     if name.startswith("llama"):
         wrong += wrong_forms(name, 2, ("selective",))
         wrong += wrong_in_modes(build(name), batch(name), ContextParallel(2, "ulysses"), ("full",))
-    return wrong
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("name", ["llama+flex", "gemma3_text+flex", pytest.param("bert+flex", marks=pytest.mark.long)])
-def test_families(name: str) -> None:
-    assert run_ranks(2, _family, name, timeout=240) == [[], []]
+    assert not wrong, wrong

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from nemo_like import ContextParallel, parallelize
 from tests.models.families import ENCODER, HEADED, hf
 from tests_distributed.context.cut_models import LOSS, NanoGPT, batch, build, differences, gradients, without_dropout
-from tests_distributed.spawn import run_ranks
+from tests_distributed.spawn import on_ranks, run_ranks
 
 VOCAB, END, ROWS, LENGTH = 64, 2, 2, 13
 GPT2 = dict(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64, pad_token_id=0, num_labels=2)
@@ -88,7 +88,10 @@ WHOLE: dict[str, Case] = {
 """With ``loss_mean="rows"``."""
 
 
-def _wrong(rank: int, world_size: int, name: str, modes: tuple[str, ...]) -> list[str]:
+@pytest.mark.few(4)
+@pytest.mark.parametrize("name", [*CASES, *WHOLE])
+@on_ranks(2)
+def test_losses_and_gradients_are_those_of_whole_sequences(rank: int, world_size: int, name: str) -> None:
     make, inputs_of, loss_of = (CASES | WHOLE)[name]
     cp = ContextParallel(world_size, loss_mean="rows" if name in WHOLE else None)
     torch.manual_seed(0)
@@ -97,7 +100,7 @@ def _wrong(rank: int, world_size: int, name: str, modes: tuple[str, ...]) -> lis
     reference = copy.deepcopy(whole)
     loss = loss_of(reference(**inputs))
     loss.backward()
-    for mode in modes:
+    for mode in ("none", "full"):
         model = parallelize(copy.deepcopy(whole), ac=mode, cp=cp)
         for _ in range(2):  # the first call is compared; the second is not
             model.zero_grad()
@@ -106,13 +109,7 @@ def _wrong(rank: int, world_size: int, name: str, modes: tuple[str, ...]) -> lis
             if not abs(found - loss) <= 2 * LOSS * abs(loss) + 1e-7:
                 wrong.append(f"{mode}: loss {found.item()} for {loss.item()}")
             wrong += [f"{mode}: {text}" for text in differences(gradients(model), gradients(reference))]
-    return wrong
-
-
-@pytest.mark.few(4)
-@pytest.mark.parametrize("name", [*CASES, *WHOLE])
-def test_losses_and_gradients_are_those_of_whole_sequences(name: str) -> None:
-    assert run_ranks(2, _wrong, name, ("none", "full")) == [[], []]
+    assert not wrong, wrong
 
 
 class Counting(nn.Module):
@@ -191,20 +188,17 @@ def test_a_wrong_loss_is_refused_in_the_first_step_on_every_rank(divisor: str, l
     assert all(re.search(words, str(error)) for error in errors), errors
 
 
-def _in_lower_precision(rank: int, world_size: int, name: str) -> list[float]:
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "gemma3_text"])
+@on_ranks(2)
+def test_rounding_in_bfloat16_is_no_difference(rank: int, world_size: int, name: str) -> None:
     """Rounding, and tokens that it sends to other experts, are not taken for a difference."""
     whole, inputs = build(name), batch(name)
     loss = whole(**inputs).loss.item()
-    return [parallelize(copy.deepcopy(whole), cp=2, precision="bf16")(**inputs).loss.item() - loss]
+    assert abs(parallelize(copy.deepcopy(whole), cp=2, precision="bf16")(**inputs).loss.item() - loss) < 2e-2
 
 
-@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "gemma3_text"])
-def test_rounding_in_bfloat16_is_no_difference(name: str) -> None:
-    for (off,) in run_ranks(2, _in_lower_precision, name):
-        assert abs(off) < 2e-2
-
-
-def _what_the_comparison_leaves(rank: int, world_size: int) -> list[str]:
+@on_ranks(2)
+def test_the_comparison_leaves_no_trace(rank: int, world_size: int) -> None:
     """Random numbers, training flags, buffers and attributes are as without it."""
     model: Any = build("llama")
     model.model.norm.register_buffer("calls", torch.zeros(()))
@@ -224,8 +218,4 @@ def _what_the_comparison_leaves(rank: int, world_size: int) -> list[str]:
     wrong = [] if torch.equal(before, torch.random.get_rng_state()) else ["random numbers"]
     wrong += [] if [module.training for module in model.modules()] == flags else ["training flags"]
     norm = model.model.norm
-    return wrong + ([] if (norm.calls.item(), norm.count) == (1, 1) else [f"counters {norm.calls} {norm.count}"])
-
-
-def test_the_comparison_leaves_no_trace() -> None:
-    assert run_ranks(2, _what_the_comparison_leaves) == [[], []]
+    assert wrong + ([] if (norm.calls.item(), norm.count) == (1, 1) else [f"counters {norm.calls} {norm.count}"]) == []

@@ -11,7 +11,7 @@ import torch
 from nemo_like import ContextParallel, parallelize
 from tests.models.families import COMMON, hf
 from tests_distributed.context.cut_models import LENGTH, LOSS, batch, build, step, wrong_in_modes
-from tests_distributed.spawn import run_ranks
+from tests_distributed.spawn import on_ranks, run_ranks
 
 MODES = ("none", "full", "selective", "submodule", "50%")
 FAMILY_NAMES = (
@@ -72,16 +72,13 @@ def test_chunks_of_one_token(name: str) -> None:
     assert run_ranks(4, _modes, name, 4, ("none", "full"), 8) == [[]] * 4
 
 
-def _longer_than_what_is_compared(rank: int, world_size: int) -> list[str]:
+@on_ranks(2)
+def test_plain_models_on_longer_rows(rank: int, world_size: int) -> None:
     """37 tokens: the first call compares the first 31, whole against parts. A model that looks both ways sees padding."""
     wrong = _modes(rank, world_size, "nanogpt", 2, ("none",), 37)
     for cp in (ContextParallel(2), ContextParallel(2, "ulysses")):
         wrong += _modes(rank, world_size, "nanobert", cp, ("none", "full"), 37)
-    return wrong
-
-
-def test_plain_models_on_longer_rows() -> None:
-    assert run_ranks(2, _longer_than_what_is_compared) == [[], []]
+    assert not wrong, wrong
 
 
 @pytest.mark.few(1)
@@ -93,7 +90,8 @@ def test_ring(name: str, ranks: int) -> None:
     assert run_ranks(ranks, _modes, name, ContextParallel(ranks, "ring"), modes) == [[]] * ranks
 
 
-def _limits(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_methods_refuse_attention_that_they_do_not_have(rank: int, world_size: int) -> None:
     inputs = batch("llama")
     whole = build("llama")
     expected, _ = step(copy.deepcopy(whole), inputs)
@@ -107,7 +105,3 @@ def _limits(rank: int, world_size: int) -> None:
     one_head = hf("LlamaForCausalLM", "LlamaConfig", **COMMON | {"num_key_value_heads": 1})()
     with pytest.raises(NotImplementedError, match="heads that 2 ranks divide, those of keys as well"):
         parallelize(one_head, cp=ContextParallel(2, "ulysses"))(**inputs)
-
-
-def test_methods_refuse_attention_that_they_do_not_have() -> None:
-    run_ranks(2, _limits)

@@ -14,7 +14,7 @@ from nemo_like.options import ExpertParallel
 from tests.models.expert_families import build, tokens
 from tests_distributed.counting import CountOps
 from tests_distributed.expert.whole_gradients import assert_close, expected, gradients
-from tests_distributed.spawn import run_ranks
+from tests_distributed.spawn import on_ranks, run_ranks
 
 EXPERTS, WIDTH = 4, 16
 
@@ -45,7 +45,8 @@ def _through(dispatch: Dispatch, rank: int, weighted: bool) -> list[Tensor]:
     return [tensor.float() for tensor in found if tensor is not None]
 
 
-def _all_alike(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_implementations_agree(rank: int, world_size: int) -> None:
     group = group_key(torch.distributed.group.WORLD)
     for weighted in (True, False):
         plain = _through(AllToAll(EXPERTS, group, leaves_out=not weighted), rank, weighted)
@@ -55,11 +56,8 @@ def _all_alike(rank: int, world_size: int) -> None:
             assert (mine - wanted).norm() <= 0.02 * wanted.norm(), weighted
 
 
-def test_implementations_agree() -> None:
-    run_ranks(2, _all_alike)
-
-
-def _gathered(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_model_by_all_gather(rank: int, world_size: int) -> None:
     ids = tokens(world_size)
     mine = ids[rank : rank + 1]
     for name in ("mixtral", "llama4"):
@@ -82,10 +80,6 @@ def _gathered(rank: int, world_size: int) -> None:
             assert_close(found, wanted)
             plain = found if plain is None else plain
             assert all(torch.equal(found[key], plain[key]) for key in plain), (name, ac)
-
-
-def test_a_model_by_all_gather() -> None:
-    run_ranks(2, _gathered)
 
 
 def _refused(rank: int, world_size: int) -> None:

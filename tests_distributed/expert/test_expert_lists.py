@@ -13,7 +13,7 @@ from nemo_like.options import ExpertParallel, PipelineParallel
 from nemo_like.planning.planner import plan_for
 from tests_distributed.expert.whole_gradients import gradients
 from tests_distributed.small_model import WIDTH, SmallModel, tokens
-from tests_distributed.spawn import run_ranks
+from tests_distributed.spawn import on_ranks
 
 COUNT = 4
 CALLED: dict[str, Tensor] = {}
@@ -57,7 +57,8 @@ class Model(SmallModel):
 ROWS = torch.tensor([[0, 1, 9, 9], [2, 2, 2, 2]])
 
 
-def _idle(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_experts_that_get_no_token_on_some_ranks(rank: int, world_size: int) -> None:
     reference = Model()
     reference(ROWS).backward()
     wanted = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
@@ -73,11 +74,8 @@ def _idle(rank: int, world_size: int) -> None:
                 assert (found[name] - grad).norm() <= 1e-5 * grad.norm().clamp(min=1e-3), (options, ac, name)
 
 
-def test_experts_that_get_no_token_on_some_ranks() -> None:
-    run_ranks(2, _idle)
-
-
-def _refused(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_ep_refuses_lists_before_any_change(rank: int, world_size: int) -> None:
     reason = (
         r"'layers\.0\.experts' are a ModuleList of 4 modules Expert\..*from_pretrained\(\) of transformers 5 or newer"
     )
@@ -87,10 +85,6 @@ def _refused(rank: int, world_size: int) -> None:
         with pytest.raises(ValueError, match=reason):
             parallelize(model, ep=ExpertParallel(2, plan=plan), device="cpu")
         assert dict(model.named_modules()) == before
-
-
-def test_ep_refuses_lists_before_any_change() -> None:
-    run_ranks(2, _refused)
 
 
 @pytest.mark.parametrize("ways", [{"ep": 2}, {"ep": 2, "pp": PipelineParallel(2, loss_mean="rows")}])

@@ -12,7 +12,7 @@ from nemo_like.options import FSDP2, ExpertParallel
 from tests.models.expert_families import NAMES, build, tokens
 from tests.models.tiny import llama
 from tests_distributed.expert.whole_gradients import assert_close, expected, gradients
-from tests_distributed.spawn import run_ranks
+from tests_distributed.spawn import on_ranks, run_ranks
 
 MODES = ("none", "full", "selective", "submodule", "sequential", "40%")
 
@@ -52,7 +52,22 @@ def test_four_ranks_compute_what_one_does(name: str, ep: int) -> None:
 LAYOUTS = {"ep 2": {"ep": 2}, "ep 4": {"ep": 4}, "ep 2, replicas": {"ep": 2, "dp_replicate": 2}}
 
 
-def _layouts(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_fewer_experts_than_ranks(rank: int, world_size: int) -> None:
+    """One expert for each of two ranks, and two ranks for each expert: its weights are cut within."""
+    ids = tokens(world_size)
+    _, wanted = expected("mixtral", ids, num_local_experts=2)
+    mine = ids[rank : rank + 1]
+    model = parallelize(build("mixtral", num_local_experts=2), ac="full", ep=2, device="cpu")
+    experts = model.model.layers[0].get_submodule("_checkpoint_wrapped_module.mlp.experts")
+    assert [tuple(p.to_local().shape) for p in experts.parameters()] == [(1, 48, 32), (1, 16, 48)]
+    model(input_ids=mine, labels=mine).loss.backward()
+    assert_close(gradients(model), wanted)
+
+
+@pytest.mark.long
+@on_ranks(4, timeout=150)
+def test_four_ranks_in_every_layout(rank: int, world_size: int) -> None:
     ids = tokens(world_size)
     for name in ("mixtral", "gpt_oss", "llama4"):
         _, wanted = expected(name, ids)
@@ -71,28 +86,10 @@ def _layouts(rank: int, world_size: int) -> None:
                     assert held * 4 == sum(p.numel() for p in module.parameters()) * options.get("dp_replicate", 1)
 
 
-def _fewer_experts_than_ranks(rank: int, world_size: int) -> None:
-    """One expert for each of two ranks, and two ranks for each expert: its weights are cut within."""
-    ids = tokens(world_size)
-    _, wanted = expected("mixtral", ids, num_local_experts=2)
-    mine = ids[rank : rank + 1]
-    model = parallelize(build("mixtral", num_local_experts=2), ac="full", ep=2, device="cpu")
-    experts = model.model.layers[0].get_submodule("_checkpoint_wrapped_module.mlp.experts")
-    assert [tuple(p.to_local().shape) for p in experts.parameters()] == [(1, 48, 32), (1, 16, 48)]
-    model(input_ids=mine, labels=mine).loss.backward()
-    assert_close(gradients(model), wanted)
-
-
-def test_fewer_experts_than_ranks() -> None:
-    run_ranks(4, _fewer_experts_than_ranks)
-
-
-@pytest.mark.long
-def test_four_ranks_in_every_layout() -> None:
-    run_ranks(4, _layouts, timeout=150)
-
-
-def _unbalanced(rank: int, world_size: int, name: str) -> None:
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", ["mixtral", "olmoe"])
+@on_ranks(2)
+def test_a_rank_and_an_expert_without_any_token(rank: int, world_size: int, name: str) -> None:
     """All tokens go to experts 0 and 1, which the first rank holds: the second gets none, and 2 and 3 none anywhere."""
     ids = tokens(world_size)
 
@@ -127,13 +124,8 @@ def _unbalanced(rank: int, world_size: int, name: str) -> None:
         assert sum(used) == 2, used
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("name", ["mixtral", "olmoe"])
-def test_a_rank_and_an_expert_without_any_token(name: str) -> None:
-    run_ranks(2, _unbalanced, name)
-
-
-def _beside_tensor_parallel(rank: int, world_size: int) -> None:
+@on_ranks(4, timeout=120)
+def test_beside_tensor_parallel(rank: int, world_size: int) -> None:
     ids = tokens(world_size)
     mine = ids[2 * (rank // 2) : 2 * (rank // 2) + 2]  # both ranks of a tp pair have the same half
     for name in ("mixtral", "deepseek_v3", "gpt_oss", "llama4"):
@@ -142,10 +134,6 @@ def _beside_tensor_parallel(rank: int, world_size: int) -> None:
             model = parallelize(build(name), ac="selective", tp=2, ep=ep, device="cpu")
             model(input_ids=mine, labels=mine).loss.backward()
             assert_close(gradients(model), wanted)
-
-
-def test_beside_tensor_parallel() -> None:
-    run_ranks(4, _beside_tensor_parallel, timeout=120)
 
 
 OPTIONS: dict[str, dict[str, object]] = {
@@ -159,7 +147,8 @@ OPTIONS: dict[str, dict[str, object]] = {
 }
 
 
-def _with_options(rank: int, world_size: int) -> None:
+@on_ranks(2, timeout=150)
+def test_with_every_other_lever(rank: int, world_size: int) -> None:
     ids = tokens(world_size)
     _, wanted = expected("mixtral", ids)
     mine = ids[rank : rank + 1]
@@ -172,11 +161,8 @@ def _with_options(rank: int, world_size: int) -> None:
             raise AssertionError(said) from error
 
 
-def test_with_every_other_lever() -> None:
-    run_ranks(2, _with_options, timeout=150)
-
-
-def _refused(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_cannot_be_split_is_refused_before_any_change(rank: int, world_size: int) -> None:
     model = build("mixtral")
     before = dict(model.named_modules())
     for arguments, message in (
@@ -198,7 +184,3 @@ def _refused(rank: int, world_size: int) -> None:
         parallelize(build("mixtral", num_local_experts=3), ep=2, device="cpu")
     with pytest.raises(ValueError, match="no experts were found"):
         parallelize(llama(), ep=2, device="cpu")
-
-
-def test_what_cannot_be_split_is_refused_before_any_change() -> None:
-    run_ranks(2, _refused)

@@ -12,7 +12,7 @@ from nemo_like.distributed.expert import find_experts
 from nemo_like.options import ExpertParallel
 from tests_distributed.expert.whole_gradients import assert_close, gradients
 from tests_distributed.small_model import VOCAB, WIDTH, SmallModel
-from tests_distributed.spawn import run_ranks
+from tests_distributed.spawn import on_ranks
 
 COUNT = 4
 
@@ -77,8 +77,11 @@ def test_found_by_structure_or_by_name() -> None:
             assert found[0].parameters == ("first", "second", "bias")
 
 
-def _trained(rank: int, world_size: int) -> None:
-    ids = torch.randint(VOCAB, (world_size, 6), generator=torch.Generator().manual_seed(1))
+@pytest.mark.few(1)
+@pytest.mark.parametrize("ranks", [2, 4])
+@on_ranks(timeout=90)
+def test_experts_of_a_plain_model(rank: int, ranks: int) -> None:
+    ids = torch.randint(VOCAB, (ranks, 6), generator=torch.Generator().manual_seed(1))
     for kind, call in ((Routed, "routed"), (Every, "every")):
         reference = Model(kind)
         reference(ids).backward()
@@ -92,9 +95,3 @@ def _trained(rank: int, world_size: int) -> None:
                 assert_close(found, wanted)
                 plain = found if plain is None else plain
                 assert all(torch.equal(found[name], plain[name]) for name in plain), (kind, ac)
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_experts_of_a_plain_model(ranks: int) -> None:
-    run_ranks(ranks, _trained, timeout=90)

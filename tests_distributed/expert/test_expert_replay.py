@@ -15,7 +15,7 @@ from nemo_like.torch_compat import fsdp_param_groups, in_backward
 from tests.models.expert_families import build, tokens
 from tests_distributed.counting import CountCollectives, CountOps
 from tests_distributed.expert.whole_gradients import gradients
-from tests_distributed.spawn import run_ranks
+from tests_distributed.spawn import on_ranks, run_ranks
 
 LAYERS = 2
 ROUTE, ROWS = "route", "exchange_rows"
@@ -100,7 +100,8 @@ def test_a_replay_gathers_no_experts_twice() -> None:
     assert run_ranks(4, _gathered)[0] == [(6, 3)] * 3
 
 
-def _gathered_in_replay(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_replay_lets_go_of_what_experts_were_gathered_into(rank: int, world_size: int) -> None:
     ids = tokens(world_size)[rank : rank + 1]
     # Its shared experts come first in backward and start the replay, so that it is the replay that gathers the others.
     model = parallelize(build("glm4_moe"), ac="full", ep=2, device="cpu")
@@ -117,7 +118,3 @@ def _gathered_in_replay(rank: int, world_size: int) -> None:
     # Forward holds the flat buffer till another unit is gathered; behind a replay there may be none before the next step.
     assert held == [(False, True), (True, False)]
     assert not holds()
-
-
-def test_replay_lets_go_of_what_experts_were_gathered_into() -> None:
-    run_ranks(4, _gathered_in_replay)

@@ -15,10 +15,11 @@ from nemo_like.distributed.expert import balanced_bias, summed_expert_load, watc
 from nemo_like.options import PipelineParallel
 from tests.models.expert_families import build, tokens
 from tests_distributed.expert.whole_gradients import assert_close, expected, gradients
-from tests_distributed.spawn import run_ranks
+from tests_distributed.spawn import on_ranks, run_ranks
 
 
-def _with_auxiliary_loss(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_an_auxiliary_loss_is_that_without_ep(rank: int, world_size: int) -> None:
     ids = tokens(world_size)[rank : rank + 1]
     found = []
     for ep in (1, 2):
@@ -30,10 +31,6 @@ def _with_auxiliary_loss(rank: int, world_size: int) -> None:
     (loss, auxiliary, wanted), (split, same, mine) = found
     assert auxiliary > 0 and split == pytest.approx(loss, rel=1e-6) and same == pytest.approx(auxiliary, rel=1e-6)
     assert_close(mine, wanted)
-
-
-def test_an_auxiliary_loss_is_that_without_ep() -> None:
-    run_ranks(2, _with_auxiliary_loss)
 
 
 def _routers(model: nn.Module) -> dict[str, nn.Module]:
@@ -66,7 +63,8 @@ def test_a_bias_that_follows_the_load_is_the_same_on_any_ranks() -> None:
         assert run_ranks(ranks, _balanced, ep, tp, timeout=90) == [whole] * ranks
 
 
-def _in_bfloat16(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_in_bfloat16(rank: int, world_size: int) -> None:
     mine = tokens(world_size)[rank : rank + 1]
     found = {}
     for ep, ac in ((1, "none"), (2, "none"), (2, "full"), (2, "selective")):
@@ -80,11 +78,8 @@ def _in_bfloat16(rank: int, world_size: int) -> None:
     assert_close(plain, whole, tolerance=0.03)  # the same routing, sums of bfloat16 in another order
 
 
-def test_in_bfloat16() -> None:
-    run_ranks(2, _in_bfloat16)
-
-
-def _with_context_parallel(rank: int, world_size: int) -> None:
+@on_ranks(4, timeout=90)
+def test_beside_context_parallel(rank: int, world_size: int) -> None:
     ids = tokens(2, 16)
     for name in ("mixtral", "qwen3_moe"):
         _, wanted = expected(name, ids)
@@ -93,10 +88,6 @@ def _with_context_parallel(rank: int, world_size: int) -> None:
             model = parallelize(build(name), ac="full", cp=2, ep=ep, device="cpu")
             model(input_ids=mine, labels=mine).loss.backward()
             assert_close(gradients(model), wanted)
-
-
-def test_beside_context_parallel() -> None:
-    run_ranks(4, _with_context_parallel, timeout=90)
 
 
 def _came_in_split(rank: int, world_size: int, folder: str) -> None:

@@ -16,7 +16,7 @@ from nemo_like import FSDP2, parallelize
 from nemo_like.options import TensorParallel
 from tests.test_unchanged import everything_of
 from tests_distributed.small_model import VOCAB, WIDTH, tokens
-from tests_distributed.spawn import run_ranks
+from tests_distributed.spawn import on_ranks
 from tests_distributed.weights.test_stale_weights import Block
 
 
@@ -48,7 +48,8 @@ def _grads(model: nn.Module) -> list[torch.Tensor]:
     return [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in found]
 
 
-def _another_method(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_a_method_beside_forward_is_explained_and_can_be_registered(rank: int, world: int) -> None:
     bare = Encoding()
     bare.encode(tokens(2)).square().mean().backward()
     model: Any = parallelize(Encoding(), ac="full")
@@ -63,23 +64,18 @@ def _another_method(rank: int, world: int) -> None:
         model(tokens(2))
 
 
-def test_a_method_beside_forward_is_explained_and_can_be_registered() -> None:
-    run_ranks(2, _another_method)
-
-
-def _second_backward(rank: int, world: int, ac: str) -> None:
+@pytest.mark.parametrize("ac", ["none", "full", "selective"])
+@on_ranks(2)
+def test_a_gradient_of_gradients_is_refused(rank: int, world: int, ac: str) -> None:
     model = parallelize(Encoding(), ac=ac)
     loss = model(tokens(2)).square().mean()
     with pytest.raises(RuntimeError, match="create_graph=True was asked of a backward through a model that FSDP2"):
         loss.backward(create_graph=True)
 
 
-@pytest.mark.parametrize("ac", ["none", "full", "selective"])
-def test_a_gradient_of_gradients_is_refused(ac: str) -> None:
-    run_ranks(2, _second_backward, ac)
-
-
-def _phases(rank: int, world: int, precision: str | None) -> None:
+@pytest.mark.parametrize("precision", [None, "bf16"])
+@on_ranks(2)
+def test_phases_that_switch_what_trains(rank: int, world: int, precision: str | None) -> None:
     """The head alone in the first step, everything in the second, the embedding alone in the third."""
     model = Encoding()
     model.blocks.requires_grad_(False)
@@ -97,11 +93,6 @@ def _phases(rank: int, world: int, precision: str | None) -> None:
         assert trained and all(torch.equal(wanted[name], grad) for name, grad in trained.items())
 
 
-@pytest.mark.parametrize("precision", [None, "bf16"])
-def test_phases_that_switch_what_trains(precision: str | None) -> None:
-    run_ranks(2, _phases, precision)
-
-
 class Scaled(Encoding):
     def __init__(self) -> None:
         super().__init__()
@@ -111,17 +102,14 @@ class Scaled(Encoding):
         return super().forward(ids) * self.scale
 
 
-def _trained_later(rank: int, world: int, strategy: Any) -> None:
+@pytest.mark.parametrize("strategy", [FSDP2(), "ddp"])
+@on_ranks(2)
+def test_a_weight_that_no_rank_reduces_does_not_train(rank: int, world: int, strategy: Any) -> None:
     model = parallelize(Scaled(), strategy, ac="none")
     model(tokens(2)).square().mean().backward()
     next(p for name, p in model.named_parameters() if name.endswith("scale")).requires_grad_(True)
     with pytest.raises(RuntimeError, match=r"scale was frozen when parallelize\(\) was called, and requires"):
         model(tokens(2))
-
-
-@pytest.mark.parametrize("strategy", [FSDP2(), "ddp"])
-def test_a_weight_that_no_rank_reduces_does_not_train(strategy: Any) -> None:
-    run_ranks(2, _trained_later, strategy)
 
 
 AUX: list[torch.Tensor] = []
@@ -164,7 +152,9 @@ def _aux_gradients(model: nn.Module, where: str, with_output: bool) -> list[torc
     return _grads(model)
 
 
-def _auxiliary(rank: int, world: int, ac: str) -> list[tuple[str, bool]]:
+@pytest.mark.parametrize("ac", ["none", "full", "selective", "submodule", "sequential"])
+@on_ranks(2)
+def test_gradients_of_what_a_layer_keeps_on_itself(rank: int, world: int, ac: str) -> None:
     cases = [(where, with_output) for where in ("attribute", "weight", "list") for with_output in (True, False)]
     wrong = []
     for where, with_output in cases:
@@ -175,15 +165,11 @@ def _auxiliary(rank: int, world: int, ac: str) -> list[tuple[str, bool]]:
             if len(found) != len(wanted) or not all(map(torch.equal, found, wanted)):
                 wrong.append((where, with_output))
             model.zero_grad()
-    return wrong
+    assert not wrong, wrong
 
 
-@pytest.mark.parametrize("ac", ["none", "full", "selective", "submodule", "sequential"])
-def test_gradients_of_what_a_layer_keeps_on_itself(ac: str) -> None:
-    assert run_ranks(2, _auxiliary, ac) == [[], []]
-
-
-def _refused(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_weights_that_are_computed_and_sparse_gradients_are_refused(rank: int, world: int) -> None:
     plan = TensorParallel(2, plan={"blocks.*.up": "colwise_gather_output"})
     for norm in (weight_norm, spectral_norm, nn.utils.weight_norm, lambda m: prune.l1_unstructured(m, "weight", 0.5)):
         model = Encoding()
@@ -203,7 +189,3 @@ def _refused(rank: int, world: int) -> None:
         ):
             parallelize(model, ac="none", **axes)
         assert everything_of(model) == before
-
-
-def test_weights_that_are_computed_and_sparse_gradients_are_refused() -> None:
-    run_ranks(2, _refused)

@@ -14,7 +14,7 @@ from nemo_like.distributed.mesh import build_mesh
 from nemo_like.distributed.shard import shard_layers
 from tests.checks import whole
 from tests.models.tiny import Decoder, tokens
-from tests_distributed.spawn import run_ranks
+from tests_distributed.spawn import on_ranks
 
 pytestmark = pytest.mark.compat
 
@@ -28,7 +28,10 @@ def _single() -> Decoder:
     return model
 
 
-def _sharded(rank: int, world_size: int, replicas: int, foreach: bool | None) -> None:
+@pytest.mark.few(2)
+@pytest.mark.parametrize(("world_size", "replicas", "foreach"), [(2, 1, None), (4, 1, False), (4, 2, True)])
+@on_ranks()
+def test_sharded_equals_whole(rank: int, world_size: int, replicas: int, foreach: bool | None) -> None:
     for norm_type in NORMS:
         expected = _single()
         torch.manual_seed(0)
@@ -46,13 +49,8 @@ def _sharded(rank: int, world_size: int, replicas: int, foreach: bool | None) ->
             torch.testing.assert_close(whole(found.grad), param.grad, rtol=1e-5, atol=1e-8)
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize(("world_size", "replicas", "foreach"), [(2, 1, None), (4, 1, False), (4, 2, True)])
-def test_sharded_equals_whole(world_size: int, replicas: int, foreach: bool | None) -> None:
-    run_ranks(world_size, _sharded, replicas, foreach)
-
-
-def _mixed_meshes(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_mixed_meshes(rank: int, world_size: int) -> None:
     """FSDP x TP beside FSDP alone, replicated, partial and plain: each gradient counts once."""
     mesh = build_mesh(tp=2)
     torch.manual_seed(0)
@@ -86,20 +84,13 @@ def _mixed_meshes(rank: int, world_size: int) -> None:
         torch.testing.assert_close(whole(param.grad), gradient / (expected + 1e-6))
 
 
-def test_mixed_meshes() -> None:
-    run_ranks(4, _mixed_meshes)
-
-
-def _only_one_rank_has_a_gradient(rank: int, world_size: int) -> float:
+@on_ranks(2, timeout=20)
+def test_a_rank_without_the_gradient_still_takes_part(rank: int, world_size: int) -> None:
     mesh = build_mesh()
     param = nn.Parameter(distribute_tensor(torch.zeros(4), mesh, (Shard(0),)))
     if rank == 0:
         param.grad = distribute_tensor(torch.ones(4), mesh, (Shard(0),), src_data_rank=None)
-    return clip_grad_norm_(param, 1.0).item()
-
-
-def test_a_rank_without_the_gradient_still_takes_part() -> None:
-    assert run_ranks(2, _only_one_rank_has_a_gradient, timeout=20) == [pytest.approx(math.sqrt(2))] * 2
+    assert clip_grad_norm_(param, 1.0).item() == pytest.approx(math.sqrt(2))
 
 
 @pytest.mark.parametrize("norm_type", NORMS)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from nemo_like import apply_activation_checkpointing
 from nemo_like.activation_checkpointing.policy import SelectivePolicy
-from tests_distributed.spawn import run_ranks
+from tests_distributed.spawn import on_ranks
 
 
 class _Summed(torch.autograd.Function):
@@ -36,7 +36,8 @@ class _Layer(nn.Module):
         return self.second(_Summed.apply(parts)).sigmoid()  # type: ignore[no-untyped-call]
 
 
-def _gradients(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_is_kept_is_what_was_there_before_the_sum(rank: int, world_size: int) -> None:
     found = []
     for save_ops in (None, ["aten.sum.dim_IntList"]):
         torch.manual_seed(0)
@@ -47,7 +48,3 @@ def _gradients(rank: int, world_size: int) -> None:
         model(torch.randn(4, 8)).pow(2).sum().backward()
         found.append([parameter.grad for parameter in model.parameters()])
     assert all(torch.equal(kept, plain) for plain, kept in zip(*found, strict=True))
-
-
-def test_what_is_kept_is_what_was_there_before_the_sum() -> None:
-    run_ranks(2, _gradients)

@@ -8,7 +8,7 @@ import torch
 from nemo_like import parallelize
 from tests.models.decoders import PlainDecoder, batch, build, loss_of
 from tests.models.kv_shared import build as build_kv_shared
-from tests_distributed.spawn import run_ranks
+from tests_distributed.spawn import on_ranks, run_ranks
 
 
 def _steps(ac: str, compile: bool | str, rank: int, dropout: bool) -> list[torch.Tensor]:
@@ -45,7 +45,10 @@ def test_inductor_is_eager_within_its_numerics() -> None:
     assert max(run_ranks(2, _compare, "selective", "inductor", timeout=280)) < 1e-4
 
 
-def _kv_shared(rank: int, world_size: int, name: str) -> list[str]:
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", ["gemma3n", "gemma4"])
+@on_ranks(2, timeout=120)
+def test_kv_shared_models_under_fsdp2_and_mixed_precision(rank: int, world_size: int, name: str) -> None:
     # Known failure 8: FSDP2's cast of inputs copied the dictionary of shared states, and its readers found it empty.
     results = {}
     for ac in ("none", "full", "selective", "submodule"):
@@ -55,13 +58,9 @@ def _kv_shared(rank: int, world_size: int, name: str) -> list[str]:
         results[ac] = [loss.detach()] + [p.grad.to_local() for p in model.parameters() if p.grad is not None]
     expected = results.pop("none")
     assert all(torch.isfinite(t).all() for t in expected)
-    return [ac for ac, got in results.items() if not all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))]
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("name", ["gemma3n", "gemma4"])
-def test_kv_shared_models_under_fsdp2_and_mixed_precision(name: str) -> None:
-    assert run_ranks(2, _kv_shared, name, timeout=120) == [[], []]
+    assert [
+        ac for ac, got in results.items() if not all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    ] == []
 
 
 def _lora(rank: int, world_size: int, strategy: str) -> list[str]:
@@ -88,17 +87,14 @@ def test_adapters_on_a_frozen_base_train_in_every_mode(strategy: str) -> None:
     assert run_ranks(2, _lora, strategy, timeout=120) == [[], []]
 
 
-def _graphs(rank: int, world_size: int, ac: str) -> dict[str, int]:
+@pytest.mark.few(1)
+@pytest.mark.parametrize("ac", ["full", "selective"])
+@on_ranks(2, timeout=120)
+def test_one_graph_serves_all_sharded_layers(rank: int, world_size: int, ac: str) -> None:
     from torch._dynamo.utils import counters
 
     torch.manual_seed(0)
     model = parallelize(PlainDecoder(layers=10), ac=ac, compile="aot_eager", device="cpu")
     loss_of(model, batch()).backward()
-    return dict(counters["stats"])
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("ac", ["full", "selective"])
-def test_one_graph_serves_all_sharded_layers(ac: str) -> None:
-    for stats in run_ranks(2, _graphs, ac, timeout=120):
-        assert stats["unique_graphs"] == 1, stats
+    stats = dict(counters["stats"])
+    assert stats["unique_graphs"] == 1, stats

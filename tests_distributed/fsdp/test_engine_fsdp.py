@@ -18,8 +18,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from nemo_like.activation_checkpointing.policy import FullPolicy, Policy, SelectivePolicy, TorchPolicy
 from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
+from tests.checks import assert_bitwise, same
 from tests.models.blocks import LlamaBlock
-from tests_distributed.spawn import run_ranks
+from tests_distributed.spawn import on_ranks
 
 POLICIES = {"full": FullPolicy(), "selective": SelectivePolicy(), "kept": SelectivePolicy(every_nth_matmul=None)}
 WIDTH, LAYERS = 32, 3
@@ -81,15 +82,6 @@ def _gradients(
     return out + [p.grad.full_tensor() for p in model.parameters()]
 
 
-def _compare(rank: int, world_size: int, where: str, prefetch: bool, profiled: str) -> dict[str, bool]:
-    wanted = _gradients(rank, None, where, prefetch, profiled)
-    same = {}
-    for name, policy in POLICIES.items():
-        got = _gradients(rank, policy, where, prefetch, profiled)
-        same[name] = len(got) == len(wanted) and all(torch.equal(a, b) for a, b in zip(got, wanted))
-    return same
-
-
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("where", "prefetch", "profiled"),
@@ -104,12 +96,17 @@ def _compare(rank: int, world_size: int, where: str, prefetch: bool, profiled: s
         ("nested", True, "replay"),
     ],
 )
-def test_gradients_are_bitwise_those_of_no_checkpointing(where: str, prefetch: bool, profiled: str) -> None:
-    for same in run_ranks(2, _compare, where, prefetch, profiled):
-        assert same == dict.fromkeys(POLICIES, True)
+@on_ranks(2)
+def test_gradients_are_bitwise_those_of_no_checkpointing(
+    rank: int, world_size: int, where: str, prefetch: bool, profiled: str
+) -> None:
+    wanted = _gradients(rank, None, where, prefetch, profiled)
+    for name, policy in POLICIES.items():
+        assert_bitwise(_gradients(rank, policy, where, prefetch, profiled), wanted, name)
 
 
-def _tensor_parallel(rank: int, world_size: int) -> dict[str, bool]:
+@on_ranks(2)
+def test_tensor_parallel_layers_in_a_region(rank: int, world_size: int) -> None:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     def run(policy: Policy | None) -> list[torch.Tensor]:
@@ -122,15 +119,12 @@ def _tensor_parallel(rank: int, world_size: int) -> dict[str, bool]:
         return [x.grad, *(p.grad.full_tensor() for p in model.parameters())]
 
     wanted = run(None)
-    return {name: all(torch.equal(a, b) for a, b in zip(run(p), wanted)) for name, p in POLICIES.items()}
+    for name, policy in POLICIES.items():
+        assert_bitwise(run(policy), wanted, name)
 
 
-def test_tensor_parallel_layers_in_a_region() -> None:
-    for same in run_ranks(2, _tensor_parallel):
-        assert same == dict.fromkeys(POLICIES, True)
-
-
-def _saved_collectives(rank: int, world_size: int) -> tuple[int, int]:
+@on_ranks(2)
+def test_an_all_to_all_is_kept_and_never_replayed(rank: int, world_size: int) -> None:
     import torch.distributed._functional_collectives as funcol
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -154,16 +148,11 @@ def _saved_collectives(rank: int, world_size: int) -> tuple[int, int]:
         y.sum().backward()
     assert x.grad is not None and torch.equal(x.grad, wanted)
     calls = sum("all_to_all_single" in name for name in seen)
-    return calls, len(seen)
+    assert calls == 1  # its own backward is one all-to-all; a replay would add a second
 
 
-def test_an_all_to_all_is_kept_and_never_replayed() -> None:
-    # Its own backward is one all-to-all; a replay would add a second.
-    for calls, _ in run_ranks(2, _saved_collectives):
-        assert calls == 1
-
-
-def _unwaited(rank: int, world_size: int) -> tuple[list[int], bool]:
+@on_ranks(2)
+def test_early_stop_leaves_no_collective_without_a_wait(rank: int, world_size: int) -> None:
     import torch.distributed._functional_collectives as funcol
 
     from tests.models.blocks import checkpoint_region
@@ -182,13 +171,8 @@ def _unwaited(rank: int, world_size: int) -> tuple[list[int], bool]:
     for _ in range(4):
         got = torch.autograd.grad(checkpoint_region(overlapped, x, policy=FullPolicy()).sum(), [x, weight])
         sizes.append(torch._C._distributed_c10d._get_work_registry_size())
-    return sizes, all(torch.equal(a, b) for a, b in zip(got, wanted))
-
-
-def test_early_stop_leaves_no_collective_without_a_wait() -> None:
     # Known failure 25: with expert parallelism memory grew with each step.
-    for sizes, same in run_ranks(2, _unwaited):
-        assert sizes == [0, 0, 0, 0] and same
+    assert sizes == [0, 0, 0, 0] and same(got, wanted)
 
 
 def _keep_matmuls(context: object, op: object, *args: object, **kwargs: object) -> bool:
@@ -203,13 +187,10 @@ def _keep_all(context: object, op: object, *args: object, **kwargs: object) -> b
 @pytest.mark.parametrize("half", [False, True], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("where", ["nested", "inside", "outside"])
 @pytest.mark.parametrize("policy_fn", [_keep_matmuls, _keep_all])
-def test_a_policy_that_is_asked_about_every_operator_sees_nothing_of_fsdp(policy_fn, where, half):
+@on_ranks(2)
+def test_a_policy_that_is_asked_about_every_operator_sees_nothing_of_fsdp(
+    rank: int, world_size: int, policy_fn: Callable[..., bool], where: str, half: bool
+) -> None:
     """FSDP2 allocates, views and copies where forward and replay differ, also in regions that track every operator."""
-    for same in run_ranks(2, _with_torch_policy, policy_fn, where, half):
-        assert same
-
-
-def _with_torch_policy(rank: int, world_size: int, policy_fn: Callable[..., bool], where: str, half: bool) -> bool:
     wanted = _gradients(rank, None, where, True, "", half)
-    got = _gradients(rank, TorchPolicy(policy_fn), where, True, "", half)
-    return len(got) == len(wanted) and all(map(torch.equal, got, wanted))
+    assert_bitwise(_gradients(rank, TorchPolicy(policy_fn), where, True, "", half), wanted)

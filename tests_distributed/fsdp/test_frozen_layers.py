@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from nemo_like import parallelize
 from tests.models.decoders import VOCAB, WIDTH, PlainDecoder, build
-from tests_distributed.spawn import run_ranks
+from tests_distributed.spawn import on_ranks, run_ranks
 
 MODES = ("none", "full", "selective", "submodule", "sequential")
 
@@ -38,7 +38,9 @@ def _grad(param: nn.Parameter) -> Tensor:
     return param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad
 
 
-def _prompt(rank: int, world_size: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["fsdp2", "ddp"])
+@on_ranks(2)
+def test_prompt_tuning(rank: int, world_size: int, strategy: str) -> None:
     torch.manual_seed(0)
     reference = Prompted()
     reference(_ids()).backward()
@@ -53,11 +55,6 @@ def _prompt(rank: int, world_size: int, strategy: str) -> None:
         first = found if first is None else first
         torch.testing.assert_close(found, reference.prompt.grad, rtol=1e-5, atol=1e-9)
         assert torch.equal(found, first), mode
-
-
-@pytest.mark.parametrize("strategy", ["fsdp2", "ddp"])
-def test_prompt_tuning(strategy: str) -> None:
-    run_ranks(2, _prompt, strategy)
 
 
 def _masks(rank: int, world_size: int, strategy: str) -> None:

@@ -13,7 +13,7 @@ from nemo_like.layers import find_layers, layer_groups
 from nemo_like.options import FSDP2
 from tests.models.adapted import k_bit, with_lora
 from tests.models.families import FAMILIES
-from tests_distributed.spawn import run_ranks
+from tests_distributed.spawn import on_ranks
 
 NAMES = (
     "llama", "gemma3_text", "gpt_oss", "deepseek_v3", "mamba2", "jamba", "qwen3_next", "t5", "bart", "modernbert", "swin",
@@ -38,7 +38,22 @@ def differences(model: nn.Module, reference: nn.Module) -> list[str]:
     return wrong + sorted(got.keys() - expected.keys())
 
 
-def _fsdp2(rank: int, world_size: int, name: str) -> list[str]:
+# A decoder's layers all add to the gradient of the encoder's output; under FSDP2 these sums round differently than on one
+# rank. So an encoder-decoder equals one rank up to that rounding only; its modes equal each other to the bit.
+ENCODER_DECODER = ("encoder-decoder", "audio")
+
+
+def _close(model: nn.Module, reference: nn.Module, name: str) -> bool:
+    expected = gradients(reference)
+    # The keys' bias has a gradient of nothing but rounding, as softmax does not see it: measured against the others.
+    scale = max(expected[name].abs().max(), 1e-2 * max(grad.abs().max() for grad in expected.values()))
+    return bool((gradients(model)[name] - expected[name]).abs().max() <= 1e-5 * scale)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", NAMES)
+@on_ranks(2, timeout=200)
+def test_fsdp2_in_every_mode_is_bitwise_one_rank(rank: int, world_size: int, name: str) -> None:
     """Both ranks see the same batch, so that the mean of their gradients is exactly that of one rank."""
     family = FAMILIES[name]
     reference = family.build()
@@ -56,32 +71,19 @@ def _fsdp2(rank: int, world_size: int, name: str) -> list[str]:
         if before is None and family.kind in ENCODER_DECODER:
             wrong = [parameter for parameter in wrong if not _close(model, reference, parameter.removeprefix("none: "))]
             before = model
-    return wrong
-
-
-# A decoder's layers all add to the gradient of the encoder's output; under FSDP2 these sums round differently than on one
-# rank. So an encoder-decoder equals one rank up to that rounding only; its modes equal each other to the bit.
-ENCODER_DECODER = ("encoder-decoder", "audio")
-
-
-def _close(model: nn.Module, reference: nn.Module, name: str) -> bool:
-    expected = gradients(reference)
-    # The keys' bias has a gradient of nothing but rounding, as softmax does not see it: measured against the others.
-    scale = max(expected[name].abs().max(), 1e-2 * max(grad.abs().max() for grad in expected.values()))
-    return bool((gradients(model)[name] - expected[name]).abs().max() <= 1e-5 * scale)
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("name", NAMES)
-def test_fsdp2_in_every_mode_is_bitwise_one_rank(name: str) -> None:
-    assert run_ranks(2, _fsdp2, name, timeout=200) == [[], []]
+    assert not wrong, wrong
 
 
 # ------------------------------------------------------------------------------------------------ towers a rank skips
 
 
-def _skipping(rank: int, world_size: int, name: str, frozen_sharding: str, mode: str) -> None:
-    """Rank 1 has no image. The tower is frozen; the projector between it and the language model trains."""
+@pytest.mark.parametrize("frozen_sharding", ["root", "replicate"])
+@pytest.mark.parametrize(("name", "mode"), [("llava", "selective"), ("smolvlm", "full")])
+@on_ranks(2, timeout=60)
+def test_a_rank_without_an_image_with_a_trainable_projector(
+    rank: int, world_size: int, name: str, frozen_sharding: str, mode: str
+) -> None:
+    """Ranks that meet a tower and ranks that do not."""
     family = FAMILIES[name]
 
     def build() -> nn.Module:
@@ -111,18 +113,13 @@ def _skipping(rank: int, world_size: int, name: str, frozen_sharding: str, mode:
             torch.testing.assert_close(whole(parameter.grad), trained[parameter_name], rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("frozen_sharding", ["root", "replicate"])
-@pytest.mark.parametrize(("name", "mode"), [("llava", "selective"), ("smolvlm", "full")])
-def test_a_rank_without_an_image_with_a_trainable_projector(name: str, mode: str, frozen_sharding: str) -> None:
-    """Ranks that meet a tower and ranks that do not."""
-    run_ranks(2, _skipping, name, frozen_sharding, mode, timeout=60)
-
-
 # ------------------------------------------------------------------------------- storage dtypes, adapters, k-bit weights
 
 
-def _mixed_dtypes(rank: int, world_size: int, mode: str) -> list[str]:
-    """Norms stored in float32 within a bfloat16 model, as many checkpoints have them; two micro-batches."""
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+@on_ranks(2)
+def test_layers_of_mixed_storage_dtypes(rank: int, world_size: int, mode: str) -> None:
+    """Fresh and accumulated gradients, and parameters, of two dtypes in one layer."""
     family = FAMILIES["llama"]
 
     def build() -> nn.Module:
@@ -140,16 +137,13 @@ def _mixed_dtypes(rank: int, world_size: int, mode: str) -> list[str]:
         family.step(reference, seed).backward()
         family.step(model, seed).backward()
     assert {p.grad.dtype for p in model.parameters()} == {torch.bfloat16, torch.float32}
-    return differences(model, reference)
+    assert differences(model, reference) == []
 
 
-@pytest.mark.parametrize("mode", ["none", "full", "selective"])
-def test_layers_of_mixed_storage_dtypes(mode: str) -> None:
-    """Fresh and accumulated gradients, and parameters, of two dtypes in one layer."""
-    assert run_ranks(2, _mixed_dtypes, mode) == [[], []]
-
-
-def _adapted(rank: int, world_size: int, what: str, mode: str) -> list[str]:
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("what", ["lora", "k_bit"])
+@on_ranks(2)
+def test_adapters_and_k_bit_weights_are_sharded_right(rank: int, world_size: int, what: str, mode: str) -> None:
     family = FAMILIES["llama"]
 
     def build() -> nn.Module:
@@ -162,10 +156,4 @@ def _adapted(rank: int, world_size: int, what: str, mode: str) -> list[str]:
     if what == "k_bit":  # uint8 weights cannot be sharded: every rank holds them whole
         packed = [p for n, p in model.named_parameters() if "mlp" in n and n.endswith("weight")]
         assert packed and all(p.dtype == torch.uint8 and not isinstance(p, DTensor) for p in packed)
-    return differences(model, reference)
-
-
-@pytest.mark.parametrize("mode", ["full", "selective"])
-@pytest.mark.parametrize("what", ["lora", "k_bit"])
-def test_adapters_and_k_bit_weights_are_sharded_right(what: str, mode: str) -> None:
-    assert run_ranks(2, _adapted, what, mode) == [[], []]
+    assert differences(model, reference) == []

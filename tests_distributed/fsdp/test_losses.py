@@ -22,7 +22,7 @@ from nemo_like.losses.model_loss import chunk_model_loss
 from nemo_like.options import FSDP2, ChunkedLoss, Precision, TensorParallel
 from tests.models.decoders import batch, build
 from tests_distributed.allocated import local
-from tests_distributed.spawn import run_ranks
+from tests_distributed.spawn import on_ranks, run_ranks
 
 CHUNKS = ChunkedLoss(chunk_tokens=5)
 
@@ -147,25 +147,6 @@ def test_replicas_of_shards():
     check(run_ranks(4, _train, "llama", CHUNKS, dict(ac="none", dp_replicate=2), 2, timeout=150), "llama", tp=2)
 
 
-def _two_reductions_per_chunk(rank, world_size):
-    """A vocabulary over both ranks, cut unevenly: 7 columns, 4 and 3."""
-    mesh = init_device_mesh("cpu", (2,))
-    torch.manual_seed(0)
-    whole, hidden, labels = nn.Linear(6, 7), torch.randn(9, 6, requires_grad=True), torch.arange(9) % 7
-    labels[4] = -100
-    cut = _cut_heads(mesh, whole)
-    found = []
-    for head in (whole, cut):
-        with Reductions() as counted:
-            loss = chunked_cross_entropy(hidden, head, labels, chunk_tokens=3, label_smoothing=0.1, z_loss=0.1)
-            log_probs = chunked_log_probs(hidden, head, labels, chunk_tokens=3)
-        grads = torch.autograd.grad(loss + log_probs.square().sum(), [hidden, *head.parameters()])
-        found.append([loss, log_probs, *(g.full_tensor() if hasattr(g, "full_tensor") else g for g in grads)])
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-    return counted.count
-
-
 def _cut_heads(mesh, whole):
     """`whole`, cut by vocabulary over the ranks of `mesh`."""
     cut = copy.deepcopy(whole)
@@ -174,7 +155,8 @@ def _cut_heads(mesh, whole):
     return cut
 
 
-def _distilled(rank, world_size):
+@on_ranks(2)
+def test_a_student_with_a_vocabulary_over_two_ranks(rank, world_size):
     """A student's vocabulary over both ranks, cut unevenly; its teacher's logits whole, and of a head cut alike."""
     mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(0)
@@ -200,10 +182,6 @@ def _distilled(rank, world_size):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match=r"columns 0 to 4|columns 4 to 7"):
         chunked_kl(hidden, whole, states, teacher_head=cut_teacher)
-
-
-def test_a_student_with_a_vocabulary_over_two_ranks():
-    run_ranks(2, _distilled)
 
 
 class _SequenceCut(nn.Module):
@@ -245,9 +223,24 @@ class Reductions(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_vocabulary_over_two_ranks():
-    # Three chunks of each of the two, and two reductions for each.
-    assert run_ranks(2, _two_reductions_per_chunk) == [12, 12]
+@on_ranks(2)
+def test_a_vocabulary_over_two_ranks(rank, world_size):
+    """A vocabulary over both ranks, cut unevenly: 7 columns, 4 and 3."""
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    whole, hidden, labels = nn.Linear(6, 7), torch.randn(9, 6, requires_grad=True), torch.arange(9) % 7
+    labels[4] = -100
+    cut = _cut_heads(mesh, whole)
+    found = []
+    for head in (whole, cut):
+        with Reductions() as counted:
+            loss = chunked_cross_entropy(hidden, head, labels, chunk_tokens=3, label_smoothing=0.1, z_loss=0.1)
+            log_probs = chunked_log_probs(hidden, head, labels, chunk_tokens=3)
+        grads = torch.autograd.grad(loss + log_probs.square().sum(), [hidden, *head.parameters()])
+        found.append([loss, log_probs, *(g.full_tensor() if hasattr(g, "full_tensor") else g for g in grads)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    assert counted.count == 12  # three chunks of each of the two, and two reductions for each
 
 
 def _own_unit(rank, world_size, output_dtype):

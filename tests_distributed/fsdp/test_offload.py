@@ -25,7 +25,7 @@ from nemo_like.offload.backends import Backend
 from nemo_like.options import OffloadConfig
 from nemo_like.parallelizer import apply_activation_checkpointing
 from tests.models import decoders
-from tests_distributed.spawn import run_ranks
+from tests_distributed.spawn import on_ranks, run_ranks
 
 ANY_SIZE: dict[str, Any] = {"min_bytes": 0, "pin_memory": False}
 
@@ -120,7 +120,8 @@ def test_fsdp2_inside_a_context_that_knows_no_model() -> None:
         assert stats["weights"] == 0 and stats["moved_bytes"] > 0
 
 
-def _collectives(rank: int, world: int) -> dict[str, Any]:
+@on_ranks(2)
+def test_asynchronous_collectives_are_resolved_first(rank: int, world: int) -> None:
     from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_gather_tensor
 
     x = torch.full((4, 8), float(rank + 1))
@@ -137,17 +138,13 @@ def _collectives(rank: int, world: int) -> dict[str, Any]:
     del gathered
     (grad,) = torch.autograd.grad(loss, weight)
     expected = torch.cat([torch.full((4, 8), float(r + 1)) for r in range(world)])
-    return {
+    result = {
         "pending": was_pending,
         "back": torch.equal(back, expected) and type(back) is torch.Tensor,
         "grad": torch.equal(grad, expected.t() @ torch.ones(4 * world, 8)),
         "moved": offloader.stats.moved_bytes,
     }
-
-
-def test_asynchronous_collectives_are_resolved_first() -> None:
-    for result in run_ranks(2, _collectives):
-        assert result["pending"] and result["back"] and result["grad"] and result["moved"] > 0
+    assert result["pending"] and result["back"] and result["grad"] and result["moved"] > 0
 
 
 def test_fsdp2_accumulates_gradients() -> None:
@@ -230,7 +227,8 @@ def test_tensor_parallel_gradients_are_bitwise(mode: str, sequence: bool) -> Non
         assert stats["moved_bytes"] > 0 and stats["host_live_bytes"] == 0
 
 
-def _dtensors(rank: int, world: int) -> dict[str, Any]:
+@on_ranks(2)
+def test_dtensors_come_back_as_dtensors(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (world,))
     torch.manual_seed(0)
     x = distribute_tensor(torch.randn(8, 6), mesh, [Shard(0)]).requires_grad_()
@@ -262,15 +260,11 @@ def _dtensors(rank: int, world: int) -> dict[str, Any]:
         loss = reused.cos().sum().full_tensor()
     (after,) = torch.autograd.grad(loss, x)
     true_after = torch.autograd.grad((x * 2 + 1).cos().sum().full_tensor(), x)[0]
-    return {
+    result = {
         "equal": torch.equal(actual.to_local(), expected.to_local()) and actual.placements == expected.placements,
         "moved": stats["moved_bytes"],
         "raised": raised,
         "after": torch.equal(after.to_local(), true_after.to_local()),
     }
-
-
-def test_dtensors_come_back_as_dtensors() -> None:
-    for result in run_ranks(2, _dtensors):
-        assert result["equal"] and result["after"] and result["moved"] > 0
-        assert "modified by an inplace operation" in result["raised"]
+    assert result["equal"] and result["after"] and result["moved"] > 0
+    assert "modified by an inplace operation" in result["raised"]

@@ -27,7 +27,7 @@ from tests_distributed.context.cut_models import (
     without_dropout,
 )
 from tests_distributed.fsdp.packed_rows import one_by_one, packed, packed_pictures, wrong_forms
-from tests_distributed.spawn import run_ranks
+from tests_distributed.spawn import on_ranks, run_ranks
 
 FORMS = ("positions", "numbers", "cu_seqlens")
 NAMES = ("llama", "gemma3_text", "gpt_oss", "bert")
@@ -66,7 +66,11 @@ def test_cut_over_four_ranks(name: str) -> None:
     assert run_ranks(4, _cut, name, 4, ("selective",), timeout=120) == [[]] * 4
 
 
-def _pictures(rank: int, world_size: int, name: str) -> list[str]:
+@pytest.mark.parametrize(
+    "name", ["qwen2_vl", *(pytest.param(name, marks=pytest.mark.long) for name in ("qwen3_vl", "llava"))]
+)
+@on_ranks(2, timeout=120)
+def test_documents_with_pictures(rank: int, world_size: int, name: str) -> None:
     """The rows of a batch with pictures, packed into one, are the batch."""
     whole, inputs = build(name), batch(name)
     inputs.pop("attention_mask", None)
@@ -83,18 +87,13 @@ def _pictures(rank: int, world_size: int, name: str) -> list[str]:
             numbers = packed_pictures(whole, inputs, "numbers") | {"position_ids": None}
             with pytest.raises(NotImplementedError, match=r"position_ids of four streams"):
                 model(**numbers)
-    return wrong
+    assert not wrong, wrong
 
 
-@pytest.mark.parametrize(
-    "name", ["qwen2_vl", *(pytest.param(name, marks=pytest.mark.long) for name in ("qwen3_vl", "llava"))]
-)
-def test_documents_with_pictures(name: str) -> None:
-    assert run_ranks(2, _pictures, name, timeout=120) == [[], []]
-
-
-def _staged(rank: int, world_size: int, name: str) -> list[str]:
+@on_ranks(2)
+def test_in_stages(rank: int, world_size: int) -> None:
     """Two stages, microbatches of one row each."""
+    name = "llama"
     whole, wrong = build(name), []
     loss, expected = one_by_one(copy.deepcopy(whole), shifts=True)
     sample = {key: packed("positions")[key][:1] for key in ("input_ids", "labels")}
@@ -107,23 +106,16 @@ def _staged(rank: int, world_size: int, name: str) -> list[str]:
         if not abs(found - loss) <= 2 * LOSS * abs(loss):
             wrong.append(f"{form}: loss {found} for {loss}")
         wrong += [f"{form}: {text}" for text in differences(grads, {name: expected[name] for name in grads})]
-    return wrong
+    assert not wrong, wrong
 
 
-def test_in_stages() -> None:
-    assert run_ranks(2, _staged, "llama") == [[], []]
-
-
-def _staged_and_refused(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_in_stages_mixers_are_refused(rank: int, world_size: int) -> None:
     sample = {key: packed("positions")[key][:1] for key in ("input_ids", "labels")}
     model = parallelize(build("qwen3_next"), ac="full", pp=PipelineParallel(2, microbatches=2), sample_input=sample)
     for form in FORMS:
         with pytest.raises(NotImplementedError, match="GatedDeltaNet"):
             model.step(**packed(form))
-
-
-def test_in_stages_mixers_are_refused() -> None:
-    run_ranks(2, _staged_and_refused)
 
 
 def test_cut_by_heads() -> None:
@@ -208,15 +200,14 @@ def test_padding_on_the_left_is_no_document(mode: str, first: int, caplog: pytes
     assert "position_ids" not in caplog.text
 
 
-def _padded(rank: int, world_size: int) -> list[str]:
+@on_ranks(2)
+def test_padding_on_the_left_is_no_document_under_cp(rank: int, world_size: int) -> None:
     inputs, whole = padded_on_the_left(1), build("llama")
     loss, expected = step(copy.deepcopy(whole), inputs)
     found, grads = step(parallelize(whole, ac="selective", cp=world_size), inputs)
-    return differences(grads, expected) + ([] if abs(found - loss) <= LOSS * loss else [f"loss {found} for {loss}"])
-
-
-def test_padding_on_the_left_is_no_document_under_cp() -> None:
-    assert run_ranks(2, _padded) == [[], []]
+    assert (
+        differences(grads, expected) + ([] if abs(found - loss) <= LOSS * loss else [f"loss {found} for {loss}"]) == []
+    )
 
 
 def test_packing_that_positions_show_is_said_once(caplog: pytest.LogCaptureFixture) -> None:

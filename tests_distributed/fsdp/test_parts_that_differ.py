@@ -21,7 +21,7 @@ from torch.func import functional_call
 from nemo_like import DDP, parallelize
 from nemo_like.distributed.gradients import set_gradient_sync
 from nemo_like.distributed.weights.materialize import materialize
-from tests_distributed.spawn import run_ranks
+from tests_distributed.spawn import on_ranks
 
 Step = Callable[[nn.Module, int], Any]
 
@@ -115,23 +115,24 @@ def train(build: Callable[[], nn.Module], step: Step, ac: str, rtol: float = 0.0
         assert_equal(gradients(model), gradients(original, mean=True), rtol)
 
 
-def _tasks(rank: int, world: int, kind: str, ac: str, options: dict[str, Any]) -> None:
-    build = {"heads": Net, "branch": Branch, "adapters": lambda: Net(Adapted)}[kind]
-    # Head c, or adapter c, is used by no rank: no gradient, and none that weight decay would see.
-    train(build, lambda m, n: m(batch(n), "ab"[rank]).square().mean().backward(), ac, **options)
-
-
 @pytest.mark.parametrize("kind", ["heads", "branch", "adapters"])
 @pytest.mark.parametrize(
     ("ac", "options"),
     [("none", {}), ("full", {}), ("selective", {"dp_replicate": 2}), ("sequential", {})],
     ids=["none", "full", "replicas", "sequential"],
 )
-def test_ranks_use_different_parameters_of_a_unit(kind: str, ac: str, options: dict[str, Any]) -> None:
-    run_ranks(2, _tasks, kind, ac, options)
+@on_ranks(2)
+def test_ranks_use_different_parameters_of_a_unit(
+    rank: int, world: int, kind: str, ac: str, options: dict[str, Any]
+) -> None:
+    build = {"heads": Net, "branch": Branch, "adapters": lambda: Net(Adapted)}[kind]
+    # Head c, or adapter c, is used by no rank: no gradient, and none that weight decay would see.
+    train(build, lambda m, n: m(batch(n), "ab"[rank]).square().mean().backward(), ac, **options)
 
 
-def _accumulated(rank: int, world: int, precision: str | None) -> None:
+@pytest.mark.parametrize("precision", [None, "bf16"])
+@on_ranks(2)
+def test_tasks_take_turns_in_the_micro_batches_of_a_step(rank: int, world: int, precision: str | None) -> None:
     torch.manual_seed(0)
     model = parallelize(Net(Adapted), ac="none", precision=precision)
     torch.manual_seed(0)
@@ -146,12 +147,8 @@ def _accumulated(rank: int, world: int, precision: str | None) -> None:
     assert {n for n, g in ours.items() if g is None} == {n for n, g in wanted.items() if g is None} != set()
 
 
-@pytest.mark.parametrize("precision", [None, "bf16"])
-def test_tasks_take_turns_in_the_micro_batches_of_a_step(precision: str | None) -> None:
-    run_ranks(2, _accumulated, precision)
-
-
-def _by_turns(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_a_head_that_no_rank_uses_is_not_moved(rank: int, world: int) -> None:
     """All ranks use one head, then another: an optimizer with decay moves the one that is used alone."""
     results = []
     for make in (Net, lambda: parallelize(Net(), ac="full")):
@@ -164,10 +161,6 @@ def _by_turns(rank: int, world: int) -> None:
             optimizer.step()
         results.append({name: whole(p.detach()) for name, p in model.named_parameters()})
     assert_equal(results[1], results[0])
-
-
-def test_a_head_that_no_rank_uses_is_not_moved() -> None:
-    run_ranks(2, _by_turns)
 
 
 # --- Containers that layers are called with ---
@@ -233,15 +226,12 @@ class Containers(Net):
         return self.heads[head](x + sum(box) if self.kind == "skips" else x)
 
 
-def _containers(rank: int, world: int, kind: str, ac: str) -> None:
-    # FSDP2 puts a node of its own behind what a layer gets, so that gradients of what is used twice add up in another order.
-    train(lambda: Containers(kind), lambda m, n: m(batch(n)).square().mean().backward(), ac, rtol=1e-6)
-
-
 @pytest.mark.parametrize("kind", ["skips", "state", "record", "cache", "pops"])
 @pytest.mark.parametrize("ac", ["none", "full"])
-def test_layers_change_a_container_that_they_are_called_with(kind: str, ac: str) -> None:
-    run_ranks(2, _containers, kind, ac)
+@on_ranks(2)
+def test_layers_change_a_container_that_they_are_called_with(rank: int, world: int, kind: str, ac: str) -> None:
+    # FSDP2 puts a node of its own behind what a layer gets, so that gradients of what is used twice add up in another order.
+    train(lambda: Containers(kind), lambda m, n: m(batch(n)).square().mean().backward(), ac, rtol=1e-6)
 
 
 class Collects(Net):
@@ -251,7 +241,8 @@ class Collects(Net):
         return y
 
 
-def _callers_dict(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_the_callers_dict_has_what_the_model_puts_in_and_its_own_tensors(rank: int, world: int) -> None:
     model = parallelize(Collects(), ac="none", precision="bf16")
     seen: dict[str, Any] = {"x": batch()}
     before = seen["x"]
@@ -259,10 +250,6 @@ def _callers_dict(rank: int, world: int) -> None:
     assert seen["x"] is before and seen["x"].dtype == torch.float32
     seen["y"].float().square().mean().backward()
     assert all(p.grad is not None for p in model.heads["a"].parameters())
-
-
-def test_the_callers_dict_has_what_the_model_puts_in_and_its_own_tensors() -> None:
-    run_ranks(2, _callers_dict)
 
 
 # --- Parameters that come, are exchanged or written ---
@@ -284,19 +271,18 @@ def _factor(model: Any) -> None:
     model.blocks[1].down.register_parameter("factor", nn.Parameter(torch.ones(1)))
 
 
-def _late(rank: int, world: int, change: Callable[[Any], None], after: int, strategy: Any) -> None:
+@pytest.mark.parametrize("change", [_new_head, _new_layer, _exchanged, _factor])
+@pytest.mark.parametrize(("after", "strategy"), [(0, "fsdp2"), (3, "fsdp2"), (1, DDP(find_unused_parameters=True))])
+@on_ranks(2)
+def test_a_late_parameter_is_named(
+    rank: int, world: int, change: Callable[[Any], None], after: int, strategy: Any
+) -> None:
     model = parallelize(Net(), strategy, "full")
     for _ in range(after):
         model(batch()).square().mean().backward()
     change(model if strategy == "fsdp2" else model.module)
     with pytest.raises(RuntimeError, match=r"^[a-z0-9.]+ (came into the model, or was exchanged|is not the parameter)"):
         model(batch()).square().mean().backward()
-
-
-@pytest.mark.parametrize("change", [_new_head, _new_layer, _exchanged, _factor])
-@pytest.mark.parametrize(("after", "strategy"), [(0, "fsdp2"), (3, "fsdp2"), (1, DDP(find_unused_parameters=True))])
-def test_a_late_parameter_is_named(change: Callable[[Any], None], after: int, strategy: str) -> None:
-    run_ranks(2, _late, change, after, strategy)
 
 
 class Written(Block):
@@ -323,14 +309,8 @@ class Written(Block):
         return x + self.scale.sum() * super().forward(x)
 
 
-def _written(rank: int, world: int, way: str, ac: str) -> None:
-    Written.way = way
-    model = parallelize(Net(Written), ac=ac)
-    with pytest.raises(RuntimeError, match=r"blocks\.0\.scale was written in the forward of blocks\.0\. FSDP2 gathers"):
-        model(batch())
-
-
-def _written_later(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_a_parameter_that_a_later_forward_writes_is_named(rank: int, world: int) -> None:
     Written.way = "copy"
     net = Net(Written)
     for block in net.blocks:
@@ -343,13 +323,14 @@ def _written_later(rank: int, world: int) -> None:
         model(batch())
 
 
-def test_a_parameter_that_a_later_forward_writes_is_named() -> None:
-    run_ranks(2, _written_later)
-
-
 @pytest.mark.parametrize("way", ["copy", "data", "part"])
-def test_a_parameter_that_forward_writes_is_named(way: str) -> None:
-    run_ranks(2, _written, way, "selective" if way == "copy" else "none")
+@on_ranks(2)
+def test_a_parameter_that_forward_writes_is_named(rank: int, world: int, way: str) -> None:
+    ac = "selective" if way == "copy" else "none"
+    Written.way = way
+    model = parallelize(Net(Written), ac=ac)
+    with pytest.raises(RuntimeError, match=r"blocks\.0\.scale was written in the forward of blocks\.0\. FSDP2 gathers"):
+        model(batch())
 
 
 class Scan(nn.Module):
@@ -369,15 +350,12 @@ class Scan(nn.Module):
         return x
 
 
-def _functional(rank: int, world: int, ac: str) -> None:
+@pytest.mark.parametrize("ac", ["none", "full"])
+@on_ranks(2)
+def test_functional_call_of_a_sharded_layer_is_refused(rank: int, world: int, ac: str) -> None:
     model = parallelize(Scan(), ac=ac, layers=["block"])
     with pytest.raises(RuntimeError, match=r"block\.norm\.weight is not the parameter.*functional_call"):
         model(batch())
-
-
-@pytest.mark.parametrize("ac", ["none", "full"])
-def test_functional_call_of_a_sharded_layer_is_refused(ac: str) -> None:
-    run_ranks(2, _functional, ac)
 
 
 # --- Marks ---
@@ -395,7 +373,11 @@ class Marked(Block):
         return super().forward(x) * torch.exp(self.decay)
 
 
-def _marks(rank: int, world: int, options: dict[str, Any], on_meta: bool) -> None:
+@pytest.mark.parametrize(
+    ("options", "on_meta"), [({}, False), ({}, True), ({"strategy": DDP(find_unused_parameters=True)}, False)]
+)
+@on_ranks(2)
+def test_marks_on_parameters_are_kept(rank: int, world: int, options: dict[str, Any], on_meta: bool) -> None:
     with torch.device("meta" if on_meta else "cpu"):
         model = Net(Marked)
     model = parallelize(model, ac="none", **options)
@@ -407,13 +389,6 @@ def _marks(rank: int, world: int, options: dict[str, Any], on_meta: bool) -> Non
         assert marked == {f"blocks.{index}.decay" for index in range(3)}
         assert inner.blocks[0].up.weight.infshape == ("width", 16)
         model(batch()).square().mean().backward()
-
-
-@pytest.mark.parametrize(
-    ("options", "on_meta"), [({}, False), ({}, True), ({"strategy": DDP(find_unused_parameters=True)}, False)]
-)
-def test_marks_on_parameters_are_kept(options: dict[str, Any], on_meta: bool) -> None:
-    run_ranks(2, _marks, options, on_meta)
 
 
 # --- What parameters() gives ---
@@ -430,7 +405,11 @@ class Failing(Net):
         return y
 
 
-def _shards_outside(rank: int, world: int, event: str) -> None:
+@pytest.mark.parametrize(
+    "event", ["KeyboardInterrupt", "ValueError", "in backward", "optimizer behind a forward", "written by data"]
+)
+@on_ranks(2)
+def test_what_trains_is_what_parameters_gives(rank: int, world: int, event: str) -> None:
     results = []
     for ours in (False, True):
         torch.manual_seed(0)
@@ -466,14 +445,8 @@ def _shards_outside(rank: int, world: int, event: str) -> None:
     assert_equal(results[1], results[0])
 
 
-@pytest.mark.parametrize(
-    "event", ["KeyboardInterrupt", "ValueError", "in backward", "optimizer behind a forward", "written by data"]
-)
-def test_what_trains_is_what_parameters_gives(event: str) -> None:
-    run_ranks(2, _shards_outside, event)
-
-
-def _gathered_in_optimizer(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_an_optimizer_of_gathered_parameters_is_refused(rank: int, world: int) -> None:
     model = parallelize(Failing(), ac="none")
     model.error = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
@@ -484,11 +457,8 @@ def _gathered_in_optimizer(rank: int, world: int) -> None:
         optimizer.step()
 
 
-def test_an_optimizer_of_gathered_parameters_is_refused() -> None:
-    run_ranks(2, _gathered_in_optimizer)
-
-
-def _built_before_materialize(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_an_optimizer_built_before_materialize_is_refused(rank: int, world: int) -> None:
     with torch.device("meta"):
         model = Net()
     model, other = parallelize(model, ac="none"), nn.Linear(2, 2)
@@ -501,14 +471,12 @@ def _built_before_materialize(rank: int, world: int) -> None:
     torch.optim.SGD([*other.parameters(), *model.parameters()], lr=0.1).step()
 
 
-def test_an_optimizer_built_before_materialize_is_refused() -> None:
-    run_ranks(2, _built_before_materialize)
-
-
 # --- Calls of parts ---
 
 
-def _inner_loss(rank: int, world: int, ac: str) -> None:
+@pytest.mark.parametrize("ac", ["none", "full", "selective"])
+@on_ranks(2)
+def test_a_loss_of_a_feature_inside_of_a_layer(rank: int, world: int, ac: str) -> None:
     def step(model: Any, number: int) -> None:
         seen: list[torch.Tensor] = []
         handle = model.blocks[1].up.register_forward_hook(lambda _m, _i, out: seen.append(out))
@@ -519,12 +487,8 @@ def _inner_loss(rank: int, world: int, ac: str) -> None:
     train(Net, step, ac)
 
 
-@pytest.mark.parametrize("ac", ["none", "full", "selective"])
-def test_a_loss_of_a_feature_inside_of_a_layer(ac: str) -> None:
-    run_ranks(2, _inner_loss, ac)
-
-
-def _layer_first(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_a_layer_is_called_before_the_model(rank: int, world: int) -> None:
     torch.manual_seed(0)
     original = Net()
     torch.manual_seed(0)
@@ -536,11 +500,9 @@ def _layer_first(rank: int, world: int) -> None:
     assert_equal(gradients(model), gradients(original, mean=True))
 
 
-def test_a_layer_is_called_before_the_model() -> None:
-    run_ranks(2, _layer_first)
-
-
-def _generated(rank: int, world: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["t5", "bart"])
+@on_ranks(2)
+def test_encoder_decoders_generate_between_steps(rank: int, world: int, kind: str) -> None:
     shared = dict(vocab_size=32, d_model=16, decoder_start_token_id=0, forced_eos_token_id=None)
     torch.manual_seed(0)
     if kind == "t5":
@@ -563,11 +525,6 @@ def _generated(rank: int, world: int, kind: str) -> None:
         assert all(isinstance(p, DTensor) for p in model.parameters())
 
 
-@pytest.mark.parametrize("kind", ["t5", "bart"])
-def test_encoder_decoders_generate_between_steps(kind: str) -> None:
-    run_ranks(2, _generated, kind)
-
-
 class Fourier(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -587,7 +544,8 @@ class Spectral(Block):
         return super().forward(x) + self.fourier(self.norm(x))
 
 
-def _half_and_complex(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_bfloat16_with_complex_weights_and_layers_that_return_float32(rank: int, world: int) -> None:
     torch.manual_seed(0)
     original = Net(Spectral)
     torch.manual_seed(0)
@@ -600,10 +558,6 @@ def _half_and_complex(rank: int, world: int) -> None:
         # bfloat16 has 8 bits
         assert (ours[name] - wanted[name]).norm() < 0.05 * wanted[name].norm(), name
     assert wanted["blocks.0.fourier.modes"].imag.norm() > 0
-
-
-def test_bfloat16_with_complex_weights_and_layers_that_return_float32() -> None:
-    run_ranks(2, _half_and_complex)
 
 
 class Recurrent(nn.Module):
@@ -621,10 +575,7 @@ class Gated(Recurrent):
     kind = nn.GRU
 
 
-def _recurrent(rank: int, world: int, block: type[nn.Module]) -> None:
-    train(lambda: Net(block), lambda m, n: m(batch(n)).square().mean().backward(), "sequential")
-
-
 @pytest.mark.parametrize("block", [Recurrent, Gated])
-def test_recurrent_layers_under_sequential(block: type[nn.Module]) -> None:
-    run_ranks(2, _recurrent, block)
+@on_ranks(2)
+def test_recurrent_layers_under_sequential(rank: int, world: int, block: type[nn.Module]) -> None:
+    train(lambda: Net(block), lambda m, n: m(batch(n)).square().mean().backward(), "sequential")

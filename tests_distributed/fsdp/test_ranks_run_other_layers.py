@@ -15,7 +15,7 @@ from nemo_like import parallelize
 from nemo_like._util.log import forget_announcements
 from nemo_like.distributed import layer_order
 from tests_distributed.small_model import WIDTH
-from tests_distributed.spawn import run_ranks
+from tests_distributed.spawn import on_ranks, run_ranks
 from tests_distributed.weights.test_stale_weights import Block
 
 
@@ -121,17 +121,14 @@ def test_an_evaluation_on_one_rank_alone_is_refused() -> None:
     assert all("a forward in evaluation mode without gradients on rank 0" in str(error) for error in errors)
 
 
-def _heads_by_turns(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_ranks_that_skip_the_same_layers_train(rank: int, world: int) -> None:
     torch.manual_seed(0)
     model = parallelize(Skipping(), ac="full")
     for step in range(6):
         mine = {"skipped": (step % 4,), "head": "words" if step % 2 else "tags", "cut": step % 3}
         model(torch.ones(2, WIDTH), **mine).backward()
         model.train(step % 2 == 0)
-
-
-def test_ranks_that_skip_the_same_layers_train() -> None:
-    run_ranks(2, _heads_by_turns)
 
 
 def _warnings_of_layer_drop(rank: int, world: int) -> int:
@@ -153,7 +150,8 @@ def test_layer_drop_that_transformers_turns_off_is_said() -> None:
     assert run_ranks(2, _warnings_of_layer_drop) == [1, 0]
 
 
-def _late_to_the_question(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_an_old_question_is_none(rank: int, world: int) -> None:
     """One rank waits for the other at each change of the mode, then none changes for longer than a look at the store."""
     torch.manual_seed(0)
     model = parallelize(Skipping(), ac="none")
@@ -168,7 +166,3 @@ def _late_to_the_question(rank: int, world: int) -> None:
     for _ in range(8):
         time.sleep(layer_order._LOOK / 4)
         model(torch.ones(2, WIDTH)).backward()
-
-
-def test_an_old_question_is_none() -> None:
-    run_ranks(2, _late_to_the_question)

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from nemo_like import parallelize
 from nemo_like.activation_checkpointing import apply_specs
 from nemo_like.activation_checkpointing.spec import segments_of
-from tests_distributed.spawn import run_ranks
+from tests_distributed.spawn import on_ranks
 
 
 class Block(nn.Module):
@@ -53,7 +53,14 @@ def _train(model: nn.Module, reshard: bool, low_precision: bool, rank: int) -> d
     return {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
 
 
-def _compare(rank: int, world_size: int, segments: int, reshard: bool, low_precision: bool) -> int:
+@pytest.mark.compat
+@pytest.mark.parametrize(
+    ("segments", "reshard", "low_precision"), [(1, True, False), (2, True, True), (2, False, False)]
+)
+@on_ranks(2)
+def test_segments_over_fsdp2_give_bitwise_gradients(
+    rank: int, world_size: int, segments: int, reshard: bool, low_precision: bool
+) -> None:
     torch.manual_seed(0)
     plain = Decoder(4)
     segmented = copy.deepcopy(plain)
@@ -64,18 +71,12 @@ def _compare(rank: int, world_size: int, segments: int, reshard: bool, low_preci
     assert wanted.keys() == got.keys()
     different = [name for name in wanted if not torch.equal(wanted[name], got[name])]
     assert not different, different
-    return len(wanted)
+    assert len(wanted) == 4 * 6 + 2
 
 
-@pytest.mark.compat
-@pytest.mark.parametrize(
-    ("segments", "reshard", "low_precision"), [(1, True, False), (2, True, True), (2, False, False)]
-)
-def test_segments_over_fsdp2_give_bitwise_gradients(segments, reshard, low_precision):
-    assert run_ranks(2, _compare, segments, reshard, low_precision) == [4 * 6 + 2] * 2
-
-
-def _through_the_door(rank: int, world_size: int, strategy: str) -> int:
+@pytest.mark.parametrize("strategy", ["fsdp2", "ddp"])
+@on_ranks(2)
+def test_the_front_door_makes_segments_too(rank: int, world_size: int, strategy: str) -> None:
     gradients = []
     for ac, offload in (("none", None), ("sequential", None), ("sequential", "boundary"), ("sequential", "all")):
         torch.manual_seed(0)
@@ -89,9 +90,4 @@ def _through_the_door(rank: int, world_size: int, strategy: str) -> int:
     for got in gradients[1:]:
         assert wanted.keys() == got.keys()
         assert all(torch.equal(wanted[name], got[name]) for name in wanted)
-    return len(wanted)
-
-
-@pytest.mark.parametrize("strategy", ["fsdp2", "ddp"])
-def test_the_front_door_makes_segments_too(strategy):
-    assert run_ranks(2, _through_the_door, strategy) == [4 * 6 + 2] * 2
+    assert len(wanted) == 4 * 6 + 2

@@ -19,7 +19,7 @@ from nemo_like.options import FSDP2
 from tests.checks import gradients_of, whole
 from tests.models.tiny import Decoder, llama, tokens
 from tests_distributed.counting import CountCollectives
-from tests_distributed.spawn import run_ranks
+from tests_distributed.spawn import on_ranks, run_ranks
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -96,7 +96,13 @@ def test_layers_then_tail_then_root(which: str, expected: list) -> None:
 # ------------------------------------------------------------------------------------------------ equal to one device
 
 
-def _halves(rank: int, world_size: int, which: str, replicate: int, how: str) -> None:
+@pytest.mark.few(3)
+@pytest.mark.parametrize(("world_size", "replicate"), [(2, 1), (4, 1), (4, 2)])
+@pytest.mark.parametrize("which", ["decoder", "llama"])
+@on_ranks()
+def test_parts_of_a_batch_are_equal_to_the_whole_on_one_device(
+    rank: int, world_size: int, which: str, replicate: int
+) -> None:
     ids = tokens(rows=4)
     make = _decoder if which == "decoder" else llama
 
@@ -112,7 +118,7 @@ def _halves(rank: int, world_size: int, which: str, replicate: int, how: str) ->
     model = make()
     layers = model.layers if which == "decoder" else model.model.layers
     if which == "decoder":
-        _wrap(model, how)
+        _wrap(model, "full")
     shard_layers(model, list(layers), build_mesh(dp_replicate=replicate))
     loss = loss_of(model, ids.chunk(world_size)[rank])
     loss.backward()
@@ -121,13 +127,6 @@ def _halves(rank: int, world_size: int, which: str, replicate: int, how: str) ->
     assert abs(mean.item() / world_size - expected_loss.item()) <= 1e-5 * abs(expected_loss.item())
     # The sum over tokens is taken in another order than on one device, so not bitwise; 1e-5 is the project's bound.
     _same(gradients_of(model), gradients_of(single))
-
-
-@pytest.mark.few(3)
-@pytest.mark.parametrize(("world_size", "replicate"), [(2, 1), (4, 1), (4, 2)])
-@pytest.mark.parametrize("which", ["decoder", "llama"])
-def test_parts_of_a_batch_are_equal_to_the_whole_on_one_device(which: str, world_size: int, replicate: int) -> None:
-    run_ranks(world_size, _halves, which, replicate, "full")
 
 
 # ---------------------------------------------------------------------------------------------- counted collectives
@@ -188,7 +187,9 @@ def test_prefetch_depths(depth: int, forward: list[int], backward: list[int]) ->
 # ---------------------------------------------------------------------------------------- mixed precision (4 and 22)
 
 
-def _bf16_gradients(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_replay_sees_the_inputs_that_fsdp_cast(rank: int, world_size: int) -> None:
+    """Known failure 4: the cast to bfloat16 stands outside of the wrapper."""
     found: dict[str, dict[str, Tensor]] = {}
     for how in ("none", "torch", "full", "selective", "submodule"):
         model = _decoder()
@@ -201,24 +202,16 @@ def _bf16_gradients(rank: int, world_size: int) -> None:
             assert torch.equal(gradient[name], expected), (how, name)
 
 
-def test_replay_sees_the_inputs_that_fsdp_cast() -> None:
-    """Known failure 4: the cast to bfloat16 stands outside of the wrapper."""
-    run_ranks(2, _bf16_gradients)
-
-
-def _output_dtypes(rank: int, world_size: int) -> tuple[set[torch.dtype], torch.dtype]:
+@on_ranks(2)
+def test_output_dtype_is_the_roots_alone(rank: int, world_size: int) -> None:
+    """Known failure 22: float32 out of a layer does not fit a bfloat16 head."""
     model = llama()
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
     shard_layers(model, list(model.model.layers), build_mesh(), mp_policy=policy)
     seen: set[torch.dtype] = set()
     for layer in model.model.layers:
         layer.register_forward_hook(lambda _, __, out: seen.add((out[0] if isinstance(out, tuple) else out).dtype))
-    return seen, model(input_ids=tokens()).logits.dtype
-
-
-def test_output_dtype_is_the_roots_alone() -> None:
-    """Known failure 22: float32 out of a layer does not fit a bfloat16 head."""
-    assert run_ranks(2, _output_dtypes) == [({torch.bfloat16}, torch.float32)] * 2
+    assert (seen, model(input_ids=tokens()).logits.dtype) == ({torch.bfloat16}, torch.float32)
 
 
 # ----------------------------------------------------------------------------------------------- shared things (12)
@@ -353,7 +346,10 @@ class _Experts(Decoder):
         norm.register_forward_hook(lambda _, __, out: block.experts[self.chosen](out))
 
 
-def _microbatches(rank: int, world_size: int, how: str) -> None:
+@pytest.mark.parametrize("how", ["none", "full"])
+@on_ranks(2)
+def test_fresh_and_accumulated_gradients_are_reduced_together(rank: int, world_size: int, how: str) -> None:
+    """Known failure 14: an expert that only the last microbatch chose."""
     from nemo_like.distributed.gradients import set_gradient_sync
 
     found = {}
@@ -369,12 +365,6 @@ def _microbatches(rank: int, world_size: int, how: str) -> None:
         found[deferred] = gradients_of(model)
     # Without deferring, the ranks are summed first and the microbatches last: float32, another order.
     _same(found[True], found[False], tolerance=1e-5)
-
-
-@pytest.mark.parametrize("how", ["none", "full"])
-def test_fresh_and_accumulated_gradients_are_reduced_together(how: str) -> None:
-    """Known failure 14: an expert that only the last microbatch chose."""
-    run_ranks(2, _microbatches, how)
 
 
 # ---------------------------------------------------------------------------------------- towers a rank skips (13)
@@ -397,7 +387,10 @@ class _Multimodal(nn.Module):
         return self.decoder(ids) + self.projector(image).square().mean()
 
 
-def _skipping(rank: int, world_size: int, frozen_sharding: str, how: str) -> None:
+@pytest.mark.parametrize("how", ["none", "full"])
+@pytest.mark.parametrize("frozen_sharding", ["root", "replicate"])
+@on_ranks(2, timeout=30)
+def test_a_rank_without_an_image_does_not_hang(rank: int, world_size: int, frozen_sharding: str, how: str) -> None:
     torch.manual_seed(0)
     single = _Multimodal()
     image = torch.randn(3, 16)
@@ -417,16 +410,11 @@ def _skipping(rank: int, world_size: int, frozen_sharding: str, how: str) -> Non
     _same(gradients_of(model), gradients_of(single))
 
 
-@pytest.mark.parametrize("how", ["none", "full"])
-@pytest.mark.parametrize("frozen_sharding", ["root", "replicate"])
-def test_a_rank_without_an_image_does_not_hang(frozen_sharding: str, how: str) -> None:
-    run_ranks(2, _skipping, frozen_sharding, how, timeout=30)
-
-
 # --------------------------------------------------------------------------------------------------- odd parameters
 
 
-def _odd(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_parameters_that_cannot_be_sharded_are_whole_on_every_rank(rank: int, world_size: int) -> None:
     model = _decoder()
     model.layers[0].codes = nn.Parameter(torch.arange(8), requires_grad=False)
     model.layers[0].limit = nn.Parameter(torch.tensor(3.0), requires_grad=False)
@@ -441,12 +429,8 @@ def _odd(rank: int, world_size: int) -> None:
     assert model.head.weight.grad is None and isinstance(model.head.weight, DTensor)
 
 
-def test_parameters_that_cannot_be_sharded_are_whole_on_every_rank() -> None:
-    run_ranks(2, _odd)
-
-
-def _cpu_offload(rank: int, world_size: int) -> None:
-
+@on_ranks(2)
+def test_cpu_offload_materializes_in_host_memory(rank: int, world_size: int) -> None:
     from nemo_like.distributed.weights.materialize import materialize
 
     with torch.device("meta"):
@@ -455,7 +439,3 @@ def _cpu_offload(rank: int, world_size: int) -> None:
     materialize(model)
     model(tokens()).backward()
     assert all(param.device.type == "cpu" for param in model.parameters())
-
-
-def test_cpu_offload_materializes_in_host_memory() -> None:
-    run_ranks(2, _cpu_offload)

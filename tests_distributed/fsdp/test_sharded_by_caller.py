@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from nemo_like import parallelize
 from nemo_like.distributed import clip_grad_norm_
 from nemo_like.options import FSDP2, MemoryBudget
-from tests_distributed.spawn import run_ranks
+from tests_distributed.spawn import on_ranks, run_ranks
 
 DIM, VOCAB, EXPERTS = 16, 32, 4
 MODES = ("none", "full", "selective", "submodule", "sequential")
@@ -152,7 +152,8 @@ def test_other_parts_that_the_caller_sharded(which: str) -> None:
     run_ranks(2, _trains, which, "selective")
 
 
-def _modes_agree(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_every_mode_is_bitwise_no_checkpointing(rank: int, world_size: int) -> None:
     expected: dict[str, Tensor] = {}
     for mode in MODES:
         model = _built().train()
@@ -166,11 +167,8 @@ def _modes_agree(rank: int, world_size: int) -> None:
         assert all(torch.equal(found[name], gradient) for name, gradient in expected.items()), mode
 
 
-def test_every_mode_is_bitwise_no_checkpointing() -> None:
-    run_ranks(2, _modes_agree)
-
-
-def _refused(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_cannot_be_done_with_them_is_refused_before_any_change(rank: int, world_size: int) -> None:
     def message(model: nn.Module, **options: object) -> str:
         before = {name: type(m) for name, m in model.named_modules()}
         with pytest.raises(ValueError) as caught:
@@ -185,7 +183,3 @@ def _refused(rank: int, world_size: int) -> None:
     assert "layers.0.experts" in message(model, ac=asked, sample_input={"ids": _ids()})
     parallelize(model, FSDP2(), "sequential", sample_input={"ids": _ids()}, device="cpu")
     assert "already" in message(model)
-
-
-def test_what_cannot_be_done_with_them_is_refused_before_any_change() -> None:
-    run_ranks(2, _refused)

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from nemo_like import apply_activation_checkpointing
 from tests.models.decoders import batch, build, loss_of
-from tests_distributed.spawn import run_ranks
+from tests_distributed.spawn import on_ranks, run_ranks
 
 pytest.importorskip("accelerate", reason="the integration is with accelerate")
 
@@ -60,12 +60,9 @@ def test_every_layer_is_a_unit_in_every_mode() -> None:
         assert found == results["none"], ac
 
 
-def _nested(rank: int, world_size: int, ac: str) -> None:
+@pytest.mark.parametrize("ac", ["selective", "submodule"])
+@on_ranks(2, init_group=False, timeout=150)
+def test_accelerates_checkpointing_around_ours_is_refused(rank: int, world_size: int, ac: str) -> None:
     _, model, _ = _prepared(ac, activation_checkpointing=True)
     with pytest.raises(ValueError, match=r"fsdp_activation_checkpointing: true.*two wrappers nest"):
         loss_of(model, batch())
-
-
-@pytest.mark.parametrize("ac", ["selective", "submodule"])
-def test_accelerates_checkpointing_around_ours_is_refused(ac: str) -> None:
-    run_ranks(2, _nested, ac, init_group=False, timeout=150)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from nemo_like.distributed import clip_grad_norm_
 from tests.models import decoders
-from tests_distributed.spawn import run_ranks
+from tests_distributed.spawn import on_ranks, run_ranks
 
 pytest.importorskip("lightning", reason="the extra 'hosts' is not installed")
 
@@ -174,7 +174,8 @@ def test_the_trainer(tmp_path: Path) -> None:
             assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def _refused(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_is_lightnings_is_refused(rank: int, world_size: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
     from nemo_like.integrations.lightning import parallelize_fn
@@ -185,7 +186,3 @@ def _refused(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     with pytest.raises(ValueError, match=r"axes \('dp',\); Lightning's has data_parallel, tensor_parallel"):
         parallelize_fn()(decoders.build("plain"), mesh)
-
-
-def test_what_is_lightnings_is_refused() -> None:
-    run_ranks(2, _refused)

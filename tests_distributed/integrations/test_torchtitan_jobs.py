@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from tests_distributed.spawn import run_ranks
+from tests_distributed.spawn import on_ranks
 
 pytest.importorskip("torchtitan", reason="torchtitan is in an environment of its own: bash .ci/hosts")
 
@@ -63,7 +63,9 @@ def _trained(ac: Any, compiled: bool) -> tuple[list[float], list[torch.Tensor], 
     return losses, [p.to_local().detach().clone() for p in model.parameters()], regions
 
 
-def _compare(rank: int, world_size: int, compiled: bool) -> None:
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@on_ranks(2, timeout=280)
+def test_its_debug_model_trains_to_the_same_weights(rank: int, world_size: int, compiled: bool) -> None:
     from torch._dynamo.utils import counters
 
     from nemo_like.integrations.torchtitan import activation_checkpoint
@@ -85,11 +87,6 @@ def _compare(rank: int, world_size: int, compiled: bool) -> None:
     bad.preserve_rng_state = False
     with pytest.raises(ValueError, match="preserve_rng_state=False"):
         _trained(bad, compiled)
-
-
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_its_debug_model_trains_to_the_same_weights(compiled: bool) -> None:
-    run_ranks(2, _compare, compiled, timeout=280)
 
 
 def test_its_command_line_takes_a_config_with_our_policy(monkeypatch: pytest.MonkeyPatch) -> None:

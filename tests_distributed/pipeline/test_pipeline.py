@@ -23,7 +23,7 @@ from tests.models.adapted import with_lora
 from tests.models.families import VOCAB, causal, hf
 from tests.models.nano_gpt import NanoGPT
 from tests.models.tiny import llama
-from tests_distributed.spawn import RankDiedError, run_ranks
+from tests_distributed.spawn import RankDiedError, on_ranks, run_ranks
 
 LAYERS, ROWS, MICROBATCHES = 4, 8, 4
 
@@ -229,7 +229,8 @@ def test_replicas_of_a_pipeline() -> None:
     run_ranks(4, _with_shards, {"dp_replicate": 2}, "1f1b")
 
 
-def _chunked(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_chunked_loss_in_the_last_stage(rank: int, world_size: int) -> None:
     model, batch = _build("llama"), _batch()
     loss = _reference(model, batch)
     pp = PipelineParallel(2, microbatches=MICROBATCHES)
@@ -245,11 +246,8 @@ def _chunked(rank: int, world_size: int) -> None:
     assert max(tokens, default=0) == (5 if rank == 1 else 0), "the head never sees a whole microbatch of 24 tokens"
 
 
-def test_chunked_loss_in_the_last_stage() -> None:
-    run_ranks(2, _chunked)
-
-
-def _refusals(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_cannot_be_cut_is_refused_and_left_unchanged(rank: int, world_size: int) -> None:
     batch = _batch()
     sample = {key: value[:2] for key, value in batch.items()}
 
@@ -283,10 +281,6 @@ def _refusals(rank: int, world_size: int) -> None:
     refused(router, "output_router_logits=True")
 
 
-def test_what_cannot_be_cut_is_refused_and_left_unchanged() -> None:
-    run_ranks(2, _refusals)
-
-
 def _broken(rank: int, world_size: int, in_head: bool) -> None:
     batch = _batch()
     pp = PipelineParallel(2, microbatches=MICROBATCHES)
@@ -313,7 +307,9 @@ def test_an_error_behind_the_layers_is_every_ranks_error() -> None:
     assert isinstance(last, OSError)
 
 
-def _states(rank: int, world_size: int, schedule: str) -> None:
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@on_ranks(2)
+def test_states_have_the_names_of_the_whole_model(rank: int, world_size: int, schedule: str) -> None:
     model = _build("llama-tied")
     sample = {key: value[:2] for key, value in _batch().items()}
     pp = PipelineParallel(2, schedule=schedule, microbatches=MICROBATCHES)
@@ -329,16 +325,8 @@ def _states(rank: int, world_size: int, schedule: str) -> None:
     assert all(torch.equal(value, other[name]) for name, value in pipeline.state_dict().items())
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-def test_states_have_the_names_of_the_whole_model(schedule: str) -> None:
-    run_ranks(2, _states, schedule)
-
-
-def test_experts_inside_stages() -> None:
-    run_ranks(4, _with_experts)
-
-
-def _with_experts(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_experts_inside_stages(rank: int, world_size: int) -> None:
     model = _build("mixtral")
     batches = [_batch(seed=3), _batch(seed=4)]
     losses = [_reference(model, batch) for batch in batches]
@@ -403,7 +391,10 @@ def test_a_model_from_the_meta_device_reads_its_stages_from_safetensors(
     run_ranks(world_size, _from_meta, str(tmp_path), schedule)
 
 
-def _adapted(rank: int, world_size: int, compile: bool) -> None:
+@pytest.mark.few(1)
+@pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
+@on_ranks(2, timeout=120)
+def test_adapters(rank: int, world_size: int, compile: bool) -> None:
     def build() -> nn.Module:
         return with_lora(_build("llama"), ["q_proj", "up_proj"])
 
@@ -421,13 +412,8 @@ def _adapted(rank: int, world_size: int, compile: bool) -> None:
             torch.testing.assert_close(parameter.grad, wanted[name], rtol=1e-5, atol=1e-7, msg=name)
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
-def test_adapters(compile: bool) -> None:
-    run_ranks(2, _adapted, compile, timeout=120)
-
-
-def _frozen_first(rank: int, world_size: int) -> None:
+@on_ranks(2, timeout=120)
+def test_stages_in_which_nothing_is_trained(rank: int, world_size: int) -> None:
     """Nothing of the first stage is trained: no gradient comes back to it."""
 
     def build() -> nn.Module:
@@ -449,11 +435,8 @@ def _frozen_first(rank: int, world_size: int) -> None:
             assert parameter.grad is None or torch.equal(parameter.grad, wanted[name]), (schedule, name)
 
 
-def test_stages_in_which_nothing_is_trained() -> None:
-    run_ranks(2, _frozen_first, timeout=120)
-
-
-def _packed(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_packed_documents(rank: int, world_size: int) -> None:
     model, batch = _build("llama"), _batch()
     positions = torch.cat([torch.arange(7), torch.arange(5)]).expand(ROWS, 12)
     batch["position_ids"] = positions
@@ -469,11 +452,17 @@ def _packed(rank: int, world_size: int) -> None:
     _check(pipeline, apart, exact=False, where="packed")
 
 
-def test_packed_documents() -> None:
-    run_ranks(2, _packed)
-
-
-def _beside(rank: int, world_size: int, options: dict[str, Any], schedule: str) -> None:
+@pytest.mark.few(1)
+@pytest.mark.parametrize(
+    ("options", "schedule"),
+    [
+        ({"ac": "selective", "offload": "saved"}, "1f1b"),
+        ({"ac": "sequential"}, "zbv"),
+        ({"ac": "full", "compile": "aot_eager"}, "zbv"),
+    ],
+)
+@on_ranks(2, timeout=120)
+def test_options_beside_a_pipeline(rank: int, world_size: int, options: dict[str, Any], schedule: str) -> None:
     model, batch = _build("llama"), _batch()
     loss = _reference(model, batch)
     sample = {key: value[:2] for key, value in batch.items()}
@@ -489,19 +478,9 @@ def _beside(rank: int, world_size: int, options: dict[str, Any], schedule: str) 
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize(
-    ("options", "schedule"),
-    [
-        ({"ac": "selective", "offload": "saved"}, "1f1b"),
-        ({"ac": "sequential"}, "zbv"),
-        ({"ac": "full", "compile": "aot_eager"}, "zbv"),
-    ],
-)
-def test_options_beside_a_pipeline(options: dict[str, Any], schedule: str) -> None:
-    run_ranks(2, _beside, options, schedule, timeout=120)
-
-
-def _lowered(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [2, 4])
+@on_ranks()
+def test_stages_in_bfloat16(rank: int, world_size: int) -> None:
     model, batch = _build("llama"), _batch()
     loss = _reference(model, batch)
     sample = {key: value[:2] for key, value in batch.items()}
@@ -510,12 +489,6 @@ def _lowered(rank: int, world_size: int) -> None:
     assert pipeline.parts.hidden_dtype == (torch.bfloat16 if world_size > 2 else torch.float32)  # FSDP2 or autocast
     # Eight bits of mantissa.
     torch.testing.assert_close(pipeline.step(**batch), loss, rtol=2**-8, atol=0)
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_stages_in_bfloat16(world_size: int) -> None:
-    run_ranks(world_size, _lowered)
 
 
 def _killed(rank: int, world_size: int) -> None:

@@ -14,7 +14,7 @@ from tests.models.nano_gpt import NanoGPT
 from tests.models.tiny import llama
 from tests_distributed.context.cut_models import LOSS, batch, build, differences, gradients, step
 from tests_distributed.fsdp.packed_rows import one_by_one, packed
-from tests_distributed.spawn import run_ranks
+from tests_distributed.spawn import on_ranks, run_ranks
 
 ROWS = 4
 NAMES = ("qwen3", "gemma3_text", "gpt_oss", "deepseek_v3", "mixtral")
@@ -65,7 +65,10 @@ def test_families(name: str) -> None:
     assert run_ranks(4, _cases, name, cases, timeout=120) == [[]] * 4
 
 
-def _packed(rank: int, world_size: int, name: str) -> list[str]:
+@pytest.mark.long
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.long), "gemma3_text"])
+@on_ranks(4, timeout=120)
+def test_packed_documents(rank: int, world_size: int, name: str) -> None:
     """Microbatches of one row each, both with several documents."""
     whole = build(name)
     loss, expected = one_by_one(copy.deepcopy(whole), shifts=True)
@@ -76,13 +79,7 @@ def _packed(rank: int, world_size: int, name: str) -> list[str]:
         pp = PipelineParallel(2, microbatches=2)
         pipeline = parallelize(copy.deepcopy(whole), ac="full", cp=2, pp=pp, sample_input=sample)
         wrong += [f"{form}: {text}" for text in _wrong(pipeline, inputs, loss, expected)]
-    return wrong
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.long), "gemma3_text"])
-def test_packed_documents(name: str) -> None:
-    assert run_ranks(4, _packed, name, timeout=120) == [[]] * 4
+    assert not wrong, wrong
 
 
 OPTIONS: list[dict[str, Any]] = [
@@ -99,21 +96,20 @@ def test_with_other_options() -> None:
     assert run_ranks(4, _cases, "llama", OPTIONS, timeout=180) == [[]] * 4
 
 
-def _several_stages(rank: int, world_size: int) -> list[str]:
+@on_ranks(4, timeout=120)
+def test_two_stages_on_a_rank(rank: int, world_size: int) -> None:
     """Two stages on a rank, and a backward that is cut in two."""
     whole, inputs = llama(num_hidden_layers=4).float().train(), batch("llama", rows=ROWS)
     loss, expected = step(copy.deepcopy(whole), inputs)
     sample = {key: value[:1] for key, value in inputs.items()}
     pp = PipelineParallel(2, "zbv", microbatches=4)
     pipeline = parallelize(copy.deepcopy(whole), ac="full", cp=2, pp=pp, sample_input=sample)
-    return [text for _ in range(2) for text in _wrong(pipeline, inputs, loss, expected)]
+    assert [text for _ in range(2) for text in _wrong(pipeline, inputs, loss, expected)] == []
 
 
-def test_two_stages_on_a_rank() -> None:
-    assert run_ranks(4, _several_stages, timeout=120) == [[]] * 4
-
-
-def _verified(rank: int, world_size: int) -> list[str]:
+@pytest.mark.long
+@on_ranks(4, env={"NEMO_LIKE_VERIFY": "1"}, timeout=120)
+def test_verification_compares_every_stage_with_whole_sequences(rank: int, world_size: int) -> None:
     """Verification changes nothing of a model that is right, and finds a layer of any stage that is not."""
     wrong = _cases(rank, world_size, "qwen3", [{"ac": "none", "loss": "chunked"}])
     inputs = batch("qwen3", rows=ROWS)
@@ -128,15 +124,11 @@ def _verified(rank: int, world_size: int) -> list[str]:
             wrong += [] if "other outputs than whole sequences" in str(error) else [str(error)]
         else:
             wrong.append(f"a mean over the sequence in layer {layer} was not seen")
-    return wrong
+    assert not wrong, wrong
 
 
-@pytest.mark.long
-def test_verification_compares_every_stage_with_whole_sequences() -> None:
-    assert run_ranks(4, _verified, env={"NEMO_LIKE_VERIFY": "1"}, timeout=120) == [[]] * 4
-
-
-def _refused(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_what_cannot_be_cut_is_refused(rank: int, world_size: int) -> None:
     inputs = batch("llama", rows=ROWS)
     sample = {key: value[:2] for key, value in inputs.items()}
     given: dict[str, Any] = {"pp": PipelineParallel(2, microbatches=2), "sample_input": sample}
@@ -154,7 +146,3 @@ def _refused(rank: int, world_size: int) -> None:
     pipeline = parallelize(plain, ac="none", cp=2, **given | {"pp": stages})
     with pytest.raises(ValueError, match="other outputs than whole sequences"):
         pipeline.step(**inputs)
-
-
-def test_what_cannot_be_cut_is_refused() -> None:
-    run_ranks(4, _refused)

@@ -16,7 +16,7 @@ from nemo_like.options import ChunkedLoss, PipelineParallel
 from tests.models.families import DIM, VOCAB, Block, hf
 from tests.models.tiny import llama
 from tests_distributed.context.cut_models import without_dropout
-from tests_distributed.spawn import run_ranks
+from tests_distributed.spawn import on_ranks
 
 ROWS, LENGTH, MICROBATCHES = 8, 12, 4
 Batch = Mapping[str, Tensor]
@@ -180,7 +180,8 @@ def _pipeline(model: nn.Module, batch: Mapping[str, Any], said: Said | None = No
     return parallelize(model, **{"ac": "none", "pp": pp, "sample_input": sample} | options)
 
 
-def _every_plain_loss(rank: int, world_size: int) -> list[str]:
+@on_ranks(2, timeout=240)
+def test_every_loss_of_a_plain_model(rank: int, world_size: int) -> None:
     off = []
     for name, (said, loss) in RIGHT.items():
         whole = _plain(loss)
@@ -188,17 +189,14 @@ def _every_plain_loss(rank: int, world_size: int) -> list[str]:
         for counts in (False, True):  # what the first batch does not show, too
             off += _differences(pipeline, whole, _batch(counts), f"{name}, {counts}")
         off += _differences(_pipeline(_plain(loss), _batch(True), said), whole, _batch(True), f"{name} at once")
-    return off
-
-
-def test_every_loss_of_a_plain_model() -> None:
-    assert run_ranks(2, _every_plain_loss, timeout=240) == [[], []]
+    assert not off, off
 
 
 _REFUSED = "pp cannot add up the losses of this Decoder's micro-batches under loss_mean"
 
 
-def _what_does_not_add_up(rank: int, world_size: int) -> None:
+@on_ranks(2, timeout=120)
+def test_a_loss_that_is_another_mean_than_said_is_refused_on_every_rank(rank: int, world_size: int) -> None:
     for name, (said, loss) in WRONG.items():
         pipeline = _pipeline(_plain(loss), _batch(True), said)
         before = {key: value.clone() for key, value in pipeline.state_dict().items()}
@@ -208,11 +206,8 @@ def _what_does_not_add_up(rank: int, world_size: int) -> None:
         assert all(torch.equal(value, before[key]) for key, value in pipeline.state_dict().items())
 
 
-def test_a_loss_that_is_another_mean_than_said_is_refused_on_every_rank() -> None:
-    run_ranks(2, _what_does_not_add_up, timeout=120)
-
-
-def _unsaid(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_plain_model_has_to_say_it(rank: int, world_size: int) -> None:
     model = _plain(RIGHT["sum"][1])
     before = {name: id(parameter) for name, parameter in model.named_parameters()}
     with pytest.raises(ValueError, match=r"(?s)cannot see what the loss of Decoder is a mean over.*loss_mean=\"rows\""):
@@ -226,11 +221,8 @@ def _unsaid(rank: int, world_size: int) -> None:
         pipeline.step(**no_labels)
 
 
-def test_a_plain_model_has_to_say_it() -> None:
-    run_ranks(2, _unsaid)
-
-
-def _later(rank: int, world_size: int) -> None:
+@on_ranks(2, timeout=120)
+def test_a_mean_that_a_later_batch_shows_to_be_another(rank: int, world_size: int) -> None:
     """Means that are the same in the first batch: refused in the step that shows a difference, before anything changes."""
     for name in ("two counts by hand", "labels said to be rows", "and a mean term"):
         said, loss = WRONG[name]
@@ -240,10 +232,6 @@ def _later(rank: int, world_size: int) -> None:
         with pytest.raises(ValueError, match=_REFUSED):
             pipeline.step(**_batch(True))
         assert all(parameter.grad is None for parameter in pipeline.parameters())
-
-
-def test_a_mean_that_a_later_batch_shows_to_be_another() -> None:
-    run_ranks(2, _later, timeout=120)
 
 
 class Penalised(Decoder):
@@ -264,7 +252,8 @@ def _padded_ids(logits: Tensor, batch: Batch) -> Tensor:
     return (losses * shown).sum() / shown.sum()
 
 
-def _masks_and_outputs(rank: int, world_size: int) -> list[str]:
+@on_ranks(2)
+def test_terms_without_hidden_states_and_masks_that_a_later_batch_shows(rank: int, world_size: int) -> None:
     full, padded = _batch(False), _batch(False)
     for row in range(1, ROWS):
         padded["input_ids_again"][row, LENGTH - row :] = 0
@@ -284,11 +273,7 @@ def _masks_and_outputs(rank: int, world_size: int) -> list[str]:
     torch.manual_seed(0)
     whole = without_dropout(InDict(RIGHT["mean over labels"][1]).train())
     loss, found = whole(**full)["loss"], _pipeline(copy.deepcopy(whole), full, "tokens").step(**full)
-    return wrong + ([] if abs(found - loss) <= 2e-6 * abs(loss) else [f"in a dict: {found} for {loss}"])
-
-
-def test_terms_without_hidden_states_and_masks_that_a_later_batch_shows() -> None:
-    assert run_ranks(2, _masks_and_outputs) == [[], []]
+    assert wrong + ([] if abs(found - loss) <= 2e-6 * abs(loss) else [f"in a dict: {found} for {loss}"]) == []
 
 
 _SMALL = {"vocab_size": VOCAB, "d_model": 32, "decoder_layers": 2, "decoder_ffn_dim": 48, "decoder_attention_heads": 4}
@@ -358,7 +343,8 @@ def _words(asked: tuple[str, ...], counts: bool) -> dict[str, Tensor]:
     return given
 
 
-def _hugging_face(rank: int, world_size: int) -> list[str]:
+@on_ranks(2, timeout=240)
+def test_losses_of_hugging_face_models(rank: int, world_size: int) -> None:
     off = []
     for name, (build, asked) in HUGGING_FACE.items():
         torch.manual_seed(0)
@@ -376,11 +362,7 @@ def _hugging_face(rank: int, world_size: int) -> list[str]:
                 pipeline.step(**_words(asked, True))
             continue
         off += _differences(pipeline, whole, _words(asked, True), f"{name}, counts")
-    return off
-
-
-def test_losses_of_hugging_face_models() -> None:
-    assert run_ranks(2, _hugging_face, timeout=240) == [[], []]
+    assert not off, off
 
 
 def _llama() -> nn.Module:
@@ -388,7 +370,8 @@ def _llama() -> nn.Module:
     return llama(num_hidden_layers=2).float().train()
 
 
-def _with_items(rank: int, world_size: int) -> list[str]:
+@on_ranks(2, timeout=120)
+def test_the_number_of_items_is_the_callers(rank: int, world_size: int) -> None:
     """What a loss is divided by, as the caller says it: in a model that heeds it; one that does not is refused."""
     off = []
     for build in (_llama, HUGGING_FACE["BERT, masked"][0]):
@@ -404,14 +387,11 @@ def _with_items(rank: int, world_size: int) -> list[str]:
             elif number == 17:
                 with pytest.raises(ValueError, match="or leave num_items_in_batch out"):
                     pipeline.step(**more)
-    return off
+    assert not off, off
 
 
-def test_the_number_of_items_is_the_callers() -> None:
-    assert run_ranks(2, _with_items, timeout=120) == [[], []]
-
-
-def _missing_rows(rank: int, world_size: int) -> list[str]:
+@on_ranks(2, timeout=120)
+def test_rows_that_are_missing(rank: int, world_size: int) -> None:
     off = []
     for name, every in (("mean over labels", (6, 2, 1)), ("tokens first", (6,))):
         said, loss = RIGHT[name]
@@ -431,14 +411,11 @@ def _missing_rows(rank: int, world_size: int) -> list[str]:
             ValueError, match="The batch has 6 rows and the pipeline 4 micro-batches: give a multiple of 4"
         ):
             pipeline.step(**{key: value[:6] for key, value in _batch(True).items()})
-    return off
+    assert not off, off
 
 
-def test_rows_that_are_missing() -> None:
-    assert run_ranks(2, _missing_rows, timeout=120) == [[], []]
-
-
-def _empty_parts(rank: int, world_size: int) -> list[str]:
+@on_ranks(2)
+def test_parts_in_which_nothing_counts(rank: int, world_size: int) -> None:
     """A micro-batch in which nothing counts adds nothing; a batch of such has no loss."""
     batch = _batch(True)
     batch["labels"][2:4] = -100
@@ -450,14 +427,11 @@ def _empty_parts(rank: int, world_size: int) -> list[str]:
     pipeline = _pipeline(_plain(RIGHT["mean over labels"][1]), batch, "tokens")
     with pytest.raises(ValueError, match="Nothing counts in the batch"):
         pipeline.step(**batch | {"labels": torch.full_like(batch["labels"], -100)})
-    return off
+    assert not off, off
 
 
-def test_parts_in_which_nothing_counts() -> None:
-    assert run_ranks(2, _empty_parts) == [[], []]
-
-
-def _other_names(rank: int, world_size: int) -> list[str]:
+@on_ranks(2)
+def test_another_loss_for_other_names(rank: int, world_size: int) -> None:
     """The same model with another loss for other names, evaluated first and in inference mode."""
 
     def loss(logits: Tensor, batch: Batch) -> Tensor:
@@ -473,14 +447,14 @@ def _other_names(rank: int, world_size: int) -> list[str]:
     with torch.inference_mode():
         evaluated = pipeline.eval_step(**{key: value + 0 for key, value in texts.items()})
         torch.testing.assert_close(evaluated, whole(**texts), rtol=2e-6, atol=0)
-    return [text for given in (texts, values, texts) for text in _differences(pipeline, whole, given, f"{list(given)}")]
+    assert [
+        text for given in (texts, values, texts) for text in _differences(pipeline, whole, given, f"{list(given)}")
+    ] == []
 
 
-def test_another_loss_for_other_names() -> None:
-    assert run_ranks(2, _other_names) == [[], []]
-
-
-def _of_data_ranks(rank: int, world_size: int) -> list[str]:
+@pytest.mark.long
+@on_ranks(4, timeout=120)
+def test_two_pipelines_with_batches_of_their_own(rank: int, world_size: int) -> None:
     """Two pipelines, of which one's first batch tells less than the other's."""
     off = []
     for name in ("the plainest GPT", "by hand", "a mask of floats", "padding counts for nothing"):
@@ -499,20 +473,7 @@ def _of_data_ranks(rank: int, world_size: int) -> list[str]:
             for key, parameter in pipeline.named_parameters():
                 error = (parameter.grad.full_tensor() - wanted[key]).norm() / wanted[key].norm().clamp(min=1e-3)
                 off += [] if error < 1e-5 else [f"{name} {counts}: {key} {error:.1e}"]
-    return off
-
-
-@pytest.mark.long
-def test_two_pipelines_with_batches_of_their_own() -> None:
-    assert run_ranks(4, _of_data_ranks, timeout=120) == [[]] * 4
-
-
-def _beside(rank: int, world_size: int, build: str, options: dict[str, Any]) -> list[str]:
-    said, loss = RIGHT["the plainest GPT"]
-    make = {"llama": _llama, "plain": lambda: _plain(loss)}[build]
-    batch = _batch(True) if build == "plain" else _words((), True)
-    pipeline = _pipeline(make(), batch, said if build == "plain" else None, **options)
-    return _differences(pipeline, make(), batch, f"{build} {options}")
+    assert not off, off
 
 
 @pytest.mark.few(1)
@@ -524,8 +485,13 @@ def _beside(rank: int, world_size: int, build: str, options: dict[str, Any]) -> 
         (4, "llama", {"cp": 2, "ac": "full", "loss": ChunkedLoss(chunk_tokens=3)}),
     ],
 )
-def test_beside_other_options(ranks: int, build: str, options: dict[str, Any]) -> None:
-    assert run_ranks(ranks, _beside, build, options, timeout=120) == [[]] * ranks
+@on_ranks(timeout=120)
+def test_beside_other_options(rank: int, ranks: int, build: str, options: dict[str, Any]) -> None:
+    said, loss = RIGHT["the plainest GPT"]
+    make = {"llama": _llama, "plain": lambda: _plain(loss)}[build]
+    batch = _batch(True) if build == "plain" else _words((), True)
+    pipeline = _pipeline(make(), batch, said if build == "plain" else None, **options)
+    assert _differences(pipeline, make(), batch, f"{build} {options}") == []
 
 
 class _Counting(Decoder):
@@ -547,7 +513,8 @@ class _Counting(Decoder):
         return super().forward(input_ids, **batch)
 
 
-def _counted(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_asking_the_last_stage_leaves_no_trace_in_it(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     pipeline = _pipeline(without_dropout(_Counting().train()), _batch(True), "tokens")
     module, drawn = pipeline.stages[0].module, torch.get_rng_state()
@@ -560,7 +527,3 @@ def _counted(rank: int, world_size: int) -> None:
     pipeline.step(**_batch(True))
     assert [now - then for now, then in zip(counts(), before)] == [MICROBATCHES] * 5
     assert torch.equal(torch.get_rng_state(), drawn) and module.training and module.norm.training
-
-
-def test_asking_the_last_stage_leaves_no_trace_in_it() -> None:
-    run_ranks(2, _counted)

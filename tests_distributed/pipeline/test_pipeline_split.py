@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from nemo_like import parallelize
 from nemo_like.options import PipelineParallel
 from tests.models.families import DIM, VOCAB, Block
-from tests_distributed.spawn import run_ranks
+from tests_distributed.spawn import on_ranks, run_ranks
 
 ROWS, MICROBATCHES = 8, 4
 
@@ -133,7 +133,12 @@ MORE_CASES: list[tuple[str, Any, bool]] = [
 ]  # fmt: skip
 
 
-def _every_case(rank: int, world_size: int, cases: list[tuple[str, Any, bool]]) -> None:
+@pytest.mark.compat
+@pytest.mark.parametrize("cases", [CASES, pytest.param(MORE_CASES, marks=pytest.mark.long)], ids=["some", "others"])
+@on_ranks(2, timeout=240)
+def test_stages_of_a_function_give_the_bits_of_one_process(
+    rank: int, world_size: int, cases: list[tuple[str, Any, bool]]
+) -> None:
     for schedule, ac, tied in cases:
         where = f"{schedule} {ac} {tied}"
         model, batch = _build(tied), _batch()
@@ -155,12 +160,6 @@ def _every_case(rank: int, world_size: int, cases: list[tuple[str, Any, bool]]) 
         model.zero_grad()
         torch.testing.assert_close(pipeline.step(**short), _reference(model, short), rtol=0, atol=1e-6)
         _same(pipeline, model, tied, where)
-
-
-@pytest.mark.compat
-@pytest.mark.parametrize("cases", [CASES, pytest.param(MORE_CASES, marks=pytest.mark.long)], ids=["some", "others"])
-def test_stages_of_a_function_give_the_bits_of_one_process(cases: list[tuple[str, Any, bool]]) -> None:
-    run_ranks(2, _every_case, cases, timeout=240)
 
 
 def _saved(rank: int, world_size: int, folder: str) -> None:

@@ -16,7 +16,7 @@ from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.query import PlanQuery
 from tests.planning.queries import plan_of
 from tests_distributed.allocated import local, pipeline_peak_bytes, step_peak_bytes
-from tests_distributed.spawn import run_ranks
+from tests_distributed.spawn import on_ranks, run_ranks
 
 transformers = pytest.importorskip("transformers")
 
@@ -94,7 +94,10 @@ def test_budgets_of_families_on_four_ranks(name: str, precision: str | None) -> 
     _assert_right(run_ranks(4, _steps, name, ("none", "full", "selective", "40%"), precision, timeout=280))
 
 
-def _stages(rank: int, world_size: int, schedule: str, budget: str) -> Any:
+@pytest.mark.long
+@pytest.mark.parametrize(("schedule", "budget"), [("1f1b", "5MiB"), ("zbv", "7MiB")])
+@on_ranks(4, timeout=280)
+def test_a_budget_beside_tp_and_pp(rank: int, world_size: int, schedule: str, budget: str) -> None:
     pp = PipelineParallel(2, schedule=schedule, microbatches=4)
     plain, planned = (
         parallelize(_build("LlamaConfig"), ac=ac, tp=2, pp=pp, sample_input=_batch()) for ac in ("none", budget)
@@ -104,15 +107,8 @@ def _stages(rank: int, world_size: int, schedule: str, budget: str) -> Any:
     same = losses[0] == losses[1] and all(torch.equal(local(a.grad), local(b.grad)) for a, b in pairs)
     planned.zero_grad()
     del plain, pairs
-    return same, pipeline_peak_bytes(planned, _batch(8))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("schedule", "budget"), [("1f1b", "5MiB"), ("zbv", "7MiB")])
-def test_a_budget_beside_tp_and_pp(schedule: str, budget: str) -> None:
-    for same, measured in run_ranks(4, _stages, schedule, budget, timeout=280):
-        assert same
-        assert measured <= 1.001 * MemoryBudget.parse(budget).peak_bytes
+    assert same
+    assert pipeline_peak_bytes(planned, _batch(8)) <= 1.001 * MemoryBudget.parse(budget).peak_bytes
 
 
 def _parts(rank: int, world_size: int, options: TensorParallel, asked: tuple[str, ...]) -> list[Any]:

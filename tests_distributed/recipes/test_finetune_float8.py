@@ -14,7 +14,7 @@ from nemo_like import parallelize
 from nemo_like.distributed import get_model_state
 from tests.models import decoders
 from tests_distributed.recipes.finetune_job import make_model, questions, run_several, write_lines
-from tests_distributed.spawn import run_ranks
+from tests_distributed.spawn import on_ranks
 
 pytest.importorskip("torchao.float8")
 MODES = ("none", "full", "selective", "submodule", "sequential")
@@ -75,8 +75,14 @@ class _Sent(torch.utils._python_dispatch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _gathered(rank: int, world_size: int) -> dict[str, Any]:
-    """By precision and mode: losses, gradients, scales, and what the last step sent."""
+def _scales(model: torch.nn.Module) -> list[float]:
+    parts = [p._local_tensor for p in model.parameters() if isinstance(p, DTensor)]
+    return [float(part._precomputed_scale) for part in parts if hasattr(part, "_precomputed_scale")]
+
+
+@on_ranks(2, timeout=120)
+def test_what_is_gathered_in_float8(rank: int, world_size: int) -> None:
+    """Bytes of the gathers, collectives of scales, and gradients of every mode."""
     import torchao.float8
     import torchao.float8.fsdp_utils as gathering
 
@@ -110,26 +116,15 @@ def _gathered(rank: int, world_size: int) -> dict[str, Any]:
         assert {type(t.to_local()) for t in state.values() if isinstance(t, DTensor)} == {torch.Tensor}
         found[f"{word} {ac}"] = losses, grads, scales, sent.sizes
     assert calls == ["forward"] * 2 * 3, "once a step"
-    return found
-
-
-def _scales(model: torch.nn.Module) -> list[float]:
-    parts = [p._local_tensor for p in model.parameters() if isinstance(p, DTensor)]
-    return [float(part._precomputed_scale) for part in parts if hasattr(part, "_precomputed_scale")]
-
-
-def test_what_is_gathered_in_float8() -> None:
-    """Bytes of the gathers, collectives of scales, and gradients of every mode."""
-    for found in run_ranks(2, _gathered, timeout=120):
-        sent = {word: found[f"{word} none"][3] for word in ("fp8", "fp8-gather")}
-        layer = {word: Counter(sizes["_allgather_base_"]).most_common(1)[0][0] for word, sizes in sent.items()}
-        assert layer["fp8-gather"] < 0.55 * layer["fp8"], "a byte a weight in place of two; norms stay bfloat16"
-        for word in sent:
-            losses, grads, scales, _ = found[f"{word} none"]
-            for ac in ("none", "full", "selective"):
-                others = found[f"{word} {ac}"]
-                assert others[0] == losses and others[2] == scales
-                for one, two in zip(grads, others[1], strict=True):
-                    assert all(torch.equal(two[name], grad) for name, grad in one.items()), (word, ac)
-        first, second = found["fp8-gather none"][2]
-        assert len(first) == 3 * 7 and first != second, "new weights, new scales"
+    sent = {word: found[f"{word} none"][3] for word in ("fp8", "fp8-gather")}
+    layer = {word: Counter(sizes["_allgather_base_"]).most_common(1)[0][0] for word, sizes in sent.items()}
+    assert layer["fp8-gather"] < 0.55 * layer["fp8"], "a byte a weight in place of two; norms stay bfloat16"
+    for word in sent:
+        losses, grads, scales, _ = found[f"{word} none"]
+        for ac in ("none", "full", "selective"):
+            others = found[f"{word} {ac}"]
+            assert others[0] == losses and others[2] == scales
+            for one, two in zip(grads, others[1], strict=True):
+                assert all(torch.equal(two[name], grad) for name, grad in one.items()), (word, ac)
+    first, second = found["fp8-gather none"][2]
+    assert len(first) == 3 * 7 and first != second, "new weights, new scales"

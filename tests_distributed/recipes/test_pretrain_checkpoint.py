@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from nemo_like.recipes.agree import OtherRankError, Ranks
 from nemo_like.recipes.job_checkpoint import CheckpointError, CheckpointStore
-from tests_distributed.spawn import RankDiedError, run_ranks
+from tests_distributed.spawn import RankDiedError, on_ranks, run_ranks
 
 CPU = torch.device("cpu")
 
@@ -72,7 +72,11 @@ def test_damage_seen_by_one_rank_sends_all_ranks_to_the_checkpoint_before(tmp_pa
         assert "None is left to resume from" in str(error)
 
 
-def _fail_on_rank_1(rank: int, world_size: int, folder: str) -> list[str]:
+@on_ranks(2)
+def test_a_write_that_fails_on_one_rank_is_an_error_on_all_and_harms_nothing(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    folder = str(tmp_path)
     store = CheckpointStore(folder, _ranks(rank, world_size))
     store.save(1, _state(1, world_size), {})
     store.wait()
@@ -89,15 +93,11 @@ def _fail_on_rank_1(rank: int, world_size: int, folder: str) -> list[str]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     store.save(3, _state(3, world_size), {})
     store.wait()
-    return errors + [str(store.steps())]
-
-
-def test_a_write_that_fails_on_one_rank_is_an_error_on_all_and_harms_nothing(tmp_path: Path):
-    for errors in run_ranks(2, _fail_on_rank_1, str(tmp_path)):
-        assert len(errors) == 3
-        for text in errors[:2]:
-            assert text.startswith("CheckpointError: Writing the checkpoint of step 2") and "File too large" in text
-        assert errors[2] == "[3, 1]"
+    errors = errors + [str(store.steps())]
+    assert len(errors) == 3
+    for text in errors[:2]:
+        assert text.startswith("CheckpointError: Writing the checkpoint of step 2") and "File too large" in text
+    assert errors[2] == "[3, 1]"
 
 
 def _save_until_killed(rank: int, world_size: int, folder: str, delay: float) -> None:

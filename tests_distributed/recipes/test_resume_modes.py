@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from nemo_like import parallelize
 from nemo_like.distributed import get_model_state, get_optimizer_state, set_model_state, set_optimizer_state
 from tests.models.decoders import batch, build, loss_of
-from tests_distributed.spawn import run_ranks
+from tests_distributed.spawn import on_ranks
 
 MODES = ("none", "full", "selective", "submodule", "sequential")
 
@@ -54,7 +54,11 @@ def _load(model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
-def _every_pair(rank: int, world_size: int, folder: str, ours: bool) -> list[str]:
+@pytest.mark.long
+@pytest.mark.parametrize("ours", [True, pytest.param(False, marks=pytest.mark.long)], ids=["nemo_like", "torch"])
+@on_ranks(2, timeout=250)
+def test_every_mode_reads_what_every_mode_wrote(rank: int, world_size: int, tmp_path: Path, ours: bool) -> None:
+    folder = str(tmp_path)
     expected = _steps(*_start("none"), rank, range(4))
     wrong = []
     for written in MODES:
@@ -69,10 +73,4 @@ def _every_pair(rank: int, world_size: int, folder: str, ours: bool) -> list[str
             if _steps(model, optimizer, rank, range(2, 4)) != expected[2:]:
                 wrong.append(f"{written} to {read}")
         dist.barrier()
-    return wrong
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("ours", [True, pytest.param(False, marks=pytest.mark.long)], ids=["nemo_like", "torch"])
-def test_every_mode_reads_what_every_mode_wrote(tmp_path: Path, ours: bool) -> None:
-    assert run_ranks(2, _every_pair, str(tmp_path), ours, timeout=250) == [[], []]
+    assert not wrong, wrong

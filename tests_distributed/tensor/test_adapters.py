@@ -15,7 +15,7 @@ from nemo_like import parallelize
 from nemo_like.distributed import get_model_state
 from nemo_like.distributed.tensor.apply import apply_tensor_parallel
 from nemo_like.options import TensorParallel
-from tests_distributed.spawn import run_ranks
+from tests_distributed.spawn import on_ranks, run_ranks
 from tests_distributed.tensor.test_tensor_parallel import assert_same_step, batch, build, grads_of, loss_of
 
 peft = pytest.importorskip("peft")
@@ -89,7 +89,8 @@ def test_dropout_in_front_of_whole_factors_is_that_of_one_process(sequence_paral
     run_ranks(2, _step, sequence_parallel, {"lora_dropout": 0.3, "target_modules": list(COLUMNS)})
 
 
-def _other_models(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_other_models(rank: int, world_size: int) -> None:
     """A head that shares its weight, norms of heads, two adapters, and a model that PEFT has changed without wrapping it."""
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))["tp"]
 
@@ -115,11 +116,9 @@ def _other_models(rank: int, world_size: int) -> None:
             assert whole_parts_differ(model) == []
 
 
-def test_other_models() -> None:
-    run_ranks(2, _other_models)
-
-
-def _modes(rank: int, world_size: int, sequence_parallel: bool) -> None:
+@BOTH
+@on_ranks(2)
+def test_checkpointing_changes_no_bit(rank: int, world_size: int, sequence_parallel: bool) -> None:
     wanted: dict[str, Tensor] = {}
     for ac in ("none", "full"):
         model = split(adapted(lora_dropout=0.2), sequence_parallel, ac=ac)
@@ -132,12 +131,10 @@ def _modes(rank: int, world_size: int, sequence_parallel: bool) -> None:
         assert all(torch.equal(found[name], grad) for name, grad in wanted.items()), ac
 
 
+@pytest.mark.few(1)
 @BOTH
-def test_checkpointing_changes_no_bit(sequence_parallel: bool) -> None:
-    run_ranks(2, _modes, sequence_parallel)
-
-
-def _with_fsdp(rank: int, world_size: int, sequence_parallel: bool) -> None:
+@on_ranks(4)
+def test_fsdp_times_tp_trains_as_one_process(rank: int, world_size: int, sequence_parallel: bool) -> None:
     reference = adapted()
     optimizer = torch.optim.SGD(reference.parameters(), lr=0.5)
     model = split(adapted(), sequence_parallel, ac="full")
@@ -154,12 +151,6 @@ def _with_fsdp(rank: int, world_size: int, sequence_parallel: bool) -> None:
         assert_same_step(model, mean / world_size, reference, expected.detach(), "FSDP2")
         for each in (optimizer, mine):
             each.step()
-
-
-@pytest.mark.few(1)
-@BOTH
-def test_fsdp_times_tp_trains_as_one_process(sequence_parallel: bool) -> None:
-    run_ranks(4, _with_fsdp, sequence_parallel)
 
 
 def _saved(rank: int, world_size: int, folder: str) -> None:
@@ -179,7 +170,8 @@ def test_adapters_are_saved_whole(tmp_path: Path) -> None:
     assert all(torch.equal(loaded[name], value) for name, value in wanted.items())
 
 
-def _refused(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_cannot_be_cut_is_refused_and_left_untouched(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))["tp"]
     q = r"'base_model\.model\.model\.layers\.0\.self_attn\.q_proj'.*: "
 
@@ -249,7 +241,3 @@ def _refused(rank: int, world_size: int) -> None:
         assert not any(isinstance(parameter, DTensor) for parameter in model.parameters()), message
         assert not any("forward" in vars(module) for module in model.modules()), message
         assert torch.equal(model(batch()).logits, before(batch()).logits), message
-
-
-def test_what_cannot_be_cut_is_refused_and_left_untouched() -> None:
-    run_ranks(2, _refused)

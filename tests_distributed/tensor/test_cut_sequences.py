@@ -12,7 +12,7 @@ from nemo_like import parallelize
 from nemo_like.options import TensorParallel
 from tests.models import decoders, expert_families
 from tests.surveys.tiny_models import build_tiny
-from tests_distributed.spawn import run_ranks
+from tests_distributed.spawn import on_ranks
 
 pytest.importorskip("transformers", minversion="5.24")
 
@@ -55,7 +55,10 @@ def _step(model: nn.Module) -> tuple[float, dict[str, Tensor]]:
     return loss.item(), {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in gradients.items()}
 
 
-def _compare(rank: int, world_size: int, name: str) -> None:
+@pytest.mark.few(5)
+@pytest.mark.parametrize("name", NAMES)
+@on_ranks(2, timeout=150)
+def test_every_set_of_styles(rank: int, world_size: int, name: str) -> None:
     expected, wanted = _step(_build(name))
     # One that is zero but for rounding (of the keys' bias) is measured against the others.
     rounding = 1e-2 * max(float(gradient.norm()) for gradient in wanted.values())
@@ -72,13 +75,10 @@ def _compare(rank: int, world_size: int, name: str) -> None:
             assert (found[key] - gradient).norm() <= 1e-5 * max(float(gradient.norm()), rounding), (ac, key)
 
 
-@pytest.mark.few(5)
-@pytest.mark.parametrize("name", NAMES)
-def test_every_set_of_styles(name: str) -> None:
-    run_ranks(2, _compare, name, timeout=150)
-
-
-def _with_experts_split(rank: int, world_size: int, name: str) -> None:
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3"])
+@on_ranks(4, timeout=150)
+def test_beside_expert_parallelism(rank: int, world_size: int, name: str) -> None:
     expected, wanted = _step(expert_families.build(name).eval())
     model = expert_families.build(name).eval()
     model = parallelize(model, ac="none", tp=TensorParallel(2, sequence_parallel=True), ep=2, device="cpu")
@@ -90,13 +90,8 @@ def _with_experts_split(rank: int, world_size: int, name: str) -> None:
             assert (gradient - wanted[key]).norm() <= 1e-5 * max(float(wanted[key].norm()), rounding), key
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3"])
-def test_beside_expert_parallelism(name: str) -> None:
-    run_ranks(4, _with_experts_split, name, timeout=150)
-
-
-def _refused(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_is_refused_changes_nothing(rank: int, world_size: int) -> None:
     plan = {"model.layers.*.mlp.up_proj": ColwiseParallel()}
     for model, tp, message in (
         (expert_families.build("gpt_oss"), TensorParallel(2, sequence_parallel=True), "cuts nothing in the layer"),
@@ -113,7 +108,3 @@ def _refused(rank: int, world_size: int) -> None:
             parallelize(model, tp=tp, device="cpu")
         assert dict(model.named_modules()) == before
         assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
-
-
-def test_what_is_refused_changes_nothing() -> None:
-    run_ranks(2, _refused)

@@ -7,7 +7,7 @@ import pytest
 from nemo_like import parallelize
 from nemo_like.options import TensorParallel
 from tests.models.decoders import batch, build, loss_of
-from tests_distributed.spawn import run_ranks
+from tests_distributed.spawn import on_ranks, run_ranks
 
 
 def _gradients(rank: int, world_size: int, name: str, ac: str):
@@ -30,7 +30,8 @@ def test_llama_on_a_two_by_two_mesh(ac: str) -> None:
         assert (results[0][1][name] - p.grad).norm() <= 1e-5 * p.grad.norm(), name
 
 
-def _refused(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_bad_tensor_parallel_arguments_change_nothing(rank: int, world_size: int) -> None:
     model = build("llama")
     before = dict(model.named_modules())
     for arguments, message in (
@@ -40,7 +41,3 @@ def _refused(rank: int, world_size: int) -> None:
         with pytest.raises(ValueError, match=message):
             parallelize(model, **arguments)
         assert dict(model.named_modules()) == before
-
-
-def test_bad_tensor_parallel_arguments_change_nothing() -> None:
-    run_ranks(2, _refused)

@@ -10,7 +10,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_modul
 
 from nemo_like.distributed.tensor.apply import apply_tensor_parallel
 from tests_distributed.allocated import allocator_events
-from tests_distributed.spawn import run_ranks
+from tests_distributed.spawn import on_ranks, run_ranks
 
 ROWS, WIDTH, TOKENS = 384, 64, (2, 96)
 WHOLE = ROWS * WIDTH * 4
@@ -47,7 +47,9 @@ def _ids() -> torch.Tensor:
     return ids
 
 
-def _rows_and_gradients(rank: int, world_size: int) -> list[tuple[bool, bool, tuple[int, ...], int]]:
+@on_ranks(2)
+def test_rows_and_their_gradients_are_those_of_torch(rank: int, world_size: int) -> None:
+    """To the bit, and in the memory of a rank's rows, with one for the tokens of other ranks."""
     mesh, found = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",)), []
     weights = torch.randn(*TOKENS, WIDTH, generator=torch.Generator().manual_seed(2))
     for options in OPTIONS:
@@ -61,19 +63,15 @@ def _rows_and_gradients(rank: int, world_size: int) -> list[tuple[bool, bool, tu
         grad = ours.embed.weight.grad
         same = torch.equal(grad.full_tensor().chunk(world_size)[rank], theirs), torch.equal(*outs)
         found.append((*same, tuple(grad.to_local().shape), grad.to_local().untyped_storage().nbytes()))
-    return found
+    for options, (same_gradient, same_rows, shape, size) in zip(OPTIONS, found, strict=True):
+        assert same_gradient and same_rows, options
+        if "kind" not in options:
+            assert shape == (ROWS // 2, WIDTH) and size == WHOLE // 2 + WIDTH * 4, options
 
 
-def test_rows_and_their_gradients_are_those_of_torch() -> None:
-    """To the bit, and in the memory of a rank's rows, with one for the tokens of other ranks."""
-    for rows in run_ranks(2, _rows_and_gradients):
-        for options, (same_gradient, same_rows, shape, size) in zip(OPTIONS, rows, strict=True):
-            assert same_gradient and same_rows, options
-            if "kind" not in options:
-                assert shape == (ROWS // 2, WIDTH) and size == WHOLE // 2 + WIDTH * 4, options
-
-
-def _bytes(rank: int, world_size: int) -> tuple[int, int]:
+@on_ranks(2)
+def test_a_backward_takes_a_rank_s_rows_alone(rank: int, world_size: int) -> None:
+    """Half of the table, a row, and the places of the tokens; torch's would take the whole table."""
     mesh, model = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",)), Model()
     apply_tensor_parallel(model, mesh, {"embed": "embedding_rowwise"})
     given = torch.ones(*TOKENS, WIDTH)
@@ -83,14 +81,9 @@ def _bytes(rank: int, world_size: int) -> tuple[int, int]:
         return allocator_events(lambda: out.backward(given))
 
     backward(model(_ids()))
-    return backward(model(_ids()))
-
-
-def test_a_backward_takes_a_rank_s_rows_alone() -> None:
-    """Half of the table, a row, and the places of the tokens; torch's would take the whole table."""
-    for peak, left in run_ranks(2, _bytes):
-        assert left == WHOLE // 2 + WIDTH * 4
-        assert peak - left <= 4 * TOKENS[0] * TOKENS[1] * 8 < WHOLE // 2
+    peak, left = backward(model(_ids()))
+    assert left == WHOLE // 2 + WIDTH * 4
+    assert peak - left <= 4 * TOKENS[0] * TOKENS[1] * 8 < WHOLE // 2
 
 
 def _frozen_and_again(rank: int, world_size: int) -> tuple[bool, bool]:

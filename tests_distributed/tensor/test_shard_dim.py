@@ -19,7 +19,7 @@ from nemo_like.planning.planner import describe
 from nemo_like.planning.query import PlanQuery
 from tests_distributed.allocated import step_peak_bytes
 from tests_distributed.fake import fake_rank
-from tests_distributed.spawn import run_ranks
+from tests_distributed.spawn import on_ranks, run_ranks
 
 pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
@@ -86,9 +86,11 @@ def test_padding_is_no_longer_what_binds_on_64_ranks() -> None:
     assert query.stages[0].sharding.params - query.stages[0].sharding.padding == exact
 
 
-def _gradients(rank: int, world_size: int, experts: int) -> tuple[int, list[str]]:
+@pytest.mark.parametrize(("ranks", "experts"), [(2, 3), (4, 6)])
+@on_ranks(timeout=120)
+def test_gradients_are_those_of_the_whole_model(rank: int, ranks: int, experts: int) -> None:
     """How many parameters are cut on another dim; and those whose gradient is not the mean of the ranks'."""
-    batches = [torch.randint(256, (2, 64), generator=torch.Generator().manual_seed(r)) for r in range(world_size)]
+    batches = [torch.randint(256, (2, 64), generator=torch.Generator().manual_seed(r)) for r in range(ranks)]
     wanted: dict[str, torch.Tensor] = {}
     for batch in batches:
         whole = _mixtral(experts)
@@ -101,34 +103,10 @@ def _gradients(rank: int, world_size: int, experts: int) -> tuple[int, list[str]
     for name, param in model.named_parameters():
         cut += param.placements != (Shard(0),)
         found = param.grad.full_tensor()
-        mean = wanted[name] / world_size
-        same = torch.equal(found, mean) if world_size == 2 else torch.allclose(found, mean, rtol=1e-5, atol=1e-7)
+        mean = wanted[name] / ranks
+        same = torch.equal(found, mean) if ranks == 2 else torch.allclose(found, mean, rtol=1e-5, atol=1e-7)
         wrong += [] if same else [name]
-    return cut, wrong
-
-
-@pytest.mark.parametrize(("ranks", "experts"), [(2, 3), (4, 6)])
-def test_gradients_are_those_of_the_whole_model(ranks: int, experts: int) -> None:
-    assert run_ranks(ranks, _gradients, experts, timeout=120) == [(9, [])] * ranks
-
-
-def _peak(rank: int, world_size: int, experts: int, precision: str | None, mode: str) -> tuple[int, int]:
-    batch = torch.randint(256, (2, 64), generator=torch.Generator().manual_seed(rank))
-    sample = {"input_ids": batch, "labels": batch}
-    model, step = _mixtral(experts), StepSpec(keeps_output=False, optimizer="sgd")
-    setup = Job.of(world_size=world_size, step=step, precision=precision)
-    query = PlanQuery.of(model, sample, setup.change(gpu=resolve_device("cpu")))
-    plan = describe(query, query.uniform(mode), mode)
-    model = parallelize(model, "fsdp2", mode, precision=precision, device="cpu")
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-
-    def run() -> None:
-        model(**sample).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    run()
-    return plan.peak_bytes, step_peak_bytes(model, optimizer, run)
+    assert (cut, wrong) == (9, [])
 
 
 @pytest.mark.few(1)
@@ -143,10 +121,28 @@ def _peak(rank: int, world_size: int, experts: int, precision: str | None, mode:
         ),
     ],
 )
-def test_the_predicted_peak_is_the_measured_one(ranks: int, experts: int, precision: str | None, mode: str) -> None:
+@on_ranks(timeout=150)
+def test_the_predicted_peak_is_the_measured_one(
+    rank: int, ranks: int, experts: int, precision: str | None, mode: str
+) -> None:
     """Without checkpointing the peak is where a layer is gathered ahead, of which gloo makes a copy."""
-    for predicted, measured in run_ranks(ranks, _peak, experts, precision, mode, timeout=150):
-        assert abs(predicted - measured) <= 0.002 * measured
+    batch = torch.randint(256, (2, 64), generator=torch.Generator().manual_seed(rank))
+    sample = {"input_ids": batch, "labels": batch}
+    model, step = _mixtral(experts), StepSpec(keeps_output=False, optimizer="sgd")
+    setup = Job.of(world_size=ranks, step=step, precision=precision)
+    query = PlanQuery.of(model, sample, setup.change(gpu=resolve_device("cpu")))
+    plan = describe(query, query.uniform(mode), mode)
+    model = parallelize(model, "fsdp2", mode, precision=precision, device="cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def run() -> None:
+        model(**sample).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    run()
+    predicted, measured = plan.peak_bytes, step_peak_bytes(model, optimizer, run)
+    assert abs(predicted - measured) <= 0.002 * measured
 
 
 def _filled(rank: int, world_size: int, path: str) -> list[str]:

@@ -18,7 +18,7 @@ from nemo_like.options import PipelineParallel, TensorParallel
 from nemo_like.recipes.agree import Ranks
 from nemo_like.recipes.loop import seed_all
 from tests_distributed.small_model import WIDTH, SmallModel, tokens
-from tests_distributed.spawn import run_ranks
+from tests_distributed.spawn import on_ranks, run_ranks
 
 transformers = pytest.importorskip("transformers")
 MODES = ("none", "full", "selective", "submodule", "sequential")
@@ -60,7 +60,10 @@ def _steps(model: Any, seeds: list[int | None]) -> list[tuple[torch.Tensor, dict
     return found
 
 
-def _as_one_process(rank: int, world_size: int, mode: str) -> None:
+@pytest.mark.few(1)
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(2)
+def test_ranks_that_are_seeded_apart_drop_what_one_process_does(rank: int, world_size: int, mode: str) -> None:
     """Where nothing that is cut is dropped, a group draws what one process with its first rank's seeds draws."""
     seeds = [100, None, 200]
     expected = _steps(_phi(), seeds)
@@ -73,13 +76,8 @@ def _as_one_process(rank: int, world_size: int, mode: str) -> None:
             )
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("mode", MODES)
-def test_ranks_that_are_seeded_apart_drop_what_one_process_does(mode: str) -> None:
-    run_ranks(2, _as_one_process, mode)
-
-
-def _in_every_mode(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_every_mode_gives_the_same_bits(rank: int, world_size: int) -> None:
     seeds: list[int | None] = [100 + rank, None]
     expected: Any = None
     for mode in MODES:
@@ -93,10 +91,6 @@ def _in_every_mode(rank: int, world_size: int) -> None:
         alike = [torch.empty_like(norm) for _ in range(world_size)]
         torch.distributed.all_gather(alike, norm)
         assert torch.equal(*alike)
-
-
-def test_every_mode_gives_the_same_bits() -> None:
-    run_ranks(2, _in_every_mode)
 
 
 def _beside(rank: int, world_size: int, axis: str) -> tuple[float, bytes]:
@@ -212,14 +206,11 @@ def test_generators_that_the_model_draws_from_are_shared(how: str) -> None:
     assert len(said) == 1 and nothing == [], "on rank zero, once"
 
 
-def _uneven(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_ranks_that_draw_different_amounts_are_refused(rank: int, world_size: int) -> None:
     model = _drawing("uneven")
     with pytest.raises(RuntimeError, match="drew different amounts of random numbers in a call of this SmallModel"):
         model(tokens(2))
-
-
-def test_ranks_that_draw_different_amounts_are_refused() -> None:
-    run_ranks(2, _uneven)
 
 
 def _later(rank: int, world_size: int) -> None:
@@ -253,17 +244,14 @@ def test_a_model_that_begins_to_draw_later() -> None:
     run_ranks(2, _later_apart)
 
 
-def _some_in_evaluation(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_model_whose_modules_begin_to_train_later(rank: int, world_size: int) -> None:
     """The first call of a model in training draws nothing, since what is inside of it evaluates."""
     expected, model = _steps(_phi(), [100])[0], parallelize(_phi(), ac="none", tp=2, device="cpu")
     model.model.eval()
     _steps(model, [50 + rank])
     loss, _ = _steps(model.train(), [100 + rank])[0]
     torch.testing.assert_close(loss, expected[0], rtol=1e-5, atol=0)
-
-
-def test_a_model_whose_modules_begin_to_train_later() -> None:
-    run_ranks(2, _some_in_evaluation)
 
 
 def test_a_job_seeds_the_groups_of_tp_apart() -> None:

@@ -22,7 +22,7 @@ from nemo_like.layers import find_layers
 from nemo_like.options import TensorParallel
 from tests.models.families import FAMILIES
 from tests.models.tied_decoder import DIM, HEADS, VOCAB, Block, TiedDecoder
-from tests_distributed.spawn import run_ranks
+from tests_distributed.spawn import on_ranks, run_ranks
 
 MODES = ("none", "full", "selective", "submodule")
 
@@ -100,7 +100,13 @@ def assert_same_step(
         assert difference < 1e-5, f"{what}, {name}: relative difference {difference:.2e}"
 
 
-def _two_dimensional(rank: int, world_size: int, name: str, sequence_parallel: bool) -> None:
+@pytest.mark.few(2)
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "plain"])
+@on_ranks(4)
+def test_fsdp_times_tp_equals_one_rank_in_every_mode(
+    rank: int, world_size: int, name: str, sequence_parallel: bool
+) -> None:
     reference = build(name)
     expected = loss_of(reference, batch())
     expected.backward()
@@ -118,14 +124,13 @@ def _two_dimensional(rank: int, world_size: int, name: str, sequence_parallel: b
         assert_same_step(model, mean / world_size, reference, expected.detach(), f"{name}, {mode}")
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
+@pytest.mark.parametrize("how", ["sdpa", "eager"])
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence"])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "plain"])
-def test_fsdp_times_tp_equals_one_rank_in_every_mode(name: str, sequence_parallel: bool) -> None:
-    run_ranks(4, _two_dimensional, name, sequence_parallel)
-
-
-def _dropped(rank: int, world_size: int, sequence_parallel: bool, how: str) -> None:
+@on_ranks(2)
+def test_attention_dropout_beside_tensor_parallelism(
+    rank: int, world_size: int, sequence_parallel: bool, how: str
+) -> None:
     """Every mode draws the numbers that no checkpointing draws, so gradients are the same to the bit."""
     expected: dict[str, torch.Tensor] = {}
     for mode in (*MODES, "sequential"):
@@ -138,13 +143,6 @@ def _dropped(rank: int, world_size: int, sequence_parallel: bool, how: str) -> N
         expected = expected or found
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], grad) for name, grad in expected.items()), mode
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("how", ["sdpa", "eager"])
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence"])
-def test_attention_dropout_beside_tensor_parallelism(sequence_parallel: bool, how: str) -> None:
-    run_ranks(2, _dropped, sequence_parallel, how)
 
 
 def _one_dimensional(rank: int, world_size: int, name: str) -> dict[str, bool]:
@@ -208,7 +206,8 @@ def test_selective_gathers_a_cut_sequence_again_and_reduces_nothing_again() -> N
     assert counts["selective"]["all_gather_into_tensor"] == counts["none"]["all_gather_into_tensor"] + 4
 
 
-def _loss_parallel(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_loss_parallel_head(rank: int, world_size: int) -> None:
     reference = build("llama")
     expected = loss_of(reference, batch())
     expected.backward()
@@ -222,11 +221,8 @@ def _loss_parallel(rank: int, world_size: int) -> None:
     assert_same_step(model, whole(loss.detach()), reference, expected.detach(), "loss parallel")
 
 
-def test_loss_parallel_head() -> None:
-    run_ranks(2, _loss_parallel)
-
-
-def _tied(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_tied_weights_stay_tied(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))["tp"]
     for name in ("plain", "qwen3"):
         model = apply_tensor_parallel(build(name), mesh, plan_of(name))
@@ -234,11 +230,8 @@ def _tied(rank: int, world_size: int) -> None:
         assert head.weight is embed.weight and head.weight.to_local().shape[0] == VOCAB // world_size
 
 
-def test_tied_weights_stay_tied() -> None:
-    run_ranks(2, _tied)
-
-
-def _refusals(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_bad_requests_leave_the_model_untouched(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))["tp"]
     cases = [
         ("plain", None, "brings no tensor-parallel plan"),
@@ -274,11 +267,8 @@ def _refusals(rank: int, world_size: int) -> None:
         apply_tensor_parallel(build("plain"), mesh, {"head": "colwise_gather_output"}, sequence_parallel=True)
 
 
-def test_bad_requests_leave_the_model_untouched() -> None:
-    run_ranks(2, _refusals)
-
-
-def _indivisible(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_heads_and_sizes_must_divide(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))["tp"]
     for more, message in [
         ({"num_key_value_heads": 2}, r"num_key_value_heads=2, not divisible by tp=4"),
@@ -294,22 +284,16 @@ def _indivisible(rank: int, world_size: int) -> None:
         assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
-def test_heads_and_sizes_must_divide() -> None:
-    run_ranks(4, _indivisible)
-
-
-def _odd_sequence(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_odd_sequence_length_is_an_error(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))["tp"]
     model = apply_tensor_parallel(build("llama"), mesh, sequence_parallel=True)
     with pytest.raises(ValueError, match="divisible by the 2 tensor-parallel ranks, and got 15"):
         model(batch()[:, :15])
 
 
-def test_odd_sequence_length_is_an_error() -> None:
-    run_ranks(2, _odd_sequence)
-
-
-def _placements(rank: int, world_size: int) -> list[str]:
+@on_ranks(2)
+def test_dtensor_activations_inside_a_region_are_bitwise(rank: int, world_size: int) -> None:
     """What replay hands to backward keeps the sharding it was saved with: gradients are bitwise those of no replay."""
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))["tp"]
     grads = {}
@@ -323,13 +307,9 @@ def _placements(rank: int, world_size: int) -> list[str]:
         apply_activation_checkpointing(model, mode)
         model(torch.ones(2, 8, DIM, requires_grad=True)).square().mean().backward()
         grads[mode] = grads_of(model)
-    return [
+    assert [
         f"{mode} {name}" for mode in MODES for name, g in grads[mode].items() if not torch.equal(g, grads["none"][name])
-    ]
-
-
-def test_dtensor_activations_inside_a_region_are_bitwise() -> None:
-    assert run_ranks(2, _placements) == [[], []]
+    ] == []
 
 
 JambaConfig = pytest.importorskip("transformers").JambaConfig
@@ -379,7 +359,8 @@ def test_a_plan_for_the_head_alone_is_announced() -> None:
     assert len(said) == 1 and "cuts lm_head and nothing in its layers" in said[0] and silent == []
 
 
-def _meta(rank: int, world_size: int) -> list[tuple[int, ...]]:
+@on_ranks(2)
+def test_models_on_the_meta_device_stay_there(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))["tp"]
     shapes = []
     for name in ("llama", "mixtral"):
@@ -389,8 +370,4 @@ def _meta(rank: int, world_size: int) -> list[tuple[int, ...]]:
         weight = model.model.layers[0].self_attn.q_proj.weight
         assert all(parameter.is_meta for parameter in model.parameters()) and weight.shape == (DIM, DIM)
         shapes.append(tuple(weight.to_local().shape))
-    return shapes
-
-
-def test_models_on_the_meta_device_stay_there() -> None:
-    assert run_ranks(2, _meta) == [[(DIM // 2, DIM)] * 2] * 2
+    assert shapes == [(DIM // 2, DIM)] * 2

@@ -24,7 +24,7 @@ from nemo_like.distributed.weights.slots import in_boxes
 from nemo_like.options import FSDP2, PipelineParallel, TensorParallel
 from nemo_like.recipes.run_state import gather_state
 from tests_distributed.small_model import WIDTH, SmallModel
-from tests_distributed.spawn import run_ranks
+from tests_distributed.spawn import on_ranks, run_ranks
 
 transformers = pytest.importorskip("transformers")
 
@@ -233,7 +233,8 @@ def test_packed_weights_in_other_ways_into_a_checkpoint(name: str, tmp_path: Pat
     assert sum(file.stat().st_size for file in (tmp_path / "own").glob("*.distcp")) < 1.2 * weights + 200_000
 
 
-def _refused(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_cannot_be_saved_or_loaded_is_refused(rank: int, world_size: int) -> None:
     pipeline = Run("llama-tied", "zbv", seed=0)
     with pytest.raises(ValueError, match="this module has the stages of one rank of a pipeline alone"):
         get_model_state(pipeline.model, full=True)
@@ -249,10 +250,6 @@ def _refused(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match="are in no group of the state to load"):
         set_optimizer_state(run.model, run.optimizer, state)
     assert run.optimizer.param_groups[0]["lr"] == 1e-2
-
-
-def test_what_cannot_be_saved_or_loaded_is_refused() -> None:
-    run_ranks(2, _refused)
 
 
 def _groups(rank: int, world_size: int, folder: str, layout: str) -> Any:

@@ -25,7 +25,7 @@ from nemo_like.planning.sharding import ParameterForms, sharding_of
 from tests.models.fit_models import llama
 from tests.planning.queries import part_of
 from tests_distributed.allocated import loop_peak_bytes
-from tests_distributed.spawn import run_ranks
+from tests_distributed.spawn import on_ranks, run_ranks
 
 pytest.importorskip("transformers")
 
@@ -128,16 +128,13 @@ def test_what_is_on_the_device_is_what_was_gathered_and_computed(precision: str 
     assert predicted == min(measured for _, measured, *_ in ranks) and sizes == copied, (ranks, parts)
 
 
-def _on_the_cpu(rank: int, world_size: int) -> tuple[int, int]:
+@on_ranks(2, timeout=120)
+def test_on_the_cpu_nothing_is_left_out(rank: int, world_size: int) -> None:
     """There, host and device memory are one."""
     fsdp = FSDP2(cpu_offload=True)
     ids = torch.randint(512, (4, 64), generator=torch.Generator().manual_seed(rank))
     sample = {"input_ids": ids, "labels": ids}
     query = PlanQuery.of(llama(), sample, Job.of(strategy=fsdp, world_size=world_size, gpu=resolve_device("cpu")))
     model = parallelize(llama(), fsdp, ac="full", device="cpu")
-    return peak_of(query, query.uniform("full")).total, loop_peak_bytes(model, sample)
-
-
-def test_on_the_cpu_nothing_is_left_out() -> None:
-    for predicted, measured in run_ranks(2, _on_the_cpu, timeout=120):
-        assert abs(predicted - measured) <= 0.01 * measured
+    predicted, measured = peak_of(query, query.uniform("full")).total, loop_peak_bytes(model, sample)
+    assert abs(predicted - measured) <= 0.01 * measured

@@ -20,7 +20,7 @@ from nemo_like.distributed.weights.sources import CheckpointUnreadableError, ope
 from tests.checks import whole
 from tests.models import decoders
 from tests.models.tiny import Decoder, llama, tokens
-from tests_distributed.spawn import run_ranks
+from tests_distributed.spawn import on_ranks, run_ranks
 
 
 def _meta_llama(**changes: Any) -> nn.Module:
@@ -44,22 +44,18 @@ def _bytes_held(model: nn.Module) -> int:
     return sum(p.to_local().numel() * p.element_size() for p in model.parameters())
 
 
-def _losses(rank: int, world_size: int, tied: bool) -> tuple[float, float, float, bool]:
+@pytest.mark.parametrize("tied", [False, True])
+@on_ranks(2)
+def test_a_meta_llama_has_bitwise_the_eager_loss(rank: int, world_size: int, tied: bool) -> None:
     torch.manual_seed(3)
     eager = llama(tie_word_embeddings=tied)
     expected = _loss(eager)
     model = _sharded_meta_llama(tie_word_embeddings=tied)
     materialize(model, state_dict=eager.state_dict())
     share = _bytes_held(model) / sum(p.numel() * p.element_size() for p in eager.parameters())
-    return expected, _loss(model), share, model.lm_head.weight is model.model.embed_tokens.weight
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_meta_llama_has_bitwise_the_eager_loss(tied: bool) -> None:
-    for expected, loss, share, is_tied in run_ranks(2, _losses, tied):
-        assert loss == expected
-        assert share == 0.5  # every dimension here is even
-        assert is_tied == tied
+    assert _loss(model) == expected
+    assert share == 0.5  # every dimension here is even
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
 
 
 def _trains_after(rank: int, world_size: int) -> list[float]:
@@ -103,7 +99,8 @@ def test_without_a_seed_rank_zero_draws_for_all() -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def _plain(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+@on_ranks(2)
+def test_an_init_fn_of_the_callers(rank: int, world_size: int) -> None:
     with torch.device("meta"):
         model = Decoder()
     shard_layers(model, model.layers, build_mesh())
@@ -113,12 +110,8 @@ def _plain(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
             param.fill_(0.5)
 
     materialize(model, init)
-    return whole(model.head.weight).detach(), whole(model.layers[1].up.bias).detach()
-
-
-def test_an_init_fn_of_the_callers() -> None:
-    for tensors in run_ranks(2, _plain):
-        assert all(bool((tensor == 0.5).all()) for tensor in tensors)
+    tensors = whole(model.head.weight).detach(), whole(model.layers[1].up.bias).detach()
+    assert all(bool((tensor == 0.5).all()) for tensor in tensors)
 
 
 def test_reset_parameters_is_found() -> None:
@@ -132,7 +125,10 @@ def test_reset_parameters_is_found() -> None:
 # ------------------------------------------------------------------------------------------------------- checkpoints
 
 
-def _from_checkpoint(rank: int, world_size: int, path: str, layout: str) -> tuple[float, float]:
+@pytest.mark.parametrize("layout", ["dcp", "dcp-bare", "safetensors", "safetensors in parts", "torch"])
+@on_ranks(2)
+def test_every_kind_of_checkpoint(rank: int, world_size: int, tmp_path: Path, layout: str) -> None:
+    path = str(tmp_path)
     torch.manual_seed(3)
     eager = llama()
     expected = _loss(eager)
@@ -153,13 +149,7 @@ def _from_checkpoint(rank: int, world_size: int, path: str, layout: str) -> tupl
     torch.distributed.barrier()
     model = _sharded_meta_llama()
     materialize(model, checkpoint=target)
-    return expected, _loss(model)
-
-
-@pytest.mark.parametrize("layout", ["dcp", "dcp-bare", "safetensors", "safetensors in parts", "torch"])
-def test_every_kind_of_checkpoint(layout: str, tmp_path: Path) -> None:
-    for expected, loss in run_ranks(2, _from_checkpoint, str(tmp_path), layout):
-        assert loss == expected
+    assert _loss(model) == expected
 
 
 def _damaged(rank: int, world_size: int, path: str, damage: str) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from nemo_like import parallelize
 from tests_distributed.small_model import SmallModel, tokens
-from tests_distributed.spawn import run_ranks
+from tests_distributed.spawn import on_ranks
 from tests_distributed.weights.test_stale_weights import Block
 
 
@@ -21,7 +21,9 @@ def _step(model: Any, optimizer: torch.optim.Optimizer) -> float:
     return loss.item()
 
 
-def _flows(rank: int, world_size: int, arguments: dict[str, Any]) -> None:
+@pytest.mark.parametrize("arguments", [{}, {"ac": "full", "dp_replicate": 2}], ids=["fsdp2", "replicas"])
+@on_ranks(2)
+def test_an_optimizer_that_was_built_before_is_refused(rank: int, world_size: int, arguments: dict[str, Any]) -> None:
     model = SmallModel(Block)
     early = torch.optim.SGD(model.parameters(), lr=0.5)
     listed = [parameter for name, parameter in model.named_parameters() if "norm" not in name]
@@ -39,8 +41,3 @@ def _flows(rank: int, world_size: int, arguments: dict[str, Any]) -> None:
     assert _step(model, right) < first
     del early, late, listed, optimizer
     assert _step(model, torch.optim.AdamW(model.parameters())) > 0
-
-
-@pytest.mark.parametrize("arguments", [{}, {"ac": "full", "dp_replicate": 2}], ids=["fsdp2", "replicas"])
-def test_an_optimizer_that_was_built_before_is_refused(arguments: dict[str, Any]) -> None:
-    run_ranks(2, _flows, arguments)

@@ -11,7 +11,7 @@ from torch import nn
 
 from nemo_like import FSDP2, parallelize
 from tests_distributed.small_model import WIDTH, SmallModel, tokens
-from tests_distributed.spawn import run_ranks
+from tests_distributed.spawn import on_ranks
 
 
 class Block(nn.Module):
@@ -106,7 +106,9 @@ FLOWS: tuple[Callable[[Any, torch.optim.Optimizer], list[float]], ...] = (
 )
 
 
-def _run(rank: int, world_size: int, reshard: bool | None, ac: str) -> list[str]:
+@pytest.mark.parametrize(("reshard", "ac"), [(None, "none"), (False, "full")])
+@on_ranks(2)
+def test_each_forward_reads_what_is_stored(rank: int, world_size: int, reshard: bool | None, ac: str) -> None:
     found = []
     for flow in FLOWS:
         losses = []
@@ -117,9 +119,4 @@ def _run(rank: int, world_size: int, reshard: bool | None, ac: str) -> list[str]
             losses.append(flow(model, torch.optim.SGD(model.parameters(), lr=0.5)))
         if losses[0] != pytest.approx(losses[1], rel=1e-6):  # a mean of two ranks' gradients, which are equal
             found.append(f"{flow.__name__}: {losses}")
-    return found
-
-
-@pytest.mark.parametrize(("reshard", "ac"), [(None, "none"), (False, "full")])
-def test_each_forward_reads_what_is_stored(reshard: bool | None, ac: str) -> None:
-    assert run_ranks(2, _run, reshard, ac) == [[], []]
+    assert not found, found

@@ -21,7 +21,7 @@ from nemo_like.distributed.weights.state_dict import (
     set_optimizer_state,
 )
 from tests.models.tiny import Decoder, tokens
-from tests_distributed.spawn import run_ranks
+from tests_distributed.spawn import on_ranks, run_ranks
 
 MODES = (
     "bare",
@@ -76,7 +76,10 @@ def _equal(one: Any, other: Any) -> bool:
     return one == other
 
 
-def _round_trips(rank: int, world_size: int, written: str) -> None:
+@pytest.mark.few(1)
+@pytest.mark.parametrize("written", ["bare", "fsdp full", "hsdp", "ddp full"])
+@on_ranks(2)
+def test_every_mode_reads_what_each_of_these_writes(rank: int, world_size: int, written: str) -> None:
     model, optimizer = _make(written, seed=0)
     _train(model, optimizer)
     with torch.no_grad():
@@ -98,12 +101,6 @@ def _round_trips(rank: int, world_size: int, written: str) -> None:
             assert _equal(found[0], weights), read
             assert _equal(found[1]["state"], moments["state"]), read
         _train(other, its_optimizer)  # and it goes on
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("written", ["bare", "fsdp full", "hsdp", "ddp full"])
-def test_every_mode_reads_what_each_of_these_writes(written: str) -> None:
-    run_ranks(2, _round_trips, written)
 
 
 @pytest.mark.parametrize("written", ["full", "selective", "submodule", "compiled"])
