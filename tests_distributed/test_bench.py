@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nemo_like.bench import SUITES, BenchOptions
+from nemo_like.bench import BenchOptions, compare_modes
 from tests_distributed.spawn import run_ranks
 
 
@@ -13,7 +13,7 @@ def _bench(rank: int, world_size: int, strategy: str) -> list[tuple[str, str]]:
     options = BenchOptions(
         batch_size=1, seq_len=16, device="cpu", strategy=strategy, modes=modes, repeats=1, warmup=0, budgets=()
     )
-    results = SUITES["memory"].measure(options)
+    results = compare_modes(options)
     assert results.about["ranks"] == world_size
     return [(row["mode"], row["gradients"]) for row in results.rows]
 

@@ -11,8 +11,6 @@ import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from nemo_like._util.extras import require
-
 
 class _Without(logging.Filter):
     """Drops records whose message has `words` in it."""
@@ -109,19 +107,6 @@ def check_new_folder(option: str, path: str) -> None:
     above = next(folder for folder in Path(path).absolute().parents if folder.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
         raise ValueError(f"{option} is {path!r}, and in {str(above)!r} this user can make no folder. Give another one.")
-
-
-def check_picture(option: str, path: str | Path | None) -> None:
-    """`check_writable` for a picture; raise, too, where matplotlib is absent or does not know the name's ending."""
-    if path is None:
-        return
-    check_writable(option, path)
-    known = require("matplotlib.figure", "plot", f"for {option}").Figure().canvas.get_supported_filetypes()
-    ending = Path(path).suffix.removeprefix(".").lower()
-    if ending and ending not in known:
-        raise ValueError(
-            f"{option} is {str(path)!r}, and no picture ends with '.{ending}': {', '.join(sorted(known))}."
-        )
 
 
 def whole_or(word: str) -> Callable[[str], int | str]:

@@ -1,7 +1,7 @@
 """Benchmarks: what each mode costs and saves on a model of yours. Timings are reports, never assertions.
 
-Each suite is a `Suite` object in a module of this package; ``SUITES[name].measure(BenchOptions(...))`` gives a `Table`.
-Names are imported when they are asked for: the help of the command takes the options alone.
+``compare_modes(BenchOptions(...))`` gives a `Comparison`. Names are imported on request: the help of the command takes
+the options alone.
 """
 
 from __future__ import annotations
@@ -12,16 +12,12 @@ from nemo_like._util.lazy import lazy_names
 
 if TYPE_CHECKING:
     from nemo_like.bench.options import BenchOptions
-    from nemo_like.bench.side_by_side import SUITES
-    from nemo_like.bench.suite import Column, Measured, Suite, Table
+    from nemo_like.bench.side_by_side import Comparison, compare_modes
 
 _MODULES = {
-    "SUITES": "nemo_like.bench.side_by_side",
     "BenchOptions": "nemo_like.bench.options",
-    "Column": "nemo_like.bench.suite",
-    "Measured": "nemo_like.bench.suite",
-    "Suite": "nemo_like.bench.suite",
-    "Table": "nemo_like.bench.suite",
+    "Comparison": "nemo_like.bench.side_by_side",
+    "compare_modes": "nemo_like.bench.side_by_side",
 }
 
 __all__ = sorted(_MODULES)

@@ -11,9 +11,6 @@ from nemo_like.options import MemoryBudget, parse_compile
 if TYPE_CHECKING:
     import torch
 
-SUITE_NAMES = ("memory",)
-"""The keys of `nemo_like.bench.SUITES`."""
-
 
 @dataclass(frozen=True)
 class BenchOptions:

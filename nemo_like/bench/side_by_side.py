@@ -1,4 +1,4 @@
-"""The suite ``memory``: modes side by side on one model: step time, bytes, gradients.
+"""Modes side by side on one model: step time, bytes, gradients.
 
 On a CPU both sides of offloading are main memory. The copying back end copies as a GPU's would, so the bytes are those of a
 GPU. The device's share is what PyTorch allocates besides the slabs. Step times show what the copies cost, not what overlaps.
@@ -7,17 +7,20 @@ GPU. The device's share is what PyTorch allocates besides the slabs. Step times 
 from __future__ import annotations
 
 import copy
+import datetime
+import json
+import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from nemo_like._util.table import percent, three_digits
-from nemo_like._util.words import field_names
+from nemo_like._util import table
+from nemo_like._util.table import ByteUnit, paragraph
 from nemo_like.bench.measured_step import (
     clock_for,
     compare_gradients,
@@ -28,8 +31,7 @@ from nemo_like.bench.measured_step import (
     time_steps,
 )
 from nemo_like.bench.modes import Mode, our_modes, peer_modes, pick
-from nemo_like.bench.options import SUITE_NAMES, BenchOptions
-from nemo_like.bench.suite import Column, Measured, Suite
+from nemo_like.bench.options import BenchOptions
 from nemo_like.distributed.launch import world_size
 from nemo_like.distributed.mesh import build_mesh
 from nemo_like.distributed.shard import shard_layers
@@ -156,50 +158,107 @@ def _distribute(model: nn.Module, strategy: str, device: torch.device) -> nn.Mod
     return model
 
 
-def _memory(options: BenchOptions) -> Measured:
-    compared = SideBySide(options)
-    rows = [candidate.row for candidate in compared.run(choose_modes(options, compared.device))]
+_COLUMNS: tuple[tuple[str, table.Column, Callable[[Any], str] | None], ...] = (
+    ("mode", table.Column("mode", left=True, least=28), str),
+    ("ratio", table.Column("step / none"), "{:.2f}".format),
+    ("step_ms", table.Column("step ms", keep=2), table.three_digits),
+    ("spread", table.Column("spread", keep=5), table.percent),
+    ("tokens_per_s", table.Column("tokens/s", keep=3), table.three_digits),
+    ("peak_mb", table.Column("peak"), None),
+    ("held_mb", table.Column("saved"), None),
+    ("moved_mb", table.Column("moved", keep=4), None),
+    ("recompute", table.Column("recompute", keep=1), table.percent),
+    ("gradients", table.Column("gradients", keep=4), str),
+)
+"""For each column its key in a row, its heading, and how a value is written; None: MB, in the one unit of the table."""
+
+_NOTE = (
+    "peak: bytes beyond parameters, gradients and inputs, from PyTorch's allocator; saved: of them, between forward and "
+    "backward. step / none: median over turns; the modes take turns. recompute: FLOPs, as a share of a forward. "
+    "moved: to host memory in a step. gradients: against those of none. x: another project's code."
+)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A model in several modes."""
+
+    rows: list[dict[str, Any]]
+    """For each mode its values by name, such as ``peak_mb`` (10**6 bytes) or ``step_ms``."""
+    about: dict[str, Any]
+    """Conditions of the measurement: model, sizes, device, versions."""
+    notes: list[str]
+    """Modes that could not run, with the reason."""
+
+    def text(self, width: int | None = None) -> str:
+        """Return the table and its conditions for a screen of `width` columns (None: as wide as it gets)."""
+        sizes = [
+            value * 1e6 for row in self.rows for key, _, form in _COLUMNS if form is None and (value := row.get(key))
+        ]
+        unit = ByteUnit.of(map(round, sizes))
+        columns = tuple(
+            column if form is not None else replace(column, name=f"{column.name} {unit.name}")
+            for _, column, form in _COLUMNS
+        )
+        cells = tuple(tuple(_cell(row.get(key), form, unit) for key, _, form in _COLUMNS) for row in self.rows)
+        about = ", ".join(f"{key}: {value}" for key, value in self.about.items())
+        below = [
+            table.Table(columns, cells).with_note(width=width),
+            *(paragraph(n, width) for n in [*self.notes, _NOTE]),
+        ]
+        return paragraph(f"Modes of training. {about}", width) + "\n\n" + "\n".join(below)
+
+    def to_json(self) -> str:
+        """Return everything, values unrounded."""
+        return json.dumps({"about": self.about, "rows": self.rows, "notes": self.notes}, indent=2, default=str)
+
+
+def _cell(value: Any, form: Callable[[Any], str] | None, unit: ByteUnit) -> str:
+    if value is None:
+        return "-"
+    return unit.number(value * 1e6) if form is None else form(value)
+
+
+def compare_modes(options: BenchOptions) -> Comparison:
+    """Measure a model in the modes that `options` requests; the CPU threads are put back after it.
+
+    Raises:
+        ValueError: an unknown mode, or a model that cannot be built.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(options.threads or threads)
+    try:
+        compared = SideBySide(options)
+        rows = [candidate.row for candidate in compared.run(choose_modes(options, compared.device))]
+        return Comparison(_with_rates(rows, options), _about(options, compared.device), compared.notes)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _with_rates(rows: list[dict[str, Any]], options: BenchOptions) -> list[dict[str, Any]]:
+    """Add tokens per second, and recomputation as a share of a forward."""
     tokens = options.batch_size * (options.seq_len if options.input_shape is None else 1) * world_size()
     forward, plain = rows[0]["flops"]
     for row in rows:
         row["tokens_per_s"] = tokens / row["step_ms"] * 1000
         if "flops" in row:
             row["recompute"] = (row.pop("flops")[1] - plain) / forward if forward else 0.0
-    about = {
+    return rows
+
+
+def _about(options: BenchOptions, device: torch.device) -> dict[str, Any]:
+    """Return what a number depends on besides the code."""
+    cpu = device.type == "cpu"
+    return {
         "model": options.model,
         "step": f"input {options.input_shape}" if options.input_shape else tokens_of(options),
         "strategy": options.strategy,
         "ranks": world_size(),
-        "clock": "CPU time" if clock_for(compared.device) is time.process_time else "wall time",
+        "clock": "CPU time" if clock_for(device) is time.process_time else "wall time",
         "dtype": str(options.dtype or torch.float32),
         "repeats": options.repeats,
+        "device": platform.machine() if cpu else torch.get_device_module(device).get_device_name(device),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "date": datetime.date.today().isoformat(),
     }
-    note = (
-        "peak: bytes beyond parameters, gradients and inputs, from PyTorch's allocator; saved: of them, between forward and "
-        "backward. step / none: median over turns; the modes take turns. recompute: FLOPs, as a share of a forward. "
-        "moved: to host memory in a step. gradients: against those of none. x: another project's code."
-    )
-    return Measured(f"Modes of training {options.model}", rows, about, [*compared.notes, note])
-
-
-MEMORY = Suite(
-    help="all modes on one model: step time, peak, saved and moved bytes, recompute FLOPs, tokens/s, gradient equality",
-    reads=(*field_names(BenchOptions), "plot"),
-    columns=(
-        Column("mode", "mode"),
-        Column("ratio", "step / none", "{:.2f}".format),
-        Column("step_ms", "step ms", three_digits, keep=2),
-        Column("spread", "spread", percent, keep=5),
-        Column("tokens_per_s", "tokens/s", three_digits, keep=3),
-        Column("peak_mb", "peak", megabytes=True),
-        Column("held_mb", "saved", megabytes=True),
-        Column("moved_mb", "moved", keep=4, megabytes=True),
-        Column("recompute", "recompute", percent, keep=1),
-        Column("gradients", "gradients", keep=4),
-    ),
-    run=_memory,
-    x="ratio",
-    y="peak_mb",
-)
-
-SUITES = dict(zip(SUITE_NAMES, (MEMORY,), strict=True))

@@ -5,16 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from nemo_like._util.console import check_picture, check_writable, refuse_unread
+from nemo_like._util.console import check_writable, refuse_unread
 from nemo_like._util.table import screen_width
 from nemo_like._util.words import field_names
-from nemo_like.bench.options import SUITE_NAMES, BenchOptions
+from nemo_like.bench.options import BenchOptions
 from nemo_like.options import MemoryBudget, normalise, parse_dtype, parse_shape
-
-if TYPE_CHECKING:  # the command imports torch only when it runs
-    from nemo_like.bench import Suite
 
 EXAMPLES = (
     "--model llama-small --batch-size 1 --seq-len 256",
@@ -24,23 +20,6 @@ EXAMPLES = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--suite", choices=SUITE_NAMES, default="memory", help="what to measure (default: memory)")
-    add_options(parser)
-
-
-def first_line(args: argparse.Namespace) -> str:
-    """Return the line that is printed before torch is imported."""
-    return f"Measuring {args.model} ..."
-
-
-def run(args: argparse.Namespace) -> int:
-    from nemo_like.bench import SUITES
-
-    return run_suite(SUITES[args.suite], args)
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that suites read, and those for what they print."""
     defaults = BenchOptions()
     parser.add_argument(
         "--model", default=defaults.model, help="a preset, a config.json or its folder, or module:function"
@@ -60,50 +39,52 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, help="CPU threads")
     parser.add_argument("--json", type=Path, help="also write everything to this file, as JSON")
     parser.add_argument("--wide", action="store_true", help="print all columns, however narrow the screen is")
-    parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
-    parser.add_argument("--plot", type=Path, help="also draw peak memory against step time into this file")
 
 
-def run_suite(suite: Suite, args: argparse.Namespace) -> int:
-    """Measure with `suite`, then print and write its table; `args`: of `add_options`, and the suite's name."""
+def first_line(args: argparse.Namespace) -> str:
+    """Return the line that is printed before torch is imported."""
+    return f"Measuring {args.model} ..."
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, then print and write the comparison."""
+    from nemo_like.bench import compare_modes
     from nemo_like.distributed.launch import init_distributed, rank, shutdown, world_size
 
-    _check(args, suite.reads)
-    words = {name: getattr(args, name) for name in field_names(BenchOptions) if name != "peers"}
-    words |= {name: tuple(words[name]) for name in ("modes", "budgets", "compile") if words[name] is not None}
-    shape = None if args.input_shape is None else parse_shape("--input-shape", args.input_shape)
-    words |= {"dtype": parse_dtype("--dtype", args.dtype), "input_shape": shape, "peers": not args.no_peers}
-    options = BenchOptions(**words)
+    options = options_of(args)
     launched = world_size() > 1
     if launched:
         init_distributed(None if args.device is None else args.device.split(":")[0])
     try:
-        table = suite.measure(options)
+        comparison = compare_modes(options)
         if rank() == 0:
-            width = None if args.wide else screen_width()
-            sys.stdout.write((table.markdown() if args.markdown else table.table(width)) + "\n")
+            sys.stdout.write(comparison.text(None if args.wide else screen_width()) + "\n")
             if args.json is not None:
-                args.json.write_text(table.to_json() + "\n", encoding="utf-8")
-            if args.plot is not None:
-                table.plot(args.plot)
+                args.json.write_text(comparison.to_json() + "\n", encoding="utf-8")
     finally:
         if launched:
             shutdown()
     return 0
 
 
-def _check(args: argparse.Namespace, reads: tuple[str, ...]) -> None:
-    """Raise for files that could not be written after the suite, and for options that it does not read."""
+def options_of(args: argparse.Namespace) -> BenchOptions:
+    """Return the options of the command line.
+
+    Raises:
+        ValueError: a file that could not be written after the measurement, or an option that nothing reads.
+    """
+    _check(args)
+    words = {name: getattr(args, name) for name in field_names(BenchOptions) if name != "peers"}
+    words |= {name: tuple(words[name]) for name in ("modes", "budgets", "compile") if words[name] is not None}
+    shape = None if args.input_shape is None else parse_shape("--input-shape", args.input_shape)
+    words |= {"dtype": parse_dtype("--dtype", args.dtype), "input_shape": shape, "peers": not args.no_peers}
+    return BenchOptions(**words)
+
+
+def _check(args: argparse.Namespace) -> None:
     check_writable("--json", args.json)
     for budget in args.budgets:
         MemoryBudget.parse(budget, "--budgets")
-    names = [
-        "no_peers" if name == "peers" else name for name in (*field_names(BenchOptions), "plot") if name not in reads
-    ]
-    refuse_unread(args, names, f"the suite {args.suite} has no use for it.")
-    check_picture("--plot", args.plot)
-    if args.markdown:
-        refuse_unread(args, ["wide"], "--markdown prints all columns.")
     if args.input_shape is not None:
         refuse_unread(args, ["batch_size", "seq_len"], "--input-shape is the whole input.")
     if args.modes is not None and args.budgets != args.own.get_default("budgets"):

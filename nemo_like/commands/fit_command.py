@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nemo_like._util.console import check_picture, check_writable, refuse_unread
+from nemo_like._util.console import check_writable, refuse_unread
 from nemo_like._util.progress import progress
 from nemo_like._util.table import screen_width
 from nemo_like.commands.settings_options import add_settings, check_settings_to, read_from, write_to
@@ -78,11 +78,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_settings(parser)
     add("--json", metavar="PATH", help="write everything here ('-': standard output)")
-    add(
-        "--plot",
-        metavar="PATH",
-        help="write a picture here: bytes over the step of the best, or of --explain's",
-    )
     add("--save", metavar="PATH", help="write the best one's plan here, where it has one")
 
 
@@ -105,7 +100,6 @@ def run(args: argparse.Namespace) -> int:
     """Search and report. Returns 0; 1 where nothing fits."""
     from nemo_like.planning.fit import fit
     from nemo_like.planning.fit.lengths import read_histogram
-    from nemo_like.planning.pictures import plot_fit
 
     if args.calibrate and args.model is None:
         others = set(vars(args)) - {"command", "run", "parser", "own", "calibrate"}
@@ -155,8 +149,6 @@ def run(args: argparse.Namespace) -> int:
         return 1
     best = report.best
     write_to(args, best.job.change(world_size=args.gpus), ac=best.ac, batch_size=best.layout.micro_batch)
-    if args.plot:
-        plot_fit(report, args.plot, min(args.explain or 1, len(report.candidates)))
     if not args.save:
         return 0
     if report.best.plan is None:
@@ -194,7 +186,6 @@ def _check_files(args: argparse.Namespace) -> None:
     """Raise for a file that could not be written after the search, and for what the search would not read."""
     check_writable("--json", args.json)
     check_writable("--save", args.save)
-    check_picture("--plot", args.plot)
     check_settings_to(args)
     if args.save and args.ac is not None and "plan" not in map(normalise, args.ac):
         raise ValueError(f"--save writes a plan, and --ac is {' '.join(args.ac)}, which makes none. Add plan to --ac.")

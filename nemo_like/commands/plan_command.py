@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_like._util.console import check_picture, check_writable, refuse_unread, whole_or
+from nemo_like._util.console import check_writable, refuse_unread, whole_or
 from nemo_like._util.help_parser import HelpParser
 from nemo_like._util.table import paragraph, screen_width
 from nemo_like._util.words import GIB
@@ -123,7 +123,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_settings(parser)
     add("--json", metavar="PATH", help="write the numbers here ('-': standard output)")
-    add("--plot", metavar="PATH", help="write a picture here: memory against step time")
     add("--save", metavar="PATH", help="write the recommended plan here (read it with nemo_like.Plan.load)")
 
 
@@ -138,7 +137,6 @@ def run(args: argparse.Namespace) -> int:
     from nemo_like.commands import plan_inputs
     from nemo_like.models import resolve_model
     from nemo_like.planning.devices import device_of
-    from nemo_like.planning.pictures import plot
     from nemo_like.planning.planner import query_of
     from nemo_like.planning.predict import Question, answered
     from nemo_like.planning.report import WhatIf
@@ -197,8 +195,6 @@ def run(args: argparse.Namespace) -> int:
         "check": check,
     }
     _write_json(args.json, head | report.to_dict())
-    if args.plot:
-        plot(query, report, args.plot)
     if args.save and report.best is not None:
         report.best.plan.save(args.save)
     if report.best is not None:
@@ -398,7 +394,6 @@ def _check(args: argparse.Namespace) -> None:
     """Raise for what would only be found after planning: files, sizes, and options that nothing reads."""
     check_writable("--json", args.json)
     check_writable("--save", args.save)
-    check_picture("--plot", args.plot)
     check_settings_to(args)
     for budget in args.budget:
         MemoryBudget.parse(budget, "--budget")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
-from nemo_like._util.console import check_picture, refuse_unread
+from nemo_like._util.console import refuse_unread
 from nemo_like._util.table import paragraph, screen_width
 from nemo_like._util.words import check_whole
 from nemo_like.commands import VOCAB_SIZE
@@ -14,7 +13,7 @@ from nemo_like.options import parse_bytes, parse_dtype
 
 EXAMPLES = (
     "--model llama-small --seq-len 256 --budget 20MB",
-    "--model mymodels:build --input-shape 8,3,32,32 --device cuda --plot profile.png",
+    "--model mymodels:build --input-shape 8,3,32,32 --device cuda",
 )
 
 
@@ -32,7 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=int, help="print only so many of the largest layers")
     parser.add_argument("--wide", action="store_true", help="print all columns, however narrow the screen is")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--plot", type=Path, help="also draw the profile into this file")
 
 
 def first_line(args: argparse.Namespace) -> str:
@@ -59,7 +57,6 @@ def run(args: argparse.Namespace) -> int:
         refuse_unread(args, ["batch_size", "seq_len", "vocab_size"], "--input-shape is the whole input.")
     if args.json:
         refuse_unread(args, ["limit", "budget", "wide"], "--json prints the whole profile, and nothing else.")
-    check_picture("--plot", args.plot)
     checked_device(args.device)
     source = resolve_model(args.model)
     torch.manual_seed(0)
@@ -76,8 +73,6 @@ def run(args: argparse.Namespace) -> int:
             f"a step of {args.model} failed on the sample input ({describe(*split_sample(sample))}): {error}. Give what it "
             "takes with --seq-len and --batch-size, or --input-shape."
         ) from error
-    if args.plot is not None:
-        report.plot(args.plot)
     width = None if args.wide else screen_width()
     sys.stdout.write((report.to_json() if args.json else report.table(args.limit, width)) + "\n")
     if budget is not None and not args.json:

@@ -1,16 +1,13 @@
-"""Reports of a profile: rows per layer, totals, and the three ways to read them (table, JSON, plot)."""
+"""Reports of a profile: rows per layer, totals, and the two ways to read them (table, JSON)."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from nemo_like._util.extras import require
 from nemo_like._util.table import ByteUnit, Column, Table, paragraph, percent, three_digits
 
 MB = 10**6
@@ -162,32 +159,6 @@ class ProfileReport:
             "backward_ms": self.backward_ms,
         }
         return json.dumps(values, indent=2)
-
-    def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
-        """Bars of activation bytes and forward time per layer, in model order; written to `path` if given.
-
-        Returns:
-            The matplotlib figure.
-
-        Raises:
-            MissingExtraError: matplotlib is not installed.
-        """
-        require("matplotlib", "plot", "to plot a profile")
-        from matplotlib.figure import Figure
-
-        rows = [self[name] for name in self.call_names]
-        figure = Figure(figsize=(8, 0.25 * len(rows) + 1.5), layout="constrained")
-        left, right = figure.subplots(1, 2, sharey=True)
-        left.barh(range(len(rows)), [row.activation_bytes / MB for row in rows], color="tab:blue")
-        right.barh(range(len(rows)), [row.forward_ms for row in rows], color="tab:orange")
-        left.set_yticks(range(len(rows)), [row.name for row in rows])
-        left.invert_yaxis()
-        left.set_xlabel("saved for backward, MB")
-        right.set_xlabel("forward, ms")
-        figure.suptitle(f"{self.model} on {self.device}")
-        if path is not None:
-            figure.savefig(path)
-        return figure
 
 
 # Layers to recompute for a peak in bytes. Pure functions over numbers; no tensors here.

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from nemo_like._util.console import check_picture, flag
+from nemo_like._util.console import flag
 from nemo_like._util.extras import require
 from nemo_like.losses.rows import IGNORED
 from nemo_like.models import ModelSource, check_positions
@@ -30,7 +30,7 @@ from nemo_like.recipes.loop import TrainingJob, run_on_ranks, seed_all, synced_o
 from nemo_like.recipes.options import FinetuneOptions
 from nemo_like.recipes.progress import Progress, memory
 from nemo_like.recipes.result import merge_adapter, save_adapter, save_model
-from nemo_like.recipes.run_log import RunLog, plot_log
+from nemo_like.recipes.run_log import RunLog
 from nemo_like.recipes.sample_files import open_samples
 from nemo_like.recipes.sample_rows import HeldOutSamples, SampleRows, SampleSet, hold_out, look_through
 from nemo_like.recipes.tuned_model import build_on_meta, fill, find_model, folder_fingerprint
@@ -64,8 +64,6 @@ class FineTuning(TrainingJob):
             for wanted, name in ((options.tensorboard, "tensorboard"), (options.wandb is not None, "wandb")):
                 if wanted and ranks.rank == 0:
                     require(name, name, f"for {flag(name)}")
-            if options.plot:
-                check_picture("--plot", Path(options.output) / "plot.png")
             self.source = find_model(options)
             folder = options.tokenizer or options.model
             self.tokenizer = load_tokenizer(folder, trust_remote_code=options.trust_remote_code)
@@ -246,10 +244,6 @@ class FineTuning(TrainingJob):
         else:
             stored = getattr(self.source.config, "dtype", None)
             save_model(self.model, output / "model", ranks, self.tokenizer, stored)
-        if options.plot:  # last, so that nothing else is lost where it fails
-            with ranks.together("plotting"), writing(str(output / "plot.png")):
-                if ranks.rank == 0:
-                    plot_log(self.run_log.path, output / "plot.png")
 
 
 def check_output(options: FinetuneOptions, rank: int) -> None:

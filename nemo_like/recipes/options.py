@@ -474,7 +474,6 @@ class FinetuneOptions(RunOptions):
     sample_tokens: int = option(48, "most tokens of a sample", least=1, needs="--sample")
     tensorboard: bool = option(False, "log for TensorBoard, too, in --output")
     wandb: str | None = option(None, "log to this project of Weights & Biases, too")
-    plot: bool = option(False, "draw loss and memory at the end, to plot.png in --output")
 
     # Other defaults than pretraining's.
     steps: int = option(

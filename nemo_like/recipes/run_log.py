@@ -1,4 +1,4 @@
-"""Records of a fine-tuning run: ``log.jsonl`` always, TensorBoard and Weights & Biases where asked for, and a plot."""
+"""Records of a fine-tuning run: ``log.jsonl`` always, TensorBoard and Weights & Biases on request."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 from nemo_like._util.extras import require
 from nemo_like._util.log import warn_once
-from nemo_like._util.words import GIB
 
 
 class RunLog:
@@ -90,31 +89,3 @@ def read_log(path: Path) -> list[dict[str, Any]]:
         with contextlib.suppress(json.JSONDecodeError):
             records.append(json.loads(line))
     return records
-
-
-def plot_log(path: Path, target: Path) -> None:
-    """Draw the loss, in training and on held-out samples, and the memory in a log to the picture `target`.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
-    require("matplotlib", "plot", "for --plot")
-    from matplotlib.figure import Figure
-
-    records = read_log(path)
-    figure = Figure(figsize=(8, 6), layout="constrained")
-    above, below = figure.subplots(2, 1, sharex=True)
-    for name, label, style in (("loss", "training", "-"), ("eval_loss", "held out", "o-")):
-        points = [(record["step"], record[name]) for record in records if name in record]
-        if points:
-            above.plot(*zip(*points), style, label=label)
-    above.set_ylabel("loss, nats per token")
-    above.legend()
-    for name, label in (("memory_bytes", "in use"), ("peak_bytes", "peak"), ("reserved_bytes", "reserved")):
-        points = [(record["step"], record[name] / GIB) for record in records if name in record]
-        if points:
-            below.plot(*zip(*points), label=label)
-    below.set_ylabel("memory of rank 0, GiB")
-    below.set_xlabel("step")
-    below.legend()
-    figure.savefig(target)

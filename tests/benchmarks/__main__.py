@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from nemo_like._util.console import examples, start_logging
-from nemo_like.commands.bench_command import add_options, run_suite
+from nemo_like.commands.bench_command import add_arguments, options_of
 from tests.benchmarks.check import CHECK
 from tests.benchmarks.overhead import OVERHEAD
 from tests.benchmarks.planning import PLANNING
@@ -15,6 +15,7 @@ from tests.benchmarks.public_numbers import PUBLIC
 from tests.benchmarks.published import PUBLISHED
 from tests.benchmarks.random_jobs import run as random_jobs
 from tests.benchmarks.scale import SCALE
+from tests.benchmarks.suite import markdown
 from tests.benchmarks.verify import VERIFY
 
 PROGRAM = "python -m tests.benchmarks"
@@ -41,7 +42,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.suite == RANDOM:
             return 1 if random_jobs(args.jobs, args.seed) else 0
-        return run_suite(SUITES[args.suite], args)
+        suite = SUITES[args.suite]
+        measured = suite.run(options_of(args))
+        print(f"{measured.title}\n\n{markdown(suite.columns, measured.rows)}\n")
+        print(", ".join(f"{key}: {value}" for key, value in measured.about.items()), *measured.notes, sep="\n")
+        return 0
     except KeyboardInterrupt:
         return 130
     except (ValueError, TypeError, ImportError, OSError, NotImplementedError) as error:
@@ -56,13 +61,13 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
         description=f"suites:\n{suites}",
-        epilog=examples(PROGRAM, ("published --markdown", "overhead --threads 1")),
+        epilog=examples(PROGRAM, ("published", "overhead")),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("suite", choices=[*SUITES, RANDOM], help="what to measure")
     parser.add_argument("--jobs", type=int, default=100, help=f"{RANDOM}: how many jobs")
     parser.add_argument("--seed", type=int, default=0, help=f"{RANDOM}: of the first job, which the next ones follow")
-    add_options(parser)
+    add_arguments(parser)
     parser.set_defaults(own=parser)
     return parser
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from nemo_like.bench import BenchOptions, Column, Measured, Suite
+from nemo_like.bench import BenchOptions
 from nemo_like.fake_rank import dry_run
 from nemo_like.job import Job
 from nemo_like.models import resolve_model
+from tests.benchmarks.suite import Column, Measured, Suite
 
 SHAPES: tuple[tuple[str, int, str, dict[str, int]], ...] = (
     ("llama3-8b", 8, "full", {}),
@@ -66,7 +67,6 @@ def measure(name: str, ranks: int, ac: str, axes: dict[str, int], tokens: int = 
 
 CHECK = Suite(
     help="plans against the dry run of a rank (`nemo-like plan --check`): Llama, Mixtral, GPT-OSS, Qwen3-MoE, DeepSeek-V3",
-    reads=("model",),
     columns=(
         Column("model", "model"),
         Column("ranks", "ranks", "{:,}".format),

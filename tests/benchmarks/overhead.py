@@ -18,7 +18,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from nemo_like.activation_checkpointing.contexts import make_selective_checkpoint_context_fn
 from nemo_like.activation_checkpointing.policy import FullPolicy, Policy, SelectivePolicy
-from nemo_like.bench import BenchOptions, Column, Measured, Suite
+from nemo_like.bench import BenchOptions
+from tests.benchmarks.suite import Column, Measured, Suite
 from tests.models.blocks import checkpoint_region
 
 WIDTH, TOKENS, LAYERS, REPEATS = 64, 32, 4, 40
@@ -158,7 +159,6 @@ def _run(options: BenchOptions) -> Measured:
 
 OVERHEAD = Suite(
     help="step time of small layers, where the cost of checkpointing itself shows, against PyTorch's own contexts",
-    reads=("compile", "repeats", "warmup", "threads"),
     columns=(
         Column("variant", "variant"),
         Column("median_ms", "median ms", "{:.2f}".format),

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from nemo_like.bench import BenchOptions, Column, Measured, Suite
+from nemo_like.bench import BenchOptions
 from nemo_like.job import Job
 from nemo_like.models import resolve_model
 from nemo_like.options import MemoryBudget
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.query import PlanQuery
 from tests.benchmarks.scale import shapes_of
+from tests.benchmarks.suite import Column, Measured, Suite
 from tests.planning.queries import plan_of
 
 SHAPES = (("llama3-8b", 64), ("mixtral-8x7b", 64), ("llama3-70b", 512), ("llama3-405b", 16_384))
@@ -58,7 +59,6 @@ def measure(name: str, ranks: int, tokens: int = TOKENS) -> dict[str, Any]:
 
 PLANNING = Suite(
     help="time to plan 8B, 70B, 405B and mixture-of-experts shapes for 8192 tokens on H100s, on meta",
-    reads=("model", "plot"),
     columns=(
         Column("model", "model"),
         Column("ranks", "ranks", "{:,}".format),
@@ -71,6 +71,4 @@ PLANNING = Suite(
         Column("total_s", "in all s", "{:.2f}".format),
     ),
     run=_run,
-    x="layers",
-    y="total_s",
 )

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nemo_like.bench import BenchOptions, Column, Measured, Suite, Table
+from nemo_like.bench import BenchOptions
 from nemo_like.job import Job
 from nemo_like.models import ModelSource, resolve_model, source_of
 from nemo_like.options import AllocatorConfig, ChunkedLoss, PipelineParallel, Precision, StepSpec, TensorParallel
@@ -30,6 +30,7 @@ from nemo_like.planning.answers.verdict import reserved_within
 from nemo_like.planning.devices import Device, resolve_device
 from nemo_like.planning.query import Choices, PlanQuery
 from tests.benchmarks.published import STEP_COLUMNS, lines_of, published_device
+from tests.benchmarks.suite import Column, Measured, Suite, markdown
 from tests.benchmarks.torchtitan_step import compiled_loss, loop_loss
 
 PAGE = Path(__file__).parents[2] / "docs" / "evidence" / "public-numbers.md"
@@ -658,7 +659,7 @@ _COLUMNS = (
 
 _HEAD = """# Public numbers, predicted
 
-Others published what training steps took on GPUs. `python -m tests.benchmarks public --markdown` predicts each of them with
+Others published what training steps took on GPUs. `python -m tests.benchmarks public` predicts each of them with
 the planner, on a CPU. Nothing ran on a GPU here.
 
 - The rows are in `tests/benchmarks/public/`, each file with its source. No row is left out.
@@ -675,14 +676,13 @@ the planner, on a CPU. Nothing ran on a GPU here.
 
 def page(lines: Sequence[dict[str, Any]]) -> str:
     """Return the page of documentation with the table of `lines`."""
-    table = Table("Rows", _COLUMNS, list(lines)).markdown().removeprefix("Rows\n\n").strip()
+    table = markdown(_COLUMNS, lines)
     listed = "\n".join(f"- {words}" for words in summary(lines))
     return f"{_HEAD}\n## How near\n\n{listed}\n\n## Rows\n\n{table}\n"
 
 
 PUBLIC = Suite(
     help="predict every published step that we know of with the planner, and print prediction and publication",
-    reads=("model",),
     columns=_COLUMNS,
     run=_run,
 )

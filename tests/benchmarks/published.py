@@ -11,8 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nemo_like.bench import BenchOptions, Column, Measured, Suite
+from nemo_like.bench import BenchOptions
 from nemo_like.planning.devices import Device, resolve_device
+from tests.benchmarks.suite import Column, Measured, Suite
 from tests.benchmarks.torchtitan_plan import PublishedStep, plan_step
 
 _FOLDER = Path(__file__).with_name("public")
@@ -110,7 +111,6 @@ STEP_COLUMNS = (
 """A published step, and its speed beside the predicted one."""
 PUBLISHED = Suite(
     help="predict published steps of Llama 3 on 8 to 512 H100, and print prediction and publication side by side",
-    reads=("model",),
     columns=(
         *STEP_COLUMNS,
         Column("reserved_gib", "reserved GiB", "{:.1f}".format),

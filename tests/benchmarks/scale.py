@@ -8,11 +8,12 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from nemo_like.bench import BenchOptions, Column, Measured, Suite
+from nemo_like.bench import BenchOptions
 from nemo_like.layers import find_layers
 from nemo_like.models import PRESETS, resolve_model
 from nemo_like.parallelizer import parallelize
 from nemo_like.torch_compat import fake_ranks
+from tests.benchmarks.suite import Column, Measured, Suite
 
 SHAPES = (("llama3-8b", 8), ("llama3-70b", 64), ("llama3-405b", 512))
 """(preset, ranks)."""
@@ -76,7 +77,6 @@ def fake_process_group(ranks: int) -> Iterator[None]:
 
 SCALE = Suite(
     help="set-up time of parallelize() for 8B, 70B and 405B shapes, on meta, with a fake process group",
-    reads=("model", "plot"),
     columns=(
         Column("model", "model"),
         Column("ranks", "ranks"),
@@ -87,6 +87,4 @@ SCALE = Suite(
         Column("parallelize_s", "parallelize s", "{:.2f}".format),
     ),
     run=_run,
-    x="parameters",
-    y="parallelize_s",
 )

@@ -14,11 +14,12 @@ import torch
 from torch import nn
 
 from nemo_like.activation_checkpointing.engine.verification import VARIABLE
-from nemo_like.bench import BenchOptions, Column, Measured, Suite
+from nemo_like.bench import BenchOptions
 from nemo_like.bench.measured_step import peak_bytes, step_loss, time_steps, zero_gradients
 from nemo_like.bench.side_by_side import choose_modes, sample_of
 from nemo_like.models import resolve_model
 from nemo_like.profiling.meters import quiet_profiler
+from tests.benchmarks.suite import Column, Measured, Suite
 
 
 def _run(options: BenchOptions) -> Measured:
@@ -98,19 +99,6 @@ def _variable(value: str) -> Iterator[None]:
 
 VERIFY = Suite(
     help="the first step with and without verification: time, peak bytes, operators; and the operators of the third",
-    reads=(
-        "model",
-        "batch_size",
-        "seq_len",
-        "input_shape",
-        "device",
-        "dtype",
-        "modes",
-        "budgets",
-        "repeats",
-        "threads",
-        "plot",
-    ),
     columns=(
         Column("mode", "mode"),
         Column("off_ms", "first step, off, ms", "{:.0f}".format),
@@ -124,6 +112,4 @@ VERIFY = Suite(
         Column("on_third", "on", "{:,}".format),
     ),
     run=_run,
-    x="on_ms",
-    y="on_peak",
 )

@@ -60,8 +60,7 @@ def test_the_bubble_is_that_of_the_formula(schedule: str) -> None:
 def test_a_cut_backward_fills_the_bubble() -> None:
     split = timeline(actions_of(PipelineParallel(2, schedule="zbv", microbatches=8)), _equal_seconds(4, 1.0, 2.0), 4)
     whole = timeline(actions_of(PipelineParallel(2, schedule="1f1b", microbatches=8)), _equal_seconds(2, 2.0, 4.0), 2)
-    assert sum(map(len, split.spans)) > sum(map(len, whole.spans))
-    assert split.bubble < whole.bubble
+    assert split.busy == whole.busy and split.bubble < whole.bubble
 
 
 def test_an_order_that_cannot_be_is_an_error() -> None:
@@ -115,15 +114,13 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     config.write_text(json.dumps(_model().config.to_dict()))
     base = ["plan", "--model", str(config), "--gpu", "cpu", "--world-size", "2", "--seq-len", "64", "--batch-size", "2"]
     out = tmp_path / "plan.json"
-    picture = tmp_path / "plan.png"
     more = ["--pp", "2", "--grad-accum", "4", "--memory", "1GiB", "--json", str(out), "--save", str(tmp_path / "p")]
-    pytest.importorskip("matplotlib")
-    assert main([*base, *more, "--plot", str(picture)]) == 0
+    assert main([*base, *more]) == 0
     said = capsys.readouterr().out
     assert "in 2 stages of 2, 2 layers (1f1b)" in said and "pp=2" in said
     body = json.loads(out.read_text())
     assert body["recommended"] == "none" and len(body["rows"][0]["rank_peak_bytes"]) == 2
-    assert 0 < body["rows"][0]["bubble"] < 1 and picture.stat().st_size > 1000
+    assert 0 < body["rows"][0]["bubble"] < 1
     assert main([*base, "--pp", "2", "--grad-accum", "4", "--memory", "100KiB"]) == 1
     assert main([*base, "--pp", "3"]) == 2
     assert main([*base, "--pp", "2", "--measure"]) == 2

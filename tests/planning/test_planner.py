@@ -463,10 +463,3 @@ def test_command_plans_a_model_of_ones_own(capsys):
     assert "--vocab-size" in capsys.readouterr().err
     assert cli.main([*words, "--input-shape", "2xz"]) == 2
     assert "like 8,3,32,32" in capsys.readouterr().err
-
-
-def test_plot(tmp_path):
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "pareto.png"
-    assert cli.main(f"plan --model llama-tiny --seq-len 32 --plot {path}".split()) == 0
-    assert path.read_bytes().startswith(b"\x89PNG")

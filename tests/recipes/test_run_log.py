@@ -10,7 +10,7 @@ import pytest
 from nemo_like._util.log import forget_announcements
 from nemo_like.recipes.command_line import changed_options, config_text, parse_options
 from nemo_like.recipes.options import FinetuneOptions
-from nemo_like.recipes.run_log import RunLog, plot_log, read_log
+from nemo_like.recipes.run_log import RunLog, read_log
 from tests.said import said
 
 
@@ -71,15 +71,6 @@ def test_what_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.Monk
         monkeypatch.setitem(__import__("sys").modules, name, None)
         with pytest.raises(ImportError, match=rf"pip install {name} "):
             RunLog(tmp_path, 0, active=True, **asked)  # type: ignore[arg-type]
-
-
-def test_the_plot_has_what_the_log_has(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    log = RunLog(tmp_path, 0, active=True)
-    _steps(log, range(1, 4))
-    log.add(3, eval_loss=0.5, memory_bytes=2**20, peak_bytes=2**21)
-    plot_log(log.path, tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_what_differs_from_the_defaults_is_written_as_flags() -> None:

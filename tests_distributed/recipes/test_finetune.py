@@ -127,12 +127,11 @@ def test_whole_weights_resume_to_the_bit_and_open_with_from_pretrained(base: lis
 
 def test_only_what_the_glob_names_trains(base: list[str], tmp_path: Path) -> None:
     line = [*base, "--train", "model.layers.1.mlp.*.weight,**norm.weight", "--precision", "bf16", "--steps", "2"]
-    line += ["--output", str(tmp_path), "--sample", "what is 1 and 2?", "--sample-tokens", "4", "--plot"]
+    line += ["--output", str(tmp_path), "--sample", "what is 1 and 2?", "--sample-tokens", "4"]
     run_finetune(2, line, tmp_path / "run.json")
     before, after = _weights(base[base.index("--model") + 1]), _weights(tmp_path / "model")
     changed = {name for name, value in before.items() if not torch.equal(after[name], value.bfloat16().to(value))}
     assert changed == {n for n in before if n.startswith("model.layers.1.mlp.") or n.endswith("norm.weight")}
-    assert (tmp_path / "plot.png").stat().st_size > 1000
     records = read_log(tmp_path / "log.jsonl")
     assert [record["step"] for record in records if "sample" in record] == [2]
     checkpoint = tmp_path / "checkpoints" / "step-00000002"

@@ -16,7 +16,6 @@ once.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 
 from nemo_like.activation_checkpointing.plan import Part
 from nemo_like.distributed.pipeline.schedules import (
@@ -32,23 +31,12 @@ from nemo_like.distributed.pipeline.schedules import (
 from nemo_like.planning.choose.layer import Choice
 from nemo_like.planning.program.fsdp_units import ROOT, TAIL, GatheredOnce, GradientRule, Units, rules_of
 from nemo_like.planning.program.microbatch import Around, LayerCall, Microbatch, StageStep, without
-from nemo_like.planning.program.storages import Bytes, Peak, StepPoint, Storages
+from nemo_like.planning.program.storages import Bytes, Peak, Storages
 from nemo_like.planning.query import PlanQuery, Stage
 from nemo_like.planning.sharding import UnitBytes
 
 _HALFWAY = "between the halves of backward"
 _WAITING = "between forward and backward"
-
-
-@dataclass(frozen=True)
-class ActionBytes:
-    """One action of a rank."""
-
-    action: Action
-    most: int
-    """Bytes alive while it runs."""
-    left: int
-    """Bytes alive when it ends."""
 
 
 class StageOfRank:
@@ -190,7 +178,6 @@ class RankSteps:
         }
         self.input_grads: list[int] = []
         """Gradients of the inputs of stages whose backward is cut in two, kept until the next step."""
-        self.log: list[ActionBytes] = []
         shares = self.once.params > 0
         for stage in self.stages.values():
             self._make_parameters(stage.stage, less=self.once.params if shares and stage.is_first else 0)
@@ -283,7 +270,6 @@ class RankSteps:
                 sent += self._backward(stage, action, done, warmup)
             self._end(action)
         storages.drop_all(sent)
-        storages.phase = "optimizer"
         storages.mark("optimizer step")
         if first:
             self._make_optimizer_state()
@@ -381,16 +367,12 @@ class RankSteps:
         return stays
 
     def _begin(self, action: Action) -> None:
-        storages = self.storages
-        storages.stage, storages.phase = action.stage, "forward"
-        storages.suffix = f" of stage {action.stage}, micro-batch {action.microbatch}" if self.query.is_pipeline else ""
-        storages.begin_action()
+        self.storages.stage = action.stage
+        if self.query.is_pipeline:
+            self.storages.suffix = f" of stage {action.stage}, micro-batch {action.microbatch}"
 
     def _end(self, action: Action) -> None:
         self.storages.suffix = ""
-        levels = self.storages.end_action()
-        if levels is not None:
-            self.log.append(ActionBytes(action, *levels))
 
 
 def rank_peak(
@@ -398,23 +380,17 @@ def rank_peak(
     rank: int,
     choices: Sequence[Sequence[Choice]],
     *,
-    log: list[ActionBytes] | None = None,
-    points: list[StepPoint] | None = None,
     actions: Sequence[Action] | None = None,
 ) -> Peak:
     """Return the highest point of a later step of one rank.
 
     Args:
         query, rank, choices, actions: as for `RankSteps`.
-        log: receives each action.
-        points: receives every stretch of the step, in order.
     """
-    storages = Bytes(points)
+    storages = Bytes()
     steps = RankSteps(query, rank, choices, storages, actions=actions)
     steps.begin_later()
     steps.run()
-    if log is not None:
-        log += steps.log
     return storages.peak()
 
 
@@ -431,10 +407,3 @@ def peak_of(query: PlanQuery, choices: Sequence[Sequence[Choice]], limit: int | 
             break
         highest = max(highest, rank_peak(query, rank, choices), key=lambda peak: peak.total)
     return highest
-
-
-def points_of(query: PlanQuery, rank: int, choices: Sequence[Sequence[Choice]]) -> list[StepPoint]:
-    """Return every stretch of a later step of one rank, in order."""
-    points: list[StepPoint] = []
-    rank_peak(query, rank, choices, points=points)
-    return points

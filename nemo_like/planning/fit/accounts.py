@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 
 from nemo_like._util.words import write_bytes
 from nemo_like.activation_checkpointing.plan import Part
 from nemo_like.losses.model_loss import find_head
-from nemo_like.planning.answers.rank import peaks_of, points_of
+from nemo_like.planning.answers.rank import peaks_of
 from nemo_like.planning.answers.seconds import (
     KERNELS_PER_PARAMETER,
     Links,
@@ -25,7 +24,7 @@ from nemo_like.planning.choose.layer import BlockProblem, Choice
 from nemo_like.planning.fit.explained import Account, RankPeak, Row, fsdp_rows, merged, microbatch_rows, ranks, rows_of
 from nemo_like.planning.fit.layouts import Configuration
 from nemo_like.planning.fit.shapes import Shape
-from nemo_like.planning.program.storages import StepPoint
+from nemo_like.planning.program.storages import Peak
 from nemo_like.planning.query import RNG_STATE, Choices, PlanQuery, Stage
 from nemo_like.planning.roofline import host_optimizer_seconds, kernel_kind, optimizer_seconds
 
@@ -39,16 +38,11 @@ def account_of(shape: Shape, conf: Configuration, choices: Choices, seconds: Ste
     finer = merged(_second_rows(query, choices, seconds))
     peaks = peaks_of(query, choices)
     most = max(range(len(peaks)), key=lambda rank: peaks[rank].total)
-    lines = {
-        f"rank {rank}" if query.is_pipeline else "": partial(points_of, query, rank, choices)
-        for rank in range(query.pp.size)
-    }
     of_ranks = (RankPeak(tuple(query.of_rank(rank)), peak.total, peak.at) for rank, peak in enumerate(peaks))
     return Account(
-        byte_rows(query, choices, most, max(points_of(query, most, choices), key=lambda point: point.total)),
+        byte_rows(query, choices, most, peaks[most]),
         rows_of(seconds.parts, finer, seconds.total * _NOTHING),
         tuple(of_ranks) if query.is_pipeline else (),
-        lines,
     )
 
 
@@ -102,7 +96,7 @@ _INPUTS = "layers' inputs"
 _HEAD = ("forward of the head", "loss", "backward of the head")
 
 
-def byte_rows(query: PlanQuery, choices: Choices, rank: int, point: StepPoint) -> tuple[Row, ...]:
+def byte_rows(query: PlanQuery, choices: Choices, rank: int, peak: Peak) -> tuple[Row, ...]:
     """Return the parts of the highest point of a step of one rank, which add up to it.
 
     In a pipeline, parts are given by stage.
@@ -116,21 +110,21 @@ def byte_rows(query: PlanQuery, choices: Choices, rank: int, point: StepPoint) -
     for index in query.of_rank(rank):
         for part, rows in _static_rows(query.stages[index]).items():
             add(index, part, rows)
-    running, chosen = query.stages[point.stage], choices[point.stage]
-    saved = saved_by_kind(running, chosen, point.upto)
-    if point.stage and _INPUTS in saved:  # the first layer's is in a receive buffer
+    running, chosen = query.stages[peak.stage], choices[peak.stage]
+    saved = saved_by_kind(running, chosen, peak.upto)
+    if peak.stage and _INPUTS in saved:  # the first layer's is in a receive buffer
         saved[_INPUTS] -= min(saved[_INPUTS], query.hidden_bytes)
-    add(point.stage, Part.SAVED_ACTIVATIONS, _rows("", saved))
-    add(point.stage, Part.RUNNING_LAYER, _running_rows(running, chosen, point))
-    add(point.stage, Part.OUTSIDE_OF_LAYERS, _outside_rows(running, chosen, point))
+    add(peak.stage, Part.SAVED_ACTIVATIONS, _rows("", saved))
+    add(peak.stage, Part.RUNNING_LAYER, _running_rows(running, chosen, peak))
+    add(peak.stage, Part.OUTSIDE_OF_LAYERS, _outside_rows(running, chosen, peak))
     waiting: Counter[tuple[int, str]] = Counter()
     sizes: Counter[tuple[int, str]] = Counter()
-    for stage, what, size in point.in_flight:
+    for stage, what, size in peak.in_flight:
         waiting[stage, what] += 1
         sizes[stage, what] += size
     for (stage, what), size in sizes.items():
         add(stage, Part.MICROBATCHES_IN_FLIGHT, [Row("", f"{waiting[stage, what]} {what}", size)])
-    return rows_of({part: size for part, size in point.parts.items() if size}, finer, 0)
+    return rows_of({part: size for part, size in peak.parts.items() if size}, finer, 0)
 
 
 def saved_by_kind(stage: Stage, choices: Sequence[Choice], upto: int) -> dict[str, int]:
@@ -200,9 +194,9 @@ def _static_rows(stage: Stage) -> dict[str, list[Row]]:
     }
 
 
-def _running_rows(stage: Stage, choices: Sequence[Choice], point: StepPoint) -> list[Row]:
-    """Return the rows of the layer whose backward is the highest point."""
-    match = re.fullmatch(r"backward of layer (\d+)", point.where)
+def _running_rows(stage: Stage, choices: Sequence[Choice], peak: Peak) -> list[Row]:
+    """Return the rows of the layer whose backward is the highest peak."""
+    match = re.fullmatch(r"backward of layer (\d+)", peak.where)
     if match is None:
         return []
     position = int(match[1])
@@ -212,7 +206,7 @@ def _running_rows(stage: Stage, choices: Sequence[Choice], point: StepPoint) -> 
     held = trace.input_bytes if choice.decisions else trace.kept_input_bytes
     memory = part.memory(call.kind, choice, loss=stage.loss)
     kept = min(memory.held, memory.backward_peak)
-    left = point.parts[Part.RUNNING_LAYER]
+    left = peak.parts[Part.RUNNING_LAYER]
     rows = []
     for what, size in (
         ("its inputs", held),
@@ -225,17 +219,17 @@ def _running_rows(stage: Stage, choices: Sequence[Choice], point: StepPoint) -> 
     return rows
 
 
-def _outside_rows(stage: Stage, choices: Sequence[Choice], point: StepPoint) -> list[Row]:
-    """Return the rows of tensors as wide as the vocabulary, where the head or the loss is the highest point."""
+def _outside_rows(stage: Stage, choices: Sequence[Choice], peak: Peak) -> list[Row]:
+    """Return the rows of tensors as wide as the vocabulary, where the head or the loss is the highest peak."""
     head = find_head(stage.part.model)
     weight = None if head is None else next(head.parameters(), None)  # a stage of a pipeline may have none
-    if weight is None or point.where not in _HEAD:
+    if weight is None or peak.where not in _HEAD:
         return []
     events = stage.outside(choices=choices).events
     begin = events.calls[-1].end if events.calls else 0
     ends = {"forward of the head": events.forward_end}
-    end = ends.get(point.where, events.backs[0].begin if events.backs else events.backward_end)
-    begin = begin if point.where in ends else events.forward_end
+    end = ends.get(peak.where, events.backs[0].begin if events.backs else events.backward_end)
+    begin = begin if peak.where in ends else events.forward_end
     alive: dict[int, int] = {}
     most: dict[int, int] = {}
     for place, (number, size) in enumerate(events.log[:end]):
@@ -249,7 +243,7 @@ def _outside_rows(stage: Stage, choices: Sequence[Choice], point: StepPoint) -> 
     least = weight.shape[0] * 2 * 16  # of a chunk of a few tokens, two bytes each
     wide = [size for size in most.values() if size % weight.shape[0] == 0 and size >= least and size != weights]
     grads = [size for size in most.values() if size == weights]
-    left = point.parts[Part.OUTSIDE_OF_LAYERS]
+    left = peak.parts[Part.OUTSIDE_OF_LAYERS]
     rows = []
     for what, sizes in (("logits, their copies and gradients", wide), ("gradients of the head", grads)):
         size = min(sum(sizes), left)

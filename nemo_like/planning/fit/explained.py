@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from nemo_like.options import StepSpec
@@ -18,7 +18,6 @@ from nemo_like.planning.answers.seconds import (
     waits_of,
 )
 from nemo_like.planning.choose.layer_seconds import LayerRun
-from nemo_like.planning.program.storages import StepPoint
 from nemo_like.planning.query import Stage
 from nemo_like.planning.roofline import RankGroup
 from nemo_like.planning.sharding import UnitBytes
@@ -58,12 +57,6 @@ class Account:
     """Rows in seconds that add up to the step."""
     ranks: tuple[RankPeak, ...] = ()
     """Peaks of the ranks of a pipeline; empty: no pipeline."""
-    lines: Mapping[str, Callable[[], list[StepPoint]]] = field(default_factory=dict, compare=False, repr=False)
-    """Stretches of a step in order, by rank of the pipeline; made when the function is called."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out `lines`, which stay with the process that planned the step."""
-        return {**self.__dict__, "lines": {}}
 
     def as_json(self) -> dict[str, Any]:
         """Return the account in JSON values; bytes and seconds."""

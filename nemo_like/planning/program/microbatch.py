@@ -228,7 +228,6 @@ class Microbatch:
     def backward_of_inputs(self) -> None:
         """Run backward, or its first half where it was recorded in two."""
         events, storages, backs = self.events, self.storages, self.events.backs
-        storages.phase = "backward"
         for number in events.outputs:
             storages.relabel(self.outside.get(number, 0), Part.KEPT_OUTPUT)
         storages.mark("loss")
@@ -279,7 +278,6 @@ class Microbatch:
         Free all storages of the micro-batch, but for what `take_ends` returns.
         """
         events, storages = self.events, self.storages
-        storages.phase = "backward"
         for i in reversed(range(len(self.layers))):
             layer, run = self.layers[i], self.inside[i]
             if self.around.halves:

@@ -20,27 +20,6 @@ COMPUTE, GATHER, REDUCE = "compute", "gather", "reduce"
 
 
 @dataclass(frozen=True)
-class StepPoint:
-    """One stretch of a step, at the moment when most bytes are alive in it."""
-
-    where: str
-    phase: str
-    """``forward`` | ``backward`` | ``optimizer``."""
-    parts: dict[str, int]
-    """Bytes by part."""
-    upto: int
-    """Number of layer calls, from the first on, that have activations saved for backward."""
-    in_flight: tuple[tuple[int, str, int], ...] = ()
-    """Waiting micro-batches of a pipeline's rank: for each its stage, the place where it waits, and its bytes."""
-    stage: int = 0
-    """The stage that runs."""
-
-    @property
-    def total(self) -> int:
-        return sum(self.parts.values())
-
-
-@dataclass(frozen=True)
 class Peak:
     """A predicted peak."""
 
@@ -50,6 +29,14 @@ class Peak:
     """Place in the step, in words."""
     held: int
     """Bytes alive when the model's forward has ended, with its output, without what stays between steps (`STAYING`)."""
+    where: str = ""
+    """The stretch of the step, without the stage and micro-batch that `at` names."""
+    stage: int = 0
+    """The stage that runs."""
+    upto: int = 0
+    """Number of layer calls, from the first on, that have activations saved for backward."""
+    in_flight: tuple[tuple[int, str, int], ...] = ()
+    """Waiting micro-batches of a pipeline's rank: for each its stage, the place where it waits, and its bytes."""
 
     @property
     def total(self) -> int:
@@ -83,8 +70,8 @@ class Moved(NamedTuple):
 class Storages:
     """Storages by number, each with the number of its holders: the last one frees it."""
 
-    phase, upto, stage = "forward", 0, 0
-    """Fields of the `StepPoint` that is written."""
+    upto, stage = 0, 0
+    """Fields of the `Peak`."""
     suffix = ""
     """Name of the action that runs, added to the names of places."""
 
@@ -173,13 +160,6 @@ class Storages:
     def end_forward(self) -> None:
         """Note that the model has returned."""
 
-    def begin_action(self) -> None:
-        """Note that an action of a rank begins."""
-
-    def end_action(self) -> tuple[int, int] | None:
-        """Return the most bytes alive since the action began, and the bytes alive now; None: they are not counted."""
-        return None
-
     def park(self, stage: int, number: int, what: str) -> None:
         """Count the saved activations of layers, and what is outside the layers, as waiting with this micro-batch."""
 
@@ -196,8 +176,7 @@ class Storages:
 class Bytes(Storages):
     """Level of bytes that are alive, by part, and the highest one."""
 
-    def __init__(self, points: list[StepPoint] | None = None) -> None:
-        """Begin with no bytes; `points`: receives every stretch between two marks."""
+    def __init__(self) -> None:
         super().__init__()
         self.now: dict[str, int] = dict.fromkeys(Part, 0)
         self.total = 0
@@ -205,9 +184,11 @@ class Bytes(Storages):
         self.best: dict[str, int] = {}
         self.best_total, self.best_at = -1, ""
         self.where = ""
-        self.points = points
-        self._most, self._parts, self._action = -1, self.now, 0
-        self._at = self.phase, self.upto, self.stage
+        self._at = self.stage, self.upto
+        self._higher = False
+        """The stretch that runs has the highest level so far."""
+        self._facts: tuple[str, int, int, tuple[tuple[int, str, int], ...]] = ("", 0, 0, ())
+        """Fields of the `Peak`, of the stretch that has the highest level."""
         self.parked: dict[tuple[int, int, str], tuple[int, int]] = {}
         """Bytes of waiting micro-batches, of layers and others, by stage, micro-batch and place."""
         self.held = 0
@@ -216,12 +197,8 @@ class Bytes(Storages):
         self.part[number] = part
         self.now[part] += size
         self.total += size
-        if self.total > self._action:
-            self._action = self.total
         if self.total > self.best_total:
-            self.best_total, self.best_at, self.best = self.total, self.where + self.suffix, self.now.copy()
-        if self.points is not None and self.total > self._most:
-            self._most, self._parts = self.total, self.now.copy()
+            self._note_highest(self.total)
 
     def _free(self, number: int, size: int) -> None:
         self.now[self.part.pop(number)] -= size
@@ -229,15 +206,13 @@ class Bytes(Storages):
 
     def _look(self, extra: int) -> None:
         """Take into account bytes of the running layer that are alive for a moment."""
-        total = self.total + extra
-        if total > self._action:
-            self._action = total
-        if total > self.best_total:
-            self.best_total, self.best_at, self.best = total, self.where + self.suffix, self.now.copy()
+        if self.total + extra > self.best_total:
+            self._note_highest(self.total + extra)
             self.best[Part.RUNNING_LAYER] += extra
-        if self.points is not None and total > self._most:
-            self._most, self._parts = total, self.now.copy()
-            self._parts[Part.RUNNING_LAYER] += extra
+
+    def _note_highest(self, total: int) -> None:
+        self.best_total, self.best_at, self.best = total, self.where + self.suffix, self.now.copy()
+        self._higher = True
 
     def run_log(self, log: Recorded, run: LogRun, part: Part) -> Sequence[int]:
         storages = run.alive
@@ -283,14 +258,12 @@ class Bytes(Storages):
 
     def mark(self, where: str) -> None:
         self._end()
-        self.where, self._at = where, (self.phase, self.upto, self.stage)
+        self.where, self._at = where, (self.stage, self.upto)
 
     def _end(self) -> None:
-        if self.points is not None:
-            if self._most >= 0:
-                phase, upto, stage = self._at
-                self.points.append(StepPoint(self.where, phase, self._parts, upto, self.in_flight(), stage))
-            self._most, self._parts = self.total, self.now.copy()
+        if self._higher:
+            waiting = tuple((stage, what, sum(sizes)) for (stage, _, what), sizes in self.parked.items())
+            self._facts, self._higher = (self.where, *self._at, waiting), False
 
     def relabel(self, storage: int, part: Part) -> None:
         if storage:
@@ -301,18 +274,8 @@ class Bytes(Storages):
         self.now[source] -= size
         self.now[target] += size
 
-    def begin_action(self) -> None:
-        self._action = self.total
-
-    def end_action(self) -> tuple[int, int] | None:
-        return self._action, self.total
-
     def end_forward(self) -> None:
         self.held = self.total - sum(self.now[part] for part in STAYING)
-
-    def in_flight(self) -> tuple[tuple[int, str, int], ...]:
-        """Return the waiting micro-batches, as in `StepPoint.in_flight`."""
-        return tuple((stage, what, sum(sizes)) for (stage, _, what), sizes in self.parked.items())
 
     def park(self, stage: int, number: int, what: str) -> None:
         sizes = self.now[Part.SAVED_ACTIVATIONS], self.now[Part.OUTSIDE_OF_LAYERS]
@@ -331,7 +294,7 @@ class Bytes(Storages):
     def peak(self) -> Peak:
         """Return the highest level so far."""
         self._end()
-        return Peak({part: value for part, value in self.best.items() if value}, self.best_at, self.held)
+        return Peak({part: value for part, value in self.best.items() if value}, self.best_at, self.held, *self._facts)
 
 
 class Allocations(Storages):

@@ -11,22 +11,19 @@ from nemo_like.distributed.pipeline.schedules import BACKWARD, FORWARD, INPUTS, 
 
 @dataclass(frozen=True)
 class Timeline:
-    """Times at which each action runs, in seconds from the step's start."""
+    """A step of a pipeline."""
 
-    spans: tuple[tuple[tuple[Action, float, float], ...], ...]
-    """Actions of each rank, each with its begin and end."""
-
-    @property
-    def seconds(self) -> float:
-        """Seconds from the first action to the end of the last."""
-        return max((span[2] for rank in self.spans for span in rank), default=0.0)
+    seconds: float
+    """Seconds from the first action to the end of the last."""
+    busy: float
+    """Seconds in which ranks compute, of all ranks."""
+    ranks: int
 
     @property
     def bubble(self) -> float:
         """The share of the ranks' time in which they wait."""
-        busy = sum(end - begin for rank in self.spans for _, begin, end in rank)
-        total = self.seconds * len(self.spans)
-        return 1 - busy / total if total else 0.0
+        total = self.seconds * self.ranks
+        return 1 - self.busy / total if total else 0.0
 
 
 class StageSeconds(NamedTuple):
@@ -71,8 +68,7 @@ def timeline(
         ValueError: in this order, an action never gets what it needs.
     """
     done: dict[tuple[str, int, int], float] = {}
-    free, at = [0.0] * len(actions), [0] * len(actions)
-    spans: list[list[tuple[Action, float, float]]] = [[] for _ in actions]
+    free, at, busy = [0.0] * len(actions), [0] * len(actions), 0.0
     left = sum(map(len, actions))
     ranks = {action.stage: rank for rank, rank_actions in enumerate(actions) for action in rank_actions}
     late = {
@@ -89,17 +85,17 @@ def timeline(
                 ready = _ready(action, done, stages, late)
                 if ready is None:
                     break
-                begin = max(ready, free[rank])
-                free[rank] = end = begin + seconds[action.kind, action.stage]
+                took = seconds[action.kind, action.stage]
+                free[rank] = end = max(ready, free[rank]) + took
                 done[_result(action), action.stage, action.microbatch] = end
-                spans[rank].append((action, begin, end))
+                busy += took
                 at[rank], left = at[rank] + 1, left - 1
         if left == before:
             stuck = next(
                 rank_actions[at[rank]] for rank, rank_actions in enumerate(actions) if at[rank] < len(rank_actions)
             )
             raise ValueError(f"The schedule comes to a standstill at {stuck}: what it needs is never made.")
-    return Timeline(tuple(map(tuple, spans)))
+    return Timeline(max(free, default=0.0), busy, len(actions))
 
 
 def _result(action: Action) -> str:
