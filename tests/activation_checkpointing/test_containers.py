@@ -15,7 +15,8 @@ from transformers.modeling_outputs import BaseModelOutput
 from nemo_like import apply_activation_checkpointing
 from nemo_like._util.live_bytes import LiveBytes
 from nemo_like.activation_checkpointing.policy import FullPolicy
-from tests.models.blocks import checkpoint_region
+from tests.checks import assert_bitwise, gradients_of
+from tests.models.blocks import Stack, checkpoint_region, under
 
 
 @dataclass
@@ -72,16 +73,13 @@ class ChangingBlock(Block):
         return state
 
 
-class Model(nn.Module):
-    def __init__(self, make: Any, block: type[Block] = Block, dim: int = 16, layers: int = 4) -> None:
-        super().__init__()
+class Model(Stack):
+    def __init__(self, make: Any, block: type[Block] = Block, dim: int = 16) -> None:
+        super().__init__(block(dim) for _ in range(4))
         self.make = make
-        self.layers = nn.ModuleList(block(dim) for _ in range(layers))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        state = self.make(x)
-        for layer in self.layers:
-            state = layer(state)
+        state = super().forward(self.make(x))
         return state.last_hidden_state if isinstance(state, BaseModelOutput) else state.hidden
 
 
@@ -95,24 +93,21 @@ MAKERS = {
 
 
 def _gradients(make: Any, ac: str, block: type[Block] = Block) -> list[torch.Tensor]:
-    torch.manual_seed(0)
-    model = apply_activation_checkpointing(Model(make, block), ac)
+    model = under(ac, lambda: Model(make, block))
     x = torch.randn(3, 16, requires_grad=True)
     model(x).square().sum().backward()
-    return [x.grad, *(parameter.grad for parameter in model.parameters())]
+    return [x.grad, *gradients_of(model).values()]
 
 
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("ac", ["full", "selective", "sequential"])
 def test_gradients_are_those_of_no_checkpointing(kind: str, ac: str) -> None:
-    wanted = _gradients(MAKERS[kind], "none")
-    assert all(map(torch.equal, _gradients(MAKERS[kind], ac), wanted))
+    assert_bitwise(_gradients(MAKERS[kind], ac), _gradients(MAKERS[kind], "none"))
 
 
 @pytest.mark.parametrize("ac", ["full", "selective", "sequential"])
 def test_a_container_that_layers_change_is_replayed_as_forward_found_it(ac: str) -> None:
-    wanted = _gradients(State, "none", ChangingBlock)
-    assert all(map(torch.equal, _gradients(State, ac, ChangingBlock), wanted))
+    assert_bitwise(_gradients(State, ac, ChangingBlock), _gradients(State, "none", ChangingBlock))
 
 
 @pytest.mark.few(2)
@@ -143,10 +138,9 @@ class PlainBlock(Block):
 
 
 def test_an_object_that_is_no_container_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    model = apply_activation_checkpointing(Model(Plain, PlainBlock), "sequential")
-    model(torch.randn(2, 16)).sum().backward()
-    assert [record.getMessage() for record in caplog.records if "a Plain on" in record.getMessage()]
-    assert all(map(torch.equal, _gradients(Plain, "sequential", PlainBlock), _gradients(Plain, "none", PlainBlock)))
+    found = _gradients(Plain, "sequential", PlainBlock)
+    assert "a Plain on" in caplog.text
+    assert_bitwise(found, _gradients(Plain, "none", PlainBlock))
 
 
 def test_a_container_that_is_given_twice_is_one_container_in_replay_too():

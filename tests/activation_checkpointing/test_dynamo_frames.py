@@ -6,7 +6,8 @@ such; frames with a graph break in a loop are in every release.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -19,17 +20,14 @@ from nemo_like.activation_checkpointing.policy import FullPolicy, Policy
 from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from nemo_like.offload import offload_activations
 from nemo_like.options import OffloadConfig
-from tests.models.blocks import train
+from tests.checks import assert_bitwise
+from tests.models.blocks import Stack, train
 
 D = 16
 POLICIES: dict[str, Policy] = {"full": FullPolicy(), "selective": SelectivePolicy()}
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class Mlp(nn.Module):
@@ -80,30 +78,26 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 }  # fmt: skip
 
 
-class Stack(nn.Module):
-    def __init__(self, make: Callable[[], nn.Module]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(make() for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+def stack(make: Callable[[], nn.Module]) -> Stack:
+    torch.manual_seed(0)
+    return Stack(make() for _ in range(4))
 
 
-def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
-    assert len(actual) == len(expected)
-    for a, b in zip(actual, expected, strict=True):
-        assert torch.equal(a, b), (a - b).abs().max()
+def wrapped_compiled(make: Callable[[], nn.Module], policy: str, backend: Any) -> Stack:
+    """Each layer compiled by itself, and then checkpointed."""
+    model = stack(make)
+    for index, layer in enumerate(model.layers):
+        layer.compile(backend=backend)
+        model.layers[index] = CheckpointWrapper(layer, policy=POLICIES[policy])
+    return model
 
 
 @pytest.mark.few(6)
 @pytest.mark.parametrize("ac", ["full", "sequential", "selective"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_that_dynamo_leaves_to_eager_train_right(name: str, ac: str) -> None:
-    expected = train(Stack(LAYERS[name]))
-    assert_same(train(parallelize(Stack(LAYERS[name]), "single", ac, compile="aot_eager")), expected)
+    expected = train(stack(LAYERS[name]))
+    assert_bitwise(train(parallelize(stack(LAYERS[name]), "single", ac, compile="aot_eager")), expected)
 
 
 @pytest.mark.few(4)
@@ -111,20 +105,15 @@ def test_layers_that_dynamo_leaves_to_eager_train_right(name: str, ac: str) -> N
 @pytest.mark.parametrize("name", ["sequential", "encoder", "mixed", "looping"])
 def test_so_they_do_under_inductor(name: str, ac: str) -> None:
     """With the wrapper outside of what is compiled, each piece is compiled as without it: to the bit the same."""
-    expected = train(parallelize(Stack(LAYERS[name]), "single", "none", compile="inductor"))
+    expected = train(parallelize(stack(LAYERS[name]), "single", "none", compile="inductor"))
     torch.compiler.reset()
-    assert_same(train(parallelize(Stack(LAYERS[name]), "single", ac, compile="inductor")), expected)
+    assert_bitwise(train(parallelize(stack(LAYERS[name]), "single", ac, compile="inductor")), expected)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_wrapper_around_a_module_that_was_compiled_by_itself(name: str, policy: str) -> None:
-    expected = train(Stack(LAYERS[name]))
-    model = Stack(LAYERS[name])
-    for index, layer in enumerate(model.layers):
-        layer.compile(backend="aot_eager")
-        model.layers[index] = CheckpointWrapper(layer, policy=POLICIES[policy])
-    assert_same(train(model), expected)
+    assert_bitwise(train(wrapped_compiled(LAYERS[name], policy, "aot_eager")), train(stack(LAYERS[name])))
 
 
 class Graphs:
@@ -140,18 +129,15 @@ class Graphs:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_dynamo_compiles_nothing_of_the_engine(policy: str) -> None:
-    graphs, model = Graphs(), Stack(Looping)
-    for index, layer in enumerate(model.layers):
-        layer.compile(backend=graphs)
-        model.layers[index] = CheckpointWrapper(layer, policy=POLICIES[policy])
-    train(model)
+    graphs = Graphs()
+    train(wrapped_compiled(Looping, policy, graphs))
     assert graphs.count == 0
 
 
 def test_nor_of_offloading_which_would_then_move_nothing() -> None:
     graphs, moved = Graphs(), []
     for backend in (None, graphs):
-        model = Stack(Looping)
+        model = stack(Looping)
         for layer in model.layers:
             if backend is not None:
                 layer.compile(backend=backend)

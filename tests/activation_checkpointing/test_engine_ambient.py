@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_like import torch_compat
 from nemo_like.activation_checkpointing.engine import ambient
@@ -18,6 +19,17 @@ from nemo_like.activation_checkpointing.engine.handles import RegionError
 from nemo_like.activation_checkpointing.policy import RECOMPUTE, SAVE, DecisionTable, FullPolicy, SelectivePolicy
 from tests.checks import assert_bitwise
 from tests.models.blocks import LlamaBlock, checkpoint_region, gradients, region
+
+
+def noting(read, seen):
+    """A function whose gradient is recomputed, and that notes what it reads of the world around it."""
+
+    def fn(x):
+        seen.append(read())
+        return x.exp().sin()
+
+    return fn
+
 
 POLICIES = {"full": FullPolicy(), "selective": SelectivePolicy()}
 each_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
@@ -55,36 +67,32 @@ def test_autocast_is_off_in_replay_where_it_was_off_in_forward(policy):
 
 def test_a_table_that_tracks_casts_is_not_shifted_by_the_autocast_cache():
     w = nn.Linear(4, 4, bias=False)
-    table = DecisionTable({"aten.mm.default": [SAVE]})
 
-    def twice(x):
-        with torch.autocast("cpu", torch.bfloat16):
-            first = checkpoint_region(lambda t: w(t).tanh(), x, policy=table)
-            return first + checkpoint_region(lambda t: w(t).tanh(), x, policy=table)
+    def layer(t):
+        return w(t).tanh()
 
-    def plain(x):
-        with torch.autocast("cpu", torch.bfloat16):
-            return w(x).tanh() + w(x).tanh()
+    def twice(call):
+        def forward(x):
+            with torch.autocast("cpu", torch.bfloat16):
+                return call(x) + call(x)
 
-    x = torch.randn(2, 4)
-    assert_bitwise(gradients(twice, w, x), gradients(plain, w, x))
+        return forward
+
+    x, ours = torch.randn(2, 4), region(layer, DecisionTable({"aten.mm.default": [SAVE]}))
+    assert_bitwise(gradients(twice(ours), w, x), gradients(twice(layer), w, x))
 
 
-def sdpa_backend_of(fn):
-    """The attention operators that run inside `fn`."""
-    from torch.utils._python_dispatch import TorchDispatchMode
+class AttentionOps(TorchDispatchMode):
+    """Notes the attention operators that run forward."""
 
-    seen = []
+    def __init__(self):
+        super().__init__()
+        self.names = []
 
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if "attention" in str(func) or "softmax" in str(func):
-                seen.append(str(func))
-            return func(*args, **(kwargs or {}))
-
-    with Watch():
-        fn()
-    return [name for name in seen if "backward" not in name]
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(word in str(func) for word in ("attention", "softmax")) and "backward" not in str(func):
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 def sdpa_flags() -> list[bool]:
@@ -105,14 +113,13 @@ def test_the_sdpa_backend_of_a_context_that_has_ended(policy, backend):
     with sdpa_kernel(backend):
         (wanted,) = torch.autograd.grad((block(x) ** 2).sum(), x)
         y = (checkpoint_region(block, x, policy=policy) ** 2).sum()
-    got = []
-    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]):
+    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]), AttentionOps() as used:
         flags = sdpa_flags()
-        used = sdpa_backend_of(lambda: got.extend(torch.autograd.grad(y, x)))
+        (got,) = torch.autograd.grad(y, x)
         assert sdpa_flags() == flags
     if policy.keeps_nothing:
-        assert any("flash" in name for name in used) == (backend is SDPBackend.FLASH_ATTENTION)
-    assert torch.equal(got[0], wanted)
+        assert any("flash" in name for name in used.names) == (backend is SDPBackend.FLASH_ATTENTION)
+    assert torch.equal(got, wanted)
 
 
 @each_policy
@@ -120,12 +127,9 @@ def test_the_sdpa_priority_order(policy):
     block, x = LlamaBlock(32), torch.randn(1, 8, 32, requires_grad=True)
     seen, before = [], torch_compat.sdp_priority()
 
-    def fn(t):
-        seen.append(list(torch_compat.sdp_priority()))
-        return block(t)
-
+    fn = noting(lambda: list(torch_compat.sdp_priority()), seen)
     with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True):
-        y = checkpoint_region(fn, x, policy=policy)
+        y = checkpoint_region(lambda t: fn(block(t)), x, policy=policy)
     y.sum().backward()
     assert seen[0] == seen[1] != before
     assert torch_compat.sdp_priority() == before
@@ -150,17 +154,22 @@ def test_a_replaced_sdpa_function_is_replayed_and_taken_away_again(policy, monke
     assert F.scaled_dot_product_attention is original
 
 
+class Scaling(TorchFunctionMode):
+    """Another result of one function for all that runs inside, as a context-parallel dispatcher has another attention."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        return out * 3 if func is self.function else out
+
+
 @each_policy
 def test_function_modes_that_have_ended(policy):
-    class Tripling(TorchFunctionMode):
-        """As a context-parallel dispatcher would: another attention for all that runs inside."""
-
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            return out * 3 if func is F.scaled_dot_product_attention else out
-
     block, x = LlamaBlock(32), torch.randn(1, 8, 32, requires_grad=True)
-    with Tripling():
+    with Scaling(F.scaled_dot_product_attention):
         (wanted,) = torch.autograd.grad((block(x) ** 2).sum(), x)
         y = (checkpoint_region(block, x, policy=policy) ** 2).sum()
     (got,) = torch.autograd.grad(y, x)
@@ -168,53 +177,38 @@ def test_function_modes_that_have_ended(policy):
     assert torch._C._len_torch_function_stack() == 0
 
 
+def device():
+    return torch.zeros(1).device.type
+
+
 def test_the_default_device_of_a_context_that_has_ended():
-    x = torch.randn(3, requires_grad=True)
-    seen = []
-
-    def fn(t):
-        seen.append(torch.zeros(1).device.type)
-        return t.exp().sin()
-
+    x, seen = torch.randn(3, requires_grad=True), []
     with torch.device("meta"):
-        y = checkpoint_region(fn, x, policy=FullPolicy())
+        y = checkpoint_region(noting(device, seen), x, policy=FullPolicy())
     y.sum().backward()
-    assert seen == ["meta", "meta"]
+    assert seen == ["meta", "meta"] and device() == "cpu"
 
 
 @pytest.mark.parametrize("how", ["context", "default"])
 def test_the_default_device_of_a_context_around_backward_only(how):
     x, seen = torch.randn(3, requires_grad=True), []
-
-    def fn(t):
-        seen.append(torch.zeros(1).device.type)
-        return t.exp().sin()
-
-    y = checkpoint_region(fn, x, policy=FullPolicy()).sum()
-    if how == "context":
-        with torch.device("meta"):
-            y.backward(torch.ones((), device="cpu"))
-            assert torch.zeros(1).device.type == "meta"
-    else:
-        torch.set_default_device("meta")
-        try:
-            y.backward(torch.ones((), device="cpu"))
-            assert torch.zeros(1).device.type == "meta"
-        finally:
-            torch.set_default_device(None)
-    assert seen == ["cpu", "cpu"] and torch.zeros(1).device.type == "cpu"
+    y = checkpoint_region(noting(device, seen), x, policy=FullPolicy()).sum()
+    with contextlib.ExitStack() as stack:
+        if how == "context":
+            stack.enter_context(torch.device("meta"))
+        else:
+            torch.set_default_device("meta")
+            stack.callback(torch.set_default_device, None)
+        y.backward(torch.ones((), device="cpu"))
+        assert device() == "meta"
+    assert seen == ["cpu", "cpu"] and device() == "cpu"
 
 
 def test_a_function_mode_around_backward_only():
-    class Doubling(TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            return out * 2 if func is F.linear else out
-
     block, x = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
     (wanted,) = torch.autograd.grad(block(x).sin().sum(), x)
     y = checkpoint_region(lambda t: block(t).sin(), x, policy=FullPolicy()).sum()
-    with Doubling() as mode:
+    with Scaling(F.linear) as mode:
         (got,) = torch.autograd.grad(y, x)
         assert torch_compat.function_modes() == (mode,)
     assert torch.equal(got, wanted)
@@ -247,16 +241,11 @@ NAMED = {
 def test_a_global_switch(switch, inside):
     read, put, other = SWITCHES[switch]
     x, seen, before = torch.randn(3, requires_grad=True), [], read()
-
-    def fn(t):
-        seen.append(read())
-        return t.exp().sin()
-
     try:
         if inside:
             put(other)
         in_forward = read()
-        y = checkpoint_region(fn, x, policy=FullPolicy()).sum()
+        y = checkpoint_region(noting(read, seen), x, policy=FullPolicy()).sum()
         put(before) if inside else put(other)
         in_backward = read()
         y.backward()
@@ -308,15 +297,11 @@ def test_a_registered_state_is_put_back_for_replay():
 
         return restore
 
-    def fn(t):
-        seen.append(state["gain"])
-        return t.exp().sin()
-
     ambient.register("gain", capture)
     try:
         with pytest.raises(ValueError, match="'gain' is taken"):
             ambient.register("gain", capture)
-        y = checkpoint_region(fn, x, policy=FullPolicy())
+        y = checkpoint_region(noting(lambda: state["gain"], seen), x, policy=FullPolicy())
         state["gain"] = 5.0
         y.sum().backward()
     finally:
@@ -361,19 +346,26 @@ class Scaled(nn.Module):
         return self.linear((x / scale).tanh() * self.fixed).sigmoid()
 
 
+def assert_train_alike(ours, plain, policy, inputs, before=lambda module, number: None):
+    """Steps of a region of `ours` have the gradients, and leave the buffers, of those of `plain`."""
+    ours.load_state_dict(plain.state_dict())
+    for number, x in enumerate(inputs):
+        for module in (ours, plain):
+            before(module, number)
+        assert_bitwise(gradients(region(ours, policy), ours, x), gradients(plain, plain, x), number)
+        assert_bitwise(dict(ours.named_buffers()), dict(plain.named_buffers()), number)
+
+
+def rows(scale=1):
+    return torch.randn(4, 8) * scale
+
+
 @each_policy
 @pytest.mark.parametrize("module", [Scaled, lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh())])
 def test_buffers_that_forward_changes_are_not_changed_again_by_replay(policy, module):
     # Known failure 20, first half.
     torch.manual_seed(0)
-    plain = module()
-    ours = module()
-    ours.load_state_dict(plain.state_dict())
-    for step in range(3):
-        x = torch.randn(4, 8) * (step + 1)
-        assert_bitwise(gradients(region(ours, policy), ours, x), gradients(plain, plain, x))
-        for name, buffer in plain.named_buffers():
-            assert torch.equal(buffer, ours.get_buffer(name)), (step, name)
+    assert_train_alike(module(), module(), policy, [rows(), rows(2), rows(3)])
 
 
 class Late(nn.Module):
@@ -391,37 +383,29 @@ class Late(nn.Module):
         return (self.linear(x) + self.shift[:4]).tanh() * x
 
 
+def begin(module, number):
+    module.on = number > 0
+
+
 @each_policy
 def test_a_buffer_that_begins_to_change_later_is_not_changed_again_by_replay(policy):
-    plain, ours = Late(4), Late(4)
-    ours.load_state_dict(plain.state_dict())
-    for on in (False, True, True):
-        plain.on = ours.on = on
-        x = torch.randn(4, 8)
-        assert_bitwise(gradients(region(ours, policy), ours, x), gradients(plain, plain, x))
-        assert torch.equal(plain.shift, ours.shift)
+    assert_train_alike(Late(4), Late(4), policy, [rows(), rows(), rows()], begin)
 
 
 def test_a_large_buffer_that_begins_to_change_later_is_an_error_once():
-    plain, ours, x = Late(4096), Late(4096), torch.randn(4, 8)
-    ours.load_state_dict(plain.state_dict())
-    gradients(region(ours, FullPolicy()), ours, x)
+    plain, ours = Late(4096), Late(4096)
+    gradients(region(ours, FullPolicy()), ours, rows())
     plain.on = ours.on = True
     with pytest.raises(RegionError, match=r"Buffer .shift., of 131072 bytes.*Run this step again"):
-        gradients(region(ours, FullPolicy()), ours, x)
-    ours.load_state_dict(plain.state_dict())
-    assert_bitwise(gradients(region(ours, FullPolicy()), ours, x), gradients(plain, plain, x))
-    assert torch.equal(plain.shift, ours.shift)
+        gradients(region(ours, FullPolicy()), ours, rows())
+    assert_train_alike(ours, plain, FullPolicy(), [rows()])
 
 
 def test_batch_norm_learned_in_evaluation_mode_first():
-    torch.manual_seed(0)
-    plain, ours = nn.BatchNorm1d(8), nn.BatchNorm1d(8)
-    for training in (False, True, True, False):
-        plain.train(training), ours.train(training)
-        x = torch.randn(4, 8)
-        assert_bitwise(gradients(region(ours, FullPolicy()), ours, x), gradients(plain, plain, x))
-        assert torch.equal(plain.running_mean, ours.running_mean)
+    def mode(module, number):
+        module.train(number in (1, 2))
+
+    assert_train_alike(nn.BatchNorm1d(8), nn.BatchNorm1d(8), FullPolicy(), [rows(), rows(), rows(), rows()], mode)
 
 
 @each_policy

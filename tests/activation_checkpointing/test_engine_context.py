@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nemo_like import apply_activation_checkpointing
 from nemo_like.activation_checkpointing.engine.handles import RegionError
 from nemo_like.activation_checkpointing.policy import SKIP, DecisionTable, FullPolicy
-from tests.models.blocks import checkpoint_region
+from tests.checks import assert_bitwise, gradients_of
+from tests.models.blocks import AttentionLayer, Stack, checkpoint_region, under
 
 MODES = ["full", "selective", "submodule", "sequential"]
 SCALE: contextvars.ContextVar[Any] = contextvars.ContextVar("scale", default=1.0)
@@ -34,24 +34,8 @@ class Attention(nn.Module):
         return y
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.self_attn, self.norm = Attention(), nn.LayerNorm(8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.self_attn(self.norm(x)).exp()
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+def model() -> nn.Module:
+    return Stack(AttentionLayer(Attention()) for _ in range(3))
 
 
 SCALES: dict[str, Any] = {
@@ -64,47 +48,39 @@ SCALES: dict[str, Any] = {
 @pytest.mark.parametrize("kind", SCALES)
 @pytest.mark.parametrize("ac", MODES)
 def test_a_variable_that_is_set_around_forward_only(ac: str, kind: str) -> None:
-    def gradients(mode: str) -> list[Tensor]:
-        torch.manual_seed(0)
-        model: nn.Module = Model()
-        if mode != "none":
-            model = apply_activation_checkpointing(model, mode)
+    def run(mode: str) -> dict[str, Tensor]:
+        made = under(mode, model)
         token = SCALE.set(SCALES[kind]())
-        loss = model(torch.full((2, 8), 0.1)).square().sum()
+        loss = made(torch.full((2, 8), 0.1)).square().sum()
         if kind == "dict":
             SCALE.get()["factor"] = 7.0
         SCALE.reset(token)
         SCALE.set(5.0)
         loss.backward()
         assert SCALE.get() == 5.0
-        return [p.grad for p in model.parameters()]
+        return gradients_of(made)
 
-    assert all(torch.equal(a, b) for a, b in zip(gradients(ac), gradients("none"), strict=True))
+    assert_bitwise(run(ac), run("none"))
 
 
 @pytest.mark.parametrize("within", [True, False], ids=["backward within", "backward outside"])
 @pytest.mark.parametrize("ac", MODES)
 def test_what_forward_collects_in_a_variable_is_collected_once(ac: str, within: bool) -> None:
-    def run(mode: str) -> tuple[list[Tensor], int]:
-        torch.manual_seed(0)
-        model: nn.Module = Model()
-        if mode != "none":
-            model = apply_activation_checkpointing(model, mode)
+    def run(mode: str) -> dict[str, Tensor]:
+        made = under(mode, model)
         record: dict[str, list[Tensor]] = {"outputs": []}
         token = RECORD.set(record)
-        loss = model(torch.full((2, 8), 0.1)).square().sum()
+        loss = made(torch.full((2, 8), 0.1)).square().sum()
         loss = loss + sum(y.sum() for y in record["outputs"])
         if within:
             loss.backward()
         RECORD.reset(token)
         if not within:
             loss.backward()
-        return [p.grad for p in model.parameters()], len(record["outputs"])
+        assert len(record["outputs"]) == 3
+        return gradients_of(made)
 
-    expected, count = run("none")
-    actual, counted = run(ac)
-    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
-    assert counted == count == 3
+    assert_bitwise(run(ac), run("none"))
 
 
 def test_a_tensor_in_a_variable_that_is_changed_in_place_is_an_error() -> None:
@@ -148,41 +124,40 @@ def test_sets_queues_and_dicts_with_defaults_among_the_arguments(make: Any) -> N
     assert seen == [1, 1] and len(container) == 2
 
 
+COLLECTING = {
+    "llama": (lambda hf, **sizes: hf.LlamaForCausalLM(hf.LlamaConfig(**sizes)), {}),
+    "mixtral": (
+        lambda hf, **sizes: hf.MixtralForCausalLM(
+            hf.MixtralConfig(**sizes, num_local_experts=4, router_aux_loss_coef=0.1)
+        ),
+        {"output_router_logits": True},
+    ),
+}
+
+
 @pytest.mark.parametrize("ac", [*MODES, "50%"])
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize("family", COLLECTING)
 def test_outputs_that_transformers_collects(ac: str, family: str) -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {
         "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2,
-        "num_key_value_heads": 2, "vocab_size": 64, "use_cache": False,
+        "num_key_value_heads": 2, "vocab_size": 64, "use_cache": False, "attn_implementation": "eager",
     }  # fmt: skip
     tokens = torch.arange(24).reshape(2, 12) % 64
+    make, options = COLLECTING[family]
 
-    def run(mode: str) -> tuple[Any, list[Tensor]]:
-        torch.manual_seed(0)
-        if family == "llama":
-            model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
-            options: dict[str, Any] = {}
-        else:
-            config = transformers.MixtralConfig(**sizes, num_local_experts=4, router_aux_loss_coef=0.1)
-            model, options = transformers.MixtralForCausalLM(config), {"output_router_logits": True}
-        model.set_attn_implementation("eager")
-        if mode != "none":
-            sample = {"input_ids": tokens, "labels": tokens} if mode.endswith("%") else None
-            model = apply_activation_checkpointing(model, mode, **({"sample_input": sample} if sample else {}))
-        out = model(tokens, labels=tokens, output_hidden_states=True, output_attentions=True, **options)
+    def run(mode: str) -> dict[str, Any]:
+        sample = {"sample_input": {"input_ids": tokens, "labels": tokens}} if mode.endswith("%") else {}
+        made = under(mode, lambda: make(transformers, **sizes), **sample)
+        out = made(tokens, labels=tokens, output_hidden_states=True, output_attentions=True, **options)
         loss = out.loss + sum(state.square().mean() for state in out.hidden_states)
         loss = loss + sum(weights.square().sum() for weights in out.attentions)
         loss.backward()
-        return out, [p.grad for p in model.parameters()]
+        collected = {name: out[name] for name in ("hidden_states", "attentions", "router_logits") if name in out}
+        assert len(collected) == 2 + len(options) and all(collected.values())
+        return {**collected, **gradients_of(made)}
 
-    wanted, expected = run("none")
-    got, actual = run(ac)
-    names = ("hidden_states", "attentions", *(("router_logits",) if family == "mixtral" else ()))
-    for name in names:
-        assert len(got[name]) == len(wanted[name]) > 0
-        assert all(torch.equal(a, b) for a, b in zip(got[name], wanted[name], strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+    assert_bitwise(run(ac), run("none"))
 
 
 def test_a_replay_that_starts_anew_because_its_plan_skips_too_much_is_in_the_context_too() -> None:

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nemo_like import apply_activation_checkpointing
 from nemo_like.activation_checkpointing.engine import random_state
 from nemo_like.activation_checkpointing.engine.handles import RegionError
 from nemo_like.activation_checkpointing.policy import SAVE, DecisionTable, FullPolicy, SelectivePolicy
-from tests.models.blocks import checkpoint_region
+from tests.checks import assert_bitwise, gradients_of, same
+from tests.models.blocks import AttentionLayer, Stack, checkpoint_region, under
 
 np = pytest.importorskip("numpy")
 
@@ -25,6 +25,16 @@ GLOBAL = torch.Generator()
 GLOBAL_PYTHON, GLOBAL_NUMPY = random.Random(1), np.random.default_rng(1)
 
 Draw = Callable[[Any], float]
+
+
+def scaling(draw: Callable[..., float], draws: list[float]) -> Callable[..., Tensor]:
+    """A function that scales by what it draws, and notes it."""
+
+    def fn(x: Tensor, *given: Any) -> Tensor:
+        draws.append(draw(*given))
+        return (x * draws[-1]).exp().sin()
+
+    return fn
 
 
 class Attention(nn.Module):
@@ -47,26 +57,6 @@ class Attention(nn.Module):
 
     def from_global_numpy(self) -> float:
         return sum(float(GLOBAL_NUMPY.normal()) for _ in range(2))
-
-
-class Layer(nn.Module):
-    def __init__(self, draw: Draw) -> None:
-        super().__init__()
-        self.self_attn, self.norm = Attention(draw), nn.LayerNorm(8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.self_attn(self.norm(x)).exp()
-
-
-class Model(nn.Module):
-    def __init__(self, draw: Draw) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer(draw) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
 
 
 DRAWS: dict[str, Draw] = {
@@ -96,18 +86,16 @@ RAISES = {
 
 def _run(ac: str, draw: Draw) -> tuple[list[Tensor], list[Any]]:
     """Gradients of two steps, and the next number of each source."""
-    torch.manual_seed(0), random.seed(0), np.random.seed(0), GLOBAL.manual_seed(0), GLOBAL_PYTHON.seed(0)
+    random.seed(0), np.random.seed(0), GLOBAL.manual_seed(0), GLOBAL_PYTHON.seed(0)
     GLOBAL_NUMPY.bit_generator.state = np.random.default_rng(0).bit_generator.state
-    model: Any = Model(draw)
-    if ac != "none":
-        model = apply_activation_checkpointing(model, ac)
+    model = under(ac, lambda: Stack(AttentionLayer(Attention(draw)) for _ in range(3)))
     gradients: list[Tensor] = []
     for step in range(2):
         model.zero_grad()
         loss = model(torch.full((2, 8), 0.1 * (step + 1))).square().sum()
         draw(model.layers[1].self_attn)  # somebody else draws before backward
         loss.backward()
-        gradients += [p.grad.clone() for p in model.parameters()]
+        gradients += gradients_of(model).values()
     return gradients, [draw(layer.self_attn) for layer in model.layers]
 
 
@@ -118,10 +106,7 @@ def test_the_recomputation_draws_what_forward_drew_or_it_is_named(ac: str, sourc
         with pytest.raises(RegionError, match=RAISES[source]):
             _run(ac, DRAWS[source])
         return
-    expected, after = _run("none", DRAWS[source])
-    actual, then = _run(ac, DRAWS[source])
-    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
-    assert then == after
+    assert same(_run(ac, DRAWS[source]), _run("none", DRAWS[source]))
 
 
 @pytest.mark.parametrize("source", ["python", "numpy"])
@@ -153,11 +138,7 @@ def test_numpy_with_a_bit_generator_of_another_kind() -> None:
     np.random.set_bit_generator(np.random.PCG64(1))
     try:
         x, draws = torch.ones(3, requires_grad=True), []
-
-        def fn(t: Tensor) -> Tensor:
-            draws.append(np.random.rand())
-            return t.exp().sin()
-
+        fn = scaling(np.random.rand, draws)
         y = checkpoint_region(fn, x, policy=FullPolicy())
         following = np.random.RandomState(np.random.PCG64(0))
         following.set_state(np.random.get_state(legacy=False))
@@ -171,14 +152,12 @@ def test_numpy_with_a_bit_generator_of_another_kind() -> None:
 @pytest.mark.parametrize("by_keyword", [True, False])
 def test_a_generator_among_the_arguments(policy: Any, by_keyword: bool) -> None:
     for generator in (torch.Generator().manual_seed(1), random.Random(1), np.random.default_rng(1)):
-        draws: list[float] = []
-        torch_one = isinstance(generator, torch.Generator)
+        torch_one, draws = isinstance(generator, torch.Generator), []
+        one, x = torch_number if torch_one else type(generator).random, torch.ones(3, requires_grad=True)
 
         def fn(x: Tensor, source: Any) -> Tensor:
-            draws.append(torch.rand((), generator=source).item() if torch_one else source.random())  # noqa: B023
-            return (x * draws[-1]).exp().sin()  # noqa: B023
+            return scaling(one, draws)(x, source)  # noqa: B023
 
-        x = torch.ones(3, requires_grad=True)
         args, kwargs = ((x,), {"source": generator}) if by_keyword else ((x, generator), {})
         loss = checkpoint_region(fn, *args, policy=policy, name=str(generator), **kwargs).sum()
         with contextlib.nullcontext() if torch_one else pytest.raises(RegionError, match="disagree"):
@@ -186,12 +165,16 @@ def test_a_generator_among_the_arguments(policy: Any, by_keyword: bool) -> None:
         assert (draws[0] == draws[1]) is torch_one
 
 
+def torch_number(source: torch.Generator | None) -> float:
+    return torch.rand((), generator=source).item()
+
+
 def test_a_generator_that_a_function_refers_to_from_its_second_call_on() -> None:
     def call(source: torch.Generator | None) -> list[float]:
         draws: list[float] = []
 
-        def fn(x: Tensor) -> Tensor:
-            draws.append(torch.rand((), generator=source).item())
+        def fn(x: Tensor) -> Tensor:  # refers to the generator itself
+            draws.append(torch_number(source))
             return (x * draws[-1]).exp().sin()
 
         checkpoint_region(fn, torch.ones(3, requires_grad=True), policy=FullPolicy()).sum().backward()
@@ -219,12 +202,8 @@ def test_a_kept_draw_moves_a_private_generator_on_for_those_that_follow() -> Non
 
 def test_without_preserve_rng_state_nothing_is_put_back() -> None:
     draws: list[float] = []
-
-    def fn(x: Tensor) -> Tensor:
-        draws.append(random.random())
-        return x.exp().sin()
-
     x = torch.ones(3, requires_grad=True)
+    fn = scaling(random.random, draws)
     checkpoint_region(fn, x, policy=FullPolicy(), preserve_rng_state=False).sum().backward()
     assert draws[0] != draws[1]
 
@@ -241,17 +220,9 @@ class Loss(nn.Module):
 
 @pytest.mark.parametrize("ac", ["full", "sequential"])
 def test_an_operator_with_another_kernel_under_modes_has_that_kernel_in_the_replay_of_a_first_forward(ac: str) -> None:
-    def gradient(ac: str, steps: int = 2) -> list[Tensor]:
-        torch.manual_seed(0)
-        model: Any = nn.ModuleDict({"layers": nn.ModuleList([Loss(), Loss()])})
+    def gradients(ac: str) -> list[Tensor]:
+        model = under(ac, lambda: Stack([Loss(), Loss()]))
         x = torch.randn(5, 2, 6, requires_grad=True)
-        model = model if ac == "none" else apply_activation_checkpointing(model, ac)
-        found = []
-        for _ in range(steps):
-            y = x
-            for layer in model["layers"]:
-                y = layer(y)
-            found += torch.autograd.grad(y.sum(), x)
-        return found
+        return [torch.autograd.grad(model(x).sum(), x)[0] for _ in range(2)]
 
-    assert all(torch.equal(got, wanted) for got, wanted in zip(gradient(ac), gradient("none"), strict=True))
+    assert_bitwise(gradients(ac), gradients("none"))

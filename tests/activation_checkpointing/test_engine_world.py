@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections import Counter, UserDict, defaultdict, deque
+from collections import Counter, OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
@@ -16,10 +16,11 @@ import pytest
 import torch
 from torch import nn
 
-from nemo_like import apply_activation_checkpointing
 from nemo_like.activation_checkpointing.engine.containers import Contents
 from nemo_like.activation_checkpointing.engine.handles import RegionError
 from nemo_like.activation_checkpointing.wrapper import unwrap_checkpoint_wrapper
+from tests.checks import assert_bitwise, gradients_of, same
+from tests.models.blocks import Stack, under
 
 MODES = ["full", "selective", "submodule", "sequential"]
 
@@ -44,6 +45,8 @@ class Block(nn.Module):
         self.function = torch.sin
         self.seen: set[str] = set()
         self.tally = Tally()
+        self.other: Any = None
+        self.table = dict.fromkeys(range(500), 1.0)
 
     bonus = 1.0
 
@@ -54,44 +57,28 @@ class Block(nn.Module):
         self.tally.calls += 1
         y = self.attn(x + self.shift).tanh() * self.scaling[self.adapter] * self.config.gain * len(self.config.kinds)
         y = self.function(y) * self.bonus * len(self.seen) * self.tally.calls
-        y = y * 2 if self.training else y
+        y = y * (2 if self.training else 1) * self.table[400] * (1 if self.other is None else 5)
         return x + (self.mlp(y).sin() * self.calls).tanh() * self.load
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 def _model(ac: str) -> nn.Module:
-    torch.manual_seed(0)
-    model = Model()
-    return model if ac == "none" else apply_activation_checkpointing(model, ac)
+    return under(ac, lambda: Stack(Block() for _ in range(3)))
 
 
-def _adapter(model: nn.Module) -> None:
-    for layer in model.layers:
-        layer.adapter = "b"
+def _set(name: str, value: Any) -> Callable[[nn.Module], Any]:
+    def change(model: nn.Module) -> None:
+        for layer in model.layers:
+            setattr(layer, name, value)
+
+    return change
 
 
-def _scale(model: nn.Module) -> None:
-    for layer in model.layers:
-        layer.scaling["a"] = 7.0
+def _tripled(module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
+    return out * 3
 
 
-def _hook(model: nn.Module) -> None:
-    model.layers[1].mlp.register_forward_hook(lambda m, a, out: out * 3)
-
-
-def _new_buffer(model: nn.Module) -> None:
-    for layer in model.layers:
-        layer.shift = torch.full((8,), 9.0)
+def _hooks_exchanged(model: nn.Module) -> None:
+    model.layers[1].mlp._forward_hooks = OrderedDict({0: _tripled})  # as some do who take all hooks off at once
 
 
 def _exchange(name: str) -> Callable[[nn.Module], Any]:
@@ -110,47 +97,69 @@ def _config(model: nn.Module) -> None:
 
 CHANGES: dict[str, Callable[[nn.Module], Any]] = {
     "eval": lambda model: model.eval(),
-    "adapter": _adapter,
-    "scale": _scale,
-    "hook added": _hook,
-    "buffer exchanged": _new_buffer,
+    "adapter": _set("adapter", "b"),
+    "scale": lambda model: [layer.scaling.update(a=7.0) for layer in model.layers],
+    "hook added": lambda model: model.layers[1].mlp.register_forward_hook(_tripled),
+    "table of hooks": _hooks_exchanged,
+    "buffer exchanged": _set("shift", torch.full((8,), 9.0)),
+    "parameter exchanged": lambda model: setattr(model.layers[1].mlp, "weight", nn.Parameter(torch.ones(8, 8))),
     "frozen": lambda model: model.layers[1].mlp.requires_grad_(False),
-    "counter": lambda model: [setattr(layer, "calls", 50) for layer in model.layers],
+    "counter": _set("calls", 50),
     "sub-module exchanged": _exchange("mlp"),
     "sub-module taken out": lambda model: delattr(unwrap_checkpoint_wrapper(model.layers[1]), "attn"),
     "sub-module put in": _exchange("third"),
     "configuration": _config,
-    "function": lambda model: [setattr(layer, "function", torch.cos) for layer in model.layers],
-    "attribute added": lambda model: [setattr(layer, "bonus", 9.0) for layer in model.layers],
+    "another configuration": _set("config", SimpleNamespace(gain=5.0, kinds=["tanh", "sin"])),
+    "function": _set("function", torch.cos),
+    "attribute added": _set("bonus", 9.0),
     "attribute taken away": lambda model: delattr(unwrap_checkpoint_wrapper(model.layers[1]), "calls"),
-    "attribute of another type": lambda model: [setattr(layer, "adapter", None) for layer in model.layers],
+    "attribute of another type": _set("adapter", None),
+    "attribute that is there": _set("other", "there"),
+    "attribute that is an object": _set("other", object()),
+    "table of many numbers": lambda model: [layer.table.update({400: 3.0}) for layer in model.layers],
     "set": lambda model: [layer.seen.update("xyz") for layer in model.layers],
-    "counter set back": lambda model: [setattr(layer, "calls", 0) for layer in model.layers],
+    "counter set back": _set("calls", 0),
     "set set back": lambda model: [layer.seen.clear() for layer in model.layers],
     "dataclass": lambda model: [setattr(layer.tally, "calls", 7) for layer in model.layers],
-    "load": lambda model: [setattr(layer, "load", torch.tensor(50.0)) for layer in model.layers],
+    "load": _set("load", torch.tensor(50.0)),
 }
 
 
-def _run(ac: str, change: Callable[[nn.Module], Any]) -> tuple[list[torch.Tensor], nn.Module]:
+def _run(ac: str, change: Callable[[nn.Module], Any], steps: int = 0) -> tuple[list[torch.Tensor | None], nn.Module]:
+    """Gradients of a step in which `change` comes before backward, after so many others, and the model."""
     model = _model(ac)
+    held = list(model.parameters())  # also what a change takes out
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    loss = model(x).square().sum()
-    change(model)
-    loss.backward()
-    grads = [x.grad, *(p.grad for p in model.parameters() if p.requires_grad)]
-    return [torch.zeros(()) if grad is None else grad for grad in grads], model
+    for step in range(steps + 1):
+        loss = model(x).square().sum()
+        if step == steps:
+            change(model)
+        loss.backward()
+    return [x.grad, *(p.grad for p in held)], model
 
 
+@pytest.mark.parametrize("steps", [0, 3], ids=["first step", "later"])
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("ac", MODES)
-def test_what_can_be_put_back_is(ac: str, change: str) -> None:
-    expected, bare = _run("none", CHANGES[change])
-    actual, model = _run(ac, CHANGES[change])
-    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+def test_what_can_be_put_back_is(ac: str, change: str, steps: int) -> None:
+    expected, bare = _run("none", CHANGES[change], steps)
+    actual, model = _run(ac, CHANGES[change], steps)
+    assert_bitwise(actual, expected)
     for layer, then in zip(model.layers, bare.layers, strict=True):  # and the present is as it was before the replay
         now = unwrap_checkpoint_wrapper(layer)
-        for name in ("training", "adapter", "scaling", "calls", "load", "config", "function", "seen", "bonus", "tally"):
+        for name in (
+            "training",
+            "adapter",
+            "scaling",
+            "calls",
+            "load",
+            "config",
+            "function",
+            "seen",
+            "bonus",
+            "tally",
+            "other",
+        ):
             assert getattr(now, name, None) == getattr(then, name, None), name
         assert list(now._modules) == list(then._modules) and now.__dict__.keys() == then.__dict__.keys()
         assert torch.equal(now.shift, then.shift)
@@ -163,26 +172,26 @@ def test_what_can_be_put_back_is(ac: str, change: str) -> None:
 
 @pytest.mark.parametrize("ac", MODES)
 def test_a_hook_that_is_removed_before_backward_is_in_the_replay(ac: str) -> None:
-    def gradients(mode: str) -> list[torch.Tensor]:
+    def gradients(mode: str) -> dict[str, torch.Tensor]:
         model = _model(mode)
-        handle = model.layers[1].mlp.register_forward_hook(lambda m, a, out: out * 3)
+        handle = model.layers[1].mlp.register_forward_hook(_tripled)
         loss = model(torch.ones(2, 8)).square().sum()
         handle.remove()
         loss.backward()
-        return [p.grad for p in model.parameters()]
+        return gradients_of(model)
 
-    assert all(torch.equal(a, b) for a, b in zip(gradients(ac), gradients("none"), strict=True))
+    assert_bitwise(gradients(ac), gradients("none"))
 
 
 @pytest.mark.parametrize("ac", MODES)
 def test_a_backward_outside_of_functional_call(ac: str) -> None:
-    def gradients(mode: str) -> list[torch.Tensor]:
+    def gradients(mode: str) -> tuple[torch.Tensor, ...]:
         model = _model(mode)
         weights = {name: (p.detach() * 2).requires_grad_() for name, p in model.named_parameters()}
         loss = torch.func.functional_call(model, weights, (torch.ones(2, 8),)).square().sum()
-        return list(torch.autograd.grad(loss, list(weights.values())))
+        return torch.autograd.grad(loss, list(weights.values()))
 
-    assert all(torch.equal(a, b) for a, b in zip(gradients(ac), gradients("none"), strict=True))
+    assert_bitwise(gradients(ac), gradients("none"))
 
 
 @pytest.mark.parametrize(
@@ -221,10 +230,7 @@ class Late(nn.Module):
 @pytest.mark.parametrize("kind", ["buffer", "tensor", "number"])
 def test_state_that_is_made_in_the_first_forward_counts_once(ac: str, kind: str) -> None:
     def run(mode: str) -> tuple[list[torch.Tensor], list[float]]:
-        torch.manual_seed(0)
-        model: Any = nn.Sequential(*(Late(kind) for _ in range(3)))
-        if mode != "none":
-            model = apply_activation_checkpointing(model, mode)
+        model = under(mode, lambda: nn.Sequential(*(Late(kind) for _ in range(3))))
         gradients = []
         for step in range(3):
             model.zero_grad()
@@ -236,10 +242,8 @@ def test_state_that_is_made_in_the_first_forward_counts_once(ac: str, kind: str)
             gradients += [p.grad.clone() for p in model.parameters()]
         return gradients, [float(unwrap_checkpoint_wrapper(layer).load) for layer in model]
 
-    expected, loads = run("none")
-    actual, counted = run(ac)
-    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
-    assert counted == loads == [6, 6, 6]
+    found = run(ac)
+    assert same(found, run("none")) and found[1] == [6, 6, 6]
 
 
 class Recording(nn.Module):
@@ -263,10 +267,7 @@ class Recording(nn.Module):
 @pytest.mark.parametrize("clear", [True, False], ids=["cleared before backward", "kept"])
 def test_containers_of_tensors_are_filled_once(ac: str, clear: bool) -> None:
     def run(mode: str) -> tuple[list[torch.Tensor], list[Any]]:
-        torch.manual_seed(0)
-        model: Any = nn.Sequential(*(Recording() for _ in range(3)))
-        if mode != "none":
-            model = apply_activation_checkpointing(model, mode)
+        model = under(mode, lambda: nn.Sequential(*(Recording() for _ in range(3))))
         layers = [unwrap_checkpoint_wrapper(layer) for layer in model]
         gradients, seen = [], []
         for step in range(3):
@@ -282,10 +283,7 @@ def test_containers_of_tensors_are_filled_once(ac: str, clear: bool) -> None:
             seen += [layer.stats["load"].tolist() for layer in layers]
         return gradients, seen
 
-    expected, wanted = run("none")
-    actual, seen = run(ac)
-    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
-    assert seen == wanted
+    assert same(run(ac), run("none"))
 
 
 @pytest.mark.parametrize("ac", MODES)
@@ -318,7 +316,7 @@ def test_inner_steps_of_meta_learning(ac: str, second_order: bool, by: str) -> N
         sum(losses).backward()  # type: ignore[union-attr]
         return [weight.grad for weight in slow.values()]  # type: ignore[misc]
 
-    assert all(torch.equal(a, b) for a, b in zip(gradients(ac), gradients("none"), strict=True))
+    assert_bitwise(gradients(ac), gradients("none"))
 
 
 class Table(nn.Module):
@@ -359,11 +357,8 @@ def test_tables_that_grow_between_forwards_of_one_backward(
     ac: str, kind: str, shared: bool, lengths: tuple[int, ...]
 ) -> None:
     def run(mode: str) -> list[torch.Tensor]:
-        torch.manual_seed(0)
         table = Table(kind)
-        model: Any = nn.Sequential(*(Rotated(table if shared else Table(kind)) for _ in range(3)))
-        if mode != "none":
-            model = apply_activation_checkpointing(model, mode)
+        model = under(mode, lambda: nn.Sequential(*(Rotated(table if shared else Table(kind)) for _ in range(3))))
         found = []
         for step in range(3):
             model.zero_grad()
@@ -374,7 +369,7 @@ def test_tables_that_grow_between_forwards_of_one_backward(
             found += [unwrap_checkpoint_wrapper(layer).table.table.clone() for layer in model]  # the newest one stays
         return found
 
-    assert all(torch.equal(a, b) for a, b in zip(run(ac), run("none"), strict=True))
+    assert_bitwise(run(ac), run("none"))
 
 
 class Pair(NamedTuple):
@@ -514,10 +509,7 @@ def test_state_of_every_kind_counts_once_or_is_named(ac: str, kind: str, late: b
 
     def run(mode: str) -> list[Any]:
         nonlocal found
-        torch.manual_seed(0)
-        model: Any = nn.Sequential(*(Stateful(kind, late, first) for _ in range(3)))
-        if mode != "none":
-            model = apply_activation_checkpointing(model, mode)
+        model = under(mode, lambda: nn.Sequential(*(Stateful(kind, late, first) for _ in range(3))))
         found = []
         for _ in range(4):
             model.zero_grad()
@@ -574,10 +566,7 @@ class Ties(nn.Module):
 @pytest.mark.parametrize("ac", ["full", "selective", "sequential"])
 def test_one_tensor_under_two_names(ac: str, kind: str) -> None:
     def run(mode: str) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        model: Any = nn.Sequential(*(Ties(kind) for _ in range(3)))
-        if mode != "none":
-            model = apply_activation_checkpointing(model, mode)
+        model = under(mode, lambda: nn.Sequential(*(Ties(kind) for _ in range(3))))
         found = []
         for _ in range(3):
             model.zero_grad()
@@ -587,4 +576,4 @@ def test_one_tensor_under_two_names(ac: str, kind: str) -> None:
             found += [p.grad.clone() for p in model.parameters()] + [one.detach().clone() for one, _ in both]
         return found
 
-    assert all(torch.equal(a, b) for a, b in zip(run(ac), run("none"), strict=True))
+    assert_bitwise(run(ac), run("none"))

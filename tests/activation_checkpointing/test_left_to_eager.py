@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -10,20 +10,15 @@ import torch._dynamo
 from torch import Tensor, nn
 
 from nemo_like import parallelize
-from nemo_like._util.log import forget_announcements
 from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, DecisionTable, Policy, SelectivePolicy
 from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
-from tests.models.blocks import train
+from tests.checks import assert_bitwise, gradients_of
+from tests.models.blocks import NotingTransfer, Stack, train
 
 D = 16
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch.compiler.reset()
-    forget_announcements()
-    yield
-    torch.compiler.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class Router(nn.Module):
@@ -45,20 +40,18 @@ class Router(nn.Module):
         return x + self.down((weights.unsqueeze(-1) * experts).sum(-2)) * self.calls
 
 
-class Stack(nn.Module):
-    def __init__(self, **kwargs: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(Router(**kwargs) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+def stack(**kwargs: bool) -> Stack:
+    torch.manual_seed(0)
+    return Stack(Router(**kwargs) for _ in range(2))
 
 
-def same(actual: list[Tensor], expected: list[Tensor]) -> bool:
-    return len(actual) == len(expected) and all(map(torch.equal, actual, expected))
+def wrapped(policy: Policy, transfer: Any = None, **kwargs: bool) -> Stack:
+    """Layers that are checkpointed, and then compiled."""
+    model = stack(**kwargs)
+    for index, layer in enumerate(model.layers):
+        model.layers[index] = CheckpointWrapper(layer, policy=policy, transfer=transfer)
+        model.layers[index].compile(backend="aot_eager")
+    return model
 
 
 @pytest.mark.few(3)
@@ -66,22 +59,18 @@ def same(actual: list[Tensor], expected: list[Tensor]) -> bool:
 @pytest.mark.parametrize("breaks", [False, True])
 @pytest.mark.parametrize("ac", ["selective", "submodule", "full"])
 def test_what_was_kept_may_be_changed_in_place(ac: str, breaks: bool, backend: str) -> None:
-    if ac == "submodule":
-        model, expected = (
-            nn.Sequential(Stack(breaks=breaks), Stack(breaks=breaks)),
-            train(nn.Sequential(Stack(breaks=breaks), Stack(breaks=breaks))),
-        )
-        model = parallelize(model, "single", ac, layers=["0", "1"], compile=backend)
-    else:
-        model, expected = parallelize(Stack(breaks=breaks), "single", ac, compile=backend), train(Stack(breaks=breaks))
-    assert same(train(model), expected)
+    def make() -> nn.Module:
+        return nn.Sequential(stack(breaks=breaks), stack(breaks=breaks)) if ac == "submodule" else stack(breaks=breaks)
+
+    layers = ["0", "1"] if ac == "submodule" else None
+    assert_bitwise(train(parallelize(make(), "single", ac, layers=layers, compile=backend)), train(make()))
 
 
 def test_it_is_said_once_that_a_region_runs_eagerly(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("WARNING", "nemo_like"):
-        train(parallelize(Stack(breaks=False), "single", "selective", compile="aot_eager"))
+        train(parallelize(stack(breaks=False), "single", "selective", compile="aot_eager"))
         assert "it runs eagerly" not in caplog.text
-        train(parallelize(Stack(breaks=True), "single", "selective", compile="aot_eager"))
+        train(parallelize(stack(breaks=True), "single", "selective", compile="aot_eager"))
     assert caplog.text.count("it runs eagerly") == 1
     assert "region 'layers.0' was to be compiled" in caplog.text
 
@@ -89,59 +78,29 @@ def test_it_is_said_once_that_a_region_runs_eagerly(caplog: pytest.LogCaptureFix
 @pytest.mark.parametrize("policy", [SelectivePolicy(), SelectivePolicy(every_nth_matmul=None)])
 def test_the_module_is_as_forward_found_it_in_the_replay(policy: Policy) -> None:
     """PyTorch's own checkpointing, to which Dynamo leaves the region, would count each call twice."""
-    expected, model = train(Stack(breaks=True, counts=True)), Stack(breaks=True, counts=True)
-    for index, layer in enumerate(model.layers):
-        model.layers[index] = CheckpointWrapper(layer, policy=policy)
-        model.layers[index].compile(backend="aot_eager")
-    assert same(train(model), expected)
+    model = wrapped(policy, breaks=True, counts=True)
+    assert_bitwise(train(model), train(stack(breaks=True, counts=True)))
     assert [layer.calls for layer in model.layers] == [2, 2]
 
 
-class Journal:
-    """A transfer that notes what it was given."""
-
-    def __init__(self) -> None:
-        self.moved = 0
-
-    def to_host(self, tensor: Tensor) -> object:
-        self.moved += 1
-        return _Waiting(tensor.clone())
-
-    def prefetch(self, handle: object) -> None: ...
-
-
-class _Waiting:
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-    def get(self) -> Tensor:
-        return self.tensor
-
-
 def test_the_policys_decisions_and_the_transfer_are_the_engines() -> None:
-    journal, expected = Journal(), train(Stack(breaks=True), steps=1)
+    transfer = NotingTransfer()
     table = DecisionTable({"aten.addmm.default": (SAVE, HOST, RECOMPUTE), "aten.topk.default": (SAVE,)})
-    model = Stack(breaks=True)
-    for index, layer in enumerate(model.layers):
-        model.layers[index] = CheckpointWrapper(layer, policy=table, transfer=journal)
-        model.layers[index].compile(backend="aot_eager")
-    assert same(train(model, steps=1), expected)
-    assert journal.moved == 2
+    model = wrapped(table, transfer, breaks=True)
+    assert_bitwise(train(model, steps=1), train(stack(breaks=True), steps=1))
+    assert sum(move > 0 for move in transfer.moves) == 2
 
 
 def test_two_backwards_and_none() -> None:
-    expected_model, model = (
-        Stack(breaks=True),
-        parallelize(Stack(breaks=True), "single", "selective", compile="aot_eager"),
-    )
-    for m in (expected_model, model):
+    models = parallelize(stack(breaks=True), "single", "selective", compile="aot_eager"), stack(breaks=True)
+    for model in models:
         torch.manual_seed(1)
         x = torch.randn(2, 5, D)
-        m(x)  # never replayed
-        loss = m(x).square().sum()
+        model(x)  # never replayed
+        loss = model(x).square().sum()
         loss.backward(retain_graph=True)
         loss.backward()
-    assert same([p.grad for p in model.parameters()], [p.grad for p in expected_model.parameters()])
+    assert_bitwise(*map(gradients_of, models))
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
@@ -154,14 +113,13 @@ def test_mixtures_of_experts_with_the_routers_loss(name: str) -> None:
     pytest.importorskip("transformers")
     from tests.models.families import FAMILIES
 
-    def gradients(**asked: str) -> list[Tensor]:
+    def gradients(**asked: str) -> dict[str, Tensor]:
         model = FAMILIES[name].build()
         model.config.output_router_logits = True
-        if asked:
-            model = parallelize(model, "single", **asked)
+        model = parallelize(model, "single", **asked) if asked else model
         for _ in range(2):
             model.zero_grad()
             FAMILIES[name].step(model).backward()
-        return [p.grad for p in model.parameters() if p.grad is not None]
+        return gradients_of(model)
 
-    assert same(gradients(ac="selective", compile="aot_eager"), gradients())
+    assert_bitwise(gradients(ac="selective", compile="aot_eager"), gradients())

@@ -20,6 +20,8 @@ from nemo_like import apply_activation_checkpointing
 from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from nemo_like.layers import find_layers
 from nemo_like.offload.layer_offload import apply_offloading
+from tests.checks import assert_bitwise, step
+from tests.models.blocks import Stack
 from tests.models.decoders import build
 
 MODES = ["full", "selective", "submodule", "sequential", "offload", "offload+selective"]
@@ -42,22 +44,16 @@ class ScaledBlock(nn.Module):
         return x + self.mlp(self.attn(self.norm(x))) * self.scale * self.table
 
 
-class ScaledModel(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(ScaledBlock() for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 def _model(family: str) -> nn.Module:
-    if family == "scaled":
+    if family in ("scaled", "listed"):
         torch.manual_seed(0)
-        return ScaledModel().train()
+        return Stack((ScaledBlock if family == "scaled" else _listed)() for _ in range(3)).train()
     return build(family)
+
+
+def _listed() -> nn.Module:
+    """A layer that is a plain sequence: the container that a caller indexes is what is wrapped."""
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
 
 
 def _wrapped(family: str, mode: str) -> nn.Module:
@@ -121,20 +117,17 @@ WALKS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-@pytest.fixture(params=FAMILIES)
-def family(request: pytest.FixtureRequest) -> str:
-    if request.param in ("gpt2", "mixtral"):
-        pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
-    return request.param
-
-
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("mode", MODES)
 def test_every_walk_gives_the_bare_models_names(family: str, mode: str) -> None:
     bare, model = _model(family), _wrapped(family, mode)
     for title, walk in WALKS.items():
         assert walk(model) == walk(bare), title
+    layer, of_bare = (find_layers(each)[0].module for each in (model, bare))
+    assert [name for name, _ in layer.named_parameters()] == [name for name, _ in of_bare.named_parameters()]
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("mode", MODES)
 def test_every_name_leads_to_its_own(family: str, mode: str) -> None:
     bare, model = _model(family), _wrapped(family, mode)
@@ -175,13 +168,17 @@ def test_what_reaches_all_modules_still_does_once(mode: str) -> None:
     model.apply(visited.append)
     assert {id(module) for module in model.modules()} == {id(module) for module in visited}
     assert len(visited) == len({id(module) for module in visited})
+    for kind in (ScaledBlock, nn.Linear, nn.Sequential, nn.LayerNorm):
+        wanted = [name for name, module in bare.named_modules() if isinstance(module, kind)]
+        assert [name for name, module in model.named_modules() if isinstance(module, kind)] == wanted
+        assert sum(isinstance(module, kind) for module in visited) == len(wanted)
     moved: list[torch.Tensor] = []
     model._apply(lambda tensor: (moved.append(tensor), tensor.double())[1])
     assert len(moved) == len(list(bare.parameters())) + len(list(bare.buffers()))
     assert all(p.dtype is torch.float64 for p in [*model.parameters(), *model.get_submodule("layers.0").buffers()])
     assert model.eval() is model and not any(module.training for module in model.modules())
     model.load_state_dict(bare.double().state_dict(), strict=True)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), bare.parameters(), strict=True))
+    assert_bitwise(list(model.parameters()), list(bare.parameters()))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -190,35 +187,33 @@ def test_a_loaded_state_dict_says_what_is_missing_in_the_bare_models_words(mode:
     state = bare.state_dict()
     state["layers.1.other"] = state.pop("layers.1.scale")
     state["layers.1.norm.other"] = state.pop("layers.1.norm.weight")
-    told = model.load_state_dict(state, strict=False)
-    expected = bare.load_state_dict(state, strict=False)
-    clean = [list(names) for names in told]
-    assert [sorted(names) for names in clean] == [sorted(names) for names in expected]
+    told, expected = (each.load_state_dict(state, strict=False) for each in (model, bare))
+    assert [sorted(names) for names in told] == [sorted(names) for names in expected]
+
+
+def _again(module: nn.Module) -> list[Any]:
+    """A copy, and what is loaded from a file."""
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return [copy.deepcopy(module), torch.load(file, weights_only=False)]
 
 
 @pytest.mark.parametrize("assign", [False, True])
 def test_a_copy_a_pickle_and_assignment_keep_one_set_of_weights(assign: bool) -> None:
     model = CheckpointWrapper(nn.LayerNorm(4))
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    for twin in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+    for twin in _again(model):
         twin.load_state_dict({"weight": torch.full((4,), 3.0), "bias": torch.zeros(4)}, assign=assign)
         assert issubclass(type(twin), CheckpointWrapper) and torch.equal(twin.weight, torch.full((4,), 3.0))
         assert [id(p) for p in twin.parameters()] == [id(p) for p in twin._checkpoint_wrapped_module.parameters()]
     assert torch.equal(model.weight, torch.ones(4))
 
 
-def test_a_wrapped_norm_is_taken_for_a_norm_and_for_a_wrapper() -> None:
-    wrapped = CheckpointWrapper(nn.LayerNorm(4))
-    assert isinstance(wrapped, nn.LayerNorm) and isinstance(wrapped, CheckpointWrapper)
-    assert issubclass(type(wrapped), CheckpointWrapper) and "LayerNorm" in repr(wrapped)
-
-
-def test_a_wrapped_layer_is_taken_for_its_class_too() -> None:
-    layer = CheckpointWrapper(ScaledBlock())
-    assert isinstance(layer, ScaledBlock) and isinstance(layer, CheckpointWrapper)
-    assert issubclass(type(layer), CheckpointWrapper) and "ScaledBlock" in repr(layer)
+@pytest.mark.parametrize("make", [lambda: nn.LayerNorm(4), ScaledBlock])
+def test_a_wrapped_layer_is_taken_for_its_class_and_for_a_wrapper(make: Callable[[], nn.Module]) -> None:
+    kind, wrapped = type(make()), CheckpointWrapper(make())
+    assert isinstance(wrapped, kind) and isinstance(wrapped, CheckpointWrapper)
+    assert issubclass(type(wrapped), CheckpointWrapper) and kind.__name__ in repr(wrapped)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -239,23 +234,10 @@ def test_hidden_states_are_recorded_at_every_layer(family: str, mode: str) -> No
     expected = _model(family)(ids, use_cache=False, output_hidden_states=True).hidden_states
     wrapped = _wrapped(family, mode)
     hidden = wrapped(ids, output_hidden_states=True).hidden_states
-    assert len(hidden) == len(expected) == 4
-    assert all(torch.equal(state, bare) for state, bare in zip(hidden, expected, strict=True))
+    assert len(hidden) == 4
+    assert_bitwise(hidden, expected)
     hidden[1].square().sum().backward()
     assert wrapped.get_input_embeddings().weight.grad.abs().sum() > 0
-
-
-class ListedModel(nn.Module):
-    """Layers that are plain sequences: the containers that a caller indexes are what is wrapped."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
 
 
 class Scaled(nn.Linear):
@@ -285,17 +267,8 @@ def _change(sequence: Any) -> list[Any]:
     ("family", "mode"), [("scaled", "submodule"), ("listed", "full"), ("listed", "offload"), ("listed", "offload+full")]
 )
 def test_a_wrapped_sequence_is_changed_as_a_bare_one_is(family: str, mode: str) -> None:
-    def build_one() -> tuple[nn.Module, str]:
-        torch.manual_seed(0)
-        return (ScaledModel().double(), "layers.1.attn") if family == "scaled" else (ListedModel().double(), "layers.1")
-
-    bare, name = build_one()
-    model, _ = build_one()
-    for part in mode.split("+")[::-1]:
-        if part == "offload":
-            apply_offloading(model, [layer.module for layer in find_layers(model)], "all")
-        else:
-            apply_activation_checkpointing(model, part)
+    name = "layers.1.attn" if family == "scaled" else "layers.1"
+    bare, model = _model(family).double(), _wrapped(family, mode).double()
     before = model.get_submodule(name)
     assert _change(model.get_submodule(name)) == _change(bare.get_submodule(name))
     assert model.get_submodule(name) is before
@@ -303,34 +276,14 @@ def test_a_wrapped_sequence_is_changed_as_a_bare_one_is(family: str, mode: str) 
     assert list(model.state_dict()) == list(bare.state_dict())
     assert WALKS["named_parameters"](model) == WALKS["named_parameters"](bare)
     x = torch.randn(5, 8, dtype=torch.float64)
-    results = []
-    for one in (model, bare):
-        loss = one(x).square().sum()
-        loss.backward()
-        results.append([loss, *(parameter.grad for parameter in one.parameters())])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert_bitwise(step(model, x), step(bare, x))
 
 
 def test_a_wrapped_sequence_is_copied_and_saved_and_only_it_is_a_collection() -> None:
     wrapped = CheckpointWrapper(nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
-    file = io.BytesIO()
-    torch.save(wrapped, file)
-    file.seek(0)
-    for again in (copy.deepcopy(wrapped), torch.load(file, weights_only=False)):
+    for again in _again(wrapped):
         assert type(again) is type(wrapped) and isinstance(again, CheckpointWrapper) and len(again) == 2
         again[0] = nn.Identity()
         assert list(again.state_dict()) == [] and len(list(wrapped.parameters())) == 2
     norm = CheckpointWrapper(nn.LayerNorm(4))
     assert bool(norm) and not isinstance(norm, Collection) and not hasattr(norm, "__len__")
-
-
-@pytest.mark.parametrize("how", MODES)
-def test_each_module_is_met_once_by_class(how: str) -> None:
-    bare, model = _model("scaled"), _wrapped("scaled", how)
-    for kind in (ScaledBlock, nn.Linear, nn.Sequential, nn.LayerNorm):
-        wanted = [name for name, module in bare.named_modules() if isinstance(module, kind)]
-        assert [name for name, module in model.named_modules() if isinstance(module, kind)] == wanted
-        assert len([module for module in model.modules() if isinstance(module, kind)]) == len(wanted)
-        applied: list[nn.Module] = []
-        model.apply(applied.append)
-        assert len([module for module in applied if isinstance(module, kind)]) == len(wanted)

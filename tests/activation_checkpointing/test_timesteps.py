@@ -13,6 +13,7 @@ from nemo_like._util.live_bytes import LiveBytes
 from nemo_like.activation_checkpointing import apply_specs
 from nemo_like.activation_checkpointing.spec import chunks_of_calls
 from nemo_like.activation_checkpointing.timesteps import checkpoint_timesteps
+from tests.checks import assert_bitwise, gradients_of, step
 
 
 def unroll(cell, inputs, state):
@@ -81,17 +82,6 @@ def spike_trains(steps: int, batch: int, seed: int = 0) -> tuple[torch.Tensor, t
     return torch.bernoulli((0.05 + 0.45 * lit).expand(steps, batch, 15), generator=generator), labels
 
 
-def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: parameter.grad for name, parameter in model.named_parameters()}
-
-
-def assert_equal_gradients(one: nn.Module, other: nn.Module) -> None:
-    wanted, got = gradients(one), gradients(other)
-    assert wanted.keys() == got.keys() and len(wanted) > 0
-    for name in wanted:
-        assert torch.equal(wanted[name], got[name]), name
-
-
 def test_a_spiking_network_learns_as_without_checkpoints():
     torch.manual_seed(0)
     plain = LeakyIntegrateAndFire(15, 24, 10, dropout=0.1)
@@ -101,8 +91,8 @@ def test_a_spiking_network_learns_as_without_checkpoints():
         torch.manual_seed(1)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
         losses[name] = []
-        for step in range(20):
-            spikes, labels = spike_trains(60, 20, seed=step)
+        for number in range(20):
+            spikes, labels = spike_trains(60, 20, seed=number)
             outputs, _ = run(model, spikes, model.rest(20))
             loss = nn.functional.cross_entropy(outputs.mean(0), labels)
             optimizer.zero_grad()
@@ -123,8 +113,7 @@ def held_and_peak(steps: int, chunk_size: int | None) -> tuple[int, int, nn.Modu
     model = LeakyIntegrateAndFire(15, 24, 10)
     spikes, labels = spike_trains(steps, 4)
     state = model.rest(4)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
+    sum(parameter.sum() * 0 for parameter in model.parameters()).backward()  # the gradients are there from here on
 
     def last_only(spikes, state):
         return None, model(spikes, state)[1]
@@ -148,7 +137,7 @@ def test_memory_grows_with_the_root_of_time():
     assert long_peak <= 1.1 * 2 * short_peak
     plain, plain_peak, reference = held_and_peak(1000, 0)
     assert plain > 40 * long and plain_peak > 10 * long_peak
-    assert_equal_gradients(reference, checkpointed)
+    assert_bitwise(gradients_of(checkpointed), gradients_of(reference))
 
 
 def test_held_bytes_are_the_states_at_the_chunk_borders():
@@ -170,20 +159,19 @@ def test_pytorchs_cells_over_1000_steps(cell_class):
     plain = cell_class(5, 7)
     checkpointed = copy.deepcopy(plain)
     results = []
+    kept = []
     for cell, run in ((plain, unroll), (checkpointed, checkpoint_timesteps)):
         torch.manual_seed(1)
         inputs = torch.randn(1000, 3, 5, requires_grad=True)
         first = torch.randn(3, 7, requires_grad=True)
         with LiveBytes() as live:
             outputs, _ = run(cell, inputs, (first, first * 2) if cell_class is nn.LSTMCell else first)
-            kept = live.live
+            kept.append(live.live)
         outputs.square().mean().backward()
-        results.append((outputs.detach(), inputs.grad, first.grad, kept))
-    for wanted, got in zip(results[0][:3], results[1][:3]):
-        assert torch.equal(wanted, got)
+        results.append([outputs, inputs.grad, first.grad, *gradients_of(cell).values()])
+    assert_bitwise(*results)
     outputs_bytes = 2 * 1000 * 3 * 7 * 4  # what the steps returned, and their stack
-    assert results[1][3] - outputs_bytes < 0.1 * (results[0][3] - outputs_bytes)
-    assert_equal_gradients(plain, checkpointed)
+    assert kept[1] - outputs_bytes < 0.1 * (kept[0] - outputs_bytes)
 
 
 def test_lists_and_a_cell_that_makes_its_own_state():
@@ -198,10 +186,11 @@ def test_lists_and_a_cell_that_makes_its_own_state():
     outputs, state = checkpoint_timesteps(cell, inputs, None, 2)
     assert len(outputs) == 9 and torch.equal(outputs[-1]["count"], torch.full((2,), 9.0))
     assert torch.equal(state[0], outputs[-1]["hidden"]) and state[1][0].tolist() == [10, 10]
-    torch.stack([output["hidden"] for output in outputs]).sum().backward()
-    checkpointed, weight.grad = weight.grad, None
-    torch.stack([output["hidden"] for output in unroll(cell, inputs, None)[0]]).sum().backward()
-    assert torch.equal(weight.grad, checkpointed)
+    ours, theirs = (
+        torch.autograd.grad(sum(output["hidden"].sum() for output in each), weight)[0]
+        for each in (outputs, unroll(cell, inputs, None)[0])
+    )
+    assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize(
@@ -232,9 +221,9 @@ class OwnLoop(nn.Module):
     def forward(self, inputs):
         state = None
         outputs = []
-        for step, member in enumerate(inputs.unbind(0)):
+        for number, member in enumerate(inputs.unbind(0)):
             state = self.cell(member, state)
-            if step % 7 == 3:  # no output of the cell any more: has to be kept, and is
+            if number % 7 == 3:  # no output of the cell any more: has to be kept, and is
                 state = (state[0] * self.gain, state[1])
             outputs.append(state[0].mean())
         return torch.stack(outputs)
@@ -242,21 +231,14 @@ class OwnLoop(nn.Module):
 
 def test_a_cell_in_somebody_elses_loop_is_replayed_by_chunks():
     torch.manual_seed(0)
-    plain, held = OwnLoop(), {}
+    plain = OwnLoop()
     checkpointed = copy.deepcopy(plain)
     placed = apply_specs(checkpointed, chunks_of_calls(["cell"], 25))
     assert placed == {"cell": checkpointed.cell} and checkpointed.state_dict().keys() == plain.state_dict().keys()
     inputs = torch.randn(200, 2, 3)
-    for model in (plain, checkpointed):
-        for _ in range(2):  # a second sequence begins a chunk of its own
-            with LiveBytes() as live:
-                loss = model(inputs).square().sum()
-                held[model] = live.live
-            loss.backward()
-    assert held[checkpointed] < 0.5 * held[plain]
-    assert_equal_gradients(plain, checkpointed)
-    with pytest.raises(ValueError, match="calls is 0"):
-        chunks_of_calls(["cell"], 0)
+    for _ in range(2):  # a second sequence begins a chunk of its own
+        assert_bitwise(step(checkpointed, inputs), step(plain, inputs))
+        assert held_after(checkpointed, inputs) < 0.5 * held_after(plain, inputs)
 
 
 class OneCell(nn.Module):
@@ -274,21 +256,21 @@ class OneCell(nn.Module):
         return state
 
 
+def held_after(model: nn.Module, inputs: torch.Tensor) -> int:
+    """Bytes held between forward and backward."""
+    with LiveBytes() as live:
+        out = model(inputs)
+        assert out.requires_grad
+        return live.live
+
+
 @pytest.mark.parametrize("front", [apply_activation_checkpointing, parallelize])
 def test_a_lone_cell(front):
     config = CheckpointConfig(enabled=True, snn_timestep_checkpoint=True, snn_chunk_size=3)
     bare, chunked = OneCell(), front(OneCell(), ac=config)
     inputs = torch.randn(10, 2, 4)
-    for model in (bare, chunked):
-        model(inputs).square().sum().backward()
-    assert all(torch.equal(p.grad, q.grad) for p, q in zip(bare.parameters(), chunked.parameters(), strict=True))
-    with LiveBytes() as live:
-        out = chunked(inputs)
-    held = live.live
-    with LiveBytes() as live:
-        plain = bare(inputs)
-    assert held < live.live
-    del out, plain
+    assert_bitwise(step(chunked, inputs), step(bare, inputs))
+    assert held_after(chunked, inputs) < held_after(bare, inputs)
 
 
 def test_a_cell_that_is_the_model_is_refused_with_the_way_out():
