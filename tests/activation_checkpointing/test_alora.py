@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from nemo_like import parallelize
+from tests.checks import assert_bitwise, same, step
 from tests.models.families import FAMILIES, text
 
 peft = pytest.importorskip("peft")
@@ -35,35 +36,23 @@ def adapted(invocation: list[int] | None = None) -> nn.Module:
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    for _ in range(2):
-        model.zero_grad()
-        torch.manual_seed(3)
-        model(**batch()).loss.backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    step(model, seed=3, **batch())
+    return step(model, seed=3, **batch())
 
 
 @pytest.mark.parametrize("ac", ["full", "selective", "submodule", "sequential"])
 def test_gradients_are_those_of_the_bare_model(ac: str) -> None:
     expected = gradients(adapted(INVOCATION))
-    everywhere = gradients(adapted())
-    assert not all(torch.equal(expected[name], everywhere[name]) for name in expected)  # so the offsets do count
-    actual = gradients(parallelize(adapted(INVOCATION), "single", ac))
-    assert actual.keys() == expected.keys()
-    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+    assert not same(gradients(adapted()), expected)  # so the offsets do count
+    assert_bitwise(gradients(parallelize(adapted(INVOCATION), "single", ac)), expected)
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("budget", ["60%", "30%"])
 def test_budgets_are_planned_with_the_adapters_tokens(budget: str) -> None:
     """Which tokens the adapters see hangs on the ids alone, and a run without weights has those."""
-    expected = gradients(adapted(INVOCATION))
     model = parallelize(adapted(INVOCATION), "single", budget, sample_input=batch())
-    actual = gradients(model)
-    assert actual.keys() == expected.keys()
-    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+    assert_bitwise(gradients(model), gradients(adapted(INVOCATION)))
     bare, without = adapted(INVOCATION), batch()["input_ids"][:, 4:]  # one sequence has no invocation now
-    for each in (bare, model):
-        each.zero_grad()
-        torch.manual_seed(3)
-        each(input_ids=without, labels=without).loss.backward()
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), bare.parameters()) if b.grad is not None)
+    again = {"input_ids": without, "labels": without}
+    assert_bitwise(step(model, seed=3, **again), step(bare, seed=3, **again))

@@ -20,6 +20,7 @@ from nemo_like.activation_checkpointing import (
 )
 from nemo_like.activation_checkpointing.kv_sharing import has_kv_sharing, shares_states_explicitly
 from nemo_like.layers import find_layers
+from tests.checks import assert_bitwise, gradients_of
 from tests.models.decoders import batch, loss_of
 from tests.models.decoders import build as build_decoder
 from tests.models.kv_shared import build
@@ -45,8 +46,7 @@ def test_shared_states_written_by_a_replay_are_those_of_the_forward(name: str) -
         a, b = loss_of(m, first), loss_of(m, second)
         b.backward()
         a.backward()
-    for (key, p), (_, q) in zip(reference.named_parameters(), model.named_parameters(), strict=True):
-        assert (p.grad is None) == (q.grad is None) and (p.grad is None or torch.equal(p.grad, q.grad)), key
+    assert_bitwise(gradients_of(model), gradients_of(reference))
 
 
 def test_detection_leaves_the_cache_of_shared_models_alone() -> None:
@@ -56,17 +56,14 @@ def test_detection_leaves_the_cache_of_shared_models_alone() -> None:
     assert model.config.use_cache is True
 
 
-def test_detection_turns_the_cache_off_on_every_sub_config() -> None:
+@pytest.mark.parametrize("shared", [0, 2])
+def test_detection_turns_the_cache_off_on_every_sub_config_unless_layers_share_it(shared: int) -> None:
     # Known failure 1: the text model reads text_config.use_cache, not the root's.
-    class Config:
-        def __init__(self, **values: object) -> None:
-            self.__dict__.update(values)
-
-    model = nn.Linear(2, 2)
-    text, vision = Config(use_cache=True, num_kv_shared_layers=0), Config(hidden_size=3, model_type="clip")
-    model.config = Config(use_cache=True, text_config=text, vision_config=vision)
-    assert detect_kv_sharing_and_maybe_disable_cache(model) is False
-    assert model.config.use_cache is False and text.use_cache is False
+    text = SimpleNamespace(use_cache=True, num_kv_shared_layers=shared)
+    vision = SimpleNamespace(hidden_size=3, model_type="clip")
+    model = _holding(use_cache=True, text_config=text, vision_config=vision)
+    assert detect_kv_sharing_and_maybe_disable_cache(model) is (shared > 0)
+    assert model.config.use_cache is text.use_cache is (shared > 0)
     assert not hasattr(vision, "use_cache")
 
 
@@ -123,8 +120,8 @@ def test_a_model_whose_config_refuses_changes_trains_with_modes_and_budgets(ac: 
         model = parallelize(_WithFrozenConfig(), "single", mode, sample_input=sample, device="cpu")
         torch.manual_seed(1)
         model(**sample, use_cache=False if mode == "none" else None).backward()
-        gradients[mode] = {name: parameter.grad for name, parameter in model.named_parameters()}
-    assert all(torch.equal(gradients[ac][name], gradient) for name, gradient in gradients["none"].items())
+        gradients[mode] = gradients_of(model)
+    assert_bitwise(gradients[ac], gradients["none"])
 
 
 @pytest.mark.long

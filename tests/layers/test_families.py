@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 
 import pytest
@@ -13,15 +12,14 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 pytest.importorskip("transformers")
 
 from nemo_like import apply_activation_checkpointing
+from nemo_like._util.module_tree import bare_name
 from nemo_like.layers import find_layers
+from tests.checks import assert_bitwise, gradients_of
 from tests.models.adapted import k_bit, with_lora
-from tests.models.families import FAMILIES
+from tests.models.blocks import count_runs
+from tests.models.families import FAMILIES, Family
 
 MODES = ("full", "selective", "submodule")
-
-
-def plain_name(name: str) -> str:
-    return name.replace("_checkpoint_wrapped_module.", "")
 
 
 # --------------------------------------------------------------------------------------------------------------- scopes
@@ -38,23 +36,11 @@ def test_scopes_wrap_exactly_the_named_towers(name: str, scope: str) -> None:
     wanted = {"multimodal": ("vision",), "all": ("vision", "language")}.get(scope, (scope,))
     expected = {layer.fqn for layer in find_layers(model) if layer.group in wanted}
     apply_activation_checkpointing(model, "full", scope=scope)
-    wrapped = {plain_name(n) for n, module in model.named_modules() if isinstance(module, CheckpointWrapper)}
+    wrapped = {bare_name(n) for n, module in model.named_modules() if isinstance(module, CheckpointWrapper)}
     assert wrapped == expected
     for group in ("vision", "language"):
         in_group = [fqn for fqn in wrapped if any(word in fqn for word in TOWERS[group])]
         assert bool(in_group) == (group in wanted)
-
-
-def count_runs(module: nn.Module, name: str, ran: Counter[str]) -> None:
-    """Count the runs of a module's forward, those in recomputation too, where a hook is not called."""
-    own = module.forward
-
-    @functools.wraps(own)
-    def forward(*args: object, **kwargs: object) -> object:
-        ran.update([name])
-        return own(*args, **kwargs)
-
-    module.forward = forward
 
 
 @pytest.mark.parametrize("name", VLMS)
@@ -78,14 +64,6 @@ def test_frozen_towers_are_not_replayed(name: str) -> None:
 
 def _layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(layer.fqn, layer.module) for layer in find_layers(model)]
-
-
-def test_scope_on_a_model_without_that_tower_is_an_error() -> None:
-    """``scope="vision"`` on a language model must not be a silent no-op."""
-    model = FAMILIES["llama"].build()
-    with pytest.raises(ValueError, match="'vision' selects no layer; this model has 2 language layers"):
-        apply_activation_checkpointing(model, "selective", scope="vision")
-    assert not any(isinstance(module, CheckpointWrapper) for module in model.modules())
 
 
 def test_language_scope_on_an_unknown_plain_model() -> None:
@@ -113,16 +91,16 @@ def test_lora_gradients_are_bitwise_equal(name: str) -> None:
     """Adapters get gradients although the embeddings, and so a layer's input, need none."""
     family = FAMILIES[name]
     targets = ["c_attn"] if name == "gpt2" else ["q_proj", "v_proj"]
-    grads = {}
-    for mode in ("none", *MODES):
-        model = with_lora(family.build(), targets)
-        apply_activation_checkpointing(model, mode)
-        family.step(model).backward()
-        grads[mode] = {plain_name(n): p.grad for n, p in model.named_parameters() if p.grad is not None}
-    assert grads["none"] and all("lora_" in key for key in grads["none"])
+    expected = _gradients(family, with_lora(family.build(), targets))
+    assert expected and all("lora_" in key for key in expected)
     for mode in MODES:
-        assert grads[mode].keys() == grads["none"].keys(), mode
-        assert all(torch.equal(grads[mode][key], grad) for key, grad in grads["none"].items()), mode
+        assert_bitwise(_gradients(family, with_lora(family.build(), targets), mode), expected, mode)
+
+
+def _gradients(family: Family, model: nn.Module, mode: str = "none") -> dict[str, torch.Tensor]:
+    apply_activation_checkpointing(model, mode)
+    family.step(model).backward()
+    return gradients_of(model)
 
 
 def test_frozen_tower_with_adapters_is_checkpointed() -> None:
@@ -137,12 +115,9 @@ def test_frozen_tower_with_adapters_is_checkpointed() -> None:
 
 
 def test_k_bit_weights_are_found_and_checkpointed() -> None:
-    grads = {}
-    for mode in ("none", *MODES):
-        model = k_bit(FAMILIES["llama"].build())
-        assert len(find_layers(model)) == 2
-        apply_activation_checkpointing(model, mode)
-        FAMILIES["llama"].step(model).backward()
-        grads[mode] = [p.grad for n, p in model.named_parameters() if "q_proj" in n]
+    family, model = FAMILIES["llama"], k_bit(FAMILIES["llama"].build())
+    assert len(find_layers(model)) == 2
+    expected = _gradients(family, model)
+    assert expected and all("q_proj" in name for name in expected)
     for mode in MODES:
-        assert all(torch.equal(got, expected) for got, expected in zip(grads[mode], grads["none"])), mode
+        assert_bitwise(_gradients(family, k_bit(family.build()), mode), expected, mode)
