@@ -4,30 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
-from nemo_like import apply_activation_checkpointing
 from nemo_like._util.live_bytes import LiveBytes
+from tests.models.blocks import Stack, under
 from tests.models.decoders import PlainBlock
 
 TOKENS, WIDTH, HEADS = 2048, 1024, 16
 UNIT = TOKENS * WIDTH * 4  # one (1, T, D) float32 tensor
 
 
-class TwoBlocks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(PlainBlock(WIDTH, HEADS, dropout=0.0) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 def held(ac: str) -> float:
     """Bytes held per block after forward, its input included and its output not."""
-    model = apply_activation_checkpointing(TwoBlocks(), ac)
+    model = under(ac, lambda: Stack(PlainBlock(WIDTH, HEADS, dropout=0.0) for _ in range(2)))
     with LiveBytes() as live:
         out = model(torch.randn(1, TOKENS, WIDTH, requires_grad=True))
         graph = out.grad_fn

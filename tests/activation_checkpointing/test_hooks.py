@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 import nemo_like
-from nemo_like import CheckpointConfig, apply_activation_checkpointing, parallelize
+from nemo_like import CheckpointConfig, parallelize
 from nemo_like.activation_checkpointing.engine import RegionError
 from nemo_like.activation_checkpointing.policy import FullPolicy
 from nemo_like.torch_compat import CheckpointWrapper
-from tests.models.blocks import checkpoint_region
+from tests.checks import assert_bitwise, gradients_of, same
+from tests.models.blocks import checkpoint_region, under
 
 D = 8
 MODES = ["full", "selective", "submodule", "sequential"]
@@ -256,7 +257,7 @@ def _run(
         if step == 2:
             loss = loss + model(2 * x).square().mean()
         loss.backward()
-        gradients += [parameter.grad.clone() for parameter in model.parameters()]
+        gradients += gradients_of(model).values()
     return [item() if callable(item) else item for item in log], gradients
 
 
@@ -264,20 +265,18 @@ def _run(
 @pytest.mark.parametrize("ac", MODES)
 @pytest.mark.parametrize("put", ONLOOKERS, ids=lambda put: put.__name__)
 def test_hooks_that_look_on_see_what_they_see_without_checkpointing(put: Any, ac: str, first: bool) -> None:
+    start = 1 if put is _on_all else 0  # the model's own name
     noted, gradients = _run(put, ac, first, Block)
     expected, expected_gradients = _run(put, "original", first, Block)
-    assert all(map(torch.equal, gradients, expected_gradients))
-    assert noted == expected or (put is _on_all and noted[1:] == expected[1:])
+    assert_bitwise(gradients, expected_gradients)
+    assert noted[start:] == expected[start:]
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize("ac", MODES)
 @pytest.mark.parametrize("name", PARTS)
 def test_hooks_that_are_part_of_the_computation_are_called_again(name: str, ac: str, first: bool) -> None:
-    noted, gradients = _run(PARTS[name], ac, first, Scaled)
-    expected, expected_gradients = _run(PARTS[name], "original", first, Scaled)
-    assert all(map(torch.equal, gradients, expected_gradients))
-    assert noted == expected
+    assert same(_run(PARTS[name], ac, first, Scaled), _run(PARTS[name], "original", first, Scaled))
 
 
 @pytest.mark.parametrize("ac", ["full", "selective", "sequential"])  # "submodule" does not recompute what reads it
@@ -291,10 +290,7 @@ def test_a_hook_that_writes_where_only_the_layer_reads_is_named(ac: str) -> None
 @pytest.mark.parametrize("ac", MODES)
 def test_a_hook_whose_loss_is_used_is_called_again(ac: str) -> None:
     def gradients(ac: str) -> list[Tensor]:
-        torch.manual_seed(0)
-        model, losses = nn.Sequential(Block(), Block()), []
-        if ac != "original":
-            parallelize(model, "single", ac, device="cpu")
+        model, losses = under(ac, lambda: nn.Sequential(Block(), Block())), []
         for block in model:
             block.up.register_forward_hook(lambda module, args, out: losses.append(out.square().mean()))
         for _ in range(2):
@@ -302,9 +298,9 @@ def test_a_hook_whose_loss_is_used_is_called_again(ac: str) -> None:
             model.zero_grad()
             out = model(torch.ones(2, D)).square().mean()
             (out + sum(losses)).backward()
-        return [parameter.grad for parameter in model.parameters()]
+        return list(gradients_of(model).values())
 
-    assert all(map(torch.equal, gradients(ac), gradients("original")))
+    assert_bitwise(gradients(ac), gradients("none"))
 
 
 @pytest.mark.parametrize("ac", ["full", "selective", "sequential"])
@@ -348,8 +344,11 @@ def test_a_list_that_layers_fill_at_their_end_gets_nothing_in_backward(ac: str) 
     assert len(ENDS) == 8
 
 
-@pytest.mark.parametrize("ac", ["full", "selective", "sequential", "reentrant"])
-def test_code_can_ask_whether_it_is_recomputed(ac: str) -> None:
+REENTRANT = CheckpointConfig(True, "full", use_reentrant=True, profile_before_apply=False)
+
+
+@pytest.mark.parametrize("ac", ["full", "selective", "sequential", pytest.param(REENTRANT, id="reentrant")])
+def test_code_can_ask_whether_it_is_recomputed(ac: Any) -> None:
     seen: list[bool] = []
 
     class Asking(Block):
@@ -357,13 +356,7 @@ def test_code_can_ask_whether_it_is_recomputed(ac: str) -> None:
             seen.append(nemo_like.is_recomputing())
             return super().forward(x)
 
-    model = nn.Sequential(Asking(), Asking())
-    if ac == "reentrant":
-        apply_activation_checkpointing(
-            model, CheckpointConfig(True, "full", use_reentrant=True, profile_before_apply=False), layers=["*"]
-        )
-    else:
-        parallelize(model, "single", ac, device="cpu")
+    model = under(ac, lambda: nn.Sequential(Asking(), Asking()), layers=["*"])
     x = torch.ones(2, D, requires_grad=True)
     loss = model(x).square().mean()
     assert seen == [False, False] and not nemo_like.is_recomputing()

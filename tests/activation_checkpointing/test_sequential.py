@@ -21,7 +21,7 @@ from nemo_like.activation_checkpointing.legacy import names_in
 from nemo_like.activation_checkpointing.sequential import SegmentMember
 from nemo_like.activation_checkpointing.spec import segment_sizes, segments_of
 from nemo_like.models import resolve_model
-from tests.checks import assert_bitwise
+from tests.checks import assert_bitwise, gradients_of
 
 
 class Block(nn.Module):
@@ -64,12 +64,7 @@ def step(model: nn.Module, *inputs) -> tuple[int, dict[str, torch.Tensor]]:
 
 def assert_same_step(plain: nn.Module, segmented: nn.Module, *inputs) -> tuple[int, int]:
     (plain_held, wanted), (held, got) = step(plain, *inputs), step(segmented, *inputs)
-    assert wanted.keys() == got.keys()
-    for name in wanted:
-        if wanted[name] is None:  # a layer that was skipped
-            assert got[name] is None
-        else:
-            assert torch.equal(wanted[name], got[name]), name
+    assert_bitwise(got, wanted)
     return plain_held, held
 
 
@@ -104,8 +99,7 @@ def test_a_transformers_own_loop():
             loss = model(**sample).loss
             held[model] = meter.live
         loss.backward()
-    for (name, wanted), (_, got) in zip(plain.named_parameters(), segmented.named_parameters()):
-        assert torch.equal(wanted.grad, got.grad), name
+    assert_bitwise(gradients_of(segmented), gradients_of(plain))
     assert held[segmented] < 0.5 * held[plain]
 
 
@@ -165,8 +159,7 @@ def test_two_forwards_before_a_backward_and_a_backward_twice():
         first.backward(retain_graph=True)
         second.backward()
         first.backward()
-    for wanted, got in zip(plain.parameters(), segmented.parameters()):
-        assert torch.equal(wanted.grad, got.grad)
+    assert_bitwise(gradients_of(segmented), gradients_of(plain))
 
 
 def test_a_dropped_graph_takes_everything_with_it():

@@ -12,14 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nemo_like import apply_activation_checkpointing
 from nemo_like.activation_checkpointing.engine import run_region, verification
 from nemo_like.activation_checkpointing.engine.handles import RegionError
 from nemo_like.activation_checkpointing.policy import HOST, SAVE, SKIP, DecisionTable, FullPolicy, SelectivePolicy
 from nemo_like.activation_checkpointing.timesteps import checkpoint_timesteps
 from nemo_like.fake.run import FakeRun
 from tests.checks import assert_bitwise
-from tests.models.blocks import LlamaBlock, RouterBlock, checkpoint_region, gradients, region
+from tests.models.blocks import LlamaBlock, RouterBlock, Stack, checkpoint_region, gradients, region, under
 
 FULL = FullPolicy()
 WRONG = "gradients would be wrong"
@@ -138,17 +137,9 @@ def operators(run: Callable[[], Any]) -> Counter[str]:
 def test_it_costs_operators_in_the_first_step_and_not_one_later(ac: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def steps(variable: str) -> list[Counter[str]]:
         monkeypatch.setenv("NEMO_LIKE_VERIFY", variable)
-        torch.manual_seed(0)
-        model = apply_activation_checkpointing(nn.ModuleDict({"layers": nn.ModuleList(map(LlamaBlock, (16, 16)))}), ac)
+        model = under(ac, lambda: Stack(map(LlamaBlock, (16, 16))))
         x = torch.randn(1, 4, 16, requires_grad=True)
-
-        def run() -> None:
-            h = x
-            for layer in model["layers"]:
-                h = layer(h)
-            h.sum().backward()
-
-        return [operators(run) for _ in range(4)]
+        return [operators(lambda: model(x).sum().backward()) for _ in range(4)]
 
     first, *later = steps("")
     first_off, *later_off = steps("0")
@@ -156,16 +147,17 @@ def test_it_costs_operators_in_the_first_step_and_not_one_later(ac: str, monkeyp
     assert later == later_off
 
 
+class Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
 def test_no_mode_sees_what_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Seen(TorchDispatchMode):
-        def __init__(self) -> None:
-            super().__init__()
-            self.names: list[str] = []
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            self.names.append(str(func))
-            return func(*args, **(kwargs or {}))
-
     def seen(variable: str) -> list[str]:
         monkeypatch.setenv("NEMO_LIKE_VERIFY", variable)
         with Seen() as mode, torch.device("cpu"):
@@ -194,17 +186,13 @@ class _Saves(torch.autograd.Function):
         return grad, *[None for _ in ctx.saved_tensors[1:]]
 
 
-def _float8(values: Tensor) -> Tensor:
-    return values.to(torch.float8_e4m3fn)
-
-
 SAVED: dict[str, Callable[[Tensor], Tensor]] = {
     "bool": lambda x: x > 0,
     "int64": lambda x: (x * 100).long(),
     "uint8": lambda x: (x * 100).to(torch.uint8),
     "float64": lambda x: x.double(),
     "bfloat16": lambda x: x.bfloat16(),
-    "float8": _float8,
+    "float8": lambda x: x.to(torch.float8_e4m3fn),
     "complex": lambda x: torch.complex(x, x + 1).conj(),
     "not a number": lambda x: torch.where(x > 0.5, torch.nan, x),
     "infinite": lambda x: torch.where(x > 0.5, torch.inf, -torch.inf),
@@ -247,20 +235,20 @@ def test_decisions(decision: Any) -> None:
     def fn(x: Tensor) -> Tensor:
         return (w(x) + x).tanh() * x
 
-    table = DecisionTable({"aten.mm.default": [SAVE if decision is SKIP else decision]})
-    if decision is SKIP:  # what comes after a kept sum needs the product no more
-        table = DecisionTable({"aten.mm.default": [SKIP], "aten.add.Tensor": [SAVE]})
+    rest = {"aten.add.Tensor": [SAVE]} if decision is SKIP else {}  # what comes after it needs the product no more
+    table = DecisionTable({"aten.mm.default": [decision], **rest})
     x = torch.randn(3, 8)
     assert_bitwise(gradients(region(fn, table), w, x), gradients(fn, w, x))
 
 
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("policy", [FULL, SelectivePolicy()], ids=["full", "selective"])
-@pytest.mark.parametrize("block", [LlamaBlock, RouterBlock, lambda: nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5))])
+@pytest.mark.parametrize(
+    "block", [LlamaBlock, RouterBlock, lambda width: nn.Sequential(nn.Linear(width, width), nn.Dropout(0.5))]
+)
 def test_blocks_autocast_and_a_kept_graph(block: Any, policy: Any) -> None:
     torch.manual_seed(0)
-    module = block() if not isinstance(block, type) else block(16)
-    x = torch.randn(1, 4, 16)
+    module, x = block(16), torch.randn(1, 4, 16)
     assert_bitwise(gradients(region(module, policy), module, x), gradients(module, module, x))
     with torch.autocast("cpu", torch.bfloat16, enabled=block is not RouterBlock):
         loss = region(module, policy)(x.clone().requires_grad_()).sum()

@@ -18,10 +18,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nemo_like import apply_activation_checkpointing
 from nemo_like.activation_checkpointing import sequential
 from nemo_like.activation_checkpointing.engine import region, surroundings
 from nemo_like.activation_checkpointing.engine.handles import RegionError
+from tests.models.blocks import Stack, under
 
 AROUND: contextvars.ContextVar[float] = contextvars.ContextVar("around", default=1.0)
 GLOBAL = {"calls": 0}
@@ -92,45 +92,19 @@ class Block(nn.Module):
         self.calls, self.draws = 0, ""
         self.generator = torch.Generator().manual_seed(3)
 
-    def drawn(self, x: Tensor) -> Tensor | float:
-        if self.draws == "generator":
-            return torch.rand(x.shape, generator=self.generator)
-        if self.draws == "random":
-            return random.random()
-        if self.draws == "numpy":
-            return float(numpy.random.rand())
-        if self.draws == "context":
-            return AROUND.get()
-        if self.draws == "global":
-            GLOBAL["calls"] += 1
-            return GLOBAL["calls"] / 4
-        return 1.0
-
     def forward(self, x: Tensor, state: Any = None) -> Tensor:
         self.calls += 1
         y = self.attn(x + self.shift).tanh() * self.scaling[self.adapter]
-        y = (y * 2 if self.training else y) * self.drawn(x)
+        y = (y * 2 if self.training else y) * DRAWS.get(self.draws, lambda layer, x: 1.0)(self, x)
         if isinstance(state, dict):
             y, state["scale"] = y * state["scale"], state["scale"] * 2
         elif state is not None:
             y, state.scale = y * state.scale, state.scale * 2
-        counted = self.calls if self.draws == "counter" else 1
-        return x + ((self.mlp(y.sin()) * counted).tanh() * self.gain).tanh()
+        return x + (self.mlp(y.sin()).tanh() * self.gain).tanh()
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(3))
-
-    def forward(self, x: Tensor, state: Any = None) -> Tensor:
-        for layer in self.layers:
-            x = layer(x, state) if state is not None else layer(x)
-        return x
-
-
-def each(change: Callable[[Block], Any]) -> Callable[[Model], None]:
-    def to_all(model: Model) -> None:
+def each(change: Callable[[Block], Any]) -> Callable[[nn.Module], None]:
+    def to_all(model: nn.Module) -> None:
         with torch.no_grad():
             for layer in model.layers:
                 change(layer)
@@ -138,7 +112,7 @@ def each(change: Callable[[Block], Any]) -> Callable[[Model], None]:
     return to_all
 
 
-CHANGES: dict[str, Callable[[Model], Any]] = {
+CHANGES: dict[str, Callable[[nn.Module], Any]] = {
     "bias": each(lambda layer: layer.attn.bias.add_(1)),
     "adapter": each(lambda layer: setattr(layer, "adapter", "b")),
     "adapter's scale": each(lambda layer: layer.scaling.update(a=3.0)),
@@ -150,17 +124,31 @@ CHANGES: dict[str, Callable[[Model], Any]] = {
     "buffer exchanged": each(lambda layer: setattr(layer, "shift", layer.shift + 1)),
 }
 """What a program changes between forward and backward."""
-DRAWS = ("generator", "random", "numpy", "context", "global", "counter")
+
+
+def _counted(layer: Block, x: Tensor) -> float:
+    GLOBAL["calls"] += 1
+    return GLOBAL["calls"] / 4
+
+
+DRAWS: dict[str, Callable[[Block, Tensor], Tensor | float]] = {
+    "generator": lambda layer, x: torch.rand(x.shape, generator=layer.generator),
+    "random": lambda layer, x: random.random(),
+    "numpy": lambda layer, x: float(numpy.random.rand()),
+    "context": lambda layer, x: AROUND.get(),
+    "global": _counted,
+    "counter": lambda layer, x: layer.calls,
+}
 """What a layer's own forward draws from, or counts in."""
 
 
-def _of_change(model: Model, name: str, x: Tensor) -> Tensor:
+def _of_change(model: nn.Module, name: str, x: Tensor) -> Tensor:
     loss = model(x).square().sum()
     CHANGES[name](model)
     return loss
 
 
-def _of_draws(model: Model, name: str, x: Tensor) -> Tensor:
+def _of_draws(model: nn.Module, name: str, x: Tensor) -> Tensor:
     random.seed(5), numpy.random.seed(5)
     GLOBAL["calls"] = 0
     for layer in model.layers:
@@ -171,12 +159,12 @@ def _of_draws(model: Model, name: str, x: Tensor) -> Tensor:
     return loss
 
 
-def _of_states(model: Model, name: str, x: Tensor) -> Tensor:
+def _of_states(model: nn.Module, name: str, x: Tensor) -> Tensor:
     scale = torch.tensor(0.25)
     return model(x, {"scale": scale} if name == "dict" else State(scale)).square().sum()
 
 
-def _hook_removed(model: Model, name: str, x: Tensor) -> Tensor:
+def _hook_removed(model: nn.Module, name: str, x: Tensor) -> Tensor:
     handles = [layer.attn.register_forward_hook(lambda m, a, out: out * 3) for layer in model.layers]
     loss = model(x).square().sum()
     for handle in handles:
@@ -184,7 +172,7 @@ def _hook_removed(model: Model, name: str, x: Tensor) -> Tensor:
     return loss
 
 
-CLASSES: dict[str, Callable[[Model, str, Tensor], Tensor]] = {
+CLASSES: dict[str, Callable[[nn.Module, str, Tensor], Tensor]] = {
     **dict.fromkeys(CHANGES, _of_change),
     **dict.fromkeys(DRAWS, _of_draws),
     **dict.fromkeys(("dict", "dataclass"), _of_states),
@@ -194,10 +182,7 @@ CLASSES: dict[str, Callable[[Model, str, Tensor], Tensor]] = {
 
 def gradient(ac: str, name: str) -> Tensor:
     """The input's gradient, of a model and an input that are the same in each call."""
-    torch.manual_seed(0)
-    model: Any = Model()
-    if ac != "none":
-        model = apply_activation_checkpointing(model, ac)
+    model = under(ac, lambda: Stack(Block() for _ in range(3)))
     x = torch.randn(4, 8, requires_grad=True)
     return torch.autograd.grad(CLASSES[name](model, name, x), x)[0]
 
