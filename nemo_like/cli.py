@@ -35,8 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         in_options = arguments.own.in_options
         if is_rank_zero() and (line := arguments.first_line(arguments)):
             print(line, file=sys.stderr, flush=True)
-        if arguments.command != "completion":  # which logs nothing, and needs no torch
-            start_logging()
+        start_logging()
         return arguments.run(arguments)
     except KeyboardInterrupt:
         print(f"{program}: interrupted.", file=sys.stderr)
@@ -47,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_parser(command: str | None = None, argv: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """Return the parser with the options of `command`, which alone is imported; for ``completion``, of all commands.
+    """Return the parser with the options of `command`, which alone is imported.
 
     The file that ``--from`` names in `argv` sets defaults.
     """
@@ -59,7 +58,7 @@ def make_parser(command: str | None = None, argv: Sequence[str] = ()) -> argpars
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, purpose in COMMANDS.items():
-        if command not in (name, "completion"):
+        if command != name:
             subparsers.add_parser(name, help=purpose)
             continue
         module = importlib.import_module(f"nemo_like.commands.{name}_command")

@@ -385,12 +385,6 @@ FAULTS: tuple[Fault, ...] = (
         "tests/recipes/test_checkpoint.py",
     ),
     Fault(
-        "planning/measured_steps.py",
-        "numbers[2 if len(numbers) >= 4 else 1 :]",
-        "numbers[2 if len(numbers) > 4 else 1 :]",
-        "tests/planning/test_measured_steps.py",
-    ),
-    Fault(
         "distributed/weights/checked_files.py",
         'self._allowed.get(f"{module}.{name}")',
         "super().find_class(module, name)",

@@ -265,14 +265,6 @@ _ALONE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda _: fit(build("llama"), gpus=2, gpu="cpu", seq_len=16, imbalance=2.0),
         r"imbalance is 2\.0, and LlamaForCausalLM has no experts",
     ),
-    "lengths": (
-        lambda _: fit(DecoderWithLoss(layers=2), gpus=1, gpu="cpu", seq_len=64, max_seq_len=32),
-        "seq_len is 64, and max_seq_len says that sequences have up to 32 tokens. Leave seq_len out, or give a larger",
-    ),
-    "lengths of a histogram": (
-        lambda _: fit(DecoderWithLoss(layers=2), gpus=1, gpu="cpu", seq_len=64, lengths={8: 1}),
-        "seq_len is 64, and lengths says that sequences have up to 8 tokens",
-    ),
 }  # fmt: skip
 
 
@@ -303,7 +295,6 @@ _COMMANDS = {
     # Lengths, sizes, words.
     f"profile {_TINY} --seq-len 200000": "--seq-len requires sequences of 200000 tokens",
     f"bench {_TINY} --seq-len 200000": "--seq-len requires sequences of 200000 tokens",
-    f"fit {_TINY} --gpus 1 --max-seq-len 32 --seq-len 64": "seq_len is 64, and max_seq_len says",
     f"fit {_TINY} --gpus 2 --imbalance 0.5": "--imbalance is 0.5; it must be a finite number >= 1",
     f"fit {_TINY} --gpus 2 --imbalance 1.5 --ep 1": "share the experts, 1",
     f"plan {_TINY} --imbalance 0.5 --ep 2 --world-size 2": "--imbalance is 0.5; it must be a finite number >= 1",

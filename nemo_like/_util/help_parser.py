@@ -13,15 +13,14 @@ GROUPS = {
     "model": """model init dtype layers scope lora qlora lora_rank lora_alpha lora_dropout lora_targets train
         tokenizer trust_remote_code vocab_size input_shape images image_size audio_seconds""",
     "parallelism": """gpus world_size gpu device strategy dp_replicate dp_shard tp sequence_parallel loss_parallel cp
-        cp_method ep imbalance pp pp_schedule stages_per_rank balance reshard_after_forward prefetch threads calibrate
-        calibrate_from ran_with""",
+        cp_method ep imbalance pp pp_schedule stages_per_rank balance reshard_after_forward prefetch threads calibrate""",
     "memory": """ac modes budget budgets memory fit fit_memory fit_host_memory loss offload cpu_offload host host_memory
         alloc_conf measure""",
-    "training": """data eval_data pack skip_bad seq_len max_seq_len p99 lengths batch_size global_batch micro_batch
+    "training": """data eval_data pack skip_bad seq_len max_seq_len batch_size global_batch micro_batch
         grad_accum steps epochs precision reduce_dtype compile optimizer lr schedule warmup_steps lr_floor
         weight_decay beta1 beta2 clip sync drop_output zero_grad ema seed eval_every eval_samples""",
-    "output": """config settings_file settings_to suite runs repeats warmup no_peers count limit explain what_if check
-        minutes all_ops log_every wide json markdown plot save checkpoint_dir save_every keep resume sync_save plain output
+    "output": """config settings_file settings_to runs repeats warmup no_peers count limit explain what_if check
+        minutes all_ops log_every wide json save checkpoint_dir save_every keep resume sync_save plain output
         export merge sample sample_every sample_tokens tensorboard wandb""",
 }
 """The options of each group in the help, by the attribute that they set."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import shutil
 import textwrap
 from collections.abc import Iterable
@@ -85,15 +84,6 @@ class Table:
         """Return the sentence that names the columns that do not fit in `width`; empty: all do."""
         names = self.left_out(width)
         return f"Not shown at this width: {', '.join(names)} (--wide)." if names else ""
-
-    def html(self) -> str:
-        """Return all of it as an HTML table."""
-        shown = self.shown()
-        head = "".join(f"<th>{html.escape(self.columns[i].name)}</th>" for i in shown)
-        body = "".join(
-            "<tr>" + "".join(f"<td>{html.escape(row[i])}</td>" for i in shown) + "</tr>" for row in self.rows
-        )
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
     def _sizes(self) -> list[int]:
         return [

@@ -7,7 +7,6 @@ from nemo_like.recipes import JOBS
 
 COMMANDS = {
     "bench": "run all modes of checkpointing side by side on a model: time, bytes, FLOPs, gradients",
-    "completion": "print a script that has a shell complete the commands and their options",
     "finetune": JOBS["finetune"],
     "fit": "find the fastest configuration that fits on a number of GPUs, without one",
     "layers": "print the layers of a model: its groups, the units to shard and to checkpoint, their parameters and bytes",

@@ -19,7 +19,7 @@ from nemo_like.options import COMPILE_BACKENDS, OPTIMIZERS, Precision, StepSpec,
 EXAMPLES = (
     "--model llama3-70b --gpus 256 --gpu h100-80gb --seq-len 8192 --global-batch 512",
     "--model llama3-8b --gpus 8 --tp 1 2 --ac none full plan --explain 1",
-    "--model config.json --gpus 16 --lengths lengths.json --json fit.json --save plan.json",
+    "--model config.json --gpus 16 --seq-len 8192 --json fit.json --save plan.json",
 )
 _PINS, _JOB = flags_on("pins"), flags_on("fit")
 
@@ -30,14 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", help="a preset (llama3-8b, ...), a config.json, or module:function")
     add("--gpus", "--world-size", type=int, help="how many there are")
     add_flags(parser, _JOB)
-    add("--seq-len", type=int, help="tokens per sequence (default: 4096)")
-    add("--max-seq-len", type=int, help="tokens of the longest sequence: what is planned for, where they differ")
-    add("--p99", type=int, help="tokens that 99 of 100 sequences do not exceed; planned for without --max-seq-len")
-    add(
-        "--lengths",
-        metavar="FILE",
-        help="sequences by tokens, JSON, or one length a line: their longest is planned for",
-    )
+    add("--seq-len", type=int, default=4096, help="tokens of the longest sequence (default: %(default)s)")
     add("--global-batch", type=int, help="sequences of a step over all GPUs (default: as many as are fastest)")
     add("--memory", help="what a step may take on each GPU (default: its memory less a tenth)")
     add("--dtype", default="fp32", help="parameters as stored (default: %(default)s)")
@@ -99,7 +92,6 @@ def _words(text: str) -> str | list[str]:
 def run(args: argparse.Namespace) -> int:
     """Search and report. Returns 0; 1 where nothing fits."""
     from nemo_like.planning.fit import fit
-    from nemo_like.planning.fit.lengths import read_histogram
 
     if args.calibrate and args.model is None:
         others = set(vars(args)) - {"command", "run", "parser", "own", "calibrate"}
@@ -131,9 +123,6 @@ def run(args: argparse.Namespace) -> int:
             dtype=parse_dtype("--dtype", args.dtype),
             count=args.count,
             minutes=args.minutes,
-            max_seq_len=args.max_seq_len,
-            p99=args.p99,
-            lengths=None if args.lengths is None else read_histogram(args.lengths),
             progress=say,
             **pins,
         )

@@ -6,13 +6,11 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_like._util.console import check_writable, refuse_unread, whole_or
-from nemo_like._util.help_parser import HelpParser
 from nemo_like._util.table import paragraph, screen_width
 from nemo_like._util.words import GIB
 from nemo_like.commands.settings_options import add_settings, check_settings_to, read_from, write_to
@@ -23,8 +21,6 @@ if TYPE_CHECKING:  # the command imports torch and the planner only when it runs
     import torch
 
     from nemo_like.job import Job
-    from nemo_like.planning.devices import Device
-    from nemo_like.planning.measured_steps import MeasuredStep
     from nemo_like.planning.model.inputs import ModelInput
     from nemo_like.planning.predict import Question
     from nemo_like.planning.query import PlanQuery
@@ -109,18 +105,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also run the job on rank 0, without memory and without the other ranks, by the operators of --gpu, and "
         "compare its peak with the plan's",
     )
-    add(
-        "--calibrate-from",
-        metavar="LOG",
-        help="first correct the rates of --gpu by a measured run of this very job, and keep that for later plans: 1.83s, "
-        "6120tok/s (of one GPU), or a log of nemo-like, torchtitan or the Hugging Face Trainer",
-    )
-    add(
-        "--ran-with",
-        metavar="AC",
-        help="checkpointing of the run of --calibrate-from: none, full, selective or a budget (default: the fastest of the "
-        "three that fits)",
-    )
     add_settings(parser)
     add("--json", metavar="PATH", help="write the numbers here ('-': standard output)")
     add("--save", metavar="PATH", help="write the recommended plan here (read it with nemo_like.Plan.load)")
@@ -144,8 +128,6 @@ def run(args: argparse.Namespace) -> int:
 
     question = Question.of(args.world_size, args.seq_len, args.batch_size)
     _check(args)
-    if args.calibrate_from is not None and question != Question():
-        raise ValueError("--calibrate-from is of a job that ran, and min or max searches for one. Give numbers.")
     args = _with_a_start(args, question)
     job = asked_job(args)
     if args.check:
@@ -155,10 +137,6 @@ def run(args: argparse.Namespace) -> int:
     if job.fsdp is not None and job.fsdp.cpu_offload:
         device_of(job).check_host_rates("--cpu-offload")
     start = time.perf_counter()
-    if args.calibrate_from is not None:
-        print(
-            paragraph(_calibrate_from(args, job), screen_width()), file=sys.stderr if args.json == "-" else sys.stdout
-        )
     source = resolve_model(args.model)
     model, source = source.built("meta", parse_dtype("--dtype", args.dtype))
     model = _frozen(model, args, job)
@@ -210,91 +188,6 @@ WAYS_OUT = (
     "Ways out: more ranks to shard over (--gpus min finds how many), a smaller --batch-size, --loss chunked, "
     "--optimizer adamw-8bit, --tp, --cp or --pp."
 )
-
-
-_OF_THE_RUN = (
-    *("model", *JOB_FLAGS, "world_size", "seq_len", "batch_size", "input_shape", "images", "image_size"),
-    *("audio_seconds", "vocab_size", "dtype", "lora", "ran_with"),
-)
-"""Options that decide which step runs."""
-
-
-def _calibrate_from(args: argparse.Namespace, job: Job) -> str:
-    """Correct the rates of the job's device by ``--calibrate-from``, and return what was measured and predicted."""
-    from nemo_like.planning.devices import calibrated, resolve_device
-    from nemo_like.planning.measured_steps import add_step, read_speed
-    from nemo_like.planning.predict import tokens_of
-
-    speed = read_speed(args.calibrate_from)
-    device = calibrated(resolve_device(job.gpu or args.gpu), factors=False)
-
-    def traced(words: Sequence[str], seconds: float) -> MeasuredStep:
-        return _traced(_read_again(words), device, lambda *_: seconds)[0]
-
-    step, ran_with = _traced(args, device, lambda query, sample: speed.seconds(tokens_of(sample), query))
-    words = f"{args.calibrate_from} with ac={ran_with!r} (--ran-with): "
-    return words + add_step(replace(step, words=_words_again(args, ran_with)), traced)
-
-
-def _traced(
-    args: argparse.Namespace, device: Device, seconds: Callable[[PlanQuery, Any], float]
-) -> tuple[MeasuredStep, str]:
-    """Return the step of the flags on `device`, with the checkpointing that it ran with."""
-    from nemo_like.commands import plan_inputs
-    from nemo_like.models import resolve_model
-    from nemo_like.planning.answers.outside_allocator import default_limit
-    from nemo_like.planning.answers.within import choose
-    from nemo_like.planning.measured_steps import MeasuredStep
-    from nemo_like.planning.model.traced import MODES
-    from nemo_like.planning.planner import query_of
-    from nemo_like.planning.report import row_of
-
-    job = asked_job(args).change(gpu=device)
-    model, source = resolve_model(args.model).built("meta", parse_dtype("--dtype", args.dtype))
-    model = _frozen(model, args, job)
-    samples = list[Any]()
-
-    def make(sample: Any) -> PlanQuery:
-        samples.append(sample)
-        return query_of(model, sample, job)
-
-    query, _ = plan_inputs.query_with_inputs(make, model, source, args)
-    mode = args.ran_with
-    if mode is None:
-        limit = default_limit(job, device)
-        rows = [row_of(each, query, query.uniform(each), limit) for each in MODES]
-        mode = min((row for row in rows if row.fits), key=lambda row: row.seconds, default=rows[MODES.index("full")]).ac
-    choices = query.uniform(mode) if mode in MODES else choose(query, MemoryBudget.parse(mode, "--ran-with"))[0]
-    return MeasuredStep((), seconds(query, samples[-1]), query, choices), mode
-
-
-def _words_again(args: argparse.Namespace, ran_with: str) -> list[str]:
-    """Return the command line of the step, the same for the same step: options that are not at their defaults."""
-    parser = HelpParser(prog="nemo-like plan")
-    add_arguments(parser)
-    words = list[str]()
-    for action in parser._actions:
-        name, value = action.dest, ran_with if action.dest == "ran_with" else getattr(args, action.dest, None)
-        if name not in _OF_THE_RUN or value == action.default:
-            continue
-        if name in ("model", "gpu") and Path(str(value)).is_file():
-            value = str(Path(str(value)).resolve())
-        words += [action.option_strings[0], *([] if value is True else [str(value)])]
-    return words
-
-
-def _read_again(words: Sequence[str]) -> argparse.Namespace:
-    """Return the options of a command line of `_words_again`.
-
-    Raises:
-        ValueError: this version does not have them.
-    """
-    parser = HelpParser(prog="nemo-like plan")
-    add_arguments(parser)
-    try:
-        return argparse.Namespace(**vars(parser.parse_args(words)), own=parser)
-    except SystemExit as error:
-        raise ValueError(f"its options are not read by this version: {' '.join(words)}") from error
 
 
 def _with_a_start(args: argparse.Namespace, question: Question) -> argparse.Namespace:
@@ -399,10 +292,6 @@ def _check(args: argparse.Namespace) -> None:
         MemoryBudget.parse(budget, "--budget")
     if args.memory is not None:
         parse_bytes(args.memory, "--memory")
-    if args.calibrate_from is None:
-        refuse_unread(args, ["ran_with"], "that takes --calibrate-from.")
-    elif args.measure:
-        raise ValueError("--measure replaces the rates that --calibrate-from corrects. Leave one of the two out.")
     if args.pp == 1:
         refuse_unread(args, ["pp_schedule", "stages_per_rank", "balance"], "without --pp above 1 there is no pipeline.")
         if args.grad_accum == 1:

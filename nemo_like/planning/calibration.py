@@ -6,7 +6,6 @@ what ranks send each other where several run. Attention is causal, with the FLOP
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -61,19 +60,10 @@ def calibrate(seconds: float | None = None) -> Path:
             "measured": time.strftime("%Y-%m-%d", time.gmtime()),
         }
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, about | _kept_steps(path) | {"rates": rates})
+        write_json(path, about | {"rates": rates})
     if dist.is_initialized():
         dist.barrier()
     return path
-
-
-def _kept_steps(path: Path) -> dict[str, Any]:
-    """Return the measured steps of an earlier file; their factors were of other rates, and are left out."""
-    try:
-        steps = json.loads(path.read_text(encoding="utf-8"))["steps"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
-    return {"steps": steps}
 
 
 def _best(run: Callable[[], Any], device: torch.device, seconds: float) -> float:

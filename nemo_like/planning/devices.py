@@ -52,7 +52,7 @@ class Device:
     launch_seconds: float = 0.0
     """The least that one kernel takes, with its launch."""
     rates: str = "the table"
-    """Source of its speeds: the table, or the file of a calibration, with the factors of measured steps."""
+    """Source of its speeds: the table, or the file of a calibration."""
     known_as: str = ""
     """The table's name of it, where it has another one of its own."""
     host_bandwidth: float = 0.0
@@ -177,57 +177,19 @@ RATES: Mapping[str, tuple[str, str | None]] = {
 """By field of `Device` that is measured, its entry in the file."""
 
 
-def calibrated(device: Device, *, factors: bool = True) -> Device:
+def calibrated(device: Device) -> Device:
     """`device` at the rates that were measured on one of its name; as it is where none were, or the file is damaged (said
-    once).
-
-    factors: also multiply them by what measured steps say (`nemo_like.planning.measured_steps`).
-    """
+    once)."""
     path = rates_file(device)
     if not path.exists():
         return device
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
-        changed = _measured_rates(device, said, path) if "rates" in said or "steps" not in said else {}
-        computing, sending = factors_of(said)
-        words = _words_of_factors(said, changed.get("rates"), path)
+        return replace(device, **_measured_rates(device, json.loads(path.read_text(encoding="utf-8")), path))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         warn_once(
             f"{path} is damaged ({error}); the table's rates are used. Measure again with nemo-like fit --calibrate."
         )
         return device
-    device = replace(device, **changed)
-    if not factors or "factors" not in said:
-        return device
-    return replace(at_factors(device, computing, sending), rates=words)
-
-
-def at_factors(device: Device, computing: float, sending: float) -> Device:
-    """Return `device` with its rates of kernels times `computing`, and those between devices times `sending`."""
-    return replace(
-        device,
-        matmul_flops={kind: rate * computing for kind, rate in device.matmul_flops.items()},
-        attention_flops={kind: rate * computing for kind, rate in device.attention_flops.items()},
-        bandwidth=device.bandwidth * computing,
-        nvlink=device.nvlink * sending,
-        network=device.network * sending,
-    )
-
-
-def factors_of(said: Mapping[str, Any]) -> tuple[float, float]:
-    """Return the factors in a rates file: of computing and of sending; 1 where there is none.
-
-    Raises:
-        ValueError, TypeError, KeyError: they, or the steps that they are of, are damaged.
-    """
-    found = said.get("factors", {"computing": 1.0})
-    computing, sending = float(found["computing"]), float(found.get("sending", 1.0))
-    if not all(0.0 < each < float("inf") for each in (computing, sending)):
-        raise ValueError("a factor is no positive number")
-    for step in said.get("steps", []):
-        if not (isinstance(step["job"], list) and 0.0 < float(step["seconds"]) < float("inf")):
-            raise ValueError("a step has no job, or no positive seconds")
-    return computing, sending
 
 
 def _measured_rates(device: Device, said: Mapping[str, Any], path: Path) -> dict[str, Any]:
@@ -240,17 +202,6 @@ def _measured_rates(device: Device, said: Mapping[str, Any], path: Path) -> dict
         field, entry = RATES[name]
         changed[field] = rate if entry is None else {**changed.get(field, getattr(device, field)), entry: rate}
     return changed
-
-
-def _words_of_factors(said: Mapping[str, Any], rates: str | None, path: Path) -> str:
-    """Return `Device.rates` where a file has factors; `rates`: the words of a calibration in it, None: there is none."""
-    if "factors" not in said:
-        return ""
-    found = said["factors"]
-    words = " and ".join(f"{name} at {found[name]:.2f}" for name in ("computing", "sending") if name in found)
-    count = int(found["steps"])
-    base = "the table's rates" if rates is None else f"the rates of {rates.rpartition(' (')[0]}"
-    return f"{words} of {base}, by {count} measured step{'s' * (count > 1)} ({path})"
 
 
 def _table() -> dict[str, Any]:

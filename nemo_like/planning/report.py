@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -260,11 +259,6 @@ class PlanReport:
 
     def __str__(self) -> str:
         return self.text(screen_width())
-
-    def _repr_html_(self) -> str:
-        head = "".join(f"<p>{html.escape(text)}</p>" for text in (self.verdict(), self.about, *self._warnings()))
-        call = f"<pre>{html.escape(self.call())}</pre>" if self.best is not None else ""
-        return head + call + self.table().html()
 
     def _warnings(self) -> list[str]:
         """Return warnings about the numbers, a sentence each."""

@@ -85,7 +85,7 @@ class SizeWatch:
         warn_once(
             f"A batch is larger than the one that the plan was made for ({describe(tensors, {})}; planned: "
             f"{self.planned}{each}). It is trained on as it is, and takes more than {peak}. Plan for the "
-            "largest batch: give it as sample_input=, or its length as --max-seq-len of nemo-like fit."
+            "largest batch: give it as sample_input=, or its length as --seq-len of nemo-like fit."
         )
 
 

@@ -45,7 +45,7 @@ def test_the_help_of_a_command_has_examples_that_it_takes(name: str, capsys: pyt
 
 def test_the_overview_has_every_command_with_its_purpose(capsys: pytest.CaptureFixture[str]) -> None:
     text = _help([], capsys)
-    assert {"fit", "pretrain", "finetune", "completion"} <= set(COMMANDS)
+    assert {"fit", "pretrain", "finetune"} <= set(COMMANDS)
     words = " ".join(text.split())
     assert not [name for name, purpose in COMMANDS.items() if f" {name} {purpose}" not in words]
     modules = {module.name for module in pkgutil.iter_modules(commands.__path__) if module.name.endswith("_command")}
@@ -66,37 +66,6 @@ def test_a_job_is_the_same_as_a_command_and_as_a_module(job: str, capsys: pytest
     said = capsys.readouterr().err
     assert main([job, "--steps", "-1", "--model", "m", "--data", "d"]) == 2
     assert capsys.readouterr().err.partition(": ")[2] == said.partition("error: ")[2] != ""
-
-
-def test_a_shell_completes_every_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("shtab", reason="the extra 'completion' is not installed")
-    for shell in ("bash", "zsh", "fish"):
-        assert main(["completion", shell]) == 0
-        script = capsys.readouterr().out
-        for word in (*COMMANDS, "--max-seq-len", "--lora-rank"):
-            assert word.removeprefix("--") in script, (shell, word)
-        (tmp_path / shell).write_text(script)
-    asked = (
-        f"source {tmp_path / 'bash'}; COMP_WORDS=({{}}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); "
-        'COMP_LINE="${COMP_WORDS[*]}"; _shtab_nemo_like; echo "${COMPREPLY[@]}"'
-    )
-
-    def completed(line: str) -> list[str]:
-        done = subprocess.run(["bash", "-c", asked.replace("{}", line)], capture_output=True, text=True, check=True)
-        return done.stdout.split()
-
-    assert completed("nemo-like p") == ["plan", "pretrain", "profile"]
-    assert completed("nemo-like plan --seq-") == ["--seq-len"]
-    (tmp_path / "some-data.jsonl").write_text("")
-    assert completed(f"nemo-like fit --lengths {tmp_path}/some") == [f"{tmp_path}/some-data.jsonl"]
-
-
-def test_without_its_package_completion_names_the_extra(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "shtab", None)
-    assert main(["completion", "bash"]) == 2
-    assert "pip install shtab (in a checkout of nemo_like: pip install '.[completion]')" in capsys.readouterr().err
 
 
 @pytest.mark.few(1)

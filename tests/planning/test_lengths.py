@@ -8,10 +8,8 @@ import logging
 import pytest
 import torch
 
-from nemo_like import parallelize
+from nemo_like import fit, parallelize
 from nemo_like._util.log import forget_announcements
-from nemo_like.planning.fit import fit
-from nemo_like.planning.fit.lengths import planned_length, read_histogram
 
 transformers = pytest.importorskip("transformers")
 
@@ -27,37 +25,6 @@ def _model():
 
 def _ids(rows, width):
     return torch.randint(128, (rows, width), generator=torch.Generator().manual_seed(1))
-
-
-def test_the_step_is_planned_for_the_longest_and_the_report_says_so(tmp_path):
-    asked = {"gpus": 1, "gpu": "cpu", "micro_batch": 2, "ac": "full", "loss": "model", "offload": "none"}
-    longest = fit(_model(), seq_len=48, **asked)
-    histogram = fit(_model(), seq_len=8, lengths={8: 900, 32: 99, 48: 1, 64: 0}, **asked)
-    assert histogram.best.peak_bytes == longest.best.peak_bytes
-    assert histogram.question.planned_for == "the longest sequences, of 48 tokens"
-    assert histogram.to_dict()["planned_for"] == "the longest sequences, of 48 tokens"
-    (tmp_path / "lines").write_text("8\n48\n8\n")
-    (tmp_path / "json").write_text('{"8": 2, "48": 1}')
-    assert read_histogram(tmp_path / "lines") == read_histogram(tmp_path / "json") == {8: 2, 48: 1}
-    assert (
-        planned_length(8, p99=32) == (32, planned_length(8, p99=32)[1])
-        and "1 of 100 is longer" in planned_length(8, p99=32)[1]
-    )
-
-
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        ({"longest": 8, "p99": 9}, "p99 is 9, and max_seq_len, 8, is less"),
-        ({"longest": 1}, "max_seq_len is 1"),
-        ({"histogram": {}}, "no sequence"),
-        ({"histogram": {-1: 2}}, "that cannot be"),
-        ({"histogram": {8: 1}, "p99": 8}, "Give one or the other"),
-    ],
-)
-def test_lengths_that_make_no_sense_are_refused(asked, message):
-    with pytest.raises(ValueError, match=message):
-        planned_length(4096, **asked)
 
 
 def _budget():

@@ -6,7 +6,7 @@ import gc
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Unpack
@@ -28,7 +28,6 @@ from nemo_like.planning.fit.advice import ways_out
 from nemo_like.planning.fit.candidate import Candidate
 from nemo_like.planning.fit.faster import Faster, faster_than
 from nemo_like.planning.fit.layouts import Configuration, Room, configuration, layouts
-from nemo_like.planning.fit.lengths import planned_length
 from nemo_like.planning.fit.question import FitKeywords, Question, left_open, read_question
 from nemo_like.planning.fit.report import FitReport
 from nemo_like.planning.fit.search import Search, quietly
@@ -64,15 +63,12 @@ def fit(
     job: Job | None = None,
     *,
     gpus: int,
-    seq_len: int | None = None,
+    seq_len: int = 4096,
     global_batch: int | None = None,
     memory: int | str | None = None,
     dtype: Any = None,
     sample: Callable[[int], Any] | None = None,
     count: int = 10,
-    max_seq_len: int | None = None,
-    p99: int | None = None,
-    lengths: Mapping[int, int] | None = None,
     minutes: float | None = None,
     progress: Say = silent,
     **pins: Unpack[FitKeywords],
@@ -83,10 +79,7 @@ def fit(
         model: bare, on any device, `meta` included; or what ``nemo-like fit --model`` takes (a preset, a ``config.json``).
         job: decides the fields that `Job.of` was given. The others are searched for.
         gpus: how many devices.
-        seq_len: tokens per sequence; default: 4096.
-        max_seq_len, p99, lengths: give one where sequences differ: tokens of the longest; tokens that 99 of 100 do not
-            exceed; a histogram, sequences by tokens. The step is planned for the largest micro-batch, all of whose sequences
-            are as long as the longest. With `p99` alone it is planned for that length, and the report states it.
+        seq_len: tokens per sequence; of the longest, where they differ.
         global_batch: sequences of one optimizer step over all devices. None: as many as are fastest, without accumulation.
         memory: bytes of each device that a step may take (``"70GiB"``); default: its memory less a tenth. What counts:
             `nemo_like.planning.answers.verdict`.
@@ -114,13 +107,11 @@ def fit(
         raise ValueError(f"minutes is {minutes!r}; it must be a number above 0, or None.")
     until = math.inf if minutes is None else time.monotonic() + 60 * minutes
     jobs, pinned, asked = read_question(job, pins)
-    length, planned_for = planned_length(seq_len, max_seq_len, p99, lengths)
     questions = [
         Question(
             each,
             gpus=gpus,
-            seq_len=length,
-            planned_for=planned_for,
+            seq_len=seq_len,
             global_batch=global_batch,
             limit=step_limit(device_of(each), memory),
             is_default_limit=memory is None,

@@ -110,8 +110,6 @@ class Question:
     """Bytes that a step may take on each GPU."""
     global_batch: int | None = None
     """Sequences of a step over all GPUs."""
-    planned_for: str = ""
-    """The sequences of `seq_len`, in words."""
     pins: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Allowed values by name out of `PINS`; other names are free."""
     asked: Job | None = None

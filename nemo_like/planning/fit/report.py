@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -166,7 +165,7 @@ class FitReport:
         optimizer = f", {names.pop()}" if len(names) == 1 else ""
         return (
             f"{self.model} ({parameters_word(self.parameters)} parameters) on {question.gpus} x {question.device.name}, "
-            f"{question.planned_for}{batch}{optimizer}; rates of {question.device.rates}."
+            f"sequences of {question.seq_len} tokens{batch}{optimizer}; rates of {question.device.rates}."
         )
 
     def table(self) -> Table:
@@ -225,10 +224,6 @@ class FitReport:
     def __repr__(self) -> str:
         return f"<FitReport: {self.verdict()}>"
 
-    def _repr_html_(self) -> str:
-        head = "".join(f"<p>{html.escape(text)}</p>" for text in (self.verdict(), self.about()))
-        return head + (f"<pre>{html.escape(self.call())}</pre>{self.table().html()}" if self.candidates else "")
-
     def to_dict(self) -> dict[str, Any]:
         """Return the report in JSON values: sizes in bytes, times in seconds, shares of one."""
         question = self.question
@@ -239,7 +234,6 @@ class FitReport:
             "gpus": question.gpus,
             "gpu": question.device.name,
             "seq_len": question.seq_len,
-            "planned_for": question.planned_for,
             "rates": question.device.rates,
             "global_batch": question.global_batch,
             "limit_bytes": question.limit,
