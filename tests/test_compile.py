@@ -19,6 +19,7 @@ from nemo_like.activation_checkpointing import SelectivePolicy, apply_full_layer
 from nemo_like.activation_checkpointing.contexts import make_selective_checkpoint_context_fn
 from nemo_like.activation_checkpointing.engine import RegionError
 from nemo_like.compile import compile_layers, parse_compile
+from tests.checks import assert_bitwise, gradients_of
 from tests.models.decoders import LAYERS, PlainDecoder, batch, build, loss_of
 from tests.models.families import FAMILIES
 from tests.models.kv_shared import build as build_kv_shared
@@ -31,14 +32,10 @@ def fresh_dynamo() -> Iterator[None]:
     torch.compiler.reset()
 
 
-def gradients(model: nn.Module, ids: torch.Tensor | None = None) -> list[torch.Tensor | None]:
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     torch.manual_seed(3)
-    loss_of(model, batch(2) if ids is None else ids).backward()
-    return [p.grad for p in model.parameters()]
-
-
-def same(a: list[torch.Tensor | None], b: list[torch.Tensor | None]) -> bool:
-    return all((x is None and y is None) or torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    loss_of(model, batch(2)).backward()
+    return gradients_of(model)
 
 
 @pytest.mark.long
@@ -51,34 +48,31 @@ def test_a_compiled_deepseek_trains_twelve_steps_without_a_false_change_in_place
         for _ in range(12):
             model.zero_grad()
             FAMILIES["deepseek_v3"].step(model).backward()
-            steps[-1].append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    if parameter.grad is not None:
-                        parameter.add_(parameter.grad, alpha=-0.05)
+            steps[-1].append(gradients_of(model))
+            torch.optim.SGD(model.parameters(), lr=0.05).step()
         torch.compiler.reset()
-    assert all(same(full, none) for full, none in zip(*reversed(steps), strict=True))
+    assert_bitwise(steps[1], steps[0])
 
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("ac", ["full", "selective", "submodule"])
-@pytest.mark.parametrize("name", ["gemma3n", "gemma4"])
+@pytest.mark.parametrize("family", ["gemma3n", "gemma4"])
 def test_kv_shared_models_with_compile_train_right_in_every_mode(
-    name: str, ac: str, caplog: pytest.LogCaptureFixture
+    family: str, ac: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     # Known failure 23: compile + full + shared keys and values crashed. Traced regions lose the shared states' gradient.
     forget_announcements()
-    expected = gradients(parallelize(build_kv_shared(name), "single", "none"))
+    expected = gradients(parallelize(build_kv_shared(family), "single", "none"))
     with caplog.at_level("WARNING", "nemo_like"):
-        actual = gradients(parallelize(build_kv_shared(name), "single", ac, compile="aot_eager"))
+        actual = gradients(parallelize(build_kv_shared(family), "single", ac, compile="aot_eager"))
     assert ("these layers run eagerly" in caplog.text) == (ac != "full")
     if ac != "full":
-        assert same(actual, expected)
-    for a, b in zip(actual, expected, strict=True):
+        assert_bitwise(actual, expected)
+    assert actual.keys() == expected.keys()
+    for name, gradient in expected.items():
         # The shared states are an output of one compiled layer and inputs of others: their gradients meet in another
         # order than in one eager graph, hence a tolerance of a few units in the last place.
-        assert (a is None) == (b is None)
-        assert a is None or torch.allclose(a, b, rtol=1e-4, atol=1e-6)
+        assert torch.allclose(actual[name], gradient, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.few(1)
@@ -145,10 +139,10 @@ def test_inductor_draws_the_same_dropout_masks_in_its_replay() -> None:
     expected = gradients(theirs)
     torch.compiler.reset()
     got = gradients(parallelize(build("plain"), "single", "selective", compile="inductor"))
-    assert same(got, expected)
+    assert_bitwise(got, expected)
     if torch.__version__ < (2, 15):  # from then on, inductor draws other masks in a checkpointed region than outside
         torch.compiler.reset()
-        assert same(got, gradients(parallelize(build("plain"), "single", "none", compile="inductor")))
+        assert_bitwise(got, gradients(parallelize(build("plain"), "single", "none", compile="inductor")))
 
 
 class DroppingOut(nn.Module):
@@ -188,7 +182,7 @@ def as_it_is(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callabl
 def test_the_eager_backend_draws_the_same_dropout_masks_in_every_mode(ac: str) -> None:
     sample = {"input_ids": batch(2), "labels": batch(2)} if ac == "50%" else None
     model = parallelize(build("llama"), "single", ac, compile="eager", sample_input=sample)
-    assert same(gradients(model), gradients(build("llama")))
+    assert_bitwise(gradients(model), gradients(build("llama")))
 
 
 class Normed(DroppingOut):
@@ -218,8 +212,7 @@ def test_running_statistics_move_once_under_the_eager_backend() -> None:
         for _ in range(2):
             model(torch.randn(4, 8)).square().sum().backward()
         models.append(model)
-    tensors = [[*m.buffers(), *(p.grad for p in m.parameters())] for m in models]
-    assert all(map(torch.equal, *tensors))
+    assert_bitwise(*({**gradients_of(model), **dict(model.named_buffers())} for model in models))
 
 
 @pytest.mark.few(1)
@@ -235,7 +228,8 @@ def test_a_model_that_others_compile_without_a_partitioner_is_refused(ac: str, b
 @pytest.mark.parametrize("backend", ["aot_eager", "aot_eager_default_partitioner"])
 def test_a_model_that_others_compile_with_a_partitioner_is_right(backend: str) -> None:
     model = parallelize(build("plain"), "single", "selective")
-    assert same(gradients(torch.compile(model, backend=backend)), gradients(build("plain")))
+    gradients(torch.compile(model, backend=backend))
+    assert_bitwise(gradients_of(model), gradients(build("plain")))
 
 
 def test_our_contexts_for_pytorchs_checkpoint_draw_the_same_masks_without_a_partitioner() -> None:
@@ -251,7 +245,7 @@ def test_our_contexts_for_pytorchs_checkpoint_draw_the_same_masks_without_a_part
         torch.manual_seed(1)
         grads = torch.autograd.grad(function(x), (x, *layer.parameters()))
         found.append([*grads, torch.rand(2)])  # and the numbers that come after
-    assert same(*found)
+    assert_bitwise(*found)
 
 
 def test_several_microbatches_of_several_shapes() -> None:
@@ -262,7 +256,7 @@ def test_several_microbatches_of_several_shapes() -> None:
         losses = [loss_of(m, ids) for ids in (first, second, third)]
         for loss in losses:
             loss.backward()
-    assert same([p.grad for p in model.parameters()], [p.grad for p in reference.parameters()])
+    assert_bitwise(gradients_of(model), gradients_of(reference))
 
 
 def test_compile_layers_alone_and_after_full_checkpointing() -> None:
@@ -271,7 +265,7 @@ def test_compile_layers_alone_and_after_full_checkpointing() -> None:
     layers = list(model.blocks)
     apply_full_layer_checkpointing_to_layers(model, layers)
     compile_layers(model, "aot_eager")
-    assert same(gradients(model), expected)
+    assert_bitwise(gradients(model), expected)
 
 
 def test_backends_are_checked() -> None:

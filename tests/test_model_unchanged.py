@@ -6,7 +6,7 @@ import contextvars
 import copy
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from nemo_like import CheckpointConfig, MemoryProfiler, parallelize, plan_for
 from nemo_like.options import PipelineParallel
 from nemo_like.torch_compat import is_fake
+from tests.checks import assert_bitwise, step
 
 WIDTH = 8
 
@@ -57,7 +58,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, layers: list[nn.Module]) -> None:
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
         super().__init__()
         self.embed = nn.Embedding(16, WIDTH)
         self.norm = nn.BatchNorm1d(WIDTH, momentum=None)
@@ -65,14 +66,13 @@ class Model(nn.Module):
         self.head = nn.Linear(WIDTH, 16)
         self.steps = 0
 
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         self.steps += 1
         hidden = self.embed(input_ids)
         hidden = self.norm(hidden.flatten(0, 1)).view_as(hidden)
         for layer in self.layers:
             hidden = layer(hidden)
-        logits = self.head(hidden)
-        return logits if labels is None else nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
 
 
 class Reentrant(Block):
@@ -84,27 +84,19 @@ def _plain() -> nn.Module:
     return Model([Block(), Block()])
 
 
-def _shared_inside() -> nn.Module:
-    inner = nn.Linear(WIDTH, WIDTH)
-    return Model([Block(inner), Block(inner)])
-
-
-def _listed_twice() -> nn.Module:
-    block = Block()
-    return Model([block, Block(), block])
-
-
 def _two_names() -> nn.Module:
-    model = Model([Block(), Block()])
+    model = _plain()
     model.again = model.embed
     return model
 
 
-def _reentrant() -> nn.Module:
-    return Model([Reentrant(), Reentrant()])
-
-
-MODELS = {made.__name__.strip("_"): made for made in (_plain, _shared_inside, _listed_twice, _two_names, _reentrant)}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "plain": _plain,
+    "shared_inside": lambda: Model(map(Block, [nn.Linear(WIDTH, WIDTH)] * 2)),
+    "listed_twice": lambda: Model([Block()] * 2 + [Block()]),
+    "two_names": _two_names,
+    "reentrant": lambda: Model([Reentrant(), Reentrant()]),
+}
 
 
 def _batch() -> dict[str, Tensor]:
@@ -140,25 +132,34 @@ def _state(value: Any, seen: dict[int, Any]) -> Any:
         return "again"
     if isinstance(value, Tensor):
         assert not is_fake(value)
-        return (type(value), value.tolist(), None if value.grad is None else value.grad.tolist())
-    if isinstance(value, np.ndarray):
-        return value.tolist()
-    if isinstance(value, torch.Generator):
-        return value.get_state().tolist()
-    if isinstance(value, random.Random):
-        return value.getstate()
-    if isinstance(value, np.random.Generator):
-        return str(value.bit_generator.state)
-    if isinstance(value, itertools.cycle):
-        return "".join(itertools.islice(copy.deepcopy(value), 4))
+    if isinstance(value, nn.Module):
+        seen[id(value)] = value
+        return _state(vars(value), seen)
     if isinstance(value, dict):
         return {key: _state(item, seen) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_state(item, seen) for item in value]
-    if isinstance(value, nn.Module):
-        seen[id(value)] = value
-        return _state(vars(value), seen)
-    return value if isinstance(value, bool | int | float | str | type(None)) else type(value)
+    for kind, as_values in AS_VALUES.items():
+        if isinstance(value, kind):
+            return as_values(value)
+    return type(value)
+
+
+AS_VALUES: dict[Any, Callable[[Any], Any]] = {
+    Tensor: lambda value: (type(value), value.tolist(), None if value.grad is None else value.grad.tolist()),
+    np.ndarray: lambda value: value.tolist(),
+    torch.Generator: lambda value: value.get_state().tolist(),
+    random.Random: lambda value: value.getstate(),
+    np.random.Generator: lambda value: str(value.bit_generator.state),
+    itertools.cycle: lambda value: "".join(itertools.islice(copy.deepcopy(value), 4)),
+    (bool, int, float, str, type(None)): lambda value: value,
+}
+
+
+def _world(model: nn.Module) -> Any:
+    """The model's state and that of all global generators."""
+    numbers = np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    return _state(model, {}), random.getstate(), *numbers
 
 
 @pytest.mark.parametrize("plans", [_budget, _stages, _profiled], ids=lambda f: f.__name__.strip("_"))
@@ -170,14 +171,13 @@ def test_a_plan_leaves_the_model_as_it_is(made: str, plans: Callable[[nn.Module]
         module.register_forward_pre_hook(lambda *_: called.append("before"))
         module.register_forward_hook(lambda *_: called.append("after"))
         module.register_full_backward_hook(lambda *_: called.append("backward"))
-    before = _state(model, {}), random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    before = _world(model)
     if plans is _stages and made in ("shared_inside", "listed_twice"):
         with pytest.raises(ValueError, match=r"is used in 2 places|is called in"):
             plans(model)
     else:
         plans(model)
-    after = _state(model, {}), random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-    assert after == before
+    assert _world(model) == before
     assert not called
 
 
@@ -197,15 +197,7 @@ def test_a_model_that_was_run_before_trains_as_one_that_was_not(made: str, ac: s
         layer.in_place = False
     plain = copy.deepcopy(model)
     parallelize(model, "single", RUN_BEFORE[ac], sample_input=_batch(), device="cpu")
-    losses = []
-    for each in (model, plain):
-        torch.manual_seed(1)
-        loss = each(**_batch())
-        loss.backward()
-        losses.append((loss, [p.grad for p in each.parameters()]))
-    assert torch.equal(losses[0][0], losses[1][0])
-    for ours, theirs in zip(losses[0][1], losses[1][1], strict=True):
-        assert torch.equal(ours, theirs)
+    assert_bitwise(step(model, seed=1, **_batch()), step(plain, seed=1, **_batch()))
 
 
 @pytest.mark.parametrize("kind", ["function", "method", "partial"])
@@ -240,148 +232,133 @@ class _Counted:
 
 
 class _Layer(nn.Module):
-    def __init__(self) -> None:
+    """An MLP, with something `before` it that sees the layer, and something `after` it that sees what else was given."""
+
+    def __init__(self, before: Callable[..., Any] | None = None, after: Callable[..., Any] | None = None) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.before, self.after = before, after
 
-    def forward(self, x: Tensor, given: Any = None) -> Tensor:
-        if isinstance(given, _Counted):
-            x = x + given.hidden
-        elif given is not None:
-            x = x * next(given)
-        return x + self.down(nn.functional.gelu(self.up(x)))
+    def forward(self, x: Tensor, *given: Any) -> Any:
+        x = x if self.before is None else self.before(self, x)
+        out = x + self.down(nn.functional.gelu(self.up(x)))
+        return out if self.after is None else self.after(out, *given)
 
 
-class _Giving(Model):
-    """Gives each layer what `make` makes of the hidden states."""
+def _of(before: Callable[..., Any] | None = None, after: Callable[..., Any] | None = None, count: int = 2) -> Model:
+    """A model of such layers."""
+    return Model(_Layer(before, after) for _ in range(count))
 
-    def __init__(self, make: Callable[[Tensor], Any]) -> None:
-        super().__init__([_Layer(), _Layer()])
-        self.make = make
+
+class _Own(Model):
+    """Takes the hidden states through its layers in a way of its own."""
+
+    def __init__(self, run: Callable[..., Tensor], layers: Iterable[nn.Module]) -> None:
+        super().__init__(layers)
+        self.run = run
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        hidden = self.embed(input_ids)
-        given = self.make(hidden)
-        for layer in self.layers:
-            hidden = layer(hidden, given)
+        hidden = self.run(self.layers, self.embed(input_ids))
         return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
 
 
-def _sparse() -> nn.Module:
-    model = Model([_Layer(), _Layer()])
+def _giving(make: Callable[[Tensor], Any], after: Callable[..., Any]) -> nn.Module:
+    """A model that gives all layers what `make` makes of the hidden states."""
+
+    def run(layers: nn.ModuleList, hidden: Tensor) -> Tensor:
+        given = make(hidden)
+        for layer in layers:
+            hidden = layer(hidden, given)
+        return hidden
+
+    return _Own(run, [_Layer(None, after), _Layer(None, after)])
+
+
+def _sparse_embedding() -> nn.Module:
+    model = _of()
     model.embed = nn.Embedding(16, WIDTH, sparse=True)
     return model
 
 
-class _RandomDepth(Model):
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        hidden = self.embed(input_ids)
-        for layer in [*self.layers][: random.randint(1, len(self.layers) - 1)]:
-            hidden = layer(hidden)
-        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+def _sparse_buffers() -> nn.Module:
+    model = _of(lambda layer, x: (layer.mix @ x.flatten(1)).view_as(x))
+    for layer in model.layers:
+        layer.register_buffer("mix", torch.eye(2).to_sparse_csr(), persistent=False)
+    return model
 
 
-class _SparseBuffer(_Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mix", torch.eye(2).to_sparse_csr(), persistent=False)
-
-    def forward(self, x: Tensor, given: Any = None) -> Tensor:
-        return super().forward((self.mix @ x.flatten(1)).view_as(x))
+def _lazy() -> nn.Module:
+    model = _of()
+    for layer in model.layers:
+        layer.up = nn.LazyLinear(4 * WIDTH)
+    return model
 
 
-class _SparseInside(_Layer):
-    def forward(self, x: Tensor, given: Any = None) -> Tensor:
-        return super().forward((torch.eye(2).to_sparse() @ x.flatten(1)).view_as(x))
+def _make_late(layer: nn.Module, x: Tensor) -> Tensor:
+    if not hasattr(layer, "late"):
+        layer.late = nn.Linear(WIDTH, WIDTH)
+    return layer.late(x)
 
 
-class _Jagged(Model):
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        hidden = torch.nested.nested_tensor_from_jagged(self.embed(input_ids).flatten(0, 1), torch.tensor([0, 5, 12]))
-        for layer in self.layers:
-            hidden = layer(hidden)
-        return nn.functional.cross_entropy(self.head(hidden.values()), labels.flatten())
+def _some(layers: nn.ModuleList, hidden: Tensor) -> Tensor:
+    for layer in [*layers][: random.randint(1, len(layers) - 1)]:
+        hidden = layer(hidden)
+    return hidden
 
 
-class _MadeLate(_Layer):
-    def forward(self, x: Tensor, given: Any = None) -> Tensor:
-        if not hasattr(self, "late"):
-            self.late = nn.Linear(WIDTH, WIDTH)
-        return super().forward(self.late(x))
+def _jagged(layers: nn.ModuleList, hidden: Tensor) -> Tensor:
+    nested = torch.nested.nested_tensor_from_jagged(hidden.flatten(0, 1), torch.tensor([0, 5, 12]))
+    return layers[1](layers[0](nested)).values()[None]
 
 
-class _Yielding(_Layer):
-    def forward(self, x: Tensor, given: Any = None) -> Any:
-        out = super().forward(x)
-        return (part for part in (out, x))
+def _summed(layers: nn.ModuleList, hidden: Tensor) -> Tensor:
+    return sum(layers[1](sum(layers[0](hidden))))
 
 
-class _Yielded(Model):
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        hidden = self.embed(input_ids)
-        for layer in self.layers:
-            hidden = sum(layer(hidden))
-        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+def _append(out: Tensor, given: list[Tensor]) -> Tensor:
+    given.append(out)
+    return given[-1] + (given.pop(0) if len(given) > 1 else 0)
 
 
-class _Appending(_Layer):
-    def forward(self, x: Tensor, given: Any = None) -> Tensor:
-        given.append(super().forward(x))
-        return given[-1] + (given.pop(0) if len(given) > 1 else 0)
+def _enter(out: Tensor, given: dict[str, Tensor]) -> Tensor:
+    given["last"] = out
+    return given["last"]
 
 
-class _Entering(_Layer):
-    def forward(self, x: Tensor, given: Any = None) -> Tensor:
-        given["last"] = super().forward(x)
-        return given["last"]
-
-
-class _Handing(_Giving):
-    """Hands on one container of this kind."""
-
-    def __init__(self, layer: type[nn.Module], kind: type) -> None:
-        super().__init__(lambda _: kind())
-        self.layers = nn.ModuleList([layer(), layer()])
-
-
-class _Lazy(_Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.LazyLinear(4 * WIDTH)
-
-
-UNPLANNED = {
-    "a sparse buffer": (lambda: Model([_SparseBuffer(), _SparseBuffer()]), r"No plan is made of sparse.*'selective'"),
-    "a sparse tensor": (lambda: Model([_SparseInside(), _SparseInside()]), r"No plan is made of sparse.*'selective'"),
-    "nested tensors": (lambda: _Jagged([_Layer(), _Layer()]), r"No plan is made of nested.*padded ones.*'selective'"),
+UNPLANNED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "a sparse buffer": (_sparse_buffers, r"No plan is made of sparse.*'selective'"),
+    "a sparse tensor": (
+        lambda: _of(lambda layer, x: (torch.eye(2).to_sparse() @ x.flatten(1)).view_as(x)),
+        r"No plan is made of sparse.*'selective'",
+    ),
+    "nested tensors": (
+        lambda: _Own(_jagged, [_Layer(), _Layer()]), r"No plan is made of nested.*padded ones.*'selective'"
+    ),
     "a late module": (
-        lambda: Model([_MadeLate(), _MadeLate()]),
-        r"Model makes 'layers\.0\.late' in its first forward.*Call the model once",
+        lambda: _of(_make_late), r"Model makes 'layers\.0\.late' in its first forward.*Call the model once"
     ),
     "a generator": (
-        lambda: _Yielded([_Yielding(), _Yielding()]),
-        r"layers\.0 of _Yielded returns a generator.*Return a list or a tuple",
+        lambda: _Own(_summed, [_Layer(None, lambda out: (part for part in (out, out))) for _ in range(2)]),
+        r"layers\.0 of _Own returns a generator.*Return a list or a tuple",
     ),
-    "a list": (lambda: _Handing(_Appending, list), r"layers\.0 of _Handing puts tensors into a list or.*'selective'"),
+    "a list": (
+        lambda: _giving(lambda _: [], _append), r"layers\.0 of _Own puts tensors into a list or.*'selective'"
+    ),
     "a dictionary": (
-        lambda: _Handing(_Entering, dict),
-        r"layers\.0 of _Handing puts tensors into a list or a dictionary",
+        lambda: _giving(lambda _: {}, _enter), r"layers\.0 of _Own puts tensors into a list or a dictionary"
     ),
-    "lazy parameters": (
-        lambda: Model([_Lazy(), _Lazy()]),
-        r"model has 'layers\.0\.up\.weight', whose shape is not known.*Call it once",
-    ),
+    "lazy parameters": (_lazy, r"model has 'layers\.0\.up\.weight', whose shape is not known.*Call it once"),
     "an object with a graph": (
-        lambda: _Giving(lambda x: _Counted(x * 2)),
+        lambda: _giving(lambda x: _Counted(x * 2), lambda out, given: out + given.hidden),
         r"calls layers\.0 with a _Counted .* as an argument",
     ),
     "an iterator": (
-        lambda: _Giving(lambda _: iter([1.0, 2.0])),
+        lambda: _giving(lambda _: iter([1.0, 2.0]), lambda out, given: out * next(given)),
         r"layers\.0 \(_Layer\) cannot be planned.*StopIteration, in",
     ),
-    "sparse gradients": (_sparse, r"sparse tensors, such as .*sparse=False"),
-    "random depth": (lambda: _RandomDepth([_Layer() for _ in range(8)]), r"did not run.*layers run, use a mode"),
-}
+    "sparse gradients": (_sparse_embedding, r"sparse tensors, such as .*sparse=False"),
+    "random depth": (lambda: _Own(_some, [_Layer() for _ in range(8)]), r"did not run.*layers run, use a mode"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", UNPLANNED)
@@ -414,7 +391,7 @@ class _Reversible(torch.autograd.Function):
 
 
 class _ReversibleLayer(_Layer):
-    def forward(self, x: Tensor, given: Any = None) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return _Reversible.apply(self, x, *self.parameters())
 
 
@@ -426,25 +403,23 @@ def test_a_layer_that_uses_its_own_parameters_in_backward_is_planned() -> None:
 _VARIABLE: contextvars.ContextVar[int] = contextvars.ContextVar("calls", default=0)
 
 
-class _Counting(_Layer):
-    def forward(self, x: Tensor, given: Any = None) -> Tensor:
-        _VARIABLE.set(_VARIABLE.get() + 1)
-        return super().forward(x)
+def _count(layer: nn.Module, x: Tensor) -> Tensor:
+    _VARIABLE.set(_VARIABLE.get() + 1)
+    return x
 
 
 @pytest.mark.parametrize("plans", [_budget, _profiled, _applied, _stages, _segments], ids=lambda plans: plans.__name__)
 def test_a_plan_leaves_context_variables_as_they_are(plans: Callable[[nn.Module], None]) -> None:
-    plans(Model([_Counting(), _Counting()]))
+    plans(_of(_count))
     assert _VARIABLE.get() == 0
 
 
 def test_a_variable_that_cannot_be_put_back_is_named(caplog: pytest.LogCaptureFixture) -> None:
     variable: contextvars.ContextVar[int] = contextvars.ContextVar("without_default")
 
-    class Setting(_Layer):
-        def forward(self, x: Tensor, given: Any = None) -> Tensor:
-            variable.set(1)
-            return super().forward(x)
+    def put(layer: nn.Module, x: Tensor) -> Tensor:
+        variable.set(1)
+        return x
 
-    contextvars.copy_context().run(_budget, Model([Setting(), Setting()]))
+    contextvars.copy_context().run(_budget, _of(put))
     assert "The context variable 'without_default' was not set; a model's forward set it" in caplog.text

@@ -28,6 +28,7 @@ from nemo_like import (
 from nemo_like.distributed import set_gradient_sync
 from nemo_like.offload import OffloadWrapper, offload_activations
 from nemo_like.options import FSDP2, OffloadConfig, Precision, TensorParallel
+from tests.models.blocks import Stack
 from tests.models.decoders import DecoderWithLoss, PlainDecoder, batch, build
 
 IDS = batch(2)
@@ -51,22 +52,20 @@ def everything_of(model: nn.Module) -> list[Any]:
     return rows
 
 
-class Linears(nn.Module):
+def _linears() -> nn.Module:
     """Repeated layers without an MLP, attention or norm of their own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+    return Stack(nn.Linear(4, 4) for _ in range(3))
 
 
 def _own_checkpointing() -> nn.Module:
     model = build("llama")
     model.gradient_checkpointing_enable()
+    return model
+
+
+def _timms_checkpointing() -> nn.Module:
+    model = PlainDecoder()
+    model.grad_checkpointing = True
     return model
 
 
@@ -245,9 +244,10 @@ def test_a_refused_call_names_it_and_changes_nothing(name: str) -> None:
 
 
 ON_OTHER_MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
-    "submodule of linear layers": (Linears, dict(ac="submodule"), rf"{_NO_LAYERS} Linears: .*\n  layers: 3 x Linear\nName"),
+    "submodule of linear layers": (_linears, dict(ac="submodule"), rf"{_NO_LAYERS} Stack: .*\n  layers: 3 x Linear\nName"),
     "no layers": (lambda: nn.Linear(4, 4), dict(ac="full"), rf"{_NO_LAYERS} Linear, which holds no list of modules"),
     "checkpoints itself": (_own_checkpointing, dict(ac="selective"), r"Call model\.gradient_checkpointing_disable\(\)"),
+    "checkpoints itself as timm's do": (_timms_checkpointing, dict(ac="full"), r"set_grad_checkpointing\(False\)"),
     "checkpointed already": (
         lambda: apply_activation_checkpointing(PlainDecoder(), "submodule"), dict(ac="full"), "is checkpointed already: a"
     ),

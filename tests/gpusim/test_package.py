@@ -18,6 +18,7 @@ from nemo_like import apply_activation_checkpointing, parallelize
 from nemo_like.distributed import materialize
 from nemo_like.offload import offload_activations
 from nemo_like.options import ChunkedLoss, OffloadConfig
+from tests.checks import same
 from tests.gpusim import on_device
 from tests.models.decoders import batch, build
 
@@ -145,14 +146,14 @@ def test_weights_are_made_there_and_its_generator_put_back() -> None:
 
 def _trainer(_: Any, folder: str) -> bool:
     os.environ["ACCELERATE_TORCH_DEVICE"] = "gpusim"
-    from tests.integrations.test_trainer import _same, _train
+    from tests.integrations.test_trainer import _train
 
     trained = []
     for number, offload in enumerate(("none", "all")):
         trainer, weights = _train(Path(folder) / str(number), offload=offload, use_cpu=False)
         assert next(trainer.model.parameters()).device.type == "gpusim"
         trained.append({name: value.cpu() for name, value in weights.items()})
-    return _same(*trained)
+    return same(*trained)
 
 
 def test_the_trainer_offloads(tmp_path: Path) -> None:

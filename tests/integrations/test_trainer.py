@@ -24,6 +24,7 @@ from nemo_like.offload.backends import Backend
 from nemo_like.offload.stays import LAST_LAYER
 from nemo_like.options import ChunkedLoss, MemoryBudget, OffloadConfig
 from nemo_like.planning import plan_for
+from tests.checks import assert_bitwise
 from tests.models import decoders
 from tests.said import said
 
@@ -70,6 +71,11 @@ def _lora(model: nn.Module) -> nn.Module:
     return peft.get_peft_model(model, settings)
 
 
+def _made(folder: Path, kind: Any = Trainer, **settings: Any) -> Any:
+    """A trainer of a Llama."""
+    return kind(model=decoders.build("llama"), args=_arguments(folder, **settings), train_dataset=Rows())
+
+
 def _weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
 
@@ -85,10 +91,6 @@ def _train(folder: Path, lora: bool = False, trainer: Any = None, name: str = "l
     after = _weights(made.model)
     assert all(not torch.equal(before[key], value) for key, value in after.items() if "lora_B" not in key)
     return made, after
-
-
-def _same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
-    return actual.keys() == expected.keys() and all(torch.equal(actual[key], expected[key]) for key in expected)
 
 
 _references: dict[Any, dict[str, torch.Tensor]] = {}
@@ -110,7 +112,7 @@ def _regions(model: nn.Module) -> int:
 @pytest.mark.parametrize("setting", [True, "boundary", OffloadConfig(mode="all", min_bytes=4096)], ids=str)
 def test_offloading_changes_no_weight(tmp_path: Path, setting: Any, lora: bool) -> None:
     trainer, after = _train(tmp_path, lora, activation_offloading=setting)
-    assert _same(after, _reference(tmp_path, lora=lora))
+    assert_bitwise(after, _reference(tmp_path, lora=lora))
     offloader = trainer.activation_offload_context
     stats = offloader.collect()
     assert stats.moved_bytes > 0 or setting == "boundary" or lora
@@ -126,7 +128,7 @@ def test_offloading_and_checkpointing_together(tmp_path: Path, setting: str) -> 
         activation_offloading=OffloadConfig(mode=setting, min_bytes=0),
         gradient_accumulation_steps=2,
     )
-    assert _same(after, _reference(tmp_path, gradient_accumulation_steps=2))
+    assert_bitwise(after, _reference(tmp_path, gradient_accumulation_steps=2))
     assert _regions(trainer.model) == decoders.LAYERS
     assert trainer.activation_offload_context.stats.moved_bytes > 0
 
@@ -135,7 +137,7 @@ def test_offloading_and_checkpointing_together(tmp_path: Path, setting: str) -> 
 @pytest.mark.parametrize("ac", ["none", "full", "selective", "submodule", "sequential"])
 def test_every_mode_of_checkpointing_changes_no_weight(tmp_path: Path, ac: str) -> None:
     trainer, after = _train(tmp_path, ac=ac)
-    assert _same(after, _reference(tmp_path))
+    assert_bitwise(after, _reference(tmp_path))
     assert (_regions(trainer.model) > 0) == (ac != "none")
     assert isinstance(trainer.activation_offload_context, NoOpManager)
 
@@ -153,34 +155,30 @@ def test_weight_decay_reaches_the_same_weights(tmp_path: Path, name: str, ac: st
     trainer, after = _train(tmp_path, name=name, weight_decay=0.1, ac=ac)
     groups = decayed(trainer)
     assert groups == decayed(plain) and len(groups[0]) > 3 * decoders.LAYERS and groups[1]
-    assert _same(after, expected)
+    assert_bitwise(after, expected)
 
 
 def test_checkpointing_lora_under_bf16_autocast(tmp_path: Path) -> None:
     trainer, after = _train(tmp_path, lora=True, ac="selective", bf16=True, activation_offloading=True)
-    assert _same(after, _reference(tmp_path, lora=True, bf16=True))
+    assert_bitwise(after, _reference(tmp_path, lora=True, bf16=True))
     assert _regions(trainer.model) == decoders.LAYERS
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("ac", ["50%", MemoryBudget(fraction=0.5)], ids=str)
 def test_a_budget_plans_for_a_batch_of_the_training_set(tmp_path: Path, ac: Any) -> None:
-    if isinstance(ac, str):
-        trainer, after = _train(tmp_path, ac=ac)
-    else:
+    class Budgeted(Trainer):
+        def __init__(self, **kwargs: Any) -> None:
+            super().__init__(ac=ac, **kwargs)
 
-        class Budgeted(Trainer):
-            def __init__(self, **kwargs: Any) -> None:
-                super().__init__(ac=ac, **kwargs)
-
-        trainer, after = _train(tmp_path, trainer=Budgeted)
-    assert _same(after, _reference(tmp_path))  # the batch that was looked at shifts no random number
+    trainer, after = _train(tmp_path, ac=ac) if isinstance(ac, str) else _train(tmp_path, trainer=Budgeted)
+    assert_bitwise(after, _reference(tmp_path))  # the batch that was looked at shifts no random number
     assert _regions(trainer.model) > 0
 
 
 def test_a_budget_is_planned_under_the_trainers_autocast(tmp_path: Path) -> None:
     trainer, after = _train(tmp_path, ac="60%", bf16=True)
-    assert _same(after, _reference(tmp_path, bf16=True))
+    assert_bitwise(after, _reference(tmp_path, bf16=True))
     sample = {name: torch.stack([tensor, tensor]) for name, tensor in Rows()[0].items()}
     plan = plan_for(decoders.build("llama"), ac="60%", sample_input=sample, gpu="cpu", precision="bf16")
     plain = plan_for(decoders.build("llama"), ac="60%", sample_input=sample, gpu="cpu")
@@ -191,7 +189,7 @@ def test_a_budget_is_planned_under_the_trainers_autocast(tmp_path: Path) -> None
 
 def test_the_callback_checkpoints_a_plain_trainer(tmp_path: Path) -> None:
     trainer, after = _train(tmp_path, trainer=transformers.Trainer, callbacks=[CheckpointingCallback("full")])
-    assert _same(after, _reference(tmp_path))
+    assert_bitwise(after, _reference(tmp_path))
     assert _regions(trainer.model) == decoders.LAYERS
 
 
@@ -218,24 +216,78 @@ def test_model_init_is_checkpointed_by_the_mixin_and_refused_by_the_callback(tmp
 
 
 def test_a_late_callback_is_refused(tmp_path: Path) -> None:
-    trainer = transformers.Trainer(model=decoders.build("llama"), args=_arguments(tmp_path), train_dataset=Rows())
+    trainer = _made(tmp_path, transformers.Trainer)
     trainer.add_callback(CheckpointingCallback("full"))
     with pytest.raises(ValueError, match="added after the trainer was made"):
         trainer.train()
 
 
-def test_two_kinds_of_checkpointing_are_refused(tmp_path: Path) -> None:
-    names = [n for n in ("activation_checkpointing", "gradient_checkpointing") if hasattr(_arguments(tmp_path), n)]
-    assert names
-    for name in names:
-        model = decoders.build("llama")
-        with pytest.raises(ValueError, match="recomputed twice"):
-            Trainer(model=model, args=_arguments(tmp_path, ac="full", **{name: True}), train_dataset=Rows())
-        assert _regions(model) == 0
-    arguments = _arguments(tmp_path, ac="full")
-    arguments.fsdp_config = {"activation_checkpointing": True}
-    with pytest.raises(ValueError, match=r"fsdp_config\['activation_checkpointing'\]"):
-        Trainer(model=decoders.build("llama"), args=arguments, train_dataset=Rows())
+class Plain(CheckpointingMixin, transformers.Trainer):
+    """Without the mixin that offloads."""
+
+
+class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    def __iter__(self) -> Any:
+        return iter(Rows())
+
+
+def _summed(outputs: Any, labels: Any, num_items_in_batch: Any) -> torch.Tensor:
+    return outputs.logits.sum()
+
+
+def _callback(ac: str, **settings: Any) -> dict[str, Any]:
+    return {"callbacks": [CheckpointingCallback(ac, **settings)]}
+
+
+# Arguments, the trainer, more of its keywords, and the message.
+REFUSED: dict[str, tuple[dict[str, Any], Any, dict[str, Any], str]] = {
+    "transformers' own": ({"ac": "full", "gradient_checkpointing": True}, Trainer, {}, "recomputed twice"),
+    "its new name": ({"ac": "full", "activation_checkpointing": True}, Trainer, {}, "recomputed twice"),
+    "fsdp's": (
+        {"ac": "full", "fsdp_config": {"activation_checkpointing": True}},
+        Trainer, {}, r"fsdp_config\['activation_checkpointing'\]",
+    ),
+    "the loss of smoothed labels": (
+        {"loss": "chunked", "label_smoothing_factor": 0.1}, Trainer, {}, "label_smoothing_factor=.*loss='model'"
+    ),
+    "the loss of a compiled model": (
+        {"loss": "chunked", "torch_compile": True}, Trainer, {}, "torch_compile=.*loss='model'"
+    ),
+    "the callback's loss": (
+        {"label_smoothing_factor": 0.1}, transformers.Trainer, _callback("none", loss="chunked"), "label_smoothing_factor"
+    ),
+    "a loss beside a function": (
+        {"loss": "chunked"}, Trainer, {"compute_loss_func": _summed},
+        "compute_loss_func= computes the loss from whole logits",
+    ),
+    "a wrong loss": ({"loss": "chunk"}, Trainer, {}, "loss is 'chunk'"),
+    "a budget on a stream": ({"ac": "50%"}, Trainer, {"train_dataset": Stream()}, "Pass ac_sample_input="),
+    "offloading": ({}, Trainer, {"activation_offloading": "disk"}, "mode is 'disk'"),
+    "offload without its mixin": (
+        {"offload": "saved"}, Plain, {}, "offload is 'saved' .*nothing here reads it.*ActivationOffloadingMixin"
+    ),
+    "offload beside the callback": (
+        {"offload": "saved"}, transformers.Trainer, _callback("full"), "offload is 'saved' .*nothing here reads it"
+    ),
+    "cp beside the callback": (
+        {"cp": 2}, transformers.Trainer, _callback("full"), "cp is 2 .*nothing here reads it.*CheckpointingMixin"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_the_arguments_ask_for_is_done_or_refused(tmp_path: Path, case: str) -> None:
+    settings, kind, more, message = REFUSED[case]
+    if not all(name in Arguments.__dataclass_fields__ for name in settings):
+        pytest.skip(f"this transformers has none of {list(settings)}")
+    model = decoders.build("llama")
+    modules = dict(model.named_modules())
+    with pytest.raises(ValueError, match=message):
+        kind(**{"model": model, "args": _arguments(tmp_path, **settings), "train_dataset": Rows()} | more)
+    assert dict(model.named_modules()) == modules
+
+
+def test_a_model_that_checkpoints_by_itself_is_refused(tmp_path: Path) -> None:
     model = decoders.build("llama")
     model.gradient_checkpointing_enable()
     with pytest.raises(ValueError, match="its own gradient checkpointing on"):
@@ -249,11 +301,7 @@ def test_a_budget_is_planned_under_the_precision_of_accelerates_config(
 
     def policies(folder: str, **settings: Any) -> list[Any]:
         AcceleratorState._reset_state()
-        trainer = Trainer(
-            model=decoders.build("llama"),
-            args=_arguments(tmp_path / folder, ac="60%", **settings),
-            train_dataset=Rows(),
-        )
+        trainer = _made(tmp_path / folder, ac="60%", **settings)
         return [module.policy for module in trainer.model.modules() if isinstance(module, CheckpointWrapper)]
 
     float32, bf16 = policies("float32"), policies("bf16", bf16=True)
@@ -262,16 +310,6 @@ def test_a_budget_is_planned_under_the_precision_of_accelerates_config(
         assert policies("config") == bf16 != float32
     finally:
         AcceleratorState._reset_state()
-
-
-def test_a_model_that_checkpoints_as_timms_do_is_refused() -> None:
-    from nemo_like import apply_activation_checkpointing
-
-    model = decoders.build("plain")
-    model.grad_checkpointing = True
-    with pytest.raises(ValueError, match=r"set_grad_checkpointing\(False\)"):
-        apply_activation_checkpointing(model, "full")
-    assert _regions(model) == 0
 
 
 def _right_tokens(prediction: Any) -> dict[str, float]:
@@ -291,14 +329,10 @@ def test_a_chunked_loss_trains_and_evaluates_like_whole_logits(tmp_path: Path, l
     for loss in ("model", chunks):
         model = decoders.build("llama")
         model = _lora(model) if lora else model
-        settings: dict[str, Any] = (
-            dict(callbacks=[CheckpointingCallback("full", loss=loss)]) if how == "callback" else {}
-        )
-        kind = transformers.Trainer if how == "callback" else Trainer
-        settings |= {} if how == "callback" else dict(loss=loss)
-        trainer = kind(
+        mine = {"callbacks": [CheckpointingCallback("full", loss=loss)]} if how == "callback" else {"loss": loss}
+        trainer = (transformers.Trainer if how == "callback" else Trainer)(
             model=model, args=_arguments(tmp_path, gradient_accumulation_steps=2), train_dataset=Rows(),
-            eval_dataset=Rows(), compute_metrics=_right_tokens, **settings,
+            eval_dataset=Rows(), compute_metrics=_right_tokens, **mine,
         )  # fmt: skip
         assert computes_in_chunks(trainer.model) == (loss is chunks)
         trainer.train()
@@ -308,32 +342,6 @@ def test_a_chunked_loss_trains_and_evaluates_like_whole_logits(tmp_path: Path, l
         torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-6)
     assert our_metrics["eval_accuracy"] == metrics["eval_accuracy"] > 0
     assert our_metrics["eval_loss"] == pytest.approx(metrics["eval_loss"], rel=1e-5)
-
-
-def test_a_chunked_loss_that_the_trainer_would_not_use_is_refused(tmp_path: Path) -> None:
-    def build(**settings: Any) -> Any:
-        more = {k: settings.pop(k) for k in ("compute_loss_func", "callbacks") if k in settings}
-        kind = transformers.Trainer if "callbacks" in more else Trainer
-        return kind(model=decoders.build("llama"), args=_arguments(tmp_path, **settings), train_dataset=Rows(), **more)
-
-    for name, value in (("label_smoothing_factor", 0.1), ("torch_compile", True)):
-        with pytest.raises(ValueError, match=f"{name}=.*loss='model'"):
-            build(loss="chunked", **{name: value})
-    with pytest.raises(ValueError, match="label_smoothing_factor"):
-        build(callbacks=[CheckpointingCallback("none", loss="chunked")], label_smoothing_factor=0.1)
-    with pytest.raises(ValueError, match="compute_loss_func= computes the loss from whole logits"):
-        build(loss="chunked", compute_loss_func=lambda outputs, labels, num_items_in_batch: outputs.logits.sum())
-    with pytest.raises(ValueError, match="loss is 'chunk'"):
-        build(loss="chunk")
-
-
-def test_a_budget_on_a_stream_needs_a_sample(tmp_path: Path) -> None:
-    class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
-        def __iter__(self) -> Any:
-            return iter(Rows())
-
-    with pytest.raises(ValueError, match="Pass ac_sample_input="):
-        Trainer(model=decoders.build("llama"), args=_arguments(tmp_path, ac="50%"), train_dataset=Stream())
 
 
 def test_trl_sft_trainer(tmp_path: Path) -> None:
@@ -379,10 +387,10 @@ def test_trl_sft_trainer(tmp_path: Path) -> None:
     _, expected = train(trl.SFTTrainer, trl.SFTConfig)
     for setting in (dict(activation_offloading=True), dict(offload=OffloadConfig(mode="saved", min_bytes=0))):
         trainer, actual = train(SFTTrainer, SFTArguments, ac="selective", **setting)
-        assert _same(actual, expected)
+        assert_bitwise(actual, expected)
         assert trainer.activation_offload_context.stats.copies > 0 and _regions(trainer.model) == decoders.LAYERS
     trainer, actual = train(AsDocumented, SFTArguments, ac="selective", loss="chunked")
-    assert _same(actual, expected) and _regions(trainer.model) == decoders.LAYERS
+    assert_bitwise(actual, expected) and _regions(trainer.model) == decoders.LAYERS
     assert isinstance(trainer.maybe_activation_offload_context, contextlib.nullcontext), (
         "TRL's own is off, as by default"
     )
@@ -474,33 +482,6 @@ def test_the_head_is_left_out_and_the_next_forward_is_not() -> None:
             assert context.stats.copies > before
     # Per forward: the head's input and weight, and the loss's log-probabilities and what it needs of the targets.
     assert context.stats.kept_count[LAST_LAYER] >= 2 * 3
-
-
-def test_unknown_settings_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="mode is 'disk'"):
-        Trainer(
-            model=decoders.build("llama"),
-            args=_arguments(tmp_path),
-            train_dataset=Rows(),
-            activation_offloading="disk",
-        )
-
-
-def test_what_the_arguments_ask_for_is_done_or_refused(tmp_path: Path) -> None:
-    class Plain(CheckpointingMixin, transformers.Trainer):
-        pass
-
-    def refused(message: str, kind: Any, callbacks: Any = None, **settings: Any) -> None:
-        model = decoders.build("llama")
-        modules = dict(model.named_modules())
-        with pytest.raises(ValueError, match=message):
-            kind(model=model, args=_arguments(tmp_path, **settings), train_dataset=Rows(), callbacks=callbacks)
-        assert dict(model.named_modules()) == modules
-
-    callback = [CheckpointingCallback("full")]
-    refused("offload is 'saved' .*nothing here reads it.*ActivationOffloadingMixin", Plain, offload="saved")
-    refused("offload is 'saved' .*nothing here reads it", transformers.Trainer, callback, offload="saved")
-    refused("cp is 2 .*nothing here reads it.*CheckpointingMixin", transformers.Trainer, callback, cp=2)
 
 
 def test_fields_that_would_hide_a_hosts_are_refused() -> None:

@@ -20,6 +20,7 @@ from nemo_like.integrations import ActivationOffloadingMixin
 from nemo_like.losses import chunked_log_probs
 from nemo_like.losses.model_loss import computes_in_chunks
 from nemo_like.options import OffloadConfig
+from tests.checks import assert_bitwise, same
 from tests.models import decoders
 
 trl = pytest.importorskip("trl", reason="the extra 'hosts' is not installed")
@@ -130,9 +131,7 @@ def test_no_weight_changes(tmp_path: Path, kind: str, lora: bool) -> None:
         dict(ac="full"),
     ):
         trainer, actual = _train(tmp_path / "ours", kind, bare=False, lora=lora, **settings)
-        assert actual.keys() == expected.keys()
-        for name, value in expected.items():
-            assert torch.equal(actual[name], value), (settings, name)
+        assert_bitwise(actual, expected, settings)
         assert _regions(trainer.model) > 0
 
 
@@ -141,7 +140,7 @@ def test_a_chunked_loss_is_left_to_trl_which_has_one(tmp_path: Path, caplog: pyt
     caplog.set_level("INFO", "nemo_like")
     _, expected = _train(tmp_path, "dpo", bare=True)
     trainer, actual = _train(tmp_path, "dpo", bare=False, loss="chunked", ac="full")
-    assert all(torch.equal(actual[name], value) for name, value in expected.items())
+    assert_bitwise(actual, expected)
     assert (
         "TRL's trainer takes log-probabilities in chunks already" in caplog.text and "whole logits" not in caplog.text
     )
@@ -166,19 +165,18 @@ def test_grpo_within_a_budget_of_the_sample_that_the_caller_gives(tmp_path: Path
     _, expected = _train(tmp_path / "bare", "grpo", bare=True)
     sample = {"input_ids": decoders.batch(4, 13, seed=0), "attention_mask": torch.ones(4, 13, dtype=torch.int64)}
     trainer, actual = _train(tmp_path / "ours", "grpo", bare=False, ac="50%", sample=sample)
-    assert all(torch.equal(actual[name], value) for name, value in expected.items())
+    assert_bitwise(actual, expected)
     assert _regions(trainer.model) > 0
 
 
 def test_dpo_of_an_adapter_against_another_model(tmp_path: Path) -> None:
     _, without = _train(tmp_path / "without", "dpo", bare=True, lora=True)
     _, expected = _train(tmp_path / "bare", "dpo", bare=True, lora=True, reference=True)
-    assert any(not torch.equal(expected[name], value) for name, value in without.items()), "the reference is another"
+    assert not same(without, expected), "the reference is another"
     for ac in ("full", "50%"):
         trainer, actual = _train(tmp_path / ac, "dpo", bare=False, lora=True, reference=True, ac=ac)
-        assert actual.keys() == expected.keys() and _regions(trainer.model) > 0
-        for name, value in expected.items():
-            assert torch.equal(actual[name], value), (ac, name)
+        assert _regions(trainer.model) > 0
+        assert_bitwise(actual, expected, ac)
         assert _regions(trainer.ref_model) == 0, "no backward goes through it"
 
 
@@ -211,7 +209,8 @@ def test_the_documented_classes_train_dpo_without_trls_offloader(tmp_path: Path)
 
     _, expected = _train(tmp_path / "bare", "dpo", bare=True)
     trainer, actual = _train(tmp_path / "ours", "dpo", bare=False, kind_of_trainer=Documented, ac="selective")
-    assert all(torch.equal(actual[name], value) for name, value in expected.items()) and _regions(trainer.model) > 0
+    assert _regions(trainer.model) > 0
+    assert_bitwise(actual, expected)
 
 
 @pytest.mark.parametrize("kind", ["dpo", "grpo"])

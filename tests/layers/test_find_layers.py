@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -44,17 +46,23 @@ class MoEBlock(Block):
         self.experts = nn.ModuleList(nn.Sequential(nn.Linear(DIM, 4 * DIM), nn.Linear(4 * DIM, DIM)) for _ in range(4))
 
 
-class Holder(nn.Module):
+class Made(nn.Module):
     """A model made of whatever children it is given."""
 
     def __init__(self, **children: nn.Module) -> None:
         super().__init__()
-        self.embed = nn.Embedding(4, DIM)
         for name, child in children.items():
             self.add_module(name, child)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
+
+
+class Holder(Made):
+    """One that embeds words."""
+
+    def __init__(self, **children: nn.Module) -> None:
+        super().__init__(embed=nn.Embedding(4, DIM), **children)
 
 
 def blocks(count: int, kind: type[nn.Module] = Block) -> nn.ModuleList:
@@ -74,131 +82,133 @@ def on_meta():
 # ------------------------------------------------------------------------------------------------- plain PyTorch models
 
 
-def test_module_list() -> None:
-    model = Holder(blocks=blocks(3), head=nn.Linear(DIM, 4))
-    found = find_layers(model)
-    assert [layer.fqn for layer in found] == ["blocks.0", "blocks.1", "blocks.2"]
-    assert all(layer.module is model.blocks[i] and layer.group == "language" for i, layer in enumerate(found))
+def numbered(*names: str) -> nn.Module:
+    """A bare module with blocks under these names."""
+    module = nn.Module()
+    for name in names:
+        module.add_module(name, Block())
+    return module
 
 
-@pytest.mark.parametrize("names", [("0", "1"), ("4", "5"), ("enc", "dec")])
-def test_module_dict_as_pipeline_splits_leave_it(names: tuple[str, str]) -> None:
-    assert fqns(Holder(layers=nn.ModuleDict({name: Block() for name in names}))) == [f"layers.{name}" for name in names]
+def stages(*children: nn.Module) -> nn.ModuleList:
+    """Children without an embedding of their own."""
+    for child in children:
+        child.embed = nn.Identity()
+    return nn.ModuleList(children)
 
 
-def test_digit_keyed_children_of_a_bare_module() -> None:
-    namespace = nn.Module()
-    for index in (4, 5, 6):
-        namespace.add_module(str(index), Block())
-    assert fqns(Holder(layers=namespace)) == ["layers.4", "layers.5", "layers.6"]
-
-
-def test_one_layer_left_in_a_list() -> None:
-    assert fqns(Holder(layers=nn.ModuleDict({"7": Block()}))) == ["layers.7"]
-
-
-def test_sequential_of_blocks_between_embedding_and_head() -> None:
-    model = nn.Sequential(nn.Embedding(4, DIM), Block(), Block(), nn.LayerNorm(DIM), nn.Linear(DIM, 4))
-    assert fqns(model) == ["1", "2"]
-
-
-def test_numbered_attributes() -> None:
-    assert fqns(Holder(block1=Block(), block2=Block())) == ["block1", "block2"]
-
-
-def test_nested_lists() -> None:
-    model = Holder(stages=nn.ModuleList([blocks(2), blocks(3)]))
-    assert fqns(model) == ["stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1", "stages.1.2"]
-
-
-def test_blocks_of_stages_not_the_stages() -> None:
-    stages = nn.ModuleList(Holder(blocks=blocks(4)) for _ in range(2))
-    for stage in stages:
-        stage.embed = nn.Identity()
-    assert fqns(Holder(stages=stages)) == [f"stages.{s}.blocks.{b}" for s in range(2) for b in range(4)]
-
-
-def test_hybrid_list_keeps_every_kind() -> None:
-    model = Holder(layers=nn.ModuleList([Block(), OtherBlock(), Block(), MoEBlock()]))
-    assert fqns(model) == ["layers.0", "layers.1", "layers.2", "layers.3"]
-
-
-def test_experts_are_part_of_their_block() -> None:
-    assert fqns(Holder(layers=blocks(3, MoEBlock))) == ["layers.0", "layers.1", "layers.2"]
-
-
-def test_two_towers_and_a_list_of_heads() -> None:
-    heads = nn.ModuleList(nn.Linear(DIM, 2) for _ in range(3))
-    model = Holder(image_encoder=Holder(blocks=blocks(2)), text_decoder=Holder(blocks=blocks(3)), heads=heads)
-    groups = layer_groups(model)
-    assert {group: len(modules) for group, modules in groups.items()} == {"vision": 2, "language": 3}
-
-
-def test_shared_block_once() -> None:
-    shared = Block()
-    assert fqns(Holder(layers=nn.ModuleList([shared] * 12))) == ["layers.0"]
-
-
-def test_same_list_under_two_names_once() -> None:
+def listed_twice() -> nn.Module:
     layers = blocks(2)
-    model = Holder(decoder=Holder(layers=layers), layers=layers)
-    assert fqns(model) == ["decoder.layers.0", "decoder.layers.1"]
+    return Holder(decoder=Holder(layers=layers), layers=layers)
 
 
-def test_alias_property_is_not_followed() -> None:
-    class Aliased(Holder):
-        @property
-        def layers(self) -> nn.ModuleList:
-            return self.inner.layers
-
-    assert fqns(Aliased(inner=Holder(layers=blocks(2)))) == ["inner.layers.0", "inner.layers.1"]
+class Aliased(Holder):
+    layers = property(lambda self: self.inner.layers)
 
 
-def test_torch_transformers() -> None:
-    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(DIM, 2, 8), 3, enable_nested_tensor=False)
-    assert fqns(encoder) == ["layers.0", "layers.1", "layers.2"]
-    both = nn.Transformer(DIM, 2, 2, 2, 8)
-    assert fqns(both) == ["encoder.layers.0", "encoder.layers.1", "decoder.layers.0", "decoder.layers.1"]
+class Single(Block):
+    """Another block of a diffusion transformer."""
 
 
-def test_diffusion_transformer() -> None:
-    """As diffusers writes them: two lists of two block classes, named in ``_no_split_modules``."""
+class FluxLike(Holder):
+    """As diffusers writes them: two lists of two block classes."""
 
-    class Single(Block):
-        pass
-
-    class FluxLike(Holder):
-        _no_split_modules = ("Block", "Single")
-
-    model = FluxLike(transformer_blocks=blocks(2), single_transformer_blocks=blocks(3, Single))
-    assert Counter(name.split(".")[0] for name in fqns(model)) == {
-        "transformer_blocks": 2, "single_transformer_blocks": 3,
-    }  # fmt: skip
+    _no_split_modules = ("Block", "Single")
 
 
-def test_convolutional_image_model_is_vision() -> None:
-    class Residual(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv1, self.bn1, self.conv2 = nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + self.conv2(self.bn1(self.conv1(x)))
-
-    model = nn.Module()
-    model.stem = nn.Conv2d(3, 4, 7)
-    model.layer1 = nn.Sequential(Residual(), Residual())
-    model.layer2 = nn.Sequential(Residual(), Residual())
-    assert [(layer.fqn, layer.group) for layer in find_layers(model)] == [
-        ("layer1.0", "vision"), ("layer1.1", "vision"), ("layer2.0", "vision"), ("layer2.1", "vision"),
-    ]  # fmt: skip
+def heads_beside(heads: nn.Module) -> nn.Module:
+    return Holder(encoder=Holder(blocks=blocks(2)), heads=heads)
 
 
-def test_timm_style_blocks() -> None:
-    class VisionTransformer(Holder):
-        pass
+def pairs(*kinds: Callable[[], nn.Module]) -> nn.ModuleList:
+    """Two inner lists of these kinds."""
+    return nn.ModuleList(nn.ModuleList(kind() for kind in kinds) for _ in range(2))
 
-    assert {layer.group for layer in find_layers(VisionTransformer(blocks=nn.Sequential(*blocks(4))))} == {"vision"}
+
+def mlp() -> nn.Module:
+    """Without a norm or a mixer: x-transformers keeps the norms in a list beside it."""
+    return Made(net=nn.Sequential(nn.Linear(DIM, 4 * DIM), nn.Linear(4 * DIM, DIM)))
+
+
+def feed_forward() -> nn.Module:
+    return Made(net=nn.Sequential(nn.LayerNorm(DIM), nn.Linear(DIM, 4 * DIM), nn.Linear(4 * DIM, DIM)))
+
+
+def names(pattern: str, *counts: int) -> list[str]:
+    """`pattern` with all numbers below these counts, in their order."""
+    return [pattern.format(*places) for places in itertools.product(*map(range, counts))]
+
+
+INNER = names("layers.{}.{}", 2, 2)
+FOUND: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
+    "list": (lambda: Holder(blocks=blocks(3), head=nn.Linear(DIM, 4)), names("blocks.{}", 3)),
+    "dict from 0": (lambda: Holder(layers=nn.ModuleDict({"0": Block(), "1": Block()})), names("layers.{}", 2)),
+    "dict of a pipeline stage": (
+        lambda: Holder(layers=nn.ModuleDict({"4": Block(), "5": Block()})), ["layers.4", "layers.5"]
+    ),
+    "dict of words": (
+        lambda: Holder(layers=nn.ModuleDict({"enc": Block(), "dec": Block()})), ["layers.enc", "layers.dec"]
+    ),
+    "numbered children": (lambda: Holder(layers=numbered("4", "5", "6")), ["layers.4", "layers.5", "layers.6"]),
+    "one layer left": (lambda: Holder(layers=nn.ModuleDict({"7": Block()})), ["layers.7"]),
+    "sequential between embedding and head": (
+        lambda: nn.Sequential(nn.Embedding(4, DIM), Block(), Block(), nn.LayerNorm(DIM), nn.Linear(DIM, 4)), ["1", "2"]
+    ),
+    "numbered attributes": (lambda: Holder(block1=Block(), block2=Block()), ["block1", "block2"]),
+    "nested lists": (
+        lambda: Holder(stages=nn.ModuleList([blocks(2), blocks(3)])),
+        [*names("stages.0.{}", 2), *names("stages.1.{}", 3)],
+    ),
+    "blocks of stages, not the stages": (
+        lambda: Holder(stages=stages(Holder(blocks=blocks(4)), Holder(blocks=blocks(4)))), names("stages.{}.blocks.{}", 2, 4)
+    ),
+    "every kind of a hybrid": (
+        lambda: Holder(layers=nn.ModuleList([Block(), OtherBlock(), Block(), MoEBlock()])), names("layers.{}", 4)
+    ),
+    "experts in their block": (lambda: Holder(layers=blocks(3, MoEBlock)), names("layers.{}", 3)),
+    "a shared block once": (lambda: Holder(layers=nn.ModuleList([Block()] * 12)), ["layers.0"]),
+    "a list under two names once": (listed_twice, names("decoder.layers.{}", 2)),
+    "no alias": (lambda: Aliased(inner=Holder(layers=blocks(2))), names("inner.layers.{}", 2)),
+    "torch's encoder": (
+        lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(DIM, 2, 8), 3, enable_nested_tensor=False),
+        names("layers.{}", 3),
+    ),
+    "torch's transformer": (
+        lambda: nn.Transformer(DIM, 2, 2, 2, 8), [*names("encoder.layers.{}", 2), *names("decoder.layers.{}", 2)]
+    ),
+    "a diffusion transformer": (
+        lambda: FluxLike(transformer_blocks=blocks(2), single_transformer_blocks=blocks(3, Single)),
+        [*names("transformer_blocks.{}", 2), *names("single_transformer_blocks.{}", 3)],
+    ),
+    "adapted linears are none": (lambda: adapted(around()), names("blocks.{}", 2)),
+    "nor linears around": (lambda: around(), names("blocks.{}", 2)),
+    "heads by name beside blocks": (
+        lambda: heads_beside(nn.ModuleDict({"sentiment": Block(), "topic": Block()})), names("encoder.blocks.{}", 2)
+    ),
+    "members of inner lists, as vit-pytorch writes them": (
+        lambda: Holder(to_patch_embedding=feed_forward().net, layers=pairs(Block, feed_forward)), INNER
+    ),
+    "of two encoders": (
+        lambda: Holder(encoders=stages(*(Holder(layers=pairs(Block, feed_forward)) for _ in range(2)))),
+        names("encoders.{}.layers.{}.{}", 2, 2, 2),
+    ),
+    "norms in a list of their own, as x-transformers": (
+        lambda: Holder(layers=pairs(lambda: nn.ModuleList([nn.LayerNorm(DIM)]), mlp, nn.Identity)),
+        ["layers.0.1", "layers.1.1"],
+    ),
+    "members by name": (
+        lambda: Holder(layers=nn.ModuleList(nn.ModuleDict({"attention": Block(), "mlp": mlp()}) for _ in range(2))),
+        ["layers.0.attention", "layers.0.mlp", "layers.1.attention", "layers.1.mlp"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "expected"), FOUND.values(), ids=FOUND)
+def test_layers_are_found(make: Callable[[], nn.Module], expected: list[str]) -> None:
+    model = make()
+    found = find_layers(model)
+    assert [layer.fqn for layer in found] == expected
+    assert all(layer.module is model.get_submodule(layer.fqn) for layer in found)
 
 
 # ------------------------------------------------------------------------------------------------------------- wrappers
@@ -220,12 +230,11 @@ def test_compiled_model_keeps_its_names() -> None:
 
 
 def test_data_parallel_model_keeps_its_names() -> None:
-    class DistributedDataParallel(nn.Module):  # what the class is known by; the real one needs a process group
-        def __init__(self, module: nn.Module) -> None:
-            super().__init__()
-            self.module = module
-
-    assert fqns(DistributedDataParallel(Holder(layers=blocks(2)))) == ["layers.0", "layers.1"]
+    # What the class is known by; the real one needs a process group.
+    kind = type("DistributedDataParallel", (nn.Module,), {})
+    wrapper = kind()
+    wrapper.module = Holder(layers=blocks(2))
+    assert fqns(wrapper) == ["layers.0", "layers.1"]
 
 
 def test_some_layers_sharded_already() -> None:
@@ -275,16 +284,19 @@ def test_wrong_names_are_errors(wanted: list[str], message: str) -> None:
         find_layers(Holder(layers=blocks(2)), wanted)
 
 
-def test_wrong_objects_are_errors() -> None:
+@pytest.mark.parametrize(
+    ("wanted", "error", "message"),
+    [
+        (lambda model: [Block()], LayersNotFoundError, "Block object that is not part of this Holder"),
+        (lambda model: [model], LayersNotFoundError, "the model itself"),
+        (lambda model: [7], TypeError, "7, an int"),
+        (lambda model: 7, TypeError, "layers is 7"),
+    ],
+)
+def test_wrong_objects_are_errors(wanted: Callable[[nn.Module], Any], error: type[Exception], message: str) -> None:
     model = Holder(layers=blocks(2))
-    with pytest.raises(LayersNotFoundError, match="Block object that is not part of this Holder"):
-        find_layers(model, [Block()])
-    with pytest.raises(LayersNotFoundError, match="the model itself"):
-        find_layers(model, [model])
-    with pytest.raises(TypeError, match="7, an int"):
-        find_layers(model, [7])  # type: ignore[list-item]
-    with pytest.raises(TypeError, match="layers is 7"):
-        find_layers(model, 7)  # type: ignore[arg-type]
+    with pytest.raises(error, match=message):
+        find_layers(model, wanted(model))
 
 
 def test_nothing_found_lists_the_candidates() -> None:
@@ -324,23 +336,19 @@ def test_scopes(scope: object, expected: dict[str, int]) -> None:
     assert Counter(layer.group for layer in select_layers(towers(), scope)) == expected  # type: ignore[arg-type]
 
 
-def test_scope_that_selects_nothing_says_what_there_is() -> None:
-    found = find_layers(Holder(layers=blocks(2)))
-    with pytest.raises(ValueError, match="'vision' selects no layer; this model has 2 language layers"):
-        select_layers(found, "vision")
-
-
 @pytest.mark.parametrize(
-    ("scope", "error"), [("visoin", ValueError), ([], ValueError), (3, TypeError), ([3], TypeError)]
+    ("scope", "error", "message"),
+    [
+        ("other", ValueError, "'other' selects no layer; this model has 2 vision layers, 3 audio layers"),
+        ("visoin", ValueError, "scope.*Did you mean 'vision'"),
+        ([], ValueError, "scope"),
+        (3, TypeError, "scope"),
+        ([3], TypeError, "scope"),
+    ],
 )
-def test_wrong_scopes(scope: object, error: type[Exception]) -> None:
-    with pytest.raises(error, match="scope"):
-        select_layers(towers(), scope)  # type: ignore[arg-type]
-
-
-def test_unknown_scope_suggests_the_near_one() -> None:
-    with pytest.raises(ValueError, match="Did you mean 'vision'"):
-        select_layers(towers(), "visoin")
+def test_wrong_scopes(scope: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        select_layers(towers(), scope)
 
 
 def test_frozen_layers_are_selected_and_adapters_train() -> None:
@@ -450,61 +458,17 @@ def adapted(module: nn.Module) -> nn.Module:
     return module
 
 
-def test_adapted_linears_are_no_layers() -> None:
-    merger = nn.ModuleDict({"norm": nn.LayerNorm(DIM), "mlp": nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))})
+def around() -> nn.Module:
+    """Blocks among linears that are none."""
+    merger = {"norm": nn.LayerNorm(DIM), "mlp": nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))}
     heads = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(2))
-    model = Holder(
-        merger=Holder(**merger), fc1=nn.Linear(DIM, DIM), fc2=nn.Linear(DIM, DIM), blocks=blocks(2), heads=heads
-    )
-    bare_names = fqns(model)
-    assert fqns(adapted(model)) == bare_names == ["blocks.0", "blocks.1"]
+    linears = {"fc1": nn.Linear(DIM, DIM), "fc2": nn.Linear(DIM, DIM)}
+    return Holder(merger=Holder(**merger), **linears, blocks=blocks(2), heads=heads)
 
 
 def test_adapted_and_other_linears_of_a_list_are_no_layers() -> None:
     with pytest.raises(LayersNotFoundError, match="fcs: 2 x Linear"):
         find_layers(adapted(Holder(fcs=nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(2)))))
-
-
-def test_heads_by_name_beside_blocks_are_no_layers() -> None:
-    heads = nn.ModuleDict({"sentiment": Block(), "topic": Block()})
-    assert fqns(Holder(encoder=Holder(blocks=blocks(2)), heads=heads)) == ["encoder.blocks.0", "encoder.blocks.1"]
-
-
-class FeedForward(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.LayerNorm(DIM), nn.Linear(DIM, 4 * DIM), nn.Linear(4 * DIM, DIM))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
-
-
-class BareFeedForward(FeedForward):
-    """Without a norm or a mixer: x-transformers keeps the norms in a list beside it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        del self.net[0]
-
-
-def pairs(kind: type[nn.Module], count: int = 2) -> nn.ModuleList:
-    return nn.ModuleList(nn.ModuleList([Block(), kind()]) for _ in range(count))
-
-
-def test_members_of_inner_lists_are_layers() -> None:
-    """As vit-pytorch writes them, alone and as two encoders; with norms in a list of their own, as x-transformers does."""
-    names = ["layers.0.0", "layers.0.1", "layers.1.0", "layers.1.1"]
-    assert fqns(Holder(to_patch_embedding=FeedForward().net, layers=pairs(FeedForward))) == names
-    encoders = Holder(encoders=nn.ModuleList(Holder(layers=pairs(FeedForward)) for _ in range(2)))
-    for encoder in encoders.encoders:
-        encoder.embed = nn.Identity()
-    assert fqns(encoders) == [f"encoders.{at}.{name}" for at in range(2) for name in names]
-    beside = [nn.ModuleList([nn.ModuleList([nn.LayerNorm(DIM)]), BareFeedForward(), nn.Identity()]) for _ in range(2)]
-    assert fqns(Holder(layers=nn.ModuleList(beside))) == ["layers.0.1", "layers.1.1"]
-    by_name = [nn.ModuleDict({"attention": Block(), "mlp": BareFeedForward()}) for _ in range(2)]
-    assert fqns(Holder(layers=nn.ModuleList(by_name))) == [
-        f"layers.{at}.{w}" for at in (0, 1) for w in ("attention", "mlp")
-    ]
 
 
 def test_the_advice_names_the_list_that_holds_most() -> None:
@@ -513,81 +477,88 @@ def test_the_advice_names_the_list_that_holds_most() -> None:
         find_layers(Holder(to_patch_embedding=nn.Sequential(nn.Linear(DIM, DIM)), inner=Holder(fcs=wide)))
 
 
-class Patched(nn.Module):
-    """Video patches, a table of classes and one of positions, and blocks: as video diffusion transformers are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.patches = nn.Conv3d(4, 8, (1, 2, 2), (1, 2, 2))
-        self.class_table, self.positions = nn.Embedding(1001, 8), nn.Embedding(64, 8)
-        self.blocks = blocks(3)
+class Patched(Made):
+    """As video diffusion transformers are called."""
 
     def forward(self, hidden_states: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
 
 
-class Graph(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.atom_table, self.nodes, self.layers = nn.Embedding(119, 8), nn.Linear(4, 8), blocks(3)
+def patched(**children: nn.Module) -> nn.Module:
+    """Video patches, a table of classes and one of positions, and blocks."""
+    tables = {"class_table": nn.Embedding(1001, 8), "positions": nn.Embedding(64, 8)}
+    return Patched(patches=nn.Conv3d(4, 8, (1, 2, 2), (1, 2, 2)), **tables, blocks=blocks(3), **children)
 
+
+class Graph(Made):
     def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
 
 
-class Plain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.layers = nn.Embedding(32, 8), blocks(3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
-
-
-class Bare(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = blocks(3)
-
-
-class NamesIds(Bare):
+class NamesIds(Made):
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
 
 
-def _configured() -> nn.Module:
-    model = Bare()
-    model.config = SimpleNamespace(vocab_size=32)
+def bare(**attributes: Any) -> nn.Module:
+    """Blocks without an embedding, and these attributes."""
+    model = nn.Module()
+    model.layers = blocks(3)
+    for name, value in attributes.items():
+        setattr(model, name, value)
     return model
 
 
-def _with_embeddings_of_its_own() -> nn.Module:
-    model = Bare()
-    model.inputs = nn.Module()
-    model.inputs.ids = nn.Embedding(32, 8)
+class Residual(nn.Module):
+    """A block of an image model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.bn1, self.conv2 = nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.conv2(self.bn1(self.conv1(x)))
+
+
+def residual_net() -> nn.Module:
+    model = nn.Module()
+    model.stem, model.layer1 = nn.Conv2d(3, 4, 7), nn.Sequential(Residual(), Residual())
+    model.layer2 = nn.Sequential(Residual(), Residual())
     return model
 
 
-def _with_text_encoder() -> nn.Module:
-    """What conditions a video model embeds words; its own blocks take none."""
-    model = Patched()
-    model.conditions = Plain()
-    return model
+class VisionTransformer(Holder):
+    """As timm names it."""
 
 
-@pytest.mark.parametrize(
-    ("make", "groups"),
-    [
-        (Patched, {"vision": 3}),
-        (Graph, {"other": 3}),
-        (Plain, {"language": 3}),
-        (lambda: nn.Sequential(nn.Embedding(32, 8), *blocks(3)), {"language": 3}),
-        (NamesIds, {"language": 3}),
-        (_configured, {"language": 3}),
-        (_with_text_encoder, {"vision": 3, "language": 3}),
-        (_with_embeddings_of_its_own, {"language": 3}),
-        (Bare, {"other": 3}),
-    ],
-)
-def test_language_takes_evidence_of_text(make: Callable[[], nn.Module], groups: dict[str, int]) -> None:
-    assert Counter(layer.group for layer in find_layers(make())) == groups
+GROUPS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
+    "video patches": (patched, {"vision": 3}),
+    "a graph": (lambda: Graph(atom_table=nn.Embedding(119, 8), nodes=nn.Linear(4, 8), layers=blocks(3)), {"other": 3}),
+    "an embedding": (lambda: Holder(layers=blocks(3)), {"language": 3}),
+    "an embedding in a sequence": (lambda: nn.Sequential(nn.Embedding(32, 8), *blocks(3)), {"language": 3}),
+    "ids by name": (lambda: NamesIds(layers=blocks(3)), {"language": 3}),
+    "a vocabulary in the config": (lambda: bare(config=SimpleNamespace(vocab_size=32)), {"language": 3}),
+    "a text encoder that conditions": (
+        lambda: patched(conditions=Holder(layers=blocks(3))), {"vision": 3, "language": 3}
+    ),
+    "an embedding inside": (lambda: bare(inputs=Made(ids=nn.Embedding(32, 8))), {"language": 3}),
+    "nothing": (bare, {"other": 3}),
+    "two towers and a list of heads": (
+        lambda: Holder(
+            image_encoder=Holder(blocks=blocks(2)), text_decoder=Holder(blocks=blocks(3)),
+            heads=nn.ModuleList(nn.Linear(DIM, 2) for _ in range(3)),
+        ),
+        {"vision": 2, "language": 3},
+    ),
+    "convolutions": (residual_net, {"vision": 4}),
+    "timm's name": (lambda: VisionTransformer(blocks=nn.Sequential(*blocks(4))), {"vision": 4}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "groups"), GROUPS.values(), ids=GROUPS)
+def test_the_group_of_layers_and_language_takes_evidence_of_text(
+    make: Callable[[], nn.Module], groups: dict[str, int]
+) -> None:
+    model = make()
+    assert Counter(layer.group for layer in find_layers(model)) == groups
+    assert {group: len(modules) for group, modules in layer_groups(model).items()} == groups
