@@ -33,7 +33,7 @@ from nemo_like.distributed import (
 )
 from nemo_like.distributed.launch import local_device
 from nemo_like.layers import find_layers
-from nemo_like.losses import chunked_cross_entropy, chunked_kl, chunked_log_probs
+from nemo_like.losses import chunked_cross_entropy, chunked_log_probs
 from nemo_like.offload import apply_offloading, offload_activations
 from nemo_like.planning import Plan
 from nemo_like.planning.devices import resolve_device
@@ -223,9 +223,6 @@ _ALONE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "num_items": (
         lambda _: chunked_cross_entropy(_HIDDEN, _head(), _LABELS, num_items=0),
         "num_items is 0; it must be finite and > 0: the sum of the losses is divided by it",
-    ),
-    "num_items of KL": (
-        lambda _: chunked_kl(_HIDDEN, _head(), _HIDDEN, teacher_head=_head(), num_items=-2.0), r"num_items is -2\.0"
     ),
     "num_items in words": (
         lambda _: chunked_cross_entropy(_HIDDEN, _head(), _LABELS, num_items="4"), "num_items is '4'; it must be a number"

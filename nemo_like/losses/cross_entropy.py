@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from nemo_like._util.words import a_or_an, check_bool
 from nemo_like.losses.heads import Head, autocast_dtype, trained_tensors
-from nemo_like.losses.rows import CrossEntropyRows, RowLoss, Shape
+from nemo_like.losses.rows import CrossEntropyRows, Shape
 from nemo_like.losses.runner import ChunkedCall, LossesInBackward, LossInForward
 from nemo_like.options import ChunkedLoss
 from nemo_like.torch_compat import call_in_fsdp_unit, is_fake
@@ -145,7 +145,7 @@ def chunked_log_probs(
 def reduced(
     hidden: Tensor,
     head: Head,
-    rows: RowLoss,
+    rows: CrossEntropyRows,
     counts: Tensor,
     num_items: int | float | Tensor,
     options: ChunkedLoss,
@@ -178,7 +178,7 @@ def reduced(
 def losses_per_token(
     hidden: Tensor,
     head: Head,
-    rows: RowLoss,
+    rows: CrossEntropyRows,
     options: ChunkedLoss,
     parameters: tuple[Tensor, ...] | None,
     unit: Head | None = None,

@@ -10,7 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,23 +26,6 @@ _CACHED_ELEMENTS = 1 << 17
 """Elements of a block that is worked on in place, with no temporary of its size, on the CPU: half a MiB of float32."""
 _LAUNCH_ELEMENTS = 1 << 22
 """Elements of the smallest block on an accelerator: smaller ones take longer to launch than to compute."""
-
-
-class RowLoss(Protocol):
-    """A loss that is a sum over tokens of a function of one row of logits."""
-
-    def check(self, vocabulary: int) -> None:
-        """Raise ValueError where the loss does not fit a head with so many outputs."""
-
-    def step(
-        self, logits: Tensor, rows: slice, vocabulary: Vocabulary, weights: Tensor | None, apart: bool
-    ) -> tuple[Tensor, Apart | None]:
-        """Losses of the tokens `rows`, (tokens,), float32 or, for such logits, float64.
-
-        logits: (tokens, this shard's part of the vocabulary). With `weights`, (tokens,), they become the gradient of
-        ``(weights * losses).sum()``; without, they are not read again. apart: one entry per token may be left out of
-        the gradient, and returned.
-        """
 
 
 class Apart(NamedTuple):
@@ -195,6 +178,12 @@ class CrossEntropyRows:
     def step(
         self, logits: Tensor, rows: slice, vocabulary: Vocabulary, weights: Tensor | None, apart: bool
     ) -> tuple[Tensor, Apart | None]:
+        """Losses of the tokens `rows`, (tokens,), float32 or, for such logits, float64.
+
+        logits: (tokens, this shard's part of the vocabulary). With `weights`, (tokens,), they become the gradient of
+        ``(weights * losses).sum()``; without, they are not read again. apart: one entry per token may be left out of
+        the gradient, and returned.
+        """
         labels, counts = self.labels[rows], self.counts[rows]
         local, here = vocabulary.local(labels)
         here = here & counts
@@ -225,7 +214,7 @@ class CrossEntropyRows:
         run = kernel(_cut_sums, self._backend, logits)
         for block in blocks(logits):
             parts[:, block] = run(logits[block], index[block], here[block], terms)
-        (lse,), (target, sums), _ = vocabulary.combine(parts[:1], parts[1:])
+        lse, (target, sums) = vocabulary.combine(parts[0], parts[1:])
         if weights is not None:
             run = kernel(_cut_gradient_, self._backend, logits)
             at_label = torch.where(here, weights, 0)
@@ -334,21 +323,17 @@ class Vocabulary:
         local = labels - self.start
         return local, (local >= 0) & (local < self.width)
 
-    def combine(self, lse: Tensor, sums: Tensor, means: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def combine(self, lse: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
         """From those of each shard to those of the whole vocabulary, in two reductions.
 
         Args:
-            lse: (k, tokens), logarithms of sums of exponentials.
+            lse: (tokens,), logarithms of sums of exponentials.
             sums: (j, tokens).
-            means: (m, tokens), of values that are weighted by the exponentials that ``lse[0]`` is the sum of.
         """
-        means = lse[:0] if means is None else means
         if self.group is None:
-            return lse, sums, means
+            return lse, sums
         largest = lse.clone()
         dist.all_reduce(largest, dist.ReduceOp.MAX, self.group)
-        scale = (lse - largest).exp()
-        all_sums = torch.cat([scale, sums, means * scale[:1]])
+        all_sums = torch.cat([(lse - largest).exp()[None], sums])
         dist.all_reduce(all_sums, dist.ReduceOp.SUM, self.group)
-        total, sums, means = all_sums.split([len(lse), len(sums), len(means)])
-        return total.log() + largest, sums, means / total[:1]
+        return all_sums[0].log() + largest, all_sums[1:]

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from nemo_like._util.words import a_or_an
 from nemo_like.losses.heads import AutogradHead, GradientSums, Head, LinearHead, like_logits, open_head, unwrap_logits
-from nemo_like.losses.rows import RowLoss, pieces
+from nemo_like.losses.rows import CrossEntropyRows, pieces
 from nemo_like.options import ChunkedLoss
 from nemo_like.torch_compat import graph_is_kept, is_fake, without_fsdp_hooks
 
@@ -27,7 +27,7 @@ class ChunkedCall:
     """One call: which head, which loss, how it is cut."""
 
     head: Head
-    rows: RowLoss
+    rows: CrossEntropyRows
     options: ChunkedLoss
     unit: Any
     """The module whose FSDP2 hooks have gathered the head's parameters: the head, or what `head` calls."""

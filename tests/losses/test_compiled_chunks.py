@@ -10,7 +10,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from nemo_like import ChunkedLoss, parallelize
-from nemo_like.losses import chunked_cross_entropy, chunked_kl, chunked_log_probs
+from nemo_like.losses import chunked_cross_entropy, chunked_log_probs
 from tests.losses.whole_logits import gradients
 from tests.models import decoders
 
@@ -32,8 +32,7 @@ def _found(loss: Any, tokens: int, backend: str | None, **options: Any) -> list[
     head, hidden = nn.Linear(8, 50), torch.randn(tokens, 8, requires_grad=True)
     labels = torch.randint(50, (tokens,))
     labels[3] = -100
-    target = torch.randn(tokens, 50) if loss is chunked_kl else labels
-    value = loss(hidden, head, target, options=ChunkedLoss(chunk_tokens=9, compile=backend), **options)
+    value = loss(hidden, head, labels, options=ChunkedLoss(chunk_tokens=9, compile=backend), **options)
     return [value, *gradients(value.sum(), hidden, head)]
 
 
@@ -43,7 +42,6 @@ def _found(loss: Any, tokens: int, backend: str | None, **options: Any) -> list[
         (chunked_cross_entropy, {}, 1),
         (chunked_cross_entropy, dict(label_smoothing=0.1, z_loss=0.1, logit_softcap=3.0, logit_scale=0.5), 1),
         (chunked_log_probs, {}, 2),  # losses alone in forward, with their gradient in backward
-        (chunked_kl, dict(temperature=2.0), 1),
     ],
 )
 def test_every_chunk_runs_one_graph(loss: Any, options: dict[str, Any], graphs: int) -> None:
@@ -88,8 +86,3 @@ def test_a_compiled_model_does_not_unroll_the_chunks() -> None:
     torch.compile(model, backend="aot_eager")(ids).backward()
     assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), expected))
     assert _graphs() <= 2  # before the loss, and after it
-
-
-def test_an_unknown_backend_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"compile is 'tvm'; it must be None or one of inductor"):
-        ChunkedLoss(compile="tvm")
