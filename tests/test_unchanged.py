@@ -26,6 +26,7 @@ from nemo_like import (
     plan_for,
 )
 from nemo_like.distributed import set_gradient_sync
+from nemo_like.losses.model_loss import chunk_model_loss
 from nemo_like.offload import OffloadWrapper, offload_activations
 from nemo_like.options import FSDP2, OffloadConfig, Precision, TensorParallel
 from tests.models.blocks import Stack
@@ -280,6 +281,11 @@ OTHER_CALLS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
         lambda m: plan_for(m, ac="50%", sample_input=(IDS,), search=PlanSearch(host_memory="much")),
         "host_memory is 'much', which is not a number of bytes",
     ),
+    "inputs of unknown layers": (lambda m: offload_activations("boundary"), "was not told the layers"),
+    "what unknown layers keep": (lambda m: offload_activations("saved"), "was not told the layers"),
+    "chunks without a head": (
+        lambda m: chunk_model_loss(nn.Sequential(nn.Linear(3, 4)), ChunkedLoss()), "needs the output head of Sequential"
+    ),
     "sync": (lambda m: set_gradient_sync(m, "x"), "enabled is 'x'; it must be True or False"),
     "a wrapper around TorchScript": (
         lambda m: CheckpointWrapper(torch.jit.script(nn.Sequential(nn.Linear(2, 2)))), "module is a TorchScript module"
@@ -304,6 +310,8 @@ def test_a_wrong_argument_is_named_and_the_model_is_as_it_was(call: Callable[[nn
         (lambda: FSDP2(backward_prefetch=True), "backward_prefetch is True"),
         (lambda: FSDP2(cpu_offload=1), "cpu_offload is 1"),
         (lambda: FSDP2(frozen_sharding="nowhere"), "frozen_sharding is 'nowhere'"),
+        (lambda: ChunkedLoss(compile="tvm"), r"compile is 'tvm'; it must be None or one of inductor"),
+        (lambda: ChunkedLoss(z_loss=-1), r"z_loss is -1; it must be a weight >= 0\."),
         (lambda: TensorParallel(0), "tp is 0|size is 0"),
         (lambda: TensorParallel(2, plan="auto"), "plan is 'auto'"),
         (lambda: TensorParallel(2, sequence_parallel=1), "sequence_parallel is 1"),

@@ -220,19 +220,28 @@ def test_a_router_that_normalises_its_weights_in_place_works():
         assert_bitwise(gradients(region(block, policy), block, x), gradients(block, block, x))
 
 
-def test_a_matmul_output_changed_in_place_within_the_region_works():
-    w = nn.Linear(8, 8, bias=False)
+W = nn.Linear(8, 8, bias=False)
 
-    def fn(x):
-        h = w(x)
-        h += x
-        h.view(-1)[:4].mul_(2)
-        return (h.tanh() * w(h)).sum(-1)
 
+def changed_in_place(x):
+    h = W(x)
+    h += x
+    h.view(-1)[:4].mul_(2)
+    return (h.tanh() * W(h)).sum(-1)
+
+
+def written_out(x):
+    h, buffer = W(x), torch.empty(3, 8)
+    with torch.no_grad():
+        torch.mm(h, W.weight, out=buffer)
+    return (h * buffer.clone()).tanh() * W(x)
+
+
+@pytest.mark.parametrize("decisions", [(SAVE, SAVE), (HOST, SAVE), (SAVE, RECOMPUTE), (RECOMPUTE, HOST)])
+@pytest.mark.parametrize("fn", [changed_in_place, written_out])
+def test_kept_matmuls_beside_writes_within_the_region(fn, decisions):
     x = torch.randn(3, 8)
-    for decisions in ([SAVE, SAVE], [HOST, SAVE], [SAVE, RECOMPUTE], [RECOMPUTE, HOST]):
-        policy = DecisionTable({"aten.mm.default": decisions})
-        assert_bitwise(gradients(region(fn, policy), w, x), gradients(fn, w, x))
+    assert_bitwise(gradients(region(fn, table(*decisions)), W, x), gradients(fn, W, x))
 
 
 def test_an_output_and_its_views_are_kept_once():
@@ -272,20 +281,6 @@ def test_what_is_changed_in_place_before_backward_is_named(what, policy, message
         {"kept output": h, "input": x, "parameter": b}[what].mul_(2)
     with pytest.raises(RegionError, match=rf"layers\.3.*{message}"):
         y.sum().backward()
-
-
-def test_out_variants_inside_a_region_give_right_gradients():
-    w = nn.Linear(8, 8, bias=False)
-    buffer = torch.empty(3, 8)
-
-    def fn(x):
-        h = w(x)
-        with torch.no_grad():
-            torch.mm(h, w.weight, out=buffer)
-        return (h * buffer.clone()).tanh()
-
-    x = torch.randn(3, 8)
-    assert_bitwise(gradients(region(fn, SelectivePolicy(every_nth_matmul=None)), w, x), gradients(fn, w, x))
 
 
 def test_host_outputs_leave_the_device_bytes_alone_and_come_back():
@@ -355,25 +350,22 @@ def test_skipping_what_backward_needs_raises_and_names_it():
     assert x.grad is None and w.grad is None
 
 
-def test_skipping_what_a_random_or_writing_operator_reads_raises():
-    w = torch.randn(6, 6)
+def random(x, w):
+    return F.dropout(x @ w, 0.5) @ w
 
-    def random(x):
-        return F.dropout(x @ w, 0.5) @ w
 
-    def writing(x):
-        out = torch.zeros(6, 6)
-        out.add_((x @ w).detach())
-        return (x.tanh() @ w) * out
+def writing(x, w):
+    out = torch.zeros(6, 6)
+    out.add_((x @ w).detach())
+    return (x.tanh() @ w) * out
 
-    table = DecisionTable({"aten.mm.default": [SKIP, SAVE]})
+
+@pytest.mark.parametrize(("fn", "message"), [(random, "random numbers"), (writing, "write into a tensor that exists")])
+def test_skipping_what_a_random_or_writing_operator_reads_raises(fn, message):
     x = torch.randn(6, 6, requires_grad=True)
-    y = checkpoint_region(lambda t: random(t).tanh(), x, policy=table, name="r")
-    with pytest.raises(RegionError, match="random numbers"):
+    y = checkpoint_region(lambda t, w: fn(t, w).tanh(), x, torch.randn(6, 6), policy=table(SKIP, SAVE))
+    with pytest.raises(RegionError, match=message):
         y.sum().backward()
-    z = checkpoint_region(writing, x, policy=table, name="w")
-    with pytest.raises(RegionError, match="write into a tensor that exists"):
-        z.sum().backward()
 
 
 @pytest.mark.parametrize("decisions", [[SAVE], [SAVE] * 3, []], ids=["short", "long", "empty"])

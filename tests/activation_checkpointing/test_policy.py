@@ -55,10 +55,17 @@ def test_every_nth(every, wanted):
     assert "".join(decision.name[0] for decision in got) == wanted
 
 
-@pytest.mark.parametrize("every", [0, -1, 1.5, True, "2"])
-def test_a_wrong_count_is_an_error(every):
-    with pytest.raises(ValueError, match="every_nth_matmul"):
-        SelectivePolicy(every_nth_matmul=every)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *(({"every_nth_matmul": every}, "every_nth_matmul") for every in (0, -1, 1.5, True, "2")),
+        ({"extra": ["aten.view.default"]}, r"can't keep aten\.view\.default"),
+        ({"extra": [aten.empty.memory_format]}, r"can't keep aten\.empty\.memory_format"),
+    ],
+)
+def test_what_no_policy_can_do_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        SelectivePolicy(**options)
 
 
 def test_the_set_can_grow_shrink_and_be_replaced():
@@ -72,11 +79,6 @@ def test_the_set_can_grow_shrink_and_be_replaced():
             return super().get_save_ops() | {aten.exp.default}
 
     assert decisions(Mine(), aten.exp.default, aten.mm.default) == [SAVE, SAVE]
-
-
-def test_operators_that_must_run_again_are_refused():
-    with pytest.raises(ValueError, match=r"can't keep aten\.view\.default"):
-        SelectivePolicy(extra=["aten.view.default"])
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from nemo_like.offload import offload_activations
 from nemo_like.options import ChunkedLoss, OffloadConfig
 from tests.checks import same
 from tests.gpusim import on_device
+from tests.models.blocks import Stack
 from tests.models.decoders import batch, build
 
 
@@ -34,17 +35,11 @@ class Block(nn.Module):
         return x + self.down(self.drop(self.up(x).relu()))
 
 
-class Model(nn.Module):
+class Model(Stack):
     """Three blocks."""
 
-    def __init__(self, block: type[nn.Module] = Block) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([block() for _ in range(3)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+    def __init__(self) -> None:
+        super().__init__(Block() for _ in range(3))
 
 
 def _step(model: nn.Module, x: torch.Tensor, context: Any) -> list[torch.Tensor]:

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from nemo_like._util.live_bytes import LiveBytes
 from nemo_like.losses import chunked_cross_entropy, chunked_log_probs
 from nemo_like.options import ChunkedLoss
-from tests.losses.whole_logits import D, N, V, close, gradients, inputs, plain
+from tests.checks import assert_bitwise
+from tests.losses.whole_logits import D, N, V, alike, close, gradients, inputs, plain
 
 
 class Capped(nn.Module):
@@ -71,9 +72,8 @@ def test_options(chunk, smoothing, z_loss, cap, scale, reduction, kind):
         logit_softcap=cap, logit_scale=scale,
     )  # fmt: skip
     theirs = plain(hidden, head, labels, smoothing=smoothing, z_loss=z_loss, cap=cap, scale=scale, reduction=reduction)
-    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6 if reduction == "none" else 0)
     upstream = torch.randn(theirs.shape, generator=torch.Generator().manual_seed(2))
-    close(gradients(ours, hidden, head, upstream), gradients(theirs, hidden, head, upstream))
+    alike(ours, theirs, hidden, head, upstream, atol=1e-6 if reduction == "none" else 0)
 
 
 def test_double_precision_by_differences():
@@ -93,8 +93,7 @@ def test_shift_and_num_items():
     hidden, head, labels = inputs(tokens=(2, 9))
     ours = chunked_cross_entropy(hidden, head, labels, shift=True, num_items=torch.tensor(40), chunk_tokens=4)
     theirs = plain(hidden[:, :-1], head, labels[:, 1:], num_items=40)
-    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
-    close(gradients(ours, hidden, head), gradients(theirs, hidden, head))
+    alike(ours, theirs, hidden, head)
 
 
 @pytest.mark.parametrize("head_of", [LowRank, Capped, Quantised, lambda linear: nn.Sequential(nn.LayerNorm(D), linear)])
@@ -113,8 +112,7 @@ def test_hooks_of_a_head_see_every_chunk():
     ours = chunked_cross_entropy(hidden, head, labels, chunk_tokens=10)
     assert seen == [1, 10, 10, 3]  # one token first, to see how wide the head is
     theirs = plain(hidden, head, labels)
-    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
-    close(gradients(ours, hidden, head), gradients(theirs, hidden, head))
+    alike(ours, theirs, hidden, head)
 
 
 @pytest.mark.parametrize("frozen", ["head", "trunk", "both"])
@@ -146,11 +144,9 @@ def test_tied_weight_gets_both_gradients():
 def test_several_backwards_and_accumulation():
     hidden, head, labels = inputs()
     loss = chunked_cross_entropy(hidden, head, labels, chunk_tokens=5)
-    once = gradients_kept(loss, hidden, head, 1.0)
-    again = gradients_kept(loss, hidden, head, 1.0)
-    scaled = gradients_kept(loss, hidden, head, -4.0)
-    assert all(torch.equal(one, other) for one, other in zip(once, again, strict=True))
-    assert all(torch.equal(-4 * one, other) for one, other in zip(once, scaled, strict=True))
+    once, again, scaled = (gradients_kept(loss, hidden, head, upstream) for upstream in (1.0, 1.0, -4.0))
+    assert_bitwise(again, once)
+    assert_bitwise(scaled, [-4 * gradient for gradient in once])
     (loss / 2).backward(retain_graph=True)
     head.weight.grad.mul_(2)  # the graph's own copy must not move with it
     loss.backward()
@@ -166,11 +162,8 @@ def gradients_kept(loss, hidden, head, upstream):
 
 def test_one_of_several_terms():
     hidden, head, labels = inputs()
-    found = [
-        gradients(3 * loss + head(hidden).square().mean() + hidden.sum(), hidden, head)
-        for loss in (chunked_cross_entropy(hidden, head, labels, chunk_tokens=5), plain(hidden, head, labels))
-    ]
-    close(*found)
+    losses = chunked_cross_entropy(hidden, head, labels, chunk_tokens=5), plain(hidden, head, labels)
+    alike(*(3 * loss + head(hidden).square().mean() + hidden.sum() for loss in losses), hidden, head)
 
 
 def test_second_derivatives_are_refused():

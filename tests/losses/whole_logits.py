@@ -39,3 +39,9 @@ def gradients(loss, hidden, head, upstream=None):
 def close(ours, theirs, tolerance=1e-5):
     for one, other in zip(ours, theirs, strict=True):
         assert (one - other).norm() <= tolerance * other.norm() + 1e-12
+
+
+def alike(ours, theirs, hidden, head, upstream=None, atol=0.0):
+    """The loss in chunks and that of whole logits, with their gradients."""
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=atol)
+    close(gradients(ours, hidden, head, upstream), gradients(theirs, hidden, head, upstream))

@@ -1,7 +1,8 @@
-"""Parts of the offloading tests: settings, stacks of layers, exact comparison."""
+"""Parts of the offloading tests: settings, stacks of layers, a step."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,8 @@ from nemo_like.activation_checkpointing.policy import SelectivePolicy
 from nemo_like.offload import apply_offloading, offload_activations
 from nemo_like.offload.backends import Backend
 from nemo_like.options import OffloadConfig
+from tests.checks import gradients_of
+from tests.models.blocks import Stack
 
 MODES = ("boundary", "saved", "all", "context-all", "context-boundary", "context-saved")
 """`apply_offloading` in its three modes, and the context manager."""
@@ -24,34 +27,19 @@ def config(mode: str = "all", **fields: Any) -> OffloadConfig:
     return OffloadConfig(mode=mode, **({"min_bytes": 0, "pin_memory": False} | fields))
 
 
-def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     """Gradients by name, copied; taken away from the model."""
-    found = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
-    model.zero_grad(set_to_none=True)
+    found = gradients_of(model)
+    model.zero_grad()
     return found
 
 
-def assert_same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Bitwise, name by name."""
-    assert actual.keys() == expected.keys()
-    for name, value in expected.items():
-        if value is None:
-            assert actual[name] is None, name
-        else:
-            assert actual[name] is not None and torch.equal(actual[name], value), name
-
-
-class Stack(nn.Module):
-    """Layers that are called one after the other."""
-
-    def __init__(self, layers: list[nn.Module]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+def trained(model: nn.Module, x: torch.Tensor, context: Any = None) -> dict[str, torch.Tensor]:
+    """Gradients of the sum of the squared outputs, with forward inside of `context`."""
+    with context or contextlib.nullcontext():
+        loss = model(x).pow(2).sum()
+    loss.backward()
+    return gradients(model)
 
 
 class Layer(nn.Module):
@@ -70,7 +58,7 @@ class Layer(nn.Module):
 def stack_of(function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], count: int = 4, width: int = 16) -> Stack:
     """`count` equal layers, seeded."""
     torch.manual_seed(0)
-    return Stack([Layer(function, width) for _ in range(count)])
+    return Stack(Layer(function, width) for _ in range(count))
 
 
 def offloaded(model: nn.Module, layers: list[nn.Module], mode: str, **fields: Any) -> Any:

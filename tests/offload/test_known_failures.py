@@ -16,7 +16,8 @@ from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, Sel
 from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from nemo_like.offload import HostPolicy, Offloader, apply_offloading, offload_activations
 from nemo_like.offload.backends import Backend
-from tests.offload.cases import Stack, assert_same, config, gradients, stack_of
+from tests.checks import assert_bitwise
+from tests.offload.cases import Stack, config, gradients, stack_of
 
 
 class _Frozen(nn.Module):
@@ -171,4 +172,4 @@ def test_35_host_decisions_move_instead_of_being_recomputed() -> None:
     products = backward.get_flop_counts()["Global"]
     assert products.keys() == {torch.ops.aten.mm} and products[torch.ops.aten.mm] == 3 * 2 * 4 * 16 * 16
     assert offloader.stats.copies == 2 and offloader.stats.reloads == 1  # x too, which is still alive
-    assert_same(gradients(model), gradients(plain))
+    assert_bitwise(gradients(model), gradients(plain))

@@ -22,8 +22,9 @@ from nemo_like.layers import find_layers
 from nemo_like.offload import OffloadWrapper, apply_offloading, offload_activations, offloader_of
 from nemo_like.offload.backends import Backend
 from nemo_like.parallelizer import apply_activation_checkpointing
+from tests.checks import assert_bitwise
 from tests.models import decoders
-from tests.offload.cases import Stack, assert_same, config, gradients, stack_of
+from tests.offload.cases import Stack, config, gradients, stack_of, trained
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
@@ -53,7 +54,7 @@ def test_decoders_are_bitwise(name: str, ac: str, mode: str) -> None:
     offloader = apply_offloading(model, _layers(model), settings, backend=Backend())
     assert [key for key, _ in model.named_parameters()] == names == list(expected)
     for _ in range(2):
-        assert_same(_gradients(model), expected)
+        assert_bitwise(_gradients(model), expected)
     assert offloader.stats.moved_bytes > 0 and offloader.collect().host_live_bytes == 0
 
 
@@ -63,19 +64,18 @@ def test_decoders_are_bitwise(name: str, ac: str, mode: str) -> None:
     [("none", "all", None), ("full", "boundary", 2), ("selective", "boundary", 2), ("selective", "saved", None)],
 )
 def test_compiled_layers(ac: str, mode: str, copies: int | None) -> None:
+    def compiled() -> nn.Module:
+        model = decoders.build("plain")
+        for block in model.blocks:
+            block.dropout.p = 0.0
+        apply_activation_checkpointing(model, ac, compile=True)
+        compile_layers(model, "aot_eager", _layers(model))
+        return model
+
     torch._dynamo.reset()
-    plain = decoders.build("plain")
-    for block in plain.blocks:
-        block.dropout.p = 0.0
-    reference = copy.deepcopy(plain)
-    apply_activation_checkpointing(reference, ac, compile=True)
-    compile_layers(reference, "aot_eager", _layers(reference))
-    expected = _gradients(reference)
-    model = copy.deepcopy(plain)
-    apply_activation_checkpointing(model, ac, compile=True)
-    compile_layers(model, "aot_eager", _layers(model))
+    expected, model = _gradients(compiled()), compiled()
     offloader = apply_offloading(model, _layers(model), config(mode), backend=Backend())
-    assert_same(_gradients(model), expected)
+    assert_bitwise(_gradients(model), expected)
     assert offloader.stats.copies == copies if copies is not None else offloader.stats.copies >= 2 + 2 * 4
     assert offloader.stats.kept_bytes["a parameter, or a view of one"] > 0 or ac == "full"
 
@@ -137,14 +137,13 @@ def test_host_decisions_survive_changes_in_place() -> None:
     for fields in ({}, {"min_bytes": 1 << 20}):
         plain = stack_of(function, count=3)
         inputs = torch.randn(4, 16)
-        plain(inputs).sum().backward()
-        expected = gradients(plain)
+        expected = trained(plain, inputs)
         apply_activation_checkpointing(plain, "selective", layers=["layers.*"])
         apply_offloading(plain, list(plain.layers), config("saved", **fields), backend=Backend())
-        loss = plain(inputs).sum()
+        loss = plain(inputs).pow(2).sum()
         for retain in (True, False):
             loss.backward(retain_graph=retain)
-            assert_same(gradients(plain), expected)
+            assert_bitwise(gradients(plain), expected)
 
 
 def test_what_the_engine_drops_at_the_end_of_a_region_is_not_copied() -> None:
@@ -230,12 +229,6 @@ def test_twice_is_refused_and_none_is_nothing() -> None:
         apply_offloading(model, list(model.layers), "all")
 
 
-def test_modes_that_need_layers_say_so() -> None:
-    for mode in ("boundary", "saved"):
-        with pytest.raises(ValueError, match="was not told the layers"):
-            offload_activations(mode)
-
-
 def test_the_wrapper_adds_no_names_and_copies_get_host_memory_of_their_own() -> None:
     model = stack_of(torch.mul, count=3)
     names = [name for name, _ in model.named_modules()], list(model.state_dict())
@@ -257,11 +250,7 @@ def test_a_looped_layer_is_wrapped_once() -> None:
     apply_offloading(model, [shared, model.layers[1], shared, model.layers[3]], config(), backend=Backend())
     assert model.layers[0] is model.layers[2] and isinstance(model.layers[0], OffloadWrapper)
     x = torch.randn(4, 16)
-    model(x).sum().backward()
-    actual = gradients(model)
-    plain = Stack([shared, nn.Tanh(), shared, nn.Sigmoid()])
-    plain(x).sum().backward()
-    assert_same(actual, gradients(plain))
+    assert_bitwise(trained(model, x), trained(Stack([shared, nn.Tanh(), shared, nn.Sigmoid()]), x))
 
 
 def test_budgets_and_refusals_keep_tensors_on_the_device(caplog: pytest.LogCaptureFixture) -> None:
@@ -269,8 +258,6 @@ def test_budgets_and_refusals_keep_tensors_on_the_device(caplog: pytest.LogCaptu
 
     plain = stack_of(lambda x, scale: (x * scale).exp(), count=4)
     x = torch.randn(64, 16)
-    plain(x).sum().backward()
-    expected = gradients(plain)
 
     class NoPinning(Backend):
         def host_memory(self, nbytes: int) -> torch.Tensor:
@@ -282,8 +269,7 @@ def test_budgets_and_refusals_keep_tensors_on_the_device(caplog: pytest.LogCaptu
         model = copy.deepcopy(plain)
         offloader = apply_offloading(model, list(model.layers), config(host_budget_bytes=budget), backend=backend)
         for _ in range(3):
-            model(x).sum().backward()
-            assert_same(gradients(model), expected)
+            assert_bitwise(trained(model, x), trained(plain, x))
         warnings = [r.message for r in caplog.records if "keeps tensors on the device" in r.message]
         assert len(warnings) == 1
         assert ("16384 bytes" in warnings[0]) if budget else ("cannot pin memory" in warnings[0])
