@@ -1,18 +1,14 @@
 """Only `torch_compat` uses private names of torch, and they do what it says of them."""
 
 import ast
-import operator
 import re
 import sys
-import types
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor.parallel import loss_parallel
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import nemo_like
 from nemo_like import torch_compat
@@ -143,118 +139,6 @@ def test_a_saved_tensor_goes_through_hooks():
     assert len(packed) == 1 and unpack() is packed[0]
 
 
-def test_whether_a_profiler_is_on():
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        assert torch_compat.profiler_is_on()
-    assert not torch_compat.profiler_is_on()
-
-
-def test_an_operator_is_called_directly_or_as_it_is():
-    x = torch.tensor([0.5])
-    assert torch.equal(torch_compat.direct_call(torch.ops.aten.sin.default)(x), x.sin())
-    for op in (abs, torch.ops.higher_order.cond):
-        assert torch_compat.direct_call(op) is op
-
-
-def test_whether_a_graph_is_kept():
-    seen = []
-
-    class Look(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            seen.append(torch_compat.graph_is_kept())
-            return grad
-
-    x = torch.ones(1, requires_grad=True)
-    Look.apply(x).sum().backward(retain_graph=True)
-    Look.apply(x).sum().backward()
-    assert seen == [True, False] and torch_compat.graph_is_kept() is None
-
-
-def test_a_transform_of_functorch_is_seen():
-    def level(x):
-        levels.append(torch_compat.in_functorch_transform())
-        return x.sum()
-
-    levels = []
-    torch.func.grad(level)(torch.ones(1))
-    assert levels == [True] and not torch_compat.in_functorch_transform()
-
-
-def test_operators_are_hidden_from_modes():
-    class Seen(torch_compat.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            names.append(str(func))
-            return func(*args, **(kwargs or {}))
-
-    class Asked(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            names.append(func.__name__)
-            return func(*args, **(kwargs or {}))
-
-    names = []
-    with Seen(), Asked():
-        with torch_compat.unseen():
-            torch.ones(2).exp()
-        assert names == []
-        torch.ones(2)
-        assert names == ["ones", "aten.ones.default"]
-
-
-def test_fake_tensors_are_told_from_others(monkeypatch):
-    with torch_compat.fake_tensor_types()[1]():
-        fake = torch.ones(2)
-    assert torch_compat.is_fake(fake) and not torch_compat.is_fake(torch.ones(2, device="meta"))
-    monkeypatch.delitem(sys.modules, "torch._subclasses.fake_tensor")
-    assert not torch_compat.is_fake(torch.ones(2))
-
-
-def test_the_parts_of_a_sparse_tensor():
-    dense = torch.tensor([[0.0, 2.0], [3.0, 0.0]])
-    coo = torch.sparse_coo_tensor([[0, 0], [1, 1]], [1.0, 1.0], (2, 2))
-    assert [part.tolist() for part in torch_compat.sparse_parts(coo)] == [[[0, 0], [1, 1]], [1.0, 1.0]]
-    for parts in (dense.to_sparse_csr(), dense.t().to_sparse_csc()):
-        assert [part.tolist() for part in torch_compat.sparse_parts(parts)] == [[0, 1, 2], [1, 0], [2.0, 3.0]]
-
-
-def test_the_innermost_saved_tensor_hooks():
-    def pack(tensor):
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, pack):
-        assert torch_compat.innermost_saved_tensor_hooks() == (pack, pack)
-    assert torch_compat.innermost_saved_tensor_hooks() is None
-
-
-def test_version_and_base():
-    tensor = torch.zeros(4)
-    view = tensor[1:]
-    view.add_(1)
-    assert (torch_compat.version_of(tensor), torch_compat.base_of(view) is tensor) == (1, True)
-    with torch.inference_mode():
-        assert torch_compat.version_of(torch.zeros(1)) is None
-    assert torch_compat.base_of(tensor) is None
-
-
-def test_two_objects_of_one_generator_have_one_address():
-    seen = []
-
-    class Watch(torch_compat.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.append(kwargs["generator"])
-            return func(*args, **kwargs)
-
-    generator = torch.Generator()
-    with Watch():
-        torch.rand(2, generator=generator)
-    assert torch_compat.generator_address(seen[0]) == torch_compat.generator_address(generator)
-    assert torch_compat.generator_address(torch.Generator()) != torch_compat.generator_address(generator)
-
-
 def test_a_policy_function_of_pytorch_sees_the_output():
     seen = []
 
@@ -272,25 +156,6 @@ def test_a_policy_function_of_pytorch_sees_the_output():
 # --- Modes and attention back ends ------------------------------------------------------------------------------------
 
 
-def test_the_priority_of_attention_is_set_and_read():
-    before = torch_compat.sdp_priority()
-    other = list(reversed(before))
-    torch_compat.set_sdp_priority(other)
-    assert torch_compat.sdp_priority() == other
-    torch_compat.set_sdp_priority(before)
-    assert torch_compat.sdp_priority() == before
-
-
-def test_function_modes_are_listed_and_taken_off():
-    assert torch_compat.function_modes() == ()
-    with torch.device("meta"):
-        (mode,) = torch_compat.function_modes()
-        assert mode.device == torch.device("meta")
-        with torch_compat.without_function_modes():
-            assert torch_compat.function_modes() == () and torch.zeros(1).device.type == "cpu"
-        assert torch.zeros(1).device.type == "meta"
-
-
 # --- Operators --------------------------------------------------------------------------------------------------------
 
 
@@ -306,24 +171,6 @@ def test_the_list_of_the_partitioner():
 def test_an_unknown_operator_has_a_hint():
     with pytest.raises(ValueError, match=r"Did you mean .*'aten\.softmax'"):
         resolve_op("aten.sofmax")
-
-
-def test_a_list_is_multiplied_in_place():
-    tensors = [torch.ones(3), torch.full((2,), 4.0)]
-    torch_compat.foreach_mul(tensors, torch.tensor(0.5))
-    assert [tensor.tolist() for tensor in tensors] == [[0.5] * 3, [2.0] * 2]
-
-
-def test_a_tensor_of_nothing_but_its_shape():
-    class Shape(torch.Tensor):
-        @classmethod
-        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-            raise AssertionError(func)
-
-    with torch_compat.fake_tensor_types()[1]():
-        made = torch_compat.shape_only(Shape, (2, 3), torch.bfloat16, torch.device("cpu"))
-    assert (type(made), made.shape, made.dtype) == (Shape, (2, 3), torch.bfloat16)
-    assert made.device == torch.device("cpu") and not made.requires_grad
 
 
 def test_planning_names_what_it_misses(no_module):
@@ -350,58 +197,6 @@ def test_the_innermost_saved_tensor_hooks_stand_aside():
         x.exp().sum().backward()  # there are none
 
 
-def compiled_around(hook, x):
-    """What Dynamo compiles while autograd saves through `hook` in a frame that a graph break left to eager."""
-    seen = []
-
-    def backend(graph, inputs):
-        seen.append([node.target for node in graph.graph.nodes if node.op.startswith("call")])
-        return graph
-
-    def frame(x):
-        with torch.autograd.graph.saved_tensors_hooks(hook, lambda tensor: tensor):
-            torch._dynamo.graph_break()
-            return x.exp()
-
-    torch.compiler.reset()
-    torch.compile(frame, backend=backend)(x)
-    torch.compiler.reset()
-    return seen
-
-
-def test_dynamo_leaves_a_marked_function_and_what_it_calls_alone():
-    def called(tensor):
-        return tensor + 1
-
-    def make():
-        def hook(tensor):
-            return called(tensor)
-
-        return hook
-
-    x = torch.ones(2, requires_grad=True)
-    assert compiled_around(make(), x) == [[operator.add]]
-    torch.compiler.reset()
-    own = types.FunctionType(
-        make().__code__.replace(), globals(), closure=make().__closure__
-    )  # a code object of its own
-    assert compiled_around(torch_compat.left_to_python(own), x) == []
-
-
-def test_forward_hooks_in_the_order_of_their_registration():
-    module, hooks = nn.Linear(1, 1), [lambda *_: None, lambda *_: None]
-    for hook in hooks:
-        module.register_forward_hook(hook)
-    assert list(torch_compat.forward_hooks(module)) == hooks
-
-
-def test_a_module_is_compiled_or_not():
-    module = nn.Linear(1, 1)
-    assert not torch_compat.is_compiled(module)
-    module.compile(backend="eager")
-    assert torch_compat.is_compiled(module)
-
-
 def test_async_tensor_parallelism_is_off_without_inductor(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch._inductor.config", SimpleNamespace(_micro_pipeline_tp=True))
     assert torch_compat.async_tensor_parallel()
@@ -412,61 +207,10 @@ def test_async_tensor_parallelism_is_off_without_inductor(monkeypatch):
 # --- Ranks ------------------------------------------------------------------------------------------------------------
 
 
-def test_no_collective_is_under_way():
-    assert torch_compat.unwaited_collectives() == 0
-    with torch_compat.fake_ranks(0, 4):
-        assert torch_compat.unwaited_collectives() == 0
-
-
-def test_meshes():
-    with torch_compat.fake_ranks(0, 4):
-        mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
-        assert torch_compat.root_mesh(mesh["tp"]) == mesh
-        assert torch_compat.flatten_mesh(mesh, "all", None).size() == 4
-
-
 def test_the_fake_back_end_names_what_it_misses(no_module):
     no_module("torch.testing._internal.distributed.fake_pg")
     with pytest.raises(RuntimeError, match="has no fake process group where we know it"):
         torch_compat.fake_store()
-
-
-def test_a_module_that_is_no_unit_has_no_parameter_groups():
-    assert list(torch_compat.fsdp_param_groups(nn.Linear(1, 1))) == []
-
-
-_seen_by_policy: list[bool] = []
-
-
-def _contexts_that_ask():
-    def keep_all(context, op, *args, **kwargs):
-        _seen_by_policy.append(torch.compiler.is_compiling())
-        return True
-
-    return create_selective_checkpoint_contexts(keep_all)
-
-
-def test_the_compilers_flag_is_set_where_the_partitioner_asks_a_policy():
-    """What the contexts of compiled regions go by, and no promise of torch."""
-
-    @torch.compile(backend="aot_eager")
-    def step(x):
-        return checkpoint(lambda t: t.sin().cos(), x, use_reentrant=False, context_fn=_contexts_that_ask)
-
-    torch.compiler.reset()
-    step(torch.ones(2, requires_grad=True)).sum().backward()
-    torch.compiler.reset()
-    assert _seen_by_policy and all(_seen_by_policy) and not torch.compiler.is_compiling()
-
-
-def test_whether_a_loss_is_parallel():
-    assert torch_compat.loss_is_parallel() is False
-    with loss_parallel():
-        assert torch_compat.loss_is_parallel() is True
-        with torch_compat.under_loss_parallel(True):
-            assert torch_compat.loss_is_parallel() is True
-        assert torch_compat.loss_is_parallel() is True
-    assert torch_compat.loss_is_parallel() is False
 
 
 def test_a_loss_is_parallel_until_the_context_ends_by_an_error_too():
@@ -476,13 +220,6 @@ def test_a_loss_is_parallel_until_the_context_ends_by_an_error_too():
         assert torch_compat.loss_is_parallel() is True
         raise KeyError
     assert torch_compat.loss_is_parallel() is False
-
-
-def test_who_holds_a_tensor():
-    tensor = torch.ones(2)
-    before = torch_compat.storage_use_count(tensor)
-    view = tensor[:1]
-    assert torch_compat.storage_use_count(tensor) == before + 1 and torch_compat.use_count(view) >= 1
 
 
 def test_a_grouped_product_with_and_without_a_kernel(monkeypatch):
@@ -506,48 +243,9 @@ def test_a_grouped_product_with_and_without_a_kernel(monkeypatch):
     assert none.shape == (0, 4) and zero.shape == weights.shape and not zero.any()
 
 
-def test_whether_a_backward_runs():
-    seen = []
-    x = torch.ones(2, requires_grad=True)
-    x.register_hook(lambda grad: seen.append(torch_compat.in_backward()))
-    assert not torch_compat.in_backward()
-    x.sum().backward()
-    assert seen == [True] and not torch_compat.in_backward()
-
-
-def test_switches_are_read():
-    before = {kind: read() for kind, read in torch_compat.SWITCH_READERS.items()}
-    kernels = ("flash", "mem_efficient", "math", "cudnn")
-    try:
-        for kind in kernels:
-            getattr(torch.backends.cuda, f"enable_{kind}_sdp")(not before[kind])
-        torch.use_deterministic_algorithms(not before["deterministic"], warn_only=not before["warn_only"])
-        torch.set_float32_matmul_precision("medium")
-        torch.backends.mkldnn.enabled = not before["mkldnn"]
-        now = {kind: read() for kind, read in torch_compat.SWITCH_READERS.items()}
-    finally:
-        for kind in kernels:
-            getattr(torch.backends.cuda, f"enable_{kind}_sdp")(before[kind])
-        torch.use_deterministic_algorithms(before["deterministic"], warn_only=before["warn_only"])
-        torch.set_float32_matmul_precision(before["matmul_precision"])
-        torch.backends.mkldnn.enabled = before["mkldnn"]
-    assert now.pop("matmul_precision") == "medium" != before.pop("matmul_precision")
-    assert now == {kind: not value for kind, value in before.items()}
-
-
 def _unit(**group):
     """What `free_last_gather` reads of an FSDP2 unit."""
     return SimpleNamespace(_get_fsdp_state=lambda: SimpleNamespace(_fsdp_param_groups=[SimpleNamespace(**group)]))
-
-
-def test_the_buffer_of_the_last_gather_is_freed_behind_its_event():
-    waited = []
-    unit = _unit(comm_ctx=SimpleNamespace(all_gather_state=SimpleNamespace(event="copied out")),
-                 _wait_all_gather_streams_on_event=waited.append)  # fmt: skip
-    (group,) = torch_compat.fsdp_param_groups(unit)
-    for _ in range(2):  # nothing is there the second time
-        torch_compat.free_last_gather(unit)
-        assert group.comm_ctx.all_gather_state is None and waited == ["copied out"]
 
 
 @pytest.mark.parametrize(

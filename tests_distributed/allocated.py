@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from nemo_like._util.tensors import tensors_in
 from nemo_like.distributed.context.parts import MARK
 from nemo_like.distributed.pipeline import Pipeline
+from tests.checks import loss_of
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -110,7 +111,7 @@ def loop_peak_bytes(model: torch.nn.Module, batch: dict[str, Any], *, microbatch
         for _ in range(microbatches):
             out = model(**batch)
             kept[:] = [out]
-            out.loss.backward()
+            loss_of(out).backward()
         del out
         optimizer.step()
         optimizer.zero_grad()

@@ -28,7 +28,7 @@ def _with_options(rank: int, world_size: int, name: str, cases: list[dict[str, A
     loss, expected = step(copy.deepcopy(whole), inputs)
     wrong = []
     for options in cases:
-        model = parallelize(copy.deepcopy(whole), **({"cp": 2} | options))
+        model = parallelize(copy.deepcopy(whole), **({"cp": 2, "sample_input": inputs} | options))
         found, grads = step(model, inputs)
         wrong += [f"{options}: {text}" for text in _close(found, loss) + differences(grads, expected)]
     return wrong
@@ -41,6 +41,7 @@ ONE_AT_A_TIME: list[dict[str, Any]] = [
     {"offload": "all", "ac": "none"},
     {"offload": "boundary", "ac": "full"},
     {"ac": "sequential"},
+    {"ac": "50%"},
 ]
 
 

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from nemo_like import parallelize
 from nemo_like.planning.model.outside import loss_of
+from tests.checks import gradients_of
 from tests.surveys import plans as plan_survey
 from tests.surveys.tiny_models import ATTEMPTS, within
-from tests_distributed.expert.whole_gradients import assert_close, gradients
+from tests_distributed.expert.whole_gradients import assert_close
 from tests_distributed.spawn import run_ranks
 
 transformers = pytest.importorskip("transformers")
@@ -71,7 +72,7 @@ def _split_and_compared(rank: int, world_size: int, names: tuple[str, ...]) -> s
     torch.manual_seed(1)
     part = loss_of(split(**sample))
     part.backward()
-    found = gradients(split)
+    found = gradients_of(split)
     # An expert that no token came to has no gradient in one process, and one of zeros here.
     assert_close({name: found[name] for name in wanted}, wanted, tolerance=1e-4)
     assert all(not found[name].any() for name in found.keys() - wanted.keys())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 from torch import nn
 
 from nemo_like import parallelize
+from tests.checks import step
 from tests.models.expert_families import build, tokens
-from tests_distributed.expert.whole_gradients import assert_close, gradients
+from tests_distributed.expert.whole_gradients import assert_trains
 from tests_distributed.spawn import run_ranks
 
 TARGETS = {"mixtral": "mlp", "gpt_oss": "mlp", "llama4": "feed_forward"}
@@ -31,31 +33,17 @@ def _adapted(name: str) -> nn.Module:
     return model
 
 
-def _trained(rank: int, world_size: int, name: str, modes: tuple[str, ...]) -> None:
+def _trained(rank: int, world_size: int, name: str) -> None:
     ids = tokens(world_size)
-    mine = ids[rank : rank + 1]
-    reference = _adapted(name)
-    loss = reference(input_ids=ids, labels=ids).loss
-    loss.backward()
-    wanted = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
+    mine = {"input_ids": ids[rank : rank + 1], "labels": ids[rank : rank + 1]}
+    wanted = step(_adapted(name), input_ids=ids, labels=ids)
     assert sum(".experts." in key for key in wanted) == 2 * 2 * 2  # layers, weights, factors
-    plain: Any = None
-    for mode in modes:
-        sample = {"input_ids": mine, "labels": mine} if "%" in mode else None
-        model = parallelize(_adapted(name), ac=mode, ep=2, device="cpu", sample_input=sample)
-        part = model(input_ids=mine, labels=mine).loss
-        part.backward()
-        total = part.detach().clone()
-        torch.distributed.all_reduce(total)
-        assert abs(total / world_size - loss) <= 1e-6 * loss, mode
-        found = gradients(model)
-        assert_close(found, wanted)
-        plain = found if plain is None else plain
-        assert all(torch.equal(found[key], plain[key]) for key in plain), mode
+    ways = [{"ac": mode, "ep": 2} for mode in ("none", "full", "selective", "50%")]
+    model: Any = assert_trains(partial(_adapted, name), wanted, mine, *ways)
     with model.disable_adapter():
         with torch.no_grad():
-            found = model(input_ids=mine, labels=mine).loss
-        bare = build(name)(input_ids=mine, labels=mine).loss
+            found = model(**mine).loss
+        bare = build(name)(**mine).loss
         assert abs(found - bare) <= 1e-6 * bare
 
 
@@ -63,7 +51,7 @@ def _trained(rank: int, world_size: int, name: str, modes: tuple[str, ...]) -> N
 @pytest.mark.parametrize(("name", "ranks"), [("mixtral", 2), ("gpt_oss", 2), ("llama4", 2), ("mixtral", 4)])
 def test_adapters_on_the_weights_of_experts(name: str, ranks: int) -> None:
     pytest.importorskip("peft")
-    run_ranks(ranks, _trained, name, ("none", "full", "selective", "50%"), timeout=120)
+    run_ranks(ranks, _trained, name, timeout=120)
 
 
 def _beside_tp(rank: int, world_size: int) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -9,60 +12,46 @@ from torch import nn
 from nemo_like import parallelize
 from nemo_like.distributed import clip_grad_norm_
 from nemo_like.options import FSDP2, ExpertParallel
+from tests.checks import step
 from tests.models.expert_families import NAMES, build, tokens
 from tests.models.tiny import llama
-from tests_distributed.expert.whole_gradients import assert_close, expected, gradients
+from tests_distributed.expert.whole_gradients import assert_trains, expected
 from tests_distributed.spawn import on_ranks, run_ranks
 
 MODES = ("none", "full", "selective", "submodule", "sequential", "40%")
 
 
-def _one_family(rank: int, world_size: int, name: str, ep: int, modes: tuple[str, ...]) -> None:
+def _one_family(rank: int, world_size: int, name: str, ep: int) -> None:
     ids = tokens(world_size)
-    loss, wanted = expected(name, ids)
-    mine = ids[rank : rank + 1]
-    plain = None
-    for mode in modes:
-        sample = {"input_ids": mine, "labels": mine} if "%" in mode else None
-        model = parallelize(build(name), ac=mode, ep=ep, device="cpu", sample_input=sample)
-        part = model(input_ids=mine, labels=mine).loss
-        part.backward()
-        parts = [torch.zeros(()) for _ in range(world_size)]
-        torch.distributed.all_gather(parts, part.detach())
-        assert abs(torch.stack(parts).mean().item() - loss) <= 1e-6 * abs(loss), mode
-        found = gradients(model)
-        assert_close(found, wanted)
-        plain = found if plain is None else plain
-        assert all(torch.equal(found[n], plain[n]) for n in plain), mode  # checkpointing changes no bit
+    mine = {"input_ids": ids[rank : rank + 1], "labels": ids[rank : rank + 1]}
+    assert_trains(partial(build, name), expected(name, ids), mine, *({"ac": mode, "ep": ep} for mode in MODES))
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_two_ranks_compute_what_one_does(name: str) -> None:
-    run_ranks(2, _one_family, name, 2, MODES, timeout=120)
+    run_ranks(2, _one_family, name, 2, timeout=120)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("ep", [2, 4])
 @pytest.mark.parametrize("name", NAMES)
 def test_four_ranks_compute_what_one_does(name: str, ep: int) -> None:
-    run_ranks(4, _one_family, name, ep, MODES, timeout=300)
+    run_ranks(4, _one_family, name, ep, timeout=300)
 
 
-LAYOUTS = {"ep 2": {"ep": 2}, "ep 4": {"ep": 4}, "ep 2, replicas": {"ep": 2, "dp_replicate": 2}}
+LAYOUTS = ({"ep": 2}, {"ep": 4}, {"ep": 2, "dp_replicate": 2})
 
 
 @on_ranks(4)
 def test_fewer_experts_than_ranks(rank: int, world_size: int) -> None:
     """One expert for each of two ranks, and two ranks for each expert: its weights are cut within."""
     ids = tokens(world_size)
-    _, wanted = expected("mixtral", ids, num_local_experts=2)
-    mine = ids[rank : rank + 1]
-    model = parallelize(build("mixtral", num_local_experts=2), ac="full", ep=2, device="cpu")
+    mine = {"input_ids": ids[rank : rank + 1], "labels": ids[rank : rank + 1]}
+    wanted = expected("mixtral", ids, num_local_experts=2)
+    model = assert_trains(partial(build, "mixtral", num_local_experts=2), wanted, mine, {"ac": "full", "ep": 2})
     experts = model.model.layers[0].get_submodule("_checkpoint_wrapped_module.mlp.experts")
     assert [tuple(p.to_local().shape) for p in experts.parameters()] == [(1, 48, 32), (1, 16, 48)]
-    model(input_ids=mine, labels=mine).loss.backward()
-    assert_close(gradients(model), wanted)
 
 
 @pytest.mark.long
@@ -70,16 +59,12 @@ def test_fewer_experts_than_ranks(rank: int, world_size: int) -> None:
 def test_four_ranks_in_every_layout(rank: int, world_size: int) -> None:
     ids = tokens(world_size)
     for name in ("mixtral", "gpt_oss", "llama4"):
-        _, wanted = expected(name, ids)
-        mine = ids[rank : rank + 1]
-        for said, options in LAYOUTS.items():
-            model = parallelize(build(name), ac="selective", device="cpu", **options)
-            model(input_ids=mine, labels=mine).loss.backward()
-            found = gradients(model)
-            assert_close(found, wanted)
-            norm = clip_grad_norm_(model, 1e9)
-            whole = torch.stack([grad.norm() for grad in wanted.values()]).norm()
-            assert abs(norm - whole) <= 1e-5 * whole, said
+        wanted = expected(name, ids)
+        mine = {"input_ids": ids[rank : rank + 1], "labels": ids[rank : rank + 1]}
+        whole = torch.stack([grad.norm() for key, grad in wanted.items() if key != "loss"]).norm()
+        for options in LAYOUTS:
+            model = assert_trains(partial(build, name), wanted, mine, {"ac": "selective", **options})
+            assert abs(clip_grad_norm_(model, 1e9) - whole) <= 1e-5 * whole, options
             for module in model.modules():
                 if type(module).__name__.removeprefix("FSDP").endswith("Experts"):
                     held = sum(p.to_local().numel() for p in module.parameters())
@@ -101,9 +86,8 @@ def test_a_rank_and_an_expert_without_any_token(rank: int, world_size: int, name
         return model
 
     reference = pull(build(name))
-    loss = reference(input_ids=ids, labels=ids).loss
-    loss.backward()
-    wanted = {n: p.grad if p.grad is not None else torch.zeros_like(p) for n, p in reference.named_parameters()}
+    wanted = {n: torch.zeros_like(p) for n, p in reference.named_parameters()}
+    wanted |= step(reference, input_ids=ids, labels=ids)
     mine = ids[rank : rank + 1]
     sample = {"input_ids": mine, "labels": mine}
     # A rank without tokens runs fewer products than a budget's plan was made for; it must send what the others send.
@@ -111,54 +95,42 @@ def test_a_rank_and_an_expert_without_any_token(rank: int, world_size: int, name
         model = parallelize(
             pull(build(name)), ac=mode, ep=2, device="cpu", sample_input=sample if "%" in mode else None
         )
-        part = model(input_ids=mine, labels=mine).loss
-        part.backward()
-        total = part.detach().clone()
-        torch.distributed.all_reduce(total)
-        assert abs(total / world_size - loss) <= 1e-6 * loss
-        found = gradients(model)
+        found = step(model, input_ids=mine, labels=mine)
+        torch.distributed.all_reduce(found["loss"].div_(world_size))
+        assert abs(found["loss"] - wanted["loss"]) <= 1e-6 * wanted["loss"]
         for key, grad in wanted.items():
             assert (found[key] - grad).norm() <= 1e-5 * grad.norm().clamp(min=1e-3), (mode, key)
         down = next(grad for key, grad in found.items() if key.endswith("experts.down_proj"))
-        used = [bool(expert.any()) for expert in down]
-        assert sum(used) == 2, used
+        assert sum(bool(expert.any()) for expert in down) == 2
 
 
 @on_ranks(4, timeout=120)
 def test_beside_tensor_parallel(rank: int, world_size: int) -> None:
     ids = tokens(world_size)
-    mine = ids[2 * (rank // 2) : 2 * (rank // 2) + 2]  # both ranks of a tp pair have the same half
+    half = ids.chunk(2)[rank // 2]  # both ranks of a tp pair have the same
     for name in ("mixtral", "deepseek_v3", "gpt_oss", "llama4"):
-        _, wanted = expected(name, ids)
         for ep in (2, 4):
-            model = parallelize(build(name), ac="selective", tp=2, ep=ep, device="cpu")
-            model(input_ids=mine, labels=mine).loss.backward()
-            assert_close(gradients(model), wanted)
+            way = {"ac": "selective", "tp": 2, "ep": ep}
+            assert_trains(partial(build, name), expected(name, ids), {"input_ids": half, "labels": half}, way)
 
 
-OPTIONS: dict[str, dict[str, object]] = {
-    "compile, selective": {"compile": "aot_eager", "ac": "selective"},
-    "compile, full": {"compile": "aot_eager", "ac": "full"},
-    "offload saved": {"offload": "saved", "ac": "selective"},
-    "offload all": {"offload": "all", "ac": "none"},
-    "chunked loss": {"loss": "chunked", "ac": "full"},
-    "parameters on the host": {"strategy": FSDP2(cpu_offload=True)},
-    "gathered": {"strategy": FSDP2(reshard_after_forward=False), "ac": "full"},
-}
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"compile": "aot_eager", "ac": "selective"},
+    {"compile": "aot_eager", "ac": "full"},
+    {"offload": "saved", "ac": "selective"},
+    {"offload": "all", "ac": "none"},
+    {"loss": "chunked", "ac": "full"},
+    {"strategy": FSDP2(cpu_offload=True)},
+    {"strategy": FSDP2(reshard_after_forward=False), "ac": "full"},
+)
 
 
 @on_ranks(2, timeout=150)
 def test_with_every_other_lever(rank: int, world_size: int) -> None:
     ids = tokens(world_size)
-    _, wanted = expected("mixtral", ids)
-    mine = ids[rank : rank + 1]
-    for said, options in OPTIONS.items():
-        model = parallelize(build("mixtral"), ep=2, device="cpu", **options)
-        model(input_ids=mine, labels=mine).loss.backward()
-        try:
-            assert_close(gradients(model), wanted)
-        except AssertionError as error:
-            raise AssertionError(said) from error
+    mine = {"input_ids": ids[rank : rank + 1], "labels": ids[rank : rank + 1]}
+    for options in OPTIONS:
+        assert_trains(partial(build, "mixtral"), expected("mixtral", ids), mine, {"ep": 2, **options})
 
 
 @on_ranks(2)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nemo_like import parallelize
 from nemo_like.distributed.expert import find_experts
 from nemo_like.options import ExpertParallel
-from tests_distributed.expert.whole_gradients import assert_close, gradients
+from tests.checks import step
+from tests_distributed.expert.whole_gradients import assert_trains
 from tests_distributed.small_model import VOCAB, WIDTH, SmallModel
 from tests_distributed.spawn import on_ranks
 
@@ -83,15 +85,6 @@ def test_found_by_structure_or_by_name() -> None:
 def test_experts_of_a_plain_model(rank: int, ranks: int) -> None:
     ids = torch.randint(VOCAB, (ranks, 6), generator=torch.Generator().manual_seed(1))
     for kind, call in ((Routed, "routed"), (Every, "every")):
-        reference = Model(kind)
-        reference(ids).backward()
-        wanted = {name: p.grad for name, p in reference.named_parameters()}
-        plain = None
-        for ac in ("none", "full", "selective"):
-            for ep in (2, ExpertParallel(2, plan={"layers.*.pool": call})):
-                model = parallelize(Model(kind), ac=ac, ep=ep, device="cpu")
-                model(ids[rank : rank + 1]).backward()
-                found = gradients(model)
-                assert_close(found, wanted)
-                plain = found if plain is None else plain
-                assert all(torch.equal(found[name], plain[name]) for name in plain), (kind, ac)
+        plan = ExpertParallel(2, plan={"layers.*.pool": call})
+        ways = [{"ac": ac, "ep": ep} for ac in ("none", "full", "selective") for ep in (2, plan)]
+        assert_trains(partial(Model, kind), step(Model(kind), ids), {"ids": ids[rank : rank + 1]}, *ways)

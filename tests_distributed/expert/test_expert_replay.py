@@ -12,10 +12,10 @@ from torch import nn
 from nemo_like import parallelize
 from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, DecisionTable, SelectivePolicy
 from nemo_like.torch_compat import fsdp_param_groups, in_backward
+from tests.checks import assert_bitwise, gradients_of
 from tests.models.expert_families import build, tokens
 from tests_distributed.counting import CountCollectives, CountOps
-from tests_distributed.expert.whole_gradients import gradients
-from tests_distributed.spawn import on_ranks, run_ranks
+from tests_distributed.spawn import on_ranks
 
 LAYERS = 2
 ROUTE, ROWS = "route", "exchange_rows"
@@ -55,9 +55,14 @@ def _step(model: nn.Module, ids: torch.Tensor) -> tuple[Counter[str], Counter[st
     return forward.counts, backward.counts
 
 
-def _counted(rank: int, world_size: int, changes: dict[str, Any], brink: bool) -> None:
+@pytest.mark.compat
+@pytest.mark.parametrize(
+    ("changes", "brink"), [({"router_jitter_noise": 0.3, "attention_dropout": 0.2}, False), ({}, True)]
+)
+@on_ranks(2, timeout=120)
+def test_exchanges_of_each_mode(rank: int, world_size: int, changes: dict[str, Any], brink: bool) -> None:
     ids = tokens(world_size)[rank : rank + 1]
-    plain = None
+    plain: dict[str, torch.Tensor] = {}
     for said, (ac, again) in IN_REPLAY.items():
         model = build("mixtral", **changes)
         if brink:
@@ -68,36 +73,22 @@ def _counted(rank: int, world_size: int, changes: dict[str, Any], brink: bool) -
         forward, backward = _step(model, ids)
         assert forward == {ROUTE: LAYERS, ROWS: 2 * LAYERS}, said
         assert backward == {ROWS: (2 + again) * LAYERS}, said  # routing is never done twice
-        found = gradients(model)
-        plain = found if plain is None else plain
-        assert all(torch.equal(found[name], plain[name]) for name in plain), said
+        found = gradients_of(model)
+        plain = plain or found
+        assert_bitwise(found, plain, said)
 
 
-@pytest.mark.compat
-def test_exchanges_of_each_mode() -> None:
-    run_ranks(2, _counted, {"router_jitter_noise": 0.3, "attention_dropout": 0.2}, False, timeout=120)
-
-
-def test_a_router_at_the_brink() -> None:
-    run_ranks(2, _counted, {}, True, timeout=120)
-
-
-def _gathered(rank: int, world_size: int) -> list[tuple[int, int]]:
+@on_ranks(4)
+def test_a_replay_gathers_no_experts_twice(rank: int, world_size: int) -> None:
+    """Units: root, tail, two layers, and the experts of each; the last layer and the root are not freed after forward."""
     ids = tokens(world_size)[rank : rank + 1]
-    found = []
     for ac in ("none", "full", "selective"):
         model = parallelize(build("mixtral"), ac=ac, ep=2, device="cpu")
         with CountCollectives() as forward:
             loss = model(input_ids=ids, labels=ids).loss
         with CountCollectives() as backward:
             loss.backward()
-        found.append((forward.gathers, backward.gathers))
-    return found
-
-
-def test_a_replay_gathers_no_experts_twice() -> None:
-    """Units: root, tail, two layers, and the experts of each; the last layer and the root are not freed after forward."""
-    assert run_ranks(4, _gathered)[0] == [(6, 3)] * 3
+        assert (forward.gathers, backward.gathers) == (6, 3), ac
 
 
 @on_ranks(4)

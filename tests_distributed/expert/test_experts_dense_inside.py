@@ -18,7 +18,8 @@ from nemo_like import parallelize
 from nemo_like.distributed import clip_grad_norm_, get_model_state, materialize, set_model_state
 from nemo_like.distributed.expert import find_experts
 from nemo_like.options import ExpertParallel, TensorParallel
-from tests_distributed.expert.whole_gradients import assert_close, gradients
+from tests.checks import same, step
+from tests_distributed.expert.whole_gradients import assert_trains
 from tests_distributed.small_model import WIDTH, SmallModel, tokens
 from tests_distributed.spawn import run_ranks
 
@@ -68,54 +69,29 @@ class Model(SmallModel):
         super().__init__(Block)
 
 
-def _wanted(model: nn.Module, ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    loss = model(ids)
-    loss.backward()
-    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
-
-
-LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
-    2: {"ep 2": {"ep": 2}},
-    4: {
-        "ep 2": {"ep": 2},
-        "ep 4": {"ep": 4},
-        "replicas": {"ep": 2, "dp_replicate": 2},
-        "tp": {"ep": 2, "tp": 2},
-        "ep over tp and data": {"ep": 4, "tp": 2},
-    },
+LAYOUTS: dict[int, tuple[dict[str, Any], ...]] = {
+    2: ({"ep": 2},),
+    4: ({"ep": 2}, {"ep": 4}, {"ep": 2, "dp_replicate": 2}, {"ep": 2, "tp": 2}, {"ep": 4, "tp": 2}),
 }
 
 
 def _trained(rank: int, world_size: int) -> None:
-    for said, options in LAYOUTS[world_size].items():
+    for options in LAYOUTS[world_size]:
         tp = options.get("tp", 1)
         ids = tokens(world_size // tp)
-        loss, wanted = _wanted(Model(), ids)
-        plain = None
-        for ac in ("none", "full", "selective"):
-            given = options | {"ep": ExpertParallel(options["ep"], plan=PLAN)}
-            if tp > 1:
-                given["tp"] = TensorParallel(tp, plan={"head": "colwise_gather_output"})
-            model = parallelize(Model(), ac=ac, device="cpu", **given)
-            part = model(ids[rank // tp : rank // tp + 1])
-            part.backward()
-            total = part.detach().clone()
-            torch.distributed.all_reduce(total)
-            assert abs(total / world_size - loss) <= 1e-6 * loss, said
-            found = gradients(model)
-            try:
-                assert_close(found, wanted)
-            except AssertionError as error:
-                raise AssertionError(said) from error
-            plain = found if plain is None else plain
-            assert all(torch.equal(found[name], plain[name]) for name in plain), (said, ac)
-            norm = clip_grad_norm_(model, 1e9)
-            whole = torch.stack([grad.norm() for grad in wanted.values()]).norm()
-            assert abs(norm - whole) <= 1e-5 * whole, said
-            for name, parameter in model.named_parameters():
-                assert isinstance(parameter, DTensor)
-                axes = parameter.device_mesh.mesh_dim_names
-                assert ("ep" in axes) == name.endswith(("gate_up_proj", "down_proj")), (said, name, axes)
+        wanted = step(Model(), ids)
+        given = options | {"ep": ExpertParallel(options["ep"], plan=PLAN)}
+        if tp > 1:
+            given["tp"] = TensorParallel(tp, plan={"head": "colwise_gather_output"})
+        ways = [{"ac": ac, **given} for ac in ("none", "full", "selective")]
+        model = assert_trains(Model, wanted, {"ids": ids[rank // tp : rank // tp + 1]}, *ways)
+        norm = clip_grad_norm_(model, 1e9)
+        whole = torch.stack([grad.norm() for name, grad in wanted.items() if name != "loss"]).norm()
+        assert abs(norm - whole) <= 1e-5 * whole, options
+        for name, parameter in model.named_parameters():
+            assert isinstance(parameter, DTensor)
+            axes = parameter.device_mesh.mesh_dim_names
+            assert ("ep" in axes) == name.endswith(("gate_up_proj", "down_proj")), (options, name, axes)
 
 
 def test_which_weights_are_an_expert_s_own() -> None:
@@ -142,7 +118,7 @@ def _on_four_ranks(rank: int, world_size: int, folder: str) -> None:
     dcp.load(state, checkpoint_id=folder)
     set_model_state(model, state)
     found = get_model_state(model, full=True)
-    assert rank or (found.keys() == bare.keys() and all(torch.equal(found[name], bare[name]) for name in bare))
+    assert rank or same(found, bare)
 
 
 @pytest.mark.long

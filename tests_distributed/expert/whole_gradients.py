@@ -1,31 +1,47 @@
-"""Loss and gradients of one process with experts, and those of several ranks made whole."""
+"""Experts that are split over ranks against one process: loss and whole gradients."""
 
 from __future__ import annotations
 
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from collections.abc import Callable, Mapping
+from typing import Any
 
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from nemo_like import parallelize
+from tests.checks import assert_bitwise, step
 from tests.models.expert_families import build
 
 
-def expected(name: str, ids: Tensor, **changes: object) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients of one process."""
-    model = build(name, **changes)
-    loss = model(input_ids=ids, labels=ids).loss
-    loss.backward()
-    return loss.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+def expected(name: str, ids: Tensor, **changes: object) -> dict[str, Tensor]:
+    """Gradients of one process by name, and its loss."""
+    return step(build(name, **changes), input_ids=ids, labels=ids)
 
 
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Whole gradients by the bare model's names. A collective."""
-    clean = lambda name: name.replace("_checkpoint_wrapped_module.", "")  # noqa: E731
-    found = {clean(n): p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in found.items()}
-
-
-def assert_close(mine: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-5) -> None:
-    assert mine.keys() == wanted.keys()
+def assert_close(
+    mine: Mapping[str, Tensor], wanted: Mapping[str, Tensor], tolerance: float = 1e-5, where: object = ""
+) -> None:
+    assert mine.keys() == wanted.keys(), where
     for name, grad in wanted.items():
         # Relative to the gradient's norm: sums over ranks round differently from one sum.
         error = (mine[name] - grad).norm() / grad.norm().clamp(min=1e-8)
-        assert error <= tolerance, (name, error)
+        assert error <= tolerance, (where, name, error)
+
+
+def assert_trains(
+    make: Callable[[], nn.Module], wanted: Mapping[str, Tensor], batch: dict[str, Tensor], *ways: dict[str, Any]
+) -> nn.Module:
+    """Train `make()` in each of `ways` on this rank's `batch`: loss and gradients are those `wanted` of one process, and
+    those of the first way to the bit. Returns the last model."""
+    first: dict[str, Tensor] = {}
+    for way in ways:
+        sample = {"sample_input": batch} if "%" in str(way.get("ac")) else {}
+        model = parallelize(make(), device="cpu", **way, **sample)
+        found = step(model, **batch)
+        first = first or found
+        assert_bitwise(found, first, way)
+        mean = found["loss"].clone()
+        dist.all_reduce(mean)
+        assert abs(mean / dist.get_world_size() - wanted["loss"]) <= 1e-6 * abs(wanted["loss"]), way
+        assert_close(found | {"loss": wanted["loss"]}, wanted, where=way)
+    return model

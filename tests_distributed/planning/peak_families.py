@@ -69,13 +69,16 @@ WELL_KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 """Those that the planner was written with."""
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "biogpt, dropout": ("BioGpt", {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}),
+}
 
 
 def build(name: str) -> nn.Module:
     """The family's causal language model, tiny; all its tokens go to the same two experts, which one of two ranks holds."""
     import transformers
 
-    prefix, own = (FAMILIES | WELL_KNOWN)[name]
+    prefix, own = (FAMILIES | WELL_KNOWN | OTHERS)[name]
     config_class = getattr(transformers, f"{prefix}Config")
     known = config_class().to_dict()
     asked = _SHAPE | _NO_DROPOUT | {"num_experts_per_tok": 2} | own

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor.parallel import loss_parallel
 
 from nemo_like import parallelize
 from nemo_like._util.log import forget_announcements
@@ -17,6 +20,7 @@ from nemo_like.fake_rank import SAME, DryRun, dry_run
 from nemo_like.job import Job
 from nemo_like.options import (
     FSDP2,
+    ChunkedLoss,
     ContextParallel,
     ExpertParallel,
     PipelineParallel,
@@ -25,8 +29,11 @@ from nemo_like.options import (
 )
 from nemo_like.planning import plan_for
 from nemo_like.planning.program.storage_ledger import StepMoment
+from tests.models.adapted import with_lora
+from tests.models.families import FAMILIES
+from tests.models.tiny import VOCAB, Decoder
 from tests_distributed.allocated import loop_peak_bytes, pipeline_peak_bytes
-from tests_distributed.planning.peak_families import build, tokens
+from tests_distributed.planning.peak_families import SEQ, build, tokens
 from tests_distributed.spawn import run_ranks
 
 pytest.importorskip("transformers")
@@ -35,6 +42,8 @@ FULLEST = ExpertParallel(2, imbalance=2.0)
 """All rows of `build`'s models go to the experts of one rank, which is the one that a dry run stands for."""
 MICROBATCHES = 4
 STAGES = PipelineParallel(2, microbatches=MICROBATCHES)
+SPLIT_LOGITS = TensorParallel(2, sequence_parallel=True, loss_parallel=True)
+LLAVA = FAMILIES["llava"]
 Cell = tuple[str, Any, dict[str, Any], int]
 """A family, its ``ac``, other arguments of `parallelize`, and microbatches."""
 
@@ -56,31 +65,104 @@ MORE_ON_TWO: tuple[Cell, ...] = (
     ("qwen3", "none", {"cp": ContextParallel(2, "ulysses")}, 1),
     ("deepseek_v3", "full", {"ep": FULLEST}, 1),
     ("qwen3", "selective", {"pp": PipelineParallel(2, "zbv", MICROBATCHES)}, 1),
+    # A model of no library, random numbers, parts that are frozen, pictures.
+    ("plain", "none", {"loss": "chunked"}, 1),
+    ("plain", "35%", {}, 1),
+    ("biogpt, dropout", "70%", {}, 1),
+    ("half frozen", "none", {}, 1),
+    ("half frozen", "full", {}, 1),
+    ("adapters", "full", {}, 1),
+    ("llava", "full", {}, 1),
+    # Settings of FSDP2 and of the loss.
+    ("mixtral", "full", {"precision": "bf16"}, 1),
+    ("llama", "full", {"strategy": FSDP2(forward_prefetch=2, backward_prefetch=2)}, 1),
+    ("llama", "none", {"precision": "bf16", "strategy": FSDP2(True), "loss": ChunkedLoss(chunk_tokens=64)}, 1),
+    (
+        "qwen3",
+        "none",
+        {"strategy": FSDP2(True), "loss": ChunkedLoss(chunk_tokens=64)},
+        1,
+    ),  # the head in the root's unit
+    # Parts of sequences, packed too.
+    ("llama", "50%", {"cp": 2}, 1),
+    ("olmo3", "selective", {"cp": 2}, 1),
+    ("packed qwen3", "full", {"cp": 2}, 1),
+    ("packed llama", "50%", {"cp": 2}, 1),
+    # Stages.
+    ("llama", "none", {"pp": PipelineParallel(2, "gpipe", MICROBATCHES)}, 1),
+    ("qwen3", "full", {"pp": PipelineParallel(2, "interleaved_1f1b", MICROBATCHES)}, 1),
+    ("llama", "selective", {"pp": PipelineParallel(2, "interleaved_zero_bubble", MICROBATCHES)}, 1),
+    ("qwen3", "none", {"pp": PipelineParallel(2, "dualpipev", MICROBATCHES)}, 1),
+    ("llama", "60%", {"pp": PipelineParallel(2, "zbv", MICROBATCHES)}, 1),
+    # What tp splits.
+    ("llama", "40%", {"tp": TensorParallel(2, sequence_parallel=True)}, 1),
+    ("llama", "40%", {"tp": SPLIT_LOGITS}, 1),
+    ("llama", "none", {"tp": SPLIT_LOGITS}, 1),
+    ("qwen3", "40%", {"tp": 2, "precision": "bf16"}, 1),
+    ("olmo3", "none", {"tp": 2}, 1),  # splits the input of a linear
+    ("deepseek_v2", "full", {"ep": FULLEST}, 1),  # rows that come back by index
 )
 ON_FOUR: tuple[Cell, ...] = (
     ("llama", "selective", {"tp": 2}, 1),
     ("qwen3_moe", "none", {"tp": 2, "ep": FULLEST}, 1),
     ("helium", "full", {"dp_replicate": 2, "cp": 2}, 1),
     ("llama", "50%", {"pp": STAGES}, 1),
+    ("qwen3", "40%", {"tp": 2, "precision": "bf16"}, 1),
+    ("cohere2", "selective", {"dp_replicate": 2, "tp": 2}, 1),
+    ("smollm3", "full", {"dp_replicate": 2, "pp": STAGES}, 1),
+    ("solar_open", "selective", {"ep": FULLEST}, 1),  # gathers experts in replay
+    ("flex_olmo", "full", {"ep": FULLEST, "pp": STAGES}, 1),  # gradients of split experts that are added to others
+    ("helium", "50%", {"tp": 2, "pp": PipelineParallel(2, "gpipe", MICROBATCHES)}, 1),
+    ("qwen2_moe", "selective", {"tp": 2, "pp": STAGES}, 1),  # splits experts inside
+    # Adds gradients to one that came from the next stage.
+    ("granitemoe", "selective", {"tp": 2, "pp": PipelineParallel(2, "zbv", MICROBATCHES)}, 1),
+    ("llama", "full", {"cp": 2, "pp": STAGES}, 1),
+    ("qwen3", "selective", {"cp": ContextParallel(2, "ulysses"), "pp": STAGES}, 1),
 )
 NUMBERS = SAME
 """Bytes: autograd keeps a number that a tensor was multiplied by, as a tensor of 8, which no dispatcher sees; a pipeline's
 counts of what its loss is divided by are looked up in the batch, or not."""
 
 
-def _batch(rows: int = 2) -> dict[str, torch.Tensor]:
+def _half_frozen() -> nn.Module:
+    model: Any = build("llama")
+    for part in (model.model.embed_tokens, *model.model.layers[:2]):
+        part.requires_grad_(False)
+    return model
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "plain": lambda: Decoder(layers=4, width=48),
+    "half frozen": _half_frozen,
+    "adapters": lambda: with_lora(build("llama"), ["q_proj", "up_proj"]),
+    "llava": LLAVA.build,
+}
+"""Those that are no family of `build`."""
+
+
+def _model(family: str) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[family]() if family in MODELS else build(family.removeprefix("packed "))
+
+
+def _batch(rows: int = 2, family: str = "") -> dict[str, Any]:
     ids = tokens(rows)
-    return {"input_ids": ids, "labels": ids}
+    if family in ("plain", "llava"):
+        return {"ids": ids % VOCAB} if family == "plain" else dict(LLAVA.inputs())
+    documents = {"position_ids": torch.arange(SEQ).remainder(40).repeat(rows, 1)} if "packed" in family else {}
+    return {"input_ids": ids, "labels": ids} | documents
 
 
 def _real(rank: int, world_size: int, cells: tuple[Cell, ...]) -> list[int]:
     found = []
     for family, ac, job, microbatches in cells:
-        made: Any = parallelize(build(family), ac=ac, device="cpu", sample_input=_batch(), **job)
+        batch = _batch(2, family)
+        made: Any = parallelize(_model(family), ac=ac, device="cpu", sample_input=batch, **job)
         if isinstance(made, Pipeline):
             found.append(pipeline_peak_bytes(made, _batch(2 * MICROBATCHES)))
         else:
-            found.append(loop_peak_bytes(made, _batch(), microbatches=microbatches, lr=0.0))
+            with loss_parallel() if job.get("tp") == SPLIT_LOGITS else nullcontext():
+                found.append(loop_peak_bytes(made, batch, microbatches=microbatches, lr=0.0))
     return found
 
 
@@ -98,9 +180,14 @@ def test_a_rank_on_fake_tensors_takes_what_the_real_one_does(ranks: int, cells: 
         family, ac, job, microbatches = cell
         for rank in range(0, ranks, ranks // 2) if "pp" in job else (0,):
             asked = Job.of(world_size=ranks, ac=ac, step=StepSpec(microbatches=microbatches), **job)
-            found = dry_run(build(family), asked, _batch(), rank=rank)
-            wanted = max(real) if "ep" in job else real[rank]
+            found = dry_run(_model(family), asked, _batch(2, family), rank=rank)
+            alike = real[rank : rank + ranks // 2] if "pp" in job else real
+            wanted = max(alike) if "ep" in job else real[rank]
             assert abs(wanted - found.peak_bytes) <= NUMBERS, (cell, rank, real, found.peak)
+            most = (
+                0.02 if family == "qwen3" and "pp" in job else 0.01
+            )  # 1.6 % are planned too many for a tied head in a V
+            assert found.against is None or abs(wanted - found.against) <= most * wanted, (cell, rank, found.against)
 
 
 def _dry_run(model: Any, **asked: Any) -> DryRun:
