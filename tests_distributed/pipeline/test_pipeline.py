@@ -13,16 +13,17 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from nemo_like import parallelize
 from nemo_like.job import Job
 from nemo_like.options import FSDP2, SCHEDULES, ChunkedLoss, PipelineParallel
+from tests.checks import assert_bitwise, whole
 from tests.models import families, kv_shared
 from tests.models.adapted import with_lora
 from tests.models.families import VOCAB, causal, hf
 from tests.models.nano_gpt import NanoGPT
 from tests.models.tiny import llama
+from tests_distributed.context.cut_models import without_dropout
 from tests_distributed.spawn import RankDiedError, on_ranks, run_ranks
 
 LAYERS, ROWS, MICROBATCHES = 4, 8, 4
@@ -50,11 +51,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 def _build(name: str) -> nn.Module:
     torch.manual_seed(0)
-    model = MODELS[name]().float().train()
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    return model
+    return without_dropout(MODELS[name]().float().train())
 
 
 def _batch(rows: int = ROWS, seed: int = 3) -> dict[str, Tensor]:
@@ -79,8 +76,10 @@ def _reference(model: nn.Module, batch: dict[str, Tensor], microbatches: int = M
     return total
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def _staged(model: nn.Module, batch: dict[str, Tensor], schedule: str = "1f1b", stages: int = 2, **options: Any) -> Any:
+    """`model` in stages, for batches like `batch`."""
+    pp = PipelineParallel(stages, schedule, microbatches=MICROBATCHES)
+    return parallelize(model, pp=pp, sample_input={key: value[:2] for key, value in batch.items()}, **options)
 
 
 def _check(pipeline: Any, model: nn.Module, exact: bool, where: str) -> None:
@@ -88,7 +87,7 @@ def _check(pipeline: Any, model: nn.Module, exact: bool, where: str) -> None:
     tied = set(pipeline.parts.tied)
     for name, parameter in pipeline.named_parameters():
         assert parameter.grad is not None, (where, name)
-        got, want = _whole(parameter.grad), wanted[name].grad
+        got, want = whole(parameter.grad), wanted[name].grad
         assert want is not None
         if exact and name not in tied:  # a tied one adds its two stages' sums, not microbatch by microbatch
             assert torch.equal(got, want), (where, name, (got - want).abs().max())
@@ -132,9 +131,7 @@ def _schedule(rank: int, world_size: int, schedule: str, name: str, ac: str) -> 
         torch.testing.assert_close(pipeline.step(**batch), loss, rtol=0, atol=1e-6)
         _check(pipeline, model, exact=True, where=f"{schedule} {name} {ac}")
     torch.testing.assert_close(pipeline.eval_step(**batch), loss, rtol=0, atol=1e-6)
-    whole = pipeline.full_state_dict()
-    wanted = model.state_dict() if rank == 0 else {}
-    assert whole.keys() == wanted.keys() and all(torch.equal(whole[name], wanted[name]) for name in wanted)
+    assert_bitwise(pipeline.full_state_dict(), model.state_dict() if rank == 0 else {})
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     torch.testing.assert_close(pipeline.clip_grad_norm_(1.0), norm, rtol=1e-5, atol=0)
     _check(pipeline, model, exact=False, where="clipped")
@@ -152,32 +149,42 @@ def test_every_schedule_recomputes_each_layer_and_gives_the_same_bits(schedule: 
     assert forwards == SPLIT.get(schedule, [2.0, 2.0])
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "llama"])
-def test_families(name: str) -> None:
-    run_ranks(2, _schedule, "1f1b", name, "selective")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("ac", ["none", "full", "40%", "1GiB"])
-@pytest.mark.parametrize("name", MODELS)
-def test_families_in_every_mode_and_with_plans(name: str, ac: str) -> None:
-    run_ranks(2, _schedule, "1f1b", name, ac, timeout=240)
-
-
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
-    ("schedule", "ac"), [("zbv", "selective"), ("interleaved_zero_bubble", "none"), ("zbv", "submodule")]
+    ("world_size", "schedule", "name", "ac"),
+    [
+        (2, "1f1b", "llama-tied", "selective"),
+        (2, "zbv", "gemma3", "selective"),
+        (4, "1f1b", "nanogpt", "full"),
+        *(
+            pytest.param(2, *case, marks=pytest.mark.long)
+            for case in (
+                *(("1f1b", name, ac) for name in MODELS for ac in ("none", "full", "selective", "40%", "1GiB")),
+                ("interleaved_zero_bubble", "gemma3", "none"),
+                ("zbv", "gemma3", "submodule"),
+            )
+        ),
+    ],
 )
-def test_modes_under_a_split_backward(schedule: str, ac: str) -> None:
-    run_ranks(2, _schedule, schedule, "gemma3", ac)
+def test_families_and_modes(world_size: int, schedule: str, name: str, ac: str) -> None:
+    run_ranks(world_size, _schedule, schedule, name, ac, timeout=240)
 
 
-def test_four_stages_of_a_tied_model() -> None:
-    run_ranks(4, _schedule, "1f1b", "nanogpt", "full")
-
-
-def _with_shards(rank: int, world_size: int, options: dict[str, Any], schedule: str) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "options"),
+    [
+        ("1f1b", {}),
+        ("1f1b", {"strategy": FSDP2(reshard_after_forward=True)}),
+        ("1f1b", {"dp_replicate": 2}),
+        pytest.param("zbv", {}, marks=pytest.mark.long),
+        pytest.param("interleaved_zero_bubble", {}, marks=pytest.mark.long),
+        pytest.param("interleaved_1f1b", {"strategy": FSDP2(reshard_after_forward=True)}, marks=pytest.mark.long),
+        pytest.param("1f1b", {"tp": 2}, marks=pytest.mark.long),
+    ],
+)
+@on_ranks(4)
+def test_stages_that_are_sharded_replicated_or_split(
+    rank: int, world_size: int, schedule: str, options: dict[str, Any]
+) -> None:
     model = _build("llama")
     batches = [_batch(seed=3), _batch(seed=4)]
     ranks = 1 if "tp" in options else 2
@@ -185,9 +192,7 @@ def _with_shards(rank: int, world_size: int, options: dict[str, Any], schedule: 
     for parameter in model.parameters():
         assert parameter.grad is not None
         parameter.grad /= ranks
-    sample = {key: value[:2] for key, value in batches[0].items()}
-    pp = PipelineParallel(2, schedule=schedule, microbatches=MICROBATCHES)
-    pipeline = parallelize(_build("llama"), ac="selective", pp=pp, sample_input=sample, **options)
+    pipeline = _staged(_build("llama"), batches[0], schedule, ac="selective", **options)
     mine = rank % 2 if ranks == 2 else 0
     for _ in range(2):
         pipeline.zero_grad()
@@ -196,18 +201,6 @@ def _with_shards(rank: int, world_size: int, options: dict[str, Any], schedule: 
     torch.testing.assert_close(pipeline.eval_step(**batches[mine]), losses[mine], rtol=0, atol=1e-6)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     torch.testing.assert_close(pipeline.clip_grad_norm_(1.0), norm, rtol=1e-5, atol=0)
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "interleaved_zero_bubble"])
-def test_fsdp2_inside_stages(schedule: str) -> None:
-    run_ranks(4, _with_shards, {}, schedule)
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
-def test_stages_that_are_resharded_after_forward(schedule: str) -> None:
-    run_ranks(4, _with_shards, {"strategy": FSDP2(reshard_after_forward=True)}, schedule)
 
 
 @pytest.mark.parametrize("schedule", ["zbv", "interleaved_zero_bubble", "dualpipev"])
@@ -220,23 +213,11 @@ def test_a_backward_in_two_after_resharding_is_refused(schedule: str) -> None:
     )
 
 
-@pytest.mark.long
-def test_tensor_parallel_inside_stages() -> None:
-    run_ranks(4, _with_shards, {"tp": 2}, "1f1b")
-
-
-def test_replicas_of_a_pipeline() -> None:
-    run_ranks(4, _with_shards, {"dp_replicate": 2}, "1f1b")
-
-
 @on_ranks(2)
 def test_chunked_loss_in_the_last_stage(rank: int, world_size: int) -> None:
     model, batch = _build("llama"), _batch()
     loss = _reference(model, batch)
-    pp = PipelineParallel(2, microbatches=MICROBATCHES)
-    sample = {key: value[:2] for key, value in batch.items()}
-    chunks = ChunkedLoss(chunk_tokens=5)
-    pipeline = parallelize(_build("llama"), ac="full", loss=chunks, pp=pp, sample_input=sample)
+    pipeline = _staged(_build("llama"), batch, ac="full", loss=ChunkedLoss(chunk_tokens=5))
     tokens: list[int] = []
     for stage in pipeline.stages:
         if stage.slice.is_last:
@@ -282,13 +263,11 @@ def test_what_cannot_be_cut_is_refused_and_left_unchanged(rank: int, world_size:
 
 
 def _broken(rank: int, world_size: int, in_head: bool) -> None:
-    batch = _batch()
-    pp = PipelineParallel(2, microbatches=MICROBATCHES)
-    pipeline = parallelize(_build("llama"), ac="none", pp=pp, sample_input={k: v[:2] for k, v in batch.items()})
+    pipeline = _staged(_build("llama"), _batch(), ac="none")
     if rank == 1:
         module = pipeline.stages[0].module
         (module.lm_head if in_head else module.model.layers[3].mlp).register_forward_pre_hook(_fail)
-    pipeline.step(**batch)
+    pipeline.step(**_batch())
 
 
 def _fail(*_: Any) -> None:
@@ -311,9 +290,7 @@ def test_an_error_behind_the_layers_is_every_ranks_error() -> None:
 @on_ranks(2)
 def test_states_have_the_names_of_the_whole_model(rank: int, world_size: int, schedule: str) -> None:
     model = _build("llama-tied")
-    sample = {key: value[:2] for key, value in _batch().items()}
-    pp = PipelineParallel(2, schedule=schedule, microbatches=MICROBATCHES)
-    pipeline = parallelize(_build("llama-tied"), ac="full", pp=pp, sample_input=sample)
+    pipeline = _staged(_build("llama-tied"), _batch(), schedule, ac="full")
     own, whole = pipeline.state_dict(), model.state_dict()
     assert dict(pipeline.module.named_parameters()).keys() == dict(pipeline.named_parameters()).keys()
     assert all(torch.equal(own[name], whole[name]) for name in own)
@@ -333,17 +310,13 @@ def test_experts_inside_stages(rank: int, world_size: int) -> None:
     for parameter in model.parameters():
         assert parameter.grad is not None
         parameter.grad /= 2
-    sample = {key: value[:2] for key, value in batches[0].items()}
-    pp = PipelineParallel(2, microbatches=MICROBATCHES)
-    pipeline = parallelize(_build("mixtral"), ac="selective", pp=pp, ep=2, sample_input=sample)
+    pipeline = _staged(_build("mixtral"), batches[0], ac="selective", ep=2)
     torch.testing.assert_close(pipeline.step(**batches[rank % 2]), losses[rank % 2], rtol=0, atol=1e-6)
     _check(pipeline, model, exact=False, where="pp x ep")
 
 
 def _saved(rank: int, world_size: int, folder: str) -> None:
-    sample = {key: value[:2] for key, value in _batch().items()}
-    pp = PipelineParallel(2, "zbv", microbatches=MICROBATCHES)
-    pipeline = parallelize(_build("llama-tied"), ac="full", pp=pp, sample_input=sample)
+    pipeline = _staged(_build("llama-tied"), _batch(), "zbv", ac="full")
     dcp.save({"model": pipeline.module.state_dict()}, checkpoint_id=folder)
 
 
@@ -351,8 +324,7 @@ def _loaded(rank: int, world_size: int, folder: str) -> None:
     other = MODELS["llama-tied"]()
     for parameter in other.parameters():
         nn.init.zeros_(parameter)
-    sample = {key: value[:2] for key, value in _batch().items()}
-    pipeline = parallelize(other, ac="full", pp=PipelineParallel(4, microbatches=MICROBATCHES), sample_input=sample)
+    pipeline = _staged(other, _batch(), stages=4, ac="full")
     state = {"model": pipeline.module.state_dict()}
     dcp.load(state, checkpoint_id=folder)
     pipeline.module.load_state_dict(state["model"])
@@ -370,9 +342,7 @@ def _from_meta(rank: int, world_size: int, folder: str, schedule: str) -> None:
     loss = _reference(model, batch)
     with torch.device("meta"):
         empty = MODELS["llama"]().float().train()
-    sample = {key: value[:2] for key, value in batch.items()}
-    pp = PipelineParallel(2, schedule=schedule, microbatches=MICROBATCHES)
-    pipeline = parallelize(empty, ac="selective", pp=pp, sample_input=sample)
+    pipeline = _staged(empty, batch, schedule, ac="selective")
     with pytest.raises(ValueError, match="a state_dict or from a checkpoint: give one of the two"):
         pipeline.materialize()
     assert pipeline.materialize(checkpoint=folder) is pipeline
@@ -401,9 +371,7 @@ def test_adapters(rank: int, world_size: int, compile: bool) -> None:
     batch = _batch()
     model = build()
     loss = _reference(model, batch)
-    sample = {key: value[:2] for key, value in batch.items()}
-    pp = PipelineParallel(2, microbatches=MICROBATCHES)
-    pipeline = parallelize(build(), ac="full", pp=pp, sample_input=sample, compile="aot_eager" if compile else False)
+    pipeline = _staged(build(), batch, ac="full", compile="aot_eager" if compile else False)
     torch.testing.assert_close(pipeline.step(**batch), loss, rtol=0, atol=1e-6)
     wanted = {name: parameter.grad for name, parameter in model.named_parameters()}
     for name, parameter in pipeline.named_parameters():
@@ -424,10 +392,8 @@ def test_stages_in_which_nothing_is_trained(rank: int, world_size: int) -> None:
 
     model, batch = build(), _batch()
     loss = _reference(model, batch)
-    sample = {key: value[:2] for key, value in batch.items()}
     for schedule, ac in (("1f1b", "full"), ("zbv", "none")):
-        pp = PipelineParallel(2, schedule, microbatches=MICROBATCHES)
-        pipeline = parallelize(build(), ac=ac, pp=pp, sample_input=sample)
+        pipeline = _staged(build(), batch, schedule, ac=ac)
         torch.testing.assert_close(pipeline.step(**batch), loss, rtol=0, atol=1e-6)
         wanted = {name: parameter.grad for name, parameter in model.named_parameters()}
         for name, parameter in pipeline.named_parameters():
@@ -446,8 +412,7 @@ def test_packed_documents(rank: int, world_size: int) -> None:
     count = int(labels[:, 1:].ne(-100).sum())
     loss = apart(**batch, num_items_in_batch=count).loss
     loss.backward()
-    pp = PipelineParallel(2, microbatches=MICROBATCHES)
-    pipeline = parallelize(model, ac="full", pp=pp, sample_input={key: value[:2] for key, value in batch.items()})
+    pipeline = _staged(model, batch, ac="full")
     torch.testing.assert_close(pipeline.step(**batch), loss.detach(), rtol=0, atol=1e-6)
     _check(pipeline, apart, exact=False, where="packed")
 
@@ -465,9 +430,7 @@ def test_packed_documents(rank: int, world_size: int) -> None:
 def test_options_beside_a_pipeline(rank: int, world_size: int, options: dict[str, Any], schedule: str) -> None:
     model, batch = _build("llama"), _batch()
     loss = _reference(model, batch)
-    sample = {key: value[:2] for key, value in batch.items()}
-    pp = PipelineParallel(2, schedule=schedule, microbatches=MICROBATCHES)
-    pipeline = parallelize(_build("llama"), pp=pp, sample_input=sample, **options)
+    pipeline = _staged(_build("llama"), batch, schedule, **options)
     torch.testing.assert_close(pipeline.step(**batch), loss, rtol=0, atol=1e-6)
     _check(pipeline, model, exact=True, where=f"{options} {schedule}")
     pipeline.step(**batch)  # a second batch's gradients are added
@@ -483,21 +446,17 @@ def test_options_beside_a_pipeline(rank: int, world_size: int, options: dict[str
 def test_stages_in_bfloat16(rank: int, world_size: int) -> None:
     model, batch = _build("llama"), _batch()
     loss = _reference(model, batch)
-    sample = {key: value[:2] for key, value in batch.items()}
-    pp = PipelineParallel(2, microbatches=MICROBATCHES)
-    pipeline = parallelize(_build("llama"), ac="full", precision="bf16", pp=pp, sample_input=sample)
+    pipeline = _staged(_build("llama"), batch, ac="full", precision="bf16")
     assert pipeline.parts.hidden_dtype == (torch.bfloat16 if world_size > 2 else torch.float32)  # FSDP2 or autocast
     # Eight bits of mantissa.
     torch.testing.assert_close(pipeline.step(**batch), loss, rtol=2**-8, atol=0)
 
 
 def _killed(rank: int, world_size: int) -> None:
-    batch = _batch()
-    pp = PipelineParallel(2, microbatches=MICROBATCHES)
-    pipeline = parallelize(_build("llama"), ac="none", pp=pp, sample_input={k: v[:2] for k, v in batch.items()})
+    pipeline = _staged(_build("llama"), _batch(), ac="none")
     if rank == 0:
         pipeline.stages[0].module.model.layers[1].register_forward_hook(_die)
-    pipeline.step(**batch)
+    pipeline.step(**_batch())
 
 
 def _die(*_: Any) -> None:

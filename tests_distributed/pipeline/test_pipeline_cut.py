@@ -88,6 +88,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"cp": ContextParallel(2, "ulysses"), "ac": "full"},
     {"cp": ContextParallel(2, "ring"), "ac": "none"},
     {"compile": "aot_eager", "ac": "full"},
+    {"ac": "40%"},
 ]
 
 

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from nemo_like import parallelize
 from nemo_like.options import PipelineParallel
+from tests.checks import assert_bitwise
 from tests.models.families import DIM, VOCAB, Block
+from tests_distributed.context.cut_models import without_dropout
 from tests_distributed.spawn import on_ranks, run_ranks
 
 ROWS, MICROBATCHES = 8, 4
@@ -87,11 +89,7 @@ def split(model: nn.Module, stage: int, stages: int) -> nn.Module:
 
 def _build(tied: bool = False) -> nn.Module:
     torch.manual_seed(0)
-    model = SkipDecoder(tied).train()
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    return model
+    return without_dropout(SkipDecoder(tied).train())
 
 
 def _batch(length: int = 12) -> dict[str, Tensor]:
@@ -166,10 +164,7 @@ def _saved(rank: int, world_size: int, folder: str) -> None:
     """Stages of a meta model read their part of the whole model's file, are trained, and saved."""
     whole = _build()
     with torch.device("meta"):
-        empty = SkipDecoder().train()
-    for module in empty.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
+        empty = without_dropout(SkipDecoder().train())
     batch = _batch()
     pp = PipelineParallel(2, microbatches=MICROBATCHES, split=split, loss_mean="tokens")
     sample = {key: value[:2] for key, value in batch.items()}
@@ -189,9 +184,7 @@ def test_stages_of_a_function_are_saved_under_the_names_of_the_whole_model(tmp_p
     resumed = SkipDecoder()
     state = {"model": resumed.state_dict()}
     dcp.load(state, checkpoint_id=tmp_path)
-    trained = torch.load(tmp_path / "trained.pt")
-    assert state["model"].keys() == trained.keys()
-    assert all(torch.equal(state["model"][name], trained[name]) for name in trained)
+    assert_bitwise(state["model"], torch.load(tmp_path / "trained.pt"))
 
 
 def _refusals(rank: int, world_size: int) -> None:
@@ -200,69 +193,60 @@ def _refusals(rank: int, world_size: int) -> None:
 
     def refused(function: Any, message: str, **options: Any) -> None:
         model = _build()
-        before = {name: (id(module), dict(vars(module)["_parameters"])) for name, module in model.named_modules()}
+        before = {name: id(module) for name, module in model.named_modules()}
         given = {"pp": PipelineParallel(2, microbatches=MICROBATCHES, split=function), "ac": "full"} | options
         with pytest.raises(ValueError, match=message):
             parallelize(model, sample_input=sample, **given)
-        after = {name: (id(module), dict(vars(module)["_parameters"])) for name, module in model.named_modules()}
-        assert before.keys() == after.keys()
-        assert all(before[name][0] == after[name][0] for name in before)
+        assert {name: id(module) for name, module in model.named_modules()} == before
 
     def changed(change: Any) -> Any:
         def function(model: Any, stage: int, stages: int) -> Any:
-            return change(split(model, stage, stages), model, stage)
+            tree = split(model, stage, stages)
+            change(tree, model, stage)
+            return tree
 
         return function
 
-    def renamed(tree: Any, model: Any, stage: int) -> Any:
+    def renamed(tree: Any, model: Any, stage: int) -> None:
         tree.blocks = nn.ModuleList(tree.blocks.values())
-        return tree
 
-    def copied(tree: Any, model: Any, stage: int) -> Any:
-        return copy.deepcopy(tree)
-
-    def without_middle(tree: Any, model: Any, stage: int) -> Any:
+    def without_middle(tree: Any, model: Any, stage: int) -> None:
         tree.middle = nn.Identity()
-        return tree
 
-    def twice(tree: Any, model: Any, stage: int) -> Any:
+    def twice(tree: Any, model: Any, stage: int) -> None:
         tree.blocks["0"] = model.blocks[0]
         tree.blocks["1"] = model.blocks[1]
         tree.norm = model.norm
-        return tree
 
-    def integers(tree: Any, model: Any, stage: int) -> Any:
-        if stage == 0:
-            tree.forward = lambda input_ids: input_ids
-        return tree
+    def computing(at: int, forward: Any) -> Any:
+        def change(tree: Any, model: Any, stage: int) -> None:
+            if stage == at:
+                tree.forward = forward
 
-    def nameless(tree: Any, model: Any, stage: int) -> Any:
-        if stage == 0:
-            tree.forward = lambda tokens: tokens
-        return tree
+        return changed(change)
 
-    def no_loss(tree: Any, model: Any, stage: int) -> Any:
-        if stage == 1:
-            tree.forward = lambda x, first: x
-        return tree
-
-    def headless(tree: Any, model: Any, stage: int) -> Any:
+    def headless(tree: Any, model: Any, stage: int) -> None:
         if stage == 1:
             del tree.blocks
         elif stage == 0:
             tree.blocks = nn.ModuleDict({str(i): block for i, block in enumerate(model.blocks)})
             tree.middle = model.middle
-        return tree
 
     refused(lambda model, stage, stages: None, "split returned None for stage 0 of 2; it must be an nn.Module")
     refused(
         changed(renamed), r"'blocks.0.norm1.weight' of stage 1 is the model's 'blocks.2.norm1.weight': keep that name"
     )
-    refused(changed(copied), "of stage 0 is none of the model's")
+    refused(lambda *given: copy.deepcopy(split(*given)), "of stage 0 is none of the model's")
     refused(changed(without_middle), "no stage has 'middle.weight'")
-    refused(changed(integers), "stage 0 returns torch.int64. A stage sends one floating-point tensor")
-    refused(changed(nameless), "the first stage's forward takes tokens, and a micro-batch has input_ids, labels")
-    refused(changed(no_loss), "without a loss")
+    refused(
+        computing(0, lambda input_ids: input_ids),
+        "stage 0 returns torch.int64. A stage sends one floating-point tensor",
+    )
+    refused(
+        computing(0, lambda tokens: tokens),
+        "forward takes tokens, and a micro-batch has input_ids, labels",
+    )
+    refused(computing(1, lambda x, first: x), "without a loss")
     refused(changed(headless), "stage 1 has none of the model's layers")
     four = PipelineParallel(2, "interleaved_1f1b", microbatches=MICROBATCHES, split=changed(twice))
     refused(None, r"'norm.weight' is in stages 0, 1, 2, 3. A parameter is one stage's", pp=four)
