@@ -117,20 +117,6 @@ def test_a_region_inside_pytorchs_checkpoint_and_around_it():
 
 
 @each_policy
-def test_a_backward_inside_the_region(policy):
-    block = mlp()
-
-    def forces(x):
-        with torch.enable_grad():
-            energy = block(x).sum()
-            (force,) = torch.autograd.grad(energy, x, create_graph=True)
-        return force * x
-
-    x = torch.randn(3, 8)
-    assert_bitwise(gradients(region(forces, policy), block, x), gradients(forces, block, x))
-
-
-@each_policy
 def test_an_output_that_nobody_uses_costs_no_replay_of_its_own(policy):
     a, b, calls = mlp(), mlp(), []
 

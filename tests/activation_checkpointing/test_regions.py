@@ -155,18 +155,6 @@ def test_a_model_can_be_pickled_before_and_after_a_step(ac: str) -> None:
         assert [type(m) for m in model.modules()] == [type(m) for m in again.modules()]
 
 
-def test_a_cache_in_training_is_refused_and_allowed_without_gradients() -> None:
-    class Layer(nn.Linear):
-        def forward(self, x: torch.Tensor, past_key_values: object = None) -> torch.Tensor:
-            return super().forward(x)
-
-    wrapped = CheckpointWrapper(Layer(2, 2), name="layers.3")
-    with pytest.raises(RuntimeError, match=r"layers\.3 was called with past_key_values="):
-        wrapped(torch.ones(1, 2), past_key_values=object())
-    with torch.no_grad():
-        wrapped(torch.ones(1, 2), past_key_values=object())
-
-
 def test_reentrant_gives_the_same_gradients() -> None:
     reference, model = build("plain"), build("plain")
     for index, block in enumerate(model.blocks):

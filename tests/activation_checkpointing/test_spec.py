@@ -11,7 +11,7 @@ from torch import nn
 import nemo_like
 from nemo_like import CheckpointConfig, SelectivePolicy, parallelize
 from nemo_like._util.live_bytes import LiveBytes
-from nemo_like.activation_checkpointing import CheckpointSpec, CheckpointWrapper, apply_specs
+from nemo_like.activation_checkpointing import CheckpointSpec, CheckpointWrapper, FullPolicy, Policy, apply_specs
 from nemo_like.activation_checkpointing.sequential import SegmentMember
 from nemo_like.activation_checkpointing.spec import one_region_each, segments_of
 from nemo_like.activation_checkpointing.transfer import SynchronousTransfer
@@ -83,10 +83,11 @@ def test_a_policy_goes_with_every_region(strategy: str, name: str) -> None:
     assert_bitwise(list(grads.values()), [grads[none]] * 3)
 
 
-def test_segments_keep_what_their_policy_says_over_several_calls_and_backwards() -> None:
+@pytest.mark.parametrize(("segments", "policy"), [(1, SelectivePolicy()), (2, FullPolicy())])
+def test_segments_keep_what_their_policy_says_over_several_calls_and_backwards(segments: int, policy: Policy) -> None:
     plain, model = build("plain"), build("plain")
-    apply_specs(model, segments_of(BLOCKS, 1, policy=SelectivePolicy()))
-    assert all(isinstance(block, SegmentMember) for block in model.blocks)
+    apply_specs(model, segments_of(BLOCKS, segments, policy=policy))
+    assert sum(isinstance(block, SegmentMember) for block in model.blocks) == 4 - segments  # one alone is no member
     for m in (plain, model):
         torch.manual_seed(0)
         first, second = loss_of(m, batch(2, seed=4)), loss_of(m, batch(3, seed=5))
