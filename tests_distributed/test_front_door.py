@@ -7,13 +7,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_like import parallelize
 from nemo_like.activation_checkpointing import CheckpointWrapper
 from nemo_like.options import FSDP2
+from tests.checks import assert_bitwise
 from tests.models.decoders import NAMES, batch, build, loss_of
-from tests_distributed.spawn import on_ranks, run_ranks
+from tests_distributed.counting import CountCollectives
+from tests_distributed.spawn import on_ranks
 
 MODES = ("none", "full", "selective", "submodule")
 
@@ -29,33 +30,17 @@ def test_structure(rank: int, world_size: int) -> None:
     assert isinstance(ddp, DistributedDataParallel) and isinstance(ddp.module.model.layers[0], CheckpointWrapper)
 
 
-class CountGathers(TorchDispatchMode):
-    """Counts all-gathers. (CommDebugMode's module hooks do not survive a replay that stops early.)"""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += "allgather" in func.name().replace("_", "")
-        return func(*args, **(kwargs or {}))
-
-
-def _gathers(rank: int, world_size: int, name: str) -> dict[str, list[int]]:
-    counts = {}
+@pytest.mark.parametrize("name", ["llama", "plain"])
+@on_ranks(2)
+def test_checkpointing_gathers_no_parameter_again(rank: int, world_size: int, name: str) -> None:
+    # Known failure 7: a reentrant replay gathers twice.
+    counts = {ac: [] for ac in MODES}
     for ac in MODES:
         model = parallelize(build(name), ac=ac)
-        per_step = []
         for _ in range(2):
-            with CountGathers() as gathers:
+            with CountCollectives() as counted:
                 loss_of(model, batch(2)).backward()
-            per_step.append(gathers.count)
-        counts[ac] = per_step
-    return counts
-
-
-@pytest.mark.parametrize("name", ["llama", "plain"])
-def test_checkpointing_gathers_no_parameter_again(name: str) -> None:
-    # Known failure 7: a reentrant replay gathers twice.
-    counts = run_ranks(2, _gathers, name)[0]
+            counts[ac].append(counted.gathers)
     assert counts["none"][0] > 0
     assert all(counts[ac] == counts["none"] for ac in MODES), counts
 
@@ -72,9 +57,7 @@ def test_accumulation_without_sync_is_the_same_in_every_mode(rank: int, world_si
             model.set_requires_gradient_sync(index == 2)
             (loss_of(model, batch(2, seed=10 * rank + index)) / 3).backward()
         results[ac] = [p.grad.to_local() for p in model.parameters()]
-    assert [
-        ac for ac in MODES if not all(torch.equal(a, b) for a, b in zip(results[ac], results["none"], strict=True))
-    ] == []
+    assert_bitwise(list(results.values()), [results["none"]] * len(MODES))
 
 
 @pytest.mark.few(4)

@@ -10,21 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from tests_distributed.spawn import RankDiedError, RanksTimedOutError, run_ranks
-
-
-def _sum(rank: int, world_size: int, extra: int) -> int:
-    total = torch.tensor([rank + extra])
-    dist.all_reduce(total)
-    return int(total)
-
-
-def _from_environment(rank: int, world_size: int) -> tuple[int, int, str]:
-    dist.init_process_group("gloo")
-    return dist.get_rank(), dist.get_world_size(), os.environ["EXTRA"]
 
 
 def _fail_on(rank: int, world_size: int, failing: list[int]) -> str:
@@ -57,29 +45,6 @@ def _die(rank: int, world_size: int, mark: Path, native: bool) -> str:
             os._exit(0)
         time.sleep(10)
     return "fine"
-
-
-def _backward(rank: int, world_size: int) -> torch.Tensor:
-    weight = torch.full((2, 2), float(rank), requires_grad=True)
-    (weight**2).sum().backward()
-    assert weight.grad is not None
-    dist.all_reduce(weight.grad)
-    return weight.grad
-
-
-def test_results_come_back_by_rank() -> None:
-    assert run_ranks(2, _sum, 10) == [21, 21]
-    assert run_ranks(4, _sum, 0) == [6] * 4
-
-
-def test_environment_is_the_launchers() -> None:
-    result = run_ranks(2, _from_environment, init_group=False, env={"EXTRA": "yes"})
-    assert result == [(0, 2, "yes"), (1, 2, "yes")]
-
-
-def test_autograd_and_tensors_survive_the_fork() -> None:
-    for gradient in run_ranks(2, _backward):
-        assert torch.equal(gradient, torch.full((2, 2), 2.0))
 
 
 def test_first_failure_is_raised_with_its_type_and_traceback() -> None:

@@ -13,12 +13,11 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from nemo_like._util.device_work import wait_for
-from nemo_like._util.live_bytes import DeviceBytes
+from nemo_like._util.live_bytes import DeviceBytes, LiveBytes
 from nemo_like._util.module_tree import bare_name
 from nemo_like._util.tensors import tensors_in
 from nemo_like.distributed.launch import world_size
 from nemo_like.profiling.layer_trace import run_model
-from nemo_like.profiling.meters import AllocatorEvents
 
 
 @dataclass(frozen=True)
@@ -51,45 +50,22 @@ def zero_gradients(model: nn.Module) -> None:
 
 
 def measure_bytes(model: nn.Module, sample: object, device: torch.device) -> MeasuredBytes:
-    """One step's bytes from the allocator: the device's statistics, or PyTorch's allocation events on the CPU."""
+    """One step's bytes: of a device by its allocator, of the CPU by the storages that operators make."""
     zero_gradients(model)
-    if device.type != "cpu":
-        with DeviceBytes(device) as meter:
-            loss = step_loss(model, sample)
-            wait_for(device)
-            held = meter.live
-            loss.backward()
+    with _meter(model, sample, device) as meter:
+        loss = step_loss(model, sample)
+        wait_for(device)
+        held = meter.live
+        loss.backward()
+        del loss
         return MeasuredBytes(held, meter.take_peak())
-    parts: list[torch.Tensor] = []
-    held = cpu_events(lambda: parts.append(step_loss(model, sample)))[-1]
-    parts.pop().backward()
-    return MeasuredBytes(held, peak_bytes(model, sample, device))
 
 
-def peak_bytes(model: nn.Module, sample: object, device: torch.device) -> int:
-    """The most that is alive at one time during the next step, beyond what was there before it."""
-    zero_gradients(model)
-    return peak_of(lambda: step_loss(model, sample).backward(), device)
-
-
-def peak_of(run: Callable[[], Any], device: torch.device) -> int:
-    """The most that is alive at one time while `run` runs, beyond what was there before it."""
-    if device.type == "cpu":
-        return max(cpu_events(run))
-    with DeviceBytes(device) as meter:
-        run()
-    return meter.take_peak()
-
-
-def cpu_events(run: Callable[[], Any]) -> list[int]:
-    """Bytes allocated since `run` began, after each allocation or release of PyTorch's CPU allocator."""
-    events = AllocatorEvents()
-    events.start()
-    try:
-        run()
-    finally:
-        levels = events.stop()
-    return levels
+def _meter(model: nn.Module, sample: object, device: torch.device) -> DeviceBytes | LiveBytes:
+    if device.type != "cpu":
+        return DeviceBytes(device)
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return LiveBytes([*model.parameters(), *model.buffers(), *gradients, *tensors_in(sample)])
 
 
 def measure_flops(model: nn.Module, sample: object) -> tuple[int, int]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -78,17 +76,12 @@ def _offloaded(name: str, word: str, config: OffloadConfig) -> Mode:
 
 
 def peer_modes() -> list[Mode]:
-    """Other implementations that can be imported here."""
-    modes = [
+    """PyTorch's own implementations."""
+    return [
         Mode("torch: checkpoint per layer", _torch_per_layer, peer=True),
         Mode("torch: selective, every 2nd matmul", _torch_selective, peer=True),
         Mode("torch: save_on_cpu", _save_on_cpu, peer=True, on_cpu=False),
     ]
-    if importlib.util.find_spec("transformers") is not None:
-        modes.append(Mode("transformers: gradient checkpointing", _transformers_own, peer=True))
-    if importlib.util.find_spec("trl") is not None:
-        modes.append(Mode("trl: OffloadActivations", _trl, peer=True, on_cpu=False))
-    return modes
 
 
 def pick(modes: list[Mode], names: Sequence[str] | None) -> list[Mode]:
@@ -118,17 +111,6 @@ def _budget(budget: str, model: nn.Module, sample: object) -> None:
 
 def _chunked_loss(model: nn.Module, sample: object) -> None:
     chunk_model_loss(model, ChunkedLoss())
-
-
-def _around_forward(model: nn.Module, context: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
-    """Have every forward of `model` run within a `context`."""
-    forward = model.forward
-
-    def run(*args: object, **kwargs: object) -> Any:
-        with context():
-            return forward(*args, **kwargs)
-
-    model.forward = run
 
 
 def _replace_forward(model: nn.Module, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -171,22 +153,11 @@ def _torch_selective(model: nn.Module, sample: object) -> None:
     )
 
 
-def _transformers_own(model: nn.Module, sample: object) -> None:
-    if not hasattr(model, "gradient_checkpointing_enable"):
-        raise ValueError(f"{type(model).__name__} is not a transformers model")
-    renamed: Any = getattr(model, "activation_checkpointing_enable", None)  # from transformers 5.23 on
-    if renamed is not None:
-        renamed(activation_checkpointing_kwargs={"use_reentrant": False})
-    else:
-        old: Any = model.gradient_checkpointing_enable
-        old(gradient_checkpointing_kwargs={"use_reentrant": False})
-
-
 def _save_on_cpu(model: nn.Module, sample: object) -> None:
-    kind = next(model.parameters()).device.type
-    _around_forward(model, lambda: torch.autograd.graph.save_on_cpu(pin_memory=True, device_type=kind))
+    kind, forward = next(model.parameters()).device.type, model.forward
 
+    def run(*args: object, **kwargs: object) -> Any:
+        with torch.autograd.graph.save_on_cpu(pin_memory=True, device_type=kind):
+            return forward(*args, **kwargs)
 
-def _trl(model: nn.Module, sample: object) -> None:
-    manager = importlib.import_module("trl.models.activation_offloading").get_act_offloading_ctx_manager(model)
-    _around_forward(model, lambda: manager)
+    model.forward = run

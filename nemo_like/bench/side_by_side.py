@@ -105,9 +105,11 @@ class SideBySide:
                 candidate.row["moved_mb"] = (candidate.moved() - before) / 1e6 or None
                 wanted = wanted or {key: gradient.clone() for key, gradient in gradients.items()}
                 candidate.row["gradients"] = compare_gradients(wanted, gradients)
-                counted = measure_bytes(candidate.model, self.sample, self.device)
-                candidate.row |= {"peak_mb": counted.peak / 1e6, "held_mb": counted.held / 1e6}
-                if candidate.mode.backend is None:  # a compiled graph is one operator to the counter
+                eager = candidate.mode.backend is None  # a compiled graph is one operator to the counters
+                if eager or self.device.type != "cpu":
+                    counted = measure_bytes(candidate.model, self.sample, self.device)
+                    candidate.row |= {"peak_mb": counted.peak / 1e6, "held_mb": counted.held / 1e6}
+                if eager:
                     candidate.row["flops"] = measure_flops(candidate.model, self.sample)
             except _ERRORS as error:
                 self._leave_out(candidate.mode, "failed", error)
@@ -173,9 +175,10 @@ _COLUMNS: tuple[tuple[str, table.Column, Callable[[Any], str] | None], ...] = (
 """For each column its key in a row, its heading, and how a value is written; None: MB, in the one unit of the table."""
 
 _NOTE = (
-    "peak: bytes beyond parameters, gradients and inputs, from PyTorch's allocator; saved: of them, between forward and "
-    "backward. step / none: median over turns; the modes take turns. recompute: FLOPs, as a share of a forward. "
-    "moved: to host memory in a step. gradients: against those of none. x: another project's code."
+    "peak: bytes beyond parameters, gradients and inputs, by the device's allocator, on a CPU by the storages that "
+    "operators make; saved: of them, between forward and backward. step / none: median over turns; the modes take turns. "
+    "recompute: FLOPs, as a share of a forward. moved: to host memory in a step. gradients: against those of none. "
+    "x: another project's code."
 )
 
 
@@ -192,15 +195,11 @@ class Comparison:
 
     def text(self, width: int | None = None) -> str:
         """Return the table and its conditions for a screen of `width` columns (None: as wide as it gets)."""
-        sizes = [
-            value * 1e6 for row in self.rows for key, _, form in _COLUMNS if form is None and (value := row.get(key))
-        ]
-        unit = ByteUnit.of(map(round, sizes))
-        columns = tuple(
-            column if form is not None else replace(column, name=f"{column.name} {unit.name}")
-            for _, column, form in _COLUMNS
-        )
-        cells = tuple(tuple(_cell(row.get(key), form, unit) for key, _, form in _COLUMNS) for row in self.rows)
+        shown = [each for each in _COLUMNS if any(row.get(each[0]) is not None for row in self.rows)]
+        sizes = (row.get(key) for row in self.rows for key, _, form in shown if form is None)
+        unit = ByteUnit.of(round(size * 1e6) for size in sizes if size is not None)
+        columns = tuple(c if form is not None else replace(c, name=f"{c.name} {unit.name}") for _, c, form in shown)
+        cells = tuple(tuple(_cell(row.get(key), form, unit) for key, _, form in shown) for row in self.rows)
         about = ", ".join(f"{key}: {value}" for key, value in self.about.items())
         below = [
             table.Table(columns, cells).with_note(width=width),

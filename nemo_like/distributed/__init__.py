@@ -1,7 +1,6 @@
 """Many ranks: mesh, FSDP2 over the layers, materializing, clipping, state dicts, the process group's life."""
 
 from nemo_like.distributed.context.sequence_ops import shard_sequence, unshard_sequence
-from nemo_like.distributed.expert import balanced_bias, summed_expert_load, watch_expert_load
 from nemo_like.distributed.gradients import clip_grad_norm_, set_gradient_sync, with_unused_sample
 from nemo_like.distributed.launch import init_distributed, shutdown, world_size
 from nemo_like.distributed.mesh import build_mesh, validate_mesh
@@ -15,7 +14,6 @@ from nemo_like.distributed.weights.state_dict import (
 )
 
 __all__ = [
-    "balanced_bias",
     "build_mesh",
     "clip_grad_norm_",
     "get_model_state",
@@ -28,10 +26,8 @@ __all__ = [
     "shard_layers",
     "shard_sequence",
     "shutdown",
-    "summed_expert_load",
     "unshard_sequence",
     "validate_mesh",
-    "watch_expert_load",
     "with_unused_sample",
     "world_size",
 ]

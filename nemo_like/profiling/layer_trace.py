@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,11 +14,28 @@ from torch import nn
 from nemo_like._util.device_work import wait_for
 from nemo_like._util.live_bytes import DeviceBytes, LiveBytes, storages_of
 from nemo_like._util.tensors import tensors_in
-from nemo_like.profiling.meters import Clock
 from nemo_like.profiling.profile_report import Moment
 from nemo_like.torch_compat import left_to_python
 
 LossFn = Callable[[Any], torch.Tensor]
+
+
+class Clock:
+    """Marks in the device's own time: its events, so that nothing is synchronised, or the host's clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events = None if device.type == "cpu" else torch.get_device_module(device)
+
+    def mark(self) -> Any:
+        if self._events is None:
+            return time.perf_counter()
+        event = self._events.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def milliseconds(self, start: Any, end: object) -> float:
+        """From `start` to `end`; on a device the work between them must have finished (synchronise first)."""
+        return float(start.elapsed_time(end)) if self._events is not None else (end - start) * 1000
 
 
 class Listener:

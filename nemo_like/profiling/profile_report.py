@@ -32,7 +32,6 @@ class LayerProfile:
     """Milliseconds of its forward, which is what recomputation costs."""
     backward_ms: float
     """Milliseconds of its backward."""
-    bytes_spread: float
     forward_spread: float
     backward_spread: float
 

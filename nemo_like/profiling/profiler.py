@@ -68,7 +68,7 @@ class MemoryProfiler:
         """The last profile."""
 
     def profile(self, sample_input: object, num_runs: int = 3) -> ProfileReport:
-        """Run forward and backward `num_runs` times for bytes and as often for times, after one run to warm up.
+        """Run forward and backward once for bytes and `num_runs` times for times, after one run to warm up.
 
         Args:
             sample_input: one batch: a tensor, a tuple (by position) or a mapping (by keyword); moved to the device.
@@ -87,14 +87,14 @@ class MemoryProfiler:
         run = (model, [copies[layer.module] for layer in self._layers], sample, self._loss_fn, self._device)
         with random_numbers_put_back(self._device), context_variables_put_back(), torch.enable_grad():
             warm_up(model, sample, self._loss_fn)
-            bytes_runs = [trace_bytes(*run) for _ in range(num_runs)]
+            step = trace_bytes(*run)  # bytes are the same in every run
             time_runs = [trace_times(*run) for _ in range(num_runs)]
-        if not bytes_runs[0].calls:
+        if not step.calls:
             raise ValueError(
                 f"A step of {type(self._model).__name__} called none of the layers "
                 f"{', '.join(layer.fqn for layer in self._layers[:5])}; name the ones that it calls with layers=."
             )
-        self.report = self._report(bytes_runs, time_runs)
+        self.report = self._report(step, time_runs)
         return self.report
 
     def recommend_layers(self, memory_budget_mb: float) -> list[str]:
@@ -125,14 +125,12 @@ class MemoryProfiler:
             raise RuntimeError("Nothing has been profiled yet; call profile(sample_input) first.")
         return self.report
 
-    def _report(self, bytes_runs: list[StepBytes], time_runs: list[tuple[list[CallTimes], float]]) -> ProfileReport:
-        step = bytes_runs[0]
+    def _report(self, step: StepBytes, time_runs: list[tuple[list[CallTimes], float]]) -> ProfileReport:
         freed = _freed_bytes(step)
         rows: list[LayerProfile] = []
         for index, layer in enumerate(self._layers):
             if not any(call.layer == index for call in step.calls):
                 continue
-            saved = [sum(sum(c.saved.values()) for c in run.calls if c.layer == index) for run in bytes_runs]
             forward = [sum(c.forward_ms for c in calls if c.layer == index) for calls, _ in time_runs]
             backward = [sum(c.backward_ms for c in calls if c.layer == index) for calls, _ in time_runs]
             rows.append(
@@ -140,11 +138,10 @@ class MemoryProfiler:
                     name=layer.fqn,
                     kind=type(layer.module).__name__,
                     calls=sum(call.layer == index for call in step.calls),
-                    activation_bytes=int(statistics.median_low(saved)),
+                    activation_bytes=sum(sum(c.saved.values()) for c in step.calls if c.layer == index),
                     freed_bytes=sum(free for call, free in zip(step.calls, freed) if call.layer == index),
                     forward_ms=statistics.median(forward),
                     backward_ms=statistics.median(backward),
-                    bytes_spread=_spread(saved),
                     forward_spread=_spread(forward),
                     backward_spread=_spread(backward),
                 )
@@ -168,7 +165,7 @@ class MemoryProfiler:
         return ProfileReport(
             model=type(self._model).__name__,
             device=str(self._device),
-            runs=len(bytes_runs),
+            runs=len(time_runs),
             layers=tuple(sorted(rows, key=lambda row: -row.activation_bytes)),
             outside_bytes=sum(step.outside.values()),
             peak_bytes=max(moment.peak for moment in step.moments),

@@ -129,8 +129,8 @@ def config_text(options: RunOptions) -> str:
 def changed_options(options: RunOptions) -> str:
     """Return the options of `options` that differ from the defaults, as on a command line.
 
-    >>> changed_options(RunOptions(lr=0.5, plain=True))
-    '--lr 0.5 --plain'
+    >>> changed_options(RunOptions(lr=0.5, seed=3))
+    '--lr 0.5 --seed 3'
     """
     defaults = {field.name: field.default for field in dataclasses.fields(options)}
     changed = {name: value for name, value in options.in_full().items() if value != defaults[name]}

@@ -299,8 +299,8 @@ class TrainingJob:
             MemoryRanOutError: a step does not fit; the message has what to change.
         """
         options = self.options
-        progress = Progress(self.step, options.steps, self.ranks.device, plain=options.plain)
-        with self._advice(), progress, Interrupt() as stop:
+        progress = Progress(options.steps, self.ranks.device)
+        with self._advice(), Interrupt() as stop:
             self.introduce(progress)
             progress.say(self.utilisation.words)
             if self.fitted is not None:

@@ -161,7 +161,6 @@ class RunOptions:
     sync_save: bool = option(
         False, "write checkpoints before training goes on, rather than during training", needs="--checkpoint-dir"
     )
-    plain: bool = option(False, "print lines instead of a progress bar")
 
     searched: ClassVar[tuple[str, ...]] = (
         "dp_replicate",

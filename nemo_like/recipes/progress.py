@@ -1,13 +1,10 @@
-"""The progress display of a run: a bar on rank 0 where rich is installed and standard output is a terminal, else lines."""
+"""The progress of a run, in lines on rank 0."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import resource
 import sys
-from types import TracebackType
-from typing import Any
 
 import torch
 
@@ -51,31 +48,13 @@ def memory(device: torch.device) -> dict[str, int]:
 
 
 class Progress:
-    """A context manager that shows steps, loss, speed and memory on rank 0, and nothing on the others."""
+    """Lines with steps, loss, speed and memory on rank 0; nothing on the others."""
 
-    def __init__(self, first: int, steps: int, device: torch.device, *, plain: bool = False):
+    def __init__(self, steps: int, device: torch.device):
         self._steps = steps
         self._device = device
         self._shown = is_rank_zero()
-        terminal = sys.stdout.isatty()
-        bar = self._shown and not plain and terminal and importlib.util.find_spec("rich") is not None
-        self._width = screen_width() if terminal or "COLUMNS" in os.environ else None
-        self._counter = 2 * len(str(steps)) + 3
-        """Characters of the steps, and of the blanks after them."""
-        self._bar: Any = _make_bar(screen_width() - self._counter) if bar else None
-        if self._bar is not None:
-            self._task = self._bar.add_task("training", total=steps, completed=first, text="")
-
-    def __enter__(self) -> Progress:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        self._width = screen_width() if sys.stdout.isatty() or "COLUMNS" in os.environ else None
 
     def step(
         self, done: int, loss: float, learning_rate: float, tokens_per_second: float, mfu: float | None = None
@@ -84,15 +63,10 @@ class Progress:
         if not self._shown:
             return
         fields = self._fields(loss, learning_rate, tokens_per_second, mfu)
-        if self._bar is not None:
-            room = screen_width() - self._counter
-            text = _fitting(fields, room - _BAR if _has_room(room) else room)
-            self._bar.update(self._task, completed=done, text=text)
-        else:
-            word = "" if self._width is not None and self._width < 80 else "step "
-            step = f"{word}{done:>{len(str(self._steps))}}/{self._steps}"
-            text = _fitting(fields, None if self._width is None else self._width - len(step) - 2)
-            print(f"{step}  {text}", flush=True)
+        word = "" if self._width is not None and self._width < 80 else "step "
+        step = f"{word}{done:>{len(str(self._steps))}}/{self._steps}"
+        text = _fitting(fields, None if self._width is None else self._width - len(step) - 2)
+        print(f"{step}  {text}", flush=True)
 
     def _fields(
         self, loss: float, learning_rate: float, tokens_per_second: float, mfu: float | None
@@ -108,25 +82,9 @@ class Progress:
         return fields
 
     def say(self, line: str) -> None:
-        """Print one line, above the bar."""
-        if not self._shown:
-            return
-        if self._bar is not None:
-            self._bar.console.print(line, highlight=False, markup=False)
-        elif self._width is None:
-            print(line, flush=True)
-        else:
+        """Print one line."""
+        if self._shown:
             print("\n".join(paragraph(part, self._width) for part in line.split("\n")), flush=True)
-
-
-_BAR = 19
-"""Characters of the bar, of the time that is left, and of the blanks after them."""
-_ESSENTIAL = 46
-"""Characters that loss, speed and the peak may take; what is next to them is shown where the line is wide enough."""
-
-
-def _has_room(width: int) -> bool:
-    return width >= _ESSENTIAL + _BAR
 
 
 def _fitting(fields: list[tuple[int, str]], width: int | None) -> str:
@@ -143,12 +101,3 @@ def _fitting(fields: list[tuple[int, str]], width: int | None) -> str:
 
 def _joined(fields: list[tuple[int, str]]) -> str:
     return "  ".join(text for _, text in fields)
-
-
-def _make_bar(room: int) -> Any:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
-
-    beside = [BarColumn(bar_width=10), TimeRemainingColumn(compact=True)] if _has_room(room) else []
-    return Bar(MofNCompleteColumn(), *beside, TextColumn("{task.fields[text]}"), console=Console())

@@ -15,10 +15,10 @@ from torch import nn
 
 from nemo_like.activation_checkpointing.engine.verification import VARIABLE
 from nemo_like.bench import BenchOptions
-from nemo_like.bench.measured_step import peak_bytes, step_loss, time_steps, zero_gradients
+from nemo_like.bench.measured_step import measure_bytes, step_loss, time_steps, zero_gradients
 from nemo_like.bench.side_by_side import choose_modes, sample_of
 from nemo_like.models import resolve_model
-from nemo_like.profiling.meters import quiet_profiler
+from tests.allocator_events import quiet_profiler
 from tests.benchmarks.suite import Column, Measured, Suite
 
 
@@ -41,7 +41,7 @@ def _run(options: BenchOptions) -> Measured:
         for word, value in (("off", "0"), ("on", "")):
             with _variable(value):
                 row[f"{word}_ms"] = statistics.median(_timed(new(), sample, device) for _ in range(options.repeats))
-                row[f"{word}_peak"] = peak_bytes(new(), sample, device) / 1e6
+                row[f"{word}_peak"] = measure_bytes(new(), sample, device).peak / 1e6
                 counted = new()
                 counts = [_count_operators(counted, sample) for _ in range(3)]
                 row |= {f"{word}_first": counts[0], f"{word}_third": counts[2]}

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from nemo_like import StepSpec, parallelize
-from nemo_like.bench.measured_step import cpu_events
 from nemo_like.layers import find_layers
 from nemo_like.planning import plan_for
 from nemo_like.planning.model.capture import trace_model
+from tests.allocator_events import cpu_events
 from tests.planning.queries import bytes_between_steps
 
 

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from nemo_like import Job
-from nemo_like.bench.measured_step import cpu_events
 from nemo_like.options import MemoryBudget, StepSpec
 from nemo_like.planning.answers.rank import peak_of
 from nemo_like.planning.answers.within import choose
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.planner import apply_plan, describe
 from nemo_like.planning.query import PlanQuery
+from tests.allocator_events import cpu_events
 from tests.planning.queries import bytes_between_steps, part_of
 
 WIDTH, ROWS = 32, 512

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from nemo_like import Job
 from nemo_like.activation_checkpointing.engine import run_region
-from nemo_like.bench.measured_step import cpu_events
 from nemo_like.options import StepSpec
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.model.traced import TracedPart
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.trace.layer_memory import backward_of_inputs, halves_memory
+from tests.allocator_events import cpu_events
 from tests.planning.queries import part_of
 
 WIDTH, WIDE, ROWS = 32, 256, 512

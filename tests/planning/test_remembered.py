@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from nemo_like import Job
-from nemo_like.bench.measured_step import cpu_events
 from nemo_like.fake.outside_state import RememberedTables
 from nemo_like.options import StepSpec
 from nemo_like.planning.answers.rank import peak_of
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.query import PlanQuery
 from nemo_like.torch_compat import is_fake
+from tests.allocator_events import cpu_events
 from tests.planning.queries import bytes_between_steps
 
 WIDTH, ROWS = 64, 20_000  # a table is larger than what a fake run computes

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from nemo_like.bench.measured_step import cpu_events
 from nemo_like.planning.trace.meter import TracedBytes
+from tests.allocator_events import cpu_events
 
 
 def test_attention_without_a_fused_kernel_looks_for_empty_rows() -> None:

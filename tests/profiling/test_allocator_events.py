@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nemo_like.profiling.meters import AllocatorEvents
+from tests.allocator_events import AllocatorEvents
 
 
 @pytest.mark.compat

@@ -7,8 +7,8 @@ import torch
 
 from nemo_like import apply_activation_checkpointing
 from nemo_like._util.live_bytes import LiveBytes
-from nemo_like.bench.measured_step import cpu_events
 from nemo_like.torch_compat import ActivationWrapper
+from tests.allocator_events import cpu_events
 from tests.models.decoders import batch, build
 
 

@@ -64,7 +64,6 @@ def test_bytes_are_those_that_autograd_saves():
     for row in report:
         # All but the block's own input is freed when the block is replayed.
         assert row.freed_bytes == row.activation_bytes - 4 * n * 16
-        assert row.bytes_spread == 0.0
         assert row.forward_ms > 0 and row.backward_ms > 0 and row.calls == 1
     assert report.step_ms >= report.forward_ms * 0.5 > 0
 

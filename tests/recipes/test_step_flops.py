@@ -127,7 +127,7 @@ def test_a_run_says_its_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     line = (
         f"--model {tmp_path}/config.json --data {tmp_path}/text.txt --steps 3 --batch-size 2 --seq-len 16 --device cpu"
     )
-    line += f" --eval-samples 0 --log-every 1 --plain --json {tmp_path}/run.json"
+    line += f" --eval-samples 0 --log-every 1 --json {tmp_path}/run.json"
     assert run_job(Pretraining(parse_options("pretrain", line.split()), Ranks(0, 1, torch.device("cpu")))) == 0
     run, said = json.loads((tmp_path / "run.json").read_text()), capsys.readouterr().out
     flops = StepFlops.count(_llama(vocab_size=256)).of([16])

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from nemo_like._util.extras import require
-from nemo_like.bench.measured_step import cpu_events
 from nemo_like.fake.outside_state import RememberedTables
 from nemo_like.job import Job
 from nemo_like.options import MemoryBudget, StepSpec
@@ -23,6 +22,7 @@ from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.model.outside import loss_of
 from nemo_like.planning.planner import apply_plan, describe
 from nemo_like.planning.query import PlanQuery
+from tests.allocator_events import cpu_events
 from tests.planning.queries import bytes_between_steps, saved
 from tests.surveys.code_version import code_version
 from tests.surveys.tiny_models import ATTEMPTS, build_tiny, one_line, within

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from nemo_like import parallelize
 from nemo_like._util.module_tree import bare_name
+from tests.checks import gradients_of
 from tests.models.families import COMMON, FAMILIES, HEADED, VOCAB, hf, text
 from tests.models.tied_decoder import Attention, TiedDecoder
 
@@ -78,16 +78,41 @@ _CHOOSING: dict[str, Any] = {
     "n_group": 2, "topk_group": 2, "index_topk": 2, "index_n_heads": 32, "index_head_dim": 16,
 }  # fmt: skip
 """Each token sees two of those before it; of many heads, so that no scores are equal."""
-INDEXED: dict[str, tuple[str, dict[str, Any]]] = {
-    "deepseek_v32": ("DeepseekV32", {}),
-    "glm_moe_dsa": ("GlmMoeDsa", {}),
-    "deepseek_v4": (
-        "DeepseekV4",
-        {
-            "num_key_value_heads": 1, "head_dim": 8, "o_groups": 2, "o_lora_rank": 8,
-            "layer_types": ["heavily_compressed_attention"] * 2,
-            "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
-        },
+_GPT = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4}
+_EXPERTS = {"intermediate_size_mlp": 48, "num_local_experts": 2}
+OTHERS: dict[str, Callable[[], nn.Module]] = {
+    # Soft caps, and sliding windows.
+    "gemma2": hf("Gemma2ForCausalLM", "Gemma2Config", **HEADED, sliding_window=4, attn_implementation="eager"),
+    # Chunked attention.
+    "llama4": hf("Llama4ForCausalLM", "Llama4TextConfig", **HEADED, **_EXPERTS, attention_chunk_size=4),
+    # Its last layer scales queries by positions that it counts itself.
+    "llama4_tuned": hf(
+        "Llama4ForCausalLM", "Llama4TextConfig", **HEADED, **_EXPERTS, attention_chunk_size=64, no_rope_layers=[1, 0],
+        floor_scale=3, attn_scale=1.0,
+    ),
+    "gemma3_text": hf(
+        "Gemma3ForCausalLM", "Gemma3TextConfig", **HEADED, sliding_window=4, attn_implementation="eager",
+        layer_types=["sliding_attention", "full_attention"], attn_logit_softcapping=5.0, final_logit_softcapping=3.0,
+    ),
+    "gpt2": hf("GPT2LMHeadModel", "GPT2Config", **_GPT, n_positions=64),
+    # Views what attention returns.
+    "jetmoe": hf(
+        "JetMoeForCausalLM", "JetMoeConfig", vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2,
+        num_key_value_heads=2, kv_channels=8, intermediate_size=48, num_local_experts=4, max_position_embeddings=64,
+    ),
+    "gptj": hf("GPTJForCausalLM", "GPTJConfig", **_GPT, rotary_dim=4),
+    "codegen": hf("CodeGenForCausalLM", "CodeGenConfig", **_GPT, rotary_dim=4, n_positions=64),
+    "gpt_neo": hf(
+        "GPTNeoForCausalLM", "GPTNeoConfig", vocab_size=VOCAB, hidden_size=32, num_layers=2, num_heads=4,
+        attention_types=[[["global", "local"], 1]], window_size=4, max_position_embeddings=64,
+    ),
+    "stablelm": hf("StableLmForCausalLM", "StableLmConfig", **COMMON),
+    "deepseek_v32": hf("DeepseekV32ForCausalLM", "DeepseekV32Config", **_CHOOSING),
+    "glm_moe_dsa": hf("GlmMoeDsaForCausalLM", "GlmMoeDsaConfig", **_CHOOSING),
+    "deepseek_v4": hf(
+        "DeepseekV4ForCausalLM", "DeepseekV4Config", **_CHOOSING | {"num_key_value_heads": 1, "head_dim": 8},
+        o_groups=2, o_lora_rank=8, layer_types=["heavily_compressed_attention"] * 2,
+        compress_rates={"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
     ),
 }  # fmt: skip
 
@@ -99,61 +124,11 @@ def build(name: str) -> nn.Module:
         model.set_attn_implementation("flex_attention")
         return model
     torch.manual_seed(0)
-    if name in ("nanogpt", "nanobert"):
-        return NanoGPT() if name == "nanogpt" else NanoBERT()
-    if name in ("own_attention", "rotated"):
-        return OwnAttention() if name == "own_attention" else Rotated()
-    if name == "gemma2":  # soft caps, and sliding windows
-        make = hf("Gemma2ForCausalLM", "Gemma2Config", **HEADED, sliding_window=4, attn_implementation="eager")
-        return make().float().train()
-    if name == "llama4":  # chunked attention
-        make = hf(
-            "Llama4ForCausalLM", "Llama4TextConfig", **HEADED, intermediate_size_mlp=48, attention_chunk_size=4,
-            num_local_experts=2,
-        )  # fmt: skip
-        return make().float().train()
-    if name == "llama4_tuned":  # its last layer scales queries by positions that it counts itself
-        make = hf(
-            "Llama4ForCausalLM", "Llama4TextConfig", **HEADED, intermediate_size_mlp=48, attention_chunk_size=64,
-            num_local_experts=2, no_rope_layers=[1, 0], floor_scale=3, attn_scale=1.0,
-        )  # fmt: skip
-        return make().float().train()
-    if name == "gemma3_text":
-        layers = ["sliding_attention", "full_attention"]
-        make = hf(
-            "Gemma3ForCausalLM", "Gemma3TextConfig", **HEADED, sliding_window=4, layer_types=layers,
-            attn_logit_softcapping=5.0, final_logit_softcapping=3.0, attn_implementation="eager",
-        )  # fmt: skip
-        return without_dropout(make().float().train())
-    if name == "gpt2":
-        make = hf("GPT2LMHeadModel", "GPT2Config", vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64)
-        return without_dropout(make().float().train())
-    if name == "jetmoe":  # views what attention returns
-        make = hf(
-            "JetMoeForCausalLM", "JetMoeConfig", vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2,
-            num_key_value_heads=2, kv_channels=8, intermediate_size=48, num_local_experts=4, max_position_embeddings=64,
-        )  # fmt: skip
-        return without_dropout(make().float().train())
-    if name == "gptj":
-        make = hf("GPTJForCausalLM", "GPTJConfig", vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, rotary_dim=4)
-        return without_dropout(make().float().train())
-    if name == "codegen":
-        make = hf(
-            "CodeGenForCausalLM", "CodeGenConfig", vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, rotary_dim=4,
-            n_positions=64,
-        )  # fmt: skip
-        return without_dropout(make().float().train())
-    if name == "gpt_neo":
-        make = hf(
-            "GPTNeoForCausalLM", "GPTNeoConfig", vocab_size=VOCAB, hidden_size=32, num_layers=2, num_heads=4,
-            attention_types=[[["global", "local"], 1]], window_size=4, max_position_embeddings=64,
-        )  # fmt: skip
-        return without_dropout(make().float().train())
-    if name in INDEXED:
-        kind, more = INDEXED[name]
-        return without_dropout(hf(f"{kind}ForCausalLM", f"{kind}Config", **_CHOOSING | more)().float().train())
-    if name == "stablelm":
-        return hf("StableLmForCausalLM", "StableLmConfig", **COMMON)().float().train()
+    plain = {"nanogpt": NanoGPT, "nanobert": NanoBERT, "own_attention": OwnAttention, "rotated": Rotated}
+    if name in plain:
+        return plain[name]()
+    if name in OTHERS:
+        return without_dropout(OTHERS[name]().float().train())
     return without_dropout(FAMILIES[name].build())
 
 
@@ -184,12 +159,7 @@ def loss_of(output: Any) -> Tensor:
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     """By names of the bare model, whole."""
-    found = {}
-    for name, parameter in model.named_parameters():
-        grad = parameter.grad
-        if grad is not None:
-            found[bare_name(name)] = (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone()
-    return found
+    return {bare_name(name): grad for name, grad in gradients_of(model).items()}
 
 
 def step(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[float, dict[str, Tensor]]:

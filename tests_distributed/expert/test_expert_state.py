@@ -22,6 +22,7 @@ from nemo_like.distributed import (
     set_model_state,
     set_optimizer_state,
 )
+from tests.checks import assert_bitwise
 from tests.models.expert_families import build, tokens
 from tests_distributed.spawn import run_ranks
 
@@ -81,8 +82,7 @@ def _initialised(rank: int, world_size: int) -> dict[str, Tensor]:
 
 
 def test_what_is_drawn_does_not_depend_on_the_ranks() -> None:
-    split, whole = run_ranks(2, _initialised)[0], run_ranks(1, _initialised)[0]
-    assert split.keys() == whole.keys() and all(torch.equal(split[key], whole[key]) for key in whole)
+    assert_bitwise(run_ranks(2, _initialised)[0], run_ranks(1, _initialised)[0])
 
 
 def _trainable(ep: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -136,6 +136,4 @@ def _exported(rank: int, world_size: int, folder: str) -> None:
 def test_the_folder_of_save_pretrained_is_that_of_the_bare_model(tmp_path: Path) -> None:
     run_ranks(2, _exported, str(tmp_path))
     bare = build("mixtral")
-    loaded = type(bare).from_pretrained(tmp_path).state_dict()
-    assert loaded.keys() == bare.state_dict().keys()
-    assert all(torch.equal(loaded[name], value) for name, value in bare.state_dict().items())
+    assert_bitwise(type(bare).from_pretrained(tmp_path).state_dict(), bare.state_dict())

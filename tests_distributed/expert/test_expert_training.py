@@ -9,8 +9,6 @@ import pytest
 import torch
 
 from nemo_like import parallelize
-from nemo_like.distributed import build_mesh
-from nemo_like.distributed.expert import balanced_bias, summed_expert_load, watch_expert_load
 from nemo_like.options import PipelineParallel
 from tests.checks import assert_bitwise, gradients_of, step
 from tests.models.expert_families import build, tokens
@@ -30,32 +28,6 @@ def test_an_auxiliary_loss_is_that_without_ep(rank: int, world_size: int) -> Non
     assert auxiliary[0] > 0 and auxiliary[1] == pytest.approx(auxiliary[0], rel=1e-6)
     assert abs(found[1]["loss"] - found[0]["loss"]) <= 1e-6 * found[0]["loss"]
     assert_close(found[1], found[0])
-
-
-def _balanced(rank: int, world_size: int, ep: int, tp: int) -> dict[str, list[float]]:
-    ids = tokens(4, seed=5)
-    rows = 4 * tp // world_size
-    ids = ids[rank // tp * rows : (rank // tp + 1) * rows]
-    mesh = build_mesh(device_type="cpu", tp=tp) if world_size > 1 else None
-    model = parallelize(build("deepseek_v3"), ac="full", mesh=mesh, ep=ep, tp=tp, device="cpu")
-    found = {}
-    for _ in range(3):
-        with watch_expert_load(model) as counts:
-            model(input_ids=ids, labels=ids).loss.backward()
-        load = summed_expert_load(counts, mesh)
-        name, tokens_of = next(iter(load.items()))
-        assert tokens_of.sum() == 4 * 12 * 2, "every token is counted once, also where it is replayed or shared by tp"
-        bias = next(m.e_score_correction_bias for m in model.modules() if hasattr(m, "e_score_correction_bias"))
-        bias.copy_(balanced_bias(bias, tokens_of, 0.05))
-        found[name.replace("_checkpoint_wrapped_module.", "")] = bias.tolist()
-    return found
-
-
-def test_a_bias_that_follows_the_load_is_the_same_on_any_ranks() -> None:
-    whole = run_ranks(1, _balanced, 1, 1)[0]
-    assert any(value != 0 for values in whole.values() for value in values)
-    for ranks, ep, tp in ((2, 1, 1), (2, 2, 1), (4, 4, 2)):
-        assert run_ranks(ranks, _balanced, ep, tp, timeout=90) == [whole] * ranks
 
 
 @on_ranks(2)

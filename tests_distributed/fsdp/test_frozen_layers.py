@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from nemo_like import parallelize
+from tests.checks import assert_bitwise, whole
 from tests.models.decoders import VOCAB, WIDTH, PlainDecoder, build
-from tests_distributed.spawn import on_ranks, run_ranks
+from tests_distributed.spawn import on_ranks
 
 MODES = ("none", "full", "selective", "submodule", "sequential")
 
@@ -33,11 +33,6 @@ def _ids() -> Tensor:
     return torch.randint(VOCAB, (4, 16), generator=torch.Generator().manual_seed(1))
 
 
-def _grad(param: nn.Parameter) -> Tensor:
-    assert param.grad is not None
-    return param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad
-
-
 @pytest.mark.parametrize("strategy", ["fsdp2", "ddp"])
 @on_ranks(2)
 def test_prompt_tuning(rank: int, world_size: int, strategy: str) -> None:
@@ -51,13 +46,16 @@ def test_prompt_tuning(rank: int, world_size: int, strategy: str) -> None:
         for _ in range(2):
             model.zero_grad()
             model(_ids().chunk(2)[rank]).backward()
-        (found,) = [_grad(param) for param in model.parameters() if param.requires_grad]
+        (found,) = [whole(param.grad) for param in model.parameters() if param.requires_grad]
         first = found if first is None else first
         torch.testing.assert_close(found, reference.prompt.grad, rtol=1e-5, atol=1e-9)
         assert torch.equal(found, first), mode
 
 
-def _masks(rank: int, world_size: int, strategy: str) -> None:
+@pytest.mark.few(1)
+@pytest.mark.parametrize("strategy", ["fsdp2", "ddp"])
+@on_ranks(2)
+def test_ranks_with_batches_of_different_kinds_follow_one_plan(rank: int, world_size: int, strategy: str) -> None:
     """In each step one rank has padding, and the other has none: only one of them fits its plan."""
     sample = {"input_ids": _ids()[:2], "labels": _ids()[:2]}
     mask = torch.ones(2, 16, dtype=torch.long)
@@ -70,13 +68,5 @@ def _masks(rank: int, world_size: int, strategy: str) -> None:
             more = {"attention_mask": mask} if step % 2 == rank else {}
             torch.manual_seed(step + 10 * rank)
             model(**sample, **more, use_cache=False).loss.backward()
-            gradients.setdefault(ac, []).extend(_grad(param) for param in model.parameters())
-    for ac in ("70%", "30%"):
-        assert all(torch.equal(a, b) for a, b in zip(gradients[ac], gradients["none"], strict=True)), ac
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("strategy", ["fsdp2", "ddp"])
-def test_ranks_with_batches_of_different_kinds_follow_one_plan(strategy: str) -> None:
-    pytest.importorskip("transformers")
-    run_ranks(2, _masks, strategy)
+            gradients.setdefault(ac, []).extend(whole(param.grad) for param in model.parameters())
+    assert_bitwise(list(gradients.values()), [gradients["none"]] * 3)

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from nemo_like import parallelize
 from nemo_like.layers import find_layers, layer_groups
 from nemo_like.options import FSDP2
+from tests.checks import gradients_of, whole
 from tests.models.adapted import k_bit, with_lora
 from tests.models.families import FAMILIES
 from tests_distributed.spawn import on_ranks
@@ -21,14 +22,9 @@ NAMES = (
 )  # fmt: skip
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     """Whole gradients by name; an unused parameter's is left out, though FSDP2 may hold zeros for it."""
-    found = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-    return {name: grad for name, grad in found.items() if grad.any()}
+    return {name: grad for name, grad in gradients_of(model).items() if grad.any()}
 
 
 def differences(model: nn.Module, reference: nn.Module) -> list[str]:

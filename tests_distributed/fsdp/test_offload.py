@@ -24,8 +24,10 @@ from nemo_like.offload import apply_offloading, offload_activations
 from nemo_like.offload.backends import Backend
 from nemo_like.options import OffloadConfig
 from nemo_like.parallelizer import apply_activation_checkpointing
+from tests.checks import assert_bitwise
 from tests.models import decoders
-from tests_distributed.spawn import on_ranks, run_ranks
+from tests.models.tiny import Block
+from tests_distributed.spawn import on_ranks
 
 ANY_SIZE: dict[str, Any] = {"min_bytes": 0, "pin_memory": False}
 
@@ -58,9 +60,9 @@ def _local_gradients(model: nn.Module) -> list[torch.Tensor]:
 
 
 def _fsdp_step(
-    rank: int, world: int, name: str, ac: str, dtype: torch.dtype | None, mode: str, microbatches: int
+    rank: int, world: int, ac: str, dtype: torch.dtype | None, mode: str, microbatches: int
 ) -> tuple[list[torch.Tensor], dict[str, Any]]:
-    model = decoders.build(name)
+    model = decoders.build("llama")
     apply_activation_checkpointing(model, ac)
     layers = [layer.module for layer in find_layers(model)]
     watching = Watching(model)
@@ -74,10 +76,8 @@ def _fsdp_step(
         model.set_requires_gradient_sync(index == microbatches - 1)
         decoders.loss_of(model, ids).backward()
     del ids
-    stats = offloader.collect().as_dict()
-    stats["weights"] = watching.weight_bytes
-    stats["gathered_seen"] = watching.gathered_seen
-    return _local_gradients(model), stats
+    seen = {"weights": watching.weight_bytes, "gathered_seen": watching.gathered_seen}
+    return _local_gradients(model), offloader.collect().as_dict() | seen
 
 
 @pytest.mark.few(2)
@@ -86,17 +86,18 @@ def _fsdp_step(
     ("ac", "mode"),
     [("none", "all"), ("none", "boundary"), ("full", "boundary"), ("selective", "saved"), ("selective", "all")],
 )
-def test_fsdp2_gradients_are_bitwise_and_no_weight_moves(ac: str, mode: str, dtype: torch.dtype | None) -> None:
-    plain = run_ranks(2, _fsdp_step, "llama", ac, dtype, "none", 1)
-    moved = run_ranks(2, _fsdp_step, "llama", ac, dtype, mode, 1)
-    for (expected, _), (actual, stats) in zip(plain, moved, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
-        assert stats["moved_bytes"] > 0 or (mode == "boundary" and ac == "none")  # bf16 norms save a cast of the input
-        assert stats["weights"] == 0
-        assert stats["host_live_bytes"] == 0
-        if mode == "all":
-            assert stats["gathered_seen"] > 0 and stats["reloads"] > 0
-            assert ac != "none" or stats["kept_bytes"]["a parameter, or a view of one"] > 0
+@on_ranks(2)
+def test_fsdp2_gradients_are_bitwise_and_no_weight_moves(
+    rank: int, world: int, ac: str, mode: str, dtype: torch.dtype | None
+) -> None:
+    expected, _ = _fsdp_step(rank, world, ac, dtype, "none", 1)
+    actual, stats = _fsdp_step(rank, world, ac, dtype, mode, 1)
+    assert_bitwise(actual, expected)
+    assert stats["moved_bytes"] > 0 or (mode == "boundary" and ac == "none")  # bf16 norms save a cast of the input
+    assert stats["weights"] == stats["host_live_bytes"] == 0
+    if mode == "all":
+        assert stats["gathered_seen"] > 0 and stats["reloads"] > 0
+        assert ac != "none" or stats["kept_bytes"]["a parameter, or a view of one"] > 0
 
 
 def _fsdp_in_a_context(rank: int, world: int, offload: bool) -> tuple[list[torch.Tensor], dict[str, Any]]:
@@ -113,11 +114,11 @@ def _fsdp_in_a_context(rank: int, world: int, offload: bool) -> tuple[list[torch
     return _local_gradients(model), offloader.collect().as_dict() | {"weights": watching.weight_bytes}
 
 
-def test_fsdp2_inside_a_context_that_knows_no_model() -> None:
-    plain = run_ranks(2, _fsdp_in_a_context, False)
-    for (expected, _), (actual, stats) in zip(plain, run_ranks(2, _fsdp_in_a_context, True), strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
-        assert stats["weights"] == 0 and stats["moved_bytes"] > 0
+@on_ranks(2)
+def test_fsdp2_inside_a_context_that_knows_no_model(rank: int, world: int) -> None:
+    (expected, _), (actual, stats) = (_fsdp_in_a_context(rank, world, moves) for moves in (False, True))
+    assert_bitwise(actual, expected)
+    assert stats["weights"] == 0 and stats["moved_bytes"] > 0
 
 
 @on_ranks(2)
@@ -138,21 +139,15 @@ def test_asynchronous_collectives_are_resolved_first(rank: int, world: int) -> N
     del gathered
     (grad,) = torch.autograd.grad(loss, weight)
     expected = torch.cat([torch.full((4, 8), float(r + 1)) for r in range(world)])
-    result = {
-        "pending": was_pending,
-        "back": torch.equal(back, expected) and type(back) is torch.Tensor,
-        "grad": torch.equal(grad, expected.t() @ torch.ones(4 * world, 8)),
-        "moved": offloader.stats.moved_bytes,
-    }
-    assert result["pending"] and result["back"] and result["grad"] and result["moved"] > 0
+    assert was_pending and type(back) is torch.Tensor and offloader.stats.moved_bytes > 0
+    assert_bitwise([back, grad], [expected, expected.t() @ torch.ones(4 * world, 8)])
 
 
-def test_fsdp2_accumulates_gradients() -> None:
-    plain = run_ranks(2, _fsdp_step, "llama", "selective", None, "none", 3)
-    moved = run_ranks(2, _fsdp_step, "llama", "selective", None, "all", 3)
-    for (expected, _), (actual, stats) in zip(plain, moved, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
-        assert stats["weights"] == 0
+@on_ranks(2)
+def test_fsdp2_accumulates_gradients(rank: int, world: int) -> None:
+    (expected, _), (actual, stats) = (_fsdp_step(rank, world, "selective", None, mode, 3) for mode in ("none", "all"))
+    assert_bitwise(actual, expected)
+    assert stats["weights"] == 0
 
 
 def _ddp(rank: int, world: int, mode: str) -> tuple[list[torch.Tensor], dict[str, Any]]:
@@ -168,26 +163,16 @@ def _ddp(rank: int, world: int, mode: str) -> tuple[list[torch.Tensor], dict[str
     return _local_gradients(model), offloader.collect().as_dict() | {"weights": watching.weight_bytes}
 
 
-def test_ddp_gradients_are_bitwise() -> None:
-    plain = run_ranks(2, _ddp, "none")
-    for (expected, _), (actual, stats) in zip(plain, run_ranks(2, _ddp, "all"), strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
-        assert stats["weights"] == 0 and stats["moved_bytes"] > 0
-
-
-class _Chain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
-        self.norm = nn.LayerNorm(16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+@on_ranks(2)
+def test_ddp_gradients_are_bitwise(rank: int, world: int) -> None:
+    (expected, _), (actual, stats) = (_ddp(rank, world, mode) for mode in ("none", "all"))
+    assert_bitwise(actual, expected)
+    assert stats["weights"] == 0 and stats["moved_bytes"] > 0
 
 
 def _tensor_parallel(rank: int, world: int, mode: str, sequence: bool) -> tuple[list[torch.Tensor], dict[str, Any]]:
     torch.manual_seed(0)
-    model = nn.Sequential(*(_Chain() for _ in range(3)))
+    model = nn.Sequential(*(Block() for _ in range(3)))
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
     for layer in model:
         plan: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -219,12 +204,12 @@ def _tensor_parallel(rank: int, world: int, mode: str, sequence: bool) -> tuple[
 @pytest.mark.few(2)
 @pytest.mark.parametrize("sequence", [False, True], ids=["tensor parallel", "sequence parallel"])
 @pytest.mark.parametrize("mode", ["boundary", "all"])
-def test_tensor_parallel_gradients_are_bitwise(mode: str, sequence: bool) -> None:
-    plain = run_ranks(2, _tensor_parallel, "none", sequence)
-    moved = run_ranks(2, _tensor_parallel, mode, sequence)
-    for (expected, _), (actual, stats) in zip(plain, moved, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
-        assert stats["moved_bytes"] > 0 and stats["host_live_bytes"] == 0
+@on_ranks(2)
+def test_tensor_parallel_gradients_are_bitwise(rank: int, world: int, mode: str, sequence: bool) -> None:
+    expected, _ = _tensor_parallel(rank, world, "none", sequence)
+    actual, stats = _tensor_parallel(rank, world, mode, sequence)
+    assert_bitwise(actual, expected)
+    assert stats["moved_bytes"] > 0 and stats["host_live_bytes"] == 0
 
 
 @on_ranks(2)

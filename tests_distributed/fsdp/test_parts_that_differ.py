@@ -21,22 +21,23 @@ from torch.func import functional_call
 from nemo_like import DDP, parallelize
 from nemo_like.distributed.gradients import set_gradient_sync
 from nemo_like.distributed.weights.materialize import materialize
+from tests.checks import whole
+from tests.models import tiny
 from tests_distributed.spawn import on_ranks
 
 Step = Callable[[nn.Module, int], Any]
 
 
-class Block(nn.Module):
+class Block(tiny.Block):
     def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+        super().__init__(8)
 
     def forward(self, x: torch.Tensor, *_: Any) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
+        return super().forward(x)
 
 
 class Net(nn.Module):
-    def __init__(self, block: type[nn.Module] = Block) -> None:
+    def __init__(self, block: Callable[[], nn.Module] = Block) -> None:
         super().__init__()
         self.inp, self.blocks = nn.Linear(8, 8), nn.ModuleList(block() for _ in range(3))
         self.heads = nn.ModuleDict({name: nn.Linear(8, 4) for name in "abc"})
@@ -74,15 +75,11 @@ def batch(step: int = 0) -> torch.Tensor:
     return torch.rand(4, 8, generator=torch.Generator().manual_seed(step + 10 * dist.get_rank()))
 
 
-def whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def gradients(model: nn.Module, mean: bool = False) -> dict[str, torch.Tensor | None]:
     """By name; `mean` over ranks, where None stays None if no rank has one."""
     found: dict[str, torch.Tensor | None] = {}
     for name, parameter in model.named_parameters():
-        grad = whole(parameter.grad)
+        grad = None if parameter.grad is None else whole(parameter.grad)
         if mean:
             used = torch.tensor(float(grad is not None))
             dist.all_reduce(used)
@@ -103,11 +100,16 @@ def assert_equal(
         assert want is None or (got - want).norm() <= rtol * want.norm(), name
 
 
-def train(build: Callable[[], nn.Module], step: Step, ac: str, rtol: float = 0.0, **options: Any) -> None:
+def both(build: Callable[[], nn.Module], **options: Any) -> tuple[Any, Any]:
+    """The original model, and the parallelized one with the same weights."""
     torch.manual_seed(0)
     original = build()
     torch.manual_seed(0)
-    model = parallelize(build(), ac=ac, **options)
+    return original, parallelize(build(), **options)
+
+
+def train(build: Callable[[], nn.Module], step: Step, ac: str, rtol: float = 0.0, **options: Any) -> None:
+    original, model = both(build, ac=ac, **options)
     for number in range(2):
         for each in (original, model):
             each.zero_grad()
@@ -133,10 +135,7 @@ def test_ranks_use_different_parameters_of_a_unit(
 @pytest.mark.parametrize("precision", [None, "bf16"])
 @on_ranks(2)
 def test_tasks_take_turns_in_the_micro_batches_of_a_step(rank: int, world: int, precision: str | None) -> None:
-    torch.manual_seed(0)
-    model = parallelize(Net(Adapted), ac="none", precision=precision)
-    torch.manual_seed(0)
-    original = Net(Adapted)
+    original, model = both(lambda: Net(Adapted), ac="none", precision=precision)
     for number, task in enumerate(("ab"[rank], "ba"[rank])):
         set_gradient_sync(model, number == 1)
         model(batch(number), task).float().square().mean().backward()
@@ -489,10 +488,7 @@ def test_a_loss_of_a_feature_inside_of_a_layer(rank: int, world: int, ac: str) -
 
 @on_ranks(2)
 def test_a_layer_is_called_before_the_model(rank: int, world: int) -> None:
-    torch.manual_seed(0)
-    original = Net()
-    torch.manual_seed(0)
-    model = parallelize(Net(), ac="full")
+    original, model = both(Net, ac="full")
     with torch.no_grad():
         assert torch.equal(model.blocks[1](batch()), original.blocks[1](batch()))
     for each in (original, model):
@@ -504,17 +500,12 @@ def test_a_layer_is_called_before_the_model(rank: int, world: int) -> None:
 @on_ranks(2)
 def test_encoder_decoders_generate_between_steps(rank: int, world: int, kind: str) -> None:
     shared = dict(vocab_size=32, d_model=16, decoder_start_token_id=0, forced_eos_token_id=None)
-    torch.manual_seed(0)
     if kind == "t5":
         config: Any = transformers.T5Config(d_kv=8, d_ff=16, num_layers=2, num_heads=2, **shared)
     else:
         sizes = {f"{side}_{name}": 2 for side in ("encoder", "decoder") for name in ("layers", "attention_heads")}
         config = transformers.BartConfig(encoder_ffn_dim=16, decoder_ffn_dim=16, **sizes, **shared)
-    build = transformers.AutoModelForSeq2SeqLM.from_config
-    torch.manual_seed(0)
-    original = build(config).eval()
-    torch.manual_seed(0)
-    model = parallelize(build(config).eval(), ac="full")
+    original, model = both(lambda: transformers.AutoModelForSeq2SeqLM.from_config(config).eval(), ac="full")
     ids = torch.arange(3, 9)[None] + rank
     for _ in range(2):
         wanted = original.generate(ids, max_new_tokens=4, do_sample=False)
@@ -546,10 +537,7 @@ class Spectral(Block):
 
 @on_ranks(2)
 def test_bfloat16_with_complex_weights_and_layers_that_return_float32(rank: int, world: int) -> None:
-    torch.manual_seed(0)
-    original = Net(Spectral)
-    torch.manual_seed(0)
-    model = parallelize(Net(Spectral), ac="full", precision="bf16")
+    original, model = both(lambda: Net(Spectral), ac="full", precision="bf16")
     for each in (original, model):
         each(batch()).float().square().mean().backward()
     ours, wanted = gradients(model), gradients(original, mean=True)
@@ -561,21 +549,15 @@ def test_bfloat16_with_complex_weights_and_layers_that_return_float32(rank: int,
 
 
 class Recurrent(nn.Module):
-    kind: Any = nn.LSTM
-
-    def __init__(self) -> None:
+    def __init__(self, kind: Any) -> None:
         super().__init__()
-        self.rnn = self.kind(8, 8, batch_first=True)
+        self.rnn = kind(8, 8, batch_first=True)
 
     def forward(self, x: torch.Tensor, *_: Any) -> torch.Tensor:
         return x + self.rnn(x[None])[0][0]
 
 
-class Gated(Recurrent):
-    kind = nn.GRU
-
-
-@pytest.mark.parametrize("block", [Recurrent, Gated])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 @on_ranks(2)
-def test_recurrent_layers_under_sequential(rank: int, world: int, block: type[nn.Module]) -> None:
-    train(lambda: Net(block), lambda m, n: m(batch(n)).square().mean().backward(), "sequential")
+def test_recurrent_layers_under_sequential(rank: int, world: int, kind: type[nn.Module]) -> None:
+    train(lambda: Net(lambda: Recurrent(kind)), lambda m, n: m(batch(n)).square().mean().backward(), "sequential")

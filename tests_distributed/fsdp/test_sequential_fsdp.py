@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from nemo_like import parallelize
 from nemo_like.activation_checkpointing import apply_specs
 from nemo_like.activation_checkpointing.spec import segments_of
+from tests.checks import assert_bitwise, gradients_of
 from tests_distributed.spawn import on_ranks
 
 
@@ -50,7 +51,7 @@ def _train(model: nn.Module, reshard: bool, low_precision: bool, rank: int) -> d
     torch.manual_seed(rank)
     for _ in range(2):  # the second step runs with the unit order that the first one recorded
         model(torch.randn(4, 16)).square().mean().backward()
-    return {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+    return gradients_of(model)
 
 
 @pytest.mark.compat
@@ -68,9 +69,7 @@ def test_segments_over_fsdp2_give_bitwise_gradients(
     wanted = _train(plain, reshard, low_precision, rank)
     got = _train(segmented, reshard, low_precision, rank)
     dist.barrier()
-    assert wanted.keys() == got.keys()
-    different = [name for name in wanted if not torch.equal(wanted[name], got[name])]
-    assert not different, different
+    assert_bitwise(got, wanted)
     assert len(wanted) == 4 * 6 + 2
 
 
@@ -84,10 +83,6 @@ def test_the_front_door_makes_segments_too(rank: int, world_size: int, strategy:
         torch.manual_seed(rank)
         for _ in range(2):
             model(torch.randn(4, 16)).square().mean().backward()
-        found = {name: parameter.grad for name, parameter in model.named_parameters()}
-        gradients.append({name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in found.items()})
-    wanted = gradients[0]
-    for got in gradients[1:]:
-        assert wanted.keys() == got.keys()
-        assert all(torch.equal(wanted[name], got[name]) for name in wanted)
-    assert len(wanted) == 4 * 6 + 2
+        gradients.append(gradients_of(model))
+    assert_bitwise(gradients, [gradients[0]] * 4)
+    assert len(gradients[0]) == 4 * 6 + 2

@@ -16,7 +16,7 @@ from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from nemo_like.distributed.mesh import build_mesh
 from nemo_like.distributed.shard import shard_layers
 from nemo_like.options import FSDP2
-from tests.checks import gradients_of, whole
+from tests.checks import assert_bitwise, gradients_of, whole
 from tests.models.tiny import Decoder, llama, tokens
 from tests_distributed.counting import CountCollectives
 from tests_distributed.spawn import on_ranks, run_ranks
@@ -52,7 +52,24 @@ def _same(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: floa
 # ------------------------------------------------------------------------------------------------------ units and order
 
 
-def _units(rank: int, world_size: int, which: str) -> list[tuple[str, str, int]]:
+@pytest.mark.parametrize(
+    ("which", "expected"),
+    [
+        ("decoder", [*((f"layers.{i}", "layer", 6) for i in range(3)), ("norm+head", "tail", 3), ("", "root", 1)]),
+        ("wrapped", [*((f"layers.{i}", "layer", 6) for i in range(3)), ("norm+head", "tail", 3), ("", "root", 1)]),
+        (
+            "llama",
+            [
+                *((f"model.layers.{i}", "layer", 9) for i in range(3)),
+                ("model.norm+lm_head", "tail", 2),
+                ("", "root", 1),
+            ],
+        ),
+        ("tied llama", [*((f"model.layers.{i}", "layer", 9) for i in range(3)), ("", "root", 2)]),
+    ],
+)
+@on_ranks(2)
+def test_layers_then_tail_then_root(rank: int, world_size: int, which: str, expected: list) -> None:
     if which == "decoder":
         model, layers = (m := _decoder()), m.layers
     elif which == "wrapped":
@@ -70,27 +87,7 @@ def _units(rank: int, world_size: int, which: str) -> list[tuple[str, str, int]]
             assert isinstance(unit.modules[0], CheckpointWrapper)
             assert not isinstance(unit.modules[0]._checkpoint_wrapped_module, FSDPModule)
     assert all(isinstance(param, DTensor) for param in model.parameters())
-    return [(unit.name, unit.kind, len(unit.params)) for unit in plan.units]
-
-
-@pytest.mark.parametrize(
-    ("which", "expected"),
-    [
-        ("decoder", [*((f"layers.{i}", "layer", 6) for i in range(3)), ("norm+head", "tail", 3), ("", "root", 1)]),
-        ("wrapped", [*((f"layers.{i}", "layer", 6) for i in range(3)), ("norm+head", "tail", 3), ("", "root", 1)]),
-        (
-            "llama",
-            [
-                *((f"model.layers.{i}", "layer", 9) for i in range(3)),
-                ("model.norm+lm_head", "tail", 2),
-                ("", "root", 1),
-            ],
-        ),
-        ("tied llama", [*((f"model.layers.{i}", "layer", 9) for i in range(3)), ("", "root", 2)]),
-    ],
-)
-def test_layers_then_tail_then_root(which: str, expected: list) -> None:
-    assert run_ranks(2, _units, which)[0] == expected
+    assert [(unit.name, unit.kind, len(unit.params)) for unit in plan.units] == expected
 
 
 # ------------------------------------------------------------------------------------------------ equal to one device
@@ -154,21 +151,6 @@ def test_collectives_of_a_step(how: str, asked: Any, backward: int) -> None:
     assert run_ranks(world_size, _step_counts, how, asked) == [(5, backward, 5)] * world_size
 
 
-def _gathered_at(rank: int, world_size: int, depth: int) -> tuple[list[int], list[int]]:
-    model = _decoder(layers=4)
-    shard_layers(
-        model, list(model.layers), build_mesh(), options=FSDP2(forward_prefetch=depth, backward_prefetch=depth)
-    )
-    model(tokens()).backward()
-    with CountCollectives() as counter:
-        at: tuple[list[int], list[int]] = ([], [])
-        for layer in model.layers:
-            layer.up.register_forward_pre_hook(lambda *_: at[0].append(counter.gathers))
-            layer.up.register_full_backward_hook(lambda *_: at[1].append(counter.gathers))
-        model(tokens()).backward()
-    return at
-
-
 @pytest.mark.parametrize(
     ("depth", "forward", "backward"),
     [
@@ -180,8 +162,20 @@ def _gathered_at(rank: int, world_size: int, depth: int) -> tuple[list[int], lis
         (9, [6, 6, 6, 6], [9, 9, 9, 9]),
     ],
 )
-def test_prefetch_depths(depth: int, forward: list[int], backward: list[int]) -> None:
-    assert run_ranks(2, _gathered_at, depth) == [(forward, backward)] * 2
+@on_ranks(2)
+def test_prefetch_depths(rank: int, world_size: int, depth: int, forward: list[int], backward: list[int]) -> None:
+    model = _decoder(layers=4)
+    shard_layers(
+        model, list(model.layers), build_mesh(), options=FSDP2(forward_prefetch=depth, backward_prefetch=depth)
+    )
+    model(tokens()).backward()
+    with CountCollectives() as counter:
+        at: tuple[list[int], list[int]] = ([], [])
+        for layer in model.layers:
+            layer.up.register_forward_pre_hook(lambda *_: at[0].append(counter.gathers))
+            layer.up.register_full_backward_hook(lambda *_: at[1].append(counter.gathers))
+        model(tokens()).backward()
+    assert at == (forward, backward)
 
 
 # ---------------------------------------------------------------------------------------- mixed precision (4 and 22)
@@ -197,9 +191,7 @@ def test_replay_sees_the_inputs_that_fsdp_cast(rank: int, world_size: int) -> No
         shard_layers(model, list(model.layers), build_mesh(), mp_policy=BF16)
         model(tokens()).backward()
         found[how] = gradients_of(model)
-    for how, gradient in found.items():
-        for name, expected in found["none"].items():
-            assert torch.equal(gradient[name], expected), (how, name)
+    assert_bitwise(list(found.values()), [found["none"]] * len(found))
 
 
 @on_ranks(2)
@@ -234,7 +226,22 @@ class _Shared(Decoder):
             self.layers[1].lookup.weight = self.head.weight
 
 
-def _shared(rank: int, world_size: int, what: str, how: str) -> list[str]:
+@pytest.mark.few(5)
+@pytest.mark.parametrize("how", ["none", "full"])
+@pytest.mark.parametrize(
+    ("what", "units"),
+    [
+        ("head", ["layers.0", "layers.1", "layers.2", ""]),
+        ("layers", ["", "norm+head", "layers.0", "layers.1", "layers.2"]),
+        ("loop", ["layers.0", "layers.1", "norm+head", ""]),
+        ("embedding in a layer", ["layers.0", "layers.1", "layers.2", "norm+head", ""]),
+        ("head in a layer", ["layers.0", "layers.1", "layers.2", ""]),
+    ],
+)
+@on_ranks(2)
+def test_a_shared_parameter_is_in_one_group_and_trains(
+    rank: int, world_size: int, what: str, units: list[str], how: str
+) -> None:
     ids = tokens()
     torch.manual_seed(0)
     single = _Shared(what)
@@ -257,29 +264,15 @@ def _shared(rank: int, world_size: int, what: str, how: str) -> list[str]:
     for (name, expected), (_, param) in zip(single.named_parameters(), model.named_parameters()):
         # The same batch on every rank; a looped block's two gradients are averaged over ranks one by one.
         torch.testing.assert_close(whole(param), expected, rtol=1e-5, atol=1e-6, msg=name)
-    return [unit.name for unit in plan.units]
-
-
-@pytest.mark.few(5)
-@pytest.mark.parametrize("how", ["none", "full"])
-@pytest.mark.parametrize(
-    ("what", "units"),
-    [
-        ("head", ["layers.0", "layers.1", "layers.2", ""]),
-        ("layers", ["", "norm+head", "layers.0", "layers.1", "layers.2"]),
-        ("loop", ["layers.0", "layers.1", "norm+head", ""]),
-        ("embedding in a layer", ["layers.0", "layers.1", "layers.2", "norm+head", ""]),
-        ("head in a layer", ["layers.0", "layers.1", "layers.2", ""]),
-    ],
-)
-def test_a_shared_parameter_is_in_one_group_and_trains(what: str, units: list[str], how: str) -> None:
-    assert run_ranks(2, _shared, what, how) == [units] * 2
+    assert [unit.name for unit in plan.units] == units
 
 
 # ------------------------------------------------------------------------------------------------ storage dtypes (14)
 
 
-def _mixed(rank: int, world_size: int, how: str) -> list[tuple[str, str]]:
+@pytest.mark.parametrize("how", ["none", "torch", "full", "selective"])
+@on_ranks(2)
+def test_a_unit_of_two_storage_dtypes_is_split(rank: int, world_size: int, how: str) -> None:
     def make() -> Decoder:
         model = _decoder().to(torch.bfloat16)
         for layer in model.layers:
@@ -297,14 +290,9 @@ def _mixed(rank: int, world_size: int, how: str) -> list[tuple[str, str]]:
     for _ in range(2):  # the second adds to the first: fresh and accumulated gradients
         single(tokens()).backward()
         model(tokens()).backward()
-    _same(gradients_of(model), gradients_of(single), tolerance=0.0)  # equal batches: the mean of equal halves is exact
-    return [(unit.kind, unit.name) for unit in plan.units if unit.kind in ("dtype", "tail")]
-
-
-@pytest.mark.parametrize("how", ["none", "torch", "full", "selective"])
-def test_a_unit_of_two_storage_dtypes_is_split(how: str) -> None:
+    assert_bitwise(gradients_of(model), gradients_of(single))  # equal batches: the mean of equal halves is exact
     expected = [("tail", "head"), *(("dtype", f"layers.{i}.norm") for i in range(3)), ("dtype", "norm")]
-    assert run_ranks(2, _mixed, how) == [expected] * 2
+    assert [(unit.kind, unit.name) for unit in plan.units if unit.kind in ("dtype", "tail")] == expected
 
 
 def _direct_parameter(rank: int, world_size: int, where: str) -> list[str]:

@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 from nemo_like import parallelize
 from nemo_like.distributed import clip_grad_norm_
 from nemo_like.options import FSDP2, MemoryBudget
-from tests_distributed.spawn import on_ranks, run_ranks
+from tests.checks import assert_bitwise, gradients_of
+from tests_distributed.spawn import on_ranks
 
 DIM, VOCAB, EXPERTS = 16, 32, 4
 MODES = ("none", "full", "selective", "submodule", "sequential")
@@ -100,13 +101,21 @@ SHARDED: dict[str, Callable[[Model], list[nn.Module]]] = {
 }
 
 
-def _gradients(model: nn.Module) -> dict[str, Tensor]:
-    clean = lambda name: name.replace("_checkpoint_wrapped_module.", "")  # noqa: E731
-    grads = {clean(name): p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in grads.items()}
-
-
-def _trains(rank: int, world_size: int, which: str, mode: str) -> None:
+@pytest.mark.parametrize(
+    ("which", "mode"),
+    [
+        *(("experts", mode) for mode in MODES[:3]),
+        ("experts, gathered", "selective"),
+        ("a layer", "selective"),
+        ("head", "selective"),
+        *(pytest.param("experts", mode, marks=pytest.mark.long) for mode in MODES[3:]),
+        *(pytest.param("frozen tower", mode, marks=pytest.mark.long) for mode in MODES),
+    ],
+)
+@on_ranks(2)
+def test_what_the_caller_sharded_stays_and_trains_as_on_one_rank(
+    rank: int, world_size: int, which: str, mode: str
+) -> None:
     reference = _built()
     if which == "frozen tower":
         reference.tower.requires_grad_(False)
@@ -127,7 +136,7 @@ def _trains(rank: int, world_size: int, which: str, mode: str) -> None:
         mean = loss.detach().clone()
         torch.distributed.all_reduce(mean)
         torch.testing.assert_close(mean / world_size, expected_loss.detach(), rtol=1e-5, atol=0)
-        found, wanted = _gradients(model), _gradients(reference)
+        found, wanted = gradients_of(model), gradients_of(reference)
         assert found.keys() == wanted.keys()
         for name, gradient in wanted.items():
             error = (found[name] - gradient).norm() / gradient.norm().clamp_min(1e-12)
@@ -140,18 +149,6 @@ def _trains(rank: int, world_size: int, which: str, mode: str) -> None:
         model(ids.chunk(2)[rank])
 
 
-@pytest.mark.few(3)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("which", ["experts", "frozen tower"])
-def test_what_the_caller_sharded_stays_and_trains_as_on_one_rank(which: str, mode: str) -> None:
-    run_ranks(2, _trains, which, mode)
-
-
-@pytest.mark.parametrize("which", ["experts, gathered", "a layer", "head"])
-def test_other_parts_that_the_caller_sharded(which: str) -> None:
-    run_ranks(2, _trains, which, "selective")
-
-
 @on_ranks(2)
 def test_every_mode_is_bitwise_no_checkpointing(rank: int, world_size: int) -> None:
     expected: dict[str, Tensor] = {}
@@ -161,10 +158,9 @@ def test_every_mode_is_bitwise_no_checkpointing(rank: int, world_size: int) -> N
         parallelize(model, ac=mode, device="cpu")
         torch.manual_seed(7 + rank)
         model(_ids().chunk(2)[rank]).backward()
-        found = _gradients(model)
+        found = gradients_of(model)
         expected = expected or found
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], gradient) for name, gradient in expected.items()), mode
+        assert_bitwise(found, expected, mode)
 
 
 @on_ranks(2)

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 
 from nemo_like import DDP, parallelize
 from nemo_like.distributed import with_unused_sample
+from tests.checks import gradients_of, step
 from tests.models.families import FAMILIES
-from tests_distributed.spawn import run_ranks
+from tests_distributed.spawn import on_ranks
 
 TEXT = 12  # tokens of text behind each image in `families.with_image`
 UNUSED = DDP(find_unused_parameters=True)  # CLIP's last norm, in LLaVA
@@ -32,38 +32,26 @@ def _batches(name: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
     return with_images, {"input_ids": text, "labels": text.clone()}, blank
 
 
-def _gradients(
-    rank: int, world_size: int, name: str, ac: str, strategy: str | DDP
-) -> tuple[float, dict[str, torch.Tensor]]:
-    with_images, text, blank = _batches(name)
-    mine = with_images if rank == 0 else with_unused_sample(text, blank)
-    model = parallelize(FAMILIES[name].build().eval(), strategy, ac)
-    loss = model(**mine).loss
-    loss.backward()
-    bare = model.module if isinstance(strategy, DDP) else model
-    return loss.item(), {
-        n: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
-        for n, p in bare.named_parameters()
-        if p.grad is not None
-    }
-
-
 @pytest.mark.few(2)
 @pytest.mark.parametrize(("ac", "strategy"), [("none", "fsdp2"), ("full", "fsdp2"), ("selective", UNUSED)])
 @pytest.mark.parametrize("name", ["llava", "qwen2_vl", "smolvlm"])
-def test_gradients_are_those_of_the_union_on_one_rank(name: str, ac: str, strategy: str | DDP) -> None:
-    with_images, text, _ = _batches(name)
+@on_ranks(2, timeout=150)
+def test_gradients_are_those_of_the_union_on_one_rank(
+    rank: int, world_size: int, name: str, ac: str, strategy: str | DDP
+) -> None:
+    with_images, text, blank = _batches(name)
     reference = FAMILIES[name].build().eval()
     losses = [reference(**with_images).loss, reference(**text).loss]
     (sum(losses) / 2).backward()  # type: ignore[union-attr]
-    results = run_ranks(2, _gradients, name, ac, strategy, timeout=150)
-    trained = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
+    trained = gradients_of(reference)
     assert any("vision" in n or "visual" in n for n in trained)
-    for (loss, gradients), expected in zip(results, losses, strict=True):
-        assert loss == pytest.approx(expected.item(), rel=1e-6)
-        for parameter, grad in trained.items():
-            # One rank adds two losses before it divides, two ranks divide each: the last bits may differ.
-            torch.testing.assert_close(gradients[parameter], grad, rtol=1e-4, atol=1e-6)
+    model = parallelize(FAMILIES[name].build().eval(), strategy, ac)
+    found = step(model, **(with_images if rank == 0 else with_unused_sample(text, blank)))
+    assert found["loss"].item() == pytest.approx(losses[rank].item(), rel=1e-6)
+    for parameter, grad in trained.items():
+        mine = found[f"module.{parameter}" if isinstance(strategy, DDP) else parameter]
+        # One rank adds two losses before it divides, two ranks divide each: the last bits may differ.
+        torch.testing.assert_close(mine, grad, rtol=1e-4, atol=1e-6)
 
 
 def test_what_is_appended_where() -> None:

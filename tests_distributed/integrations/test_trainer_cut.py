@@ -10,7 +10,7 @@ import torch
 from tests.models import decoders
 from tests_distributed.spawn import run_ranks
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
 
 STEPS = 12
@@ -30,7 +30,6 @@ class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
 
 
 def _curve(rank: int, world_size: int, folder: str, cp: int, loss: str) -> list[float]:
-    import transformers
 
     from nemo_like.integrations.transformers import CheckpointingMixin
 

@@ -11,7 +11,7 @@ import torch
 from tests.models import decoders
 from tests_distributed.spawn import run_ranks
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
 
 STEPS = 50
@@ -31,7 +31,6 @@ class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
 
 
 def _curves(rank: int, world_size: int, folder: str) -> dict[str, list[float]]:
-    import transformers
 
     from nemo_like.integrations.transformers import CheckpointingMixin
     from nemo_like.options import ChunkedLoss

@@ -36,7 +36,7 @@ from tests_distributed.allocated import loop_peak_bytes, pipeline_peak_bytes
 from tests_distributed.planning.peak_families import SEQ, build, tokens
 from tests_distributed.spawn import run_ranks
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 FULLEST = ExpertParallel(2, imbalance=2.0)
 """All rows of `build`'s models go to the experts of one rank, which is the one that a dry run stands for."""
@@ -101,10 +101,13 @@ MORE_ON_TWO: tuple[Cell, ...] = (
     ("qwen3", "40%", {"tp": 2, "precision": "bf16"}, 1),
     ("olmo3", "none", {"tp": 2}, 1),  # splits the input of a linear
     ("deepseek_v2", "full", {"ep": FULLEST}, 1),  # rows that come back by index
+    ("mixtral", "60%", {"ep": FULLEST}, 1),  # keeps the exchanged rows
+    ("mixtral", "30%", {"ep": FULLEST}, 1),  # sends them again
 )
 ON_FOUR: tuple[Cell, ...] = (
     ("llama", "selective", {"tp": 2}, 1),
     ("qwen3_moe", "none", {"tp": 2, "ep": FULLEST}, 1),
+    ("mixtral", "60%", {"tp": 2, "ep": FULLEST}, 1),
     ("helium", "full", {"dp_replicate": 2, "cp": 2}, 1),
     ("llama", "50%", {"pp": STAGES}, 1),
     ("qwen3", "40%", {"tp": 2, "precision": "bf16"}, 1),
@@ -260,7 +263,6 @@ def test_few_layers_say_what_all_of_them_take(family: str, layers: int, asked: d
 @pytest.mark.long
 def test_layers_that_are_left_out_are_shared_by_copies_of_the_model() -> None:
     # They hold fake tensors, which parallelize's trial of tp copied with the model: memory that was freed twice.
-    import transformers
 
     config = transformers.LlamaConfig(
         vocab_size=384, hidden_size=64, intermediate_size=160, num_hidden_layers=8, num_attention_heads=8,

@@ -58,7 +58,7 @@ def _run(rank, world_size, config, data, asked):
     pasted = model.step(input_ids=whole, labels=whole) if staged else model(input_ids=ids, labels=ids).loss
     command, out = recipe(report, best), Path(data).parent / "run.json"
     begin, words = re.split(r"-m nemo_like\.recipes\.pretrain ", command)
-    more = ["--data", data, "--steps", "2", "--device", "cpu", "--plain", "--eval-samples", "0", "--json", str(out)]
+    more = ["--data", data, "--steps", "2", "--device", "cpu", "--eval-samples", "0", "--json", str(out)]
     assert pretrain.main([*shlex.split(words), *more]) == 0, command
     assert (begin == "python ") == (world_size == 1) and f"--batch-size {best.layout.sequences}" in words
     return command, float(pasted.detach()), json.loads(out.read_text())["losses"] if rank == 0 else None

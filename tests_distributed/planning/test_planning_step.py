@@ -18,16 +18,14 @@ from nemo_like.planning.query import PlanQuery
 from tests_distributed.allocated import step_peak_bytes
 from tests_distributed.spawn import run_ranks
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 VOCAB = 512
 
 
 def _model(layers: int, vocabulary: int = VOCAB) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(
-        LlamaConfig(
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
             hidden_size=48, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=4,
             num_key_value_heads=2, vocab_size=vocabulary, max_position_embeddings=64, use_cache=False,
         )

@@ -39,7 +39,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     make_model(folder / "model", max_position_embeddings=2048)
     write_lines(folder / "data.jsonl", questions())
     line = f"--model {folder / 'model'} --data {folder / 'data.jsonl'} --steps 4 --batch-size 4 --seq-len 32 --save-every 2"
-    line += " --eval-samples 0 --warmup-steps 1 --lr 1e-2 --device cpu --plain --precision float32 --sync-save"
+    line += " --eval-samples 0 --warmup-steps 1 --lr 1e-2 --device cpu --precision float32 --sync-save"
     return line.split()
 
 
@@ -196,7 +196,7 @@ def test_pretraining_within_a_budget_says_what_to_change_too(tmp_path: Path) -> 
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"max_position_embeddings": 2048}))
     (tmp_path / "text.txt").write_text("and what is that? " * 8000)
     line = f"--model {tmp_path / 'config.json'} --data {tmp_path / 'text.txt'} --batch-size 32 --seq-len 2048 --steps 2"
-    line += f" --eval-samples 0 --device cpu --plain --ac 50% --checkpoint-dir {tmp_path / 'saved'}"
+    line += f" --eval-samples 0 --device cpu --ac 50% --checkpoint-dir {tmp_path / 'saved'}"
     ((code, said),) = run_ranks(1, _without_memory, line.split(), True, init_group=False, timeout=200)
     assert code == 2 and "Memory ran out:" in said and not list((tmp_path / "saved").glob("step-*"))
     for way in ("--ac full", "--ac 25%", "--loss chunked", "--grad-accum 2", "--precision bf16"):

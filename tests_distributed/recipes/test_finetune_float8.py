@@ -26,7 +26,7 @@ def line(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("job")
     make_model(folder / "model", hidden_size=64, intermediate_size=128)
     write_lines(folder / "data.jsonl", questions(20))
-    text = f"--model {folder / 'model'} --data {folder / 'data.jsonl'} --steps 4 --batch-size 4 --seq-len 32 --plain"
+    text = f"--model {folder / 'model'} --data {folder / 'data.jsonl'} --steps 4 --batch-size 4 --seq-len 32"
     return f"{text} --eval-samples 0 --warmup-steps 1 --lr 1e-2 --device cpu --sync-save --save-every 2".split()
 
 

@@ -26,7 +26,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     make_model(folder / "model", **WIDTHS)
     write_lines(folder / "data.jsonl", questions(20))
     line = f"--model {folder / 'model'} --data {folder / 'data.jsonl'} --steps 4 --batch-size 4 --seq-len 32 --qlora"
-    line += " --lora-rank 4 --eval-samples 0 --warmup-steps 1 --lr 1e-2 --device cpu --plain --precision float32"
+    line += " --lora-rank 4 --eval-samples 0 --warmup-steps 1 --lr 1e-2 --device cpu --precision float32"
     return line.split()
 
 

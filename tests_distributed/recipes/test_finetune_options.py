@@ -31,7 +31,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-COMMON = "--steps 3 --batch-size 4 --seq-len 32 --log-every 1 --warmup-steps 1 --lr 1e-2 --device cpu --plain"
+COMMON = "--steps 3 --batch-size 4 --seq-len 32 --log-every 1 --warmup-steps 1 --lr 1e-2 --device cpu"
 COMMON += " --precision float32 --eval-samples 0 --sync-save --save-every 9"
 
 

@@ -126,7 +126,7 @@ def test_fifty_steps_in_chunks_are_those_of_whole_logits(base: list[str], tmp_pa
 @pytest.mark.long
 def test_fifty_steps_of_the_default_job_beat_byte_frequencies(tmp_path: Path):
     """The README's command, a quarter of it: real text, two ranks, every default."""
-    run = run_job(2, ["--steps", "50", "--eval-every", "0", "--plain"], tmp_path / "run.json")
+    run = run_job(2, ["--steps", "50", "--eval-every", "0"], tmp_path / "run.json")
     assert run["losses"][-1] < run["losses"][0] - 2
     assert run["eval_losses"][-1]["loss"] < run["unigram_entropy"] - 0.2
 
@@ -352,7 +352,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     text = "".join(f"{i} bottles of beer on the wall, {i} bottles of beer.\n" for i in range(400, 0, -1))
     (folder / "text.txt").write_text(text)
     line = "--seq-len 16 --batch-size 8 --grad-accum 2 --steps 6 --log-every 3 --eval-samples 8"
-    line += f" --eval-every 0 --warmup-steps 2 --data {folder / 'text.txt'} --model mixtral-tiny --device cpu --plain"
+    line += f" --eval-every 0 --warmup-steps 2 --data {folder / 'text.txt'} --model mixtral-tiny --device cpu"
     return line.split()
 
 

@@ -37,13 +37,13 @@ def test_from_text_to_answers(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"hidden_size": 64, "intermediate_size": 128}))
     line = f"--model {tmp_path / 'config.json'} --data {tmp_path / 'text.txt'} --tokenizer bpe --vocab-size 400"
     line += " --steps 150 --seq-len 32 --batch-size 16 --lr 5e-3 --ac none --eval-every 0 --eval-samples 8"
-    line += f" --device cpu --plain --export {tmp_path / 'base'}"
+    line += f" --device cpu --export {tmp_path / 'base'}"
     run = run_job(2, line.split(), tmp_path / "pretrained.json")
     assert run["eval_losses"][-1]["loss"] < run["unigram_entropy"] - 0.2, "it learned more than how frequent tokens are"
 
     write_lines(tmp_path / "data.jsonl", samples)
     line = f"--model {tmp_path / 'base'} --data {tmp_path / 'data.jsonl'} --output {tmp_path / 'tuned'} --lora --merge"
-    line += " --batch-size 8 --seq-len 48 --steps 40 --lr 1e-2 --pack --eval-every 20 --eval-samples 32 --device cpu --plain"
+    line += " --batch-size 8 --seq-len 48 --steps 40 --lr 1e-2 --pack --eval-every 20 --eval-samples 32 --device cpu"
     run = run_finetune(2, line.split(), tmp_path / "tuned.json")
     assert run["eval_losses"][-1]["loss"] < run["base_eval_loss"] - 0.2
 

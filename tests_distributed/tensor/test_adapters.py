@@ -15,8 +15,9 @@ from nemo_like import parallelize
 from nemo_like.distributed import get_model_state
 from nemo_like.distributed.tensor.apply import apply_tensor_parallel
 from nemo_like.options import TensorParallel
+from tests.checks import assert_bitwise, gradients_of
 from tests_distributed.spawn import on_ranks, run_ranks
-from tests_distributed.tensor.test_tensor_parallel import assert_same_step, batch, build, grads_of, loss_of
+from tests_distributed.tensor.test_tensor_parallel import assert_same_step, batch, build, loss_of
 
 peft = pytest.importorskip("peft")
 
@@ -124,11 +125,10 @@ def test_checkpointing_changes_no_bit(rank: int, world_size: int, sequence_paral
         model = split(adapted(lora_dropout=0.2), sequence_parallel, ac=ac)
         torch.manual_seed(5)
         loss_of(model, batch()).backward()
-        found = grads_of(model)
+        found = gradients_of(model)
         assert found and all("lora_" in name for name in found), "frozen weights have no gradients"
         wanted = wanted or found
-        assert found.keys() == wanted.keys()
-        assert all(torch.equal(found[name], grad) for name, grad in wanted.items()), ac
+        assert_bitwise(found, wanted, ac)
 
 
 @pytest.mark.few(1)
@@ -164,10 +164,8 @@ def _saved(rank: int, world_size: int, folder: str) -> None:
 
 def test_adapters_are_saved_whole(tmp_path: Path) -> None:
     run_ranks(2, _saved, str(tmp_path))
-    loaded = peft.PeftModel.from_pretrained(build("llama").double(), tmp_path).state_dict()
-    wanted = adapted().state_dict()
-    assert loaded.keys() == wanted.keys()
-    assert all(torch.equal(loaded[name], value) for name, value in wanted.items())
+    loaded = peft.PeftModel.from_pretrained(build("llama").double(), tmp_path)
+    assert_bitwise(loaded.state_dict(), adapted().state_dict())
 
 
 @on_ranks(2)
@@ -236,8 +234,7 @@ def test_what_cannot_be_cut_is_refused_and_left_untouched(rank: int, world_size:
         model, before = made(), made()
         with pytest.raises(ValueError, match=message):
             apply_tensor_parallel(model, mesh, plan, **options)
-        state, wanted = model.state_dict(), before.state_dict()
-        assert state.keys() == wanted.keys() and all(torch.equal(state[name], wanted[name]) for name in wanted), message
+        assert_bitwise(model.state_dict(), before.state_dict(), message)
         assert not any(isinstance(parameter, DTensor) for parameter in model.parameters()), message
         assert not any("forward" in vars(module) for module in model.modules()), message
         assert torch.equal(model(batch()).logits, before(batch()).logits), message

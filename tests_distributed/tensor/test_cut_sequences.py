@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 from nemo_like import parallelize
 from nemo_like.options import TensorParallel
+from tests.checks import assert_bitwise, step
 from tests.models import decoders, expert_families
 from tests.surveys.tiny_models import build_tiny
 from tests_distributed.spawn import on_ranks
@@ -47,47 +47,44 @@ def _build(name: str) -> nn.Module:
     return model.eval()  # ranks would draw dropout for their own parts
 
 
-def _step(model: nn.Module) -> tuple[float, dict[str, Tensor]]:
+def _step(model: nn.Module) -> dict[str, Tensor]:
     ids = decoders.batch(2, 12, seed=2) % 60 + 3
-    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-    loss.backward()
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return loss.item(), {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in gradients.items()}
+    return step(model, input_ids=ids, labels=ids, use_cache=False)
+
+
+def _close(found: dict[str, Tensor], wanted: dict[str, Tensor], where: object = "") -> None:
+    """Sums over ranks round differently from one sum; a gradient that is zero but for rounding (of the keys' bias) is
+    measured against the others."""
+    rounding = 1e-2 * max(float(gradient.norm()) for name, gradient in wanted.items() if name != "loss")
+    for key, gradient in wanted.items():
+        least = 0.0 if key == "loss" else rounding
+        assert (found[key] - gradient).norm() <= 1e-5 * max(float(gradient.norm()), least), (where, key)
 
 
 @pytest.mark.few(5)
 @pytest.mark.parametrize("name", NAMES)
 @on_ranks(2, timeout=150)
 def test_every_set_of_styles(rank: int, world_size: int, name: str) -> None:
-    expected, wanted = _step(_build(name))
-    # One that is zero but for rounding (of the keys' bias) is measured against the others.
-    rounding = 1e-2 * max(float(gradient.norm()) for gradient in wanted.values())
-    plain: dict[str, Tensor] = {}
+    wanted, plain = _step(_build(name)), dict[str, Tensor]()
     for ac in ("none", "full", "selective"):
         tp = TensorParallel(2, sequence_parallel=True)
-        loss, found = _step(parallelize(_build(name), ac=ac, tp=tp, device="cpu"))
+        found = _step(parallelize(_build(name), ac=ac, tp=tp, device="cpu"))
         plain = plain or found
         assert found.keys() == wanted.keys()
-        assert all(torch.equal(found[key], gradient) for key, gradient in plain.items()), ac
-        # Sums over ranks round differently from one sum.
-        assert loss == pytest.approx(expected, rel=1e-5)
-        for key, gradient in wanted.items():
-            assert (found[key] - gradient).norm() <= 1e-5 * max(float(gradient.norm()), rounding), (ac, key)
+        assert_bitwise(found, plain, ac)
+        _close(found, wanted, ac)
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["mixtral", "deepseek_v3"])
 @on_ranks(4, timeout=150)
 def test_beside_expert_parallelism(rank: int, world_size: int, name: str) -> None:
-    expected, wanted = _step(expert_families.build(name).eval())
+    wanted = _step(expert_families.build(name).eval())
     model = expert_families.build(name).eval()
     model = parallelize(model, ac="none", tp=TensorParallel(2, sequence_parallel=True), ep=2, device="cpu")
-    loss, found = _step(model)  # all ranks see the same tokens
-    assert loss == pytest.approx(expected, rel=1e-5)
-    rounding = 1e-2 * max(float(gradient.norm()) for gradient in wanted.values())
-    for key, gradient in found.items():
-        if gradient.shape == wanted[key].shape:  # else: the experts of one rank
-            assert (gradient - wanted[key]).norm() <= 1e-5 * max(float(wanted[key].norm()), rounding), key
+    found = _step(model)  # all ranks see the same tokens
+    # Experts are those of one rank.
+    _close(found, {key: wanted[key] for key, gradient in found.items() if gradient.shape == wanted[key].shape})
 
 
 @on_ranks(2)

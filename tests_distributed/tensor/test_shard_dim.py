@@ -21,23 +21,22 @@ from tests_distributed.allocated import step_peak_bytes
 from tests_distributed.fake import fake_rank
 from tests_distributed.spawn import on_ranks, run_ranks
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
 
 
 def _mixtral(experts: int, **sizes: int) -> nn.Module:
-    from transformers import MixtralConfig, MixtralForCausalLM
 
     torch.manual_seed(0)
     shape = dict(
         hidden_size=48, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=256, max_position_embeddings=64,
     ) | sizes  # fmt: skip
-    config = MixtralConfig(
+    config = transformers.MixtralConfig(
         **shape, use_cache=False, num_local_experts=experts, num_experts_per_tok=2,
         experts_implementation="grouped_mm",
     )  # fmt: skip
-    return MixtralForCausalLM(config).train()
+    return transformers.MixtralForCausalLM(config).train()
 
 
 @pytest.mark.parametrize(

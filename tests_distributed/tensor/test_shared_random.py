@@ -10,13 +10,13 @@ import numpy
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from nemo_like import parallelize
 from nemo_like.distributed.mesh import build_mesh
 from nemo_like.options import PipelineParallel, TensorParallel
 from nemo_like.recipes.agree import Ranks
 from nemo_like.recipes.loop import seed_all
+from tests.checks import assert_bitwise, gradients_of, whole
 from tests_distributed.small_model import WIDTH, SmallModel, tokens
 from tests_distributed.spawn import on_ranks, run_ranks
 
@@ -38,16 +38,6 @@ def _batch(rows: int = 4) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _grads(model: Any) -> dict[str, torch.Tensor]:
-    found = {name.replace("_checkpoint_wrapped_module.", ""): _whole(p.grad) for name, p in model.named_parameters()}
-    model.zero_grad()
-    return found
-
-
 def _steps(model: Any, seeds: list[int | None]) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
     """Loss and gradients of a step for each seed; None: not seeded again."""
     found = []
@@ -56,7 +46,8 @@ def _steps(model: Any, seeds: list[int | None]) -> list[tuple[torch.Tensor, dict
             torch.manual_seed(seed)
         loss = model(**_batch()).loss
         loss.backward()
-        found.append((loss.detach(), _grads(model)))
+        found.append((loss.detach(), gradients_of(model)))
+        model.zero_grad()
     return found
 
 
@@ -83,9 +74,7 @@ def test_every_mode_gives_the_same_bits(rank: int, world_size: int) -> None:
     for mode in MODES:
         found = _steps(parallelize(_phi(attention=0.1), ac=mode, tp=2, device="cpu"), seeds)
         expected = expected or found
-        for (loss, grads), (wanted, others) in zip(found, expected):
-            assert torch.equal(loss, wanted), mode
-            assert all(torch.equal(grad, others[name]) for name, grad in grads.items()), mode
+        assert_bitwise(found, expected, mode)
     for loss, grads in expected:
         norm = torch.stack([loss, grads["model.layers.0.input_layernorm.weight"].sum()])
         alike = [torch.empty_like(norm) for _ in range(world_size)]
@@ -108,7 +97,7 @@ def _beside(rank: int, world_size: int, axis: str) -> tuple[float, bytes]:
         )
         torch.manual_seed(50 + rank)
         loss = model.step(**_batch())
-    norms = {n: _whole(p.grad) for n, p in model.named_parameters() if "layernorm.weight" in n}
+    norms = {n: whole(p.grad) for n, p in model.named_parameters() if "layernorm.weight" in n}
     return [
         float(loss.detach()),
         *(float(grad.sum()) for grad in norms.values()),
@@ -213,7 +202,8 @@ def test_ranks_that_draw_different_amounts_are_refused(rank: int, world_size: in
         model(tokens(2))
 
 
-def _later(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_model_that_begins_to_draw_later(rank: int, world_size: int) -> None:
     """A model that draws from its third call on."""
     model = _drawing("nothing")
     torch.manual_seed(rank)
@@ -229,7 +219,8 @@ def _later(rank: int, world_size: int) -> None:
     assert everyone[0] == everyone[1]
 
 
-def _later_apart(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_model_that_begins_to_draw_later_and_was_seeded_apart_is_refused(rank: int, world_size: int) -> None:
     model = _drawing("nothing")
     model(tokens(2))
     torch.manual_seed(rank)
@@ -237,11 +228,6 @@ def _later_apart(rank: int, world_size: int) -> None:
         layer.how = "torch"
     with pytest.raises(RuntimeError, match="Ranks of a tp group drew different random numbers in a call"):
         model(tokens(2))
-
-
-def test_a_model_that_begins_to_draw_later() -> None:
-    run_ranks(2, _later)
-    run_ranks(2, _later_apart)
 
 
 @on_ranks(2)

@@ -20,6 +20,7 @@ from nemo_like.distributed.shard import shard_layers
 from nemo_like.distributed.tensor.apply import apply_tensor_parallel
 from nemo_like.layers import find_layers
 from nemo_like.options import TensorParallel
+from tests.checks import assert_bitwise, gradients_of, whole
 from tests.models.families import FAMILIES
 from tests.models.tied_decoder import DIM, HEADS, VOCAB, Block, TiedDecoder
 from tests_distributed.spawn import on_ranks, run_ranks
@@ -74,15 +75,6 @@ def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def grads_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    clean = lambda name: name.replace("_checkpoint_wrapped_module.", "")  # noqa: E731
-    return {clean(name): whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-
-
 def assert_same_step(
     model: nn.Module, loss: torch.Tensor, reference: nn.Module, expected: torch.Tensor, what: str
 ) -> None:
@@ -92,7 +84,7 @@ def assert_same_step(
     other gradients instead.
     """
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0, msg=lambda m: f"{what}: {m}")
-    got, wanted = grads_of(model), grads_of(reference)
+    got, wanted = gradients_of(model), gradients_of(reference)
     assert got.keys() == wanted.keys(), what
     rounding = 1e-2 * max(grad.abs().max() for grad in wanted.values())
     for name, grad in wanted.items():
@@ -139,10 +131,9 @@ def test_attention_dropout_beside_tensor_parallelism(
         model = parallelize(model, ac=mode, tp=tensor, device="cpu")
         torch.manual_seed(5)
         loss_of(model, batch()).backward()
-        found = grads_of(model)
+        found = gradients_of(model)
         expected = expected or found
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], grad) for name, grad in expected.items()), mode
+        assert_bitwise(found, expected, mode)
 
 
 def _one_dimensional(rank: int, world_size: int, name: str) -> dict[str, bool]:
@@ -177,7 +168,10 @@ class CountCollectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _collectives(rank: int, world_size: int, sequence_parallel: bool) -> dict[str, dict[str, int]]:
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@on_ranks(2)
+def test_selective_replays_no_sum(rank: int, world_size: int, sequence_parallel: bool) -> None:
+    """It gathers a cut sequence again: what was gathered is the whole one, which should not be held on every rank."""
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))["tp"]
     counts = {}
     for mode in MODES:
@@ -186,24 +180,16 @@ def _collectives(rank: int, world_size: int, sequence_parallel: bool) -> dict[st
         apply_activation_checkpointing(model, mode)
         with CountCollectives() as counter:
             loss_of(model, batch()).backward()
-        counts[mode] = dict(counter.counts)
-    return counts
-
-
-def test_selective_replays_no_collective() -> None:
-    counts = run_ranks(2, _collectives, False)[0]
-    assert counts["none"]["all_reduce"] > 0
-    assert counts["selective"] == counts["none"]
-    assert counts["full"]["all_reduce"] > counts["none"]["all_reduce"], "the counter sees what a replay repeats"
-
-
-def test_selective_gathers_a_cut_sequence_again_and_reduces_nothing_again() -> None:
-    """Keeping what was gathered would hold the whole sequence on every rank, which sequence parallelism is to avoid."""
-    counts = run_ranks(2, _collectives, True)[0]
-    for name in ("reduce_scatter_tensor", "all_reduce"):
-        assert counts["selective"][name] == counts["none"][name] > 0
-    # Two layers: one gather for attention and one for the MLP in each; and no cut of the sequence is undone.
-    assert counts["selective"]["all_gather_into_tensor"] == counts["none"]["all_gather_into_tensor"] + 4
+        counts[mode] = counter.counts
+    none, selective = counts["none"], counts["selective"]
+    assert none["all_reduce"] > 0
+    if sequence_parallel:
+        assert none["reduce_scatter_tensor"] > 0
+        # Two layers: one gather for attention and one for the MLP in each; and no cut of the sequence is undone.
+        assert selective == none + Counter({"all_gather_into_tensor": 4})
+    else:
+        assert selective == none
+        assert counts["full"]["all_reduce"] > none["all_reduce"], "the counter sees what a replay repeats"
 
 
 @on_ranks(2)
@@ -306,10 +292,8 @@ def test_dtensor_activations_inside_a_region_are_bitwise(rank: int, world_size: 
             block.mlp.register_forward_hook(lambda _m, _a, out: out.redistribute(placements=[Replicate()]).to_local())
         apply_activation_checkpointing(model, mode)
         model(torch.ones(2, 8, DIM, requires_grad=True)).square().mean().backward()
-        grads[mode] = grads_of(model)
-    assert [
-        f"{mode} {name}" for mode in MODES for name, g in grads[mode].items() if not torch.equal(g, grads["none"][name])
-    ] == []
+        grads[mode] = gradients_of(model)
+    assert_bitwise([grads[mode] for mode in MODES], [grads["none"]] * len(MODES))
 
 
 JambaConfig = pytest.importorskip("transformers").JambaConfig

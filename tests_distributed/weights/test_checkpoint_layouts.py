@@ -23,6 +23,7 @@ from nemo_like.distributed.tensor.plan import InstalledStyle, installed_styles
 from nemo_like.distributed.weights.slots import in_boxes
 from nemo_like.options import FSDP2, PipelineParallel, TensorParallel
 from nemo_like.recipes.run_state import gather_state
+from tests.checks import whole
 from tests_distributed.small_model import WIDTH, SmallModel
 from tests_distributed.spawn import on_ranks, run_ranks
 
@@ -140,10 +141,10 @@ def _read(rank: int, world_size: int, name: str, folder: str, layouts: tuple[str
             run.load(state)
             _check_whole(run, truth, what)
             found[what] = [run.loss() for _ in range(2)]
-        whole = {"state": {name: _moments(weight.detach()) for name, weight in truth.items()}}
-        whole["param_groups"] = run.state()["optimizer"]["param_groups"]
+        moments = {"state": {name: _moments(weight.detach()) for name, weight in truth.items()}}
+        moments["param_groups"] = run.state()["optimizer"]["param_groups"]
         set_model_state(run.model, truth, strict=False)
-        set_optimizer_state(run.model, run.optimizer, whole if rank == 0 else {}, full=True)
+        set_optimizer_state(run.model, run.optimizer, moments if rank == 0 else {}, full=True)
         _check_whole(run, truth, f"whole read as {layout}")
     return found
 
@@ -157,14 +158,10 @@ def _check_whole(run: Run, truth: dict[str, nn.Parameter], what: str) -> None:
     state = run.state()
     for name, own in state["model"].items():
         if name in truth:
-            assert torch.equal(_whole(own), truth[name]), f"{what}: {name}"
+            assert torch.equal(whole(own), truth[name]), f"{what}: {name}"
     for name, entry in state["optimizer"]["state"].items():
         for key, value in _moments(truth[name]).items():
-            assert torch.equal(_whole(entry[key]), value), f"{what}: {key} of {name}"
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            assert torch.equal(whole(entry[key]), value), f"{what}: {key} of {name}"
 
 
 LONG = [
@@ -200,7 +197,7 @@ def _other_ways(rank: int, world_size: int, name: str, folder: str) -> None:
     torch.save(state["model"], f"{folder}/rank{rank}.pt")
     truth = dict(_bare(name, seed=0).named_parameters())
     for key, own in torch.load(f"{folder}/rank{rank}.pt").items():
-        assert torch.equal(_whole(own), truth[key]), key
+        assert torch.equal(whole(own), truth[key]), key
     with torch.no_grad():
         for parameter in run.model.parameters():
             parameter.zero_()
@@ -209,7 +206,7 @@ def _other_ways(rank: int, world_size: int, name: str, folder: str) -> None:
     _check_whole(run, truth, "its own state dict")
     meta = parallelize(_on_meta(name), ac="none", tp=2, device="cpu")
     for key, own in get_model_state(materialize(meta, checkpoint=f"{folder}/default")).items():
-        assert torch.equal(_whole(own), truth[key]), key
+        assert torch.equal(whole(own), truth[key]), key
 
 
 def _on_meta(name: str) -> nn.Module:

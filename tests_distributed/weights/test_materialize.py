@@ -17,7 +17,7 @@ from nemo_like.distributed.mesh import build_mesh
 from nemo_like.distributed.shard import shard_layers
 from nemo_like.distributed.weights.materialize import materialize
 from nemo_like.distributed.weights.sources import CheckpointUnreadableError, open_source
-from tests.checks import whole
+from tests.checks import assert_bitwise, whole
 from tests.models import decoders
 from tests.models.tiny import Decoder, llama, tokens
 from tests_distributed.spawn import on_ranks, run_ranks
@@ -58,7 +58,8 @@ def test_a_meta_llama_has_bitwise_the_eager_loss(rank: int, world_size: int, tie
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
 
 
-def _trains_after(rank: int, world_size: int) -> list[float]:
+@on_ranks(2)
+def test_training_moves_the_materialized_parameters(rank: int, world_size: int) -> None:
     model = _sharded_meta_llama(tie_word_embeddings=True)
     materialize(model, seed=5)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -69,13 +70,10 @@ def _trains_after(rank: int, world_size: int) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return losses
-
-
-def test_training_moves_the_materialized_parameters() -> None:
-    first, second = run_ranks(2, _trains_after)
-    assert first == second  # the same batch on both
-    assert first[2] < first[1] < first[0]
+    everyone: list[Any] = [None] * world_size
+    torch.distributed.all_gather_object(everyone, losses)
+    assert everyone == [losses] * world_size  # the same batch on all
+    assert losses[2] < losses[1] < losses[0]
 
 
 def _drawn(rank: int, world_size: int, seed: int | None) -> dict[str, torch.Tensor]:
@@ -90,13 +88,11 @@ def test_drawn_weights_do_not_depend_on_the_number_of_ranks() -> None:
     materialize(single, seed=7)
     for world_size in (2, 4):
         for drawn in run_ranks(world_size, _drawn, 7):
-            for name, param in single.named_parameters():
-                assert torch.equal(drawn[name], param), name
+            assert_bitwise(drawn, dict(single.named_parameters()))
 
 
 def test_without_a_seed_rank_zero_draws_for_all() -> None:
-    first, second = run_ranks(2, _drawn, None)
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert_bitwise(*run_ranks(2, _drawn, None))
 
 
 @on_ranks(2)
@@ -280,7 +276,9 @@ def test_a_meta_tensor_that_is_not_registered_is_an_error() -> None:
         materialize(model)
 
 
-def _forward_first(rank: int, world_size: int) -> list[float]:
+@on_ranks(2, timeout=100)
+def test_a_forward_before_materialize_says_so_and_can_be_made_again(rank: int, world_size: int) -> None:
+    expected = decoders.loss_of(decoders.build("llama").eval(), decoders.batch()).item()
     with torch.device("meta"):
         model = decoders.build("llama")
     model = parallelize(model, ac="full", device="cpu").eval()
@@ -292,9 +290,4 @@ def _forward_first(rank: int, world_size: int) -> list[float]:
     losses = [decoders.loss_of(model, decoders.batch()) for _ in range(2)]
     losses[1].backward()
     assert len(model._forward_pre_hooks) == hooks - 1
-    return [loss.item() for loss in losses]
-
-
-def test_a_forward_before_materialize_says_so_and_can_be_made_again() -> None:
-    expected = decoders.loss_of(decoders.build("llama").eval(), decoders.batch()).item()
-    assert run_ranks(2, _forward_first, timeout=100) == [[expected, expected]] * 2
+    assert [loss.item() for loss in losses] == [expected, expected]

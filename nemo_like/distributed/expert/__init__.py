@@ -4,11 +4,6 @@
 `split_experts` keeps this rank's part of the weights and sends tokens. `shard_experts` puts FSDP2 around that part.
 """
 
-from nemo_like.distributed.expert.expert_load import (
-    balanced_bias,
-    summed_expert_load,
-    watch_expert_load,
-)
 from nemo_like.distributed.expert.expert_mesh import ExpertMesh, make_expert_mesh, shard_experts
 from nemo_like.distributed.expert.find_experts import Experts, find_experts, refuse_lists
 from nemo_like.distributed.expert.split_experts import check_experts, split_experts
@@ -16,13 +11,10 @@ from nemo_like.distributed.expert.split_experts import check_experts, split_expe
 __all__ = [
     "ExpertMesh",
     "Experts",
-    "balanced_bias",
     "check_experts",
     "find_experts",
     "make_expert_mesh",
     "refuse_lists",
     "shard_experts",
     "split_experts",
-    "summed_expert_load",
-    "watch_expert_load",
 ]

@@ -26,9 +26,8 @@ from nemo_like.options import Precision
 from nemo_like.planning.devices import device_of, step_limit
 from nemo_like.planning.fit.advice import ways_out
 from nemo_like.planning.fit.candidate import Candidate
-from nemo_like.planning.fit.faster import Faster, faster_than
 from nemo_like.planning.fit.layouts import Configuration, Room, configuration, layouts
-from nemo_like.planning.fit.question import FitKeywords, Question, left_open, read_question
+from nemo_like.planning.fit.question import FitKeywords, Question, read_question
 from nemo_like.planning.fit.report import FitReport
 from nemo_like.planning.fit.search import Search, quietly
 from nemo_like.planning.fit.shapes import Shape, ShapeKey
@@ -117,7 +116,6 @@ def fit(
             is_default_limit=memory is None,
             pins=pinned,
             asked=asked,
-            left_open=left_open(job, pins),
         )
         for each in jobs
     ]
@@ -125,7 +123,7 @@ def fit(
     def search() -> FitReport:
         with frozen_garbage():
             answers = _searched(model, questions, dtype, sample, count, progress, until)
-            report = _with_faster(_best_of([report for report, _ in answers], count), answers)
+            report = _best_of(answers, count)
         if not report.candidates and report.nearest is None:
             raise ValueError(report.problem)
         return report
@@ -148,20 +146,6 @@ def frozen_garbage() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-
-
-def _with_faster(report: FitReport, answers: Sequence[Answer]) -> FitReport:
-    """Return the report of all answers with what would make its winner faster."""
-    if not report.candidates or report.interrupted:
-        return report
-    start = time.perf_counter()
-    more = next(faster for each, faster in answers if any(found is report.best for found in each.candidates))
-    try:
-        found = more(report.best)
-    except KeyboardInterrupt:  # the answer is known
-        return report
-    seconds = round(report.searched["seconds"] + time.perf_counter() - start, 2)
-    return replace(report, faster=found, searched={**report.searched, "seconds": seconds})
 
 
 def _best_of(reports: Sequence[FitReport], count: int) -> FitReport:
@@ -192,7 +176,7 @@ def _searched(
     count: int,
     say: Say,
     until: float,
-) -> list[Answer]:
+) -> list[FitReport]:
     """Return a report for each of the questions on one model; questions of one precision trace it once."""
     name = model if isinstance(model, str) else type(model).__name__
     built = model
@@ -213,13 +197,13 @@ def _answer(
     traces: dict[Precision, Traces],
     say: Say,
     until: float,
-) -> Answer:
-    """Return the report of one question, and the function of its winner that finds what would make it faster."""
+) -> FitReport:
+    """Return the report of one question."""
     start = time.perf_counter()
     search, rejected, spread = make_search(model, question, sample, traces, say, until, name)
     result = search.run(count)
     helps = [] if result.best or result.nearest is None else _helps(search, result.nearest, model, question, sample)
-    report = FitReport(
+    return FitReport(
         question,
         name,
         sum(p.numel() for p in model.parameters()),
@@ -235,20 +219,6 @@ def _answer(
         },
         interrupted=result.interrupted,
     )
-
-    def remade(key: ShapeKey, changed: Question) -> Shape:
-        return Shape(key, changed, traces[question.job.precision].of(key.micro_batch))
-
-    def faster(best: Candidate) -> tuple[Faster, ...]:
-        if question.device.kind != "cuda":
-            return ()
-        with quietly():
-            return faster_than(best, search, remade, question.left_open)
-
-    return report, faster
-
-
-Answer = tuple[FitReport, Callable[[Candidate], tuple[Faster, ...]]]
 
 
 def _helps(

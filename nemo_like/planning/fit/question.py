@@ -114,8 +114,6 @@ class Question:
     """Allowed values by name out of `PINS`; other names are free."""
     asked: Job | None = None
     """The caller's job, for what its options have besides what is searched; None: nothing."""
-    left_open: tuple[str, ...] = ()
-    """``compile`` and ``optimizer``, as far as the caller said nothing of them; see `left_open`."""
     is_default_limit: bool = False
     """True if `limit` is not the caller's, so that a job has less where a tenth is not enough outside of the allocator."""
 
@@ -242,22 +240,6 @@ def read_question(job: Job | None, given: Mapping[str, Any]) -> tuple[list[Job],
             changed["compile"] = None if backend == "none" else backend
         jobs.append(replace(base, **changed))
     return jobs, read, requested
-
-
-def left_open(job: Job | None, given: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return those of ``compile`` and ``optimizer`` that neither `job` nor the keywords of `fit` decide.
-
-    A `StepSpec` with the default optimizer decides it only where it has no other field than the default.
-
-    >>> left_open(None, {"compile": "none"}), left_open(Job.of(optimizer="adamw"), {})
-    (('optimizer',), ('compile',))
-    """
-    requested = Job() if job is None else job
-    step = given.get("step") or requested.step
-    optimizer = given.get("optimizer") is not None or step.optimizer != StepSpec.optimizer
-    optimizer = optimizer or ("step" in requested.asked and step == StepSpec())
-    backend = given.get("compile") is not None or "compile" in requested.asked or requested.compile is not None
-    return (*(() if backend else ("compile",)), *(() if optimizer else ("optimizer",)))
 
 
 _SEARCHED = ("ac", "loss", "offload", "dp_replicate", "pp", "planned_tokens")

@@ -23,7 +23,6 @@ from nemo_like.options import ADAMW, ContextParallel, PipelineParallel
 from nemo_like.planning.fit.advice import binds
 from nemo_like.planning.fit.candidate import Candidate, precision_word
 from nemo_like.planning.fit.explained import Row
-from nemo_like.planning.fit.faster import Faster
 from nemo_like.planning.fit.question import Question
 
 CHECKED = {
@@ -92,11 +91,6 @@ class FitReport:
     """Single changes that make it fit, where nothing does: the smallest of each kind, then changes that lower the peak."""
     searched: Mapping[str, float] = field(default_factory=dict)
     """Counts of ``layouts``, ``shapes`` traced and configurations ``looked_at``, and ``seconds`` that the search took."""
-    faster: tuple[Faster, ...] = ()
-    """Changes that the search does not try and that make the best faster: a compiler, AdamW as one kernel, or both.
-
-    None is here that the caller decided, that gains less than 1 % or that does not fit; on other devices than CUDA, none.
-    """
     interrupted: bool = False
     """True if the search was interrupted: a faster configuration may be among those that it did not examine."""
 
@@ -195,9 +189,8 @@ class FitReport:
         lines.append(paragraph(f"{self.about()} Bound by {self.binds}.", width))
         if explain is None and self.best.need.bytes >= 0.9 * self.question.limit_of(self.best.job):
             lines.append(paragraph(self.best.outside.words(), width))
-        if self.faster:
-            note = "Faster still, with results that differ in their last bits:"
-            lines.append("\n".join([note, *(f"  {each.words()}" for each in self.faster)]))
+        if self.best.job.compile is None and self.question.device.kind == "cuda":
+            lines.append("Not searched: compiled layers. Add --compile none,inductor, which searches both.")
         lines.append(table.with_note(f"{self._unit().name} of one device, predicted.", width))
         if explain is not None and explain <= len(self.candidates):
             lines.append(f"Number {explain}:\n{explanation(self.candidates[explain - 1])}")
@@ -243,7 +236,6 @@ class FitReport:
             "problem": self.problem or None,
             "binds": self.binds,
             "helps": list(self.helps),
-            "faster": [each.to_dict() for each in self.faster],
             "checked_against": CHECKED,
             "nearest": None if self.nearest is None else self.nearest.to_dict(),
             "searched": dict(self.searched),

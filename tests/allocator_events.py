@@ -1,4 +1,4 @@
-"""Meters of time, and of what PyTorch's CPU allocator does."""
+"""What PyTorch's CPU allocator gives out: the judge of counted bytes."""
 
 from __future__ import annotations
 
@@ -7,31 +7,21 @@ import json
 import os
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from nemo_like.torch_compat import profiler_is_on
 
-
-class Clock:
-    """Marks in the device's own time: its events, so that nothing is synchronised, or the host's clock."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._events = None if device.type == "cpu" else torch.get_device_module(device)
-
-    def mark(self) -> Any:
-        if self._events is None:
-            return time.perf_counter()
-        event = self._events.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def milliseconds(self, start: Any, end: object) -> float:
-        """From `start` to `end`; on a device the work between them must have finished (synchronise first)."""
-        return float(start.elapsed_time(end)) if self._events is not None else (end - start) * 1000
+def cpu_events(run: Callable[[], Any]) -> list[int]:
+    """Bytes allocated since `run` began, after each allocation or release of PyTorch's CPU allocator."""
+    events = AllocatorEvents()
+    events.start()
+    try:
+        run()
+    finally:
+        levels = events.stop()
+    return levels
 
 
 class AllocatorEvents:
@@ -50,7 +40,7 @@ class AllocatorEvents:
         )
 
     def start(self) -> None:
-        if profiler_is_on():  # torch notices that too late, and its next export reads freed memory
+        if torch.autograd._profiler_enabled():  # torch notices that too late, and its next export reads freed memory
             raise RuntimeError("A profiler of torch is on already on this thread; end it first.")
         with quiet_profiler():
             self._profiler.start()
