@@ -30,8 +30,8 @@ Draw = Callable[[Any], float]
 def scaling(draw: Callable[..., float], draws: list[float]) -> Callable[..., Tensor]:
     """A function that scales by what it draws, and notes it."""
 
-    def fn(x: Tensor, *given: Any) -> Tensor:
-        draws.append(draw(*given))
+    def fn(x: Tensor, *source: Any, **sources: Any) -> Tensor:
+        draws.append(draw(*source, *sources.values()))
         return (x * draws[-1]).exp().sin()
 
     return fn
@@ -153,11 +153,8 @@ def test_numpy_with_a_bit_generator_of_another_kind() -> None:
 def test_a_generator_among_the_arguments(policy: Any, by_keyword: bool) -> None:
     for generator in (torch.Generator().manual_seed(1), random.Random(1), np.random.default_rng(1)):
         torch_one, draws = isinstance(generator, torch.Generator), []
-        one, x = torch_number if torch_one else type(generator).random, torch.ones(3, requires_grad=True)
-
-        def fn(x: Tensor, source: Any) -> Tensor:
-            return scaling(one, draws)(x, source)  # noqa: B023
-
+        fn = scaling(torch_number if torch_one else type(generator).random, draws)
+        x = torch.ones(3, requires_grad=True)
         args, kwargs = ((x,), {"source": generator}) if by_keyword else ((x, generator), {})
         loss = checkpoint_region(fn, *args, policy=policy, name=str(generator), **kwargs).sum()
         with contextlib.nullcontext() if torch_one else pytest.raises(RegionError, match="disagree"):
