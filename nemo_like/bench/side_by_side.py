@@ -133,11 +133,6 @@ def sample_of(source: ModelSource, options: BenchOptions, device: torch.device) 
     return torch.randn(options.input_shape, generator=generator).to(device, options.dtype)
 
 
-def tokens_of(options: BenchOptions) -> str:
-    """The size of a step, for a table."""
-    return f"{options.batch_size} x {options.seq_len} tokens"
-
-
 def choose_modes(options: BenchOptions, device: torch.device) -> list[Mode]:
     """The modes that `options` requests, ``none`` first.
 
@@ -250,7 +245,9 @@ def _about(options: BenchOptions, device: torch.device) -> dict[str, Any]:
     cpu = device.type == "cpu"
     return {
         "model": options.model,
-        "step": f"input {options.input_shape}" if options.input_shape else tokens_of(options),
+        "step": f"input {options.input_shape}"
+        if options.input_shape
+        else f"{options.batch_size} x {options.seq_len} tokens",
         "strategy": options.strategy,
         "ranks": world_size(),
         "clock": "CPU time" if clock_for(device) is time.process_time else "wall time",

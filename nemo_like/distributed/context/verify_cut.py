@@ -10,10 +10,9 @@ of them. What depends on the length in a loss, its targets and its divisor, is c
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,12 +20,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from nemo_like.distributed.compared_calls import as_it_was
 from nemo_like.distributed.context import sequence_ops
 from nemo_like.distributed.context.parts import Parts
 from nemo_like.distributed.context.sequence_ops import find_group
 from nemo_like.distributed.context.stack_calls import main_input, tensors_of
-from nemo_like.distributed.tensor.shared_random import generators
-from nemo_like.losses.model_loss import LABELS, chunked_in_evaluation
+from nemo_like.losses.model_loss import LABELS
 
 _TOKENS_PER_RANK = 16
 _EXACT = {torch.float32: 1e-4, torch.float64: 1e-6}
@@ -36,7 +35,6 @@ _LOWER, _LOWER_LOSS = 0.1, 3e-2
 _LEFT_OUT = 4
 """One token in so many, the furthest off, does not count: rounding may send it to another expert."""
 _MEDIA = re.compile(r"pixel|image|video|audio|speech|feature|grid|media|vision|visual", re.IGNORECASE)
-_PLAIN = int | float | str | None
 
 
 def wanted(length: int, ranks: int) -> int | None:
@@ -184,57 +182,3 @@ def _shown(name: str, value: Any) -> Any:
 def losses_of(output: Any) -> list[Tensor]:
     """Return the losses in a model's output."""
     return [one for one in tensors_of(output) if one.ndim == 0 and one.is_floating_point()]
-
-
-@contextlib.contextmanager
-def as_it_was(*models: nn.Module) -> Iterator[None]:
-    """Within it, `models` are called for a comparison: in evaluation mode, without gradients, and uncompiled, or layers
-    would be compiled for other lengths. Random numbers, buffers and plain attributes are put back after."""
-    device = next((parameter.device.type for model in models for parameter in model.parameters()), "cpu")
-    states = generators(device)
-    before = {name: read() for name, (read, _) in states.items()}
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
-        for model in models:
-            stack.enter_context(chunked_in_evaluation(model))
-            stack.enter_context(evaluating(model))
-        try:
-            yield
-        finally:
-            for name, (_, write) in states.items():
-                write(before[name])
-
-
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Within it, `model` is in evaluation mode; its buffers and plain attributes are put back after."""
-    with put_back(model):
-        model.eval()
-        yield
-
-
-@contextlib.contextmanager
-def put_back(model: nn.Module) -> Iterator[None]:
-    """The buffers and plain attributes of `model` are put back after it."""
-    plain = [
-        (attributes, {k: v for k, v in attributes.items() if isinstance(v, _PLAIN)})
-        for attributes in map(vars, model.modules())
-    ]
-    slots = [(module._buffers, dict(module._buffers)) for module in model.modules()]
-    buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in model.buffers() if _may_change(buffer)]
-    try:
-        yield
-    finally:
-        for attributes, values in plain:
-            attributes.update(values)  # `training`, too
-        for own_buffers, saved in slots:
-            own_buffers.update(saved)
-        with torch.no_grad():
-            for buffer, version, copy in buffers:
-                if buffer._version != version:
-                    buffer.copy_(copy)
-
-
-def _may_change(buffer: Tensor) -> bool:
-    return not buffer.is_meta and not buffer.is_inference()

@@ -61,8 +61,11 @@ class RootHooks:
         self._before.append((self.parts.idle, self.parts.whole_head))
         self._open.append(None)
         cached = given_cache((), (), arguments) is not None
-        if cached:
-            self._refuse_cache_in_training()
+        if cached and torch.is_grad_enabled() and self.model.training:
+            raise ValueError(
+                "cp cuts sequences, and this call brings a key/value cache (or a prefix) of whole ones in training: use "
+                "cp=1, or train without it."
+            )
         self.parts.idle = cached or self.parts.verifying == "whole"
         if self.parts.idle:
             return None
@@ -129,13 +132,6 @@ class RootHooks:
             and (main is None or tensors[name].shape[:2] == main.shape[:2])
         ]
         return of_tokens, len(of_tokens) < len(named)
-
-    def _refuse_cache_in_training(self) -> None:
-        if torch.is_grad_enabled() and self.model.training:
-            raise ValueError(
-                "cp cuts sequences, and this call brings a key/value cache (or a prefix) of whole ones in training: use "
-                "cp=1, or train without it."
-            )
 
     def _compare(self, arguments: dict[str, Any]) -> None:
         """Compare the first call with whole sequences."""

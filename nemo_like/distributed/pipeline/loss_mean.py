@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from nemo_like._util.module_tree import bare_modules
 from nemo_like.activation_checkpointing.engine.module_state import ModuleState
 from nemo_like.distributed.agreement import gather, gather_objects
-from nemo_like.distributed.context.verify_cut import evaluating, put_back
+from nemo_like.distributed.compared_calls import evaluating, put_back
 from nemo_like.distributed.pipeline.batches import cut_batch, joined, size_of
 from nemo_like.distributed.pipeline.stage import Stage, StagesOfRank
 from nemo_like.losses.model_loss import ITEMS, LABELS
