@@ -15,32 +15,30 @@ from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from nemo_like import FSDP2, ChunkedLoss, Job, PipelineParallel, StepSpec, fit
+import nemo_like
+from nemo_like import FSDP2, ChunkedLoss, Job, PipelineParallel, StepSpec, fit, flags
+from nemo_like.models import text_batch
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.report import make_report
 from nemo_like.recipes.agree import Ranks
 from nemo_like.recipes.fitted import best_of
 from nemo_like.recipes.options import PretrainOptions
+from tests.models.tiny import llama
 
 GPU, ROWS, TOKENS = "h100-80gb", 2, 64
 
 
 @functools.cache
 def _model() -> nn.Module:
-    import transformers
-
-    config = transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4,
-        vocab_size=512, max_position_embeddings=TOKENS, use_cache=False,
-    )  # fmt: skip
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "vocab_size": 512}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": TOKENS}
     with torch.device("meta"):
-        return transformers.LlamaForCausalLM(config).train()
+        return llama(**sizes, **heads).train()
 
 
 def _sample(rows: int) -> dict[str, torch.Tensor]:
-    ids = torch.zeros(rows, TOKENS, dtype=torch.int64)
-    return {"input_ids": ids, "labels": ids}
+    return text_batch(rows, TOKENS)
 
 
 @st.composite
@@ -165,8 +163,6 @@ def test_every_front_says_the_same_of_300_jobs(part: int) -> None:
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(job=jobs())
 def test_the_line_of_a_job_makes_it_again(job: Job) -> None:
-    import nemo_like
-
     made: list[Job] = []
     names = {name: getattr(nemo_like, name) for name in nemo_like.__all__}
     line = job.as_call(sample="batch")
@@ -193,27 +189,21 @@ def test_the_package_is_imported_without_planning() -> None:
 
 @pytest.mark.parametrize("name", ["sequence_parallel", "ema", "prefetch", "reshard_after_forward"])
 def test_a_flag_means_the_same_with_and_without_stages(name: str) -> None:
-    from nemo_like.flags import FLAGS, job_of
-
     values = {"sequence_parallel": True, "ema": True, "prefetch": 2, "reshard_after_forward": "no"}
     for pp in (1, 2):
-        job = job_of({name: values[name], "pp": pp, "tp": 2, "world_size": 4, "grad_accum": 2})
-        kind, _, field = FLAGS[name].field.partition(".")
+        job = flags.job_of({name: values[name], "pp": pp, "tp": 2, "world_size": 4, "grad_accum": 2})
+        kind, _, field = flags.FLAGS[name].field.partition(".")
         got = getattr(getattr(job, kind), field)
         assert got == {"no": False}.get(values[name], values[name])  # type: ignore[call-overload]
 
 
 def test_accumulation_counts_in_the_step_or_in_the_pipeline() -> None:
-    from nemo_like.flags import job_of
-
-    one, staged = job_of({"grad_accum": 4}), job_of({"grad_accum": 4, "pp": 2, "world_size": 2})
+    one, staged = flags.job_of({"grad_accum": 4}), flags.job_of({"grad_accum": 4, "pp": 2, "world_size": 2})
     assert one.step.microbatches == 4
     assert (staged.step.microbatches, staged.pp.microbatches) == (1, 4)
 
 
 def test_a_flag_is_one_line_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nemo_like import flags
-
     flag = flags.Flag("stages_per_rank", "pp.stages_per_rank", None, int)
     monkeypatch.setitem(flags.FLAGS, flag.name, flag)
     job = flags.job_of({"pp": 2, "pp_schedule": "interleaved_1f1b", "stages_per_rank": 3})

@@ -25,7 +25,7 @@ from nemo_like.activation_checkpointing.policy import TorchPolicy
 from nemo_like.job import KEYWORDS, AllKeywords, JobKeywords
 from nemo_like.options import FSDP2, Precision
 from nemo_like.planning.fit.question import PINS, FitKeywords
-from tests.models.decoders import NAMES, PlainDecoder, batch, build, loss_of
+from tests.models.decoders import PlainDecoder, batch, build, loss_of
 
 
 def test_every_keyword_is_documented() -> None:
@@ -130,20 +130,6 @@ def test_one_rank_takes_the_single_path_without_a_process_group_and_says_so(capl
             assert isinstance(model.blocks[0], CheckpointWrapper)
     assert not dist.is_initialized()
     assert caplog.text.count("with one rank") == 2  # once for fsdp2, once for ddp
-
-
-@pytest.mark.few(6)
-@pytest.mark.parametrize("ac", ["full", "selective", "submodule"])
-@pytest.mark.parametrize("name", NAMES)
-def test_gradient_accumulation_is_the_same_in_every_mode(name: str, ac: str) -> None:
-    results = []
-    for mode in ("none", ac):
-        model = parallelize(build(name), "single", mode)
-        torch.manual_seed(2)
-        for seed in range(3):
-            (loss_of(model, batch(2, seed=seed)) / 3).backward()
-        results.append([p.grad for p in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_generate_with_a_cache_is_unchanged() -> None:

@@ -25,6 +25,7 @@ from nemo_like.planning.model.capture import trace_model
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.trace.block import record
 from nemo_like.torch_compat import TorchDispatchMode
+from tests.checks import assert_bitwise, step
 from tests.planning.queries import part_of, plan_of, saved
 
 BF16 = torch.bfloat16
@@ -284,11 +285,11 @@ def test_a_plan_says_what_it_was_traced_for(tmp_path: Path, caplog: pytest.LogCa
     assert json.loads((tmp_path / "plan.json").read_text())["traced_for"] == "cuda"
     loaded = Plan.load(tmp_path / "plan.json", model)
     assert loaded == plan and plan_for(model, ac="60%", sample_input=x, gpu="cpu").traced_for == "cpu"
-    expected = _gradients(model, x)
+    expected = step(model, x)
     with caplog.at_level(logging.WARNING, logger="nemo_like"):
         apply_plan(model, loaded, device_type="cpu")
     assert "traced for cuda (a100-80gb), and the model runs on cpu" in caplog.text
-    assert all(map(torch.equal, expected, _gradients(model, x)))
+    assert_bitwise(step(model, x), expected)
 
 
 def test_operators_are_measured_only_on_the_device_that_is_planned_for() -> None:
@@ -296,13 +297,6 @@ def test_operators_are_measured_only_on_the_device_that_is_planned_for() -> None
     other = "cpu" if torch.cuda.is_available() else "h100-80gb"
     with pytest.raises(ValueError, match="can't be measured for"):
         plan_for(model, ac="60%", sample_input=x, gpu=other, search=PlanSearch(measure=True))
-
-
-def _gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
-    torch.manual_seed(1)
-    model.zero_grad()
-    model(x).backward()
-    return [p.grad for p in model.parameters() if p.grad is not None]
 
 
 # --- On a GPU ---------------------------------------------------------------------------------------------------------
@@ -350,8 +344,8 @@ def test_a_plan_for_the_gpu_at_hand_fits_its_first_forward(caplog: pytest.LogCap
     torch.manual_seed(0)
     model, x = _Model().cuda().to(BF16), torch.randn(2, 32, 64, device="cuda", dtype=BF16)
     plan = plan_for(model, ac="60%", sample_input=x, gpu=device_at_hand())
-    expected = _gradients(model, x)
+    expected = step(model, x)
     with caplog.at_level(logging.WARNING, logger="nemo_like"):
         apply_plan(model, plan)
-        assert all(map(torch.equal, expected, _gradients(model, x)))
+        assert_bitwise(step(model, x), expected)
     assert "runs other operators" not in caplog.text and "traced for" not in caplog.text

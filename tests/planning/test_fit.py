@@ -26,7 +26,7 @@ from tests.models.fit_models import llama, mixture
 from tests.planning.search_of_all import search_of_all
 from tests_distributed.allocated import loop_peak_bytes
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 KEYS = {
     "dp_replicate", "dp_shard", "tp", "cp", "ep", "pp", "schedule", "micro_batch", "grad_accum", "ac", "loss", "offload",
@@ -113,11 +113,10 @@ def test_the_search_finds_what_looking_at_everything_finds(gpus, limit, pins):
 
 def _half_a_gib() -> torch.nn.Module:
     """Whose steps in two stages take a few hundred MiB, so that the allocator's segments do not decide alone."""
-    from transformers import LlamaConfig, LlamaForCausalLM
 
     with torch.device("meta"):
-        return LlamaForCausalLM(
-            LlamaConfig(
+        return transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
                 hidden_size=512, intermediate_size=1408, num_hidden_layers=8, num_attention_heads=8,
                 num_key_value_heads=4, vocab_size=4096, use_cache=False,
             )
@@ -442,10 +441,8 @@ def test_a_send_delays_only_what_another_rank_needs():
 
 
 def test_pipelines_are_searched_across_hosts_and_one_stage_may_have_no_experts():
-    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
-
-    model = DeepseekV3ForCausalLM(
-        DeepseekV3Config(
+    model = transformers.DeepseekV3ForCausalLM(
+        transformers.DeepseekV3Config(
             hidden_size=32, intermediate_size=64, moe_intermediate_size=16, num_hidden_layers=4, first_k_dense_replace=2,
             num_attention_heads=2, num_key_value_heads=2, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,
             q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8, vocab_size=64,

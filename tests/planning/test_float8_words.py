@@ -18,6 +18,7 @@ from nemo_like.planning.fit import fit
 from nemo_like.planning.fit.report import recipe
 from nemo_like.planning.planner import plan_for
 from nemo_like.planning.query import PlanQuery
+from tests.checks import assert_bitwise, refused, same, step
 from tests.models.fit_models import llama
 from tests.planning.queries import part_of
 from tests_distributed.allocated import loop_peak_bytes
@@ -33,11 +34,6 @@ def _sample() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def _gradients(model: Any) -> list[torch.Tensor]:
-    model(**_sample()).loss.backward()
-    return [p.grad for p in model.parameters()]
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     "word", ["fp8", *(pytest.param(word, marks=pytest.mark.long) for word in ("fp8-rowwise", "fp8-gather"))]
@@ -47,10 +43,10 @@ def test_a_budget_beside_the_word_gives_the_same_gradients_and_peaks_as_planned(
     said = {"precision": word, "device": "cpu"}
     plan = plan_for(llama(), ac=budget, sample_input=sample, **said)
     model = parallelize(llama(), "single", ac=budget, sample_input=sample, **said)
-    own, plain = _gradients(model), _gradients(parallelize(llama(), "single", ac="none", **said))
-    assert len(own) == len(plain) and all(torch.equal(one, other) for one, other in zip(own, plain))
-    lowered = _gradients(parallelize(llama(), "single", ac="none", precision="bf16", device="cpu"))
-    assert not all(torch.equal(one, other) for one, other in zip(own, lowered)), "float8 rounds otherwise"
+    own = step(model, **sample)
+    assert_bitwise(own, step(parallelize(llama(), "single", ac="none", **said), **sample))
+    lowered = step(parallelize(llama(), "single", ac="none", precision="bf16", device="cpu"), **sample)
+    assert not same(own, lowered), "float8 rounds otherwise"
     model.zero_grad()
     measured = loop_peak_bytes(model, sample)
     bf16 = plan_for(llama(), ac=budget, sample_input=sample, gpu="cpu", precision="bf16")
@@ -75,12 +71,8 @@ def test_a_plan_runs_with_the_precision_that_it_was_made_for_alone(tmp_path: Any
     again = Plan.load(tmp_path / "plan.json")
     assert again == plan
     model = parallelize(llama(), "single", ac=again, precision="fp8", device="cpu")
-    assert all(
-        torch.equal(one, other)
-        for one, other in zip(
-            _gradients(model), _gradients(parallelize(llama(), "single", ac="none", precision="fp8", device="cpu"))
-        )
-    )
+    plain = parallelize(llama(), "single", ac="none", precision="fp8", device="cpu")
+    assert_bitwise(step(model, **_sample()), step(plain, **_sample()))
     bare = llama()
     for precision in ("fp8-rowwise", "bf16", None):
         with pytest.raises(PlanError, match=r"was made for precision='fp8'.*Make the plan again"):
@@ -106,18 +98,14 @@ def test_what_is_not_planned_is_refused(setup: dict[str, Any], device: str, mess
 
 def test_without_torchao_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
-    with pytest.raises(
-        MissingExtraError, match=r"pip install torchao \(in a checkout of nemo_like: pip install '.\[fp8\]'\)"
+    own = {"precision": "fp8", "gpu": "cpu"}
+    for ask in (
+        lambda model: plan_for(model, ac="4800KiB", sample_input=_sample(), **own),
+        lambda model: parallelize(model, "single", ac="4800KiB", precision="fp8", sample_input=_sample(), device="cpu"),
+        lambda model: fit(model, gpus=1, seq_len=64, micro_batch=4, **own),
     ):
-        plan_for(llama(), ac="4800KiB", sample_input=_sample(), gpu="cpu", precision="fp8")
-    with pytest.raises(
-        MissingExtraError, match=r"pip install torchao \(in a checkout of nemo_like: pip install '.\[fp8\]'\)"
-    ):
-        parallelize(llama(), "single", ac="4800KiB", precision="fp8", sample_input=_sample(), device="cpu")
-    with pytest.raises(
-        MissingExtraError, match=r"pip install torchao \(in a checkout of nemo_like: pip install '.\[fp8\]'\)"
-    ):
-        fit(llama(), gpus=1, gpu="cpu", seq_len=64, micro_batch=4, precision="fp8")
+        with refused("pip install torchao (in a checkout of nemo_like: pip install '.[fp8]')", MissingExtraError):
+            ask(llama())
 
 
 @pytest.mark.long
@@ -130,9 +118,8 @@ def test_fit_plans_for_float8_and_its_answer_runs_as_predicted() -> None:
     assert best.plan is not None and best.plan.matmuls == "fp8" and best.kwargs()["precision"].matmuls == "fp8"
     assert "precision='fp8'" in best.call() and "--precision fp8" in recipe(report, best)
     model = parallelize(llama(), **best.kwargs())
-    own = _gradients(model)
-    plain = _gradients(parallelize(llama(), "single", ac="none", precision="fp8", device="cpu"))
-    assert all(torch.equal(one, other) for one, other in zip(own, plain))
+    plain = parallelize(llama(), "single", ac="none", precision="fp8", device="cpu")
+    assert_bitwise(step(model, **sample), step(plain, **sample))
     model.zero_grad()
     measured = loop_peak_bytes(model, sample)
     assert abs(best.peak_bytes - measured) <= 0.01 * measured

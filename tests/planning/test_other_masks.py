@@ -18,6 +18,7 @@ from nemo_like.activation_checkpointing.engine.region import Region
 from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, SKIP, DecisionTable
 from nemo_like.distributed.documents import keep_documents_apart
 from nemo_like.planning import plan_for
+from tests.checks import assert_bitwise, step
 from tests.models.blocks import checkpoint_region
 from tests.said import said
 
@@ -68,16 +69,8 @@ def _batches():
     }
 
 
-def _gradients(model, batches):
-    model.train()
-    found = []
-    for step, batch in enumerate(batches):
-        torch.manual_seed(step)
-        model.zero_grad()
-        loss = model(**batch).loss
-        loss.backward()
-        found.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
-    return found
+def _steps(model, batches):
+    return [step(model.train(), seed=seed, **batch) for seed, batch in enumerate(batches)]
 
 
 @pytest.mark.few(3)
@@ -91,10 +84,9 @@ def test_a_run_whose_masks_change_trains_as_without_a_plan(name, planned, budget
         pytest.skip("BERT packs nothing")
     order = [batches[planned], *batches.values(), batches[planned]]
     # As `parallelize` trains packed documents: `tests_distributed/fsdp/test_packing.py` compares that with one by one.
-    expected = _gradients(keep_documents_apart(copy.deepcopy(model)), order)
+    expected = _steps(keep_documents_apart(copy.deepcopy(model)), order)
     planned_model = parallelize(model, strategy="single", ac=budget, sample_input=batches[planned], device="cpu")
-    for ours, theirs in zip(_gradients(planned_model, order), expected, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert_bitwise(_steps(planned_model, order), expected)
 
 
 def test_a_batch_that_the_plan_does_not_fit_is_said_once(caplog):
@@ -102,9 +94,9 @@ def test_a_batch_that_the_plan_does_not_fit_is_said_once(caplog):
     batches = _batches()
     model = parallelize(_llama(), strategy="single", ac="70%", sample_input=batches["plain"], device="cpu")
     with caplog.at_level(logging.WARNING, "nemo_like"):
-        _gradients(model, [batches["plain"]])
+        _steps(model, [batches["plain"]])
         assert not said(caplog)
-        _gradients(model, [batches["padded"], batches["padded"], batches["plain"]])
+        _steps(model, [batches["padded"], batches["padded"], batches["plain"]])
     (record,) = said(caplog)
     assert record.levelno == logging.WARNING
     assert "model.layers." in record.getMessage() and "sample_input" in record.getMessage()

@@ -12,14 +12,12 @@ from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.fit.fitting import Traces, make_search
 from nemo_like.planning.fit.question import Question, read_pins
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 
 def _dense(trains="all"):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    model = LlamaForCausalLM(
-        LlamaConfig(
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
             hidden_size=64, intermediate_size=128, num_hidden_layers=5, num_attention_heads=4, num_key_value_heads=2,
             vocab_size=2048, use_cache=False,
         )
@@ -30,10 +28,8 @@ def _dense(trains="all"):
 
 
 def _experts():
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    return Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(
+    return transformers.Qwen3MoeForCausalLM(
+        transformers.Qwen3MoeConfig(
             hidden_size=64, intermediate_size=128, moe_intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
             num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2, vocab_size=512, use_cache=False,
             tie_word_embeddings=True,

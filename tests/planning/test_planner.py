@@ -24,6 +24,7 @@ from nemo_like.planning.planner import describe
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.trace import block as block_trace
 from nemo_like.planning.trace.meter import measured_seconds
+from tests.checks import assert_bitwise, step
 from tests.models.families import FAMILIES
 from tests.models.llama_style import D, LlamaStyle, S
 from tests.planning.brute_force import at_budget
@@ -172,15 +173,11 @@ def test_host_placement_is_chosen_where_the_link_is_free():
     assert sum(layer.host_bytes for layer in plan.layers) > 0
     assert plan.replay_seconds < plan_of(_query(), MemoryBudget(fraction=0.3)).replay_seconds
     assert any("host" in row for layer in plan.layers for row in (layer.decisions or {}).values())
-    gradients = []
-    for wanted in (None, plan):
-        torch.manual_seed(0)
-        model = source.build("cpu")
-        if wanted is not None:
-            apply_plan(model, wanted, device_type="cpu")
-        model(**source.sample_input(1, 64)).loss.backward()
-        gradients.append([p.grad for p in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    model = source.build("cpu")
+    wanted = step(model, **source.sample_input(1, 64))
+    apply_plan(model, plan, device_type="cpu")
+    assert any(isinstance(module, CheckpointWrapper) for module in model.modules())
+    assert_bitwise(step(model, **source.sample_input(1, 64)), wanted)
 
 
 def test_plan_for_says_what_it_needs():
@@ -237,31 +234,6 @@ def test_plan_survives_its_file_and_is_checked(tmp_path):
         Plan.load(path)
 
 
-def test_applied_plan_trains_bitwise_like_no_checkpointing():
-    source = resolve_model("llama-tiny")
-    sample = source.sample_input(2, 48)
-    gradients = []
-    for budget in (None, "30%", "60%"):
-        torch.manual_seed(0)
-        model = source.build("cpu")
-        if budget is not None:
-            plan = plan_for(model, ac=budget, sample_input=sample, gpu="h100-80gb")
-            apply_plan(model, plan, device_type="cpu")
-            assert any(isinstance(m, CheckpointWrapper) for m in model.modules())
-        model(**sample).loss.backward()
-        gradients.append([p.grad for p in model.parameters()])
-    for other in gradients[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(gradients[0], other, strict=True))
-
-
-def test_another_sequence_length_still_replays():
-    """Tables count ops, not bytes: a longer sequence fits them, only the bytes are others."""
-    source = resolve_model("llama-tiny")
-    model = source.build("cpu")
-    apply_plan(model, plan_for(model, ac="40%", sample_input=source.sample_input(1, 16), gpu="cpu"), device_type="cpu")
-    model(**source.sample_input(1, 40)).loss.backward()
-
-
 def test_looped_layer_gets_one_choice():
     class Looped(nn.Module):
         def __init__(self) -> None:
@@ -279,12 +251,9 @@ def test_looped_layer_gets_one_choice():
     assert [call.fqn for call in part_of(query).traced.calls] == ["layers.0"] * 3
     plan = plan_of(query, MemoryBudget(fraction=0.5))
     assert len(plan.layers) == 1 and plan.held_bytes <= 0.5 * plan.none_bytes
-    model(x).backward()
-    wanted = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
+    wanted = step(model, x)
     apply_plan(model, plan, device_type="cpu")
-    model(x).backward()
-    assert all(torch.equal(a, p.grad) for a, p in zip(wanted, model.parameters(), strict=True))
+    assert_bitwise(step(model, x), wanted)
 
 
 def test_encoder_decoder_is_planned_without_its_cache():
@@ -375,18 +344,12 @@ def test_frozen_embedding_and_frozen_layers():
     model.model.layers[0].requires_grad_(False)
     plan = plan_for(model, ac="50%", sample_input=sample, gpu="cpu")
     assert plan.layers[0].none_bytes == 0 and plan.layers[1].none_bytes > 0
-    model(**sample, use_cache=False).loss.backward()
-    wanted = [p.grad.clone() for p in model.parameters() if p.requires_grad]
-    model.zero_grad()
+    wanted = step(model, **sample, use_cache=False)
     apply_plan(model, plan, device_type="cpu")
-    model(**sample).loss.backward()
-    got = [p.grad for p in model.parameters() if p.requires_grad]
-    assert all(torch.equal(a, b) for a, b in zip(wanted, got, strict=True))
+    assert_bitwise(step(model, **sample), wanted)
 
 
 def test_every_device_has_a_source_for_every_figure():
-    nvidia = {"a100-80gb", "h100-80gb", "h20", "h200", "b200", "gb200", "gb300", "l40s", "rtx-4090", "rtx-5090"}
-    assert set(known_devices()) == nvidia | {"mi300x", "mi355x", "cpu"}
     for name in known_devices():
         device = resolve_device(name)
         wanted = {"peaks"} if name == "cpu" else {"peaks", "matmul", "attention", "bandwidth"}

@@ -25,7 +25,7 @@ from nemo_like.planning.report import make_report
 from tests.gpusim import on_device
 from tests.planning.queries import reserved
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 MIB = 1 << 20
 BF16 = Precision.of("bf16")
@@ -45,11 +45,10 @@ SETUPS = {
 
 
 def _model(layers: int = 3) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
 
     with torch.device("meta"):
-        return LlamaForCausalLM(
-            LlamaConfig(
+        return transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
                 hidden_size=64, intermediate_size=192, num_hidden_layers=layers, num_attention_heads=4,
                 num_key_value_heads=2, vocab_size=640, max_position_embeddings=256, use_cache=False,
             )
@@ -79,11 +78,10 @@ def test_the_replayed_tensors_peak_where_the_arithmetic_says(name):
 
 
 def test_experts_in_a_unit_of_their_own():
-    from transformers import MixtralConfig, MixtralForCausalLM
 
     with torch.device("meta"):
-        model = MixtralForCausalLM(
-            MixtralConfig(
+        model = transformers.MixtralForCausalLM(
+            transformers.MixtralConfig(
                 hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=320,
                 num_key_value_heads=2, num_local_experts=8, max_position_embeddings=256, use_cache=False,
             )
@@ -206,14 +204,13 @@ class _Beside:
 
 def _steps(device, ac):
     """Return the bytes that a step asks for and that are reserved for it, on the simulated device and predicted."""
-    from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
+    config = transformers.LlamaConfig(
         hidden_size=64, intermediate_size=176, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=320, use_cache=False, attn_implementation="eager",
     )  # fmt: skip
     with torch.device("meta"):
-        model = LlamaForCausalLM(config).train()
+        model = transformers.LlamaForCausalLM(config).train()
     ids = torch.zeros(2, 64, dtype=torch.long)
     # The device has the CPU's kernels, and an allocator as CUDA's.
     query = PlanQuery.of(

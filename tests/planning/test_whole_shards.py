@@ -15,12 +15,10 @@ from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.query import PlanQuery
 from tests.planning.queries import part_of
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 
 def _model(name: str = "Llama", **more: Any) -> Any:
-    import transformers
-
     config = getattr(transformers, f"{name}Config")(
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=64, pad_token_id=0, bos_token_id=1, eos_token_id=2, use_cache=False, **more,
