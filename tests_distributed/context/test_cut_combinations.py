@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import shutil
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from nemo_like import parallelize
 from nemo_like.distributed import build_mesh, set_gradient_sync, shard_sequence, unshard_sequence
 from nemo_like.options import TensorParallel
+from tests.models.adapted import with_lora
 from tests.models.fit_models import llama
 from tests_distributed.context.cut_models import LENGTH, LOSS, batch, build, differences, gradients, step
 from tests_distributed.spawn import on_ranks, run_ranks
@@ -23,18 +25,7 @@ def _close(found: float, expected: float) -> list[str]:
     return [] if abs(found - expected) <= LOSS * abs(expected) else [f"loss {found} for {expected}"]
 
 
-def _with_options(rank: int, world_size: int, name: str, cases: list[dict[str, Any]]) -> list[str]:
-    whole, inputs = build(name), batch(name)
-    loss, expected = step(copy.deepcopy(whole), inputs)
-    wrong = []
-    for options in cases:
-        model = parallelize(copy.deepcopy(whole), **({"cp": 2, "sample_input": inputs} | options))
-        found, grads = step(model, inputs)
-        wrong += [f"{options}: {text}" for text in _close(found, loss) + differences(grads, expected)]
-    return wrong
-
-
-ONE_AT_A_TIME: list[dict[str, Any]] = [
+ONE_AT_A_TIME: tuple[dict[str, Any], ...] = (
     {"loss": "chunked"},
     {"loss": "chunked", "ac": "full"},
     {"offload": "saved"},
@@ -42,44 +33,40 @@ ONE_AT_A_TIME: list[dict[str, Any]] = [
     {"offload": "boundary", "ac": "full"},
     {"ac": "sequential"},
     {"ac": "50%"},
-]
+)
+COMPILED = tuple({"compile": "aot_eager", "ac": ac} for ac in ("none", "selective"))
+BY_INDUCTOR = tuple({"compile": True, "ac": ac} for ac in ("selective", "full"))
+NO_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on the CPU")
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
-def test_with_other_options(name: str) -> None:
-    assert run_ranks(2, _with_options, name, ONE_AT_A_TIME, timeout=120) == [[], []]
+@pytest.mark.parametrize(
+    ("world_size", "name", "cases"),
+    [
+        (2, "llama", ONE_AT_A_TIME),
+        pytest.param(2, "gpt_oss", ONE_AT_A_TIME, marks=pytest.mark.long),
+        (2, "mixtral", ({"ep": 2}, {"ep": 2, "ac": "full"})),
+        (4, "llama", ({"tp": 2}, {"dp_replicate": 2}, {"cp": 2})),
+        pytest.param(2, "llama", COMPILED, marks=pytest.mark.long),
+        pytest.param(2, "llama", BY_INDUCTOR, marks=[pytest.mark.long, NO_COMPILER]),
+    ],
+)
+@on_ranks(timeout=400)
+def test_with_other_options(rank: int, world_size: int, name: str, cases: tuple[dict[str, Any], ...]) -> None:
+    whole, inputs = build(name), batch(name)
+    loss, expected = step(copy.deepcopy(whole), inputs)
+    for options in cases:
+        model = parallelize(copy.deepcopy(whole), **({"cp": 2, "sample_input": inputs} | options))
+        found, grads = step(model, inputs)
+        assert _close(found, loss) + differences(grads, expected) == [], options
 
 
-def test_in_lower_precision_and_with_experts_split() -> None:
-    assert run_ranks(2, _with_options, "mixtral", [{"ep": 2}, {"ep": 2, "ac": "full"}], timeout=120) == [[], []]
-    assert run_ranks(2, _lower) == [[], []]
-
-
-def _lower(rank: int, world_size: int) -> list[str]:
+@on_ranks(2)
+def test_in_lower_precision(rank: int, world_size: int) -> None:
     """In bfloat16, parts and wholes differ by its rounding."""
     whole, inputs = build("llama"), batch("llama")
     loss, _ = step(copy.deepcopy(whole), inputs)
     found, _ = step(parallelize(whole, cp=2, precision="bf16", loss="chunked"), inputs)
-    return [] if abs(found - loss) < 1e-2 * loss else [f"loss {found} for {loss}"]
-
-
-@pytest.mark.long
-def test_with_compiled_layers() -> None:
-    cases = [{"compile": "aot_eager", "ac": ac} for ac in ("none", "selective")]
-    assert run_ranks(2, _with_options, "llama", cases, timeout=180) == [[], []]
-
-
-@pytest.mark.long
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on the CPU")
-def test_with_layers_compiled_by_inductor() -> None:
-    cases = [{"compile": True, "ac": ac} for ac in ("selective", "full")]
-    assert run_ranks(2, _with_options, "llama", cases, timeout=400) == [[], []]
-
-
-def test_with_tensor_parallelism_and_replicas() -> None:
-    cases = [{"tp": 2}, {"dp_replicate": 2}, {"cp": 2}]
-    assert run_ranks(4, _with_options, "llama", cases, timeout=120) == [[]] * 4
+    assert abs(found - loss) < 1e-2 * loss
 
 
 @pytest.mark.few(1)
@@ -95,26 +82,15 @@ def test_the_loss_of_split_logits_is_summed_over_parts_of_sequences(rank: int, w
     assert _close(found, loss) + differences(grads, expected) == []
 
 
-def _lora(rank: int, world_size: int) -> list[str]:
-    from peft import LoraConfig, get_peft_model
-
-    torch.manual_seed(0)
-    whole: Any = get_peft_model(
-        build("llama"), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    )
-    inputs = batch("llama")
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft")
+@on_ranks(2, timeout=120)
+def test_with_lora(rank: int, world_size: int) -> None:
+    whole, inputs = with_lora(build("llama"), ["q_proj", "v_proj"]), batch("llama")
     loss, expected = step(copy.deepcopy(whole), inputs)
     assert expected and all("lora" in name for name in expected)
-    wrong = []
     for ac in ("none", "full", "selective", "submodule"):
         found, grads = step(parallelize(copy.deepcopy(whole), ac=ac, cp=2), inputs)
-        wrong += [f"{ac}: {text}" for text in _close(found, loss) + differences(grads, expected)]
-    return wrong
-
-
-def test_with_lora() -> None:
-    pytest.importorskip("peft")
-    assert run_ranks(2, _lora, timeout=120) == [[], []]
+        assert _close(found, loss) + differences(grads, expected) == [], ac
 
 
 @on_ranks(2, timeout=120)
@@ -190,13 +166,10 @@ def test_data_beside_sequences(rank: int, world_size: int) -> None:
     assert _close(found, losses[rank // 2]) + differences(mine, mean) == []
 
 
-def _different_batches(rank: int, world_size: int) -> None:
-    parallelize(build("llama"), cp=2)(**batch("llama", rank))
-
-
-def test_different_batches_in_a_group_are_refused() -> None:
+@on_ranks(2)
+def test_different_batches_in_a_group_are_refused(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match="got different batches"):
-        run_ranks(2, _different_batches)
+        parallelize(build("llama"), cp=2)(**batch("llama", rank))
 
 
 def _first_call(rank: int, world_size: int, name: str, labelled: bool) -> float:
@@ -211,22 +184,16 @@ def test_a_plain_model_that_cannot_be_cut_is_found_in_its_first_call(name: str) 
     assert all(isinstance(error, ValueError) and "other outputs than whole sequences" in str(error) for error in errors)
 
 
-def _verified(rank: int, world_size: int) -> list[str]:
-    """Verification changes nothing of a model that is right, and finds a layer that is not."""
+@on_ranks(2, env={"NEMO_LIKE_VERIFY": "1"})
+def test_verification_compares_with_whole_sequences(rank: int, world_size: int) -> None:
+    """It changes nothing of a model that is right, and finds a layer that is not."""
     whole, inputs = build("qwen3"), batch("qwen3")
     loss, expected = step(copy.deepcopy(whole), inputs)
     found, grads = step(parallelize(copy.deepcopy(whole), cp=2, loss="chunked"), inputs)
-    wrong = _close(found, loss) + differences(grads, expected)
+    assert _close(found, loss) + differences(grads, expected) == []
     whole.model.layers[1].mlp.register_forward_hook(lambda module, args, output: output + output.mean(1, keepdim=True))
-    try:
+    with pytest.raises(ValueError, match="other outputs"):
         step(parallelize(whole, cp=2), inputs)
-    except ValueError as error:
-        return wrong + ([] if "other outputs" in str(error) else [str(error)])
-    return [*wrong, "a mean over the sequence was not seen"]
-
-
-def test_verification_compares_with_whole_sequences() -> None:
-    assert run_ranks(2, _verified, env={"NEMO_LIKE_VERIFY": "1"}) == [[], []]
 
 
 @on_ranks(2)

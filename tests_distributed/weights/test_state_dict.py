@@ -20,6 +20,7 @@ from nemo_like.distributed.weights.state_dict import (
     set_model_state,
     set_optimizer_state,
 )
+from tests.checks import assert_bitwise, same
 from tests.models.tiny import Decoder, tokens
 from tests_distributed.spawn import on_ranks, run_ranks
 
@@ -66,16 +67,6 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict, di
     return get_model_state(model, full=True), get_optimizer_state(model, optimizer, full=True)
 
 
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    return one == other
-
-
 @pytest.mark.few(1)
 @pytest.mark.parametrize("written", ["bare", "fsdp full", "hsdp", "ddp full"])
 @on_ranks(2)
@@ -98,8 +89,8 @@ def test_every_mode_reads_what_each_of_these_writes(rank: int, world_size: int, 
         set_optimizer_state(other, its_optimizer, moments, full=True)
         found = _state(other, its_optimizer)
         if rank == 0:
-            assert _equal(found[0], weights), read
-            assert _equal(found[1]["state"], moments["state"]), read
+            assert same(found[0], weights), read
+            assert same(found[1]["state"], moments["state"]), read
         _train(other, its_optimizer)  # and it goes on
 
 
@@ -108,7 +99,7 @@ def test_the_modes_of_one_device_write_the_same(written: str) -> None:
     (model, optimizer), (bare, its_optimizer) = _make(written, seed=0), _make("bare", seed=0)
     _train(model, optimizer)
     _train(bare, its_optimizer)
-    assert _equal(_state(model, optimizer), _state(bare, its_optimizer))
+    assert same(_state(model, optimizer), _state(bare, its_optimizer))
 
 
 def test_a_whole_state_is_the_bare_models() -> None:
@@ -139,23 +130,16 @@ def _read(rank: int, world_size: int, path: str) -> tuple[dict, dict]:
 def test_a_sharded_checkpoint_moves_to_another_number_of_ranks(tmp_path: Any) -> None:
     written = run_ranks(2, _write, str(tmp_path))[0]
     read = run_ranks(4, _read, str(tmp_path))[0]
-    assert _equal(read[0], written[0])
-    assert _equal(read[1]["state"], written[1]["state"])
+    assert same(read[0], written[0])
+    assert same(read[1]["state"], written[1]["state"])
 
 
-def _wrong(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_missing_name_is_an_error_on_every_rank_and_changes_nothing(rank: int, world_size: int) -> None:
     model, _ = _make("fsdp", seed=0)
     before = {name: tensor.full_tensor().clone() for name, tensor in get_model_state(model).items()}
     state = Decoder(tied=True).state_dict()
     del state["layers.2.up.bias"]
-    try:
+    with pytest.raises(ValueError, match=r"lacks 1 of the model's tensors: layers\.2\.up\.bias"):
         set_model_state(model, state)
-    finally:
-        after = get_model_state(model)
-        assert all(torch.equal(after[name].full_tensor(), before[name]) for name in before)
-
-
-def test_a_missing_name_is_an_error_on_every_rank_and_changes_nothing() -> None:
-    for error in run_ranks(2, _wrong, return_exceptions=True):
-        assert isinstance(error, ValueError)
-        assert "lacks 1 of the model's tensors: layers.2.up.bias" in str(error)
+    assert_bitwise(get_model_state(model), before)
