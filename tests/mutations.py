@@ -292,7 +292,7 @@ FAULTS: tuple[Fault, ...] = (
         "planning/sharding.py",
         "return 0 if self.gathered == self.shard_gathered else self.gathered",
         "return self.gathered",
-        "tests_distributed/planning/test_planning_tensor.py",
+        "tests/planning/test_whole_shards.py",
     ),
     Fault(
         "planning/program/microbatch.py",
