@@ -165,11 +165,11 @@ def _ends_early(offload: bool) -> Results:
     model, results = _model(offload), Results()
     hidden, gradient = _halves(model, _input(0))
     del hidden
-    x = _input(1)
-    loss = model(x).sum()  # here the mover hears of what was dropped
+    if offload:
+        offloader_of(model).collect()  # type: ignore[union-attr]  # the mover hears of what was dropped
     torch.gpusim.reuse()  # type: ignore[attr-defined]
     results["gradient"] = gradient.cpu()
-    loss.backward()
+    model(_input(1)).sum().backward()
     _gradients(model, results, 1)
     return results
 
@@ -524,6 +524,12 @@ def end_of_copies_is_not_awaited(patch: pytest.MonkeyPatch) -> None:
 def end_of_copies_back_is_not_awaited(patch: pytest.MonkeyPatch) -> None:
     """Let a mover go away while copies write to buffers that it holds."""
     edit(patch, mover, "_end_of_copies", ("backend.wait(copy.buffer_stream, copy.ready)", "pass"))
+
+
+@shown_by("a backward that ends early", "race")
+def unread_buffer_is_dropped_at_once(patch: pytest.MonkeyPatch) -> None:
+    """Drop a buffer that is being brought back without waiting for the copy."""
+    edit(patch, Mover, "_drop_buffer", ("self.backend.wait(copy.buffer_stream, copy.ready)", "pass"))
 
 
 @shown_by("no streams, and another one for backward", "race")
