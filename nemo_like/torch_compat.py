@@ -599,9 +599,8 @@ def as_dtensor_type(kind: type[DTensor], tensor: DTensor) -> DTensor:
 
 def fsdp_param_groups(module: nn.Module) -> Iterator[Any]:
     """FSDP2's parameter groups at `module`; none where it is not a unit."""
-    state = getattr(module, "_get_fsdp_state", None)
-    if state is not None:
-        yield from state()._fsdp_param_groups
+    if hasattr(type(module), "_get_fsdp_state"):
+        yield from module._get_fsdp_state()._fsdp_param_groups  # type: ignore[operator]
 
 
 def sharded_versions(module: nn.Module) -> list[int]:
@@ -664,7 +663,8 @@ def before_end_of_backward(root: nn.Module, call: Callable[[], None]) -> None:
 
 def _fsdp_states(root: nn.Module) -> list[Any]:
     """The states of all FSDP2 units of `root`: the one that backward comes to first has its own methods called."""
-    states = [module._get_fsdp_state() for module in root.modules() if hasattr(module, "_get_fsdp_state")]  # type: ignore[operator]
+    # By the class: what stands for another stage's layer in a pipeline answers for that layer's attributes.
+    states = [m._get_fsdp_state() for m in root.modules() if hasattr(type(m), "_get_fsdp_state")]  # type: ignore[operator]
     return list({id(state): state for state in states}.values())
 
 

@@ -175,6 +175,7 @@ def test_families_and_modes(world_size: int, schedule: str, name: str, ac: str) 
         ("1f1b", {}),
         ("1f1b", {"strategy": FSDP2(reshard_after_forward=True)}),
         ("1f1b", {"dp_replicate": 2}),
+        ("zbv", {"ac": "none"}),  # a rank's second stage has the first one's layer in its place, sharded and unwrapped
         pytest.param("zbv", {}, marks=pytest.mark.long),
         pytest.param("interleaved_zero_bubble", {}, marks=pytest.mark.long),
         pytest.param("interleaved_1f1b", {"strategy": FSDP2(reshard_after_forward=True)}, marks=pytest.mark.long),
@@ -192,7 +193,7 @@ def test_stages_that_are_sharded_replicated_or_split(
     for parameter in model.parameters():
         assert parameter.grad is not None
         parameter.grad /= ranks
-    pipeline = _staged(_build("llama"), batches[0], schedule, ac="selective", **options)
+    pipeline = _staged(_build("llama"), batches[0], schedule, **{"ac": "selective", **options})
     mine = rank % 2 if ranks == 2 else 0
     for _ in range(2):
         pipeline.zero_grad()
