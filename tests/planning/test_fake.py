@@ -202,7 +202,7 @@ class _Keeping(TorchDispatchMode):
 
 
 def test_who_holds_a_sum_is_counted_alike_inside_of_any_mode() -> None:
-    count = gradient_sums._counts_of_the_last_holder.__wrapped__
+    count = gradient_sums._counts_of_the_last_holder
     with _Keeping():
         inside = count()
     assert inside == count() is not None

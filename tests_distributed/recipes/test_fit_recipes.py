@@ -52,7 +52,7 @@ def _job(folder: Path) -> dict[str, Any]:
     (folder / "text.txt").write_text("a text that is learned, " * 400)
     return {
         "model": str(folder / "config.json"), "data": str(folder / "text.txt"), "seq_len": 64, "batch_size": 8, "steps": 4,
-        "eval_samples": 0, "device": "cpu", "plain": True, "save_every": 2, "sync_save": True, "log_every": 1,
+        "eval_samples": 0, "device": "cpu", "save_every": 2, "sync_save": True, "log_every": 1,
         "schedule": "constant", "warmup_steps": 2,  # the same rates, however many steps there are
         "checkpoint_dir": str(folder / "checkpoints"),
     }  # fmt: skip
@@ -178,7 +178,7 @@ def test_adapters_train_with_state_on_the_host_as_fitted(tmp_path: Path) -> None
 def _tune_on_host(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     options: dict[str, Any] = dict(
         model=f"{folder}/model", data=f"{folder}/data.jsonl", lora=True, steps=4, batch_size=8, eval_samples=0,
-        device="cpu", plain=True, precision="float32", log_every=1, sync_save=True, save_every=2,
+        device="cpu", precision="float32", log_every=1, sync_save=True, save_every=2,
         schedule="constant", warmup_steps=2,  # the same rates, however many steps there are
     )  # fmt: skip
     free = options | {"fit": "ac", "cpu_offload": True, "fit_memory": "195MiB", "output": f"{folder}/out"}
@@ -206,7 +206,7 @@ def test_fine_tuning_fits_its_longest_rows_and_says_so_once(
     write_lines(tmp_path / "data.jsonl", questions())
     options = FinetuneOptions(
         model=str(tmp_path / "model"), data=str(tmp_path / "data.jsonl"), output=str(tmp_path / "out"), lora=True, steps=1,
-        batch_size=8, eval_samples=0, device="cpu", plain=True, precision="float32",
+        batch_size=8, eval_samples=0, device="cpu", precision="float32",
         fit="ac", fit_memory="1MiB",
     )  # fmt: skip
     job = FineTuning(options, ALONE)
@@ -220,7 +220,7 @@ def test_fine_tuning_fits_its_longest_rows_and_says_so_once(
 def _tuned(folder: Path, **said: Any) -> FineTuning:
     options: dict[str, Any] = dict(
         model=str(folder / "model"), data=str(folder / "data.jsonl"), steps=2, batch_size=4, eval_samples=0, device="cpu",
-        plain=True, precision="float32", log_every=1,
+        precision="float32", log_every=1,
     )  # fmt: skip
     return FineTuning(FinetuneOptions(**options | said), ALONE)
 

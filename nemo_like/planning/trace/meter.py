@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import statistics
 import sys
@@ -187,12 +186,12 @@ class _CountHolders(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@functools.cache
 def _counts_of_the_last_holder() -> tuple[int, int, int] | None:
     """Return the counts of `_holders` for a tensor in a sum of gradients to which nothing else refers.
 
-    They are measured once, as the dispatch itself takes references, and how many is torch's own affair. A mode of the first
-    caller, which may keep what it sees, has no part in it.
+    They are measured for each run, as the dispatch itself takes references: how many is torch's own affair, and one more
+    once a region with a graph break was compiled in this process. A mode of the caller, which may keep what it sees, has no
+    part in it.
     """
     with without_dispatch_modes(), _CountHolders() as counting:
         x = torch.ones(2, requires_grad=True) * 2
