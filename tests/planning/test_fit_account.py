@@ -33,8 +33,6 @@ CASES = {
 }  # fmt: skip
 
 
-
-
 def _check(candidate):
     account = candidate.account
     assert sum(row.amount for row in account.bytes) == candidate.peak_bytes

@@ -36,9 +36,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     make_model(folder / "model")
     write_lines(folder / "data.jsonl", questions())
     line = f"--model {folder / 'model'} --data {folder / 'data.jsonl'} --steps 6 --batch-size 4 --grad-accum 2 --seq-len 32"
-    line += (
-        " --eval-every 3 --eval-samples 4 --save-every 2 --log-every 1 --warmup-steps 1 --lr 1e-2 --device cpu"
-    )
+    line += " --eval-every 3 --eval-samples 4 --save-every 2 --log-every 1 --warmup-steps 1 --lr 1e-2 --device cpu"
     return [*line.split(), "--precision", "float32"]
 
 
