@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.followed import follow, pages, steps
+from tests.tools.followed import follow, pages, steps
 
 WITH_COMMANDS = [page for page in pages() if any(step.file is None and step.reason is None for step in steps(page))]
 

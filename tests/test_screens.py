@@ -8,7 +8,7 @@ import re
 import pytest
 
 from nemo_like import cli
-from tests.screens import DOCS, Screen, screens, without_times
+from tests.tools.screens import DOCS, Screen, screens, without_times
 
 pytest.importorskip("transformers")
 

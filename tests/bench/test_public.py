@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from tests.benchmarks.public_numbers import OOM, all_rows, compared, page, published_speed, summary
+from tests.tools.benchmarks.public_numbers import OOM, all_rows, compared, page, published_speed, summary
 
 pytest.importorskip("transformers")
 pytest.importorskip("torchao.float8")

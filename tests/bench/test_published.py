@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.benchmarks.published import predicted, published_device, published_rows
+from tests.tools.benchmarks.published import predicted, published_device, published_rows
 
 pytest.importorskip("transformers")
 

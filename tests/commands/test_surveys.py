@@ -1,4 +1,4 @@
-"""`python -m tests.surveys`: the pages that it writes, where it goes on, and what it refuses."""
+"""`python -m tests.tools.surveys`: the pages that it writes, where it goes on, and what it refuses."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("transformers", reason="needs the extra 'hf'")
 
-from tests.surveys import layers
-from tests.surveys.__main__ import main
+from tests.tools.surveys import layers
+from tests.tools.surveys.__main__ import main
 
 HEAD = "# Page\n\n"
 

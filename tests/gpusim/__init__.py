@@ -53,8 +53,8 @@ def on_devices(ranks: int, function: Callable[..., Any], *args: Any, **options: 
 def _run(
     rank: int, world_size: int, function: Callable[..., Any], args: tuple[Any, ...], options: Mapping[str, Any]
 ) -> Any:
-    from tests.gpusim.branches import VARIABLE, recording
     from tests.gpusim.device import install
+    from tests.tools.branches import VARIABLE, recording
 
     with recording(os.environ.get(VARIABLE)):
         device = install(**options)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.gpusim.branches import judge
-from tests.gpusim.finder import Branch, find, package
-from tests.gpusim.reasons import REASONS
+from tests.tools.branch_finder import Branch, find, package
+from tests.tools.branch_reasons import REASONS
+from tests.tools.branches import judge
 
 SOURCE = """
 def f(x, kind, items, module):

@@ -6,7 +6,7 @@ import pytest
 
 transformers = pytest.importorskip("transformers")
 
-from tests.surveys import layers as coverage  # noqa: E402
+from tests.tools.surveys import layers as coverage  # noqa: E402
 
 CHUNKS = 24
 RELEASE = tuple(int(part) for part in transformers.__version__.split(".")[:2])

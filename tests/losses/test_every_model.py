@@ -6,8 +6,8 @@ import pytest
 
 transformers = pytest.importorskip("transformers")
 
-from tests.surveys import losses as loss_survey  # noqa: E402
-from tests.surveys.tiny_causes import CAUSES  # noqa: E402
+from tests.tools.surveys import losses as loss_survey  # noqa: E402
+from tests.tools.surveys.tiny_causes import CAUSES  # noqa: E402
 
 PARTS = 20
 KNOWN = tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= (5, 23)

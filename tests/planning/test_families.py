@@ -9,8 +9,8 @@ from torch import nn
 pytest.importorskip("transformers", reason="needs the extra 'hf'")
 
 from nemo_like import parallelize
-from tests.surveys.plans import model_types, planned_and_run, survey_one
-from tests.surveys.tiny_models import build_tiny
+from tests.tools.surveys.plans import model_types, planned_and_run, survey_one
+from tests.tools.surveys.tiny_models import build_tiny
 
 
 @pytest.mark.few(2)

@@ -1,4 +1,4 @@
-"""Random jobs of `tests.benchmarks.random_jobs`, of which a plan, `fit` and a rank on fake tensors say the same."""
+"""Random jobs of `tests.tools.benchmarks.random_jobs`, of which a plan, `fit` and a rank on fake tensors say the same."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from nemo_like import Job
 from nemo_like.options import FSDP2, ContextParallel
-from tests.benchmarks.random_jobs import Drawn, answer, draw
+from tests.tools.benchmarks.random_jobs import Drawn, answer, draw
 
 pytest.importorskip("transformers")
 

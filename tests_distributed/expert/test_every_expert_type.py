@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from nemo_like import parallelize
 from nemo_like.planning.model.outside import loss_of
 from tests.checks import gradients_of
-from tests.surveys import plans as plan_survey
-from tests.surveys.tiny_models import ATTEMPTS, within
+from tests.tools.surveys import plans as plan_survey
+from tests.tools.surveys.tiny_models import ATTEMPTS, within
 from tests_distributed.expert.whole_gradients import assert_close
 from tests_distributed.spawn import run_ranks
 

@@ -318,7 +318,7 @@ def test_every_language_model_keeps_documents_apart_or_refuses(part: int) -> Non
 
 
 def _wrong_documents(name: str) -> list[str]:
-    from tests.surveys.tiny_models import ATTEMPTS, build_tiny, within
+    from tests.tools.surveys.tiny_models import ATTEMPTS, build_tiny, within
 
     documents = [torch.randint(3, 40, (1, n), generator=torch.Generator().manual_seed(n)) for n in (7, 6)]
     for without in ATTEMPTS:

@@ -11,7 +11,7 @@ from nemo_like import parallelize
 from nemo_like.options import TensorParallel
 from tests.checks import assert_bitwise, step
 from tests.models import decoders, expert_families
-from tests.surveys.tiny_models import build_tiny
+from tests.tools.surveys.tiny_models import build_tiny
 from tests_distributed.spawn import on_ranks
 
 pytest.importorskip("transformers", minversion="5.24")

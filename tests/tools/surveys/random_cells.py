@@ -1,6 +1,6 @@
 """Random programs x axes x modes on two gloo ranks, compared with the original model that each rank trains by hand.
 
-    python -m tests.surveys.random_cells --seeds 0:200 [--only KIND] [--json FILE]
+    python -m tests.tools.surveys.random_cells --seeds 0:200 [--only KIND] [--json FILE]
 
 A seed draws one cell: a program (`PLAIN` and `LIBRARY`), an axis (`AXES`), a mode (`MODES`) and options. Both sides take
 three AdamW steps and an evaluation; losses, gradients, weights and buffers are compared. By hand, gradients are averaged by
@@ -25,8 +25,8 @@ import torch
 from torch.distributed.fsdp import register_fsdp_forward_method
 
 from nemo_like import DDP, FSDP2, ContextParallel, ExpertParallel, PipelineParallel, TensorParallel, parallelize
-from tests.surveys.random_programs import PLAIN
-from tests.surveys.random_training import batch_of, build, train
+from tests.tools.surveys.random_programs import PLAIN
+from tests.tools.surveys.random_training import batch_of, build, train
 from tests_distributed.spawn import RanksTimedOutError, run_ranks
 
 LIBRARY = dict.fromkeys(("t5", "bert", "vit", "whisper", "mamba", "gpt2", "clip", "lora"), ())
@@ -181,6 +181,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from tests.surveys.random_cells import main as run  # ranks find `run_cell` by its module's name
+    from tests.tools.surveys.random_cells import main as run  # ranks find `run_cell` by its module's name
 
     run()

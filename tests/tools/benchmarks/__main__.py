@@ -1,4 +1,4 @@
-"""`python -m tests.benchmarks SUITE`: how fast we plan, set up and check, and published steps beside predicted ones."""
+"""`python -m tests.tools.benchmarks SUITE`: how fast we plan, set up and check; published and predicted steps."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Sequence
 
 from nemo_like._util.console import examples, start_logging
 from nemo_like.commands.bench_command import add_arguments, options_of
-from tests.benchmarks.check import CHECK
-from tests.benchmarks.overhead import OVERHEAD
-from tests.benchmarks.planning import PLANNING
-from tests.benchmarks.public_numbers import PUBLIC
-from tests.benchmarks.published import PUBLISHED
-from tests.benchmarks.random_jobs import run as random_jobs
-from tests.benchmarks.scale import SCALE
-from tests.benchmarks.suite import markdown
-from tests.benchmarks.verify import VERIFY
+from tests.tools.benchmarks.check import CHECK
+from tests.tools.benchmarks.overhead import OVERHEAD
+from tests.tools.benchmarks.planning import PLANNING
+from tests.tools.benchmarks.public_numbers import PUBLIC
+from tests.tools.benchmarks.published import PUBLISHED
+from tests.tools.benchmarks.random_jobs import run as random_jobs
+from tests.tools.benchmarks.scale import SCALE
+from tests.tools.benchmarks.suite import markdown
+from tests.tools.benchmarks.verify import VERIFY
 
-PROGRAM = "python -m tests.benchmarks"
+PROGRAM = "python -m tests.tools.benchmarks"
 
 SUITES = {
     "public": PUBLIC,

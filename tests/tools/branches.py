@@ -1,7 +1,7 @@
 """Branches of the package that depend on the kind of device, and which the simulated device runs.
 
-python -m tests.gpusim.branches               the table, by the tests that use the simulated device
-python -m tests.gpusim.branches --json FILE   the same as JSON, too
+python -m tests.tools.branches               the table, by the tests that use the simulated device
+python -m tests.tools.branches --json FILE   the same as JSON, too
 
 `recording` notes lines and values of comparisons in the processes of `tests.gpusim.on_device`.
 """
@@ -23,8 +23,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tests.gpusim.finder import ROOT, Branch, package
-from tests.gpusim.reasons import REASONS
+from tests.tools.branch_finder import ROOT, Branch, package
+from tests.tools.branch_reasons import REASONS
 
 VARIABLE = "NEMO_LIKE_BRANCHES"
 """Names the environment variable with the folder that `recording` writes to."""

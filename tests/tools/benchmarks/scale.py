@@ -13,7 +13,7 @@ from nemo_like.layers import find_layers
 from nemo_like.models import PRESETS, resolve_model
 from nemo_like.parallelizer import parallelize
 from nemo_like.torch_compat import fake_ranks
-from tests.benchmarks.suite import Column, Measured, Suite
+from tests.tools.benchmarks.suite import Column, Measured, Suite
 
 SHAPES = (("llama3-8b", 8), ("llama3-70b", 64), ("llama3-405b", 512))
 """(preset, ranks)."""

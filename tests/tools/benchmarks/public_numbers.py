@@ -1,7 +1,7 @@
 """Suite ``public``: every published training step that we know of, beside what the planner predicts for it.
 
-The rows are in ``tests/benchmarks/public/*.csv``, each file with its source. The planner is the product's own, asked as a
-user would ask it. Where a source ran something that it has no option for, the row says what differs.
+The rows are in ``tests/tools/benchmarks/public/*.csv``, each with its source. The planner is the product's own, asked as
+a user would ask it. Where a source ran something that it has no option for, the row says what differs.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from nemo_like.planning.answers.seconds import StepSeconds, step_seconds
 from nemo_like.planning.answers.verdict import reserved_within
 from nemo_like.planning.devices import Device, resolve_device
 from nemo_like.planning.query import Choices, PlanQuery
-from tests.benchmarks.published import STEP_COLUMNS, lines_of, published_device
-from tests.benchmarks.suite import Column, Measured, Suite, markdown
-from tests.benchmarks.torchtitan_step import compiled_loss, loop_loss
+from tests.tools.benchmarks.published import STEP_COLUMNS, lines_of, published_device
+from tests.tools.benchmarks.suite import Column, Measured, Suite, markdown
+from tests.tools.benchmarks.torchtitan_step import compiled_loss, loop_loss
 
-PAGE = Path(__file__).parents[2] / "docs" / "evidence" / "public-numbers.md"
+PAGE = Path(__file__).parents[3] / "docs" / "evidence" / "public-numbers.md"
 """Page that a run of all rows writes."""
 GIB = 2**30
 
@@ -632,7 +632,7 @@ def _run(options: BenchOptions) -> Measured:
         print(_progress(lines[-1]), file=sys.stderr, flush=True)
     if len(rows) == len(all_rows()):
         PAGE.write_text(page(lines), encoding="utf-8")
-    about = {"source": "tests/benchmarks/public/*.csv"}
+    about = {"source": "tests/tools/benchmarks/public/*.csv"}
     return Measured("Published steps, by the planner", lines, about, summary(lines))
 
 
@@ -659,10 +659,10 @@ _COLUMNS = (
 
 _HEAD = """# Public numbers, predicted
 
-Others published what training steps took on GPUs. `python -m tests.benchmarks public` predicts each of them with
+Others published what training steps took on GPUs. `python -m tests.tools.benchmarks public` predicts each of them with
 the planner, on a CPU. Nothing ran on a GPU here.
 
-- The rows are in `tests/benchmarks/public/`, each file with its source. No row is left out.
+- The rows are in `tests/tools/benchmarks/public/`, each file with its source. No row is left out.
 - All rows of a GPU have one set of constants. One was chosen with rows in sight: the clock of the H100 of 500 W
   ([constants](published.md#constants)). No other is fitted to a row.
 - The jobs have the options that the source ran, or the nearest that the planner takes. The column *differs* says which.

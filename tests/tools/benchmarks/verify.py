@@ -19,7 +19,7 @@ from nemo_like.bench.measured_step import measure_bytes, step_loss, time_steps, 
 from nemo_like.bench.side_by_side import choose_modes, sample_of
 from nemo_like.models import resolve_model
 from tests.allocator_events import quiet_profiler
-from tests.benchmarks.suite import Column, Measured, Suite
+from tests.tools.benchmarks.suite import Column, Measured, Suite
 
 
 def _run(options: BenchOptions) -> Measured:

@@ -1,4 +1,4 @@
-"""Every model of the installed transformers, made small: the surveys of `python -m tests.surveys` run them."""
+"""Every model of the installed transformers, made small: the surveys of `python -m tests.tools.surveys` run them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from nemo_like._util.extras import require
-from tests.surveys.tiny_rules import SETTINGS
+from tests.tools.surveys.tiny_rules import SETTINGS
 
 # What makes a configuration small. By the field's name, wherever in the tree of configurations it stands.
 _SIZES: dict[str, Any] = {

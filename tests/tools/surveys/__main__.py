@@ -1,4 +1,4 @@
-"""`python -m tests.surveys`: what works on each model type of the installed transformers, as `docs/reference/models.md`."""
+"""`python -m tests.tools.surveys`: what works on each model type of transformers, as `docs/reference/models.md`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 from nemo_like._util.console import check_writable, examples, refuse_unread, start_logging
 from nemo_like._util.words import check_whole
 from nemo_like.options import did_you_mean
-from tests.surveys import layers, losses, plan_page, plans
+from tests.tools.surveys import layers, losses, plan_page, plans
 
-PROGRAM = "python -m tests.surveys"
+PROGRAM = "python -m tests.tools.surveys"
 
 _SECTIONS = (plan_page.SECTION, losses.SECTION)
 """What stands on the page below the table of layers, in this order. An option makes each."""

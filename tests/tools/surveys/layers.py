@@ -167,7 +167,7 @@ def to_markdown(rows: list[CoverageRow]) -> str:
     lines = [
         "# Model coverage",
         "",
-        "Made by `python -m tests.surveys --output docs/reference/models.md`; do not edit by hand.",
+        "Made by `python -m tests.tools.surveys --output docs/reference/models.md`; do not edit by hand.",
         "",
         f"transformers {version} knows {len(rows)} model types for `AutoModel`. {len(built)} build from their default "
         f"configuration on the meta device here. In {len(good)} of these every checkpointable block lies in a layer, "

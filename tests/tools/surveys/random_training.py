@@ -1,4 +1,4 @@
-"""One training of a program that `tests.surveys.random_cells` draws: by nemo_like on two ranks, or by hand on each."""
+"""One training of a program that `tests.tools.surveys.random_cells` draws: by nemo_like on two ranks, or by hand on each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.func import functional_call
 from nemo_like.distributed import clip_grad_norm_, set_gradient_sync
 from tests.models.adapted import with_lora
 from tests.models.families import FAMILIES, loss_of
-from tests.surveys.random_programs import PLAIN, PlainModel
+from tests.tools.surveys.random_programs import PLAIN, PlainModel
 
 STEPS = 3
 

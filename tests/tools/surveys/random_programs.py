@@ -1,4 +1,4 @@
-"""Small programs of plain PyTorch for `tests.surveys.random_cells`: a model, its batches and its losses, by kind."""
+"""Small programs of plain PyTorch for `tests.tools.surveys.random_cells`: a model, its batches and its losses, by kind."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Faults that the tests must see: each is put into a copy of the package, and the named test files have to fail.
 
-    python -m tests.mutations [--only WORD] [--jobs 2]
+    python -m tests.tools.mutations [--only WORD] [--jobs 2]
 
 runs these files once as they are, then prints a line for each fault. It ends with 1 where more than three faults live.
 `docs/evidence/tests.md` has the last result.
@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 MAY_LIVE = 3
 """Faults that may stay unseen."""
 SECONDS = 400

@@ -1,6 +1,6 @@
 """Random jobs, of which three answers must agree: a plan, `fit` with all pinned, and a rank on fake tensors.
 
-    python -m tests.benchmarks random_jobs --jobs 300 --seed 0
+    python -m tests.tools.benchmarks random_jobs --jobs 300 --seed 0
 
 prints each job whose answers differ, with its seed, and counts at the end.
 """

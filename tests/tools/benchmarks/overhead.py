@@ -19,8 +19,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from nemo_like.activation_checkpointing.contexts import make_selective_checkpoint_context_fn
 from nemo_like.activation_checkpointing.policy import FullPolicy, Policy, SelectivePolicy
 from nemo_like.bench import BenchOptions
-from tests.benchmarks.suite import Column, Measured, Suite
 from tests.models.blocks import checkpoint_region
+from tests.tools.benchmarks.suite import Column, Measured, Suite
 
 WIDTH, TOKENS, LAYERS, REPEATS = 64, 32, 4, 40
 HEADS, HEAD_DIM = 4, 16

@@ -14,9 +14,9 @@ from nemo_like._util.extras import require
 from nemo_like._util.log import forget_announcements, logger
 from nemo_like.losses.model_loss import chunk_model_loss
 from nemo_like.options import ChunkedLoss
-from tests.surveys.tiny_causes import CAUSES
-from tests.surveys.tiny_models import ATTEMPTS, build_tiny, cell, one_line, within
-from tests.surveys.tiny_rules import INPUTS
+from tests.tools.surveys.tiny_causes import CAUSES
+from tests.tools.surveys.tiny_models import ATTEMPTS, build_tiny, cell, one_line, within
+from tests.tools.surveys.tiny_rules import INPUTS
 
 ENDINGS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 SECTION = "## Losses in chunks"
@@ -137,7 +137,7 @@ def markdown(rows: list[LossRow]) -> str:
     lines = [
         SECTION,
         "",
-        "Made by `python -m tests.surveys --losses --output docs/reference/models.md`.",
+        "Made by `python -m tests.tools.surveys --losses --output docs/reference/models.md`.",
         "",
         f"transformers {version} has {len(rows)} classes named `*ForCausalLM`, `*ForConditionalGeneration` or "
         f"`*LMHeadModel`. {len(ran)} of them run here tiny in training mode, on text with labels, and on pictures or sound "

@@ -1,4 +1,4 @@
-"""Screens in the documents: what a command prints, run again and compared. ``python -m tests.screens`` writes them anew.
+"""Screens in the documents: what a command prints, run and compared. ``python -m tests.tools.screens`` writes them anew.
 
 A block of a page that begins with ``$ nemo-like`` and has a comment ``<!-- screen: 80 -->`` in front is the output of that
 command in a terminal of 80 columns. ``long`` in the comment: it takes over 10 seconds. Seconds and rates differ from run to
@@ -19,7 +19,7 @@ from unittest import mock
 
 from nemo_like.cli import main
 
-DOCS = Path(__file__).parent.parent / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 _BLOCK = re.compile(
     r"(<!-- screen: (\d+)( long)? -->\n```console\n\$ (nemo-like [^\n]*(?:\\\n[^\n]*)*)\n)(.*?)(```)", re.S
 )

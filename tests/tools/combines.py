@@ -1,4 +1,4 @@
-"""``python -m tests.combines``: write docs/reference/what-combines.md by asking `Job` and `parallelize` about every pair.
+"""``python -m tests.tools.combines``: write docs/reference/what-combines.md by trying every pair.
 
 Each pair of options is asked of a tiny model: `Job.of` refuses it, or it trains. What requires no other rank trains in this
 process, and its gradients are compared with those of no checkpointing; the others run as rank 0 of a job on fake tensors
@@ -21,7 +21,7 @@ from torch import nn
 from nemo_like import FSDP2, ContextParallel, Job, OffloadConfig, PipelineParallel, dry_run, parallelize
 from tests.models import decoders
 
-PAGE = Path(__file__).parent.parent / "docs" / "reference" / "what-combines.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "what-combines.md"
 OPTIONS: dict[str, dict[str, Any]] = {
     "`full`": {"ac": "full"},
     "`selective`": {"ac": "selective"},
@@ -134,7 +134,7 @@ def page() -> str:
     refused = "\n".join(f"| {'; '.join(where)} | {reason} |" for reason, where in reasons.items())
     return (
         "# What combines with what\n\n"
-        "Made by `python -m tests.combines`, not by hand. Every pair is asked of a tiny Llama (of Mixtral with `ep`)\n"
+        "Made by `python -m tests.tools.combines`, not by hand. Every pair is asked of a tiny Llama (of Mixtral with `ep`)\n"
         "on as many ranks as it takes. Where three meet, `parallelize` refuses what does not go together.\n\n"
         f"`{EQUAL}`: trained here, and gradients have the bits of no checkpointing. `{RUNS}`: `parallelize` and two steps\n"
         f"ran as rank 0 of such a job, on fake tensors. `{REFUSED}`: refused, see below. `{TAKEN}`: accepted, not run\n"

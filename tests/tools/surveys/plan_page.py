@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from nemo_like._util.extras import require
-from tests.surveys.plans import BATCH, BUDGET, CLOSE, SECONDS, TOKENS, SurveyedPlan, model_types
-from tests.surveys.tiny_models import cell
+from tests.tools.surveys.plans import BATCH, BUDGET, CLOSE, SECONDS, TOKENS, SurveyedPlan, model_types
+from tests.tools.surveys.tiny_models import cell
 
 SECTION = "## Budgets"
 
@@ -57,8 +57,8 @@ def markdown(rows: Iterable[SurveyedPlan], page: str = "") -> str:
         (
             SECTION,
             "",
-            "Made by `python -m tests.surveys --plan --output docs/reference/models.md`; `--only` renews the rows of some "
-            "types, `--resume` goes on where it was stopped.",
+            "Made by `python -m tests.tools.surveys --plan --output docs/reference/models.md`; `--only` renews the rows of "
+            "some types, `--resume` goes on where it was stopped.",
             "",
             f"Of the {len(model_types())} model types of transformers {version}, {len(lines) + len(others)} were tried, and "
             f"{len(lines)} of these train here tiny (CPU, torch {torch.__version__}) on random input of the kind that they "

@@ -11,9 +11,9 @@ from nemo_like.models import resolve_model
 from nemo_like.options import MemoryBudget
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.query import PlanQuery
-from tests.benchmarks.scale import shapes_of
-from tests.benchmarks.suite import Column, Measured, Suite
 from tests.planning.queries import plan_of
+from tests.tools.benchmarks.scale import shapes_of
+from tests.tools.benchmarks.suite import Column, Measured, Suite
 
 SHAPES = (("llama3-8b", 64), ("mixtral-8x7b", 64), ("llama3-70b", 512), ("llama3-405b", 16_384))
 """(preset, ranks)."""

@@ -25,4 +25,4 @@ REASONS: dict[tuple[str, str], str] = {
     ("nemo_like/precision.py", "device_type != 'cuda'"): "CUDA only: float8 products, which are emulated elsewhere",
     ("nemo_like/torch_compat.py", "rows.device.type == 'cuda'"): "CUDA only: the grouped product's kernel",
 }
-"""The reason, by file and condition; `tests.gpusim.branches` shows it."""
+"""The reason, by file and condition; `tests.tools.branches` shows it."""

@@ -27,9 +27,9 @@ from nemo_like.planning.program.timeline import StageSeconds, action_seconds, ti
 from nemo_like.planning.query import Choices, PlanQuery, Stage, parts_of
 from nemo_like.planning.roofline import optimizer_seconds
 from nemo_like.torch_compat import local_part
-from tests.benchmarks import torchtitan_step
-from tests.benchmarks.torchtitan_model import tensor_parallel_rank, with_ring
-from tests.benchmarks.torchtitan_seconds import HowRun, LayerSeconds, layer_seconds
+from tests.tools.benchmarks import torchtitan_step
+from tests.tools.benchmarks.torchtitan_model import tensor_parallel_rank, with_ring
+from tests.tools.benchmarks.torchtitan_seconds import HowRun, LayerSeconds, layer_seconds
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from nemo_like.bench import BenchOptions
 from nemo_like.fake_rank import dry_run
 from nemo_like.job import Job
 from nemo_like.models import resolve_model
-from tests.benchmarks.suite import Column, Measured, Suite
+from tests.tools.benchmarks.suite import Column, Measured, Suite
 
 SHAPES: tuple[tuple[str, int, str, dict[str, int]], ...] = (
     ("llama3-8b", 8, "full", {}),

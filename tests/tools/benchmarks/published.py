@@ -13,8 +13,8 @@ from typing import Any
 
 from nemo_like.bench import BenchOptions
 from nemo_like.planning.devices import Device, resolve_device
-from tests.benchmarks.suite import Column, Measured, Suite
-from tests.benchmarks.torchtitan_plan import PublishedStep, plan_step
+from tests.tools.benchmarks.suite import Column, Measured, Suite
+from tests.tools.benchmarks.torchtitan_plan import PublishedStep, plan_step
 
 _FOLDER = Path(__file__).with_name("public")
 _FILES = {"h100": "torchtitan_2024_12", "h200": "torchtitan_2025_06_h200"}
@@ -55,7 +55,7 @@ def _run(options: BenchOptions) -> Measured:
     rows = [(row, gpu) for gpu in ("h100", "h200") for row in published_rows(gpu)]
     if options.model in {row["model"] for row, _ in rows}:
         rows = [(row, gpu) for row, gpu in rows if row["model"] == options.model]
-    about = {"source": "torchtitan, benchmarks/: first line of tests/benchmarks/public/torchtitan_*.csv"}
+    about = {"source": "torchtitan, benchmarks/: first line of tests/tools/benchmarks/public/torchtitan_*.csv"}
     notes = [
         "One set of device constants for all rows; what was left out of a prediction is in its last column.",
         "reserved: of our model of CUDA's caching allocator; of a pipeline, on the rank that has most.",

@@ -24,8 +24,8 @@ from nemo_like.planning.planner import apply_plan, describe
 from nemo_like.planning.query import PlanQuery
 from tests.allocator_events import cpu_events
 from tests.planning.queries import bytes_between_steps, saved
-from tests.surveys.code_version import code_version
-from tests.surveys.tiny_models import ATTEMPTS, build_tiny, one_line, within
+from tests.tools.surveys.code_version import code_version
+from tests.tools.surveys.tiny_models import ATTEMPTS, build_tiny, one_line, within
 
 BUDGET = 0.35
 """Share of the activation bytes of no checkpointing."""

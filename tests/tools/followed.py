@@ -1,4 +1,4 @@
-"""Pages followed as a reader follows them. ``python -m tests.followed [PAGE ...]`` prints what ran, seconds and the result.
+"""Pages followed as a reader follows them. ``python -m tests.tools.followed [PAGE ...]`` prints what ran.
 
 Each page of docs/start/ and docs/how-to/ begins in an empty folder, and its ``bash`` blocks run top to bottom as printed.
 An HTML comment in front of a block, which readers of the page do not see, may say one of these:
@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 LIMIT = 300
 """Seconds that a page may take, on a busy machine."""
