@@ -562,7 +562,7 @@ FAULTS: tuple[Fault, ...] = (
         "distributed/expert/grouped.py",
         "return up * module.act_fn(gate)",
         "return gate * module.act_fn(up)",
-        "tests_distributed/expert/test_every_expert_type.py",
+        "tests_distributed/expert/test_expert_parallel.py",
     ),
     Fault(
         "distributed/context/whole_loss.py",
