@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import importlib.util
 import re
 import subprocess
@@ -103,16 +105,68 @@ def test_the_readme_names_every_command_and_every_extra_for_a_user() -> None:
     assert not [name for name in COMMANDS if f"nemo-like {name}" not in text]
 
 
-@pytest.mark.parametrize(
-    "page", ["CONTRIBUTING.md", *(f"reference/how-it-works/{name}.md" for name in ("design", "extending"))]
-)
-def test_every_name_that_the_map_or_the_design_uses_is_in_the_source(page: str) -> None:
-    """Names with an underscore or of classes: words such as ``none`` say nothing."""
+OF_OTHERS = {
+    *("CUDACachingAllocator", "set_per_process_memory_fraction", "quantize_", "dynamo_use_regional_compilation"),
+    *("fabric_model", "MixtralExperts", "x_t", "y_t"),
+}
+"""Names in the pages that are torch's, of other libraries, or mathematics."""
+
+
+@functools.cache
+def _names_in_code() -> set[str]:
+    """Return the names that code defines or uses, and its strings that are names; words of comments are none."""
     files = [
-        path for folder in ("nemo_like", "tests", "tests_distributed", ".ci") for path in (ROOT / folder).rglob("*.py")
+        path for tree in ("nemo_like", "tests", "tests_distributed", ".ci") for path in (ROOT / tree).rglob("*.py")
     ]
-    words = set(re.findall(r"\w+", "\n".join(path.read_text(encoding="utf-8") for path in files)))
-    quoted = re.findall(r"`([^`\n]+)`", (ROOT / "docs" / page).read_text(encoding="utf-8"))
-    named = {word for text in quoted for word in re.findall(r"\w+", text) if re.search(r"_|[a-z][A-Z]", word)}
-    missing = named - words - {path.stem for path in files} - {"nemo_like", "tests_distributed"}
-    assert len(named) > 20 and not missing, missing
+    names = {path.stem for path in files} | {"nemo_like", "tests_distributed"}
+    for node in (node for path in files for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))):
+        for field in ("name", "id", "attr", "arg", "asname", "module"):
+            names.update(str(getattr(node, field, None) or "").split("."))
+        if isinstance(node, ast.Constant) and re.fullmatch(r"[\w.*/-]+", str(node.value)):
+            names.update(re.findall(r"\w+", str(node.value)))
+    return names
+
+
+PAGES = [path for path in (ROOT / "docs").rglob("*.md") if path.parent.name not in ("evidence", "api")]
+MADE = ("changelog.md", "models.md", "cli.md", "references.md")
+
+
+@pytest.mark.parametrize("page", [path for path in PAGES if path.name not in MADE], ids=lambda path: path.stem)
+def test_every_name_in_a_page_is_in_the_code(page: Path) -> None:
+    """Names with an underscore or of classes: words such as ``none`` say nothing, variables in capitals may be others'."""
+    quoted = re.findall(r"`([^`\n]+)`", page.read_text(encoding="utf-8"))
+    words = {word for text in quoted for word in re.findall(r"[A-Za-z_]\w*", text)}
+    named = {word for word in words if re.search(r"_|[a-z][A-Z]", word) and not re.fullmatch(r"[A-Z0-9_]+", word)}
+    assert not named - _names_in_code() - OF_OTHERS
+
+
+def _documented(doc: str) -> set[str]:
+    """Return the arguments in the section ``Args:`` of a docstring."""
+    section = re.search(r"^Args:\n((?: +.*\n?|\n)*)", f"{doc}\n", re.MULTILINE)
+    lines = re.findall(r"^ {4}(\w+(?:, \w+)*):", section[1], re.MULTILINE) if section else []
+    return {name for line in lines for name in line.split(", ")} - {"None"}
+
+
+def _arguments(node: ast.AST) -> set[str] | None:
+    """Return the names that a function or a class takes; None: it takes any."""
+    if isinstance(node, ast.ClassDef):
+        made = [one for one in node.body if isinstance(one, ast.FunctionDef) and one.name in ("__init__", "__call__")]
+        found = [_arguments(one) for one in made]
+        fields = {ast.unparse(one.target) for one in node.body if isinstance(one, ast.AnnAssign)}
+        return None if None in found else fields.union(*found)  # type: ignore[arg-type]
+    arguments = node.args  # type: ignore[attr-defined]
+    every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg]
+    return None if arguments.kwarg else {argument.arg for argument in every if argument is not None}
+
+
+def test_every_documented_argument_exists() -> None:
+    stale = []
+    for path in (ROOT / "nemo_like").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.FunctionDef | ast.ClassDef):
+                continue
+            documented, taken = _documented(ast.get_docstring(node) or ""), _arguments(node)
+            stale += [
+                f"{path.stem}.{node.name}: {name}" for name in documented - (documented if taken is None else taken)
+            ]
+    assert not stale

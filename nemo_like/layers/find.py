@@ -308,7 +308,7 @@ def select_layers(layers: Sequence[Layer], scope: str | Iterable[str] = "all") -
     """The layers of `found` in `scope`, in their order.
 
     Args:
-        found: what `find_layers` returned.
+        layers: what `find_layers` returned.
         scope: ``"all"``, ``"language"``, ``"vision"``, ``"audio"``, ``"other"``, ``"multimodal"`` (vision and audio),
             or a list of these.
 
