@@ -26,3 +26,9 @@ def search_of_all(search: Search, count: int = 10) -> Found:
     search.found.best = [search.candidate(*entry[2:]) for entry in everything[:count]]
     search.found.nearest = None if search.found.best else search._nearest()
     return search.found
+
+
+def with_shapes_of(search: Search, other: Search) -> Search:
+    """`search`, to which the shapes that it asks for are given as `other` of the same question traced them."""
+    search.trace = other._traced
+    return search

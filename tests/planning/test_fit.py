@@ -23,7 +23,7 @@ from nemo_like.planning.fit.report import explanation, recipe
 from nemo_like.planning.program.timeline import timeline
 from nemo_like.planning.roofline import gather_seconds, group_of
 from tests.models.fit_models import llama, mixture
-from tests.planning.search_of_all import search_of_all
+from tests.planning.search_of_all import search_of_all, with_shapes_of
 from tests_distributed.allocated import loop_peak_bytes
 
 transformers = pytest.importorskip("transformers")
@@ -43,7 +43,7 @@ def _measured(model, candidate, seq_len=64):
     return loop_peak_bytes(model, {"input_ids": ids, "labels": ids}, microbatches=candidate.layout.grad_accum)
 
 
-FREE, PINNED = {"micro_batch": [4, 8], "offload": "none"}, {"loss": "model", "ac": "full", "micro_batch": 4}
+FREE, PINNED = {"micro_batch": [4, 8], "offload": "none", "loss": "model"}, {"loss": "model", "ac": "full", "micro_batch": 4}
 
 
 @pytest.mark.few(1)
@@ -60,7 +60,7 @@ def test_the_best_runs_and_peaks_as_predicted(pins):
 
 def test_the_json_has_the_keys_of_the_contract(tmp_path, capsys):
     out = tmp_path / "fit.json"
-    asked = "--model llama-tiny --gpus 2 --gpu cpu --seq-len 64 --global-batch 4 --offload none"
+    asked = "--model llama-tiny --gpus 2 --gpu cpu --seq-len 64 --global-batch 4 --offload none --tp 1 --cp 1 --ac none full"
     assert main(["fit", *asked.split(), "--json", str(out), "--explain", "1"]) == 0
     said = json.loads(out.read_text())
     assert said["candidates"] and all(entry.keys() >= KEYS for entry in said["candidates"])
@@ -102,9 +102,9 @@ def test_the_search_finds_what_looking_at_everything_finds(gpus, limit, pins):
     # Across hosts, pipelines are looked at though nobody asks for them.
     device = replace(resolve_device("cpu"), gpus_per_host=1 if "schedule" in pins else 8)
     question = Question(Job.of(gpu=device), gpus=gpus, seq_len=64, limit=limit, global_batch=8, pins=read_pins(pins))
-    everything = search_of_all(make_search(model, question)[0], 1)
-    search = make_search(model, question)[0]
-    found = search.run(1)
+    whole = make_search(model, question)[0]
+    everything = search_of_all(whole, 1)
+    found = with_shapes_of(make_search(model, question)[0], whole).run(1)
     assert [c.layout for c in found.best] == [c.layout for c in everything.best]
     if found.best:
         assert found.best[0].step_seconds <= everything.best[0].step_seconds
@@ -272,7 +272,7 @@ def test_a_wrong_kind_of_value_is_refused():
 
 
 def test_kwargs_and_the_printed_call_say_the_same():
-    report = fit(llama(), gpus=4, gpu="cpu", seq_len=64, precision="bf16", tp=2, ac="full", loss="chunked")
+    report = fit(llama(1), gpus=2, gpu="cpu", seq_len=64, micro_batch=1, precision="bf16", tp=2, ac="full", loss="chunked")
     best = report.best
     assert best.kwargs()["tp"].size == 2 and best.kwargs()["precision"] == Precision("bf16")
     assert (
@@ -360,9 +360,10 @@ def test_the_search_finds_what_looking_at_everything_finds_where_experts_are_spl
         global_batch=8,
         pins=read_pins(pins | {"offload": "none", "sequence_parallel": False}),
     )
-    everything = search_of_all(make_search(mixture(), question)[0], 100).best
+    whole = make_search(mixture(), question)[0]
+    everything = search_of_all(whole, 100).best
     assert {(c.layout.tp, c.layout.ep) for c in everything} >= {(1, 2), (1, 4), (2, 2), (2, 4)}
-    found = make_search(mixture(), question)[0].run(1).best
+    found = with_shapes_of(make_search(mixture(), question)[0], whole).run(1).best
     assert [(c.layout, c.step_seconds) for c in found] == [(everything[0].layout, everything[0].step_seconds)]
     # Behind split experts, rows are gathered and not summed up.
     by_shape = {(c.layout.tp, c.layout.ep, c.layout.dp_replicate, c.ac): c.seconds.parts for c in everything}
@@ -483,8 +484,9 @@ def test_a_batch_that_the_gpus_do_not_divide_is_refused_at_the_call():
 
 def test_an_interrupted_search_has_what_was_found():
     asked = {"gpus": 2, "gpu": "cpu", "seq_len": 64, "ac": "full", "loss": "model", "offload": "none", "tp": 1}
+    asked["micro_batch"] = [1, 2]
     said = []
-    whole = fit("llama-tiny", progress=said.append, **asked)
+    whole = fit(llama(2), progress=said.append, **asked)
     left = len(said) - 1
 
     def interrupt(words):
@@ -493,17 +495,17 @@ def test_an_interrupted_search_has_what_was_found():
         if left < 0:
             raise KeyboardInterrupt
 
-    report = fit("llama-tiny", progress=interrupt, **asked)
+    report = fit(llama(2), progress=interrupt, **asked)
     assert report.interrupted and not whole.interrupted and said[0].startswith("traced 0 of ")
     assert report.verdict() == whole.verdict().replace("Fits: ", "Stopped, the best so far: ")
     left = 0
     with pytest.raises(KeyboardInterrupt):  # nothing was found by then
-        fit("llama-tiny", progress=interrupt, **asked)
+        fit(llama(2), progress=interrupt, **asked)
 
 
 def test_print_of_a_report_is_its_screen_and_its_repr_one_line():
     asked = {"gpus": 1, "gpu": "cpu", "seq_len": 64, "ac": "full", "loss": "model", "micro_batch": [1, 2]}
-    report = fit("llama-tiny", **asked)
+    report = fit(llama(2), **asked)
     first, second, *rest = report.text(width=80).splitlines()
     assert first == report.verdict() and second == f"Paste: {report.call()}"
     assert all(len(line) <= 80 for line in rest[1:])

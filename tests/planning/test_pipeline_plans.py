@@ -112,7 +112,8 @@ def test_the_plan_of_a_pipeline_names_every_layer_once() -> None:
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps(_model().config.to_dict()))
-    base = ["plan", "--model", str(config), "--gpu", "cpu", "--world-size", "2", "--seq-len", "64", "--batch-size", "2"]
+    base = ["plan", "--model", str(config), "--gpu", "cpu", "--world-size", "2", "--seq-len", "32", "--batch-size", "1"]
+    base += ["--budget", "60%", "--no-what-if"]
     out = tmp_path / "plan.json"
     more = ["--pp", "2", "--grad-accum", "4", "--memory", "1GiB", "--json", str(out), "--save", str(tmp_path / "p")]
     assert main([*base, *more]) == 0
