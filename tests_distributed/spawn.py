@@ -42,6 +42,7 @@ import atexit
 import contextlib
 import faulthandler
 import functools
+import gc
 import importlib
 import inspect
 import os
@@ -281,6 +282,7 @@ def _run_request(connection: Connection, request: dict[str, Any]) -> list[dict[s
     folder = tempfile.mkdtemp(prefix="nemo_like_ranks_")
     ranks: dict[int, tuple[int, Connection]] = {}
     port = _free_port()
+    gc.freeze()  # ranks leave alone what was imported: each collection would go through it, and copy its pages
     try:
         for rank in range(request["world_size"]):
             ours, theirs = socket.socketpair()

@@ -9,7 +9,7 @@ from tests_distributed.spawn import run_ranks
 
 
 def _bench(rank: int, world_size: int, strategy: str) -> list[tuple[str, str]]:
-    modes = ("full", "sequential", "torch: checkpoint per layer")
+    modes = ("sequential", "torch: checkpoint per layer")
     options = BenchOptions(
         batch_size=1, seq_len=16, device="cpu", strategy=strategy, modes=modes, repeats=1, warmup=0, budgets=()
     )
@@ -21,5 +21,5 @@ def _bench(rank: int, world_size: int, strategy: str) -> list[tuple[str, str]]:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", ["fsdp2", "ddp"])
 def test_two_ranks(strategy):
-    names = ["none", "full", "sequential", "x torch: checkpoint per layer"]
+    names = ["none", "sequential", "x torch: checkpoint per layer"]
     assert run_ranks(2, _bench, strategy, timeout=120) == [[(name, "bitwise") for name in names]] * 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -52,32 +54,38 @@ def test_fake_ranks_leave_the_real_ones_as_they_were() -> None:
         assert sizes == [64, 3, 8, 2, 64, 2, rank]
 
 
-def _dry_run(rank: int, world_size: int) -> tuple[int, float]:
+def _dry_run(rank: int, world_size: int, axes: dict[str, Any]) -> tuple[int, float]:
     batch = torch.zeros(2, 8, dtype=torch.long)
-    found = dry_run(build("llama"), Job.of(ac="full", world_size=64, tp=2), {"input_ids": batch, "labels": batch})
+    found = dry_run(build("llama"), Job.of(ac="full", world_size=64, **axes), {"input_ids": batch, "labels": batch})
     total = torch.ones(1)
     dist.all_reduce(total)
     return found.peak_bytes, total.item()
 
 
-def test_a_dry_run_in_a_job_is_that_of_a_process_of_its_own() -> None:
+@pytest.mark.few(1)
+@pytest.mark.parametrize("axes", [{"dp_replicate": 2}, {"tp": 2}])
+def test_a_dry_run_in_a_job_is_that_of_a_process_of_its_own(axes: dict[str, Any]) -> None:
     batch = torch.zeros(2, 8, dtype=torch.long)
-    alone = dry_run(build("llama"), Job.of(ac="full", world_size=64, tp=2), {"input_ids": batch, "labels": batch})
-    assert run_ranks(2, _dry_run) == [(alone.peak_bytes, 2.0)] * 2
+    alone = dry_run(build("llama"), Job.of(ac="full", world_size=64, **axes), {"input_ids": batch, "labels": batch})
+    assert run_ranks(2, _dry_run, axes) == [(alone.peak_bytes, 2.0)] * 2
 
 
-# A process for each rank, and three models that are planned, split and run (6 s).
+# A process for each rank, and models that are planned, split and run (2 s for each).
+@pytest.mark.few(1)
+@pytest.mark.parametrize("axes", [[("mixtral", "ep")], [("llama", "tp"), ("llama", "cp")]])
 @on_ranks(2)
-def test_a_budget_is_planned_on_fake_ranks_in_a_job_whose_ranks_work_afterwards(rank: int, world_size: int) -> None:
+def test_a_budget_is_planned_on_fake_ranks_in_a_job_whose_ranks_work_afterwards(
+    rank: int, world_size: int, axes: list[tuple[str, str]]
+) -> None:
     ids, found = torch.arange(32).view(2, 16) % 50, []
-    for family, axis in (("llama", "tp"), ("llama", "cp"), ("mixtral", "ep")):
+    for family, axis in axes:
         torch.manual_seed(0)
         batch = {"input_ids": ids, "labels": ids}
         model = parallelize(build(family), ac="50%", sample_input=batch, device="cpu", **{axis: 2})
         model(**batch, use_cache=False).loss.backward()
         mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
         found.append(_sums(mesh, dist.new_group([0, 1])))
-    assert found == [[2.0, 2.0, 2.0, 9.0]] * 3
+    assert found == [[2.0, 2.0, 2.0, 9.0]] * len(axes)
 
 
 def test_fake_ranks_are_entered_again_after_real_groups_were_destroyed() -> None:

@@ -30,7 +30,8 @@ def test_structure(rank: int, world_size: int) -> None:
     assert isinstance(ddp, DistributedDataParallel) and isinstance(ddp.module.model.layers[0], CheckpointWrapper)
 
 
-@pytest.mark.parametrize("name", ["llama", "plain"])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", ["plain", "llama"])
 @on_ranks(2)
 def test_checkpointing_gathers_no_parameter_again(rank: int, world_size: int, name: str) -> None:
     # Known failure 7: a reentrant replay gathers twice.

@@ -61,6 +61,7 @@ def test_no_thread_of_gloo_waits_for_the_interpreter_when_it_ends(tmp_path: Path
     assert "terminate called" not in done.stderr
 
 
+@pytest.mark.long
 def test_a_rank_that_fails_ends_the_job() -> None:
     started = time.monotonic()
     done = _torchrun("one fails")

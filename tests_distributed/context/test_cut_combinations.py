@@ -42,10 +42,12 @@ NO_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor n
 @pytest.mark.parametrize(
     ("world_size", "name", "cases"),
     [
-        (2, "llama", ONE_AT_A_TIME),
+        (2, "llama", ONE_AT_A_TIME[1::2]),
+        pytest.param(2, "llama", ONE_AT_A_TIME[::2], marks=pytest.mark.long),
         pytest.param(2, "gpt_oss", ONE_AT_A_TIME, marks=pytest.mark.long),
         (2, "mixtral", ({"ep": 2}, {"ep": 2, "ac": "full"})),
-        (4, "llama", ({"tp": 2}, {"dp_replicate": 2}, {"cp": 2})),
+        (4, "llama", ({"dp_replicate": 2},)),
+        pytest.param(4, "llama", ({"tp": 2}, {"cp": 2}), marks=pytest.mark.long),
         pytest.param(2, "llama", COMPILED, marks=pytest.mark.long),
         pytest.param(2, "llama", BY_INDUCTOR, marks=[pytest.mark.long, NO_COMPILER]),
     ],
@@ -83,12 +85,14 @@ def test_the_loss_of_split_logits_is_summed_over_parts_of_sequences(rank: int, w
 
 
 @pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft")
+@pytest.mark.few(1)
+@pytest.mark.parametrize("modes", [("selective",), ("none", "full", "submodule")])
 @on_ranks(2, timeout=120)
-def test_with_lora(rank: int, world_size: int) -> None:
+def test_with_lora(rank: int, world_size: int, modes: tuple[str, ...]) -> None:
     whole, inputs = with_lora(build("llama"), ["q_proj", "v_proj"]), batch("llama")
     loss, expected = step(copy.deepcopy(whole), inputs)
     assert expected and all("lora" in name for name in expected)
-    for ac in ("none", "full", "selective", "submodule"):
+    for ac in modes:
         found, grads = step(parallelize(copy.deepcopy(whole), ac=ac, cp=2), inputs)
         assert _close(found, loss) + differences(grads, expected) == [], ac
 

@@ -30,9 +30,10 @@ def _modes(
 
 
 @pytest.mark.few(1)
+@pytest.mark.parametrize("modes", [("full", "50%"), MODES])
 @pytest.mark.parametrize("name", FAMILY_NAMES)
-def test_families(name: str) -> None:
-    assert run_ranks(2, _modes, name, 2, MODES) == [[], []]
+def test_families(name: str, modes: tuple[str, ...]) -> None:
+    assert run_ranks(2, _modes, name, 2, modes) == [[], []]
 
 
 def _under_a_function_mode(rank: int, world_size: int, name: str) -> list[str]:
@@ -48,20 +49,20 @@ def test_a_default_device_does_not_cut_the_labels_twice(name: str) -> None:
     assert run_ranks(2, _under_a_function_mode, name) == [[], []]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", MORE_NAMES)
 def test_more_families(name: str) -> None:
     assert run_ranks(2, _modes, name, 2, ("selective",)) == [[], []]
 
 
-@pytest.mark.few(4)
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "deepseek_v3", "bert", "qwen3", "nanogpt"])
+@pytest.mark.few(2)
+@pytest.mark.parametrize("name", ["gemma3_text", "bert", "llama", "deepseek_v3", "qwen3", "nanogpt"])
 def test_ulysses(name: str) -> None:
     assert run_ranks(2, _modes, name, ContextParallel(2, "ulysses"), ("none", "selective")) == [[], []]
 
 
-@pytest.mark.few(3)
-@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", ("gemma3_text", *(name for name in FAMILY_NAMES if name != "gemma3_text")))
 def test_four_ranks(name: str) -> None:
     assert run_ranks(4, _modes, name, 4, ("selective",)) == [[]] * 4
 
@@ -69,7 +70,7 @@ def test_four_ranks(name: str) -> None:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_chunks_of_one_token(name: str) -> None:
-    assert run_ranks(4, _modes, name, 4, ("none", "full"), 8) == [[]] * 4
+    assert run_ranks(4, _modes, name, 4, ("full",), 8) == [[]] * 4
 
 
 @on_ranks(2)
@@ -83,10 +84,14 @@ def test_plain_models_on_longer_rows(rank: int, world_size: int) -> None:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
-    ("name", "ranks"), [("llama", 2), ("qwen3", 2), ("nanogpt", 2), ("jetmoe", 2), ("llama", 4), ("mixtral", 4)]
+    ("name", "ranks", "modes"),
+    [
+        ("llama", 2, ("none", "selective")),
+        *((name, 2, ("none", "full", "selective", "submodule")) for name in ("llama", "qwen3", "nanogpt")),
+        *((name, ranks, ("none", "full")) for name, ranks in (("jetmoe", 2), ("llama", 4), ("mixtral", 4))),
+    ],
 )
-def test_ring(name: str, ranks: int) -> None:
-    modes = ("none", "full", "selective", "submodule") if ranks == 2 and name != "jetmoe" else ("none", "full")
+def test_ring(name: str, ranks: int, modes: tuple[str, ...]) -> None:
     assert run_ranks(ranks, _modes, name, ContextParallel(ranks, "ring"), modes) == [[]] * ranks
 
 

@@ -33,12 +33,15 @@ def _adapted(name: str) -> nn.Module:
     return model
 
 
-def _trained(rank: int, world_size: int, name: str) -> None:
+MODES = ("none", "full", "selective", "50%")
+
+
+def _trained(rank: int, world_size: int, name: str, modes: tuple[str, ...] = MODES) -> None:
     ids = tokens(world_size)
     mine = {"input_ids": ids[rank : rank + 1], "labels": ids[rank : rank + 1]}
     wanted = step(_adapted(name), input_ids=ids, labels=ids)
     assert sum(".experts." in key for key in wanted) == 2 * 2 * 2  # layers, weights, factors
-    ways = [{"ac": mode, "ep": 2} for mode in ("none", "full", "selective", "50%")]
+    ways = [{"ac": mode, "ep": 2} for mode in modes]
     model: Any = assert_trains(partial(_adapted, name), wanted, mine, *ways)
     with model.disable_adapter():
         with torch.no_grad():
@@ -48,10 +51,11 @@ def _trained(rank: int, world_size: int, name: str) -> None:
 
 
 @pytest.mark.few(1)
+@pytest.mark.parametrize("modes", [("full", "50%"), MODES])
 @pytest.mark.parametrize(("name", "ranks"), [("mixtral", 2), ("gpt_oss", 2), ("llama4", 2), ("mixtral", 4)])
-def test_adapters_on_the_weights_of_experts(name: str, ranks: int) -> None:
+def test_adapters_on_the_weights_of_experts(name: str, ranks: int, modes: tuple[str, ...]) -> None:
     pytest.importorskip("peft")
-    run_ranks(ranks, _trained, name, timeout=120)
+    run_ranks(ranks, _trained, name, modes, timeout=120)
 
 
 def _beside_tp(rank: int, world_size: int) -> None:

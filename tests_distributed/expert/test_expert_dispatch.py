@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -56,24 +57,25 @@ def test_implementations_agree(rank: int, world_size: int) -> None:
             assert (mine - wanted).norm() <= 0.02 * wanted.norm(), weighted
 
 
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", ["llama4", "mixtral"])
 @on_ranks(2)
-def test_a_model_by_all_gather(rank: int, world_size: int) -> None:
+def test_a_model_by_all_gather(rank: int, world_size: int, name: str) -> None:
     ids = tokens(world_size)
     mine = ids[rank : rank + 1]
-    for name in ("mixtral", "llama4"):
-        again = {"none": 0, "full": 1, "selective": 0}
-        ways = [{"ac": ac, "ep": ExpertParallel(2, dispatch="all-gather")} for ac in again]
-        assert_trains(partial(build, name), expected(name, ids), {"input_ids": mine, "labels": mine}, *ways)
-        for way in ways:
-            model, ac = parallelize(build(name), device="cpu", **way), way["ac"]
-            with CountOps("nemo_like") as forward:
-                part = model(input_ids=mine, labels=mine).loss
-            with CountOps("nemo_like") as backward:
-                part.backward()
-            layers = forward.counts["route_gathered"]
-            assert layers and not backward.counts["route_gathered"], ac
-            gathers = forward.counts["gather_rows"]
-            assert backward.counts["gather_rows"] == gathers * again[ac] + layers, ac  # and the gradient of each sum
+    again = {"none": 0, "full": 1, "selective": 0}
+    ways = [{"ac": ac, "ep": ExpertParallel(2, dispatch="all-gather")} for ac in again]
+    assert_trains(partial(build, name), expected(name, ids), {"input_ids": mine, "labels": mine}, *ways)
+    for way in ways:
+        model, ac = parallelize(build(name), device="cpu", **way), way["ac"]
+        with CountOps("nemo_like") as forward:
+            part = model(input_ids=mine, labels=mine).loss
+        with CountOps("nemo_like") as backward:
+            part.backward()
+        layers = forward.counts["route_gathered"]
+        assert layers and not backward.counts["route_gathered"], ac
+        gathers = forward.counts["gather_rows"]
+        assert backward.counts["gather_rows"] == gathers * again[ac] + layers, ac  # and the gradient of each sum
 
 
 @on_ranks(2)

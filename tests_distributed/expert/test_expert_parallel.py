@@ -21,16 +21,17 @@ from tests_distributed.spawn import on_ranks, run_ranks
 MODES = ("none", "full", "selective", "submodule", "sequential", "40%")
 
 
-def _one_family(rank: int, world_size: int, name: str, ep: int) -> None:
+def _one_family(rank: int, world_size: int, name: str, ep: int, modes: tuple[str, ...] = MODES) -> None:
     ids = tokens(world_size)
     mine = {"input_ids": ids[rank : rank + 1], "labels": ids[rank : rank + 1]}
-    assert_trains(partial(build, name), expected(name, ids), mine, *({"ac": mode, "ep": ep} for mode in MODES))
+    assert_trains(partial(build, name), expected(name, ids), mine, *({"ac": mode, "ep": ep} for mode in modes))
 
 
 @pytest.mark.few(1)
+@pytest.mark.parametrize("modes", [("none", "selective", "40%"), MODES])
 @pytest.mark.parametrize("name", NAMES)
-def test_two_ranks_compute_what_one_does(name: str) -> None:
-    run_ranks(2, _one_family, name, 2, timeout=120)
+def test_two_ranks_compute_what_one_does(name: str, modes: tuple[str, ...]) -> None:
+    run_ranks(2, _one_family, name, 2, modes, timeout=120)
 
 
 @pytest.mark.long
@@ -72,9 +73,10 @@ def test_four_ranks_in_every_layout(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.few(1)
+@pytest.mark.parametrize("modes", [("full", "30%"), ("none", "selective", "10%", "60%")])
 @pytest.mark.parametrize("name", ["mixtral", "olmoe"])
 @on_ranks(2)
-def test_a_rank_and_an_expert_without_any_token(rank: int, world_size: int, name: str) -> None:
+def test_a_rank_and_an_expert_without_any_token(rank: int, world_size: int, name: str, modes: tuple[str, ...]) -> None:
     """All tokens go to experts 0 and 1, which the first rank holds: the second gets none, and 2 and 3 none anywhere."""
     ids = tokens(world_size)
 
@@ -91,7 +93,7 @@ def test_a_rank_and_an_expert_without_any_token(rank: int, world_size: int, name
     mine = ids[rank : rank + 1]
     sample = {"input_ids": mine, "labels": mine}
     # A rank without tokens runs fewer products than a budget's plan was made for; it must send what the others send.
-    for mode in ("none", "full", "selective", "10%", "30%", "60%"):
+    for mode in modes:
         model = parallelize(
             pull(build(name)), ac=mode, ep=2, device="cpu", sample_input=sample if "%" in mode else None
         )
@@ -104,14 +106,18 @@ def test_a_rank_and_an_expert_without_any_token(rank: int, world_size: int, name
         assert sum(bool(expert.any()) for expert in down) == 2
 
 
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    ("name", "ep"),
+    [("llama4", 4), ("mixtral", 2), *((name, ep) for name in ("deepseek_v3", "gpt_oss") for ep in (2, 4))]
+    + [("llama4", 2), ("mixtral", 4)],
+)
 @on_ranks(4, timeout=120)
-def test_beside_tensor_parallel(rank: int, world_size: int) -> None:
+def test_beside_tensor_parallel(rank: int, world_size: int, name: str, ep: int) -> None:
     ids = tokens(world_size)
     half = ids.chunk(2)[rank // 2]  # both ranks of a tp pair have the same
-    for name in ("mixtral", "deepseek_v3", "gpt_oss", "llama4"):
-        for ep in (2, 4):
-            way = {"ac": "selective", "tp": 2, "ep": ep}
-            assert_trains(partial(build, name), expected(name, ids), {"input_ids": half, "labels": half}, way)
+    way = {"ac": "selective", "tp": 2, "ep": ep}
+    assert_trains(partial(build, name), expected(name, ids), {"input_ids": half, "labels": half}, way)
 
 
 OPTIONS: tuple[dict[str, Any], ...] = (
@@ -125,11 +131,13 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 )
 
 
+@pytest.mark.few(1)
+@pytest.mark.parametrize("levers", [OPTIONS[1::2], OPTIONS[::2]])
 @on_ranks(2, timeout=150)
-def test_with_every_other_lever(rank: int, world_size: int) -> None:
+def test_with_every_other_lever(rank: int, world_size: int, levers: tuple[dict[str, Any], ...]) -> None:
     ids = tokens(world_size)
     mine = {"input_ids": ids[rank : rank + 1], "labels": ids[rank : rank + 1]}
-    for options in OPTIONS:
+    for options in levers:
         assert_trains(partial(build, "mixtral"), expected("mixtral", ids), mine, {"ep": 2, **options})
 
 

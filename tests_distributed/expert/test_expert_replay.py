@@ -44,6 +44,9 @@ IN_REPLAY: dict[str, tuple[Any, int]] = {
 }
 
 
+DRAWN = {"router_jitter_noise": 0.3, "attention_dropout": 0.2}
+
+
 def _step(model: nn.Module, ids: torch.Tensor) -> tuple[Counter[str], Counter[str]]:
     torch.manual_seed(7)  # jitter and dropout
     with CountOps("nemo_like") as forward:
@@ -56,14 +59,24 @@ def _step(model: nn.Module, ids: torch.Tensor) -> tuple[Counter[str], Counter[st
 
 
 @pytest.mark.compat
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
-    ("changes", "brink"), [({"router_jitter_noise": 0.3, "attention_dropout": 0.2}, False), ({}, True)]
+    ("changes", "brink", "modes"),
+    [
+        (DRAWN, False, ("none", "selective", "results kept", "a budget that keeps one")),
+        ({}, True, ("none", "full", "tokens on the host")),
+        (DRAWN, False, tuple(IN_REPLAY)),
+        ({}, True, tuple(IN_REPLAY)),
+    ],
 )
 @on_ranks(2, timeout=120)
-def test_exchanges_of_each_mode(rank: int, world_size: int, changes: dict[str, Any], brink: bool) -> None:
+def test_exchanges_of_each_mode(
+    rank: int, world_size: int, changes: dict[str, Any], brink: bool, modes: tuple[str, ...]
+) -> None:
     ids = tokens(world_size)[rank : rank + 1]
     plain: dict[str, torch.Tensor] = {}
-    for said, (ac, again) in IN_REPLAY.items():
+    for said in modes:
+        ac, again = IN_REPLAY[said]
         model = build("mixtral", **changes)
         if brink:
             for layer in model.model.layers:
@@ -78,11 +91,13 @@ def test_exchanges_of_each_mode(rank: int, world_size: int, changes: dict[str, A
         assert_bitwise(found, plain, said)
 
 
+@pytest.mark.few(1)
+@pytest.mark.parametrize("modes", [("selective",), ("none", "full")])
 @on_ranks(4)
-def test_a_replay_gathers_no_experts_twice(rank: int, world_size: int) -> None:
+def test_a_replay_gathers_no_experts_twice(rank: int, world_size: int, modes: tuple[str, ...]) -> None:
     """Units: root, tail, two layers, and the experts of each; the last layer and the root are not freed after forward."""
     ids = tokens(world_size)[rank : rank + 1]
-    for ac in ("none", "full", "selective"):
+    for ac in modes:
         model = parallelize(build("mixtral"), ac=ac, ep=2, device="cpu")
         with CountCollectives() as forward:
             loss = model(input_ids=ids, labels=ids).loss

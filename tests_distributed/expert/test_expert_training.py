@@ -42,14 +42,15 @@ def test_in_bfloat16(rank: int, world_size: int) -> None:
     assert_close(plain, whole, tolerance=0.03)  # the same routing, sums of bfloat16 in another order
 
 
+@pytest.mark.few(1)
+@pytest.mark.parametrize("ep", [4, 2])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
 @on_ranks(4, timeout=90)
-def test_beside_context_parallel(rank: int, world_size: int) -> None:
+def test_beside_context_parallel(rank: int, world_size: int, name: str, ep: int) -> None:
     ids = tokens(2, 16)
-    for name in ("mixtral", "qwen3_moe"):
-        mine = ids[rank // 2 : rank // 2 + 1]  # both ranks of a cp pair are given the same whole sequence
-        for ep in (2, 4):
-            way = {"ac": "full", "cp": 2, "ep": ep}
-            assert_trains(partial(build, name), expected(name, ids), {"input_ids": mine, "labels": mine}, way)
+    mine = ids[rank // 2 : rank // 2 + 1]  # both ranks of a cp pair are given the same whole sequence
+    way = {"ac": "full", "cp": 2, "ep": ep}
+    assert_trains(partial(build, name), expected(name, ids), {"input_ids": mine, "labels": mine}, way)
 
 
 def _came_in_split(rank: int, world_size: int, folder: str) -> None:
@@ -83,16 +84,17 @@ def test_a_model_that_transformers_has_split_is_taken_as_it_is(tmp_path: Path) -
     run_ranks(2, _came_in_split, str(tmp_path), timeout=90)
 
 
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", ["deepseek_v3", "mixtral"])  # the former's first layer has none: a stage without any
 @on_ranks(4, timeout=120)
-def test_in_a_pipeline(rank: int, world_size: int) -> None:
+def test_in_a_pipeline(rank: int, world_size: int, name: str) -> None:
     ids = tokens(4)
     mine = ids.chunk(2)[rank % 2]
-    for name in ("mixtral", "deepseek_v3"):  # the latter's first layer has no experts: a stage without any
-        wanted = expected(name, ids)
-        sample = {"input_ids": mine[:1], "labels": mine[:1]}
-        stages = PipelineParallel(2, microbatches=2)
-        pipeline = parallelize(build(name), ac="full", pp=stages, ep=2, device="cpu", sample_input=sample)
-        pipeline.step(input_ids=mine, labels=mine)
-        found = gradients_of(pipeline)
-        assert len([key for key in found if ".experts." in key]) == (0 if name == "deepseek_v3" and rank < 2 else 2)
-        assert_close(found, {key: wanted[key] for key in found})
+    wanted = expected(name, ids)
+    sample = {"input_ids": mine[:1], "labels": mine[:1]}
+    stages = PipelineParallel(2, microbatches=2)
+    pipeline = parallelize(build(name), ac="full", pp=stages, ep=2, device="cpu", sample_input=sample)
+    pipeline.step(input_ids=mine, labels=mine)
+    found = gradients_of(pipeline)
+    assert len([key for key in found if ".experts." in key]) == (0 if name == "deepseek_v3" and rank < 2 else 2)
+    assert_close(found, {key: wanted[key] for key in found})

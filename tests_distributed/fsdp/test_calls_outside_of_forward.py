@@ -152,7 +152,8 @@ def _aux_gradients(model: nn.Module, where: str, with_output: bool) -> list[torc
     return _grads(model)
 
 
-@pytest.mark.parametrize("ac", ["none", "full", "selective", "submodule", "sequential"])
+@pytest.mark.few(2)
+@pytest.mark.parametrize("ac", ["full", "sequential", "none", "selective", "submodule"])
 @on_ranks(2)
 def test_gradients_of_what_a_layer_keeps_on_itself(rank: int, world: int, ac: str) -> None:
     cases = [(where, with_output) for where in ("attribute", "weight", "list") for with_output in (True, False)]

@@ -33,6 +33,7 @@ def _ids() -> Tensor:
     return torch.randint(VOCAB, (4, 16), generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", ["fsdp2", "ddp"])
 @on_ranks(2)
 def test_prompt_tuning(rank: int, world_size: int, strategy: str) -> None:
@@ -53,15 +54,18 @@ def test_prompt_tuning(rank: int, world_size: int, strategy: str) -> None:
 
 
 @pytest.mark.few(1)
+@pytest.mark.parametrize("budget", ["30%", "70%"])
 @pytest.mark.parametrize("strategy", ["fsdp2", "ddp"])
 @on_ranks(2)
-def test_ranks_with_batches_of_different_kinds_follow_one_plan(rank: int, world_size: int, strategy: str) -> None:
+def test_ranks_with_batches_of_different_kinds_follow_one_plan(
+    rank: int, world_size: int, strategy: str, budget: str
+) -> None:
     """In each step one rank has padding, and the other has none: only one of them fits its plan."""
     sample = {"input_ids": _ids()[:2], "labels": _ids()[:2]}
     mask = torch.ones(2, 16, dtype=torch.long)
     mask[1, -5:] = 0
     gradients: dict[str, list[Tensor]] = {}
-    for ac in ("none", "70%", "30%"):
+    for ac in ("none", budget):
         model = parallelize(build("llama"), strategy, ac, sample_input=sample, device="cpu")
         for step in range(3):
             model.zero_grad()
@@ -69,4 +73,4 @@ def test_ranks_with_batches_of_different_kinds_follow_one_plan(rank: int, world_
             torch.manual_seed(step + 10 * rank)
             model(**sample, **more, use_cache=False).loss.backward()
             gradients.setdefault(ac, []).extend(whole(param.grad) for param in model.parameters())
-    assert_bitwise(list(gradients.values()), [gradients["none"]] * 3)
+    assert_bitwise(list(gradients.values()), [gradients["none"]] * 2)

@@ -136,8 +136,10 @@ def test_layers_of_mixed_storage_dtypes(rank: int, world_size: int, mode: str) -
     assert differences(model, reference) == []
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
-@pytest.mark.parametrize("what", ["lora", "k_bit"])
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    ("what", "mode"), [("lora", "full"), ("k_bit", "selective"), ("lora", "selective"), ("k_bit", "full")]
+)
 @on_ranks(2)
 def test_adapters_and_k_bit_weights_are_sharded_right(rank: int, world_size: int, what: str, mode: str) -> None:
     family = FAMILIES["llama"]

@@ -89,13 +89,20 @@ def check(results, name, tp=1):
         assert (results[0][1][key] - gradient).norm() <= 1e-5 * gradient.norm(), key
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])  # a head in a unit with the norm; one tied, in the root's
-@pytest.mark.parametrize("reshard", [None, True, False])
-def test_fsdp2(name, reshard):
+def _train_both(rank, world_size, name, arguments):
+    return [_train(rank, world_size, name, loss, arguments, 1) for loss in (CHUNKS, "model")]
+
+
+# A head in a unit with the norm; one tied, in the root's.
+@pytest.mark.few(3)
+@pytest.mark.parametrize(
+    ("reshard", "name"),
+    [(None, "llama"), (True, "qwen3"), (False, "llama"), (None, "qwen3"), (True, "llama"), (False, "qwen3")],
+)
+def test_fsdp2(reshard, name):
     arguments = dict(strategy=FSDP2(reshard_after_forward=reshard), ac="none")
-    results = run_ranks(2, _train, name, CHUNKS, arguments, 1)
+    results, plain = zip(*run_ranks(2, _train_both, name, arguments))
     check(results, name)
-    plain = run_ranks(2, _train, name, "model", arguments, 1)
     assert results[0][2] == plain[0][2]
 
 
@@ -113,7 +120,7 @@ def test_other_ways(arguments):
     check(run_ranks(2, _train, "llama", CHUNKS, arguments, 1), "llama")
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("split", [True, False])
 def test_two_by_two_with_tensor_parallel(split):
     arguments = dict(ac="none", tp=TensorParallel(2, loss_parallel=split))
@@ -125,7 +132,12 @@ def test_sequence_parallel_with_a_cut_vocabulary():
     check(run_ranks(4, _train, "llama", CHUNKS, arguments, 2, timeout=150), "llama", tp=2)
 
 
-def _staged(rank, world_size, split):
+def _staged(rank, world_size):
+    return [_one_staged(split) for split in (True, False)]
+
+
+def _one_staged(split):
+    torch.manual_seed(0)
     with loss_parallel() if split else nullcontext():
         ids, tensor = batch(4), TensorParallel(2, loss_parallel=split)
         sample = {"input_ids": ids[:2], "labels": ids[:2]}
@@ -136,8 +148,7 @@ def _staged(rank, world_size, split):
 
 def test_stages_whose_logits_stay_split_by_vocabulary():
     """The model's own loss is a DTensor there; sums over the vocabulary go another way, so not bitwise."""
-    split, whole = (run_ranks(4, _staged, answer, timeout=150) for answer in (True, False))
-    for (losses, own), (wanted, other) in zip(split, whole):
+    for (losses, own), (wanted, other) in run_ranks(4, _staged, timeout=150):
         assert losses == pytest.approx(wanted, rel=1e-6)
         for gradient, same in zip(own, other, strict=True):
             assert (gradient - same).norm() <= 1e-5 * same.norm()

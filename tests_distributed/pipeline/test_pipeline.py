@@ -153,8 +153,9 @@ def test_every_schedule_recomputes_each_layer_and_gives_the_same_bits(schedule: 
     ("world_size", "schedule", "name", "ac"),
     [
         (2, "1f1b", "llama-tied", "selective"),
-        (2, "zbv", "gemma3", "selective"),
-        (4, "1f1b", "nanogpt", "full"),
+        (2, "1f1b", "nanogpt", "full"),
+        pytest.param(2, "zbv", "gemma3", "selective", marks=pytest.mark.long),
+        pytest.param(4, "1f1b", "nanogpt", "full", marks=pytest.mark.long),
         *(
             pytest.param(2, *case, marks=pytest.mark.long)
             for case in (
@@ -172,9 +173,9 @@ def test_families_and_modes(world_size: int, schedule: str, name: str, ac: str) 
 @pytest.mark.parametrize(
     ("schedule", "options"),
     [
-        ("1f1b", {}),
         ("1f1b", {"strategy": FSDP2(reshard_after_forward=True)}),
-        ("1f1b", {"dp_replicate": 2}),
+        pytest.param("1f1b", {}, marks=pytest.mark.long),
+        pytest.param("1f1b", {"dp_replicate": 2}, marks=pytest.mark.long),
         ("zbv", {"ac": "none"}),  # a rank's second stage has the first one's layer in its place, sharded and unwrapped
         pytest.param("zbv", {}, marks=pytest.mark.long),
         pytest.param("interleaved_zero_bubble", {}, marks=pytest.mark.long),
@@ -303,6 +304,7 @@ def test_states_have_the_names_of_the_whole_model(rank: int, world_size: int, sc
     assert all(torch.equal(value, other[name]) for name, value in pipeline.state_dict().items())
 
 
+@pytest.mark.long  # `expert/test_expert_training.py` has a pipeline, too
 @on_ranks(4)
 def test_experts_inside_stages(rank: int, world_size: int) -> None:
     model = _build("mixtral")

@@ -97,6 +97,7 @@ def test_with_other_options() -> None:
     assert run_ranks(4, _cases, "llama", OPTIONS, timeout=180) == [[]] * 4
 
 
+@pytest.mark.long
 @on_ranks(4, timeout=120)
 def test_two_stages_on_a_rank(rank: int, world_size: int) -> None:
     """Two stages on a rank, and a backward that is cut in two."""

@@ -180,10 +180,24 @@ def _pipeline(model: nn.Module, batch: Mapping[str, Any], said: Said | None = No
     return parallelize(model, **{"ac": "none", "pp": pp, "sample_input": sample} | options)
 
 
+FIRST = (
+    "the plainest GPT",
+    "tokens first",
+    "sum / numel",
+    "class weights and smoothing",
+    "a mask of floats",
+    "yes or no",
+)
+"""Losses of the default run: one of each way that a mean is said."""
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("names", [FIRST, tuple(name for name in RIGHT if name not in FIRST)])
 @on_ranks(2, timeout=240)
-def test_every_loss_of_a_plain_model(rank: int, world_size: int) -> None:
+def test_every_loss_of_a_plain_model(rank: int, world_size: int, names: tuple[str, ...]) -> None:
     off = []
-    for name, (said, loss) in RIGHT.items():
+    for name in names:
+        said, loss = RIGHT[name]
         whole = _plain(loss)
         pipeline = _pipeline(_plain(loss), _batch(False), said)
         for counts in (False, True):  # what the first batch does not show, too
@@ -343,10 +357,16 @@ def _words(asked: tuple[str, ...], counts: bool) -> dict[str, Tensor]:
     return given
 
 
+FEW = ("BERT, both", "regression", "answers", "GPT-2, classes", "torch's encoder")
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("names", [FEW, tuple(name for name in HUGGING_FACE if name not in FEW)])
 @on_ranks(2, timeout=240)
-def test_losses_of_hugging_face_models(rank: int, world_size: int) -> None:
+def test_losses_of_hugging_face_models(rank: int, world_size: int, names: tuple[str, ...]) -> None:
     off = []
-    for name, (build, asked) in HUGGING_FACE.items():
+    for name in names:
+        build, asked = HUGGING_FACE[name]
         torch.manual_seed(0)
         whole = without_dropout(build().float().train())
         torch.manual_seed(0)

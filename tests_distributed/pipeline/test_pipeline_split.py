@@ -132,7 +132,8 @@ MORE_CASES: list[tuple[str, Any, bool]] = [
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("cases", [CASES, pytest.param(MORE_CASES, marks=pytest.mark.long)], ids=["some", "others"])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("cases", [CASES[1:3], [CASES[0], CASES[3], *MORE_CASES]], ids=["some", "others"])
 @on_ranks(2, timeout=240)
 def test_stages_of_a_function_give_the_bits_of_one_process(
     rank: int, world_size: int, cases: list[tuple[str, Any, bool]]

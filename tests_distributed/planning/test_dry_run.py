@@ -173,7 +173,8 @@ def _real(rank: int, world_size: int, cells: tuple[Cell, ...]) -> list[int]:
 @pytest.mark.parametrize(
     ("ranks", "cells"),
     [
-        (2, ON_TWO),
+        (2, ON_TWO[1:]),
+        pytest.param(2, ON_TWO[:1], marks=pytest.mark.long),
         pytest.param(2, MORE_ON_TWO, marks=pytest.mark.long),
         pytest.param(4, ON_FOUR, marks=pytest.mark.long),
     ],

@@ -78,10 +78,10 @@ def _inputs(folder):
     return str(folder / "config.json"), str(folder / "text.txt")
 
 
-def test_both_lines_run_on_one_device(tmp_path):
-    config, data = _inputs(tmp_path)
-    for asked in ONE:
-        _check(*_run(0, 1, config, data, asked), asked)
+@pytest.mark.few(1)
+@pytest.mark.parametrize("asked", ONE[::-1])
+def test_both_lines_run_on_one_device(tmp_path, asked):
+    _check(*_run(0, 1, *_inputs(tmp_path), asked), asked)
 
 
 @pytest.mark.few(1)

@@ -208,7 +208,7 @@ LONG = pytest.mark.long
 @pytest.mark.parametrize(
     ("ranks", "strategy", "names"),
     [
-        (2, FSDP2(), FEW[:4]),
+        (2, FSDP2(), FEW[1:2]),
         (2, FSDP2(forward_prefetch=0, backward_prefetch=0), ("dropped",)),  # fetches one unit ahead in backward
         pytest.param(2, FSDP2(), MORE, marks=LONG),
         pytest.param(4, FSDP2(), FEW, marks=LONG),

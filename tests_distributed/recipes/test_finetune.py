@@ -100,26 +100,29 @@ def test_packed_rows_train_as_their_samples_one_by_one(base: list[str], tmp_path
             torch.testing.assert_close(packed[key], value, rtol=1e-4, atol=2e-3)
 
 
-def test_whole_weights_resume_to_the_bit_and_open_with_from_pretrained(base: list[str], tmp_path: Path) -> None:
+@pytest.mark.few(1)
+@pytest.mark.parametrize(("ranks", "same"), [(2, True), (1, False)])
+def test_whole_weights_resume_to_the_bit_and_open_with_from_pretrained(
+    base: list[str], tmp_path: Path, ranks: int, same: bool
+) -> None:
     whole = [*base, "--output", str(tmp_path / "whole"), "--keep", "9", "--ac", "full"]
     full = run_finetune(2, whole, tmp_path / "full.json")
     assert full["trained_parameters"] == full["parameters"]
-    for ranks, same in ((2, True), (1, False)):
-        copied = shutil.copytree(tmp_path / "whole", tmp_path / f"on{ranks}")
-        shutil.rmtree(copied / "model")
-        for step in (4, 6):
-            shutil.rmtree(copied / "checkpoints" / f"step-{step:08d}")
-        again = [*base, "--output", str(copied), "--resume", "--ac", "full"]
-        resumed = run_finetune(ranks, again, tmp_path / "resumed.json")
-        assert resumed["first_step"] == 3, "the best evaluation has a checkpoint beside every second step"
-        if same:
-            assert resumed["losses"] == full["losses"][3:], "the same bits"
-        torch.testing.assert_close(torch.tensor(resumed["losses"]), torch.tensor(full["losses"][3:]), rtol=1e-4, atol=0)
-        records = read_log(copied / "log.jsonl")
-        assert [r["step"] for r in records if "loss" in r] == [1, 2, 3, 4, 5, 6], "none twice"
-        found = _weights(copied / "model")
-        for name, value in _weights(tmp_path / "whole" / "model").items():
-            torch.testing.assert_close(found[name], value, rtol=0, atol=0 if same else 1e-3)
+    copied = shutil.copytree(tmp_path / "whole", tmp_path / f"on{ranks}")
+    shutil.rmtree(copied / "model")
+    for step in (4, 6):
+        shutil.rmtree(copied / "checkpoints" / f"step-{step:08d}")
+    again = [*base, "--output", str(copied), "--resume", "--ac", "full"]
+    resumed = run_finetune(ranks, again, tmp_path / "resumed.json")
+    assert resumed["first_step"] == 3, "the best evaluation has a checkpoint beside every second step"
+    if same:
+        assert resumed["losses"] == full["losses"][3:], "the same bits"
+    torch.testing.assert_close(torch.tensor(resumed["losses"]), torch.tensor(full["losses"][3:]), rtol=1e-4, atol=0)
+    records = read_log(copied / "log.jsonl")
+    assert [r["step"] for r in records if "loss" in r] == [1, 2, 3, 4, 5, 6], "none twice"
+    found = _weights(copied / "model")
+    for name, value in _weights(tmp_path / "whole" / "model").items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=0 if same else 1e-3)
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "whole" / "model").chat_template
 
 

@@ -35,10 +35,10 @@ COMMON = "--steps 3 --batch-size 4 --seq-len 32 --log-every 1 --warmup-steps 1 -
 COMMON += " --precision float32 --eval-samples 0 --sync-save --save-every 9"
 
 
-def _jobs(base: Path, tmp_path: Path, cases: dict[str, str]) -> dict[str, Any]:
-    """The cases' runs on two ranks, one after the other."""
+def _jobs(base: Path, tmp_path: Path, cases: dict[str, str], ranks: int = 2) -> dict[str, Any]:
+    """The cases' runs, one after the other."""
     common = f"--model {base / 'model'} --data {base / 'data.jsonl'} {COMMON}"
-    return run_several(2, {name: f"{common} {line}".split() for name, line in cases.items()}, tmp_path)
+    return run_several(ranks, {name: f"{common} {line}".split() for name, line in cases.items()}, tmp_path)
 
 
 def test_how_it_runs_changes_no_loss(base: Path, tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_the_same_samples_from_other_files(base: Path, tmp_path: Path) -> None:
         rows.to_parquet(str(tmp_path / "data.parquet"))
         rows.save_to_disk(str(tmp_path / "saved"))
         cases |= {"parquet": f"--data {tmp_path / 'data.parquet'}", "saved": f"--data {tmp_path / 'saved'}"}
-    found = _jobs(base, tmp_path, cases)
+    found = _jobs(base, tmp_path, cases, ranks=1)
     for name in cases:
         assert found[name]["losses"] == found["file"]["losses"], name
     assert found["skipped"]["skipped_samples"] == 2 and found["skipped"]["samples"] == 24
@@ -115,7 +115,7 @@ def test_what_else_may_be_said(base: Path, tmp_path: Path) -> None:
         "chat": "--lora --sample-every 2 --sample what --sample-tokens 3 --dtype bf16",
         "yaml": f"--config {tmp_path / 'plain' / 'options.yaml'}",
     }
-    found = _jobs(base, tmp_path, cases)
+    found = _jobs(base, tmp_path, cases, ranks=1)
     losses = {name: run["losses"] for name, run in found.items()}
     for name in ("dropout", "alpha", "seed", "schedule", "adam", "clip"):
         assert losses[name] != losses["plain"] and all(0 < loss < 9 for loss in losses[name]), name

@@ -82,7 +82,20 @@ def _assert_close(a: dict[str, Any], b: dict[str, Any]) -> None:
     assert a["eval_losses"][-1]["loss"] == pytest.approx(b["eval_losses"][-1]["loss"], rel=1e-4)
 
 
-def test_every_strategy_and_number_of_ranks_is_the_same_run(base: list[str], tmp_path: Path):
+OTHER_RUNS = (
+    (2, "--strategy fsdp2 --grad-accum 4 --ac full"),
+    (2, "--strategy ddp --grad-accum 2 --ac submodule"),
+    (2, "--strategy fsdp2"),
+    (4, "--strategy fsdp2 --dp-replicate 2 --ac none --offload all"),
+    (4, "--strategy fsdp2 --tp 2"),
+    (2, "--strategy fsdp2 --ac 40%"),
+)
+
+
+@pytest.mark.parametrize("others", [OTHER_RUNS[:2], pytest.param(OTHER_RUNS[2:], marks=pytest.mark.long)])
+def test_every_strategy_and_number_of_ranks_is_the_same_run(
+    base: list[str], tmp_path: Path, others: tuple[tuple[int, str], ...]
+):
     arguments = _plain(base)
     single = run_job(1, [*arguments, "--ac", "none"], tmp_path / "single")
     assert len(single["losses"]) == 8 and single["losses"][-1] < single["losses"][0] - 0.1
@@ -90,19 +103,17 @@ def test_every_strategy_and_number_of_ranks_is_the_same_run(base: list[str], tmp
     assert (single["strategy"], single["world_size"], len(single["peak_bytes"])) == ("single", 1, 1)
     again = run_job(1, [*arguments, "--ac", "selective"], tmp_path / "again")
     assert again["losses"] == single["losses"], "checkpointing changes no bit"
-    for world_size, line in (
-        (2, "--strategy fsdp2"),
-        (2, "--strategy fsdp2 --grad-accum 4 --ac full"),
-        (2, "--strategy ddp --grad-accum 2 --ac submodule"),
-        (4, "--strategy fsdp2 --dp-replicate 2 --ac none --offload all"),
-        (4, "--strategy fsdp2 --tp 2"),
-        (2, "--strategy fsdp2 --ac 40%"),
-    ):
+    for world_size, line in others:
         found = run_job(world_size, [*arguments, *line.split()], tmp_path / "found")
         _assert_close(found, single)
         assert (found["strategy"], found["world_size"]) == (line.split()[1], world_size)
         assert len(found["peak_bytes"]) == world_size and min(found["peak_bytes"]) > 2**20
         assert found["losses"][0] == pytest.approx(single["losses"][0], rel=1e-6), "the seed gives the same weights"
+
+
+@pytest.mark.long
+def test_two_ranks_train_other_models_as_one_does(base: list[str], tmp_path: Path):
+    arguments = _plain(base)
     own = [*arguments, "--model", "tests_distributed.recipes.test_pretrain:plain_model", "--ac", "full"]
     _assert_close(run_job(2, own, tmp_path / "found"), run_job(1, own, tmp_path / "single"))
     arguments += ["--init", "sharded"]
@@ -131,33 +142,37 @@ def test_fifty_steps_of_the_default_job_beat_byte_frequencies(tmp_path: Path):
     assert run["eval_losses"][-1]["loss"] < run["unigram_entropy"] - 0.2
 
 
-def test_resume_is_bitwise_on_the_same_ranks_and_correct_on_others(base: list[str], tmp_path: Path):
-    def keep_up_to(step: int, folder: Path) -> list[str]:
-        """A copy of the checkpoints up to `step`, as a run killed before the next one leaves them."""
-        shutil.copytree(whole, folder)
-        for path in folder.iterdir():
-            if int(path.name.removeprefix("step-")) > step:
-                shutil.rmtree(path)
-        return [*SAVED, "--checkpoint-dir", str(folder), "--resume"]
+def _keep_up_to(step: int, whole: Path, folder: Path) -> list[str]:
+    """A copy of the checkpoints up to `step`, as a run killed before the next one leaves them."""
+    shutil.copytree(whole, folder)
+    for path in folder.iterdir():
+        if int(path.name.removeprefix("step-")) > step:
+            shutil.rmtree(path)
+    return [*SAVED, "--checkpoint-dir", str(folder), "--resume"]
 
+
+def test_resume_is_bitwise_on_the_same_ranks(base: list[str], tmp_path: Path):
     whole = tmp_path / "whole"
     full = run_job(2, [*base, *SAVED, "--checkpoint-dir", str(whole)], tmp_path / "full")
-    resumed = run_job(2, [*base, *keep_up_to(4, tmp_path / "four")], tmp_path / "resumed")
+    resumed = run_job(2, [*base, *_keep_up_to(4, whole, tmp_path / "four")], tmp_path / "resumed")
     assert resumed["first_step"] == 4
     assert resumed["losses"] == full["losses"][4:], "the same bits, dropout included"
     assert resumed["eval_losses"] == full["eval_losses"][1:]
     both = [(tmp_path / name / "step-00000008" / "__1_0.distcp").read_bytes() for name in ("whole", "four")]
     assert both[0] == both[1], "and the same weights and moments"
 
+
+@pytest.mark.long
+def test_resume_is_correct_on_other_ranks(base: list[str], tmp_path: Path):
     whole = tmp_path / "plain"
     plain = run_job(2, [*_plain(base), *SAVED, "--checkpoint-dir", str(whole)], tmp_path / "full")
-    on_four = run_job(4, [*_plain(base), *keep_up_to(2, tmp_path / "two")], tmp_path / "resumed")
+    on_four = run_job(4, [*_plain(base), *_keep_up_to(2, whole, tmp_path / "two")], tmp_path / "resumed")
     _assert_close(on_four, plain)
     whole = tmp_path / "two"  # step 2 by two ranks, steps 4, 6 and 8 by four
-    on_one = run_job(1, [*_plain(base), *keep_up_to(6, tmp_path / "six")], tmp_path / "resumed")
+    on_one = run_job(1, [*_plain(base), *_keep_up_to(6, whole, tmp_path / "six")], tmp_path / "resumed")
     assert on_one["first_step"] == 6
     _assert_close(on_one, plain)
-    split = run_job(4, [*_plain(base), *keep_up_to(6, tmp_path / "split"), "--tp", "2"], tmp_path / "resumed")
+    split = run_job(4, [*_plain(base), *_keep_up_to(6, whole, tmp_path / "split"), "--tp", "2"], tmp_path / "resumed")
     _assert_close(split, plain)
 
 

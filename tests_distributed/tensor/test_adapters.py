@@ -25,7 +25,7 @@ COLUMNS = ("q_proj", "v_proj", "gate_proj", "up_proj")
 TARGETS = (*COLUMNS, "o_proj", "down_proj")
 LARGE = {"init_lora_weights": False}
 """Factors that are not zero."""
-BOTH = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence"])
+BOTH = pytest.mark.parametrize("sequence_parallel", [True, False], ids=["sequence", ""])
 
 
 def adapted(name: str = "llama", of: dict[str, Any] | None = None, **more: Any) -> nn.Module:
@@ -70,8 +70,14 @@ def _step(rank: int, world_size: int, sequence_parallel: bool, more: dict[str, A
     }
 
 
-@BOTH
-@pytest.mark.parametrize("more", [{}, {"lora_bias": True}, {"use_rslora": True, "r": 3}], ids=["", "bias", "odd rank"])
+ODD: dict[str, Any] = {"use_rslora": True, "r": 3}
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    ("sequence_parallel", "more"),
+    [(False, {"lora_bias": True}), (True, ODD), (True, {"lora_bias": True}), (False, ODD), (False, {}), (True, {})],
+)
 def test_a_step_is_that_of_one_process(sequence_parallel: bool, more: dict[str, Any]) -> None:
     placed = run_ranks(2, _step, sequence_parallel, more)[0]
     assert placed["self_attn.k_proj.weight"] == "S(0)", "linears without adapters are cut as before"
@@ -85,13 +91,16 @@ def test_a_step_is_that_of_one_process(sequence_parallel: bool, more: dict[str, 
         assert [placed[f"{name}.{part}.weight"] for part in parts] == [base, a, b], name
 
 
+@pytest.mark.few(1)
 @BOTH
 def test_dropout_in_front_of_whole_factors_is_that_of_one_process(sequence_parallel: bool) -> None:
     run_ranks(2, _step, sequence_parallel, {"lora_dropout": 0.3, "target_modules": list(COLUMNS)})
 
 
+@pytest.mark.few(1)
+@BOTH
 @on_ranks(2)
-def test_other_models(rank: int, world_size: int) -> None:
+def test_other_models(rank: int, world_size: int, sequence_parallel: bool) -> None:
     """A head that shares its weight, norms of heads, two adapters, and a model that PEFT has changed without wrapping it."""
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))["tp"]
 
@@ -108,15 +117,15 @@ def test_other_models(rank: int, world_size: int) -> None:
         return peft.inject_adapter_in_model(peft.LoraConfig(r=4, target_modules=list(TARGETS), **LARGE), build("llama"))
 
     for made in (tied_head, two, without_wrapping):
-        for sequence_parallel in (False, True):
-            reference, model = made(), apply_tensor_parallel(made(), mesh, sequence_parallel=sequence_parallel)
-            expected, loss = loss_of(reference, batch()), loss_of(model, batch())
-            expected.backward()
-            loss.backward()
-            assert_same_step(model, loss.detach(), reference, expected.detach(), made.__name__)
-            assert whole_parts_differ(model) == []
+        reference, model = made(), apply_tensor_parallel(made(), mesh, sequence_parallel=sequence_parallel)
+        expected, loss = loss_of(reference, batch()), loss_of(model, batch())
+        expected.backward()
+        loss.backward()
+        assert_same_step(model, loss.detach(), reference, expected.detach(), made.__name__)
+        assert whole_parts_differ(model) == []
 
 
+@pytest.mark.few(1)
 @BOTH
 @on_ranks(2)
 def test_checkpointing_changes_no_bit(rank: int, world_size: int, sequence_parallel: bool) -> None:
@@ -135,9 +144,10 @@ def test_checkpointing_changes_no_bit(rank: int, world_size: int, sequence_paral
 @BOTH
 @on_ranks(4)
 def test_fsdp_times_tp_trains_as_one_process(rank: int, world_size: int, sequence_parallel: bool) -> None:
-    reference = adapted()
+    one_layer = {"num_hidden_layers": 1}
+    reference = adapted(of=one_layer)
     optimizer = torch.optim.SGD(reference.parameters(), lr=0.5)
-    model = split(adapted(), sequence_parallel, ac="full")
+    model = split(adapted(of=one_layer), sequence_parallel, ac="full")
     mine = torch.optim.SGD(model.parameters(), lr=0.5)
     for _ in range(2):
         for each in (optimizer, mine):

@@ -214,6 +214,7 @@ def _on_meta(name: str) -> nn.Module:
         return transformers.AutoModelForCausalLM.from_config(_config(name)).train()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["mixtral", "llama4"])
 def test_packed_weights_in_other_ways_into_a_checkpoint(name: str, tmp_path: Path) -> None:
     run_ranks(2, _other_ways, name, str(tmp_path))
