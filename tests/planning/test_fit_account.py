@@ -31,6 +31,8 @@ CASES = {
     "stages of sharded ranks": ({**_STAGES, "gpus": 4}, {"ac": "full", "schedule": "1f1b", "tp": 1, "cp": 1}),
     "several stages on a rank": (_STAGES, {"ac": "full", "schedule": "zbv"}),
 }  # fmt: skip
+LONG = ("one device, nothing kept", "layer inputs on the host", "two ranks, selective", "stages")
+"""What another case has, too."""
 
 
 def _check(candidate):
@@ -47,7 +49,9 @@ def _check(candidate):
         assert all(row.what and row.what != "other" and row.amount >= 0 and row.hidden >= 0 for row in own), own
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.long] if case in LONG else []) for case in CASES]
+)
 def test_the_rows_add_up_to_the_peak_and_to_the_step(case):
     asked, pins = CASES[case]
     report = fit(llama(4), seq_len=64, count=1, **asked, **pins)

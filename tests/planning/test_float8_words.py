@@ -59,14 +59,14 @@ def test_the_model_that_is_planned_stays_as_it_is() -> None:
     model = llama()
     before = {name: (type(module), id(module)) for name, module in model.named_modules()}
     tensors = [(id(p), p.clone()) for p in model.parameters()]
-    plan_for(model, ac="4800KiB", sample_input=_sample(), gpu="cpu", precision="fp8")
+    plan_for(model, ac="50%", sample_input=_sample(), gpu="cpu", precision="fp8")
     assert {name: (type(module), id(module)) for name, module in model.named_modules()} == before
     assert all(id(p) == n and torch.equal(p, was) for p, (n, was) in zip(model.parameters(), tensors))
 
 
 def test_a_plan_runs_with_the_precision_that_it_was_made_for_alone(tmp_path: Any) -> None:
     said = {"gpu": "cpu"}
-    plan = plan_for(llama(), ac="4800KiB", sample_input=_sample(), precision="fp8", **said)
+    plan = plan_for(llama(), ac="50%", sample_input=_sample(), precision="fp8", **said)
     plan.save(tmp_path / "plan.json")
     again = Plan.load(tmp_path / "plan.json")
     assert again == plan
@@ -77,7 +77,7 @@ def test_a_plan_runs_with_the_precision_that_it_was_made_for_alone(tmp_path: Any
     for precision in ("fp8-rowwise", "bf16", None):
         with pytest.raises(PlanError, match=r"was made for precision='fp8'.*Make the plan again"):
             parallelize(bare, "single", ac=again, precision=precision, device="cpu")
-    other = plan_for(llama(), ac="5MiB", sample_input=_sample(), precision="bf16", **said)
+    other = plan_for(llama(), ac="50%", sample_input=_sample(), precision="bf16", **said)
     with pytest.raises(PlanError, match="linears as they are, and the model is to run with precision='fp8'"):
         parallelize(bare, "single", ac=other, precision="fp8", device="cpu")
     assert not any("Float8" in type(module).__name__ for module in bare.modules())
@@ -138,8 +138,8 @@ def test_products_of_layers_count_at_the_rate_of_float8_where_it_is_known() -> N
 
 
 def test_fit_compares_precisions() -> None:
-    asked = dict(gpu="h100-80gb", seq_len=64, micro_batch=4, offload="none", loss="model", cp=1)
-    report = fit(llama(), gpus=2, precision=["fp8", "bf16"], pp=[1, 2], schedule="1f1b", global_batch=8, **asked)
+    asked = dict(gpu="h100-80gb", seq_len=64, micro_batch=4, offload="none", loss="model", cp=1, ac="full")
+    report = fit(llama(2), gpus=2, precision=["fp8", "bf16"], pp=[1, 2], schedule="1f1b", global_batch=8, **asked)
     assert {c.job.precision.matmuls for c in report.candidates} == {"fp8", None}
     sizes = {(c.layout.tp, c.layout.pp) for c in report.candidates if c.job.precision.matmuls}
     assert sizes == {(1, 1), (1, 2), (2, 1)}

@@ -18,10 +18,10 @@ from nemo_like.planning.answers.seconds import step_seconds
 from nemo_like.planning.devices import Device, resolve_device
 from nemo_like.planning.planner import describe
 from nemo_like.planning.query import PlanQuery
-from nemo_like.planning.report import make_report
+from nemo_like.planning.report import PlanReport, make_report
 from nemo_like.planning.roofline import OpSeconds, exposed_seconds, optimizer_seconds
 from nemo_like.planning.what_if import fewest, gpu_counts, largest, least_need
-from tests.models import decoders
+from tests.models.tiny import llama
 from tests.planning.queries import part_of
 
 ROUND = Device("round", 10**9, {"half": 2e6, "single": 1e6}, {"half": 2e6, "single": 1e6}, 1e6, 1e5, "cpu", {})
@@ -35,7 +35,12 @@ def _query(batch: int = 2, tokens: int = 16, job: Job = TWO, **more: Any) -> Pla
     ids = torch.zeros(batch, tokens, dtype=torch.long)
     sample = {"input_ids": ids, "labels": ids}
     gpu = more.pop("device", ROUND)
-    return PlanQuery.of(decoders.build("llama"), sample, job.change(gpu=gpu, search=PlanSearch(**more)))
+    return PlanQuery.of(llama().train(), sample, job.change(gpu=gpu, search=PlanSearch(**more)))
+
+
+@pytest.fixture(scope="module")
+def report() -> PlanReport:
+    return make_report(_query(), ["50%"], 1 << 40, tokens=32)
 
 
 def test_seconds_of_ops_are_the_larger_of_computing_and_moving() -> None:
@@ -77,8 +82,7 @@ def test_a_step_is_its_microbatches_and_the_optimizer() -> None:
     assert one.stages[0].outside().seconds > 3 * 2 * 32 * head.numel() / 1e6
 
 
-def test_the_table_has_milliseconds_and_tokens_per_second() -> None:
-    report = make_report(_query(), ["50%"], 1 << 40, tokens=32)
+def test_the_table_has_milliseconds_and_tokens_per_second(report: PlanReport) -> None:
     for row in report.rows:
         assert report.tokens_per_second(row) == pytest.approx(32 / row.plan.step_seconds)
     head, none = report.table().text().splitlines()[:2]
@@ -121,9 +125,8 @@ def test_the_fewest_gpus_are_the_first_that_fit() -> None:
     assert fewest(lambda n: 10, counts, 9) is None
 
 
-def test_the_speed_of_one_device_is_what_all_make_by_their_number() -> None:
+def test_the_speed_of_one_device_is_what_all_make_by_their_number(report: PlanReport) -> None:
     """Ranks of tp, cp and pp share the tokens of one micro-batch."""
-    report = make_report(_query(), ["50%"], 1 << 40, tokens=32)
     alone = report.tokens_per_second(report.best)
     assert alone is not None
     for axes in ({"tp": 2}, {"cp": 2}):
@@ -131,8 +134,7 @@ def test_the_speed_of_one_device_is_what_all_make_by_their_number() -> None:
         assert shared.tokens_per_second(report.best) == pytest.approx(alone / 2)
 
 
-def test_a_narrow_screen_has_fewer_columns_and_names_them() -> None:
-    report = make_report(_query(), ["50%"], 1 << 40, tokens=32)
+def test_a_narrow_screen_has_fewer_columns_and_names_them(report: PlanReport) -> None:
     text = report.text(width=60)
     assert all(len(line) <= 60 for line in text.splitlines() if not line.startswith(("Paste", "Fits")))
     assert "Not shown at this width:" in text and "peak at" in text and "--wide" in text
