@@ -31,7 +31,7 @@ GPU, ROWS, TOKENS = "h100-80gb", 2, 64
 
 @functools.cache
 def _model() -> nn.Module:
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "vocab_size": 512}
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 512}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": TOKENS}
     with torch.device("meta"):
         return llama(**sizes, **heads).train()

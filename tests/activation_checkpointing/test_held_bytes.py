@@ -9,7 +9,7 @@ from nemo_like._util.live_bytes import LiveBytes
 from tests.models.blocks import Stack, under
 from tests.models.decoders import PlainBlock
 
-TOKENS, WIDTH, HEADS = 2048, 1024, 16
+TOKENS, WIDTH, HEADS = 1024, 512, 8
 UNIT = TOKENS * WIDTH * 4  # one (1, T, D) float32 tensor
 
 

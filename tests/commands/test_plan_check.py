@@ -13,7 +13,7 @@ from nemo_like import Job, dry_run
 from nemo_like.cli import main
 from nemo_like.models import resolve_model
 
-ASKED = "plan --model llama-tiny --seq-len 64 --no-what-if --check"
+ASKED = "plan --model llama-tiny --seq-len 64 --budget 50% --no-what-if --check"
 
 
 @pytest.mark.few(1)

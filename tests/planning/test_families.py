@@ -13,11 +13,11 @@ from tests.tools.surveys.plans import model_types, planned_and_run, survey_one
 from tests.tools.surveys.tiny_models import build_tiny
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "model_type",
     [
-        "mamba",  # many gradients meet in one tensor: autograd sums them in place
+        pytest.param("mamba", marks=pytest.mark.long),  # many gradients meet in one tensor: autograd sums them in place
         "bloom",  # its layers return attention weights that nobody uses
         "bart",  # parameters that never get a gradient
         pytest.param("jamba", marks=pytest.mark.long),

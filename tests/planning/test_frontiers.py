@@ -54,7 +54,7 @@ def _query(name: str, **setup: Any) -> PlanQuery:
     )
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_plan_is_within_half_a_per_cent_of_a_brute_force_at_32_budgets(name: str) -> None:
     """Two layers together, in shares of one forward pass."""

@@ -56,16 +56,17 @@ def test_one_rank_gathers_into_no_buffer() -> None:
 
 # What transformers splits by code of its own, or torch by an input that it splits; the loss of a head that stays split, in
 # chunks; stages of parts of sequences, and in float8. Each as a rank of 8 runs it (4 s each).
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "more", "asked"),
     [
-        ("Olmo3", {"sliding_window": 8}, {"tp": 2}),
         ("GraniteMoe", {"num_local_experts": 4, "num_experts_per_tok": 2}, {"tp": 2}),
         ("Llama", {}, {"tp": TensorParallel(2, loss_parallel=True), "loss": "chunked"}),
+        ("Olmo3", {"sliding_window": 8}, {"tp": 2}),
         ("Llama", {}, {"tp": TensorParallel(2, sequence_parallel=True), "pp": 2}),
         ("Llama", {}, {"precision": "fp8", "pp": 2}),
     ],
-    ids=["an input that is split", "experts", "a loss in chunks", "stages", "float8 in stages"],
+    ids=["experts", "a loss in chunks", "an input that is split", "stages", "float8 in stages"],
 )
 def test_a_budget_is_planned_to_the_byte(name: str, more: dict[str, Any], asked: dict[str, Any]) -> None:
     if "precision" in asked:
