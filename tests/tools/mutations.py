@@ -316,7 +316,7 @@ FAULTS: tuple[Fault, ...] = (
         "profiling/profiler.py",
         "recompute_peak=call.live_in_backward - free + call.recompute_growth",
         "recompute_peak=call.live_in_backward + call.recompute_growth",
-        "tests/profiling/test_profiler.py",
+        "tests/profiling/test_profiler.py tests/test_strategies.py",
     ),
     Fault(
         "recipes/loop.py",
