@@ -56,7 +56,7 @@ def test_a_compiled_deepseek_trains_twelve_steps_without_a_false_change_in_place
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("ac", ["full", "selective", "submodule"])
-@pytest.mark.parametrize("family", ["gemma3n", "gemma4"])
+@pytest.mark.parametrize("family", ["gemma4", "gemma3n"])
 def test_kv_shared_models_with_compile_train_right_in_every_mode(
     family: str, ac: str, caplog: pytest.LogCaptureFixture
 ) -> None:

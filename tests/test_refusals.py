@@ -97,7 +97,10 @@ def test_a_wrong_option_of_a_command_is_named(
         ("profile --model llama-tiny --input-shape 3,x", "--input-shape is '3,x'"),
         ("plan --model llama-tiny --gpu h100 --input-shape 0,3", "--input-shape is '0,3'"),
         ("plan --model llama-tiny --gpu h100 --vocab-size -4", "--vocab-size is -4"),
-        ("plan --model llama-tiny --gpu h100 --seq-len 16 --memory 1KiB", "Does not fit: ac=.* of 1.00 KiB"),
+        (
+            "plan --model llama-tiny --gpu h100 --seq-len 16 --memory 1KiB --budget 50% --no-what-if",
+            "Does not fit: ac=.* of 1.00 KiB",
+        ),
         ("plan --model {bad} --gpu h100", "its config is not a llama.*not a multiple of the number of attention heads"),
     ],
 )

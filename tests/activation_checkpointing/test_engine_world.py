@@ -23,6 +23,8 @@ from tests.checks import assert_bitwise, gradients_of, same
 from tests.models.blocks import Stack, under
 
 MODES = ["full", "selective", "submodule", "sequential"]
+TWO = ["full", *(pytest.param(ac, marks=pytest.mark.long) for ac in ("selective", "submodule")), "sequential"]
+"""One that replays a whole layer, and one that replays several."""
 
 
 @dataclass
@@ -140,7 +142,7 @@ def _run(ac: str, change: Callable[[nn.Module], Any], steps: int = 0) -> tuple[l
 
 @pytest.mark.parametrize("steps", [0, 3], ids=["first step", "later"])
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("ac", MODES)
+@pytest.mark.parametrize("ac", TWO)
 def test_what_can_be_put_back_is(ac: str, change: str, steps: int) -> None:
     expected, bare = _run("none", CHANGES[change], steps)
     actual, model = _run(ac, CHANGES[change], steps)
@@ -503,7 +505,7 @@ WHEN = {"made before": (False, 1), "made in forward": (True, 1), "changed after 
 
 @pytest.mark.parametrize(("late", "first"), WHEN.values(), ids=WHEN)
 @pytest.mark.parametrize("kind", STATES)
-@pytest.mark.parametrize("ac", ["full", "selective", "sequential"])
+@pytest.mark.parametrize("ac", [TWO[0], TWO[1], TWO[3]])
 def test_state_of_every_kind_counts_once_or_is_named(ac: str, kind: str, late: bool, first: int) -> None:
     found: list[Any] = []
 

@@ -38,13 +38,14 @@ def _gradients(_: Any, jobs: list[dict[str, Any]]) -> list[bool]:
 MOVES = OffloadConfig(mode="all", min_bytes=0, max_inflight_bytes=1)
 JOBS = {
     "checkpointing": [{"ac": "full"}, {"ac": "selective"}],
+    "parameters on the host": [{"strategy": FSDP2(cpu_offload=True)}],
     "offloading": [{"ac": "none", "offload": MOVES}, {"ac": "selective", "offload": MOVES}],
     "prefetch": [{"strategy": FSDP2(forward_prefetch=ahead, backward_prefetch=ahead)} for ahead in (0, 2)],
-    "parameters on the host": [{"strategy": FSDP2(cpu_offload=True)}],
     "kept gathered": [{"ac": "full", "strategy": FSDP2(reshard_after_forward=False)}],
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", JOBS)
 def test_two_ranks_are_bitwise_and_nothing_races(name: str) -> None:
     jobs = [{"ac": "none"}, *JOBS[name]]

@@ -107,14 +107,14 @@ def test_gradients_of_several_microbatches_are_copied_and_summed_up_on_the_host(
 def test_a_model_whose_state_no_gpu_can_hold_fits_with_as_many_bytes_as_its_plan_says():
     asked = {"gpus": 8, "gpu": "h100-80gb", "seq_len": 8192, "micro_batch": 1, "tp": 1, "cp": 1, "dp_replicate": 1,
              "ac": "full", "loss": "chunked", "offload": "none", "reshard_after_forward": True}  # fmt: skip
-    small = fit("llama3-70b", grad_accum=1, **asked)
+    model = resolve_model("llama3-70b").build("meta")
+    small = fit(model, grad_accum=1, **asked)
     assert not small.candidates and small.rejected["host memory"] == 1
     assert small.helps[0].startswith(
         "strategy=FSDP2(reshard_after_forward=True, cpu_offload=True) with 131.42GiB of host memory per rank ("
     )
-    report = fit("llama3-70b", grad_accum=1, host_memory="132GiB", **asked)
+    report = fit(model, grad_accum=1, host_memory="132GiB", **asked)
     best = report.best
-    model = resolve_model("llama3-70b").build("meta")
     ids = best.sample["input_ids"]
     query = PlanQuery.of(
         model,

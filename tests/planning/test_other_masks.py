@@ -73,7 +73,7 @@ def _steps(model, batches):
     return [step(model.train(), seed=seed, **batch) for seed, batch in enumerate(batches)]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("budget", ["35%", "70%"])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("planned", ["plain", "padded", "packed"])

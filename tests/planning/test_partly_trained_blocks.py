@@ -33,7 +33,7 @@ def _mlps_alone() -> nn.Module:
 MODELS = {"MLPs adapted": _adapted(["gate_proj", "up_proj", "down_proj"]), "MLPs alone": _mlps_alone}
 
 
-@pytest.mark.parametrize("budget", ["35%", "65%"])
+@pytest.mark.parametrize("budget", ["35%", pytest.param("65%", marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", MODELS)
 def test_attention_that_backward_does_not_need_is_skipped(name: str, budget: str) -> None:
     ids = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(0))

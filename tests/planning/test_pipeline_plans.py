@@ -208,7 +208,8 @@ def test_a_stage_that_trains_nothing_is_planned(schedule: str) -> None:
         assert [parts.get("gradients", 0) for parts in peaks][1 - trains] == 0
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b"])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved_1f1b"])
 def test_what_a_forward_frees_is_gathered_behind_it(schedule: str) -> None:
     job = Job.of(world_size=4, gpu="h100-80gb", pp=PipelineParallel(2, schedule, microbatches=4))
     seconds = []

@@ -371,7 +371,10 @@ def test_device_files(tmp_path):
 
 def test_command(tmp_path, capsys):
     out, plan = tmp_path / "out.json", tmp_path / "plan.json"
-    words = f"plan --model llama-tiny --world-size 8 --seq-len 64 --memory 200MiB --json {out} --save {plan}"
+    words = (
+        f"plan --model llama-tiny --world-size 8 --seq-len 64 --memory 200MiB --budget 50% --json {out} --save {plan}"
+    )
+    words += " --no-what-if"
     assert cli.main(words.split()) == 0
     said = capsys.readouterr().out
     body = json.loads(out.read_text())
@@ -420,6 +423,7 @@ class Picture(nn.Module):
 
 def test_command_plans_a_model_of_ones_own(capsys):
     words = ["plan", "--model", "tests.planning.test_planner:Picture", "--gpu", "cpu", "--json", "-"]
+    words += ["--budget", "50%", "--no-what-if"]
     assert cli.main([*words, "--input-shape", "2,8,16"]) == 0
     assert json.loads(capsys.readouterr().out)["recommended"] == "none"
     assert cli.main(words) == 2

@@ -53,7 +53,7 @@ def test_every_printed_call_runs_its_row(precision: str | None) -> None:
             assert expected or precision is not None
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("job", "words"),
     [

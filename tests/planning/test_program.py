@@ -62,7 +62,7 @@ def _most(log: list[tuple[int, int, str]], there: dict[int, int]) -> int:
     return most
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", JOBS)
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
 def test_both_readers_count_the_same_bytes_and_a_step_ends_as_it_began(name: str, mode: str) -> None:

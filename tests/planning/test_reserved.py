@@ -231,6 +231,7 @@ def _steps(device, ac):
     return asked - inputs, stats["reserved_bytes.all.peak"], predicted
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("ac", ["none", "full", "selective"])
 def test_against_an_allocator_that_real_steps_drive(ac):
     asked, held, predicted = on_device(_steps, ac)

@@ -53,7 +53,7 @@ def _peak(options: PretrainOptions, budget: str) -> int:
 def test_a_budget_counts_as_what_it_was_planned_to(model: str, budget: str) -> None:
     # With nothing left to change but the budget, which is what takes long to plan.
     said = {"loss": "chunked", "precision": "bfloat16", "batch_size": 8, "grad_accum": 8}
-    options = PretrainOptions(model=model, ac=budget, seq_len=256, **said)
+    options = PretrainOptions(model=model, ac=budget, seq_len=128, **said)
     step = _step(options, Ranks(0, 1, torch.device("cpu")))
     now, full = step.peak(options), step.peak(replace(options, ac="full"))
     assert now == _peak(options, budget) and full < now
