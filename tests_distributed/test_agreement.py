@@ -178,7 +178,7 @@ def test_a_model_without_weights_is_left_as_it_is(rank: int, world_size: int) ->
     assert all(p.is_meta for p in model.parameters())
 
 
-AXES: list[dict[str, Any]] = [{"tp": 2}, {"cp": 2}, {"pp": PipelineParallel(2, microbatches=2)}]
+AXES: list[dict[str, Any]] = [{"cp": 2}, {"tp": 2}, {"pp": PipelineParallel(2, microbatches=2)}]
 
 
 def _rows(number: int, rows: int = 4) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from tests_distributed.spawn import run_ranks
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
 
-STEPS = 6
+STEPS = 12
 
 
 class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
