@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +14,11 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from nemo_like._util.device_work import wait_for
-from nemo_like._util.live_bytes import DeviceBytes, LiveBytes
+from nemo_like._util.live_bytes import DeviceBytes
 from nemo_like._util.module_tree import bare_name
 from nemo_like._util.tensors import tensors_in
 from nemo_like.distributed.launch import world_size
-from nemo_like.profiling.layer_trace import run_model
+from nemo_like.profiling.layer_trace import counter_of, run_model
 
 
 @dataclass(frozen=True)
@@ -52,20 +53,12 @@ def zero_gradients(model: nn.Module) -> None:
 def measure_bytes(model: nn.Module, sample: object, device: torch.device) -> MeasuredBytes:
     """One step's bytes: of a device by its allocator, of the CPU by the storages that operators make."""
     zero_gradients(model)
-    with _meter(model, sample, device) as meter:
+    with counter_of(model, sample) if device.type == "cpu" else DeviceBytes(device) as meter:
         loss = step_loss(model, sample)
         wait_for(device)
         held = meter.live
         loss.backward()
-        del loss
         return MeasuredBytes(held, meter.take_peak())
-
-
-def _meter(model: nn.Module, sample: object, device: torch.device) -> DeviceBytes | LiveBytes:
-    if device.type != "cpu":
-        return DeviceBytes(device)
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    return LiveBytes([*model.parameters(), *model.buffers(), *gradients, *tensors_in(sample)])
 
 
 def measure_flops(model: nn.Module, sample: object) -> tuple[int, int]:
@@ -119,6 +112,17 @@ def time_steps(
 
     steps = [step_of(model) for model in models]
     return take_turns(steps, device, repeats, warmup, lambda index: zero_gradients(models[index]))
+
+
+@contextlib.contextmanager
+def cpu_threads(count: int | None) -> Iterator[None]:
+    """Within it, operators run on `count` CPU threads; None: on as many as before."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def take_turns(

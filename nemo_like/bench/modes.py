@@ -1,4 +1,4 @@
-"""The modes that a benchmark compares: ours, and other implementations where they can be imported."""
+"""The modes that a benchmark compares: ours, and PyTorch's own."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def _chunked_loss(model: nn.Module, sample: object) -> None:
 
 
 def _replace_forward(model: nn.Module, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Put ``make(forward)`` in each layer's place, as the other implementations' own recipes do."""
+    """Put ``make(forward)`` in each layer's place, as PyTorch's own recipes do."""
     for layer in find_layers(model):
         layer.module.forward = make(layer.module.forward)
 

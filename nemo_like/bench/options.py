@@ -38,7 +38,7 @@ class BenchOptions:
     compile: tuple[str, ...] = ()
     """Compile back ends (``inductor``, ``aot_eager``) to run the modes under as well."""
     peers: bool = True
-    """Run other implementations where they can be imported."""
+    """Run PyTorch's own implementations, too."""
     repeats: int = 5
     """Measured steps per mode; the modes take turns."""
     warmup: int = 2

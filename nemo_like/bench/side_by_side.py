@@ -24,6 +24,7 @@ from nemo_like._util.table import ByteUnit, paragraph
 from nemo_like.bench.measured_step import (
     clock_for,
     compare_gradients,
+    cpu_threads,
     gradients_of,
     measure_bytes,
     measure_flops,
@@ -219,14 +220,10 @@ def compare_modes(options: BenchOptions) -> Comparison:
     Raises:
         ValueError: an unknown mode, or a model that cannot be built.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(options.threads or threads)
-    try:
+    with cpu_threads(options.threads):
         compared = SideBySide(options)
         rows = [candidate.row for candidate in compared.run(choose_modes(options, compared.device))]
         return Comparison(_with_rates(rows, options), _about(options, compared.device), compared.notes)
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _with_rates(rows: list[dict[str, Any]], options: BenchOptions) -> list[dict[str, Any]]:
@@ -241,8 +238,7 @@ def _with_rates(rows: list[dict[str, Any]], options: BenchOptions) -> list[dict[
 
 
 def _about(options: BenchOptions, device: torch.device) -> dict[str, Any]:
-    """Return what a number depends on besides the code."""
-    cpu = device.type == "cpu"
+    """Return the conditions of a comparison."""
     return {
         "model": options.model,
         "step": f"input {options.input_shape}"
@@ -253,7 +249,15 @@ def _about(options: BenchOptions, device: torch.device) -> dict[str, Any]:
         "clock": "CPU time" if clock_for(device) is time.process_time else "wall time",
         "dtype": str(options.dtype or torch.float32),
         "repeats": options.repeats,
-        "device": platform.machine() if cpu else torch.get_device_module(device).get_device_name(device),
+    } | surroundings(device)
+
+
+def surroundings(device: torch.device) -> dict[str, Any]:
+    """Return what a number depends on besides the code: device, versions, threads, date."""
+    return {
+        "device": platform.machine()
+        if device.type == "cpu"
+        else torch.get_device_module(device).get_device_name(device),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "date": datetime.date.today().isoformat(),

@@ -224,14 +224,19 @@ class _ByteListener(Listener):
         return tensor
 
 
+def counter_of(model: nn.Module, sample: object) -> LiveBytes:
+    """Return a counter of what a step makes beyond the model, its gradients and the sample."""
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return LiveBytes([*model.parameters(), *model.buffers(), *gradients, *tensors_in(sample)])
+
+
 def trace_bytes(
     model: nn.Module, layers: Sequence[nn.Module], sample: object, loss_fn: LossFn | None, device: torch.device
 ) -> StepBytes:
     """One step, with every saved storage and the live bytes recorded. Its times would mean nothing."""
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    state = [*model.parameters(), *model.buffers()]
-    counter = LiveBytes([*state, *gradients, *tensors_in(sample)])
+    counter = counter_of(model, sample)
     meter = counter if device.type == "cpu" else DeviceBytes(device)
+    state = [*model.parameters(), *model.buffers()]
     listener = _ByteListener(counter, meter, set(map(counter.identify, storages_of(state))))
     with meter, torch.autograd.graph.saved_tensors_hooks(listener.saved, lambda tensor: tensor):
         watch_step(model, layers, sample, loss_fn, listener)

@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_like._util.live_bytes import LiveBytes
 from nemo_like.activation_checkpointing.engine import run_region, set_early_stop
 from nemo_like.activation_checkpointing.policy import HOST, DecisionTable, FullPolicy, SelectivePolicy
 from tests.checks import assert_bitwise
-from tests.models.blocks import LlamaBlock, RouterBlock, checkpoint_region, gradients, region
+from tests.models.blocks import LlamaBlock, Operators, RouterBlock, checkpoint_region, gradients, region
 
 POLICIES = {
     "full": FullPolicy(),
@@ -229,28 +228,16 @@ def test_a_region_dies_with_its_graph_without_garbage_collection():
         gc.enable()
 
 
-class Foreign(TorchDispatchMode):
-    """A mode of somebody else, outside the region."""
-
-    def __init__(self):
-        super().__init__()
-        self.ops = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.ops.append(func)
-        return func(*args, **(kwargs or {}))
-
-
 @each_policy
 def test_dispatch_modes_of_others_may_be_on_in_one_phase_only(policy):
     block, x = LlamaBlock(32), torch.randn(1, 8, 32, requires_grad=True)
     (wanted,) = torch.autograd.grad(block(x).sum(), x)
-    with Foreign() as mode:
+    with Operators() as mode:
         y = checkpoint_region(block, x, policy=policy).sum()
     assert torch.ops.aten.mm.default in mode.ops
     assert torch.equal(torch.autograd.grad(y, x)[0], wanted)
     y = checkpoint_region(block, x, policy=policy).sum()
-    with Foreign():
+    with Operators():
         assert torch.equal(torch.autograd.grad(y, x)[0], wanted)
 
 
@@ -402,7 +389,7 @@ def test_replay_where_only_the_input_or_nothing_was_saved(early_stop: bool) -> N
         calls.append("nothing")
         return t.clone()
 
-    with Foreign() as mode:
+    with Operators() as mode:
         for fn in (saves_its_input, saves_nothing):
             x = torch.tensor(1.0, requires_grad=True)
             run_region(fn, (x,), {}, policy=FullPolicy(), early_stop=early_stop).backward()

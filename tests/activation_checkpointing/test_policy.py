@@ -6,7 +6,6 @@ import pickle
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -22,7 +21,7 @@ from nemo_like.activation_checkpointing.policy import (
     named_ops_policy,
 )
 from tests.checks import assert_bitwise
-from tests.models.blocks import LlamaBlock, NotingTransfer, RouterBlock, checkpoint_region, gradients, region
+from tests.models.blocks import LlamaBlock, NotingTransfer, Operators, RouterBlock, checkpoint_region, gradients, region
 
 aten = torch.ops.aten
 
@@ -116,24 +115,12 @@ def test_policies_can_be_pickled():
     assert pickle.loads(pickle.dumps(table)) == table
 
 
-class Calls(TorchDispatchMode):
-    """Operators that run, in their order."""
-
-    def __init__(self):
-        super().__init__()
-        self.ops = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.ops.append(func)
-        return func(*args, **(kwargs or {}))
-
-
 def test_a_table_keeps_routing_without_being_asked():
     # Known failure 2: a replayed top-k may route other tokens.
     block, x = RouterBlock(), torch.randn(2, 3, 16)
     table = DecisionTable({"aten._softmax.default": [RECOMPUTE]})
     assert_bitwise(gradients(region(block, table), block, x), gradients(block, block, x))
-    with Calls() as calls:
+    with Operators() as calls:
         checkpoint_region(block, x.requires_grad_(), policy=table).sum().backward()
     assert calls.ops.count(aten.topk.default) == 1 < calls.ops.count(aten._softmax.default)
 
@@ -154,9 +141,9 @@ def test_a_function_made_for_pytorchs_contexts_is_followed_offloading_included()
     assert sum(move > 0 for move in transfer.moves) == 7
     assert not any(recompute for _, recompute, _ in asked) and all(output for _, _, output in asked)
     assert aten.view.default not in {op for op, _, _ in asked}
-    with Calls() as calls:
+    with Operators() as calls:
         checkpoint_region(block, x.clone().requires_grad_(), policy=policy).sum().backward()
-    with Calls() as plain:
+    with Operators() as plain:
         block(x.clone().requires_grad_()).sum().backward()
     for op in (aten.mm.default, aten._scaled_dot_product_flash_attention_for_cpu.default):
         assert calls.ops.count(op) == plain.ops.count(op) > 0  # nothing was computed again

@@ -10,11 +10,24 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_like import apply_activation_checkpointing
 from nemo_like.activation_checkpointing.engine import run_region
 from nemo_like.activation_checkpointing.policy import Policy
 from nemo_like.activation_checkpointing.transfer import Transfer
+
+
+class Operators(TorchDispatchMode):
+    """Operators that run, in their order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        self.ops.append(func)
+        return func(*args, **(kwargs or {}))
 
 
 class LlamaBlock(nn.Module):

@@ -124,7 +124,7 @@ def byte_rows(query: PlanQuery, choices: Choices, rank: int, peak: Peak) -> tupl
         sizes[stage, what] += size
     for (stage, what), size in sizes.items():
         add(stage, Part.MICROBATCHES_IN_FLIGHT, [Row("", f"{waiting[stage, what]} {what}", size)])
-    return rows_of({part: size for part, size in peak.parts.items() if size}, finer, 0)
+    return rows_of(peak.parts, finer, 0)
 
 
 def saved_by_kind(stage: Stage, choices: Sequence[Choice], upto: int) -> dict[str, int]:
@@ -195,7 +195,7 @@ def _static_rows(stage: Stage) -> dict[str, list[Row]]:
 
 
 def _running_rows(stage: Stage, choices: Sequence[Choice], peak: Peak) -> list[Row]:
-    """Return the rows of the layer whose backward is the highest peak."""
+    """Return the rows of the layer whose backward is the highest point."""
     match = re.fullmatch(r"backward of layer (\d+)", peak.where)
     if match is None:
         return []
@@ -206,7 +206,7 @@ def _running_rows(stage: Stage, choices: Sequence[Choice], peak: Peak) -> list[R
     held = trace.input_bytes if choice.decisions else trace.kept_input_bytes
     memory = part.memory(call.kind, choice, loss=stage.loss)
     kept = min(memory.held, memory.backward_peak)
-    left = peak.parts[Part.RUNNING_LAYER]
+    left = peak.parts.get(Part.RUNNING_LAYER, 0)
     rows = []
     for what, size in (
         ("its inputs", held),
@@ -220,7 +220,7 @@ def _running_rows(stage: Stage, choices: Sequence[Choice], peak: Peak) -> list[R
 
 
 def _outside_rows(stage: Stage, choices: Sequence[Choice], peak: Peak) -> list[Row]:
-    """Return the rows of tensors as wide as the vocabulary, where the head or the loss is the highest peak."""
+    """Return the rows of tensors as wide as the vocabulary, where the head or the loss is the highest point."""
     head = find_head(stage.part.model)
     weight = None if head is None else next(head.parameters(), None)  # a stage of a pipeline may have none
     if weight is None or peak.where not in _HEAD:
@@ -243,7 +243,7 @@ def _outside_rows(stage: Stage, choices: Sequence[Choice], peak: Peak) -> list[R
     least = weight.shape[0] * 2 * 16  # of a chunk of a few tokens, two bytes each
     wide = [size for size in most.values() if size % weight.shape[0] == 0 and size >= least and size != weights]
     grads = [size for size in most.values() if size == weights]
-    left = peak.parts[Part.OUTSIDE_OF_LAYERS]
+    left = peak.parts.get(Part.OUTSIDE_OF_LAYERS, 0)
     rows = []
     for what, sizes in (("logits, their copies and gradients", wide), ("gradients of the head", grads)):
         size = min(sum(sizes), left)

@@ -164,6 +164,7 @@ def _best_of(reports: Sequence[FitReport], count: int) -> FitReport:
         nearest=None if nearest is None else nearest.nearest,
         helps=() if nearest is None else nearest.helps,
         searched={name: sum(report.searched[name] for report in reports) for name in reports[0].searched},
+        compiled=any(report.compiled for report in reports),
         interrupted=any(report.interrupted for report in reports),
     )
 
@@ -217,6 +218,7 @@ def _answer(
             "looked_at": result.looked_at,
             "seconds": round(time.perf_counter() - start, 2),
         },
+        compiled=question.job.compile is not None,
         interrupted=result.interrupted,
     )
 

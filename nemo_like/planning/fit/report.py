@@ -91,6 +91,8 @@ class FitReport:
     """Single changes that make it fit, where nothing does: the smallest of each kind, then changes that lower the peak."""
     searched: Mapping[str, float] = field(default_factory=dict)
     """Counts of ``layouts``, ``shapes`` traced and configurations ``looked_at``, and ``seconds`` that the search took."""
+    compiled: bool = False
+    """Layers that a compiler makes were searched, too."""
     interrupted: bool = False
     """True if the search was interrupted: a faster configuration may be among those that it did not examine."""
 
@@ -189,7 +191,7 @@ class FitReport:
         lines.append(paragraph(f"{self.about()} Bound by {self.binds}.", width))
         if explain is None and self.best.need.bytes >= 0.9 * self.question.limit_of(self.best.job):
             lines.append(paragraph(self.best.outside.words(), width))
-        if self.best.job.compile is None and self.question.device.kind == "cuda":
+        if not self.compiled and self.question.device.kind == "cuda":
             lines.append("Not searched: compiled layers. Add --compile none,inductor, which searches both.")
         lines.append(table.with_note(f"{self._unit().name} of one device, predicted.", width))
         if explain is not None and explain <= len(self.candidates):

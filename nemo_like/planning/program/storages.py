@@ -185,8 +185,8 @@ class Bytes(Storages):
         self.best_total, self.best_at = -1, ""
         self.where = ""
         self._at = self.stage, self.upto
-        self._higher = False
-        """The stretch that runs has the highest level so far."""
+        self._noted = -1
+        """The highest level that `_facts` are of."""
         self._facts: tuple[str, int, int, tuple[tuple[int, str, int], ...]] = ("", 0, 0, ())
         """Fields of the `Peak`, of the stretch that has the highest level."""
         self.parked: dict[tuple[int, int, str], tuple[int, int]] = {}
@@ -212,7 +212,6 @@ class Bytes(Storages):
 
     def _note_highest(self, total: int) -> None:
         self.best_total, self.best_at, self.best = total, self.where + self.suffix, self.now.copy()
-        self._higher = True
 
     def run_log(self, log: Recorded, run: LogRun, part: Part) -> Sequence[int]:
         storages = run.alive
@@ -261,9 +260,9 @@ class Bytes(Storages):
         self.where, self._at = where, (self.stage, self.upto)
 
     def _end(self) -> None:
-        if self._higher:
+        if self.best_total > self._noted:
             waiting = tuple((stage, what, sum(sizes)) for (stage, _, what), sizes in self.parked.items())
-            self._facts, self._higher = (self.where, *self._at, waiting), False
+            self._facts, self._noted = (self.where, *self._at, waiting), self.best_total
 
     def relabel(self, storage: int, part: Part) -> None:
         if storage:

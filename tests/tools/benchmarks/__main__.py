@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from nemo_like._util.console import examples, start_logging
+from nemo_like.bench.measured_step import cpu_threads
+from nemo_like.bench.side_by_side import surroundings
 from nemo_like.commands.bench_command import add_arguments, options_of
 from tests.tools.benchmarks.check import CHECK
 from tests.tools.benchmarks.overhead import OVERHEAD
@@ -43,7 +47,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.suite == RANDOM:
             return 1 if random_jobs(args.jobs, args.seed) else 0
         suite = SUITES[args.suite]
-        measured = suite.run(options_of(args))
+        options = options_of(args)
+        with cpu_threads(options.threads):
+            measured = suite.run(options)
+            measured.about |= surroundings(options.place())
+        if args.json is not None:
+            args.json.write_text(json.dumps(asdict(measured), indent=2, default=str) + "\n", encoding="utf-8")
         print(f"{measured.title}\n\n{markdown(suite.columns, measured.rows)}\n")
         print(", ".join(f"{key}: {value}" for key, value in measured.about.items()), *measured.notes, sep="\n")
         return 0
