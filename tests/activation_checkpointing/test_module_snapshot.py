@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import statistics
 from types import SimpleNamespace
 from typing import Any
 
@@ -150,7 +149,10 @@ def test_a_saved_tensor_costs_the_garbage_collector_three_objects(policy: Any) -
         layer = Sines(count)
         for _ in range(2):
             run_region(layer, (x,), {}, policy=policy).sum().backward()
-        # What the tests before this one left behind may go while it counts, once.
-        return statistics.mode(made(layer) for _ in range(5))
+        return made(layer)
 
-    assert objects(60) - objects(20) == 3 * 40
+    gc.freeze()  # what the tests before this one made is neither listed nor looked at
+    try:
+        assert objects(60) - objects(20) == 3 * 40
+    finally:
+        gc.unfreeze()

@@ -1,4 +1,4 @@
-"""200 random training loops on random small models: the bare model to the bit, or an error; no third outcome."""
+"""Random training loops on random small models: the bare model to the bit, or an error; no third outcome."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def outcome_of(kinds: tuple[str, ...], actions: list[Action], mode: str) -> str:
     return "same" if actual.error is None else "error"
 
 
-@settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(models, loops, st.sampled_from(MODES))
 def test_a_random_loop_trains_the_bare_model_or_raises(
     kinds: tuple[str, ...], actions: list[Action], mode: str
