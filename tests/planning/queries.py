@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -15,6 +17,16 @@ from nemo_like.planning.answers.within import choose
 from nemo_like.planning.model.traced import TracedPart
 from nemo_like.planning.planner import describe
 from nemo_like.planning.query import Choices, PlanQuery
+from tests.models.tiny import VOCAB, Decoder
+
+
+class Text(Decoder):
+    """A decoder that is given text as models of transformers are, without their many operators: a shape takes 0.1 s."""
+
+    config = SimpleNamespace(vocab_size=VOCAB)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        return super().forward(input_ids)
 
 
 def plan_of(query: PlanQuery, budget: MemoryBudget, asked: str = "") -> Plan:

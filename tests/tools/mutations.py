@@ -600,6 +600,90 @@ FAULTS: tuple[Fault, ...] = (
         "return bool((gather(number, groups) == number).any())",
         "tests_distributed/test_agreement.py",
     ),
+    Fault(
+        "offload/handles.py",
+        "            self._inner = KeptHandle(inner.get().clone())\n",
+        "            pass\n",
+        "tests/offload",
+    ),
+    Fault(
+        "offload/handles.py",
+        "            handle.mover.part_from_source(handle.copy)",
+        "            pass",
+        "tests/offload",
+    ),
+    Fault(
+        "offload/handles.py",
+        "return tensor.conj() if self.conjugate else tensor",
+        "return tensor",
+        "tests/offload/test_saved_tensors.py",
+    ),
+    Fault(
+        "offload/stays.py",
+        "(int(last) + 1) * tensor.element_size() * 2 >=",
+        "(int(last) + 1) * tensor.element_size() >=",
+        "tests/offload",
+    ),
+    Fault(
+        "offload/stays.py",
+        "return sixteen_bit and not tensor.requires_grad and known.has_weight_like(source)",
+        "return False",
+        "tests/offload",
+    ),
+    Fault(
+        "offload/layer_offload.py",
+        "return names[:-1] if len(names) > 1 else names",
+        "return names",
+        "tests/offload/test_layers.py",
+    ),
+    Fault(
+        "offload/layer_offload.py",
+        'if config.mode == "boundary" or compile or not inside',
+        'if config.mode == "boundary" or not inside',
+        "tests/offload/test_layers.py tests/planning/test_offload_peak.py",
+    ),
+    Fault(
+        "planning/fit/bounds.py",
+        "fill = one * (pp - 1) / pp * even * facts.fill",
+        "fill = one * (pp + 1) * even * facts.fill",
+        "tests/planning/test_pipeline_bounds.py tests/planning/test_fit.py",
+    ),
+    Fault(
+        "planning/fit/bounds.py",
+        "computed + int(min(1.0, rows, tokens) * computed)",
+        "computed + int(max(1.0, rows, tokens) * computed)",
+        "tests/planning/test_fit.py",
+    ),
+    Fault(
+        "planning/fit/layouts.py",
+        "    if left or not each:",
+        "    if not each:",
+        "tests/planning/test_fit.py",
+    ),
+    Fault(
+        "planning/fit/layouts.py",
+        "if known and (shards * cp * tp) % ep == 0:",
+        "if known:",
+        "tests/planning/test_fit.py tests/planning/test_fit_account.py",
+    ),
+    Fault(
+        "planning/fit/advice.py",
+        "grad_accum=conf.grad_accum * (conf.micro_batch // rows))",
+        "grad_accum=conf.grad_accum)",
+        "tests/planning/test_fit_advice.py tests/planning/test_fit.py",
+    ),
+    Fault(
+        "planning/fit/accounts.py",
+        "return sum(other not in indices for _, other in edges)",
+        "return len(edges)",
+        "tests/planning/test_fit_account.py",
+    ),
+    Fault(
+        "planning/fit/search.py",
+        "key=lambda candidate: -candidate.tokens_per_second_per_gpu",
+        "key=lambda candidate: candidate.tokens_per_second_per_gpu",
+        "tests/planning/test_fit.py",
+    ),
 )
 
 
