@@ -23,7 +23,7 @@ from tests.models.tiny import VOCAB, Decoder
 class Text(Decoder):
     """A decoder that is given text as models of transformers are, without their many operators: a shape takes 0.1 s."""
 
-    config = SimpleNamespace(vocab_size=VOCAB)
+    config, main_input_name = SimpleNamespace(vocab_size=VOCAB), "input_ids"
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         return super().forward(input_ids)
