@@ -25,6 +25,9 @@ class Text(Decoder):
 
     config, main_input_name = SimpleNamespace(vocab_size=VOCAB), "input_ids"
 
+    def __init__(self, layers: int = 4, width: int = 16, tied: bool = False) -> None:
+        super().__init__(layers, width, tied)
+
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         return super().forward(input_ids)
 

@@ -15,6 +15,7 @@ from nemo_like.planning.fit import fit
 from nemo_like.planning.fit.advice import _spans_hosts
 from nemo_like.planning.query import PlanQuery
 from tests.models.fit_models import llama
+from tests.planning.queries import Text
 
 transformers = pytest.importorskip("transformers")
 
@@ -53,7 +54,7 @@ def test_a_smaller_optimizer_and_more_stages_are_named_where_they_help():
 
 
 def test_a_microbatch_that_nobody_pinned_is_not_advised():
-    report = fit(llama(2), gpus=1, gpu="cpu", seq_len=64, memory=1 << 20, global_batch=2, ac="full", loss="model")
+    report = fit(Text(2), gpus=1, gpu="cpu", seq_len=64, memory=1 << 16, global_batch=2, ac="full", loss="model")
     assert report.helps and not any("micro-batch" in words for words in report.helps)
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from nemo_like import Job
 from nemo_like.cli import main
-from nemo_like.models import resolve_model
-from nemo_like.options import FSDP2, ChunkedLoss, Precision, StepSpec
+from nemo_like.options import FSDP2, Precision, StepSpec
 from nemo_like.planning.answers.rank import peak_of
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.fit import fit
@@ -18,7 +18,7 @@ from nemo_like.planning.fit.question import Question, read_pins
 from nemo_like.planning.fit.report import recipe
 from nemo_like.planning.query import PlanQuery
 from tests.models.fit_models import llama
-from tests.planning.queries import reserved
+from tests.planning.queries import Text, reserved
 from tests.planning.search_of_all import search_of_all
 
 pytest.importorskip("transformers")
@@ -84,10 +84,10 @@ def test_gradients_of_several_microbatches_are_copied_and_summed_up_on_the_host(
     """By hand: head and embedding, which nothing hides."""
     device = replace(resolve_device("h100-80gb"), host_link=1e6, host_bandwidth=2e6)
     asked = _SMALL | {"gpu": device, "ac": "full", "offload": "none", "reshard_after_forward": True}
-    once, thrice = (fit(llama(2), grad_accum=n, cpu_offload=True, **asked).best for n in (1, 3))
+    once, thrice = (fit(Text(2), grad_accum=n, cpu_offload=True, **asked).best for n in (1, 3))
     rows = {row.what: row.amount for row in thrice.account.seconds}
-    parameters = sum(p.numel() * 4 for p in llama(2).parameters()) // 2
-    around = sum(p.numel() * 4 for name, p in llama(2).named_parameters() if ".layers." not in name) // 2
+    parameters = sum(p.numel() * 4 for p in Text(2).parameters()) // 2
+    around = sum(p.numel() * 4 for name, p in Text(2).named_parameters() if not name.startswith("layers.")) // 2
     copied = sum(seconds for what, seconds in rows.items() if what.startswith(("parameters of", "gradients of")))
     assert copied == pytest.approx(3 * 2 * around / 1e6)
     sums = sum(
@@ -97,21 +97,22 @@ def test_gradients_of_several_microbatches_are_copied_and_summed_up_on_the_host(
     )
     assert sums == pytest.approx(2 * 3 * around / 2e6)
     assert "gradient sums on the host" not in once.seconds.parts
-    assert thrice.seconds.parts["gradient sums on the host"] >= 2 * 3 * parameters / 2e6
+    assert thrice.seconds.parts["gradient sums on the host"] == pytest.approx(2 * 3 * parameters / 2e6)
     # AdamW on the host goes over them twenty times, once in a step.
     assert once.seconds.parts["optimizer"] == thrice.seconds.parts["optimizer"] == pytest.approx(20 * parameters / 2e6)
-    last = fit(llama(2), grad_accum=3, cpu_offload=True, step=StepSpec(sync="last"), **asked).best
+    last = fit(Text(2), grad_accum=3, cpu_offload=True, step=StepSpec(sync="last"), **asked).best
     assert "gradient sums on the host" not in last.seconds.parts
 
 
 def test_a_model_whose_state_no_gpu_can_hold_fits_with_as_many_bytes_as_its_plan_says():
     asked = {"gpus": 8, "gpu": "h100-80gb", "seq_len": 8192, "micro_batch": 1, "tp": 1, "cp": 1, "dp_replicate": 1,
-             "ac": "full", "loss": "chunked", "offload": "none", "reshard_after_forward": True}  # fmt: skip
-    model = resolve_model("llama3-70b").build("meta")
+             "ac": "full", "loss": "model", "offload": "none", "reshard_after_forward": True}  # fmt: skip
+    with torch.device("meta"):
+        model = Text(64, 16384)  # 69 billion parameters
     small = fit(model, grad_accum=1, **asked)
     assert not small.candidates and small.rejected["host memory"] == 1
     assert small.helps[0].startswith(
-        "strategy=FSDP2(reshard_after_forward=True, cpu_offload=True) with 131.42GiB of host memory per rank ("
+        "strategy=FSDP2(reshard_after_forward=True, cpu_offload=True) with 128.01GiB of host memory per rank ("
     )
     report = fit(model, grad_accum=1, host_memory="132GiB", **asked)
     best = report.best
@@ -123,7 +124,6 @@ def test_a_model_whose_state_no_gpu_can_hold_fits_with_as_many_bytes_as_its_plan
             strategy=FSDP2(True, cpu_offload=True),
             world_size=8,
             precision=Precision("bf16"),
-            loss=ChunkedLoss(),
             gpu=resolve_device("h100-80gb"),
         ),
     )
@@ -156,23 +156,23 @@ def test_where_it_is_pinned_off_advice_names_it():
 )
 def test_what_cannot_be_is_refused_by_name(asked, message):
     with pytest.raises(ValueError, match=message):
-        fit(llama(2), **(_SMALL | asked))
+        fit(Text(2), **(_SMALL | asked))
 
 
 def test_where_it_is_not_looked_at_the_report_says_so():
     pins = {"ac": "full", "offload": "none"}
-    unknown = fit(llama(2), **(_SMALL | pins | {"gpu": "rtx-4090"}))
+    unknown = fit(Text(2), **(_SMALL | pins | {"gpu": "rtx-4090"}))
     assert any("bandwidth of host memory" in reason for reason in unknown.rejected)
     assert not any(c.conf.cpu_offload for c in unknown.candidates)
     with pytest.raises(ValueError, match="not planned beside pp: cpu_offload"):
-        fit(llama(2), pp=2, schedule="1f1b", global_batch=4, cpu_offload=True, **(_SMALL | pins | {"micro_batch": 1}))
+        fit(Text(2), pp=2, schedule="1f1b", global_batch=4, cpu_offload=True, **(_SMALL | pins | {"micro_batch": 1}))
 
 
 def test_on_the_cpu_it_changes_nothing_and_is_there_only_where_it_is_pinned(capsys):
     pins = {"gpu": "cpu", "ac": "full", "offload": "none", "grad_accum": 1}
-    here, there = fit(llama(2), **(_SMALL | pins)).best, fit(llama(2), cpu_offload=True, **(_SMALL | pins)).best
+    here, there = fit(Text(2), **(_SMALL | pins)).best, fit(Text(2), cpu_offload=True, **(_SMALL | pins)).best
     assert not here.conf.cpu_offload and there.conf.cpu_offload and there.host_bytes == 0
     assert here.peak == there.peak and here.seconds == there.seconds
-    said = "--model llama-tiny --gpus 2 --gpu cpu --seq-len 64 --micro-batch 1 --tp 1 --cp 1 --ac full --loss model"
-    assert main(["fit", *said.split(), "--cpu-offload", "--host-memory", "1GiB"]) == 0
-    assert "FSDP2(cpu_offload=True)" in capsys.readouterr().out
+    said = "--model tests.planning.queries:Text --gpus 2 --gpu cpu --seq-len 64 --micro-batch 1 --tp 1 --cp 1 --ac full"
+    assert main(["fit", *said.split(), "--loss", "model", "--cpu-offload", "--host-memory", "1GiB"]) == 0
+    assert "FSDP2(reshard_after_forward=False, cpu_offload=True)" in capsys.readouterr().out

@@ -23,6 +23,7 @@ from nemo_like.options import (
 from nemo_like.options.memory import AllocatorConfig
 from nemo_like.planning.fit import fit
 from tests.models.fit_models import llama, mixture
+from tests.planning.queries import Text
 
 pytest.importorskip("transformers")
 
@@ -127,6 +128,8 @@ HOLDERS = {
     "loss": ChunkedLoss, "precision": Precision, "offload": OffloadConfig, "step": StepSpec, "allocator": AllocatorConfig,
     "search": PlanSearch,
 }  # fmt: skip
+OF_TRANSFORMERS = ("tp", "cp", "loss", "step", "layers", "ac_scope")
+"""Fields that name or need what `Text` has not."""
 CHOSEN = {"ac", "planned_tokens", "world_size", "device", "asked"}
 """What fit makes itself, and what only a run reads."""
 
@@ -166,7 +169,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("field", "value"), _cases())
 def test_a_field_reaches_what_is_found(field: str, value: Any, request: pytest.FixtureRequest) -> None:
-    model = mixture() if field == "ep" else llama(4 if field == "pp" else 2)
+    model = mixture() if field == "ep" else llama(1) if field in OF_TRANSFORMERS else Text(4)
     pins = {name: pin for name, pin in PINS.items() if name != field}
     if field == "strategy":
         pins.pop("cpu_offload")

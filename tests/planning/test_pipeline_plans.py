@@ -19,17 +19,15 @@ from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.planner import balanced, describe
 from nemo_like.planning.program.timeline import StageSeconds, action_seconds, timeline
 from nemo_like.planning.query import PlanQuery
+from tests.models.tiny import VOCAB, llama
+from tests.planning.queries import Text
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 
 def _model(layers: int = 4) -> Any:
-    config = transformers.LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=2, num_key_value_heads=2,
-        vocab_size=96, max_position_embeddings=64, use_cache=False, tie_word_embeddings=False,
-    )  # fmt: skip
     with torch.device("meta"):
-        return transformers.AutoModelForCausalLM.from_config(config).train()
+        return Text(layers, 32)
 
 
 COUNTER = 4
@@ -105,29 +103,29 @@ def test_recomputation_costs_time_in_both_halves() -> None:
 def test_the_plan_of_a_pipeline_names_every_layer_once() -> None:
     query = _query(PipelineParallel(2, microbatches=2))
     plan = describe(query, query.uniform("full"), "full")
-    assert [layer.fqn for layer in plan.layers] == [f"model.layers.{i}" for i in range(4)]
+    assert [layer.fqn for layer in plan.layers] == [f"layers.{i}" for i in range(4)]
     assert plan.peak_bytes == max(peak.total for peak in peaks_of(query, query.uniform("full")))
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps(_model().config.to_dict()))
-    base = ["plan", "--model", str(config), "--gpu", "cpu", "--world-size", "2", "--seq-len", "32", "--batch-size", "1"]
-    base += ["--budget", "60%", "--no-what-if"]
+    base = "plan --model tests.planning.queries:Text --gpu cpu --world-size 2 --seq-len 32 --budget 60% --no-what-if"
+    base = [*base.split(), "--pp", "2"]
     out = tmp_path / "plan.json"
-    more = ["--pp", "2", "--grad-accum", "4", "--memory", "1GiB", "--json", str(out), "--save", str(tmp_path / "p")]
+    more = ["--grad-accum", "4", "--memory", "1GiB", "--json", str(out), "--save", str(tmp_path / "p")]
     assert main([*base, *more]) == 0
     said = capsys.readouterr().out
     assert "in 2 stages of 2, 2 layers (1f1b)" in said and "pp=2" in said
     body = json.loads(out.read_text())
     assert body["recommended"] == "none" and len(body["rows"][0]["rank_peak_bytes"]) == 2
     assert 0 < body["rows"][0]["bubble"] < 1
-    assert main([*base, "--pp", "2", "--grad-accum", "4", "--memory", "100KiB"]) == 1
+    assert main([*base, "--grad-accum", "4", "--memory", "10KiB"]) == 1
     assert main([*base, "--pp", "3"]) == 2
-    assert main([*base, "--pp", "2", "--measure"]) == 2
-    assert main([*base, "--pp", "2", "--balance", "some"]) == 2
+    assert main([*base, "--measure"]) == 2
+    assert main([*base, "--balance", "some"]) == 2
     assert "--balance is 'some'" in capsys.readouterr().err
-    four = [*base, "--pp", "2", "--grad-accum", "2", "--world-size", "4", "--memory", "1GiB", "--json", "-"]
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(llama(num_hidden_layers=2).config.to_dict()))
+    four = [*base, "--model", str(config), "--grad-accum", "2", "--world-size", "4", "--memory", "1GiB", "--json", "-"]
     assert main([*four, "--cp", "2", "--loss", "chunked"]) == 0  # stages that are sharded, and run in bfloat16
     call = json.loads(capsys.readouterr().out)["call"]
     assert "cp=2, pp=" in call
@@ -136,9 +134,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 @pytest.mark.long
 def test_the_command_shows_what_each_rank_reserves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps(_model().config.to_dict()))
-    base = ["plan", "--model", str(config), "--gpu", "h100-80gb", "--world-size", "2", "--seq-len", "64", "--pp", "2"]
+    base = ["plan", "--model", "tests.planning.queries:Text", "--gpu", "h100-80gb", "--world-size", "2"]
+    base += ["--seq-len", "64", "--pp", "2"]
     base += ["--batch-size", "2", "--grad-accum", "4", "--budget", "100%", "--json"]
     out = tmp_path / "plan.json"
     assert main([*base, str(out)]) == 0
@@ -154,14 +151,14 @@ def test_the_command_shows_what_each_rank_reserves(tmp_path: Path, capsys: pytes
 
 def test_stages_are_told_apart_by_what_they_train_and_share_what_is_the_same() -> None:
     model = _model(8)
-    for layer in model.model.layers[:4]:
+    for layer in model.layers[:4]:
         layer.requires_grad_(False)
     pp = PipelineParallel(4, microbatches=4, balance=(2, 2, 2, 2))
     query = PlanQuery.of(model, SAMPLE, Job.of(world_size=pp.size, step=StepSpec(), gpu=resolve_device("cpu"), pp=pp))
-    layer = sum(p.numel() * 4 for p in model.model.layers[7].parameters())
+    layer = sum(p.numel() * 4 for p in model.layers[7].parameters())
     none = query.uniform("none")
     trained = [query.stages[index].optimizer.state for index in (1, 2)]
-    counters = COUNTER * len(list(model.model.layers[7].parameters()))
+    counters = COUNTER * len(list(model.layers[7].parameters()))
     assert trained == [0, 2 * (2 * layer + counters)]  # AdamW's two states, of two layers
     grads = [query.stages[n].layer_calls(none[n], accumulate=True)[0].events.held for n in (1, 2)]
     assert grads[0] < grads[1]  # the inputs of matmuls are kept for their weights' gradients alone
@@ -170,12 +167,8 @@ def test_stages_are_told_apart_by_what_they_train_and_share_what_is_the_same() -
 
 
 def _of_rank_0(tied: bool, device: str) -> dict[str, int]:
-    config = transformers.LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=2,
-        vocab_size=96, max_position_embeddings=64, use_cache=False, tie_word_embeddings=tied,
-    )  # fmt: skip
     with torch.device(device):
-        model = transformers.AutoModelForCausalLM.from_config(config).train()
+        model = Text(4, 32, tied=tied)
     pp = PipelineParallel(2, schedule="zbv", microbatches=4)
     query = PlanQuery.of(model, SAMPLE, Job.of(world_size=pp.size, step=StepSpec(), gpu=resolve_device("cpu"), pp=pp))
     assert query.of_rank(0) == [0, 3]
@@ -183,23 +176,22 @@ def _of_rank_0(tied: bool, device: str) -> dict[str, int]:
 
 
 def test_a_tied_embedding_is_there_once_where_the_first_and_the_last_stage_share_a_rank() -> None:
-    embedding = 96 * 32 * 4
+    embedding = VOCAB * 32 * 4
     two, one, materialized = _of_rank_0(False, "cpu"), _of_rank_0(True, "cpu"), _of_rank_0(True, "meta")
     assert two["parameters"] - one["parameters"] == two["gradients"] - one["gradients"] == embedding
     assert two["optimizer state"] - one["optimizer state"] == 2 * embedding + COUNTER
     assert materialized == one
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_a_stage_that_trains_nothing_is_planned(schedule: str) -> None:
     model = _model()
     model.requires_grad_(False)
-    model.lm_head.requires_grad_(True)
+    model.head.requires_grad_(True)
     query = PlanQuery.of(
         model, SAMPLE, Job.of(world_size=2, gpu=resolve_device("cpu"), pp=PipelineParallel(2, schedule, microbatches=2))
     )
-    head = model.lm_head.weight.numel() * 4
+    head = model.head.weight.numel() * 4
     for mode in ("none", "full"):
         peaks = [rank_peak(query, rank, query.uniform(mode)).parts for rank in (0, 1)]
         trains = 1 if schedule == "1f1b" else 0  # a V: the first rank has the last stage
@@ -208,7 +200,6 @@ def test_a_stage_that_trains_nothing_is_planned(schedule: str) -> None:
         assert [parts.get("gradients", 0) for parts in peaks][1 - trains] == 0
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved_1f1b"])
 def test_what_a_forward_frees_is_gathered_behind_it(schedule: str) -> None:
     job = Job.of(world_size=4, gpu="h100-80gb", pp=PipelineParallel(2, schedule, microbatches=4))
