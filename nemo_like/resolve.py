@@ -95,7 +95,7 @@ def resolve(
         assert isinstance(job.ac, CheckpointConfig)
         specs = config_specs(model, chosen, job.ac, _measured_bytes(model, job.ac, sample_input))
     if job.offload.mode != "none":
-        specs = placed_on_host(specs, [layer.fqn for layer in layers], job.offload, compile=job.compile is not None)
+        specs = placed_on_host(specs, [layer.fqn for layer in layers], job.offload)
     return job, specs
 
 

@@ -115,7 +115,6 @@ def placed_on_host(
     layers: Sequence[str],
     config: OffloadConfig,
     *,
-    compile: bool = False,
     backend: Backend | None = None,
 ) -> list[CheckpointSpec]:
     """Return `specs` with what they keep waiting on the host, and a placement for each of `layers` but the last.
@@ -124,7 +123,6 @@ def placed_on_host(
         specs: the regions in these layers.
         layers: names of all layers, in the order of forward.
         config, backend: see `apply_offloading`.
-        compile: the layers will be compiled: autograd then keeps a region's tensors, and the placement takes them.
 
     Raises:
         ValueError: ``saved`` where nothing is checkpointed.
@@ -137,7 +135,7 @@ def placed_on_host(
 
     def on_host(spec: CheckpointSpec) -> CheckpointSpec:
         inside = all(any(m == name or m.startswith(f"{name}.") for name in moved) for m in spec.members)
-        if config.mode == "boundary" or compile or not inside or not spec.keeps_something:
+        if config.mode == "boundary" or not inside or not spec.keeps_something:
             return spec
         assert spec.policy is not None
         return dataclasses.replace(spec, policy=HostPolicy(spec.policy), transfer=offloader)

@@ -637,12 +637,6 @@ FAULTS: tuple[Fault, ...] = (
         "tests/offload/test_layers.py",
     ),
     Fault(
-        "offload/layer_offload.py",
-        'if config.mode == "boundary" or compile or not inside',
-        'if config.mode == "boundary" or not inside',
-        "tests/offload/test_layers.py tests/planning/test_offload_peak.py",
-    ),
-    Fault(
         "planning/fit/bounds.py",
         "fill = one * (pp - 1) / pp * even * facts.fill",
         "fill = one * (pp + 1) * even * facts.fill",
