@@ -29,11 +29,11 @@ What a test can rely on:
     @on_ranks(2)
     def test_sum(rank, world_size, extra):
 
-How: the first call starts one *server* with a fresh interpreter that imports torch and the slow modules once; each
-rank is a fork of it (some 20 ms instead of 5 s of imports). Forking from pytest itself would be simpler and wrong:
-its threads, its OpenMP pool and its autograd device threads (on a CUDA machine) do not survive a fork. The server
-never has a second thread; it checks. A test module is imported in the server, not in each rank, so keep module level
-free of side effects.
+How: the first call starts one *server* with a fresh interpreter that imports torch and the slow modules once, and trains
+a small model, which fills torch's caches; each rank is a fork of it (some 20 ms instead of 5 s of imports). Forking from
+pytest itself would be simpler and wrong: its threads, its OpenMP pool and its autograd device threads (on a CUDA machine)
+do not survive a fork. The server never has a second thread; it checks. A test module is imported in the server, not in
+each rank, so keep module level free of side effects.
 """
 
 from __future__ import annotations
@@ -248,6 +248,9 @@ def _serve(connection: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
+    if torch.version.cuda is None:  # whose backward starts threads for its devices
+        with contextlib.suppress(Exception):
+            _train_once()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is for pytest, which then closes the connection
     while True:
         try:
@@ -265,6 +268,19 @@ def _serve(connection: Connection) -> None:
             connection.send_bytes(pickle.dumps(answer))
         except (pickle.PicklingError, TypeError, AttributeError):
             connection.send_bytes(pickle.dumps(RuntimeError(repr(answer))))
+
+
+def _train_once() -> None:
+    """Fill torch's caches of operators and fake tensors, which every rank then has."""
+    from nemo_like import parallelize
+    from nemo_like._util.log import forget_announcements
+    from tests.models.tiny import llama, tokens
+
+    batch = {"input_ids": tokens(2), "labels": tokens(2)}
+    for ac in ("50%", "selective"):
+        made = parallelize(llama(), strategy="single", ac=ac, sample_input=batch, device="cpu")
+        made(**batch).loss.backward()
+    forget_announcements()
 
 
 class _ClientGoneError(Exception):

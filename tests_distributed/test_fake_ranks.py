@@ -14,6 +14,7 @@ from torch.distributed.tensor import distribute_tensor
 from nemo_like import Job, dry_run, parallelize
 from nemo_like.torch_compat import FakeRanks, fake_ranks
 from tests.models.decoders import build
+from tests.models.tiny import Decoder
 from tests_distributed.spawn import on_ranks, run_ranks
 
 
@@ -54,11 +55,14 @@ def test_fake_ranks_leave_the_real_ones_as_they_were() -> None:
         assert sizes == [64, 3, 8, 2, 64, 2, rank]
 
 
+def _peak(axes: dict[str, Any]) -> int:
+    ids = torch.zeros(2, 8, dtype=torch.long)
+    model, batch = (build("llama"), {"input_ids": ids, "labels": ids}) if "tp" in axes else (Decoder(1), {"ids": ids})
+    return dry_run(model, Job.of(ac="full", world_size=64, **axes), batch).peak_bytes
+
+
 def _dry_run(rank: int, world_size: int, axes: dict[str, Any], ranks: tuple[int, ...]) -> tuple[int, float]:
-    batch, peak = torch.zeros(2, 8, dtype=torch.long), 0
-    if rank in ranks:
-        job = Job.of(ac="full", world_size=64, **axes)
-        peak = dry_run(build("llama"), job, {"input_ids": batch, "labels": batch}).peak_bytes
+    peak = _peak(axes) if rank in ranks else 0
     total = torch.ones(1)
     dist.all_reduce(total)
     return peak, total.item()
@@ -67,9 +71,8 @@ def _dry_run(rank: int, world_size: int, axes: dict[str, Any], ranks: tuple[int,
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("axes", "ranks"), [({"dp_replicate": 2}, (1,)), ({"tp": 2}, (0, 1))])
 def test_a_dry_run_in_a_job_is_that_of_a_process_of_its_own(axes: dict[str, Any], ranks: tuple[int, ...]) -> None:
-    batch = torch.zeros(2, 8, dtype=torch.long)
-    alone = dry_run(build("llama"), Job.of(ac="full", world_size=64, **axes), {"input_ids": batch, "labels": batch})
-    wanted = [(alone.peak_bytes if rank in ranks else 0, 2.0) for rank in range(2)]
+    alone = _peak(axes)
+    wanted = [(alone if rank in ranks else 0, 2.0) for rank in range(2)]
     assert run_ranks(2, _dry_run, axes, ranks) == wanted
 
 

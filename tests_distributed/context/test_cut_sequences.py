@@ -44,12 +44,13 @@ def _under_a_function_mode(rank: int, world_size: int, name: str) -> list[str]:
         torch.set_default_device(None)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["llama", "nanogpt"])
 def test_a_default_device_does_not_cut_the_labels_twice(name: str) -> None:
     assert run_ranks(2, _under_a_function_mode, name) == [[], []]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", MORE_NAMES)
 def test_more_families(name: str) -> None:
     assert run_ranks(2, _modes, name, 2, ("selective",)) == [[], []]
@@ -70,7 +71,7 @@ def test_four_ranks(name: str) -> None:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_chunks_of_one_token(name: str) -> None:
-    assert run_ranks(4, _modes, name, 4, ("full",), 8) == [[]] * 4
+    assert run_ranks(2, _modes, name, 2, ("full",), 4) == [[]] * 2
 
 
 @on_ranks(2)

@@ -106,7 +106,7 @@ def test_a_rank_and_an_expert_without_any_token(rank: int, world_size: int, name
         assert sum(bool(expert.any()) for expert in down) == 2
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "ep"),
     [("llama4", 4), ("mixtral", 2), *((name, ep) for name in ("deepseek_v3", "gpt_oss") for ep in (2, 4))]
@@ -137,8 +137,9 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 def test_with_every_other_lever(rank: int, world_size: int, levers: tuple[dict[str, Any], ...]) -> None:
     ids = tokens(world_size)
     mine = {"input_ids": ids[rank : rank + 1], "labels": ids[rank : rank + 1]}
+    wanted = expected("mixtral", ids)
     for options in levers:
-        assert_trains(partial(build, "mixtral"), expected("mixtral", ids), mine, {"ep": 2, **options})
+        assert_trains(partial(build, "mixtral"), wanted, mine, {"ep": 2, **options})
 
 
 @on_ranks(2)

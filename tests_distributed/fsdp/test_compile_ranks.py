@@ -54,14 +54,14 @@ def test_inductor_is_eager_within_its_numerics() -> None:
 def test_kv_shared_models_under_fsdp2_and_mixed_precision(rank: int, world_size: int, name: str) -> None:
     # Known failure 8: FSDP2's cast of inputs copied the dictionary of shared states, and its readers found it empty.
     results = {}
-    for ac in ("none", "full", "selective", "submodule"):
+    for ac in ("none", "full", "selective"):
         model = parallelize(build_kv_shared(name), ac=ac, precision="bf16")
         loss = loss_of(model, batch(2, seed=rank))
         loss.backward()
         results[ac] = [loss.detach()] + [p.grad.to_local() for p in model.parameters() if p.grad is not None]
     expected = results.pop("none")
     assert all(torch.isfinite(t).all() for t in expected)
-    assert_bitwise(list(results.values()), [expected] * 3)
+    assert_bitwise(list(results.values()), [expected] * 2)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft")
@@ -73,7 +73,7 @@ def test_adapters_on_a_frozen_base_train_in_every_mode(rank: int, world_size: in
     from peft import LoraConfig, get_peft_model
 
     results = {}
-    for ac in ("none", "full", "selective", "submodule"):
+    for ac in ("none", "full", "selective"):
         torch.manual_seed(0)
         model = get_peft_model(build("llama"), LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
         model = parallelize(model, strategy, ac)
@@ -82,7 +82,7 @@ def test_adapters_on_a_frozen_base_train_in_every_mode(rank: int, world_size: in
         grads = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
         assert grads and all(g is not None and g.abs().sum() > 0 for g in grads.values())
         results[ac] = [whole(g) for g in grads.values()]
-    assert_bitwise(list(results.values()), [results["none"]] * 4)
+    assert_bitwise(list(results.values()), [results["none"]] * 3)
 
 
 @pytest.mark.few(1)
@@ -92,7 +92,7 @@ def test_one_graph_serves_all_sharded_layers(rank: int, world_size: int, ac: str
     from torch._dynamo.utils import counters
 
     torch.manual_seed(0)
-    model = parallelize(PlainDecoder(layers=10), ac=ac, compile="aot_eager", device="cpu")
+    model = parallelize(PlainDecoder(layers=5), ac=ac, compile="aot_eager", device="cpu")
     loss_of(model, batch()).backward()
     stats = dict(counters["stats"])
     assert stats["unique_graphs"] == 1, stats

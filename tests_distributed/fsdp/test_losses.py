@@ -20,8 +20,8 @@ from nemo_like import parallelize
 from nemo_like.losses import chunked_cross_entropy, chunked_log_probs
 from nemo_like.losses.model_loss import chunk_model_loss
 from nemo_like.options import FSDP2, ChunkedLoss, Precision, TensorParallel
+from tests.checks import gradients_of, whole
 from tests.models.decoders import batch, build
-from tests_distributed.allocated import local
 from tests_distributed.spawn import on_ranks, run_ranks
 
 CHUNKS = ChunkedLoss(chunk_tokens=5)
@@ -60,25 +60,19 @@ def step(model, ids, chunked=False):
     return losses[0]
 
 
-def gradients(model):
-    return {
-        name.removeprefix("module."): p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
-        for name, p in model.named_parameters()
-    }
-
-
 def _train(rank, world_size, name, loss, arguments, tp):
     model = parallelize(undropped(name), loss=loss, **arguments)
-    mine = batch(4)[2 * (rank // tp) : 2 * (rank // tp) + 2]
+    mine = batch(4).chunk(world_size // tp)[rank // tp]
     with Collectives() as counted:
         first = step(model, mine, loss != "model")
-    return first, gradients(model), (counted.gathers, counted.scatters)
+    grads = {name.removeprefix("module."): grad for name, grad in gradients_of(model).items()}
+    return first, grads, (counted.gathers, counted.scatters)
 
 
 def reference(name):
     model = undropped(name)
     ids = batch(4)
-    return step(model, ids), gradients(model)
+    return step(model, ids), gradients_of(model)
 
 
 def check(results, name, tp=1):
@@ -94,7 +88,7 @@ def _train_both(rank, world_size, name, arguments):
 
 
 # A head in a unit with the norm; one tied, in the root's.
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("reshard", "name"),
     [(None, "llama"), (True, "qwen3"), (False, "llama"), (None, "qwen3"), (True, "llama"), (False, "qwen3")],
@@ -129,38 +123,34 @@ def test_two_by_two_with_tensor_parallel(split):
 
 def test_sequence_parallel_with_a_cut_vocabulary():
     arguments = dict(ac="none", tp=TensorParallel(2, sequence_parallel=True, loss_parallel=True))
-    check(run_ranks(4, _train, "llama", CHUNKS, arguments, 2, timeout=150), "llama", tp=2)
+    check(run_ranks(2, _train, "llama", CHUNKS, arguments, 2), "llama", tp=2)
 
 
-def _staged(rank, world_size):
-    return [_one_staged(split) for split in (True, False)]
-
-
-def _one_staged(split):
-    torch.manual_seed(0)
-    with loss_parallel() if split else nullcontext():
-        ids, tensor = batch(4), TensorParallel(2, loss_parallel=split)
-        sample = {"input_ids": ids[:2], "labels": ids[:2]}
-        pipeline = parallelize(undropped("llama"), ac="selective", tp=tensor, pp=2, sample_input=sample)
-        losses = [float(each(input_ids=ids, labels=ids)) for each in (pipeline.step, pipeline.eval_step)]
-    return losses, [local(p.grad) for p in pipeline.parameters()]
-
-
-def test_stages_whose_logits_stay_split_by_vocabulary():
+@pytest.mark.few(1)
+@pytest.mark.parametrize("split", [True, False])
+@on_ranks(4, timeout=150)
+def test_stages_whose_logits_stay_split_by_vocabulary(rank, world_size, split):
     """The model's own loss is a DTensor there; sums over the vocabulary go another way, so not bitwise."""
-    for (losses, own), (wanted, other) in run_ranks(4, _staged, timeout=150):
-        assert losses == pytest.approx(wanted, rel=1e-6)
-        for gradient, same in zip(own, other, strict=True):
-            assert (gradient - same).norm() <= 1e-5 * same.norm()
+    ids, tensor, whole_model = batch(4), TensorParallel(2, loss_parallel=split), undropped("llama")
+    wanted = whole_model(input_ids=ids, labels=ids).loss
+    wanted.backward()
+    grads = gradients_of(whole_model)
+    with loss_parallel() if split else nullcontext():
+        sample = {"input_ids": ids[:2], "labels": ids[:2]}
+        pipeline = parallelize(undropped("llama"), ac="none", tp=tensor, pp=2, sample_input=sample)
+        for each in (pipeline.step, pipeline.eval_step):
+            assert float(each(input_ids=ids, labels=ids)) == pytest.approx(wanted.item(), rel=1e-6)
+    for name, parameter in pipeline.named_parameters():
+        assert (whole(parameter.grad) - grads[name]).norm() <= 1e-5 * grads[name].norm(), name
 
 
 def test_replicas_of_shards():
     check(run_ranks(4, _train, "llama", CHUNKS, dict(ac="none", dp_replicate=2), 2, timeout=150), "llama", tp=2)
 
 
-def _cut_heads(mesh, whole):
-    """`whole`, cut by vocabulary over the ranks of `mesh`."""
-    cut = copy.deepcopy(whole)
+def _cut_heads(mesh, model):
+    """`model`, cut by vocabulary over the ranks of `mesh`."""
+    cut = copy.deepcopy(model)
     style = ColwiseParallel(input_layouts=Replicate(), output_layouts=Shard(-1), use_local_output=False)
     parallelize_module(cut, mesh, style)
     return cut
@@ -255,7 +245,7 @@ def _low_precision(rank, world_size, loss):
     ids = batch(4)[2 * rank : 2 * rank + 2]
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
-    return loss.item(), gradients(model)
+    return loss.item(), gradients_of(model)
 
 
 def test_bfloat16_is_no_further_from_float32_than_whole_logits():

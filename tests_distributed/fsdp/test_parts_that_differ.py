@@ -117,11 +117,14 @@ def train(build: Callable[[], nn.Module], step: Step, ac: str, rtol: float = 0.0
         assert_equal(gradients(model), gradients(original, mean=True), rtol)
 
 
-@pytest.mark.parametrize("kind", ["heads", "branch", "adapters"])
 @pytest.mark.parametrize(
-    ("ac", "options"),
-    [("none", {}), ("full", {}), ("selective", {"dp_replicate": 2}), ("sequential", {})],
-    ids=["none", "full", "replicas", "sequential"],
+    ("kind", "ac", "options"),
+    [
+        ("heads", "none", {}),
+        ("branch", "full", {}),
+        ("adapters", "selective", {"dp_replicate": 2}),
+        ("adapters", "sequential", {}),
+    ],
 )
 @on_ranks(2)
 def test_ranks_use_different_parameters_of_a_unit(
@@ -225,8 +228,9 @@ class Containers(Net):
         return self.heads[head](x + sum(box) if self.kind == "skips" else x)
 
 
-@pytest.mark.parametrize("kind", ["skips", "state", "record", "cache", "pops"])
-@pytest.mark.parametrize("ac", ["none", "full"])
+@pytest.mark.parametrize(
+    ("kind", "ac"), [("skips", "full"), ("state", "none"), ("record", "full"), ("cache", "full"), ("pops", "none")]
+)
 @on_ranks(2)
 def test_layers_change_a_container_that_they_are_called_with(rank: int, world: int, kind: str, ac: str) -> None:
     # FSDP2 puts a node of its own behind what a layer gets, so that gradients of what is used twice add up in another order.
@@ -270,8 +274,16 @@ def _factor(model: Any) -> None:
     model.blocks[1].down.register_parameter("factor", nn.Parameter(torch.ones(1)))
 
 
-@pytest.mark.parametrize("change", [_new_head, _new_layer, _exchanged, _factor])
-@pytest.mark.parametrize(("after", "strategy"), [(0, "fsdp2"), (3, "fsdp2"), (1, DDP(find_unused_parameters=True))])
+@pytest.mark.parametrize(
+    ("change", "after", "strategy"),
+    [
+        (_new_head, 0, "fsdp2"),
+        (_new_layer, 3, "fsdp2"),
+        (_exchanged, 0, "fsdp2"),
+        (_factor, 3, "fsdp2"),
+        (_exchanged, 1, DDP(find_unused_parameters=True)),
+    ],
+)
 @on_ranks(2)
 def test_a_late_parameter_is_named(
     rank: int, world: int, change: Callable[[Any], None], after: int, strategy: Any
@@ -349,10 +361,9 @@ class Scan(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("ac", ["none", "full"])
 @on_ranks(2)
-def test_functional_call_of_a_sharded_layer_is_refused(rank: int, world: int, ac: str) -> None:
-    model = parallelize(Scan(), ac=ac, layers=["block"])
+def test_functional_call_of_a_sharded_layer_is_refused(rank: int, world: int) -> None:
+    model = parallelize(Scan(), ac="full", layers=["block"])
     with pytest.raises(RuntimeError, match=r"block\.norm\.weight is not the parameter.*functional_call"):
         model(batch())
 
@@ -404,9 +415,7 @@ class Failing(Net):
         return y
 
 
-@pytest.mark.parametrize(
-    "event", ["KeyboardInterrupt", "ValueError", "in backward", "optimizer behind a forward", "written by data"]
-)
+@pytest.mark.parametrize("event", ["KeyboardInterrupt", "in backward", "optimizer behind a forward", "written by data"])
 @on_ranks(2)
 def test_what_trains_is_what_parameters_gives(rank: int, world: int, event: str) -> None:
     results = []
@@ -414,9 +423,9 @@ def test_what_trains_is_what_parameters_gives(rank: int, world: int, event: str)
         torch.manual_seed(0)
         model: Any = parallelize(Failing(), ac="full") if ours else Failing()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        if event in ("KeyboardInterrupt", "ValueError"):
-            model.error = {"KeyboardInterrupt": KeyboardInterrupt, "ValueError": ValueError}[event]()
-            with pytest.raises((KeyboardInterrupt, ValueError)):
+        if event == "KeyboardInterrupt":
+            model.error = KeyboardInterrupt()
+            with pytest.raises(KeyboardInterrupt):
                 model(batch())
         elif event == "in backward":
             output = model(batch())
@@ -473,7 +482,7 @@ def test_an_optimizer_built_before_materialize_is_refused(rank: int, world: int)
 # --- Calls of parts ---
 
 
-@pytest.mark.parametrize("ac", ["none", "full", "selective"])
+@pytest.mark.parametrize("ac", ["none", "selective"])
 @on_ranks(2)
 def test_a_loss_of_a_feature_inside_of_a_layer(rank: int, world: int, ac: str) -> None:
     def step(model: Any, number: int) -> None:
@@ -496,7 +505,8 @@ def test_a_layer_is_called_before_the_model(rank: int, world: int) -> None:
     assert_equal(gradients(model), gradients(original, mean=True))
 
 
-@pytest.mark.parametrize("kind", ["t5", "bart"])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("kind", ["bart", "t5"])
 @on_ranks(2)
 def test_encoder_decoders_generate_between_steps(rank: int, world: int, kind: str) -> None:
     shared = dict(vocab_size=32, d_model=16, decoder_start_token_id=0, forced_eos_token_id=None)
@@ -557,7 +567,6 @@ class Recurrent(nn.Module):
         return x + self.rnn(x[None])[0][0]
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 @on_ranks(2)
-def test_recurrent_layers_under_sequential(rank: int, world: int, kind: type[nn.Module]) -> None:
-    train(lambda: Net(lambda: Recurrent(kind)), lambda m, n: m(batch(n)).square().mean().backward(), "sequential")
+def test_recurrent_layers_under_sequential(rank: int, world: int) -> None:
+    train(lambda: Net(lambda: Recurrent(nn.LSTM)), lambda m, n: m(batch(n)).square().mean().backward(), "sequential")

@@ -142,8 +142,10 @@ SPLIT = {"interleaved_zero_bubble": [2.5, 3.0], "zbv": [2.5, 3.0], "dualpipev": 
 """Forwards of a layer: torch's first stage runs its backward in one piece, the others in two, each of which recomputes."""
 
 
-@pytest.mark.few(4)
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    "schedule", sorted(SCHEDULES, key=lambda name: name not in ("gpipe", "interleaved_zero_bubble"))
+)
 def test_every_schedule_recomputes_each_layer_and_gives_the_same_bits(schedule: str) -> None:
     forwards = run_ranks(2, _schedule, schedule, "llama", "full")
     assert forwards == SPLIT.get(schedule, [2.0, 2.0])
@@ -173,11 +175,9 @@ def test_families_and_modes(world_size: int, schedule: str, name: str, ac: str) 
 @pytest.mark.parametrize(
     ("schedule", "options"),
     [
-        ("1f1b", {"strategy": FSDP2(reshard_after_forward=True)}),
-        pytest.param("1f1b", {}, marks=pytest.mark.long),
+        pytest.param("1f1b", {"strategy": FSDP2(reshard_after_forward=True)}, marks=pytest.mark.long),
         pytest.param("1f1b", {"dp_replicate": 2}, marks=pytest.mark.long),
         ("zbv", {"ac": "none"}),  # a rank's second stage has the first one's layer in its place, sharded and unwrapped
-        pytest.param("zbv", {}, marks=pytest.mark.long),
         pytest.param("interleaved_zero_bubble", {}, marks=pytest.mark.long),
         pytest.param("interleaved_1f1b", {"strategy": FSDP2(reshard_after_forward=True)}, marks=pytest.mark.long),
         pytest.param("1f1b", {"tp": 2}, marks=pytest.mark.long),
@@ -288,11 +288,10 @@ def test_an_error_behind_the_layers_is_every_ranks_error() -> None:
     assert isinstance(last, OSError)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 @on_ranks(2)
-def test_states_have_the_names_of_the_whole_model(rank: int, world_size: int, schedule: str) -> None:
+def test_states_have_the_names_of_the_whole_model(rank: int, world_size: int) -> None:
     model = _build("llama-tied")
-    pipeline = _staged(_build("llama-tied"), _batch(), schedule, ac="full")
+    pipeline = _staged(_build("llama-tied"), _batch(), "zbv", ac="full")
     own, whole = pipeline.state_dict(), model.state_dict()
     assert dict(pipeline.module.named_parameters()).keys() == dict(pipeline.named_parameters()).keys()
     assert all(torch.equal(own[name], whole[name]) for name in own)
@@ -327,7 +326,7 @@ def _loaded(rank: int, world_size: int, folder: str) -> None:
     other = MODELS["llama-tied"]()
     for parameter in other.parameters():
         nn.init.zeros_(parameter)
-    pipeline = _staged(other, _batch(), stages=4, ac="full")
+    pipeline = _staged(other, _batch(), ac="full")
     state = {"model": pipeline.module.state_dict()}
     dcp.load(state, checkpoint_id=folder)
     pipeline.module.load_state_dict(state["model"])
@@ -335,9 +334,9 @@ def _loaded(rank: int, world_size: int, folder: str) -> None:
     assert all(torch.equal(value, wanted[name]) for name, value in pipeline.state_dict().items())
 
 
-def test_four_stages_on_two_ranks_are_saved_and_loaded_on_four_ranks(tmp_path: Path) -> None:
+def test_four_stages_are_saved_and_loaded_into_two(tmp_path: Path) -> None:
     run_ranks(2, _saved, str(tmp_path))
-    run_ranks(4, _loaded, str(tmp_path))
+    run_ranks(2, _loaded, str(tmp_path))
 
 
 def _from_meta(rank: int, world_size: int, folder: str, schedule: str) -> None:

@@ -12,7 +12,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -117,6 +117,30 @@ def _drawn(draw: random.Random, family: str, axes: tuple[str, ...]) -> Cell:
     words += draw.choice([[], ["chunked"]])
     words += draw.choice([[], [], ["zero"]])
     return Cell(family, ranks, axes, ac, tuple(words))
+
+
+OPTIONAL = (*AXES, "sequence parallel", "ulysses", "drop output", "reshard", "bf16", "chunked", "zero")
+"""Words that a cell has or has not."""
+
+
+def covering(every: Iterable[Cell], first: Iterable[Cell] = ()) -> list[Cell]:
+    """Choose cells, `first` among them, that have each pair of options that `every` cell together has, and each family and
+    each number of ranks with every axis and mode."""
+    having = {cell: _pairs(cell) for cell in every}
+    chosen = list(first)
+    missing = set().union(*having.values()).difference(*map(_pairs, chosen))
+    while missing:
+        best = max(having, key=lambda cell: len(having[cell] & missing))
+        chosen.append(best)
+        missing -= having[best]
+    return chosen
+
+
+def _pairs(cell: Cell) -> set[tuple[Any, Any]]:
+    said = {*cell.axes, cell.ac, *cell.words}
+    said |= {f"without {word}" for word in OPTIONAL if word not in said}
+    of_job = itertools.combinations(sorted(said), 2)
+    return {*of_job, *itertools.product((cell.family, cell.ranks), (*cell.axes, cell.ac))}
 
 
 def run(cell: Cell) -> DryRun:

@@ -48,7 +48,7 @@ Cell = tuple[str, Any, dict[str, Any], int]
 """A family, its ``ac``, other arguments of `parallelize`, and microbatches."""
 
 ON_TWO: tuple[Cell, ...] = (
-    ("llama", "none", {"pp": STAGES}, 1),
+    ("two layers", "none", {"pp": PipelineParallel(2, microbatches=2)}, 1),
     ("llama", "40%", {}, 2),
     ("llama", "full", {"pp": STAGES}, 1),
 )
@@ -135,7 +135,13 @@ def _half_frozen() -> nn.Module:
     return model
 
 
+def _two_layers() -> nn.Module:
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(_deep("llama", 2)).train()
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
+    "two layers": _two_layers,
     "plain": lambda: Decoder(layers=4, width=48),
     "half frozen": _half_frozen,
     "adapters": lambda: with_lora(build("llama"), ["q_proj", "up_proj"]),
@@ -163,7 +169,7 @@ def _real(rank: int, world_size: int, cells: tuple[Cell, ...]) -> list[int]:
         batch = _batch(2, family)
         made: Any = parallelize(_model(family), ac=ac, device="cpu", sample_input=batch, **job)
         if isinstance(made, Pipeline):
-            found.append(pipeline_peak_bytes(made, _batch(2 * MICROBATCHES)))
+            found.append(pipeline_peak_bytes(made, _batch(2 * job["pp"].microbatches)))
         else:
             with loss_parallel() if job.get("tp") == SPLIT_LOGITS else nullcontext():
                 found.append(loop_peak_bytes(made, batch, microbatches=microbatches, lr=0.0))

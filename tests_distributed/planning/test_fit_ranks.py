@@ -42,8 +42,8 @@ def test_the_best_for_two_ranks_runs_and_peaks_as_predicted(pins):
 
 
 def _run_stages(rank, world_size, limit, pins):
-    best = fit(llama(6), gpus=world_size, gpu="cpu", seq_len=64, global_batch=8, memory=limit, pp=2, **pins).best
-    pipeline = parallelize(llama(6), device="cpu", **best.kwargs())
+    best = fit(llama(4), gpus=world_size, gpu="cpu", seq_len=64, global_batch=8, memory=limit, pp=2, **pins).best
+    pipeline = parallelize(llama(4), device="cpu", **best.kwargs())
     ids = torch.randint(512, (8, 64), generator=torch.Generator().manual_seed(0))
     peak = pipeline_peak_bytes(pipeline, {"input_ids": ids, "labels": ids})
     return best.call(), best.peak_bytes, peak, _train_on_more(best)
@@ -56,7 +56,7 @@ def _train_on_more(best):
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
     logging.getLogger("nemo_like").addHandler(handler)
-    pipeline, whole, said = parallelize(llama(6), device="cpu", **best.kwargs()), llama(6), []
+    pipeline, whole, said = parallelize(llama(4), device="cpu", **best.kwargs()), llama(4), []
     params = dict(pipeline.named_parameters())
     ids = torch.randint(512, (16, 64), generator=torch.Generator().manual_seed(1))
     for rows in (8, 16, 16):
@@ -100,8 +100,8 @@ def _run_cut_stages(rank, world_size, limit):
         "schedule": "1f1b",
         "loss": "model",
     }
-    best = fit(llama(6), gpus=world_size, gpu="cpu", seq_len=64, ac="plan", **asked).best
-    pipeline = parallelize(llama(6), device="cpu", **best.kwargs())
+    best = fit(llama(4), gpus=world_size, gpu="cpu", seq_len=64, ac="plan", **asked).best
+    pipeline = parallelize(llama(4), device="cpu", **best.kwargs())
     ids = torch.randint(512, (8, 64), generator=torch.Generator().manual_seed(0))
     return best.call(), best.peak_bytes, pipeline_peak_range(pipeline, {"input_ids": ids, "labels": ids})
 

@@ -292,7 +292,7 @@ def test_what_is_given_is_left_alone_and_what_cannot_fit_ends_with_the_reason(
     for said in ("--cpu-offload", "--no-cpu-offload"):
         given = parse_options("pretrain", [*line, "--fit", said])
         assert "cpu_offload" not in given.free and given.cpu_offload is (said == "--cpu-offload")
-    assert pretrain.main([*line, "--fit", "--fit-memory", "200KiB", "--loss", "chunked", "--ac", "full"]) == 2
+    assert pretrain.main([*line, "--fit=grad_accum,loss", "--fit-memory", "200KiB", "--ac", "full"]) == 2
     said = capsys.readouterr().err
     assert "--fit: Nothing fits in 200.00KiB" in said and "bound by memory: parameters and optimizer" in said
     assert not (tmp_path / "checkpoints" / FILE).exists()

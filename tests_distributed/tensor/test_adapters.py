@@ -25,6 +25,7 @@ COLUMNS = ("q_proj", "v_proj", "gate_proj", "up_proj")
 TARGETS = (*COLUMNS, "o_proj", "down_proj")
 LARGE = {"init_lora_weights": False}
 """Factors that are not zero."""
+ONE_LAYER = {"num_hidden_layers": 1}
 BOTH = pytest.mark.parametrize("sequence_parallel", [True, False], ids=["sequence", ""])
 
 
@@ -131,7 +132,7 @@ def test_other_models(rank: int, world_size: int, sequence_parallel: bool) -> No
 def test_checkpointing_changes_no_bit(rank: int, world_size: int, sequence_parallel: bool) -> None:
     wanted: dict[str, Tensor] = {}
     for ac in ("none", "full"):
-        model = split(adapted(lora_dropout=0.2), sequence_parallel, ac=ac)
+        model = split(adapted(of=ONE_LAYER, lora_dropout=0.2), sequence_parallel, ac=ac)
         torch.manual_seed(5)
         loss_of(model, batch()).backward()
         found = gradients_of(model)
@@ -144,10 +145,9 @@ def test_checkpointing_changes_no_bit(rank: int, world_size: int, sequence_paral
 @BOTH
 @on_ranks(4)
 def test_fsdp_times_tp_trains_as_one_process(rank: int, world_size: int, sequence_parallel: bool) -> None:
-    one_layer = {"num_hidden_layers": 1}
-    reference = adapted(of=one_layer)
+    reference = adapted(of=ONE_LAYER)
     optimizer = torch.optim.SGD(reference.parameters(), lr=0.5)
-    model = split(adapted(of=one_layer), sequence_parallel, ac="full")
+    model = split(adapted(of=ONE_LAYER), sequence_parallel, ac="full")
     mine = torch.optim.SGD(model.parameters(), lr=0.5)
     for _ in range(2):
         for each in (optimizer, mine):
@@ -164,7 +164,7 @@ def test_fsdp_times_tp_trains_as_one_process(rank: int, world_size: int, sequenc
 
 
 def _saved(rank: int, world_size: int, folder: str) -> None:
-    model = split(adapted(), True, ac="full")
+    model = split(adapted(of=ONE_LAYER), True, ac="full")
     with pytest.raises(RuntimeError, match=r"of PeftModel\..*state_dict=state"):
         model.save_pretrained(folder)
     state = get_model_state(model, full=True)
@@ -174,8 +174,8 @@ def _saved(rank: int, world_size: int, folder: str) -> None:
 
 def test_adapters_are_saved_whole(tmp_path: Path) -> None:
     run_ranks(2, _saved, str(tmp_path))
-    loaded = peft.PeftModel.from_pretrained(build("llama").double(), tmp_path)
-    assert_bitwise(loaded.state_dict(), adapted().state_dict())
+    loaded = peft.PeftModel.from_pretrained(build("llama", **ONE_LAYER).double(), tmp_path)
+    assert_bitwise(loaded.state_dict(), adapted(of=ONE_LAYER).state_dict())
 
 
 @on_ranks(2)
