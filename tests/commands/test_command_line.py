@@ -106,9 +106,9 @@ def test_only_the_known_noise_is_dropped(caplog: pytest.LogCaptureFixture) -> No
 # Without torch.
 
 
-def _run(script: str, **more: Any) -> subprocess.CompletedProcess[str]:
+def _run(script: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", textwrap.dedent(script)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, **more)
+    return subprocess.run(command, capture_output=True, text=True, timeout=200)
 
 
 def test_help_version_and_a_misspelt_word_import_no_torch() -> None:
@@ -161,20 +161,16 @@ def test_one_rank_of_many_says_what_it_does(
         assert capsys.readouterr().err.partition("nemo-like bench: ")[0] == said
 
 
-def test_a_program_finds_modules_in_the_current_folder(tmp_path: Path) -> None:
+def test_a_program_finds_modules_in_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "mymod.py").write_text(
         "from torch import nn\n\ndef build():\n    return nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])\n"
     )
-    root = str(Path(commands.__file__).parents[2])
-    script = """
-        import sys
-        sys.path.pop(0)
-        sys.path.append({root!r})
-        from nemo_like.cli import main
-        sys.exit(main(["layers", "--model", "mymod:build", "--layers", "*"]))
-    """
-    done = _run(script.format(root=root), cwd=tmp_path)
-    assert done.returncode == 0 and done.stdout.startswith("Sequential: 216 parameters"), done.stderr
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder not in ("", str(tmp_path))])
+    assert main(["layers", "--model", "mymod:build", "--layers", "*"]) == 0
+    assert capsys.readouterr().out.startswith("Sequential: 216 parameters")
 
 
 @pytest.mark.parametrize("while_importing", [False, True])

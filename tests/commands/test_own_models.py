@@ -11,22 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from nemo_like import cli
+from tests.models.tiny import Block
 
 WIDTH, VOCAB = 16, 32
 SMALL = ["--seq-len", "8", "--batch-size", "2"]
 PLANS = {
-    "plan": ["--gpu", "cpu", "--no-what-if", "--json", "-"],
+    "plan": ["--gpu", "cpu", "--budget", "50%", "--no-what-if", "--json", "-"],
     "profile": ["--runs", "1", "--json"],
 }
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
 class Gpt(nn.Module):
@@ -35,7 +27,7 @@ class Gpt(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
-        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.layers = nn.ModuleList(Block(WIDTH) for _ in range(2))
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
@@ -65,7 +57,7 @@ def by_position() -> Any:
 def llama() -> nn.Module:
     transformers = pytest.importorskip("transformers")
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        hidden_size=WIDTH, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=VOCAB,
+        hidden_size=WIDTH, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=VOCAB,
     ))  # fmt: skip
 
 
@@ -106,8 +98,8 @@ def test_fit_takes_a_sample_input_and_says_how_to_give_one(capsys: pytest.Captur
     "words",
     [
         "layers --json",
-        f"plan --gpu cpu --no-what-if --json - {' '.join(SMALL)}",
-        "fit --gpus 1 --gpu h100-80gb --global-batch 2 --seq-len 8 --ac none --json -",
+        f"plan --gpu cpu --budget 50% --no-what-if --json - {' '.join(SMALL)}",
+        "fit --gpus 1 --gpu h100-80gb --micro-batch 2 --seq-len 8 --ac none --loss model --json -",
         f"profile --runs 1 --json {' '.join(SMALL)}",
         f"bench --repeats 1 --warmup 0 --modes full {' '.join(SMALL)}",
     ],

@@ -44,7 +44,9 @@ _REFUSED = {
 }
 
 
-@pytest.mark.parametrize("line", _REFUSED)
+@pytest.mark.parametrize(
+    "line", [pytest.param(line, marks=[pytest.mark.long] if "LLM" in line else []) for line in _REFUSED]
+)
 def test_a_survey_refuses_it_before_any_work(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(line.split()) == 2
     said = capsys.readouterr()

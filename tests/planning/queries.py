@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -28,8 +30,9 @@ class Text(Decoder):
     def __init__(self, layers: int = 4, width: int = 16, tied: bool = False) -> None:
         super().__init__(layers, width, tied)
 
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        return super().forward(input_ids)
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        logits = self.head(self.norm(functools.reduce(lambda x, layer: layer(x), self.layers, self.embed(input_ids))))
+        return logits if labels is None else cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 def plan_of(query: PlanQuery, budget: MemoryBudget, asked: str = "") -> Plan:

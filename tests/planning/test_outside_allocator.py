@@ -24,7 +24,7 @@ from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.report import make_report
 from nemo_like.planning.roofline import RankGroup
 from nemo_like.planning.what_if import Step
-from tests.models.fit_models import llama
+from tests.planning.queries import Text
 
 pytest.importorskip("transformers")
 
@@ -107,7 +107,7 @@ def test_the_default_limit_falls_where_a_tenth_is_not_enough():
 @pytest.fixture(scope="module")
 def query() -> PlanQuery:
     asked = Job.of(world_size=2, gpu=NVLINK)
-    return Step(llama(1), asked, lambda batch, length: (text_batch(batch, length), ""), 1, 32).query()
+    return Step(Text(1), asked, lambda batch, length: (text_batch(batch, length), ""), 1, 32).query()
 
 
 def with_memory(query: PlanQuery, size: int) -> PlanQuery:
@@ -143,7 +143,7 @@ def test_fit_reports_what_is_beside_a_step():
         "cpu_offload": False,
         "sample": lambda rows: text_batch(rows, 32),
     }
-    report = fit(llama(), gpu=replace(NVLINK, memory_bytes=(644 + 68) * MIB), **pins)
+    report = fit(Text(), gpu=replace(NVLINK, memory_bytes=(644 + 68) * MIB), **pins)
     best = report.to_dict()["candidates"][0]
     assert best["outside_bytes"] == {"CUDA context": 100 * MIB, "NCCL": 544 * MIB} and best["memory_fraction"] == 0.09
     assert "of 68.0 MiB reserved" in report.verdict()

@@ -21,8 +21,7 @@ from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.report import PlanReport, make_report
 from nemo_like.planning.roofline import OpSeconds, exposed_seconds, optimizer_seconds
 from nemo_like.planning.what_if import fewest, gpu_counts, largest, least_need
-from tests.models.tiny import llama
-from tests.planning.queries import part_of
+from tests.planning.queries import Text, part_of
 
 ROUND = Device("round", 10**9, {"half": 2e6, "single": 1e6}, {"half": 2e6, "single": 1e6}, 1e6, 1e5, "cpu", {})
 """A million of everything, so that numbers can be told by eye."""
@@ -35,7 +34,7 @@ def _query(batch: int = 2, tokens: int = 16, job: Job = TWO, **more: Any) -> Pla
     ids = torch.zeros(batch, tokens, dtype=torch.long)
     sample = {"input_ids": ids, "labels": ids}
     gpu = more.pop("device", ROUND)
-    return PlanQuery.of(llama().train(), sample, job.change(gpu=gpu, search=PlanSearch(**more)))
+    return PlanQuery.of(Text(), sample, job.change(gpu=gpu, search=PlanSearch(**more)))
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +77,7 @@ def test_a_step_is_its_microbatches_and_the_optimizer() -> None:
     assert parts["none"]["forward"] == pytest.approx(layers) and parts["none"]["optimizer"] == last
     assert parts["none"]["head and embedding"] == one.stages[0].outside().seconds
     # The head's product, forward and twice in backward, is among what is around the layers.
-    head = part_of(one).model.lm_head.weight
+    head = part_of(one).model.head.weight
     assert one.stages[0].outside().seconds > 3 * 2 * 32 * head.numel() / 1e6
 
 
@@ -170,11 +169,11 @@ def test_what_an_offload_moves_takes_time_and_host_memory() -> None:
 
 
 def test_a_budget_that_nothing_meets_still_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", "--model", "llama-tiny", "--gpu", "cpu", "--seq-len", "64", "--no-what-if"]
-    assert cli.main([*words, "--budget", "1MiB", "--budget", "50%"]) == 1
+    words = ["plan", "--model", "tests.planning.queries:Text", "--gpu", "cpu", "--seq-len", "64", "--no-what-if"]
+    assert cli.main([*words, "--budget", "10KiB", "--budget", "50%"]) == 1
     out, err = capsys.readouterr()
     assert "\nnone " in out and "\n50% " in out and out.startswith("Fits without checkpointing, ac='none': ")
-    assert "Budget '1MiB'" in err and "the least that any plan peaks at" in err
+    assert "Budget '10KiB'" in err and "the least that any plan peaks at" in err
 
 
 def test_the_json_says_model_device_and_set_up(capsys: pytest.CaptureFixture[str]) -> None:

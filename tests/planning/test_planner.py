@@ -13,7 +13,7 @@ from nemo_like import Job, PlanSearch, cli
 from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from nemo_like.fake.model_copy import model_copy
 from nemo_like.layers import find_layers
-from nemo_like.models import resolve_model
+from nemo_like.models import resolve_model, text_batch
 from nemo_like.options import MemoryBudget, Precision
 from nemo_like.planning import BudgetError, Plan, PlanError, apply_plan, plan_for
 from nemo_like.planning.choose import closure, solver
@@ -28,7 +28,7 @@ from tests.checks import assert_bitwise, step
 from tests.models.families import FAMILIES
 from tests.models.llama_style import D, LlamaStyle, S
 from tests.planning.brute_force import at_budget
-from tests.planning.queries import part_of, plan_of, saved
+from tests.planning.queries import Text, part_of, plan_of, saved
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def _query(name="llama-tiny", device="h100-80gb", seq=64, **setup) -> PlanQuery:
 
 @pytest.fixture(scope="module")
 def tiny() -> PlanQuery:
-    return _query()
+    return PlanQuery.of(Text(8), text_batch(2, 512), Job.of(gpu=resolve_device("h100-80gb")))
 
 
 @pytest.mark.long

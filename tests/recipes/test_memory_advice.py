@@ -17,19 +17,16 @@ from nemo_like.planning.planner import plan_for
 from nemo_like.recipes.agree import Ranks
 from nemo_like.recipes.memory_advice import MemoryRanOutError, PlannedStep, advice_on_memory, smaller_budget
 from nemo_like.recipes.options import PretrainOptions
+from tests.models.tiny import llama
 
 pytest.importorskip("transformers")
-TINY = {
-    "model_type": "llama", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 2,
-}  # fmt: skip
 CPU = resolve_device("cpu")
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("model") / "config.json"
-    path.write_text(json.dumps(TINY))
+    path.write_text(json.dumps(llama(num_hidden_layers=2).config.to_dict()))
     return str(path)
 
 
