@@ -31,7 +31,7 @@ def _gpt2() -> torch.nn.Module:
 
 
 def _rows(model: torch.nn.Module) -> list[tuple[int, float]]:
-    report = predict(model, gpu="cpu", gpus=1, seq_len=96)
+    report = predict(model, gpu="cpu", gpus=1, seq_len=96, budgets=["60%"])
     return [(row.need.bytes, row.seconds) for row in report.rows]
 
 
@@ -51,7 +51,12 @@ def test_the_command_predicts_it_and_names_the_model(tmp_path: Path, caplog: pyt
     forget_announcements()
     llama(1).config.save_pretrained(tmp_path)
     with caplog.at_level(logging.WARNING, "nemo_like"):
-        assert main(["plan", "--model", str(tmp_path), "--seq-len", "96", "--no-what-if", "--gpu", "cpu"]) == 0
+        assert (
+            main(
+                ["plan", "--model", str(tmp_path), "--seq-len", "96", "--no-what-if", "--budget", "60%", "--gpu", "cpu"]
+            )
+            == 0
+        )
     assert f"96 tokens are more than the 64 positions of {tmp_path}: predicted as" in caplog.text
 
 

@@ -13,19 +13,14 @@ from nemo_like.planning.answers.reserved import Reserved, StepLogs, fullest_rank
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.planner import describe
 from nemo_like.planning.query import PlanQuery
-
-transformers = pytest.importorskip("transformers")
+from tests.planning.queries import Text
 
 
 def _query(
     schedule: str, stages: int = 2, microbatches: int = 4, tokens: int = 128, ranks: int = 2, **setup: Any
 ) -> PlanQuery:
-    config = transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=160, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=384, use_cache=False,
-    )  # fmt: skip
     with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config).train()
+        model = Text(8, 64)
     ids = torch.zeros(2, tokens, dtype=torch.long)
     job = Job.of(
         **{"step": StepSpec(optimizer="adamw-fused"), "gpu": resolve_device("h100-80gb")} | setup,
