@@ -173,7 +173,9 @@ def outer_memory(
         for tensor in _given(traced):
             tensor.grad = None
     named = {t: name for name, t in reversed(state.items())}  # a tied one by its first name
-    numbers = {name: meter.number(t.grad) for t, name in named.items() if t.grad is not None}
+    # In the order of the parameters: FSDP2 reduces them so, and holds the last gradient until then.
+    grads = {name: t.grad for name, t in state.items() if named[t] == name and t.grad is not None}
+    numbers = {name: meter.number(grad) for name, grad in grads.items()}
     events = OuterEvents(
         tuple(meter.log),
         tuple(calls),
