@@ -37,7 +37,7 @@ def wide() -> nn.Module:
         vocab_size=4096,
         hidden_size=16,
         intermediate_size=32,
-        num_hidden_layers=3,
+        num_hidden_layers=2,
         num_attention_heads=2,
         use_cache=False,
     )

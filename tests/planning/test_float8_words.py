@@ -20,7 +20,7 @@ from nemo_like.planning.planner import plan_for
 from nemo_like.planning.query import PlanQuery
 from tests.checks import assert_bitwise, refused, same, step
 from tests.models.fit_models import llama
-from tests.planning.queries import part_of
+from tests.planning.queries import Text, part_of
 from tests_distributed.allocated import loop_peak_bytes
 
 pytest.importorskip("torchao.float8")
@@ -138,9 +138,12 @@ def test_products_of_layers_count_at_the_rate_of_float8_where_it_is_known() -> N
 
 
 def test_fit_compares_precisions() -> None:
-    asked = dict(gpu="h100-80gb", seq_len=64, micro_batch=4, offload="none", loss="model", cp=1, ac="full")
-    report = fit(llama(2), gpus=2, precision=["fp8", "bf16"], pp=[1, 2], schedule="1f1b", global_batch=8, **asked)
-    assert {c.job.precision.matmuls for c in report.candidates} == {"fp8", None}
-    sizes = {(c.layout.tp, c.layout.pp) for c in report.candidates if c.job.precision.matmuls}
-    assert sizes == {(1, 1), (1, 2), (2, 1)}
+    asked = dict(gpu="h100-80gb", seq_len=64, micro_batch=4, offload="none", loss="model", cp=1, ac="full", gpus=2)
+    words = ["fp8", "bf16"]
+    report = fit(Text(2), precision=words, pp=[1, 2], schedule="1f1b", global_batch=8, **asked)
+    assert {(c.job.precision.matmuls, c.layout.pp) for c in report.candidates} == {
+        (word, stages) for word in ("fp8", None) for stages in (1, 2)
+    }
     assert "fp8" in report.table().text()
+    split = fit(llama(1), precision=words, tp=2, sequence_parallel=False, **asked)
+    assert {c.job.precision.matmuls for c in split.candidates} == {"fp8", None}
