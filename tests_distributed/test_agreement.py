@@ -44,8 +44,6 @@ def _differing(rank: int, world_size: int, by_rank: list[dict[str, Any]]) -> str
             ["ac is 'full' on rank 0 and 'none' on rank 1", "dp_replicate is 1 on rank 0 and 2 on rank 1"],
         ),
         ([dict(strategy="fsdp2"), dict(strategy="ddp")], ["strategy is 'fsdp2' on rank 0 and 'ddp' on rank 1"]),
-        ([dict(tp=2), dict()], ["tp is 2 on rank 0 and 1 on rank 1"]),
-        ([dict(offload="all"), dict()], ["offload is 'all' on rank 0 and 'none' on rank 1"]),
     ],
 )
 def test_options_that_differ_are_named_on_every_rank(by_rank: list[dict[str, Any]], said: list[str]) -> None:

@@ -63,7 +63,7 @@ def _step(model: nn.Module, ids: torch.Tensor) -> tuple[Counter[str], Counter[st
 @pytest.mark.parametrize(
     ("changes", "brink", "modes"),
     [
-        (DRAWN, False, ("none", "selective", "results kept", "a budget that keeps one")),
+        (DRAWN, False, ("none", "results kept", "a budget that keeps one")),
         ({}, True, ("none", "full", "tokens on the host")),
         (DRAWN, False, tuple(IN_REPLAY)),
         ({}, True, tuple(IN_REPLAY)),

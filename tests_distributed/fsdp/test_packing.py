@@ -50,18 +50,16 @@ def _cut(rank: int, world_size: int, name: str, cp: Any, modes: tuple[str, ...])
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("name", [*NAMES, "gptj"])
-def test_cut_over_two_ranks(name: str) -> None:
-    assert run_ranks(2, _cut, name, 2, ("none", "selective", "full"), timeout=120) == [[], []]
+@pytest.mark.parametrize(
+    ("name", "modes"),
+    [("llama", ("selective",)), *((name, ("none", "selective", "full")) for name in (*NAMES, "gptj", *MORE_NAMES))],
+)
+def test_cut_over_two_ranks(name: str, modes: tuple[str, ...]) -> None:
+    assert run_ranks(2, _cut, name, 2, modes, timeout=120) == [[], []]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", MORE_NAMES)
-def test_more_families_cut_over_two_ranks(name: str) -> None:
-    assert run_ranks(2, _cut, name, 2, ("none", "selective", "full"), timeout=120) == [[], []]
-
-
-@pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=pytest.mark.long) for name in LONG_NAMES)])
+@pytest.mark.parametrize("name", ["llama", *LONG_NAMES])
 def test_cut_over_four_ranks(name: str) -> None:
     assert run_ranks(4, _cut, name, 4, ("selective",), timeout=120) == [[]] * 4
 

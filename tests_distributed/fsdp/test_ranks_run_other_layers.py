@@ -48,14 +48,16 @@ SKIPS = "FSDP2 gathers and reduces each layer on all ranks together. Run the sam
 
 
 @pytest.mark.parametrize(
-    ("of_ranks", "differing"),
+    ("ac", "mode", "of_ranks", "differing"),
     [
-        (({"skipped": (1, 2)}, {}), "the forward of blocks.3 on rank 0 and the forward of blocks.1 on rank 1"),
-        (({"skipped": (1,)}, {"skipped": (2,)}), "the forward of blocks.2 on rank 0 and the forward of blocks.1 on rank 1"),
-        (({}, {"skipped": (3,)}), "the forward of blocks.3 on rank 0 and the end of forward on rank 1"),
+        ("none", "train", ({"skipped": (1, 2)}, {}),
+         "the forward of blocks.3 on rank 0 and the forward of blocks.1 on rank 1"),
+        ("full", "train", ({"skipped": (1,)}, {"skipped": (2,)}),
+         "the forward of blocks.2 on rank 0 and the forward of blocks.1 on rank 1"),
+        ("selective", "evaluate", ({}, {"skipped": (3,)}),
+         "the forward of blocks.3 on rank 0 and the end of forward on rank 1"),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize(("ac", "mode"), [("none", "train"), ("full", "train"), ("selective", "evaluate")])
 def test_skipped_layers(of_ranks: Any, differing: str, ac: str, mode: str) -> None:
     errors = run_ranks(2, _trained, ac, of_ranks, mode, return_exceptions=True)
     assert [type(error) for error in errors] == [RuntimeError, RuntimeError]
@@ -74,13 +76,15 @@ def _later(rank: int, world: int, of_ranks: tuple[dict[str, Any], ...], mode: st
             loss.backward()
 
 
-@pytest.mark.parametrize("mode", ["train", "evaluate"])
 @pytest.mark.parametrize(
-    ("of_ranks", "differing"),
+    ("mode", "of_ranks", "differing"),
     [
-        (({"skipped": (1,)}, {"skipped": (2,)}), ("the forward of blocks.2 on rank 0", "the forward of blocks.1 on rank 1")),
-        (({"skipped": (1,)}, {"skipped": ()}), ("the forward of blocks.2 on rank 0", "the forward of blocks.1 on rank 1")),
-        (({"skipped": ()}, {"skipped": (3,)}), ("the forward of blocks.3 on rank 0", "the end of forward on rank 1")),
+        ("train", ({"skipped": (1,)}, {"skipped": (2,)}),
+         ("the forward of blocks.2 on rank 0", "the forward of blocks.1 on rank 1")),
+        ("evaluate", ({"skipped": (1,)}, {"skipped": ()}),
+         ("the forward of blocks.2 on rank 0", "the forward of blocks.1 on rank 1")),
+        ("train", ({"skipped": ()}, {"skipped": (3,)}),
+         ("the forward of blocks.3 on rank 0", "the end of forward on rank 1")),
     ],
 )  # fmt: skip
 def test_layers_that_are_skipped_after_many_steps(of_ranks: Any, differing: tuple[str, str], mode: str) -> None:

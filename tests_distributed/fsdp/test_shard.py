@@ -93,8 +93,8 @@ def test_layers_then_tail_then_root(rank: int, world_size: int, which: str, expe
 # ------------------------------------------------------------------------------------------------ equal to one device
 
 
-@pytest.mark.few(3)
-@pytest.mark.parametrize(("world_size", "replicate"), [(2, 1), (4, 1), (4, 2)])
+@pytest.mark.few(2)
+@pytest.mark.parametrize(("world_size", "replicate"), [(2, 1), (4, 2), (4, 1)])
 @pytest.mark.parametrize("which", ["decoder", "llama"])
 @on_ranks()
 def test_parts_of_a_batch_are_equal_to_the_whole_on_one_device(
@@ -270,7 +270,7 @@ def test_a_shared_parameter_is_in_one_group_and_trains(
 # ------------------------------------------------------------------------------------------------ storage dtypes (14)
 
 
-@pytest.mark.parametrize("how", ["none", "torch", "full", "selective"])
+@pytest.mark.parametrize("how", ["torch", "selective"])
 @on_ranks(2)
 def test_a_unit_of_two_storage_dtypes_is_split(rank: int, world_size: int, how: str) -> None:
     def make() -> Decoder:
@@ -334,9 +334,8 @@ class _Experts(Decoder):
         norm.register_forward_hook(lambda _, __, out: block.experts[self.chosen](out))
 
 
-@pytest.mark.parametrize("how", ["none", "full"])
 @on_ranks(2)
-def test_fresh_and_accumulated_gradients_are_reduced_together(rank: int, world_size: int, how: str) -> None:
+def test_fresh_and_accumulated_gradients_are_reduced_together(rank: int, world_size: int) -> None:
     """Known failure 14: an expert that only the last microbatch chose."""
     from nemo_like.distributed.gradients import set_gradient_sync
 
@@ -344,7 +343,7 @@ def test_fresh_and_accumulated_gradients_are_reduced_together(rank: int, world_s
     for deferred in (False, True):
         torch.manual_seed(0)
         model = _Experts()
-        _wrap(model, how)
+        _wrap(model, "full")
         shard_layers(model, list(model.layers), build_mesh(), mp_policy=BF16)
         for index in range(2):
             model.chosen = index
@@ -375,8 +374,7 @@ class _Multimodal(nn.Module):
         return self.decoder(ids) + self.projector(image).square().mean()
 
 
-@pytest.mark.parametrize("how", ["none", "full"])
-@pytest.mark.parametrize("frozen_sharding", ["root", "replicate"])
+@pytest.mark.parametrize(("frozen_sharding", "how"), [("root", "full"), ("replicate", "none")])
 @on_ranks(2, timeout=30)
 def test_a_rank_without_an_image_does_not_hang(rank: int, world_size: int, frozen_sharding: str, how: str) -> None:
     torch.manual_seed(0)

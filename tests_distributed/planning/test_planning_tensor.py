@@ -23,10 +23,10 @@ STEP = StepSpec(keeps_output=False)
 MODES = ("none", "full", "selective", "40%")
 
 
-def _build(name: str) -> Any:
+def _build(name: str, layers: int = 4) -> Any:
     torch.manual_seed(0)
     shape = dict(
-        hidden_size=64, intermediate_size=160, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        hidden_size=64, intermediate_size=160, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=VOCAB, max_position_embeddings=SEQ, use_cache=False, tie_word_embeddings=False, head_dim=16,
     )  # fmt: skip
     return transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**shape)).train()
@@ -55,9 +55,9 @@ def test_a_budget_beside_tp(
 ) -> None:
     """On two ranks FSDP2 gathers on one rank, too."""
     job = Job.of(world_size=world_size, tp=2, step=STEP, precision=precision, gpu="cpu")
-    query, first = PlanQuery.of(_build(name), _batch(), job), dict[str, torch.Tensor]()
+    query, first = PlanQuery.of(_build(name, 2), _batch(), job), dict[str, torch.Tensor]()
     for ac in modes:
-        model = parallelize(_build(name), ac=ac, tp=2, sample_input=_batch(), step=STEP, precision=precision)
+        model = parallelize(_build(name, 2), ac=ac, tp=2, sample_input=_batch(), step=STEP, precision=precision)
         found = step(model, **_batch())
         first = first or found
         assert_bitwise(found, first, ac)

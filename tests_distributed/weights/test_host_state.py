@@ -93,13 +93,13 @@ def _played(rank: int, world_size: int, precision: str | None, tokens: int) -> l
     ids = torch.randint(512, (1, tokens), generator=torch.Generator().manual_seed(rank))
     sample = {"input_ids": ids, "labels": ids}
     query = PlanQuery.of(
-        llama(), sample, Job.of(strategy=fsdp, world_size=world_size, precision=cast, gpu=resolve_device("cpu"))
+        llama(2), sample, Job.of(strategy=fsdp, world_size=world_size, precision=cast, gpu=resolve_device("cpu"))
     )
     stage, part = query.stages[0], part_of(query)
     forms = ParameterForms(part.model, part.layers, whole=False, trained=part.trained)
     stage.__dict__["sharding"] = sharding_of(forms, shard_ranks=world_size, precision=cast, fsdp=fsdp, host=True)
     predicted = peak_of(query, query.uniform("full"))
-    model = parallelize(llama(), fsdp, ac="full", precision=precision, device="cpu")
+    model = parallelize(llama(2), fsdp, ac="full", precision=precision, device="cpu")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     peaks = []
     with DeviceBytes(*(p.to_local() for p in model.parameters()), *model.buffers(), ids) as device:
@@ -134,7 +134,7 @@ def test_on_the_cpu_nothing_is_left_out(rank: int, world_size: int) -> None:
     fsdp = FSDP2(cpu_offload=True)
     ids = torch.randint(512, (4, 64), generator=torch.Generator().manual_seed(rank))
     sample = {"input_ids": ids, "labels": ids}
-    query = PlanQuery.of(llama(), sample, Job.of(strategy=fsdp, world_size=world_size, gpu=resolve_device("cpu")))
-    model = parallelize(llama(), fsdp, ac="full", device="cpu")
+    query = PlanQuery.of(llama(2), sample, Job.of(strategy=fsdp, world_size=world_size, gpu=resolve_device("cpu")))
+    model = parallelize(llama(2), fsdp, ac="full", device="cpu")
     predicted, measured = peak_of(query, query.uniform("full")).total, loop_peak_bytes(model, sample)
     assert abs(predicted - measured) <= 0.01 * measured
