@@ -69,14 +69,14 @@ def _train_on_more(pipeline):
     return said, max(float((grads[name] - param.grad).abs().max()) for name, param in params.items())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "pins",
     [
+        {"micro_batch": 2, "schedule": "1f1b", "ac": "full", "loss": "model", "offload": "none"},
+        # Plans of layers, which are searched for some seconds, and several schedules.
         {"micro_batch": 2, "schedule": "1f1b", "ac": "plan", "loss": "model", "offload": "none"},
-        pytest.param(
-            {"micro_batch": 1, "schedule": ["interleaved_1f1b", "zbv"], "ac": "full", "loss": "model"},
-            marks=pytest.mark.long,
-        ),
+        {"micro_batch": 1, "schedule": ["interleaved_1f1b", "zbv"], "ac": "full", "loss": "model"},
     ],
 )
 def test_the_best_pipeline_for_two_ranks_runs_and_peaks_as_predicted(pins):
