@@ -76,6 +76,7 @@ def _searched(job: Job, limit: int) -> tuple[Any, ...]:
         "dp_replicate": job.dp_replicate, "dp_shard": job.dp_shard, "tp": job.tp.size, "cp": job.cp.size, "pp": job.pp.size,
         "micro_batch": ROWS, "grad_accum": (job.pp.microbatches if job.pp.size > 1 else job.step.microbatches),
         "reshard_after_forward": [sharded.reshard_after_forward], "cpu_offload": sharded.cpu_offload,
+        "sequence_parallel": job.tp.sequence_parallel, "loss_parallel": job.tp.loss_parallel, "cp_method": job.cp.method,
         "ac": job.ac.mode, "loss": "model" if job.loss is None else "chunked", "offload": job.offload.mode,  # type: ignore[union-attr]
     }  # fmt: skip
     if job.pp.size > 1:

@@ -248,9 +248,6 @@ def _serve(connection: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
-    if torch.version.cuda is None:  # whose backward starts threads for its devices
-        with contextlib.suppress(Exception):
-            _train_once()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is for pytest, which then closes the connection
     while True:
         try:
@@ -268,19 +265,6 @@ def _serve(connection: Connection) -> None:
             connection.send_bytes(pickle.dumps(answer))
         except (pickle.PicklingError, TypeError, AttributeError):
             connection.send_bytes(pickle.dumps(RuntimeError(repr(answer))))
-
-
-def _train_once() -> None:
-    """Fill torch's caches of operators and fake tensors, which every rank then has."""
-    from nemo_like import parallelize
-    from nemo_like._util.log import forget_announcements
-    from tests.models.tiny import llama, tokens
-
-    batch = {"input_ids": tokens(2), "labels": tokens(2)}
-    for ac in ("50%", "selective"):
-        made = parallelize(llama(), strategy="single", ac=ac, sample_input=batch, device="cpu")
-        made(**batch).loss.backward()
-    forget_announcements()
 
 
 class _ClientGoneError(Exception):

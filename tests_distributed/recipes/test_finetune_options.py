@@ -46,7 +46,7 @@ def test_how_it_runs_changes_no_loss(base: Path, tmp_path: Path) -> None:
         "kept offloaded": "--ac selective --offload saved",
         "host": "--ac full --scope language --cpu-offload",
     }
-    other_sums = {"ddp": "--strategy ddp --ac selective --grad-accum 2"}
+    other_sums = {"ddp": "--strategy ddp --ac selective --offload all --grad-accum 2"}
     found = _jobs(base, tmp_path, {"plain": "--ac none"} | same | other_sums)
     plain = found["plain"]["losses"]
     assert len(plain) == 3 and plain[2] < plain[0] - 0.1
