@@ -14,7 +14,6 @@ from torch import nn
 from nemo_like._util.log import warn_once
 from nemo_like._util.module_tree import bare
 from nemo_like._util.tensors import describe, tensors_in
-from nemo_like.activation_checkpointing.engine.handles import RegionError
 from nemo_like.activation_checkpointing.kv_sharing import has_kv_sharing, shares_states_explicitly
 from nemo_like.activation_checkpointing.policy import DecisionTable, FullPolicy, Policy
 from nemo_like.activation_checkpointing.spec import KeepRouting
@@ -251,7 +250,7 @@ class TracedPart:
         try:
             self.memory(kind, choice)
             return choice
-        except (RegionError, RuntimeError) as error:
+        except (RuntimeError, ValueError) as error:
             if "skip" not in choice.decisions:
                 raise
             warn_once(

@@ -268,7 +268,8 @@ class Recorder(TorchDispatchMode):
                 op=func,
                 nth=nth,
                 shapes=tuple(tuple(t.shape) for t in outputs),
-                bytes=sum(s.size[key] for key in new),
+                # A wrapper of other tensors has no bytes, so none is kept: torchao's `detach` loses what its scale is of.
+                bytes=0 if any(hasattr(t, "__tensor_flatten__") for t in outputs) else sum(s.size[key] for key in new),
                 flops=0 if view else ops.kernel_flops(func, args, kwargs, out),
                 moved=0 if view else ops.moved_bytes(func, inputs, outputs),
                 reads=tuple(reads),
