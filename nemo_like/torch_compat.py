@@ -424,9 +424,25 @@ def explain_sharded_weights(module: nn.Module, _args: object, _output: object) -
         error.args = (f"{advice} ({error})",)
 
 
+def cast_as_weight(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Cast, as autocast does on one rank, what a layer hands to a module outside of the layers in float32.
+
+    FSDP2 casts the inputs of a unit alone, and such a module is in the root's.
+    """
+    dtype: Any = module.weight.dtype
+    return tuple(
+        value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value for value in args
+    )
+
+
 def has_hooks_but_fsdp(module: nn.Module) -> bool:
-    """Return whether calling `module` runs hooks besides those by which FSDP2 gathers and frees its parameters."""
-    return any(not _of_fsdp(hook) for name in HOOKS for hook in (getattr(module, name, None) or {}).values())
+    """Return whether calling `module` runs hooks besides those by which FSDP2 gathers and frees its parameters, and
+    `cast_as_weight`."""
+    return any(
+        hook is not cast_as_weight and not _of_fsdp(hook)
+        for name in HOOKS
+        for hook in (getattr(module, name, None) or {}).values()
+    )
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ from nemo_like.distributed.weights.replaced import refuse_to_train
 from nemo_like.distributed.weights.slots import CPU_OFFLOAD_MARK
 from nemo_like.options import FSDP2
 from nemo_like.options.parallel import undivided_shards
-from nemo_like.torch_compat import explain_sharded_weights
+from nemo_like.torch_compat import cast_as_weight, explain_sharded_weights
 
 
 def shard_layers(
@@ -111,7 +111,7 @@ def shard_layers(
     for module in _around_layers(model, plan):
         module.register_forward_hook(explain_sharded_weights, always_call=True)
         if policy.param_dtype is not None and policy.cast_forward_inputs and type(module) in _OF_ONE_DTYPE:
-            module.register_forward_pre_hook(_cast_as_weight)
+            module.register_forward_pre_hook(cast_as_weight)
     calls = ModelCalls(model, held, keep=keep_gathered)
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and hasattr(model, "generate"):
         calls.around("generate")  # calls the encoder by itself, whose embedding may be the root's
@@ -170,17 +170,6 @@ def _policy(unit: Unit, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
 
 _OF_ONE_DTYPE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.LayerNorm, nn.GroupNorm)
 """Modules that raise where their input has another dtype than their weight."""
-
-
-def _cast_as_weight(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Cast, as autocast does on one rank, what a layer hands to a module outside of the layers in float32.
-
-    FSDP2 casts the inputs of a unit alone, and such a module is in the root's.
-    """
-    dtype: Any = module.weight.dtype
-    return tuple(
-        value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value for value in args
-    )
 
 
 def _placement(dp_mesh: DeviceMesh, reshard: bool | int | None) -> Callable[[nn.Parameter], Shard | None] | None:

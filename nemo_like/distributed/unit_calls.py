@@ -34,6 +34,7 @@ from nemo_like.torch_compat import (
     call_is_inside_of,
     complete_accumulated,
     content_versions,
+    explain_sharded_weights,
     forward_hooks,
     fsdp_is_idle,
     fsdp_params,
@@ -182,7 +183,8 @@ class UnitCalls:
                 )
         if torch.is_grad_enabled():
             for module in self._modules:
-                if forward_hooks(module) and module not in self._reached:
+                # Seen by a hook of somebody else. Ours would keep a chunked loss from the head's gradients by hand.
+                if module not in self._reached and {*forward_hooks(module)} - {explain_sharded_weights}:
                     self._reached.add(module)
                     module.register_forward_hook(self._reach)
 

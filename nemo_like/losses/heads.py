@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 
 from nemo_like.losses.rows import Apart, Vocabulary, pieces
-from nemo_like.torch_compat import has_hooks_but_fsdp, is_fake
+from nemo_like.torch_compat import cast_as_weight, has_hooks_but_fsdp, is_fake
 
 Head = Callable[[Tensor], Tensor]
 
@@ -98,7 +98,9 @@ class LinearHead:
         self.block_bytes = block_bytes
         """Bytes that a temporary of the weight's gradient may take."""
         dtype = autocast_dtype(head.weight)
-        self._cast = torch.is_autocast_enabled(head.weight.device.type)
+        self._cast = (
+            torch.is_autocast_enabled(head.weight.device.type) or cast_as_weight in head._forward_pre_hooks.values()
+        )
         self._weight = head.weight.detach().to(dtype)  # once per call, as autocast does
         self._bias = None if head.bias is None else head.bias.detach().to(dtype)
         # By identity: which of the head's own tensors train.

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from nemo_like._util.live_bytes import LiveBytes
 from nemo_like.losses import chunked_cross_entropy, chunked_log_probs
 from nemo_like.options import ChunkedLoss
+from nemo_like.torch_compat import cast_as_weight
 from tests.checks import assert_bitwise
 from tests.losses.whole_logits import D, N, V, alike, close, gradients, inputs, plain
 
@@ -319,3 +320,16 @@ def test_sums_in_the_dtype_of_the_head():
     assert peak.live <= 300 * D * 2 + 64 * D * 2 + 64
     theirs = gradients(plain(hidden, head, labels), hidden, head)
     close([head.weight.grad.float()], theirs[1:], 3e-2)
+
+
+def test_a_head_that_casts_float32_to_its_weight_has_the_gradients_of_the_cast():
+    """As one outside of the layers does under FSDP2."""
+    hidden, head, labels = inputs(torch.bfloat16)
+    expected = gradients(chunked_cross_entropy(hidden, head, labels, chunk_tokens=8), hidden, head)
+    wide = hidden.detach().float().requires_grad_()
+    head.register_forward_pre_hook(cast_as_weight)
+    found = gradients(chunked_cross_entropy(wide, head, labels, chunk_tokens=8), wide, head)
+    assert_bitwise(found[1:], expected[1:])
+    close(
+        found[:1], expected[:1], 2**-8
+    )  # of float32, the target's own part is added without rounding the sum to bfloat16

@@ -251,7 +251,7 @@ def _deep(family: str, layers: int) -> Any:
         ("llama", 24, {"ac": "full", "gpu": "h100-80gb"}),  # a step of the optimizer over all parameters is the peak
         ("deepseek_v3", 8, {"ac": "none", "ep": FULLEST}),  # one dense layer, then experts
         # Two kinds that alternate.
-        pytest.param("gpt_oss", 14, {"ac": "selective", "tp": 2}, marks=pytest.mark.long),
+        pytest.param("gpt_oss", 14, {"ac": "selective"}, marks=pytest.mark.long),
         pytest.param("llama", 14, {"ac": "50%", "world_size": 64}, marks=pytest.mark.long),
         pytest.param("mixtral", 9, {"ac": "full"}, marks=pytest.mark.long),
         pytest.param("qwen3_moe", 9, {"ac": "selective", "cp": 2}, marks=pytest.mark.long),

@@ -17,14 +17,14 @@ from tests_distributed.spawn import run_ranks
 
 pytest.importorskip("transformers")
 
-WORDS = "plan --model llama-tiny --gpu cpu --world-size 2 --seq-len 64 --batch-size 4 --no-search"
+WORDS = "plan --model llama-tiny --gpu cpu --world-size 2 --seq-len 64 --batch-size 4"
 
 
 def _printed(capsys: pytest.CaptureFixture[str], words: str, numbers: Path) -> tuple[str, int]:
     """The recommended line and the bytes of its row."""
     assert cli.main([*WORDS.split(), *words.split(), "--json", str(numbers)]) == 0
     body = json.loads(numbers.read_text())
-    assert f"\n  {body['call']}\n" in capsys.readouterr().out
+    assert f"\nPaste: {body['call']}\n" in capsys.readouterr().out
     (row,) = [row for row in body["rows"] if row["ac"] == body["recommended"]]
     return body["call"], row["peak_bytes"]
 
