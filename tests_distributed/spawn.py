@@ -47,6 +47,7 @@ import importlib
 import inspect
 import os
 import pickle
+import random
 import shutil
 import signal
 import socket
@@ -346,9 +347,12 @@ def _output(folder: str, rank: int) -> str:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Return a port below those that the system gives to connections, which another process could be given meanwhile."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _be_a_rank(rank: int, port: int, folder: str, pipe: Connection, request: dict[str, Any]) -> None:
