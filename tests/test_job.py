@@ -60,12 +60,9 @@ def jobs(draw: Any) -> Job:
     )  # fmt: skip
 
 
-def _planned(job: Job, limit: int, sample: Any = None) -> tuple[Any, ...]:
+def _planned(query: PlanQuery, limit: int) -> tuple[Any, ...]:
     """What ``nemo-like plan`` has in the row of the job's mode."""
-    sample = _sample(ROWS) if sample is None else sample
-    mode = job.ac.mode  # type: ignore[union-attr]
-    report = make_report(PlanQuery.of(_model(), sample, job), [], limit)
-    row = next(row for row in report.rows if row.ac == mode)
+    row = next(row for row in make_report(query, [], limit).rows if row.ac == query.job.ac.mode)
     return row.plan.peak_bytes, row.need.reserved, row.plan.step_seconds, row.fits
 
 
@@ -93,15 +90,16 @@ def _searched(job: Job, limit: int) -> tuple[Any, ...]:
 
 def _check_fronts(job: Job, share: float) -> None:
     """``plan``, `fit` pinned to the job, and the recipes' ``--fit``: the same bytes, milliseconds and verdict."""
-    free = _planned(job, 1 << 36)
+    query = PlanQuery.of(_model(), _sample(ROWS), job)
+    free = _planned(query, 1 << 36)
     limit = int((free[1] or free[0]) * share)
-    planned, searched = _planned(job, limit), _searched(job, limit)
+    planned, searched = _planned(query, limit), _searched(job, limit)
     assert planned[3] == searched[3], (planned, searched)
     assert not searched[3] or _same(planned, searched), (planned, searched)
     options = _options(job)
     own = replace(options.job(), world_size=job.world_size, gpu=GPU)
     rows = options.planned_input(ROWS, TOKENS)
-    planned, chosen = _planned(own, limit, rows), _chosen(options, job, limit)
+    planned, chosen = _planned(PlanQuery.of(_model(), rows, own), limit), _chosen(options, job, limit)
     assert planned[3] == chosen[3], (planned, chosen)
     assert not chosen[3] or _same(planned, chosen), (planned, chosen)
 
