@@ -192,13 +192,12 @@ WAYS_OUT = (
 
 def _with_a_start(args: argparse.Namespace, question: Question) -> argparse.Namespace:
     """Return `args` with the number where the search begins in place of ``min`` or ``max``."""
-    from nemo_like.planning.predict import START
     from nemo_like.planning.what_if import gpu_unit
 
     start = {"world_size": question.gpus, "seq_len": question.seq_len, "batch_size": question.batch}
     starts = {
         "world_size": gpu_unit(args.tp, args.cp, args.ep, args.pp, args.dp_replicate),
-        "seq_len": START,
+        "seq_len": 1,
         "batch_size": 1,
     }
     return argparse.Namespace(**(vars(args) | {name: starts[name] for name, looked_for in start.items() if looked_for}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -141,3 +142,11 @@ def test_the_command_refuses_other_words(words: str, capsys: pytest.CaptureFixtu
     except SystemExit as stop:  # argparse's own
         assert stop.code == 2
     assert "whole number" in (said := capsys.readouterr().err) or "one question each" in said
+
+
+def test_the_longest_sequence_of_a_model_with_few_positions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32, "vocab_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["GPT2LMHeadModel"]}))
+    asked = f"plan --model {tmp_path} --gpu cpu --seq-len max --memory 64MiB --no-what-if"
+    assert cli.main(asked.split()) == 0
+    assert "Longest sequence: 32 tokens, all that its config has positions for." in capsys.readouterr().out
