@@ -128,7 +128,8 @@ def run(args: argparse.Namespace) -> int:
 
     question = Question.of(args.world_size, args.seq_len, args.batch_size)
     _check(args)
-    args = _with_a_start(args, question)
+    source = resolve_model(args.model)
+    args = _with_a_start(args, question, source.config)
     job = asked_job(args)
     if args.check:
         from nemo_like.fake_rank import refuse_dry_run
@@ -137,7 +138,6 @@ def run(args: argparse.Namespace) -> int:
     if job.fsdp is not None and job.fsdp.cpu_offload:
         device_of(job).check_host_rates("--cpu-offload")
     start = time.perf_counter()
-    source = resolve_model(args.model)
     model, source = source.built("meta", parse_dtype("--dtype", args.dtype))
     model = _frozen(model, args, job)
     limit = parse_bytes(args.memory, "--memory") if args.memory else None
@@ -190,14 +190,15 @@ WAYS_OUT = (
 )
 
 
-def _with_a_start(args: argparse.Namespace, question: Question) -> argparse.Namespace:
+def _with_a_start(args: argparse.Namespace, question: Question, config: object) -> argparse.Namespace:
     """Return `args` with the number where the search begins in place of ``min`` or ``max``."""
+    from nemo_like.planning.predict import START, most_positions
     from nemo_like.planning.what_if import gpu_unit
 
     start = {"world_size": question.gpus, "seq_len": question.seq_len, "batch_size": question.batch}
     starts = {
         "world_size": gpu_unit(args.tp, args.cp, args.ep, args.pp, args.dp_replicate),
-        "seq_len": 1,
+        "seq_len": min(START, most_positions(config) or START),
         "batch_size": 1,
     }
     return argparse.Namespace(**(vars(args) | {name: starts[name] for name, looked_for in start.items() if looked_for}))
