@@ -150,20 +150,14 @@ def _received(pipeline: Pipeline) -> list[torch.Tensor]:
 
 def pipeline_peak_bytes(pipeline: Pipeline, batch: dict[str, torch.Tensor]) -> int:
     """The most bytes alive in a step, as `step_peak_bytes` counts them; where no step's events are complete on some rank,
-    the least of all of them, which is too high by what gloo's thread drops late."""
-    return pipeline_peak_range(pipeline, batch, 30)[1]
-
-
-def pipeline_peak_range(pipeline: Pipeline, batch: dict[str, torch.Tensor], steps: int = 3) -> tuple[int, int]:
-    """Between what numbers the most bytes alive in a step lie; one number, if the events of some step are complete. No more
-    than `steps` are taken, and none after all ranks have seen such a one.
+    the least of all of them.
 
     What gloo's thread is the last to drop is missing from the events: the running sum is too high by that from then on, and
     by all of it in the end, when nothing is left.
     """
     step, before = _pipeline_step(pipeline, batch)
     lowest, highest = 0, sys.maxsize
-    for _ in range(steps):
+    for _ in range(30):
         there = before()
         with _behind_gloo():
             peak, left = allocator_events(step)
@@ -172,7 +166,7 @@ def pipeline_peak_range(pipeline: Pipeline, batch: dict[str, torch.Tensor], step
         dist.all_reduce(ready, dist.ReduceOp.MIN)
         if ready:
             break
-    return min(lowest, highest), highest
+    return highest
 
 
 def _pipeline_step(pipeline: Pipeline, batch: dict[str, torch.Tensor]) -> tuple[Callable[[], None], Callable[[], int]]:

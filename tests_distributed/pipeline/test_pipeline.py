@@ -303,20 +303,6 @@ def test_states_have_the_names_of_the_whole_model(rank: int, world_size: int) ->
     assert all(torch.equal(value, other[name]) for name, value in pipeline.state_dict().items())
 
 
-@pytest.mark.long  # `expert/test_expert_training.py` has a pipeline, too
-@on_ranks(4)
-def test_experts_inside_stages(rank: int, world_size: int) -> None:
-    model = _build("mixtral")
-    batches = [_batch(seed=3), _batch(seed=4)]
-    losses = [_reference(model, batch) for batch in batches]
-    for parameter in model.parameters():
-        assert parameter.grad is not None
-        parameter.grad /= 2
-    pipeline = _staged(_build("mixtral"), batches[0], ac="selective", ep=2)
-    torch.testing.assert_close(pipeline.step(**batches[rank % 2]), losses[rank % 2], rtol=0, atol=1e-6)
-    _check(pipeline, model, exact=False, where="pp x ep")
-
-
 def _saved(rank: int, world_size: int, folder: str) -> None:
     pipeline = _staged(_build("llama-tied"), _batch(), "zbv", ac="full")
     dcp.save({"model": pipeline.module.state_dict()}, checkpoint_id=folder)

@@ -13,7 +13,6 @@ from nemo_like.options import PipelineParallel
 from tests.models.nano_gpt import NanoGPT
 from tests.models.tiny import llama
 from tests_distributed.context.cut_models import LOSS, batch, build, differences, gradients, step
-from tests_distributed.fsdp.packed_rows import one_by_one, packed
 from tests_distributed.spawn import on_ranks, run_ranks
 
 ROWS = 4
@@ -58,30 +57,6 @@ def _cases(rank: int, world_size: int, name: str, cases: list[dict[str, Any]]) -
     return wrong
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["llama", "nanogpt", *(pytest.param(name, marks=pytest.mark.long) for name in NAMES)])
-def test_families(name: str) -> None:
-    cases = [{"ac": mode} for mode in ("none", "full", "selective")]
-    assert run_ranks(4, _cases, name, cases, timeout=120) == [[]] * 4
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.long), "gemma3_text"])
-@on_ranks(4, timeout=120)
-def test_packed_documents(rank: int, world_size: int, name: str) -> None:
-    """Microbatches of one row each, both with several documents."""
-    whole = build(name)
-    loss, expected = one_by_one(copy.deepcopy(whole), shifts=True)
-    wrong = []
-    for form in ("positions", "numbers"):
-        inputs = packed(form)
-        sample = {key: value[:1] for key, value in inputs.items()}
-        pp = PipelineParallel(2, microbatches=2)
-        pipeline = parallelize(copy.deepcopy(whole), ac="full", cp=2, pp=pp, sample_input=sample)
-        wrong += [f"{form}: {text}" for text in _wrong(pipeline, inputs, loss, expected)]
-    assert not wrong, wrong
-
-
 OPTIONS: list[dict[str, Any]] = [
     {"loss": "chunked", "ac": "full"},
     {"offload": "saved", "ac": "selective"},
@@ -90,11 +65,15 @@ OPTIONS: list[dict[str, Any]] = [
     {"compile": "aot_eager", "ac": "full"},
     {"ac": "40%"},
 ]
+MODES = [{"ac": mode} for mode in ("none", "full", "selective")]
 
 
 @pytest.mark.long
-def test_with_other_options() -> None:
-    assert run_ranks(4, _cases, "llama", OPTIONS, timeout=180) == [[]] * 4
+@pytest.mark.parametrize(
+    ("name", "cases"), [("llama", OPTIONS), *((name, MODES) for name in ("llama", "nanogpt", *NAMES))]
+)
+def test_families_and_options(name: str, cases: list[dict[str, Any]]) -> None:
+    assert run_ranks(4, _cases, name, cases, timeout=180) == [[]] * 4
 
 
 @pytest.mark.long
@@ -107,22 +86,6 @@ def test_two_stages_on_a_rank(rank: int, world_size: int) -> None:
     pp = PipelineParallel(2, "zbv", microbatches=4)
     pipeline = parallelize(copy.deepcopy(whole), ac="full", cp=2, pp=pp, sample_input=sample)
     assert [text for _ in range(2) for text in _wrong(pipeline, inputs, loss, expected)] == []
-
-
-@pytest.mark.long
-@on_ranks(4, env={"NEMO_LIKE_VERIFY": "1"}, timeout=120)
-def test_verification_compares_every_stage_with_whole_sequences(rank: int, world_size: int) -> None:
-    """Verification changes nothing of a model that is right, and finds a layer of any stage that is not."""
-    wrong = _cases(rank, world_size, "qwen3", [{"ac": "none", "loss": "chunked"}])
-    inputs = batch("qwen3", rows=ROWS)
-    for layer in (0, 1):
-        whole: Any = build("qwen3")
-        whole.model.layers[layer].mlp.register_forward_hook(lambda _, args, out: out + out.mean(1, keepdim=True))
-        pp = PipelineParallel(2, microbatches=2)
-        pipeline = parallelize(whole, ac="none", cp=2, pp=pp, sample_input={k: v[:2] for k, v in inputs.items()})
-        with pytest.raises(ValueError, match="other outputs than whole sequences"):
-            pipeline.step(**inputs)
-    assert not wrong, wrong
 
 
 @on_ranks(4)

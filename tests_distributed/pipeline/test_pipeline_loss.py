@@ -473,30 +473,6 @@ def test_another_loss_for_other_names(rank: int, world_size: int) -> None:
     ] == []
 
 
-@pytest.mark.long
-@on_ranks(4, timeout=120)
-def test_two_pipelines_with_batches_of_their_own(rank: int, world_size: int) -> None:
-    """Two pipelines, of which one's first batch tells less than the other's."""
-    off = []
-    for name in ("the plainest GPT", "by hand", "a mask of floats", "padding counts for nothing"):
-        said, loss = RIGHT[name]
-        pipeline = _pipeline(_plain(loss), _batch(True), said)
-        for counts in ((True, False), (False, True), (True, True)):
-            whole, batches = _plain(loss), [_batch(each, seed) for seed, each in enumerate(counts)]
-            losses = [whole(**batch) for batch in batches]
-            (sum(losses) / 2).backward()
-            pipeline.zero_grad()
-            found = pipeline.step(**batches[rank % 2])
-            off += (
-                [] if abs(found - losses[rank % 2]) < 2e-6 * abs(found) else [f"{name} {counts}: {found} for {losses}"]
-            )
-            wanted = {key: parameter.grad for key, parameter in whole.named_parameters()}
-            for key, parameter in pipeline.named_parameters():
-                error = (parameter.grad.full_tensor() - wanted[key]).norm() / wanted[key].norm().clamp(min=1e-3)
-                off += [] if error < 1e-5 else [f"{name} {counts}: {key} {error:.1e}"]
-    assert not off, off
-
-
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("ranks", "build", "options"),

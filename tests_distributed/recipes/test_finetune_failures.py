@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import json
 import os
 import resource
 import shutil
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,11 +16,8 @@ from nemo_like.recipes.command_line import parse_options
 from nemo_like.recipes.finetune import FineTuning, main
 from nemo_like.recipes.job_checkpoint import CheckpointError
 from nemo_like.recipes.loop import run_job
-from nemo_like.recipes.pretrain import Pretraining
-from nemo_like.recipes.pretrain import main as pretrain_main
 from nemo_like.recipes.result import _replace
 from tests_distributed.recipes.finetune_job import make_model, questions, run_finetune, write_lines
-from tests_distributed.recipes.pretrain_job import LLAMA
 from tests_distributed.spawn import RankDiedError, run_ranks
 
 transformers = pytest.importorskip("transformers")
@@ -153,52 +146,3 @@ def test_a_folder_that_may_not_be_written_is_refused_at_once(base: list[str]) ->
 
 def _code(rank: int, world_size: int, arguments: list[str]) -> int:
     return main(arguments)
-
-
-def _without_memory(rank: int, world_size: int, arguments: list[str], pretrain: bool = False) -> tuple[int, str]:
-    """The exit code, and what was written to standard error, where this process may have 90 MB more in a step."""
-    job: Any = Pretraining if pretrain else FineTuning
-    name = "_forward_and_backward" if pretrain else "_try_largest_step"
-    train = getattr(job, name)
-
-    def limited(self: Any, *step: int) -> Any:
-        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-        now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (now + 90 * 2**20, hard))
-        try:
-            return train(self, *step)
-        finally:
-            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-    setattr(job, name, limited)
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said):
-        code = (pretrain_main if pretrain else main)(arguments)
-    return code, said.getvalue()
-
-
-@pytest.mark.long
-@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="limits the address space (Linux)")
-def test_without_memory_it_says_what_to_change(base: list[str], tmp_path: Path) -> None:
-    line = [*base, "--output", str(tmp_path), "--pack", "--seq-len", "2048", "--batch-size", "32", "--ac", "none"]
-    data = write_lines(tmp_path / "data.jsonl", [{"text": "and what is that? " * 600} for _ in range(64)])
-    line += ["--loss", "model", "--data", str(data)]
-    ((code, said),) = run_ranks(1, _without_memory, line, init_group=False, timeout=200)
-    assert code == 2 and "Memory ran out:" in said and not (tmp_path / "checkpoints" / "step-00000002").exists()
-    for way in ("--ac full", "--loss chunked", "--grad-accum 2", "--precision bf16"):
-        assert f" {way} (" in said
-    assert "with all of these" in said
-
-
-@pytest.mark.long
-@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="limits the address space (Linux)")
-def test_pretraining_within_a_budget_says_what_to_change_too(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"max_position_embeddings": 2048}))
-    (tmp_path / "text.txt").write_text("and what is that? " * 8000)
-    line = f"--model {tmp_path / 'config.json'} --data {tmp_path / 'text.txt'} --batch-size 32 --seq-len 2048 --steps 2"
-    line += f" --eval-samples 0 --device cpu --ac 50% --checkpoint-dir {tmp_path / 'saved'}"
-    ((code, said),) = run_ranks(1, _without_memory, line.split(), True, init_group=False, timeout=200)
-    assert code == 2 and "Memory ran out:" in said and not list((tmp_path / "saved").glob("step-*"))
-    for way in ("--ac full", "--ac 25%", "--loss chunked", "--grad-accum 2", "--precision bf16"):
-        assert f" {way} (" in said
-    assert " --lora (" not in said and "in place of" in said

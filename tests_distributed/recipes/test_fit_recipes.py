@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_like._util.log import forget_announcements
 from nemo_like.distributed.weights.slots import CPU_OFFLOAD_MARK
 from nemo_like.models import resolve_model
 from nemo_like.planning.devices import Device, resolve_device
@@ -18,7 +17,7 @@ from nemo_like.recipes import fitted, pretrain
 from nemo_like.recipes.agree import Ranks
 from nemo_like.recipes.command_line import parse_options
 from nemo_like.recipes.finetune import FineTuning
-from nemo_like.recipes.fitted import FILE, Fitted
+from nemo_like.recipes.fitted import FILE
 from nemo_like.recipes.loop import TrainingJob, joined
 from nemo_like.recipes.options import FinetuneOptions, PretrainOptions
 from nemo_like.recipes.pretrain import Pretraining
@@ -164,39 +163,6 @@ def test_state_goes_to_the_host_where_that_alone_fits_and_trains_the_same(tmp_pa
 
 
 @pytest.mark.long
-def test_adapters_train_with_state_on_the_host_as_fitted(tmp_path: Path) -> None:
-    pytest.importorskip("peft")
-    make_model(tmp_path / "model", **WIDE)
-    write_lines(tmp_path / "data.jsonl", questions())
-    one, two = run_ranks(2, _tune_on_host, str(tmp_path), init_group=False, timeout=280)
-    assert one == two
-    assert all(chosen["asked"]["fixed"]["cpu_offload"] for chosen, _ in one["fitted"])
-    for _, losses in one["fitted"]:
-        assert losses == one["plain"]
-
-
-def _tune_on_host(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    options: dict[str, Any] = dict(
-        model=f"{folder}/model", data=f"{folder}/data.jsonl", lora=True, steps=4, batch_size=8, eval_samples=0,
-        device="cpu", precision="float32", log_every=1, sync_save=True, save_every=2,
-        schedule="constant", warmup_steps=2,  # the same rates, however many steps there are
-    )  # fmt: skip
-    free = options | {"fit": "ac", "cpu_offload": True, "fit_memory": "195MiB", "output": f"{folder}/out"}
-    found: dict[str, Any] = {"fitted": []}
-    with joined(FinetuneOptions(**options)) as ranks, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fitted, "device_at_hand", _small_gpu)
-        first = FineTuning(FinetuneOptions(**free | {"steps": 2}), ranks)
-        first.run()
-        resumed = FineTuning(FinetuneOptions(**free | {"resume": "must"}), ranks)
-        resumed.run()
-        plain = FineTuning(FinetuneOptions(**options | {"output": f"{folder}/plain"}), ranks)
-        plain.run()
-        found["fitted"].append((vars(resumed.fitted), first.log.losses + resumed.log.losses))
-        found["plain"] = plain.log.losses
-    return found
-
-
-@pytest.mark.long
 def test_fine_tuning_fits_its_longest_rows_and_says_so_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,36 +183,26 @@ def test_fine_tuning_fits_its_longest_rows_and_says_so_once(
     assert len(said) == 1 and "predicted peak" in said[0] and f"x {job.fitted.predicted['width']} tokens" in said[0]
 
 
-def _tuned(folder: Path, **said: Any) -> FineTuning:
-    options: dict[str, Any] = dict(
-        model=str(folder / "model"), data=str(folder / "data.jsonl"), steps=2, batch_size=4, eval_samples=0, device="cpu",
-        precision="float32", log_every=1,
-    )  # fmt: skip
-    return FineTuning(FinetuneOptions(**options | said), ALONE)
-
-
-def _fitted_in_5mib(folder: Path, **said: Any) -> Fitted:
-    """What was chosen for a job that takes more without checkpointing: it peaks as predicted, and trains the same."""
-    job = _tuned(folder, output=str(folder / "out"), fit="ac", fit_memory="5MiB", **said)
-    plain = _tuned(folder, output=str(folder / "plain"), ac="none", **said)
-    assert job.fitted is not None
-    job.run()
-    plain.run()
-    assert job.log.losses == plain.log.losses
-    peak = _peak(job)
-    assert peak == pytest.approx(job.fitted.predicted["peak_bytes"], rel=0.01) and peak < 5 * 2**20 < _peak(plain)
-    return job.fitted
-
-
 @pytest.mark.long
 def test_fine_tuning_fits_weights_of_four_bits_and_packed_rows(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     pytest.importorskip("peft")
     make_model(tmp_path / "model", hidden_size=64, intermediate_size=128)
     write_lines(tmp_path / "data.jsonl", questions(120))
-    chosen = _fitted_in_5mib(tmp_path, qlora=True, pack=True, seq_len=128)
-    assert chosen.predicted["width"] == 128
-    assert chosen.plan is not None, "neither none nor full, and with the mask of the packed rows"
+    options: dict[str, Any] = dict(
+        model=str(tmp_path / "model"), data=str(tmp_path / "data.jsonl"), steps=2, batch_size=4, eval_samples=0,
+        device="cpu", precision="float32", log_every=1, qlora=True, pack=True, seq_len=128,
+    )  # fmt: skip
+    free = {"fit": "ac", "fit_memory": "5MiB", "output": str(tmp_path / "out")}
+    job = FineTuning(FinetuneOptions(**options | free), ALONE)
+    plain = FineTuning(FinetuneOptions(**options | {"ac": "none", "output": str(tmp_path / "plain")}), ALONE)
+    assert job.fitted is not None and job.fitted.predicted["width"] == 128
+    assert job.fitted.plan is not None, "neither none nor full, and with the mask of the packed rows"
+    job.run()
+    plain.run()
+    assert job.log.losses == plain.log.losses
+    peak = _peak(job)
+    assert peak == pytest.approx(job.fitted.predicted["peak_bytes"], rel=0.01) and peak < 5 * 2**20 < _peak(plain)
 
 
 @pytest.mark.long
@@ -259,27 +215,6 @@ def test_pretraining_counts_the_mask_of_packed_documents(tmp_path: Path) -> None
     job = Pretraining(PretrainOptions(**said | {"fit": "ac", "fit_memory": "6MiB", "loss": "chunked"}), ALONE)
     assert job.fitted is not None and job.fitted.plan is not None
     assert _peak(job) == pytest.approx(job.fitted.predicted["peak_bytes"], rel=0.01)
-
-
-@pytest.mark.long
-def test_compiled_layers_train_as_fitted_and_their_bytes_are_said_to_be_unknown(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Long: dynamo traces the layers under a plan."""
-    pytest.importorskip("bitsandbytes")
-    pytest.importorskip("peft")
-    forget_announcements()
-    caplog.set_level("INFO", "nemo_like")
-    make_model(tmp_path / "model", hidden_size=64, intermediate_size=128)
-    write_lines(tmp_path / "data.jsonl", questions(120))
-    said: dict[str, Any] = dict(qlora=True, pack=True, seq_len=128, compile="aot_eager")
-    job = _tuned(tmp_path, output=str(tmp_path / "out"), fit="ac", fit_memory="5MiB", **said)
-    assert caplog.text.count("those of --compile aot_eager are not known") == 1
-    plain = _tuned(tmp_path, output=str(tmp_path / "plain"), **said | {"compile": "none", "ac": "none"})
-    job.run()
-    plain.run()
-    assert job.fitted is not None and job.fitted.plan is not None
-    torch.testing.assert_close(torch.tensor(job.log.losses), torch.tensor(plain.log.losses), rtol=1e-5, atol=0)
 
 
 def test_what_is_given_is_left_alone_and_what_cannot_fit_ends_with_the_reason(
@@ -331,15 +266,6 @@ def test_state_on_the_host_is_refused_where_it_cannot_be_or_nobody_knows_its_sec
     model = resolve_model(options.model).build("meta")
     with pytest.raises(ValueError, match=message):
         fitted.choose(options, replace(ALONE, world_size=world_size), model, 64)
-
-
-@pytest.mark.long
-def test_fine_tuning_fits_float8(tmp_path: Path) -> None:
-    pytest.importorskip("torchao.float8")
-    make_model(tmp_path / "model", hidden_size=64, intermediate_size=128)
-    write_lines(tmp_path / "data.jsonl", questions(60))
-    chosen = _fitted_in_5mib(tmp_path, precision="fp8", loss="model", pack=True, seq_len=128)
-    assert chosen.plan is not None and chosen.plan["matmuls"] == "fp8"
 
 
 def test_weights_gathered_in_float8_are_no_plans_and_fit_says_so(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The training job on several ranks: the same run on each strategy, resumed, refused, killed and interrupted."""
+"""The training job on several ranks: the same run on each strategy, in parts and in stages; resumed, refused, stopped."""
 
 from __future__ import annotations
 
@@ -8,27 +8,28 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 
 from nemo_like.recipes.agree import Ranks
 from nemo_like.recipes.loop import run_job as run_loop
-from nemo_like.recipes.loss import check_own_loss
 from nemo_like.recipes.options import PretrainOptions
 from nemo_like.recipes.pretrain import Pretraining, main
+from nemo_like.recipes.text import TextRows, load_text
+from tests.models.tiny import Block
 from tests_distributed.recipes.pretrain_job import LLAMA, run_job, run_main
 from tests_distributed.spawn import run_ranks
+
+transformers = pytest.importorskip("transformers")
 
 SAVED = ("--save-every", "2", "--keep", "9")
 """Together with --checkpoint-dir."""
@@ -52,24 +53,10 @@ def _plain(base: list[str]) -> list[str]:
     return [word.replace("config.json", "plain.json") for word in base]
 
 
-class _Block(nn.Module):
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.norm, self.dropout = nn.LayerNorm(24), nn.Dropout(dropout)
-        self.up, self.down = nn.Linear(24, 48), nn.Linear(48, 24)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.dropout(self.down(torch.relu(self.up(self.norm(x)))))
-
-
-def plain_model(dropout: float = 0.0) -> nn.Module:
+def plain_model() -> nn.Module:
     """No config, no transformers: logits straight from a stack of blocks."""
-    stack = nn.Sequential(*(_Block(dropout) for _ in range(3)))
+    stack = nn.Sequential(*(Block(24) for _ in range(3)))
     return nn.Sequential(OrderedDict(embed=nn.Embedding(256, 24), blocks=stack, head=nn.Linear(24, 256)))
-
-
-def dropout_model() -> nn.Module:
-    return plain_model(0.1)
 
 
 def _assert_close(a: dict[str, Any], b: dict[str, Any]) -> None:
@@ -122,19 +109,6 @@ def test_two_ranks_train_other_models_as_one_does(base: list[str], tmp_path: Pat
 
 
 @pytest.mark.long
-def test_fifty_steps_in_chunks_are_those_of_whole_logits(base: list[str], tmp_path: Path):
-    arguments = [*_plain(base), "--steps", "50", "--eval-every", "0", "--ac", "none"]
-    every = [run_job(2, [*arguments, "--loss", loss], tmp_path / loss) for loss in ("model", "chunked")]
-    whole, chunked = (found["losses"] for found in every)
-    assert len(whole) == 50 and whole[-1] < whole[0] - 1
-    torch.testing.assert_close(torch.tensor(chunked), torch.tensor(whole), rtol=1e-5, atol=0)
-    held_out = [found["eval_losses"][-1]["loss"] for found in every]
-    assert held_out[1] == pytest.approx(held_out[0], rel=1e-5)
-    with pytest.raises(ValueError, match="is not a causal language model of transformers"):
-        check_own_loss(plain_model(), "--loss is 'chunked'", "Use --loss model.")
-
-
-@pytest.mark.long
 def test_fifty_steps_of_the_default_job_beat_byte_frequencies(tmp_path: Path):
     """The README's command, a quarter of it: real text, two ranks, every default."""
     run = run_job(2, ["--steps", "50", "--eval-every", "0"], tmp_path / "run.json")
@@ -160,20 +134,6 @@ def test_resume_is_bitwise_on_the_same_ranks(base: list[str], tmp_path: Path):
     assert resumed["eval_losses"] == full["eval_losses"][1:]
     both = [(tmp_path / name / "step-00000008" / "__1_0.distcp").read_bytes() for name in ("whole", "four")]
     assert both[0] == both[1], "and the same weights and moments"
-
-
-@pytest.mark.long
-def test_resume_is_correct_on_other_ranks(base: list[str], tmp_path: Path):
-    whole = tmp_path / "plain"
-    plain = run_job(2, [*_plain(base), *SAVED, "--checkpoint-dir", str(whole)], tmp_path / "full")
-    on_four = run_job(4, [*_plain(base), *_keep_up_to(2, whole, tmp_path / "two")], tmp_path / "resumed")
-    _assert_close(on_four, plain)
-    whole = tmp_path / "two"  # step 2 by two ranks, steps 4, 6 and 8 by four
-    on_one = run_job(1, [*_plain(base), *_keep_up_to(6, whole, tmp_path / "six")], tmp_path / "resumed")
-    assert on_one["first_step"] == 6
-    _assert_close(on_one, plain)
-    split = run_job(4, [*_plain(base), *_keep_up_to(6, whole, tmp_path / "split"), "--tp", "2"], tmp_path / "resumed")
-    _assert_close(split, plain)
 
 
 def _errors(rank: int, world_size: int, cases: list[dict[str, Any]]) -> list[str]:
@@ -244,99 +204,14 @@ def test_one_gpu_trains_as_the_cpu_does_and_resumes(base: list[str], tmp_path: P
 
 
 def test_loss_that_is_no_number_ends_the_run_before_it_is_saved(base: list[str], tmp_path: Path):
-    arguments = [
-        *base,
-        "--lr",
-        "1e30",
-        "--clip",
-        "0",
-        "--warmup-steps",
-        "0",
-        *SAVED,
-        "--checkpoint-dir",
-        str(tmp_path / "run"),
-    ]
+    line = f"--lr 1e30 --clip 0 --warmup-steps 0 --checkpoint-dir {tmp_path / 'run'}"
+    arguments = [*base, *SAVED, *line.split()]
     assert run_ranks(2, run_main, arguments, init_group=False) == [2, 2]
     assert list((tmp_path / "run").iterdir()) == []
 
 
-# --------------------------------------------------------------------------------------------- the real thing: torchrun
-
-
-@contextlib.contextmanager
-def _torchrun(arguments: list[str]) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "nemo_like.recipes.pretrain", *arguments]
-    root = Path(__file__).parents[2]  # so that the ranks find this module
-    process = subprocess.Popen(command, text=True, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    try:
-        yield process
-    finally:
-        if process.poll() is None:  # a failed test: the launcher ends its ranks
-            process.terminate()
-        process.communicate(timeout=60)
-
-
 def _newest(folder: Path) -> int:
     return max((int(path.name.removeprefix("step-")) for path in folder.glob("step-*")), default=-1)
-
-
-def _wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert process.poll() is None, process.communicate(timeout=60)[0]
-        assert time.monotonic() < deadline, "torchrun is too slow"
-        time.sleep(0.005)
-
-
-def _ranks_of(process: subprocess.Popen[str]) -> list[int]:
-    """Process ids of the launcher's children, by rank."""
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    environments = {int(pid): Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in children}
-    ranks = {pid: next((v[5:] for v in env if v.startswith(b"RANK=")), None) for pid, env in environments.items()}
-    return sorted((pid for pid, rank in ranks.items() if rank is not None), key=lambda pid: int(ranks[pid]))
-
-
-@pytest.mark.long
-@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="finds the ranks' processes in /proc (Linux)")
-def test_a_killed_rank_and_ctrl_c_lose_nothing(base: list[str], tmp_path: Path):
-    line = "--steps 80 --eval-every 0 --model tests_distributed.recipes.test_pretrain:dropout_model"
-    expected = run_job(2, [*base, *line.split()], tmp_path / "expected")["losses"]
-    run = tmp_path / "run"
-    arguments = [
-        *base,
-        *line.split(),
-        *["--save-every", "5", "--keep", "2"],
-        "--checkpoint-dir",
-        str(run),
-        "--json",
-        str(tmp_path / "summary"),
-    ]
-
-    with _torchrun(arguments) as killed:
-        _wait_for(lambda: _newest(run) >= 5, killed)
-        os.kill(_ranks_of(killed)[1], signal.SIGKILL)
-        output, _ = killed.communicate(timeout=60)
-    assert killed.returncode != 0, output
-    reached = _newest(run)
-    assert 5 <= reached < 80
-    assert not (tmp_path / "summary").exists()
-
-    with _torchrun([*arguments, "--resume"]) as stopped:
-        _wait_for(lambda: _newest(run) >= reached + 10, stopped)
-        stopped.send_signal(signal.SIGINT)
-        output, _ = stopped.communicate(timeout=60)
-    assert stopped.returncode != 0 and "Stopped by SIGINT after step" in output, output
-    summary = json.loads((tmp_path / "summary").read_text())
-    last = summary["first_step"] + len(summary["losses"])
-    assert summary["interrupted"] and summary["first_step"] == reached and _newest(run) == last < 80
-    assert summary["losses"] == expected[reached:last]
-
-    with _torchrun([*arguments, "--resume"]) as finished:
-        output, _ = finished.communicate(timeout=120)
-    assert finished.returncode == 0, output
-    summary = json.loads((tmp_path / "summary").read_text())
-    assert summary["first_step"] == last and summary["losses"] == expected[last:]
 
 
 def _main_interrupted(rank: int, world_size: int, arguments: list[str], folder: str, number: int) -> int:
@@ -361,14 +236,10 @@ def test_a_signal_to_a_plain_process_saves_and_ends(base: list[str], tmp_path: P
 
 
 @pytest.fixture(scope="module")
-def experts(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """PretrainOptions of a small job with the preset that has experts."""
-    folder = tmp_path_factory.mktemp("job")
-    text = "".join(f"{i} bottles of beer on the wall, {i} bottles of beer.\n" for i in range(400, 0, -1))
-    (folder / "text.txt").write_text(text)
-    line = "--seq-len 16 --batch-size 8 --grad-accum 2 --steps 6 --log-every 3 --eval-samples 8"
-    line += f" --eval-every 0 --warmup-steps 2 --data {folder / 'text.txt'} --model mixtral-tiny --device cpu"
-    return line.split()
+def experts(base: list[str]) -> list[str]:
+    """The same with the preset that has experts."""
+    line = "--grad-accum 2 --steps 6 --eval-samples 8 --eval-every 0 --model mixtral-tiny"
+    return [*base, *line.split()]
 
 
 def _assert_same(found: list[float], wanted: list[float]) -> None:
@@ -397,12 +268,88 @@ def test_experts_on_two_ranks_are_the_same_run_and_resume_on_others(experts: lis
         _assert_same(resumed["losses"], whole[4:])
 
 
+# ------------------------------------------------------------------------------------------------- stages of a pipeline
+
+
+@pytest.fixture(scope="module")
+def staged(base: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The same with a model of four layers."""
+    config = tmp_path_factory.mktemp("staged") / "config.json"
+    config.write_text(json.dumps(LLAMA | {"num_hidden_layers": 4}))
+    return [*base, *f"--schedule constant --warmup-steps 1 --eval-every 0 --model {config}".split()]
+
+
 @pytest.mark.long
-@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="finds the ranks' processes in /proc (Linux)")
-def test_a_killed_rank_ends_the_job_with_experts(experts: list[str], tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    with _torchrun([*experts, "--ep", "2", "--steps", "500", *SAVED, "--checkpoint-dir", str(run)]) as killed:
-        _wait_for(lambda: _newest(run) >= 2, killed)
-        os.kill(_ranks_of(killed)[1], signal.SIGKILL)
-        output, _ = killed.communicate(timeout=60)
-    assert killed.returncode != 0, output
+def test_stages_train_as_one_process_and_resume_on_another_number_of_them(staged: list[str], tmp_path: Path) -> None:
+    whole = run_job(1, [*staged, "--steps", "9"], tmp_path / "whole")
+    kept = [*staged, "--checkpoint-dir", str(tmp_path / "kept"), "--keep", "9", "--save-every", "3"]
+    lines = (
+        (2, "--steps 3 --pp 2 --pp-schedule zbv --ac 30MiB"),
+        (1, "--steps 6 --resume"),
+        (4, f"--steps 9 --resume --pp 2 --cp 2 --ac full --loss chunked --export {tmp_path / 'folder'}"),
+    )
+    runs = [run_job(ranks, [*kept, *line.split()], tmp_path / "run.json") for ranks, line in lines]
+    assert [run["first_step"] for run in runs] == [0, 3, 6]
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder")
+    assert dict(exported.named_parameters()).keys() == load_file(tmp_path / "folder" / "model.safetensors").keys()
+    found = torch.tensor([loss for run in runs for loss in run["losses"]])
+    torch.testing.assert_close(found, torch.tensor(whole["losses"]), rtol=1e-5, atol=0)
+    assert runs[-1]["eval_losses"][-1]["loss"] == pytest.approx(whole["eval_losses"][-1]["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--pp 3", "--pp is 3, which does not divide the 2 rank"),
+        ("--pp 2 --grad-accum 1 --batch-size 8 --pack", "--pack is True with --pp 2"),
+        ("--pp 2 --pp-schedule dualpipev --grad-accum 2", "--pp, --pp-schedule and --grad-accum: microbatches is 2"),
+        ("--pp 2 --strategy ddp", "--strategy is 'ddp' with --pp 2"),
+    ],
+)
+def test_what_a_pipeline_cannot_have(staged: list[str], line: str, message: str, tmp_path: Path) -> None:
+    codes = run_ranks(2, _refused, [*staged, "--steps", "1", *line.split()], str(tmp_path), init_group=False)
+    assert codes == [2, 2]
+    assert message in (tmp_path / "said-0").read_text()
+
+
+def _refused(rank: int, world_size: int, arguments: list[str], folder: str) -> int:
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        try:
+            code = main(arguments)
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+    (Path(folder) / f"said-{rank}").write_text(said.getvalue())
+    return code
+
+
+# ------------------------------------------------------------------------------------------------------ packed documents
+
+
+@pytest.fixture(scope="module")
+def files(base: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The same on many short files; its samples of 22 tokens are no multiple of 4."""
+    folder = tmp_path_factory.mktemp("texts")
+    for i in range(150):
+        text = f"{i} bottles of beer on the wall, {i} bottles of beer.\n"
+        (folder / f"{i:03}.txt").write_text(text[: 20 + 7 * (i % 5)])
+    return [*_plain(base), *f"--seq-len 22 --eval-every 0 --data {folder}".split()]
+
+
+@pytest.mark.long
+def test_packed_files_are_the_same_on_parts(files: list[str], tmp_path: Path) -> None:
+    arguments = [*files, "--pack"]
+    whole, unpacked = (run_job(1, line, tmp_path / "whole") for line in (arguments, files))
+    assert whole["losses"][0] != unpacked["losses"][0]
+    for line in ("--grad-accum 2", "--cp 2", "--cp 2 --loss chunked --ac full", "--loss chunked"):
+        _assert_close(run_job(2, [*arguments, *line.split()], tmp_path / "found"), whole)
+
+
+def test_documents_of_a_batch_are_the_files_of_its_bytes(files: list[str]) -> None:
+    text = load_text(files[-1])
+    sampler = TextRows(text.train, 22, 8, 0, packed=True)
+    starts = {sum(piece.length for piece in text.train.pieces[:i]) for i in range(len(text.train.pieces))}
+    for row, targets in enumerate(sampler.batch(3).targets):
+        first = sampler.start_of(24 + row)
+        changes = {first + 1 + i for i in range(22) if targets[i] == -100}
+        assert changes == {start for start in starts if first < start <= first + 22}

@@ -1,4 +1,4 @@
-"""Whatever stays gathered under FSDP2, each forward reads the weights that are stored: flows against the bare model."""
+"""Whatever stays gathered under FSDP2, each forward reads the weights that are stored; optimizers of others are refused."""
 
 from __future__ import annotations
 
@@ -120,3 +120,33 @@ def test_each_forward_reads_what_is_stored(rank: int, world_size: int, reshard: 
         if losses[0] != pytest.approx(losses[1], rel=1e-6):  # a mean of two ranks' gradients, which are equal
             found.append(f"{flow.__name__}: {losses}")
     assert not found, found
+
+
+def _step(model: Any, optimizer: torch.optim.Optimizer) -> float:
+    loss = model(tokens(2))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+@pytest.mark.parametrize("arguments", [{}, {"ac": "full", "dp_replicate": 2}], ids=["fsdp2", "replicas"])
+@on_ranks(2)
+def test_an_optimizer_that_was_built_before_is_refused(rank: int, world_size: int, arguments: dict[str, Any]) -> None:
+    model = SmallModel(Block)
+    early = torch.optim.SGD(model.parameters(), lr=0.5)
+    listed = [parameter for name, parameter in model.named_parameters() if "norm" not in name]
+    model = parallelize(model, device="cpu", **arguments)
+    late = torch.optim.SGD(listed, lr=0.5)  # of a list that was made before
+    for optimizer in (early, late):
+        with pytest.raises(
+            RuntimeError,
+            match=r"^This SGD has \d+ parameter\(s\) that parallelize\(\) or materialize\(\) has replaced, '",
+        ):
+            _step(model, optimizer)
+    model.zero_grad()
+    right = torch.optim.SGD(model.parameters(), lr=0.5)
+    first = _step(model, right)
+    assert _step(model, right) < first
+    del early, late, listed, optimizer
+    assert _step(model, torch.optim.AdamW(model.parameters())) > 0

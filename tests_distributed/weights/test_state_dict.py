@@ -1,7 +1,8 @@
-"""What one mode writes, every other mode and the bare model read."""
+"""What one mode writes, every other mode, the bare model and transformers' `from_pretrained` read."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from nemo_like import parallelize
 from nemo_like.activation_checkpointing.policy import SelectivePolicy
 from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from nemo_like.distributed.mesh import build_mesh
@@ -21,6 +23,7 @@ from nemo_like.distributed.weights.state_dict import (
     set_optimizer_state,
 )
 from tests.checks import assert_bitwise, same
+from tests.models.decoders import build
 from tests.models.tiny import Decoder, tokens
 from tests_distributed.spawn import on_ranks, run_ranks
 
@@ -143,3 +146,44 @@ def test_a_missing_name_is_an_error_on_every_rank_and_changes_nothing(rank: int,
     with pytest.raises(ValueError, match=r"lacks 1 of the model's tensors: layers\.2\.up\.bias"):
         set_model_state(model, state)
     assert_bitwise(get_model_state(model), before)
+
+
+def _save(rank: int, world_size: int, folder: str, ac: str) -> None:
+    model = parallelize(build("llama"), ac=ac, device="cpu")
+    for arguments in ((folder,), (folder, rank == 0, None)):
+        with pytest.raises(
+            RuntimeError, match=r"of LlamaForCausalLM\. Gather them .*get_model_state\(model, full=True\)"
+        ):
+            model.save_pretrained(*arguments)
+    assert not list(Path(folder).iterdir())  # nothing was written
+    state = get_model_state(model, full=True)  # a collective; whole on rank 0
+    if rank == 0:
+        model.save_pretrained(folder, state_dict=state)
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("ac", ["none", "full"])
+def test_the_folder_loads_as_the_bare_model(tmp_path: Path, ac: str) -> None:
+    run_ranks(2, _save, str(tmp_path), ac, timeout=100)
+    bare = build("llama")
+    loaded = type(bare).from_pretrained(tmp_path).state_dict()
+    assert loaded.keys() == bare.state_dict().keys()
+    assert all(torch.equal(loaded[name], value) for name, value in bare.state_dict().items())
+
+
+def _adapters(rank: int, world_size: int, folder: str) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    model = parallelize(peft.get_peft_model(build("llama"), config), ac="full", device="cpu")
+    with pytest.raises(RuntimeError, match=r"of PeftModelForCausalLM\..*state_dict=state"):
+        model.save_pretrained(folder)
+    state = get_model_state(model, full=True)
+    if rank == 0:
+        model.save_pretrained(folder, state_dict=state)
+
+
+def test_adapters_are_saved_from_whole_weights(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    run_ranks(2, _adapters, str(tmp_path), timeout=100)
+    loaded = peft.PeftModel.from_pretrained(build("llama"), tmp_path)
+    assert any(name.endswith("lora_B.default.weight") and p.abs().sum() > 0 for name, p in loaded.named_parameters())
