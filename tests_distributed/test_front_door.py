@@ -1,20 +1,25 @@
-"""`parallelize` on several ranks: structure, communication, accumulation, refusals."""
+"""`parallelize` on several ranks: every mode to the bit, structure, communication, what strategies are told, refusals."""
 
 from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 
-from nemo_like import parallelize
+from nemo_like import DDP, FSDP2, TensorParallel, parallelize
 from nemo_like.activation_checkpointing import CheckpointWrapper
-from nemo_like.options import FSDP2
-from tests.checks import assert_bitwise
+from nemo_like.bench import BenchOptions, compare_modes
+from tests.checks import assert_bitwise, whole
 from tests.models.decoders import NAMES, batch, build, loss_of
 from tests_distributed.counting import CountCollectives
-from tests_distributed.spawn import on_ranks
+from tests_distributed.spawn import on_ranks, run_ranks
 
 MODES = ("none", "full", "selective", "submodule")
 
@@ -135,3 +140,156 @@ def test_tied_weights_stay_tied_and_every_shard_trains(rank: int, world_size: in
     assert model.lm_head.weight is model.model.embed_tokens.weight
     # Known failure 12: every shard of the tied weight is updated, the last one too.
     assert all(not torch.equal(a, b) for a, b in zip(before.chunk(world_size), after.chunk(world_size), strict=True))
+
+
+def _step(name: str, strategy: str, ac: str, dtype: str, ids: torch.Tensor, **more: int) -> dict[str, torch.Tensor]:
+    """Loss and gradients of one step by the names that the model shows."""
+    model = parallelize(build(name), strategy=strategy, ac=ac, precision=None if dtype == "fp32" else dtype, **more)
+    torch.manual_seed(7)
+    loss = loss_of(model, ids)
+    loss.backward()
+    named = {key.removeprefix("module."): p for key, p in model.named_parameters()}
+    assert list(named) == [key for key, _ in build(name).named_parameters()]
+    return {"loss": loss.detach(), **{key: whole(p.grad) for key, p in named.items()}}
+
+
+def _compare(rank: int, name: str, strategy: str, dtype: str, dp_replicate: int) -> None:
+    ids = batch(2, seed=rank)
+    expected = _step(name, strategy, "none", dtype, ids, dp_replicate=dp_replicate)
+    assert all(torch.isfinite(tensor).all() for tensor in expected.values())
+    for ac in MODES[1:]:
+        assert_bitwise(_step(name, strategy, ac, dtype, ids, dp_replicate=dp_replicate), expected, ac)
+
+
+@pytest.mark.few(7)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", NAMES)
+def test_single(name: str, dtype: str) -> None:
+    _compare(0, name, "single", dtype, 1)
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("strategy", "ranks", "dp_replicate"), [("ddp", 2, 1), ("fsdp2", 2, 1), ("fsdp2", 4, 2)])
+@on_ranks(timeout=180)
+def test_ranks(rank: int, ranks: int, name: str, strategy: str, dp_replicate: int, dtype: str) -> None:
+    _compare(rank, name, strategy, dtype, dp_replicate)
+
+
+def _bench(rank: int, world_size: int, strategy: str) -> list[tuple[str, str]]:
+    modes = ("sequential", "torch: checkpoint per layer")
+    options = BenchOptions(
+        batch_size=1, seq_len=16, device="cpu", strategy=strategy, modes=modes, repeats=1, warmup=0, budgets=()
+    )
+    results = compare_modes(options)
+    assert results.about["ranks"] == world_size
+    return [(row["mode"], row["gradients"]) for row in results.rows]
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("strategy", ["fsdp2", "ddp"])
+def test_bench_finds_the_same_gradients(strategy):
+    names = ["none", "sequential", "x torch: checkpoint per layer"]
+    assert run_ranks(2, _bench, strategy, timeout=120) == [[(name, "bitwise") for name in names]] * 2
+
+
+class Branch(nn.Module):
+    """Takes its second branch only where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+        self.extra = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, with_extra: bool) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x) + x
+        return x + self.extra(x) if with_extra else x
+
+
+def _model() -> Branch:
+    torch.manual_seed(0)
+    return Branch()
+
+
+def _inputs(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def _two_steps(rank: int, world_size: int, strategy: Any, ac: str) -> dict[str, torch.Tensor]:
+    model = parallelize(_model(), strategy, ac, layers=["blocks.*"])
+    for step in range(2):
+        model(_inputs(rank, step), with_extra=rank == step == 0).square().mean().backward()
+    return {name: p.grad for name, p in model.module.named_parameters()}
+
+
+@pytest.mark.parametrize("ac", ["none", "full", "selective", "sequential"])
+def test_unused_parameters(ac: str) -> None:
+    reference = _model()
+    for step in range(2):
+        for rank in range(2):
+            loss = reference(_inputs(rank, step), with_extra=rank == step == 0).square().mean() / 2
+            loss.backward()
+    results = run_ranks(2, _two_steps, DDP(find_unused_parameters=True, bucket_cap_mb=0.0001), ac)
+    for gradients in results:
+        for name, parameter in reference.named_parameters():
+            torch.testing.assert_close(gradients[name], parameter.grad, msg=name)
+
+
+def test_without_the_option_torch_says_so() -> None:
+    with pytest.raises(RuntimeError, match="Expected to have finished reduction"):
+        run_ranks(2, _two_steps, "ddp", "full")
+
+
+def _settings(rank: int, world_size: int, strategy: Any) -> tuple[int, timedelta]:
+    model = parallelize(_model(), strategy, "full", layers=["blocks.*"])
+    bucket = model.bucket_bytes_cap if isinstance(model, nn.parallel.DistributedDataParallel) else 0
+    return bucket, dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
+
+
+@pytest.mark.parametrize("strategy", [DDP(bucket_cap_mb=2, timeout_seconds=90), FSDP2(timeout_seconds=90)])
+def test_bucket_size_and_timeout(strategy: Any) -> None:
+    bucket = 2 << 20 if isinstance(strategy, DDP) else 0
+    assert run_ranks(2, _settings, strategy, init_group=False) == [(bucket, timedelta(seconds=90))] * 2
+
+
+def test_wrong_options() -> None:
+    for kind in (DDP, FSDP2):
+        for seconds in (0, -1, True, "60", float("inf")):
+            with pytest.raises(ValueError, match=r"timeout_seconds is .*above 0"):
+                kind(timeout_seconds=seconds)
+    for size in (0, -1, True, "25"):
+        with pytest.raises(ValueError, match=r"bucket_cap_mb is .*above 0"):
+            DDP(bucket_cap_mb=size)
+    with pytest.raises(TypeError, match="find_unused_parameters is 1"):
+        DDP(find_unused_parameters=1)
+
+
+def _own_loss(rank: int, world_size: int) -> list[tuple[float, torch.Tensor]]:
+    model = parallelize(build("llama").eval(), ac="full", tp=TensorParallel(2, loss_parallel=True), device="cpu")
+    tokens = batch()
+    ways = r"with torch\.distributed\.tensor\.parallel\.loss_parallel\(\): model.*parallelize\(\.\.\., loss='chunked'\)"
+    with pytest.raises(RuntimeError, match=ways):
+        model(input_ids=tokens, labels=tokens)
+    model(input_ids=tokens)  # without labels there is nothing to refuse
+    with loss_parallel():
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+    found = [(loss.full_tensor().item(), model.lm_head.weight.grad.full_tensor())]
+    chunked = build("llama").eval()
+    chunked.training = True  # chunks are for training; no layer drops anything
+    chunked = parallelize(chunked, ac="full", tp=TensorParallel(2, loss_parallel=True), loss="chunked", device="cpu")
+    loss = chunked(input_ids=tokens, labels=tokens).loss  # needs no context
+    loss.backward()
+    return [*found, (loss.item(), chunked.lm_head.weight.grad.full_tensor())]
+
+
+def test_a_models_own_loss_on_cut_logits() -> None:
+    """Within torch's context, or in chunks: the two ways that the error names."""
+    reference, tokens = build("llama").eval(), batch()
+    loss = reference(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    for value, gradient in [each for found in run_ranks(2, _own_loss, timeout=120) for each in found]:
+        assert value == pytest.approx(loss.item(), rel=1e-6)
+        torch.testing.assert_close(gradient, reference.lm_head.weight.grad)

@@ -1,18 +1,22 @@
-"""FSDP2 over tensor parallelism: each helper is right on parameters that are cut up twice."""
+"""FSDP2 over tensor parallelism: the step of one rank, and each helper is right on parameters that are cut up twice."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from nemo_like import parallelize
 from nemo_like.distributed.gradients import clip_grad_norm_
 from nemo_like.distributed.mesh import build_mesh
 from nemo_like.distributed.shard import shard_layers
 from nemo_like.distributed.weights.materialize import materialize
 from nemo_like.distributed.weights.state_dict import get_model_state, set_model_state
+from nemo_like.options import TensorParallel
 from tests.checks import gradients_of
+from tests.models.decoders import batch, build, loss_of
 from tests.models.tiny import Decoder, tokens
 from tests_distributed.spawn import on_ranks, run_ranks
 
@@ -79,3 +83,36 @@ def test_drawn_weights_are_those_of_one_device() -> None:
     for drawn in run_ranks(4, _drawn):
         for name, param in single.named_parameters():
             assert torch.equal(drawn[name], param), name
+
+
+def _step(rank: int, world_size: int, name: str, ac: str):
+    model = parallelize(build(name).eval(), ac=ac, tp=2)
+    loss = loss_of(model, batch(4)[2 * (rank // 2) : 2 * (rank // 2) + 2])  # both ranks of a tp pair see the same half
+    loss.backward()
+    return loss.item(), {n: p.grad.full_tensor() for n, p in model.named_parameters()}
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("ac", ["none", "full", "selective", "submodule"])
+def test_llama_on_a_two_by_two_mesh(ac: str) -> None:
+    reference = build("llama").eval()
+    loss = loss_of(reference, batch(4))
+    loss.backward()
+    results = run_ranks(4, _step, "llama", ac, timeout=150)
+    assert (results[0][0] + results[2][0]) / 2 == pytest.approx(loss.item(), rel=1e-5)
+    for name, p in reference.named_parameters():
+        # Relative to the gradient's norm: sums over ranks round differently from one sum.
+        assert (results[0][1][name] - p.grad).norm() <= 1e-5 * p.grad.norm(), name
+
+
+@on_ranks(2)
+def test_bad_tensor_parallel_arguments_change_nothing(rank: int, world_size: int) -> None:
+    model = build("llama")
+    before = dict(model.named_modules())
+    for arguments, message in (
+        (dict(tp=3), "tp=3 does not divide the 2 ranks"),
+        (dict(tp=TensorParallel(1, sequence_parallel=True)), "tp is 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            parallelize(model, **arguments)
+        assert dict(model.named_modules()) == before

@@ -1,16 +1,29 @@
-"""`parallelize(model, cp=...)` on whole sequences: loss and gradients are those of one process."""
+"""`parallelize(model, cp=...)` on whole sequences: loss and gradients are those of one process; what is held and sent.
+
+torch refuses flex attention's backward on the CPU before it runs (``_validate_device``), though its plain implementation has
+one, which differs from SDPA's by rounding. The test of it takes that check away, in the process of a rank.
+"""
 
 from __future__ import annotations
 
 import copy
+import sys
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.attention import flex_attention as flex
 
-from nemo_like import ContextParallel, parallelize
+from nemo_like import ContextParallel, apply_activation_checkpointing, parallelize
+from nemo_like._util.live_bytes import LiveBytes
+from nemo_like.distributed.context import apply_context_parallel
+from nemo_like.distributed.context.methods import ring
+from nemo_like.torch_compat import TorchDispatchMode
 from tests.models.families import COMMON, hf
 from tests_distributed.context.cut_models import LENGTH, LOSS, batch, build, step, wrong_in_modes
+from tests_distributed.fsdp.packed_rows import wrong_forms
 from tests_distributed.spawn import on_ranks, run_ranks
 
 MODES = ("none", "full", "selective", "submodule", "50%")
@@ -111,3 +124,124 @@ def test_methods_refuse_attention_that_they_do_not_have(rank: int, world_size: i
     one_head = hf("LlamaForCausalLM", "LlamaConfig", **COMMON | {"num_key_value_heads": 1})()
     with pytest.raises(NotImplementedError, match="heads that 2 ranks divide, those of keys as well"):
         parallelize(one_head, cp=ContextParallel(2, "ulysses"))(**inputs)
+
+
+ROWS, LONG_LENGTH, LAYERS, HEADS, KV_HEADS, WIDTH = 1, 512, 4, 8, 4, 16
+HIDDEN = HEADS * WIDTH
+HEAD_BYTES = ROWS * LONG_LENGTH * WIDTH * 4
+"""Of one head over the whole sequence."""
+
+
+class SentBytes(TorchDispatchMode):
+    """Bytes that a rank sends to others, by operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: dict[str, int] = {}
+        self.calls: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "namespace", "") == "nemo_like" and "ring" not in func.name():
+            name, ranks = func.name().removeprefix("nemo_like::"), next(a for a in args[1:][::-1] if isinstance(a, int))
+            others = {"gather_sequence": ranks - 1}.get(name, (ranks - 1) / ranks)
+            self.sent[name] = self.sent.get(name, 0) + int(args[0].nbytes * others)
+            self.calls[name] = self.calls.get(name, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+    def __enter__(self) -> Any:
+        """What a ring sends inside of its operators is counted where it does."""
+        self._exchange = ring._exchange
+
+        def counted(sent: torch.Tensor, group: Any) -> Any:
+            self.sent["ring"] = self.sent.get("ring", 0) + sent.nbytes
+            return self._exchange(sent, group)
+
+        ring._exchange = counted
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        ring._exchange = self._exchange
+        super().__exit__(*exception)
+
+
+def _count(rank: int, world_size: int, method: str, modes: tuple[str, ...]) -> dict[str, tuple[int, Any, Any]]:
+    shape = COMMON | dict(
+        hidden_size=HIDDEN, intermediate_size=3 * HIDDEN, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS, max_position_embeddings=LONG_LENGTH, use_cache=False,
+    )  # fmt: skip
+    ids = torch.randint(1, 48, (ROWS, LONG_LENGTH), generator=torch.Generator().manual_seed(0))
+    found = {}
+    for mode in modes:
+        model = hf("LlamaForCausalLM", "LlamaConfig", **shape)().train()
+        if world_size > 1:
+            mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
+            apply_context_parallel(model, mesh, ContextParallel(world_size, method))
+        apply_activation_checkpointing(model, mode)
+        for _ in range(2):  # the first call compares batches, and makes what stays
+            with LiveBytes() as live, SentBytes() as sent:
+                loss = model(input_ids=ids, labels=ids).loss
+                held = live.live
+                loss.backward()
+        found[mode] = (held, sent.sent, sent.calls)
+    return found
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("method", ["all_gather", "ulysses", "ring"])
+def test_what_is_sent(method: str) -> None:
+    found = run_ranks(2, _count, method, ("none", "full"))[0]
+    _, sent, calls = found["none"]
+    both = LAYERS * 2 * KV_HEADS * HEAD_BYTES  # keys and values of the whole sequence
+    if method == "ring":  # a part to the next rank; in backward again, and float32 gradients once around
+        assert sent["ring"] == both // 2 + both // 2 + both
+        assert found["full"][1]["ring"] == sent["ring"] + both // 2, "sent again in backward"
+    elif method == "all_gather":  # keys and values of a part to each other rank; their gradients back
+        assert calls == {"gather_sequence": 2 * LAYERS, "scatter_sequence": 2 * LAYERS, "sum_parts": 1}
+        assert sent["gather_sequence"] == sent["scatter_sequence"] == LAYERS * KV_HEADS * HEAD_BYTES // 2 * 2
+        assert found["full"][2]["gather_sequence"] == 4 * LAYERS, "gathered again in backward"
+    else:
+        assert calls == {"heads_for_sequence": 4 * LAYERS, "sequence_for_heads": 4 * LAYERS, "sum_parts": 1}
+        each = LAYERS * (HEADS + 2 * KV_HEADS + HEADS) * HEAD_BYTES // 4  # half of a half of each
+        assert sent["heads_for_sequence"] + sent["sequence_for_heads"] == 2 * each
+
+
+def test_what_is_held_shrinks_with_the_ranks() -> None:
+    whole, half = _count(0, 1, "all_gather", ("full",)), run_ranks(2, _count, "all_gather", ("full",))[0]
+    assert half["full"][0] < 0.65 * whole["full"][0]
+
+
+FLEX_MODES = ("none", "full", "selective")
+
+
+def train_flex_on_the_cpu() -> None:
+    """Until the process ends, flex attention has a backward on the CPU, and nothing is compiled for it."""
+    flex._validate_device = lambda *states: None  # type: ignore[attr-defined]
+    flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True  # type: ignore[attr-defined]
+    integration: Any = sys.modules["transformers.integrations.flex_attention"]
+    masking: Any = sys.modules["transformers.masking_utils"]
+    integration.compile_friendly_flex_attention = _uncompiled
+    masking.create_block_mask = _made_eagerly
+
+
+def _uncompiled(query: Tensor, key: Tensor, value: Tensor, training: bool = False, **kwargs: Any) -> Any:
+    return flex.flex_attention(query, key, value, **kwargs)
+
+
+def _made_eagerly(*args: Any, _compile: bool = False, **kwargs: Any) -> flex.BlockMask:
+    return flex.create_block_mask(*args, **kwargs)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(
+    ("name", "modes"),
+    [("llama+flex", FLEX_MODES[2:]), *((name, FLEX_MODES) for name in ("llama+flex", "gemma3_text+flex", "bert+flex"))],
+)
+@on_ranks(2, timeout=240)
+def test_flex_attention(rank: int, world_size: int, name: str, modes: tuple[str, ...]) -> None:
+    whole = build(name)
+    train_flex_on_the_cpu()
+    wrong = wrong_in_modes(whole, batch(name), ContextParallel(2), modes)
+    if modes == FLEX_MODES and name.startswith("llama"):
+        wrong += wrong_forms(name, 2, ("selective",))
+        wrong += wrong_in_modes(build(name), batch(name), ContextParallel(2, "ulysses"), ("full",))
+    assert not wrong, wrong

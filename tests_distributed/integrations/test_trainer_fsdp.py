@@ -1,6 +1,7 @@
-"""`transformers.Trainer` under `accelerate launch` with FSDP2 on two ranks: bit for bit what it is without us.
+"""`transformers.Trainer` on two ranks: under `accelerate launch` with FSDP2 bit for bit what it is without us, and ``cp=2``.
 
-Weight decay, clipping, accumulation and evaluation are on.
+Weight decay, clipping, accumulation and evaluation are on. accelerate offers FSDP on accelerators alone. Its own code is
+what runs here; only the kind of job that it has found is renamed before it chooses.
 """
 
 from __future__ import annotations
@@ -14,11 +15,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 
-from tests_distributed.spawn import run_ranks
+from nemo_like import apply_activation_checkpointing
+from tests.models import decoders
+from tests.models.decoders import batch, build, loss_of
+from tests_distributed.spawn import on_ranks, run_ranks
 
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate", reason="the launcher is accelerate's")
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate", reason="the trainer and its launcher need it")
 
 JOB = Path(__file__).with_name("launched_trainer.py")
 CONFIG = """\
@@ -142,3 +147,97 @@ def test_what_accelerates_config_file_does_beside_us_is_refused(tmp_path: Path) 
     nested = "ValueError: accelerate's config (fsdp_activation_checkpointing: true) and ac= both checkpoint the model"
     assert found["full"].startswith(nested) and found["callback"].startswith(nested)
     assert found["chunked"].startswith("ValueError: accelerate's config (dynamo_backend: aot_eager) compiles the whole")
+
+
+STEPS = 12
+
+
+class CutRows(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    """Rows of 15 tokens with prompts of several lengths, which do not count."""
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = decoders.batch(1, 15, seed=index % 4)[0]
+        labels = ids.clone()
+        labels[: index % 9] = -100
+        return {"input_ids": ids, "labels": labels}
+
+
+def _curve(rank: int, world_size: int, folder: str, cp: int, loss: str) -> list[float]:
+
+    from nemo_like.integrations.transformers import CheckpointingMixin
+
+    class Trainer(CheckpointingMixin, transformers.Trainer):
+        pass
+
+    arguments = transformers.TrainingArguments(
+        output_dir=folder, per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=STEPS,
+        learning_rate=3e-3, save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True, logging_steps=1, seed=5,
+    )  # fmt: skip
+    trainer = Trainer(
+        model=decoders.build("qwen3"), args=arguments, train_dataset=CutRows(), eval_dataset=CutRows(), ac="selective",
+        cp=cp, loss=loss,
+    )  # fmt: skip
+    trainer.train()
+    found = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return [*found, trainer.evaluate()["eval_loss"]]
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("loss", ["model", "chunked"])
+def test_losses_are_those_of_whole_sequences(tmp_path: Path, loss: str) -> None:
+    (whole,) = run_ranks(1, _curve, str(tmp_path), 1, loss, init_group=False, timeout=120)
+    assert len(whole) == STEPS + 1 and whole[-2] < whole[0] - 0.5
+    for found in run_ranks(2, _curve, str(tmp_path), 2, loss, init_group=False, timeout=120):
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(whole), rtol=1e-4, atol=0)
+
+
+def _prepared(ac: str, **settings: Any) -> tuple[Any, torch.nn.Module, torch.optim.Optimizer]:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
+    from accelerate.utils import DistributedType
+
+    PartialState(cpu=True)
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"], **settings,
+    )  # fmt: skip
+    accelerator = Accelerator(fsdp_plugin=plugin, cpu=True)
+    assert accelerator.is_fsdp2
+    model = apply_activation_checkpointing(build("llama").eval(), ac)
+    return accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+
+def _train(rank: int, world_size: int, ac: str) -> tuple[list[float], list[str]]:
+    accelerator, model, optimizer = _prepared(ac)
+    losses = []
+    for step in range(3):
+        loss = loss_of(model, batch(2, 16, seed=2 * step + rank))
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, sorted({name for name, module in model.named_modules() if isinstance(module, FSDPModule)})
+
+
+@pytest.mark.long
+def test_every_layer_is_a_unit_in_every_mode() -> None:
+    results = {
+        ac: run_ranks(2, _train, ac, init_group=False, timeout=150)
+        for ac in ("none", "full", "selective", "submodule", "sequential")
+    }
+    for losses, units in results["none"]:
+        assert [name for name in units if "layers." in name] == [f"model.layers.{i}" for i in range(3)]
+        assert losses[2] < losses[0]
+    for ac, found in results.items():
+        assert found == results["none"], ac
+
+
+@pytest.mark.parametrize("ac", ["selective", "submodule"])
+@on_ranks(2, init_group=False, timeout=150)
+def test_accelerates_checkpointing_around_ours_is_refused(rank: int, world_size: int, ac: str) -> None:
+    _, model, _ = _prepared(ac, activation_checkpointing=True)
+    with pytest.raises(ValueError, match=r"fsdp_activation_checkpointing: true.*two wrappers nest"):
+        loss_of(model, batch())

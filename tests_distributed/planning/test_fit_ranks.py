@@ -1,17 +1,24 @@
-"""What `fit` recommends for several ranks runs on them, and peaks as predicted; all ranks get one report."""
+"""What `fit` recommends for several ranks runs on them, as printed too, and peaks as predicted; all ranks get one report."""
 
 from __future__ import annotations
 
+import json
 import logging
 import re
+import shlex
+from pathlib import Path
 
 import pytest
 import torch
 
-from nemo_like import parallelize
+from nemo_like import FSDP2, parallelize
+from nemo_like.models import resolve_model
+from nemo_like.options import PipelineParallel
 from nemo_like.planning.fit import fit
+from nemo_like.planning.fit.report import recipe
+from nemo_like.recipes import pretrain
 from tests.models.fit_models import llama
-from tests_distributed.allocated import loop_peak_bytes, pipeline_peak_bytes, pipeline_peak_range
+from tests_distributed.allocated import loop_peak_bytes, pipeline_peak_bytes
 from tests_distributed.spawn import run_ranks
 
 pytest.importorskip("transformers")
@@ -89,67 +96,78 @@ def test_the_best_pipeline_for_two_ranks_runs_and_peaks_as_predicted(pins):
     assert abs(predicted - worst) <= 0.01 * worst, (call, predicted, worst)
 
 
-def _run_cut_stages(rank, world_size, limit):
-    """Under cp, gloo's threads drop buffers late in most steps: between what numbers the peak lies."""
-    asked = {
-        "global_batch": 8,
-        "memory": limit,
-        "pp": 2,
-        "cp": 2,
-        "micro_batch": 2,
-        "schedule": "1f1b",
+TINY = {
+    "model_type": "llama", "hidden_size": 48, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 64, "use_cache": False,
+    "architectures": ["LlamaForCausalLM"],
+}  # fmt: skip
+ONE = [
+    {"ac": "plan", "loss": "chunked", "micro_batch": 2, "memory": "3MiB"},
+    {"ac": "selective", "loss": "model", "micro_batch": 4, "precision": "bf16", "offload": "boundary"},
+]
+TWO = [
+    {
+        "ac": "full",
         "loss": "model",
-    }
-    best = fit(llama(4), gpus=world_size, gpu="cpu", seq_len=64, ac="plan", **asked).best
-    pipeline = parallelize(llama(4), device="cpu", **best.kwargs())
-    ids = torch.randint(512, (8, 64), generator=torch.Generator().manual_seed(0))
-    return best.call(), best.peak_bytes, pipeline_peak_range(pipeline, {"input_ids": ids, "labels": ids})
+        "micro_batch": 2,
+        "reshard_after_forward": False,
+        "tp": 1,
+        "cp": 1,
+        "cpu_offload": True,
+    },
+    {"ac": "selective", "loss": "chunked", "micro_batch": 4, "tp": 2, "cp": 1},
+    {"ac": "full", "loss": "model", "micro_batch": 2, "pp": 2, "schedule": "1f1b"},
+]
 
 
-@pytest.mark.long
-def test_the_best_pipeline_that_shares_sequences_runs_and_peaks_as_predicted():
-    limit = 5 << 19
-    found = run_ranks(4, _run_cut_stages, limit, timeout=280)
-    call, predicted, _ = found[0]
-    assert {other for other, _, _ in found} == {call} and "cp=2" in call
-    assert re.search(r"pp=(2|PipelineParallel\(size=2)", call)
-    # Two ranks share a stage, and what they hold is the same.
-    stages = [[ends for _, _, ends in found[pair : pair + 2]] for pair in (0, 2)]
-    lowest = max(max(low for low, _ in pair) for pair in stages)
-    highest = max(min(high for _, high in pair) for pair in stages)
-    assert 0.99 * lowest <= predicted <= min(limit, 1.01 * highest), (call, predicted, lowest, highest)
-    assert highest - lowest <= 0.05 * highest, "events of too many buffers are missing to say anything"
+def _run_lines(rank, world_size, config, data, asked):
+    """Losses of the recipe's two steps, and of one step of the pasted line."""
+    said = {"gpus": world_size, "gpu": "cpu", "seq_len": 64, "global_batch": 8, "offload": "none"} | asked
+    report = fit(config, **said)
+    best = report.best
+    ids = torch.randint(256, (best.layout.micro_batch, 64), generator=torch.Generator().manual_seed(1))
+    names = {"parallelize": parallelize, "FSDP2": FSDP2, "PipelineParallel": PipelineParallel}
+    names |= {"model": resolve_model(config).build(), "batch": {"input_ids": ids, "labels": ids}}
+    exec(best.call(), names)
+    model, whole = names.get("pipeline", names["model"]), ids.repeat(best.layout.grad_accum, 1)
+    staged = best.layout.pp > 1
+    pasted = model.step(input_ids=whole, labels=whole) if staged else model(input_ids=ids, labels=ids).loss
+    command, out = recipe(report, best), Path(data).parent / "run.json"
+    begin, words = re.split(r"-m nemo_like\.recipes\.pretrain ", command)
+    more = ["--data", data, "--steps", "2", "--device", "cpu", "--eval-samples", "0", "--json", str(out)]
+    assert pretrain.main([*shlex.split(words), *more]) == 0, command
+    assert (begin == "python ") == (world_size == 1) and f"--batch-size {best.layout.sequences}" in words
+    return command, float(pasted.detach()), json.loads(out.read_text())["losses"] if rank == 0 else None
 
 
-def _run_experts(rank, world_size, limit, pins):
-    """Of a model whose tokens all go to the experts of the first rank, which is what `imbalance` says."""
-    from tests.models.expert_families import all_to_the_first_rank, tokens
-
-    best = fit(
-        all_to_the_first_rank(),
-        gpus=world_size,
-        gpu="cpu",
-        seq_len=64,
-        global_batch=4,
-        memory=limit,
-        imbalance=2.0,
-        **pins,
-    ).best
-    model = parallelize(all_to_the_first_rank(), device="cpu", **best.kwargs())
-    ids = tokens(best.layout.micro_batch, 64, seed=rank // best.layout.tp)
-    batch = {"input_ids": ids, "labels": ids}
-    return best.call(), best.peak_bytes, loop_peak_bytes(model, batch)
+def _check_lines(command, pasted, losses, asked):
+    assert len(losses) == 2 and all(0 < loss < 10 for loss in [pasted, *losses]), (command, pasted, losses)
+    if "reshard_after_forward" in asked:
+        assert "--reshard-after-forward no" in command and command.endswith("--cpu-offload")
+    if "plan" in asked.values():
+        assert re.search(r"--ac [\d.]+[KMG]iB", command)
 
 
-@pytest.mark.long
-def test_the_best_with_experts_beside_tensor_parallelism_runs_and_peaks_as_predicted():
-    pins = {"tp": 2, "ep": 2, "micro_batch": 2, "ac": "plan", "offload": "none", "loss": "model"}
-    limit = 7 << 19
-    found = run_ranks(4, _run_experts, limit, pins, timeout=280)
-    assert len({call for call, _, _ in found}) == 1 and "tp=2, ep=ExpertParallel(size=2" in found[0][0]
-    for rank, (call, predicted, measured) in enumerate(found):
-        assert predicted <= limit
-        if rank % 2:  # its experts get no token
-            assert measured < predicted, (call, predicted, measured)
-        else:
-            assert abs(predicted - measured) <= 0.01 * measured, (call, predicted, measured)
+def _inputs(folder):
+    (folder / "config.json").write_text(json.dumps(TINY))
+    (folder / "text.txt").write_text("a text that is learned, " * 400)
+    return str(folder / "config.json"), str(folder / "text.txt")
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("asked", ONE[::-1])
+def test_both_lines_run_on_one_device(tmp_path, asked):
+    _check_lines(*_run_lines(0, 1, *_inputs(tmp_path), asked), asked)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(
+    "asked",
+    [
+        pytest.param(TWO[0], id="kept gathered, on the host"),
+        pytest.param(TWO[1], id="tp", marks=pytest.mark.long),
+        pytest.param(TWO[2], id="stages"),
+    ],
+)
+def test_both_lines_run_on_two_ranks(tmp_path, asked):
+    _check_lines(*run_ranks(2, _run_lines, *_inputs(tmp_path), asked, timeout=280)[0], asked)

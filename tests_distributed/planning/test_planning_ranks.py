@@ -1,13 +1,162 @@
-"""Planning in a job: rank 0 plans for all, and its error is everybody's."""
+"""Plans of jobs on several ranks: one for all of them, of the weights that tensor parallelism leaves, and for each stage."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 
-from tests_distributed.spawn import run_ranks
+from nemo_like import Job, parallelize
+from nemo_like.activation_checkpointing.engine import run_region
+from nemo_like.distributed.pipeline.schedules import actions_of
+from nemo_like.options import MemoryBudget, PipelineParallel, StepSpec
+from nemo_like.planning import Plan
+from nemo_like.planning.answers.rank import peak_of
+from nemo_like.planning.devices import resolve_device
+from nemo_like.planning.query import PlanQuery
+from nemo_like.planning.trace.layer_memory import backward_of_inputs
+from tests.checks import assert_bitwise, step
+from tests.planning.queries import plan_of
+from tests_distributed.allocated import allocator_events, step_peak_bytes
+from tests_distributed.spawn import on_ranks, run_ranks
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
+
+SEQ, VOCAB = 128, 384
+STEP = StepSpec(keeps_output=False)
+MODES = ("none", "full", "selective", "40%")
+
+
+def _build(name: str = "LlamaConfig", layers: int = 6) -> Any:
+    torch.manual_seed(0)
+    shape = dict(
+        hidden_size=64, intermediate_size=160, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=VOCAB, max_position_embeddings=SEQ, use_cache=False, tie_word_embeddings=False, head_dim=16,
+    )  # fmt: skip
+    return transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**shape)).train()
+
+
+def _batch(rows: int = 2) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, VOCAB, (rows, SEQ), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "labels": ids}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "name", "precision", "modes"),
+    [
+        (2, "LlamaConfig", None, ("none", "40%")),
+        pytest.param(2, "LlamaConfig", None, MODES, marks=pytest.mark.long),
+        *(
+            pytest.param(4, name, precision, MODES, marks=pytest.mark.long)
+            for name in ("LlamaConfig", "Qwen3Config", "MistralConfig")
+            for precision in (None, "bf16")
+        ),
+    ],
+)
+@on_ranks(timeout=280)
+def test_a_budget_beside_tp(
+    rank: int, world_size: int, name: str, precision: str | None, modes: tuple[str, ...]
+) -> None:
+    """On two ranks FSDP2 gathers on one rank, too."""
+    job = Job.of(world_size=world_size, tp=2, step=STEP, precision=precision, gpu="cpu")
+    query, first = PlanQuery.of(_build(name, 2), _batch(), job), dict[str, torch.Tensor]()
+    for ac in modes:
+        model = parallelize(_build(name, 2), ac=ac, tp=2, sample_input=_batch(), step=STEP, precision=precision)
+        found = step(model, **_batch())
+        first = first or found
+        assert_bitwise(found, first, ac)
+        optimizer = torch.optim.AdamW(model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+
+        def one(optimizer: Any = optimizer, model: Any = model) -> None:
+            model(**_batch()).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        measured = step_peak_bytes(model, optimizer, one)
+        said = [0]  # by the first rank, for all
+        if rank == 0:
+            by_budget = "%" in ac
+            said = [
+                plan_of(query, MemoryBudget.parse(ac)).peak_bytes
+                if by_budget
+                else peak_of(query, query.uniform(ac)).total
+            ]
+        torch.distributed.broadcast_object_list(said)
+        (predicted,) = said
+        assert abs(predicted - measured) <= 0.01 * measured, (ac, predicted, measured)
+
+
+def _query(pp: PipelineParallel, shard_ranks: int = 1, name: str = "LlamaConfig", **setup: Any) -> PlanQuery:
+    return PlanQuery.of(
+        _build(name),
+        _batch(),
+        Job.of(world_size=shard_ranks * pp.size, step=StepSpec(), **setup, gpu=resolve_device("cpu"), pp=pp),
+    )
+
+
+def test_actions_are_those_of_torch() -> None:
+    # 1F1B's and GPipe's tables are ours; torch prints its own since 2.13, beside what it runs.
+    rank = actions_of(PipelineParallel(4, microbatches=6))[1]
+    assert " ".join(map(str, rank)) == "1F0 1F1 1F2 1B0 1F3 1B1 1F4 1B2 1F5 1B3 1B4 1B5"
+    first = actions_of(PipelineParallel(2, schedule="gpipe", microbatches=2))[0]
+    assert " ".join(map(str, first)) == "0F0 0F1 0B0 0B1"
+
+
+def test_early_stages_of_1f1b_keep_less_of_each_microbatch() -> None:
+    pp = PipelineParallel(3, microbatches=6)
+    query = _query(pp)
+    assert [query.most_in_flight(index) for index in range(3)] == [3, 2, 1]
+    plan = plan_of(query, MemoryBudget.parse("6MiB"), "6MiB")
+    held = {layer.fqn: layer.held_bytes for layer in plan.layers}
+    first, last = held["model.layers.0"], held["model.layers.5"]
+    assert len(held) == 6 and first < last
+    assert plan.step["balance"] == query.counts and plan.peak_bytes <= 6 << 20
+    loaded = Plan.load(_saved(plan))
+    assert loaded.only(["model.layers.0"]).layers == (loaded.layers[0],)
+
+
+def _saved(plan: Plan) -> str:
+    import tempfile
+
+    with tempfile.NamedTemporaryFile(suffix=".json", delete=False) as file:
+        plan.save(file.name)
+    return file.name
+
+
+def _kept_between_halves(query: PlanQuery, mode: str) -> tuple[int, int]:
+    """Of a middle layer of the second stage, for a microbatch that comes after the first: predicted, counted."""
+    stage, choices = query.stages[1], query.uniform(mode)[1]
+    predicted = stage.layer_calls(choices, accumulate=True, received=True, halves=True)[0].events
+    policy = stage.part.policy(stage.part.traced.calls[0].kind, choices[0])
+    model = _build()
+    layer = model.model.layers[2]
+    hidden = torch.randn(2, SEQ, 64, requires_grad=True)
+    given = {"position_embeddings": model.model.rotary_emb(hidden, torch.arange(SEQ)[None])}
+    rest: list[Any] = []
+
+    def first_half() -> None:
+        out = layer(hidden, **given) if policy is None else run_region(layer, (hidden,), given, policy=policy)
+        grads = [torch.ones_like(out)]
+        rest.append(backward_of_inputs([out], grads, [hidden], layer.parameters()))
+
+    for _ in range(2):  # the first one learns what the layer draws and writes
+        first_half()
+        rest.pop()()
+    hidden.grad = None
+    _, left = allocator_events(first_half)
+    assert hidden.grad is not None
+    return predicted.between, left - hidden.grad.untyped_storage().nbytes()
+
+
+def test_what_is_kept_between_the_halves_is_what_the_allocator_counts() -> None:
+    query = _query(PipelineParallel(2, schedule="zbv", microbatches=4))
+    found = {mode: _kept_between_halves(query, mode) for mode in ("none", "full", "selective")}
+    assert {case: predicted - counted for case, (predicted, counted) in found.items()} == dict.fromkeys(found, 0)
+    kept = {case: counted for case, (_, counted) in found.items()}
+    assert kept["full"] < kept["selective"] < kept["none"]
 
 
 def _plan(rank, world_size, budget):
