@@ -1,7 +1,8 @@
-"""Counts operators while a block runs: collectives, and our own."""
+"""What happens while a block runs: operators, collectives among them, and what our logger says."""
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from typing import Any
 
@@ -32,3 +33,12 @@ class CountCollectives(CountOps):
     def gathers(self) -> int:
         """All-gathers of parameters."""
         return sum(count for name, count in self.counts.items() if "allgather" in name)
+
+
+def heard() -> list[str]:
+    """What our logger says in this process from here on."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("nemo_like").addHandler(handler)
+    return lines

@@ -118,14 +118,9 @@ def _llama3_8b(layers: int = 4, vocab_size: int = 131072) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        vocab_size=vocab_size,
-        num_hidden_layers=layers,
-        use_cache=False,
-    )
+        hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, vocab_size=vocab_size,
+        num_hidden_layers=layers, use_cache=False,
+    )  # fmt: skip
     with torch.device("meta"):
         return LlamaForCausalLM(config)
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from nemo_like import FSDP2, parallelize
 from nemo_like.options import TensorParallel
+from tests.checks import gradients_of
 from tests.test_unchanged import everything_of
 from tests_distributed.small_model import VOCAB, WIDTH, tokens
 from tests_distributed.spawn import on_ranks
@@ -44,8 +44,7 @@ class Encoding(nn.Module):
 
 
 def _grads(model: nn.Module) -> list[torch.Tensor]:
-    found = [p.grad for p in model.parameters() if p.grad is not None]
-    return [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in found]
+    return list(gradients_of(model).values())
 
 
 @on_ranks(2)

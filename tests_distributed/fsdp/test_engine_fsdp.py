@@ -27,6 +27,7 @@ from nemo_like.activation_checkpointing.spec import segments_of
 from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from tests.checks import assert_bitwise, gradients_of, same
 from tests.models.blocks import LlamaBlock
+from tests_distributed.counting import CountOps
 from tests_distributed.spawn import on_ranks, run_ranks
 
 POLICIES = {"full": FullPolicy(), "selective": SelectivePolicy(), "kept": SelectivePolicy(every_nth_matmul=None)}
@@ -133,16 +134,8 @@ def test_tensor_parallel_layers_in_a_region(rank: int, world_size: int) -> None:
 @on_ranks(2)
 def test_an_all_to_all_is_kept_and_never_replayed(rank: int, world_size: int) -> None:
     import torch.distributed._functional_collectives as funcol
-    from torch.utils._python_dispatch import TorchDispatchMode
 
     from tests.models.blocks import checkpoint_region
-
-    seen: list[str] = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.append(str(func))
-            return func(*args, **(kwargs or {}))
 
     def exchange(x: torch.Tensor) -> torch.Tensor:
         y = funcol.all_to_all_single_autograd(x.exp(), None, None, dist.group.WORLD)
@@ -151,11 +144,10 @@ def test_an_all_to_all_is_kept_and_never_replayed(rank: int, world_size: int) ->
     x = torch.randn(4, 4).requires_grad_()
     (wanted,) = torch.autograd.grad(exchange(x).sum(), x)
     y = checkpoint_region(exchange, x, policy=SelectivePolicy())
-    with Watch():
+    with CountOps("_c10d_functional") as seen:
         y.sum().backward()
     assert x.grad is not None and torch.equal(x.grad, wanted)
-    calls = sum("all_to_all_single" in name for name in seen)
-    assert calls == 1  # its own backward is one all-to-all; a replay would add a second
+    assert seen.counts["all_to_all_single"] == 1  # its own backward is one all-to-all; a replay would add a second
 
 
 @on_ranks(2)

@@ -1,4 +1,4 @@
-"""Sixteen kinds of model under FSDP2 on two ranks; towers that a rank skips; storage dtypes; adapters and k bits."""
+"""Sixteen kinds of model under FSDP2 on two ranks; towers that a rank skips; adapters and k bits."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_fsdp2_in_every_mode_is_bitwise_one_rank(rank: int, world_size: int, nam
 def test_a_rank_without_an_image_with_a_trainable_projector(
     rank: int, world_size: int, name: str, frozen_sharding: str, mode: str
 ) -> None:
-    """Ranks that meet a tower and ranks that do not."""
+    """Known failure 13: ranks that meet a tower and ranks that do not wait for each other."""
     family = FAMILIES[name]
 
     def build() -> nn.Module:
@@ -100,6 +100,8 @@ def test_a_rank_without_an_image_with_a_trainable_projector(
     torch.manual_seed(0)
     sum(reference(**batch(index)).loss for index in range(2)).div(2).backward()  # type: ignore[union-attr]
     model = parallelize(build(), ac=mode, strategy=FSDP2(frozen_sharding=frozen_sharding))
+    towers = [p for p in model.parameters() if not p.requires_grad]
+    assert towers and all(isinstance(p, DTensor) == (frozen_sharding != "replicate") for p in towers)
     torch.manual_seed(0)
     model(**batch(rank)).loss.backward()
     trained = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
@@ -110,31 +112,7 @@ def test_a_rank_without_an_image_with_a_trainable_projector(
             torch.testing.assert_close(whole(parameter.grad), trained[parameter_name], rtol=1e-5, atol=1e-7)
 
 
-# ------------------------------------------------------------------------------- storage dtypes, adapters, k-bit weights
-
-
-@pytest.mark.parametrize("mode", ["none", "selective"])
-@on_ranks(2)
-def test_layers_of_mixed_storage_dtypes(rank: int, world_size: int, mode: str) -> None:
-    """Fresh and accumulated gradients, and parameters, of two dtypes in one layer."""
-    family = FAMILIES["llama"]
-
-    def build() -> nn.Module:
-        model = family.build().to(torch.bfloat16)
-        for name, module in model.named_modules():
-            if name.endswith("norm"):
-                module.float()
-                # What such models do: compute in float32, hand on the dtype they were given.
-                module.register_forward_hook(lambda _module, args, output: output.to(args[0].dtype))
-        return model
-
-    reference = build()
-    model = parallelize(build(), ac=mode)
-    for seed in (1, 2):
-        family.step(reference, seed).backward()
-        family.step(model, seed).backward()
-    assert {p.grad.dtype for p in model.parameters()} == {torch.bfloat16, torch.float32}
-    assert differences(model, reference) == []
+# ------------------------------------------------------------------------------- ------------- adapters, k-bit weights
 
 
 @pytest.mark.few(2)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
-import logging
 from contextlib import nullcontext
 
 import pytest
@@ -14,7 +12,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_like import parallelize
 from nemo_like.losses import chunked_cross_entropy, chunked_log_probs
@@ -22,23 +19,10 @@ from nemo_like.losses.model_loss import chunk_model_loss
 from nemo_like.options import FSDP2, ChunkedLoss, Precision, TensorParallel
 from tests.checks import gradients_of, whole
 from tests.models.decoders import batch, build
+from tests_distributed.counting import CountCollectives, heard
 from tests_distributed.spawn import on_ranks, run_ranks
 
 CHUNKS = ChunkedLoss(chunk_tokens=5)
-
-
-class Collectives(TorchDispatchMode):
-    """Counts all-gathers and reduce-scatters."""
-
-    def __enter__(self):
-        self.gathers = self.scatters = 0
-        return super().__enter__()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.name().replace("_", "")
-        self.gathers += "allgather" in name
-        self.scatters += "reducescatter" in name
-        return func(*args, **(kwargs or {}))
 
 
 def undropped(name):
@@ -63,10 +47,10 @@ def step(model, ids, chunked=False):
 def _train(rank, world_size, name, loss, arguments, tp):
     model = parallelize(undropped(name), loss=loss, **arguments)
     mine = batch(4).chunk(world_size // tp)[rank // tp]
-    with Collectives() as counted:
+    with CountCollectives() as counted:
         first = step(model, mine, loss != "model")
     grads = {name.removeprefix("module."): grad for name, grad in gradients_of(model).items()}
-    return first, grads, (counted.gathers, counted.scatters)
+    return first, grads, (counted.gathers, counted.counts["_reduce_scatter_base_"])
 
 
 def reference(name):
@@ -175,24 +159,13 @@ def _hidden_in_parts(rank, world_size):
     model = _SequenceCut(init_device_mesh("cpu", (2,)))
     ids = torch.arange(14).view(2, 7)[:, :6] % 7
     plain = model(ids, labels=ids)
-    said = io.StringIO()
-    logging.getLogger("nemo_like").addHandler(logging.StreamHandler(said))
+    said = heard()
     assert torch.equal(chunk_model_loss(model, CHUNKS)(ids, labels=ids), plain)
-    return said.getvalue()
+    return said
 
 
 def test_hidden_states_in_parts_take_whole_logits():
-    assert "because its hidden states are cut over ranks" in run_ranks(2, _hidden_in_parts)[0]
-
-
-class Reductions(TorchDispatchMode):
-    """Counts the in-place all-reduces, which are the softmax's."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func.name().startswith("c10d::allreduce")
-        return func(*args, **(kwargs or {}))
+    assert "because its hidden states are cut over ranks" in str(run_ranks(2, _hidden_in_parts)[0])
 
 
 @on_ranks(2)
@@ -205,14 +178,14 @@ def test_a_vocabulary_over_two_ranks(rank, world_size):
     cut = _cut_heads(mesh, whole)
     found = []
     for head in (whole, cut):
-        with Reductions() as counted:
+        with CountCollectives() as counted:
             loss = chunked_cross_entropy(hidden, head, labels, chunk_tokens=3, label_smoothing=0.1, z_loss=0.1)
             log_probs = chunked_log_probs(hidden, head, labels, chunk_tokens=3)
         grads = torch.autograd.grad(loss + log_probs.square().sum(), [hidden, *head.parameters()])
         found.append([loss, log_probs, *(g.full_tensor() if hasattr(g, "full_tensor") else g for g in grads)])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-    assert counted.count == 12  # three chunks of each of the two, and two reductions for each
+    assert counted.counts["allreduce_"] == 12  # three chunks of each of the two, and two reductions for each
 
 
 def _own_unit(rank, world_size, output_dtype):
@@ -222,7 +195,7 @@ def _own_unit(rank, world_size, output_dtype):
     expected = [chunked_cross_entropy(hidden, head, labels), chunked_log_probs(hidden, head, labels).square().sum()]
     grads = torch.autograd.grad(sum(expected), [hidden, *head.parameters()])
     fully_shard(head, mp_policy=MixedPrecisionPolicy(output_dtype=output_dtype))
-    with Collectives() as counted:
+    with CountCollectives() as counted:
         loss = chunked_cross_entropy(hidden, head, labels, chunk_tokens=2)
         log_probs = chunked_log_probs(hidden, head, labels, chunk_tokens=2)
         assert torch.equal(loss, loss.float()) and log_probs.dtype == torch.float32
@@ -231,7 +204,7 @@ def _own_unit(rank, world_size, output_dtype):
     for ours, theirs in zip([hidden.grad, *(p.grad.full_tensor() for p in head.parameters())], grads, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
     assert head(hidden).dtype == (output_dtype or torch.float32)
-    return counted.gathers, counted.scatters
+    return counted.gathers, counted.counts["_reduce_scatter_base_"]
 
 
 @pytest.mark.parametrize("output_dtype", [None, torch.bfloat16])

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
 
 from nemo_like.distributed import clip_grad_norm_
+from tests.checks import whole
 from tests.models import decoders
 from tests_distributed.spawn import on_ranks, run_ranks
 
@@ -36,10 +36,7 @@ def _ids(step: int, row: int) -> Tensor:
 
 
 def _whole(model: nn.Module) -> dict[str, Tensor]:
-    return {
-        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
-        for name, p in model.named_parameters()
-    }
+    return {name: whole(p).detach().clone() for name, p in model.named_parameters()}
 
 
 def _fabric(rank: int, world_size: int, folder: str, settings: dict[str, Any] | None, tp: int = 1) -> Any:
@@ -67,7 +64,7 @@ def _fabric(rank: int, world_size: int, folder: str, settings: dict[str, Any] | 
             norm = fabric.clip_gradients(model, optimizer, max_norm=0.5)
         optimizer.step()
         optimizer.zero_grad()
-        losses.extend([loss.item(), (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()])
+        losses.extend([loss.item(), whole(norm).item()])
 
     for number in range(2):
         step(number)

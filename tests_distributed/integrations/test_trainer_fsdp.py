@@ -166,7 +166,6 @@ class CutRows(torch.utils.data.Dataset):  # type: ignore[type-arg]
 
 
 def _curve(rank: int, world_size: int, folder: str, cp: int, loss: str) -> list[float]:
-
     from nemo_like.integrations.transformers import CheckpointingMixin
 
     class Trainer(CheckpointingMixin, transformers.Trainer):
