@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -127,22 +126,6 @@ def test_the_replay_computes_the_matmuls_that_the_policy_drops_and_no_other(back
     # Whole layers: all but the last (eager stops before it); a compiled layer is replayed as one piece, to its end.
     full = parallelize(build("llama"), "single", "full", compile=backend)
     assert matmuls_in_backward(full, bool(backend)) - none == (7 if backend else 6) * LAYERS
-
-
-@pytest.mark.long
-def test_inductor_draws_the_same_dropout_masks_in_its_replay() -> None:
-    """Inductor's masks are its own, so the reference is inductor: with PyTorch's own checkpointing, and without any."""
-    theirs = build("plain")
-    for index, block in enumerate(theirs.blocks):
-        theirs.blocks[index] = checkpoint_wrapper(block)
-        theirs.blocks[index].compile(backend="inductor")
-    expected = gradients(theirs)
-    torch.compiler.reset()
-    got = gradients(parallelize(build("plain"), "single", "selective", compile="inductor"))
-    assert_bitwise(got, expected)
-    if torch.__version__ < (2, 15):  # from then on, inductor draws other masks in a checkpointed region than outside
-        torch.compiler.reset()
-        assert_bitwise(got, gradients(parallelize(build("plain"), "single", "none", compile="inductor")))
 
 
 class DroppingOut(nn.Module):

@@ -1,21 +1,21 @@
-"""What context parallelism refuses: before the first change, naming what mixes along the sequence."""
+"""What context parallelism refuses before the first change, and what fails once its forward runs without values."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 
 from nemo_like import ContextParallel, parallelize
 from nemo_like.distributed.context import check_context_parallel, cut_for_planning
-from nemo_like.distributed.context.methods.ring import (
-    attention_block,
-    attention_block_backward,
-)
+from nemo_like.distributed.context.methods.ring import attention_block, attention_block_backward
 from nemo_like.distributed.context.sequence_ops import cut, join, pad, padded_length, positions, split
-from tests.models.families import COMMON, ENCODER, FAMILIES, HEADED, causal, hf
+from nemo_like.distributed.trial import try_context_parallel, try_tensor_parallel
+from nemo_like.layers import find_layers
+from nemo_like.options import TensorParallel
+from tests.models.families import COMMON, DIM, ENCODER, FAMILIES, HEADED, VOCAB, Block, causal, hf
 from tests_distributed.context.cut_models import build
 
 REFUSED = {
@@ -167,3 +167,69 @@ def test_tiles_compute_what_attention_of_torch_does(causal: bool) -> None:
         found = attention_block_backward(grad, query, key, value, out, total, causal, 0.3)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found, torch.autograd.grad(expected, (query, key, value), grad), rtol=1e-4, atol=1e-5)
+
+
+DOGE = hf("DogeForCausalLM", "DogeConfig", vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+          num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64)  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["all_gather", "ring"])
+def test_a_forward_that_fails_on_parts_of_sequences(method: str) -> None:
+    """Its layers make masks of their own."""
+    model = DOGE()
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    with pytest.raises(
+        ValueError, match=r"cp=2 cannot cut the sequences of this .* fails on parts .*sdpa_attention.*cp=1"
+    ):
+        try_context_parallel(model, ContextParallel(2, method), find_layers(model))
+    assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
+
+
+def test_forwards_that_fail_with_a_part_of_the_weights() -> None:
+    with pytest.raises(
+        ValueError, match=r"tp=2 cannot split this DogeForCausalLM by its plan: .* fails with a part of them"
+    ):
+        try_tensor_parallel(DOGE(), TensorParallel(2))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "deepseek_v3", "qwen2_vl"])
+def test_forwards_that_run(name: str) -> None:
+    model = FAMILIES[name].build()
+    try_context_parallel(model, ContextParallel(2), find_layers(model))
+    try_tensor_parallel(model, TensorParallel(2))
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+class _LossOfTheHead(nn.Module):
+    """Computes its loss from the head's weight, in training alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(VOCAB, DIM), nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(DIM, VOCAB, bias=False)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        if labels is None:
+            return self.head(x)
+        return F.cross_entropy(F.linear(x, self.head.weight).flatten(0, 1), labels.flatten())
+
+
+PLAN = {"blocks.*.mlp.0": "colwise", "blocks.*.mlp.3": "rowwise", "head": "colwise_gather_output"}
+
+
+def test_a_cut_weight_that_is_read_outside_of_its_module() -> None:
+    ids, options = torch.zeros(2, 8, dtype=torch.long), TensorParallel(2, plan=PLAN)
+    with pytest.raises(ValueError, match=r"fails with a part of them.*DTensor"):
+        try_tensor_parallel(_LossOfTheHead(), options, sample_input={"input_ids": ids, "labels": ids})
+    try_tensor_parallel(_LossOfTheHead(), options, sample_input={"input_ids": ids})
+    try_tensor_parallel(_LossOfTheHead(), options)  # nobody says what it is called with
+
+
+def test_a_model_that_fails_whole_says_nothing_of_the_split() -> None:
+    model = DOGE()
+    wrong = {"input_ids": torch.zeros(3)}
+    try_context_parallel(model, ContextParallel(2), find_layers(model), wrong)
+    try_tensor_parallel(model, TensorParallel(2), sample_input=wrong)

@@ -1,20 +1,42 @@
-"""The documents say what is so: the page of public names is made from the docstrings."""
+"""The documents say what is so: generated pages, Python blocks, commands, screens and examples.
+
+Every Python block of README.md and docs/ runs as it stands, or the line above it says why it does not. The blocks of one
+file run in order, in one namespace. An HTML comment right above a block, which readers of the page do not see, may say one
+of two things:
+
+    <!-- given:
+    what the reader has by then: a model, a batch
+    -->
+
+    <!-- not run: needs a GPU -->
+
+Above a block of another language, ``<!-- file: NAME -->`` writes it to a file that the Python blocks read.
+"""
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import importlib.util
+import io
+import json
 import re
-import subprocess
+import runpy
 import sys
 import tomllib
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from nemo_like import cli
 from nemo_like.commands import COMMANDS
+from tests.tools.followed import follow, pages, steps
+from tests.tools.screens import DOCS, Screen, screens, without_times
+
+pytest.importorskip("transformers")
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -56,23 +78,6 @@ def test_signatures_are_the_same_on_every_machine() -> None:
         "call(x: int, *, torch: str = torch.__version__, what: object = <built-in function len>) -> dict[str, int]"
     )
     assert api_docs.signature("call", call) == f"```text\n{expected}\n```\n"
-
-
-@pytest.mark.long
-def test_a_page_that_is_not_current_is_refused(tmp_path: Path) -> None:
-    script = (tmp_path / ".ci").joinpath("api_docs.py")
-    script.parent.mkdir()
-    script.write_text((ROOT / ".ci" / "api_docs.py").read_text(encoding="utf-8"), encoding="utf-8")
-    (tmp_path / "docs" / "reference").mkdir(parents=True)
-
-    def run(*options: str) -> int:
-        return subprocess.run([sys.executable, script, *options], cwd=ROOT, capture_output=True, check=False).returncode
-
-    assert run() == 0
-    page = tmp_path / "docs" / "reference" / "api" / "nemo_like.md"
-    assert "## `parallelize`" in page.read_text(encoding="utf-8")
-    page.write_text(page.read_text(encoding="utf-8").replace("## `plan_for`", "## `plan`"), encoding="utf-8")
-    assert run("--check") == 1
 
 
 def test_every_file_that_a_document_names_exists() -> None:
@@ -170,3 +175,251 @@ def test_every_documented_argument_exists() -> None:
                 f"{path.stem}.{node.name}: {name}" for name in documented - (documented if taken is None else taken)
             ]
     assert not stale
+
+
+FILES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"(?:^<!--(?P<comment>(?:(?!-->).)*)-->\n)?^```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+FILE = re.compile(r"^<!-- file: (?P<name>\S+) -->\n```\w*\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Block:
+    path: str
+    line: int
+    code: str
+    given: str
+    """Code that runs before, from the comment above."""
+    reason: str | None
+    """Why it is not run; None: it is."""
+
+
+def blocks(text: str, path: str) -> list[Block]:
+    found = []
+    for match in BLOCK.finditer(text):
+        line = text.count("\n", 0, match.start("code")) + 1
+        comment = (match["comment"] or "").strip()
+        kind, _, rest = comment.partition(":")
+        if comment and kind not in ("given", "not run"):
+            raise ValueError(
+                f"{path}:{line}: the comment above a block starts with 'given:' or 'not run:', not {kind!r}"
+            )
+        if kind == "not run" and len(rest.split()) < 2:
+            raise ValueError(f"{path}:{line}: 'not run:' without a reason")
+        given, reason = (rest, None) if kind == "given" else ("", rest.strip() if comment else None)
+        found.append(Block(path, line, match["code"], given, reason))
+    if len(found) != len(re.findall(r"^\s*```python", text, re.MULTILINE)):
+        raise ValueError(f"{path}: a Python block that is indented or never ends")
+    return found
+
+
+def run(block: Block, namespace: dict) -> None:
+    exec(compile(block.given, f"{block.path}:{block.line} (given)", "exec"), namespace)
+    # Empty lines in front, so that a traceback names the line of the document.
+    exec(compile("\n" * (block.line - 1) + block.code, block.path, "exec"), namespace)
+
+
+def _with_blocks() -> list[Path]:
+    return [path for path in FILES if "```python" in path.read_text(encoding="utf-8")]
+
+
+@pytest.mark.parametrize("path", _with_blocks(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_blocks_of_a_document_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    module = ModuleType("document")
+    monkeypatch.setitem(sys.modules, "document", module)  # dataclasses look their module up
+    text = path.read_text(encoding="utf-8")
+    for file in FILE.finditer(text):
+        Path(file["name"]).write_text(file["text"], encoding="utf-8")
+    for block in blocks(text, str(path.relative_to(ROOT))):
+        if block.reason is None:
+            run(block, vars(module))
+
+
+def test_most_blocks_run() -> None:
+    all_blocks = [block for path in _with_blocks() for block in blocks(path.read_text(encoding="utf-8"), str(path))]
+    assert sum(block.reason is None for block in all_blocks) >= 9
+
+
+def test_blocks_are_found_with_what_stands_above_them() -> None:
+    text = (
+        "a\n<!-- given:\nx = 1\n-->\n```python\ny = x + 1\n```\n\n<!-- not run: needs a GPU -->\n```python\nno()\n```\n"
+    )
+    first, second = blocks(text, "page.md")
+    assert (first.line, first.reason, second.line, second.reason) == (6, None, 11, "needs a GPU")
+    namespace: dict = {}
+    run(first, namespace)
+    assert namespace["y"] == 2
+
+
+def test_a_failing_block_names_the_line_of_the_document() -> None:
+    (block,) = blocks("one\n\n```python\nfine = 1\nraise KeyError(fine)\n```\n", "page.md")
+    with pytest.raises(KeyError) as error:
+        run(block, {})
+    last = error.traceback[-1]
+    assert (last.frame.code.raw.co_filename, last.lineno + 1) == ("page.md", 5)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<!-- not run: -->\n```python\n1\n```\n",  # no reason
+        "<!-- not run: GPU -->\n```python\n1\n```\n",  # a word is no reason
+        "<!-- skip: needs a GPU -->\n```python\n1\n```\n",  # unknown
+        "- item\n  ```python\n  1\n  ```\n",  # indented: would be left out silently
+        "```python\n1\n",  # never ends
+    ],
+)
+def test_bad_comments_and_blocks_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"page\.md"):
+        blocks(text, "page.md")
+
+
+WITH_COMMANDS = [page for page in pages() if any(step.file is None and step.reason is None for step in steps(page))]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("page", WITH_COMMANDS)
+def test_the_commands_of_a_page_run_as_printed(page: str) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("tokenizers")
+    for result in follow(page):
+        assert result.code == 0, f"{result}\n{result.output[-3000:]}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<!-- not run: -->\n```bash\nls\n```\n",  # no reason
+        "<!-- not run: GPU -->\n```bash\nls\n```\n",  # a word is no reason
+        "- item\n  ```bash\n  ls\n  ```\n",  # indented: would be left out silently
+        "```bash\nls\n",  # never ends
+    ],
+)
+def test_bad_commands_of_a_page_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"page\.md"):
+        steps("page.md", text)
+
+
+def test_a_page_is_read_in_its_order() -> None:
+    text = (
+        "<!-- file: a.py -->\n<!-- given:\nx = 1\n-->\n```python\nprint(x)\n```\n\n```bash\npython a.py\n```\n"
+        "<!-- given: touch b -->\n```bash\nls b\n```\n\n```console\n$ ls\n```\n<!-- not run: needs a GPU -->\n"
+        "```bash\nnvidia-smi\n```\n"
+    )
+    file, first, second, third = steps("page.md", text)
+    assert (file.file, file.text) == ("a.py", "x = 1\n\nprint(x)\n") and first.text == "python a.py\n"
+    assert (second.given, second.text, third.reason) == ("touch b", "ls b\n", "needs a GPU")
+
+
+SCREENS = list(screens())
+
+
+def _is_like_another(screen: Screen) -> bool:
+    """Whether the default run has another screen like it: of a plan within bytes the widest, of others the narrow one."""
+    if "--memory 64MiB" in screen.command:
+        return screen.columns == 80
+    return screen.columns == 120 and any(one.command == screen.command and one.columns == 80 for one in SCREENS)
+
+
+def test_there_are_screens_of_every_report() -> None:
+    seen = {(screen.command.split()[1], screen.columns) for screen in SCREENS}
+    assert seen >= {(command, columns) for command in ("plan", "fit", "layers", "pretrain") for columns in (80, 120)}
+
+
+@pytest.mark.parametrize(
+    "screen",
+    [pytest.param(one, marks=[pytest.mark.long] if one.is_long or _is_like_another(one) else []) for one in SCREENS],
+    ids=str,
+)
+def test_a_page_prints_what_the_command_does(screen: Screen) -> None:
+    assert screen.text and without_times(screen.now()) == without_times(screen.text)
+    assert all(
+        len(line) <= screen.columns for line in screen.text.splitlines() if not line.startswith(("Paste: ", "Train: "))
+    )
+
+
+def _keys(heading: str) -> set[str]:
+    """The keys in the table of docs/reference/reports.md below `heading`."""
+    table = (
+        (DOCS / "reference" / "reports.md")
+        .read_text(encoding="utf-8")
+        .split(f"\n{heading}\n", 1)[1]
+        .lstrip("\n")
+        .split("\n\n")[0]
+    )
+    return {key for line in table.splitlines()[2:] for key in re.findall(r"`(\w+)`", line.split("|")[1])}
+
+
+def test_the_page_has_the_keys_of_the_json(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "plan --model llama-tiny --gpu cpu --seq-len 32 --budget 50% --no-what-if --json -"
+    assert cli.main(words.split()) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert _keys("`nemo-like plan`:") == set(plan) and _keys("A row:") == set(plan["rows"][0])
+    asked = "fit --model llama-tiny --gpus 1 --gpu cpu --seq-len 32 --micro-batch 1 --ac full --json -"
+    assert cli.main(asked.split()) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert _keys("`nemo-like fit`:") == set(found) and _keys("A candidate:") == set(found["candidates"][0])
+
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "docs" / "examples"
+
+
+def _output(name: str, *arguments: str | Path) -> str:
+    """What the example prints. In this process, since a new one takes 4 s to import torch."""
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.setattr(sys, "argv", [name, *map(str, arguments)])
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    return printed.getvalue()
+
+
+def _losses(output: str) -> list[float]:
+    return [float(found) for found in re.findall(r"^step \d+: loss ([0-9.]+)", output, re.MULTILINE)]
+
+
+@pytest.mark.parametrize(("name", "steps"), [("plain_pytorch.py", 5), ("two_ranks.py", 5)])
+def test_the_loss_falls(name: str, steps: int) -> None:
+    losses = _losses(_output(name))
+    assert len(losses) == steps and losses[-1] < losses[0]
+
+
+def test_a_hugging_face_model_is_trained_saved_and_loaded(tmp_path: Path) -> None:
+    output = _output("hugging_face.py", tmp_path)
+    losses = _losses(output)
+    assert losses[-1] < losses[0]
+    assert "layers: model.layers.0, model.layers.1, model.layers.2, model.layers.3" in output
+    assert "saved and loaded: equal" in output
+    assert (tmp_path / "model.safetensors").is_file()
+
+
+def test_a_plan_is_saved_loaded_and_trained_with(tmp_path: Path) -> None:
+    output = _output("budget_plan.py", tmp_path / "plan.json")
+    none, held = map(float, re.search(r"none would hold ([0-9.]+) MB, the plan holds ([0-9.]+) MB", output).groups())
+    assert 0 < held <= none / 2
+    losses = _losses(output)
+    assert len(losses) == 3 and losses[-1] < losses[0]
+    assert (tmp_path / "plan.json").is_file()
+
+
+def test_a_loop_with_accumulation_and_clipping_writes_its_weights(tmp_path: Path) -> None:
+    output = _output("training_loop.py", tmp_path / "weights.pt")
+    losses = _losses(output)
+    assert len(losses) == 3 and losses[-1] < losses[0]
+    assert re.search(r"^saved \d+ tensors$", output, re.MULTILINE)
+    assert (tmp_path / "weights.pt").is_file()
+
+
+def test_offloading_moves_bytes_and_changes_no_gradient() -> None:
+    output = _output("offload.py")
+    together, alone = map(int, re.findall(r"bytes moved: (\d+)", output))
+    assert 0 < together < alone  # checkpointing leaves less to move
+    assert "gradients: bitwise equal" in output
+
+
+def test_every_example_is_listed_short_and_run_here() -> None:
+    page = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    source = Path(__file__).read_text(encoding="utf-8")
+    for path in sorted(EXAMPLES.glob("*.py")):
+        assert f"[{path.name}]({path.name})" in page and f'"{path.name}"' in source
+        assert len(path.read_text(encoding="utf-8").splitlines()) < 60

@@ -13,28 +13,16 @@ import pytest
 import torch
 from torch import nn
 
-from nemo_like import (
-    CheckpointWrapper,
-    ExpertParallel,
-    MemoryProfiler,
-    SelectiveCheckpointer,
-    apply_activation_checkpointing,
-    materialize,
-    parallelize,
-    plan_for,
-)
+from nemo_like import MemoryProfiler, SelectiveCheckpointer, apply_activation_checkpointing, materialize, parallelize
+from nemo_like.activation_checkpointing import CheckpointWrapper
 from nemo_like.cli import main, make_parser
-from nemo_like.distributed import (
-    get_model_state,
-    get_optimizer_state,
-    set_gradient_sync,
-    set_model_state,
-)
+from nemo_like.distributed import get_model_state, get_optimizer_state, set_gradient_sync, set_model_state
 from nemo_like.distributed.launch import local_device
 from nemo_like.layers import find_layers
 from nemo_like.losses import chunked_cross_entropy, chunked_log_probs
 from nemo_like.offload import apply_offloading, offload_activations
-from nemo_like.planning import Plan
+from nemo_like.options import ExpertParallel
+from nemo_like.planning import Plan, plan_for
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.fit import fit
 from nemo_like.recipes.command_line import parse_options

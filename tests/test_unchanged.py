@@ -11,24 +11,13 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from nemo_like import (
-    CheckpointConfig,
-    CheckpointWrapper,
-    ChunkedLoss,
-    ExpertParallel,
-    MemoryBudget,
-    MemoryProfiler,
-    PlanSearch,
-    SelectivePolicy,
-    StepSpec,
-    apply_activation_checkpointing,
-    parallelize,
-    plan_for,
-)
+from nemo_like import FSDP2, MemoryBudget, PlanSearch, StepSpec, apply_activation_checkpointing, parallelize, plan_for
+from nemo_like.activation_checkpointing import CheckpointWrapper, SelectivePolicy
 from nemo_like.distributed import set_gradient_sync
 from nemo_like.losses.model_loss import chunk_model_loss
 from nemo_like.offload import OffloadWrapper, offload_activations
-from nemo_like.options import FSDP2, OffloadConfig, Precision, TensorParallel
+from nemo_like.options import CheckpointConfig, ChunkedLoss, ExpertParallel, OffloadConfig, Precision, TensorParallel
+from nemo_like.profiling import MemoryProfiler
 from tests.models.blocks import Stack
 from tests.models.decoders import DecoderWithLoss, PlainDecoder, batch, build
 

@@ -9,19 +9,10 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from nemo_like._util.live_bytes import LiveBytes
+from nemo_like.activation_checkpointing import DecisionTable, FullPolicy, SelectivePolicy
 from nemo_like.activation_checkpointing.engine import run_region, set_early_stop
 from nemo_like.activation_checkpointing.engine.handles import RegionError
-from nemo_like.activation_checkpointing.policy import (
-    HOST,
-    RECOMPUTE,
-    SAVE,
-    SKIP,
-    DecisionTable,
-    FullPolicy,
-    PlanMismatchError,
-    SelectivePolicy,
-    TorchPolicy,
-)
+from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, SKIP, PlanMismatchError, TorchPolicy
 from tests.checks import assert_bitwise
 from tests.models.blocks import LlamaBlock, NotingTransfer, RouterBlock, checkpoint_region, gradients, region
 

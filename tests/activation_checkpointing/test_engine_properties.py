@@ -1,10 +1,12 @@
-"""Random blocks under random decision tables: bitwise the gradients of no checkpointing, or an error, never a number.
+"""Random blocks under random decision tables, random loops on small models: the bare model to the bit, or an error.
 
 The short profile runs with the suite. The long one (2,000 examples and more) is run by hand and recorded in
 docs/evidence/engine-property-tests.md:
 
     pytest tests/activation_checkpointing/test_engine_properties.py -m long
 """
+
+from __future__ import annotations
 
 import pytest
 import torch
@@ -14,21 +16,15 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nemo_like import apply_activation_checkpointing
+from nemo_like.activation_checkpointing import DecisionTable, FullPolicy, SelectivePolicy
 from nemo_like.activation_checkpointing import ops as table
 from nemo_like.activation_checkpointing.engine import run_region
 from nemo_like.activation_checkpointing.engine.handles import RegionError
-from nemo_like.activation_checkpointing.policy import (
-    HOST,
-    RECOMPUTE,
-    SAVE,
-    SKIP,
-    DecisionTable,
-    FullPolicy,
-    PlanMismatchError,
-    SelectivePolicy,
-)
+from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, SKIP, PlanMismatchError
 from tests.checks import assert_bitwise
 from tests.models.blocks import checkpoint_region, gradients
+from tests.models.loops import Action, LoopModel, differences, loops, models, run_loop
 
 WIDTH, ROWS = 8, 6
 STEPS = (
@@ -283,3 +279,36 @@ def test_short(check):
 @pytest.mark.timeout(3000)
 def test_long(check):
     settings(max_examples=PROPERTIES[check], **quiet)(given(case=blocks, data=st.data())(check))()
+
+
+MODES = ("full", "selective", "submodule", "sequential")
+
+
+def outcome_of(kinds: tuple[str, ...], actions: list[Action], mode: str) -> str:
+    """``same``, ``error`` (of the checkpointed model alone) or ``both`` raise; anything else fails."""
+    torch.manual_seed(1)
+    bare = LoopModel(kinds)
+    wrapped = LoopModel(kinds)
+    wrapped.load_state_dict(bare.state_dict())
+    apply_activation_checkpointing(wrapped, mode)
+    expected, actual = run_loop(bare, actions), run_loop(wrapped, actions)
+    assert differences(expected, actual) == [], (kinds, actions, mode, actual.error)
+    if expected.error is not None:
+        assert actual.error is not None, f"the bare model raised {expected.error!r}, and {mode} trained on"
+        return "both"
+    return "same" if actual.error is None else "error"
+
+
+@settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(models, loops, st.sampled_from(MODES))
+def test_a_random_loop_trains_the_bare_model_or_raises(
+    kinds: tuple[str, ...], actions: list[Action], mode: str
+) -> None:
+    outcome_of(kinds, actions, mode)
+
+
+@pytest.mark.long
+@settings(max_examples=5000, deadline=None, suppress_health_check=list(HealthCheck))
+@given(models, loops, st.sampled_from(MODES))
+def test_many_random_loops(kinds: tuple[str, ...], actions: list[Action], mode: str) -> None:
+    outcome_of(kinds, actions, mode)

@@ -1,9 +1,10 @@
-"""Frozen layers: what runs through them holds activations as soon as an input needs a gradient, and only then."""
+"""Frozen layers hold activations where an input needs a gradient; activated LoRA; models that take gradients in forward."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +15,12 @@ from nemo_like._util.module_tree import bare
 from nemo_like.layers import find_layers
 from nemo_like.profiling import MemoryProfiler
 from nemo_like.resolve import config_specs
-from tests.checks import assert_bitwise, gradients_of, step
+from tests.checks import assert_bitwise, gradients_of, same, step
 from tests.models.blocks import Stack, count_runs, under
 from tests.models.decoders import VOCAB, WIDTH, DecoderWithLoss, PlainDecoder
-from tests.models.families import FAMILIES
+from tests.models.families import FAMILIES, text
+
+peft = pytest.importorskip("peft")
 
 MODES = ("full", "selective", "submodule", "sequential")
 IDS = torch.randint(VOCAB, (2, 8), generator=torch.Generator().manual_seed(1))
@@ -180,3 +183,125 @@ def test_a_frozen_tower_takes_no_segment_of_the_layers_that_train() -> None:
     found = find_layers(model)
     specs = config_specs(model, found, CheckpointConfig(enabled=True, strategy="sequential", sequential_segments=1))
     assert [list(spec.members) for spec in specs] == [names["language"], names["vision"]]
+
+
+INVOCATION = [5, 7]
+
+
+def batch() -> dict[str, Any]:
+    """Each sequence has the invocation tokens at a place of its own."""
+    made = text()
+    ids = made["input_ids"].masked_fill(torch.isin(made["input_ids"], torch.tensor(INVOCATION)), 9)
+    for row, at in enumerate((2, 6)):
+        ids[row, at : at + 2] = torch.tensor(INVOCATION)
+    return {"input_ids": ids, "labels": ids}
+
+
+def adapted(invocation: list[int] | None = None) -> nn.Module:
+    config = peft.LoraConfig(
+        r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM",
+        init_lora_weights=False, lora_dropout=0.1, alora_invocation_tokens=invocation,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return peft.get_peft_model(FAMILIES["llama"].build(), config).train()
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    step(model, seed=3, **batch())
+    return step(model, seed=3, **batch())
+
+
+@pytest.mark.parametrize("ac", ["full", "selective", "submodule", "sequential"])
+def test_gradients_are_those_of_the_bare_model(ac: str) -> None:
+    expected = gradients(adapted(INVOCATION))
+    assert not same(gradients(adapted()), expected)  # so the offsets do count
+    assert_bitwise(gradients(parallelize(adapted(INVOCATION), "single", ac)), expected)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("budget", ["60%", "30%"])
+def test_budgets_are_planned_with_the_adapters_tokens(budget: str) -> None:
+    """Which tokens the adapters see hangs on the ids alone, and a run without weights has those."""
+    model = parallelize(adapted(INVOCATION), "single", budget, sample_input=batch())
+    assert_bitwise(gradients(model), gradients(adapted(INVOCATION)))
+    bare, without = adapted(INVOCATION), batch()["input_ids"][:, 4:]  # one sequence has no invocation now
+    again = {"input_ids": without, "labels": without}
+    assert_bitwise(step(model, seed=3, **again), step(bare, seed=3, **again))
+
+
+D = 8
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(D, D), nn.Linear(D, D)
+
+    def energy(self, x: Tensor, positions: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x) * positions))
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        return x + self.energy(x, positions)
+
+
+class Descending(Plain):
+    """Its gradient stays in the graph."""
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        (force,) = torch.autograd.grad(self.energy(x, positions).square().sum(), x, create_graph=True)
+        return x - 0.1 * force
+
+
+class Twice(Plain):
+    """Its gradient is a number, and its graph is used again."""
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        energy = self.energy(x, positions).square().sum()
+        (force,) = torch.autograd.grad(energy, x, retain_graph=True)
+        return x - 0.1 * force + 0.01 * energy
+
+
+class FromLeaf(Plain):
+    """Its gradient is that of a leaf made inside."""
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        leaf = x.detach().requires_grad_()
+        (force,) = torch.autograd.grad(self.energy(leaf, positions).square().sum(), leaf, create_graph=True)
+        return x - 0.1 * force
+
+
+class ForceField(nn.Module):
+    def __init__(self, make: Callable[[], nn.Module], when: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.head, self.when = nn.ModuleList(make() for _ in range(4)), nn.Linear(D, 1), when
+
+    def forward(self, x: Tensor) -> Tensor:
+        positions = torch.linspace(0.5, 1.5, D).repeat(3, 1).requires_grad_()
+        h, forces = x.clone().requires_grad_(), torch.zeros(())
+        for layer in self.layers:
+            h = layer(h, positions)
+            if self.when == "between":
+                (force,) = torch.autograd.grad(self.head(h).sum(), positions, create_graph=True)
+                forces = forces + force.square().sum()
+        energy = self.head(h).sum()
+        if self.when == "at the end":
+            (force,) = torch.autograd.grad(energy, positions, create_graph=True)
+            forces = force.square().sum()
+        return energy + forces
+
+
+def _own_gradients(model: nn.Module) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    x = torch.randn(3, D)
+    step(model, x)
+    return step(model, x)
+
+
+@pytest.mark.parametrize("ac", ["full", "selective", "sequential"])
+@pytest.mark.parametrize("when", ["never", "between", "at the end"])
+@pytest.mark.parametrize("make", [Plain, Descending, Twice, FromLeaf])
+def test_models_that_take_gradients_in_forward(make: Callable[[], nn.Module], when: str, ac: str) -> None:
+    assert_bitwise(
+        _own_gradients(parallelize(ForceField(make, when), "single", ac)), _own_gradients(ForceField(make, when))
+    )

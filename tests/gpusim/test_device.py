@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import copy
 import gc
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from tests.gpusim import on_device
+from nemo_like import parallelize
+from nemo_like.options import FSDP2, OffloadConfig, parallel
+from tests.gpusim import on_device, on_devices
 from tests.gpusim.device import Device, RaceError
+from tests.gpusim.faults import FAULTS, all_right, how_it_shows
 from tests.gpusim.streams import host
+from tests.gpusim.test_package import Model
+from tests.tools.branch_finder import Branch, find, package
+from tests.tools.branch_reasons import REASONS
+from tests.tools.branches import judge
 
 WIDTH = 64
 
@@ -221,3 +230,110 @@ def _refused(device: Device) -> None:
 def test_an_exception_of_a_hook_arrives() -> None:
     with pytest.raises(KeyError, match="from a hook"):
         on_device(_refused)
+
+
+SOURCE = """
+def f(x, kind, items, module):
+    if x.device.type == "cpu":
+        return 1
+    if x.type != "cpu" and items:
+        x.a()
+    else:
+        x.b()
+    if not (kind in ("cuda", "mps")):
+        x.c()
+    wide = None if x.is_cuda else x
+    if torch.accelerator.is_available():
+        pass
+    many = [each for each in items if each.type == "cuda"]
+    pinned = kind != "cpu"
+    either = kind == "cpu" or items
+    if hasattr(module, "max_memory_allocated"):
+        x.d()
+    if x.type != "meta" or kind == "layer":
+        x.e()
+    return torch.cuda.is_initialized()
+"""
+
+
+def test_finds_each_kind_of_branch():
+    found = [(each.line, each.form, each.wanted, each.side) for each in find(SOURCE, "f.py")]
+    assert found == [
+        (3, "if", False, (5, 8)),
+        (5, "if", True, (6, 6)),
+        (9, "if", True, None),
+        (11, "conditional", True, None),
+        (12, "if", True, (13, 13)),
+        (14, "comprehension", True, None),
+        (15, "value", True, None),
+        (16, "operand", False, None),
+        (17, "if", True, (18, 18)),
+        (21, "value", True, None),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seen", "result"),
+    [
+        ([], "not reached"),
+        ([(3,), (3, 7, True)], "CPU side only"),
+        ([(3,), (3, 7, False)], "CPU side only"),  # raised in between
+        ([(3,), (3, 7, True), (3, 7, False), (5,)], "ran"),
+        ([(3,), (5,)], "ran"),  # the comparison could not be evaluated
+    ],
+)
+def test_says_what_ran(seen: list[tuple[object, ...]], result: str):
+    branch: Branch = find(SOURCE, "/f.py")[0]
+    judge([branch], {("/f.py", *each) for each in seen})
+    assert branch.result == result
+
+
+def test_reasons_name_branches():
+    assert set(REASONS) <= {(branch.file, branch.condition) for branch in package()}
+
+
+def _gradients(_: Any, jobs: list[dict[str, Any]]) -> list[bool]:
+    """Return for each job whether its gradients of three steps are those of the first."""
+    parallel.BACKENDS["gpusim"] = "gloo"
+    rank = torch.distributed.get_rank()
+    found: list[list[torch.Tensor]] = []
+    torch.manual_seed(0)
+    bare, x = Model().to("gpusim"), torch.randn(8, 16).to("gpusim") * (1 + rank)
+    for job in jobs:
+        model: nn.Module = parallelize(copy.deepcopy(bare), device="gpusim", **job)
+        optimizer, grads = torch.optim.SGD(model.parameters(), lr=0.01), []
+        for step in range(3):
+            torch.manual_seed(step)
+            model(x).square().mean().backward()
+            grads += [p.grad.full_tensor().cpu() for p in model.parameters()]
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(grads)
+    return [all(map(torch.equal, found[0], grads)) for grads in found]
+
+
+MOVES = OffloadConfig(mode="all", min_bytes=0, max_inflight_bytes=1)
+JOBS = {
+    "checkpointing": [{"ac": "full"}, {"ac": "selective"}],
+    "parameters on the host": [{"strategy": FSDP2(cpu_offload=True)}],
+    "offloading": [{"ac": "none", "offload": MOVES}, {"ac": "selective", "offload": MOVES}],
+    "prefetch": [{"strategy": FSDP2(forward_prefetch=ahead, backward_prefetch=ahead)} for ahead in (0, 2)],
+    "kept gathered": [{"ac": "full", "strategy": FSDP2(reshard_after_forward=False)}],
+}
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("name", JOBS)
+def test_two_ranks_are_bitwise_and_nothing_races(name: str) -> None:
+    jobs = [{"ac": "none"}, *JOBS[name]]
+    assert on_devices(2, _gradients, jobs) == [[True] * len(jobs)] * 2
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_found(name: str) -> None:
+    assert on_device(how_it_shows, name) in FAULTS[name].shows_as.split(" or ")
+
+
+@pytest.mark.parametrize("seeds", [[None, 0], pytest.param([1, 2, 3, 4], marks=pytest.mark.long)])
+def test_without_a_fault_all_is_equal_and_nothing_races(seeds: list[int | None]) -> None:
+    assert on_device(all_right, seeds) == []

@@ -12,7 +12,7 @@ from nemo_like import Job, parallelize
 from nemo_like.cli import main
 from nemo_like.distributed.pipeline.schedules import actions_of
 from nemo_like.options import PipelineParallel, Precision
-from nemo_like.planning.answers.verdict import ALLOCATED, RESERVED, Need
+from nemo_like.planning.answers.verdict import ALLOCATED, Need
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.fit import fit
 from nemo_like.planning.fit.bounds import WholeBounds
@@ -117,75 +117,6 @@ def test_the_search_finds_what_looking_at_everything_finds(gpus, limit, pins):
     assert [c.layout for c in found.best] == [c.layout for c in everything.best]
     assert found.best[0].step_seconds <= everything.best[0].step_seconds
     assert found.best[0].tokens_per_second_per_gpu >= everything.best[0].tokens_per_second_per_gpu
-
-
-def _half_a_gib() -> torch.nn.Module:
-    """Whose steps in two stages take a few hundred MiB, so that the allocator's segments do not decide alone."""
-
-    with torch.device("meta"):
-        return transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(
-                hidden_size=512, intermediate_size=1408, num_hidden_layers=8, num_attention_heads=8,
-                num_key_value_heads=4, vocab_size=4096, use_cache=False,
-            )
-        ).train()  # fmt: skip
-
-
-_INPUT = 4 * 2 * 1024 * 16
-"""Four microbatches of two sequences: token ids and labels."""
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("limit", "schedules", "winner", "need"),
-    [
-        (
-            815 << 20,
-            ["1f1b", "interleaved_1f1b", "gpipe"],
-            "1f1b",
-            Need((722 << 20) + _INPUT, RESERVED, 722 << 20, _INPUT),
-        ),
-        (1225 << 20, ["gpipe"], "gpipe", Need((1224 << 20) + _INPUT, RESERVED, 1224 << 20, _INPUT)),
-        (837 << 20, ["interleaved_1f1b", "zbv"], "zbv", Need((658 << 20) + _INPUT, RESERVED, 658 << 20, _INPUT)),
-    ],
-)
-def test_what_its_worst_rank_reserves_decides_over_a_pipeline_and_the_search_finds_what_looking_at_everything_finds(
-    limit, schedules, winner, need
-):
-    device = replace(resolve_device("h100-80gb"), gpus_per_host=1)
-    pins = {
-        "pp": [1, 2],
-        "tp": 1,
-        "cp": 1,
-        "micro_batch": [1, 2],
-        "loss": "model",
-        "offload": "none",
-        "dp_replicate": 1,
-    }
-    pins |= {"ac": ["none", "full"], "schedule": schedules, "cpu_offload": False}
-    question = Question(
-        Job.of(gpu=device, precision=Precision("bf16")),
-        gpus=4,
-        seq_len=1024,
-        limit=limit,
-        global_batch=16,
-        pins=read_pins(pins),
-    )
-    everything, found = (
-        search_of_all(make_search(_half_a_gib(), question)[0], 100),
-        make_search(_half_a_gib(), question)[0],
-    )
-    staged = next(c for c in everything.best if c.layout.pp == 2)
-    assert (staged.layout.schedule, staged.need) == (winner, need)
-    best = found.run(1).best[0]
-    assert (best.layout, best.ac, best.need) == (
-        everything.best[0].layout,
-        everything.best[0].ac,
-        everything.best[0].need,
-    )
-    pins["pp"] = 2
-    found = make_search(_half_a_gib(), replace(question, pins=read_pins(pins)))[0].run(1).best[0]
-    assert (found.layout, found.ac, found.need) == (staged.layout, staged.ac, need)
 
 
 def test_the_steps_input_must_fit_beside_the_peak_and_is_in_none_of_its_parts():
@@ -305,16 +236,6 @@ def test_collectives_take_the_slowest_link_that_they_need():
     assert gather_seconds(size, group_of(1, 1, 8), h100) == 0.0
 
 
-@pytest.mark.long
-def test_what_binds_is_said_by_what_takes_most():
-    asked = {"gpus": 2, "gpu": "cpu", "seq_len": 64, "tp": 1, "cp": 1, "ac": "full", "loss": "model", "offload": "none"}
-    assert fit(Text(), micro_batch=1, **asked).binds.startswith(("memory: ", "network: ", "compute"))
-    small = fit(tiny.llama(vocab_size=1024), micro_batch=64, memory="2MiB", **asked)
-    assert not small.candidates and small.binds.startswith("memory: head")
-    assert any("loss='chunked' (" in words for words in small.helps)
-    assert json.loads(json.dumps(small.to_dict()))["helps"] == list(small.helps)
-
-
 def test_no_split_of_experts_is_faster_than_its_bound():
     """By another split, which is on one host where this one is not."""
     pins = read_pins(
@@ -386,20 +307,6 @@ def test_no_step_of_a_shape_is_faster_or_takes_less_than_its_bound():
                 alike = [other for kind, other in shapes.items() if kind.cp == 1 or kind.cp_method == key.cp_method]
                 bounds = [WholeBounds(other).least_peak(full) for other in alike]
                 assert max(bounds) == peak and min(bounds) < peak  # its own; another one's
-
-
-@pytest.mark.long
-def test_what_decides_is_what_is_reserved_where_that_is_predicted():
-    asked = {"gpus": 1, "gpu": "h100-80gb", "seq_len": 64, "micro_batch": 8, "loss": "model"}
-    free = fit(Text(), ac="none", offload="none", **asked).best
-    assert free.need.by == "reserved" and free.reserved > free.peak_bytes
-    assert free.need.bytes == free.reserved + 8 * 64 * 16  # and the step's input
-    between = (free.reserved + free.peak_bytes) // 2
-    small = fit(Text(), ac="none", offload="none", memory=between, **asked)
-    assert not small.candidates and small.nearest.peak_bytes < between < small.nearest.need.bytes
-    assert "reserved" in small.problem
-    waits = fit(Text(), ac="full", offload="boundary", **asked).best
-    assert waits.need.by == "reserved" and waits.need.bytes == waits.reserved + 8 * 64 * 16
 
 
 def test_a_plan_is_made_for_a_peak_with_which_what_is_reserved_fits():

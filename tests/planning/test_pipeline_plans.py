@@ -1,8 +1,9 @@
-"""Plans for pipelines without a process group: schedules in time, the dealing of layers, replays, the command."""
+"""Plans for pipelines without a process group: schedules, the dealing of layers, the command; bounds of the search."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,19 @@ import torch
 from nemo_like import Job
 from nemo_like.cli import main
 from nemo_like.distributed.pipeline.schedules import Action, actions_of
-from nemo_like.options import FSDP2, PipelineParallel, StepSpec
+from nemo_like.options import FSDP2, PipelineParallel, Precision, StepSpec
 from nemo_like.planning.answers.rank import peaks_of, rank_peak
 from nemo_like.planning.answers.seconds import step_seconds, timeline_of
 from nemo_like.planning.devices import resolve_device
+from nemo_like.planning.fit.fitting import Traces, make_search
+from nemo_like.planning.fit.question import Question, read_pins
 from nemo_like.planning.planner import balanced, describe
 from nemo_like.planning.program.timeline import StageSeconds, action_seconds, timeline
 from nemo_like.planning.query import PlanQuery
 from tests.models.tiny import VOCAB, llama
 from tests.planning.queries import Text
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 
 def _model(layers: int = 4) -> Any:
@@ -132,23 +135,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert call.endswith("loss='chunked', precision='bf16', sample_input=microbatch)")
 
 
-@pytest.mark.long
-def test_the_command_shows_what_each_rank_reserves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    base = ["plan", "--model", "tests.planning.queries:Text", "--gpu", "h100-80gb", "--world-size", "2"]
-    base += ["--seq-len", "64", "--pp", "2"]
-    base += ["--batch-size", "2", "--grad-accum", "4", "--budget", "100%", "--json"]
-    out = tmp_path / "plan.json"
-    assert main([*base, str(out)]) == 0
-    said, body = capsys.readouterr().out, json.loads(out.read_text())
-    # A segment of 2 MiB beside cuBLAS's two workspaces of 32.
-    full = next(row for row in body["rows"] if row["ac"] == "full")
-    assert (full["reserved_bytes"], full["rank_reserved_bytes"]) == (66 << 20, [66 << 20, 66 << 20])
-    assert "66.0 MiB of 67.1 GiB reserved" in said.splitlines()[0]
-    assert main([*base, "-", "--pp-schedule", "zbv"]) == 0  # its schedule cuts backward in two
-    row = json.loads(capsys.readouterr().out)["rows"][0]
-    assert row["reserved_bytes"] == max(row["rank_reserved_bytes"]) >= row["peak_bytes"]
-
-
 def test_stages_are_told_apart_by_what_they_train_and_share_what_is_the_same() -> None:
     model = _model(8)
     for layer in model.layers[:4]:
@@ -209,3 +195,103 @@ def test_what_a_forward_frees_is_gathered_behind_it(schedule: str) -> None:
         seconds.append(step_seconds(query, query.uniform("none")).parts["parameter gathers"])
     # Before the first action of a stage, and before whatever follows each of its four forwards.
     assert 5 * seconds[0] == pytest.approx(seconds[1])
+
+
+def _dense(trains="all"):
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            hidden_size=64, intermediate_size=128, num_hidden_layers=5, num_attention_heads=4, num_key_value_heads=2,
+            vocab_size=2048, use_cache=False,
+        )
+    ).train()  # fmt: skip
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trains in name or trains == "all")
+    return model
+
+
+def _experts():
+    return transformers.Qwen3MoeForCausalLM(
+        transformers.Qwen3MoeConfig(
+            hidden_size=64, intermediate_size=128, moe_intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2, vocab_size=512, use_cache=False,
+            tie_word_embeddings=True,
+        )
+    ).train()  # fmt: skip
+
+
+def _search(model, precision="bf16", **pins):
+    device = replace(resolve_device("h100-80gb"), gpus_per_host=2)
+    free = {"micro_batch": 1, "offload": "none", "tp": 1, "cp": 1, "ac": "none", "loss": "model"}
+    question = Question(
+        Job.of(gpu=device, precision=Precision.of(precision)),
+        gpus=4,
+        seq_len=64,
+        limit=1 << 40,
+        global_batch=16,
+        pins=read_pins(free | pins),
+    )
+    return make_search(model, question)[0]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("model", "pins"),
+    [
+        (_dense, {"pp": [2, 4], "schedule": ["1f1b", "zbv"], "ac": ["full", "selective"]}),
+        (_dense, {"pp": 2, "schedule": ["gpipe", "interleaved_1f1b"], "cp": 2, "loss": "chunked", "precision": None}),
+        (lambda: _dense("norm"), {"pp": 2, "schedule": "zbv", "ac": ["none", "full"]}),
+        (_dense, {"pp": 2, "tp": 2, "schedule": ["1f1b", "interleaved_1f1b"], "ac": ["none", "full"]}),
+        (_experts, {"pp": 2, "ep": 2, "schedule": ["1f1b", "zbv"], "ac": "full"}),
+    ],
+    ids=["schedules", "parts of sequences", "norms train", "split weights", "experts"],
+)
+def test_no_pipeline_takes_less_than_what_the_whole_model_says_of_it(model, pins):
+    search, looked = _search(model(), **pins), 0
+    for key in search.by_shape:
+        shape = search._traced(key)
+        for layout in search.by_shape[key]:
+            for variant in search._variants(shape, layout):
+                least = search._least_pipeline(shape, variant)
+                resolved = search._resolve(shape, variant)
+                step, peak = search.question.per_token(resolved.seconds.total, layout), resolved.peak.total
+                alive = search.bounds.pipeline(key).bytes(variant, variant.mode)
+                assert 0.8 * step < least <= step and 0.4 * peak < alive <= peak, variant
+                looked += 1
+    assert looked >= 2
+
+
+@pytest.mark.long
+def test_where_nothing_fits_the_pipeline_that_needs_least_is_found():
+    pins = {"pp": 2, "dp_shard": 2, "schedule": ["1f1b", "zbv"], "ac": ["none", "full"]}
+    search, peaks, bounds = _search(_dense(), **pins), [], []
+    for key in search.by_shape:
+        shape = search._traced(key)
+        for _, (variant, _) in list(search._entries(key)):
+            peaks.append(search._resolve(shape, variant).peak.total)
+            bounds.append(search.bounds.pipeline(key).bytes(variant, variant.mode))
+    again = _search(_dense(), **pins)
+    again.question = replace(again.question, limit=int(1.2 * min(bounds)))
+    found = again.run()
+    assert not found.best and found.nearest.peak_bytes == min(peaks) and found.nearest.layout.pp == 2
+
+
+def test_questions_that_differ_in_the_optimizer_trace_a_shape_once():
+    traces, model = dict[Precision, Traces](), _dense()
+    asked = {
+        "gpus": 2,
+        "seq_len": 64,
+        "limit": 1 << 40,
+        "pins": read_pins({"micro_batch": 1, "tp": 1}),
+    }
+    shapes = []
+    for name in ("adamw", "adamw-8bit"):
+        question = Question(Job.of(step=StepSpec(optimizer=name), gpu="h100-80gb"), **asked)
+        search, _, _ = make_search(model, question, None, traces)
+        key, layouts = next(iter(search.by_shape.items()))
+        layout = next(one for one in layouts if one.dp_shard == 2)
+        shapes.append((search._traced(key), make_search(model, question)[0]._traced(key), layout))
+    assert shapes[0][0].whole.part is shapes[1][0].whole.part
+    for shared, alone, layout in shapes:
+        full = layout.change(ac="full")
+        peaks = [shape.peak(full, shape.choices(full)) for shape in (shared, alone)]
+        assert peaks[0] == peaks[1]

@@ -1,23 +1,30 @@
-"""`offload=` beside a budget: what waits in host memory is not in the predicted peak, and is advised only where it helps."""
+"""Host memory in plans: predicted peaks with `offload=` against a step, budgets beside it, and ``--cpu-offload``."""
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
 import torch
 
-from nemo_like import Job, OffloadConfig, StepSpec, parallelize, plan_for
+from nemo_like import Job, MemoryBudget, OffloadConfig, PlanSearch, StepSpec, parallelize, plan_for
+from nemo_like.cli import main
+from nemo_like.layers import find_layers
 from nemo_like.models import resolve_model
-from nemo_like.offload.layer_offload import OffloadWrapper
-from nemo_like.planning import BudgetError
+from nemo_like.offload.backends import Backend
+from nemo_like.offload.layer_offload import OffloadWrapper, apply_offloading
+from nemo_like.planning import BudgetError, apply_plan
 from nemo_like.planning.answers.rank import peak_of
+from nemo_like.planning.answers.within import choose
+from nemo_like.planning.choose.layer import Choice
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.planner import describe
 from nemo_like.planning.query import PlanQuery
 from tests.planning.queries import part_of
+from tests_distributed.allocated import step_peak_bytes
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 SMALL = OffloadConfig("boundary", min_bytes=0, max_inflight_bytes=1, prefetch=1)
 STEP = StepSpec(optimizer="sgd", zero_grad="zero")
@@ -63,19 +70,6 @@ def test_copies_in_flight_are_on_the_device() -> None:
 
 
 @pytest.mark.long
-def test_a_budget_that_only_host_memory_meets() -> None:
-    model, sample = _model()
-    queries = _query(OffloadConfig("none")), _query(SMALL)
-    kept, least = (peak_of(query, query.uniform("full")).total for query in queries)
-    assert least < kept
-    options = dict(gpu="h100-80gb", step=STEP)
-    with pytest.raises(BudgetError):
-        plan_for(model, ac=f"{(least + kept) // 2}B", sample_input=sample, **options)
-    plan = plan_for(model, ac=f"{(least + kept) // 2}B", sample_input=sample, offload=SMALL, **options)
-    assert plan.peak_bytes <= (least + kept) // 2 and sum(layer.host_bytes for layer in plan.layers) > 0
-
-
-@pytest.mark.long
 def test_offload_is_advised_only_where_it_would_help() -> None:
     model, sample = _model()
     with pytest.raises(BudgetError) as small:  # its inputs are smaller than what is worth moving
@@ -97,3 +91,137 @@ def test_the_front_door_plans_with_it() -> None:
     model = parallelize(model, "single", "50%", sample_input=sample, offload=SMALL, device="cpu")
     assert any(isinstance(module, OffloadWrapper) for module in model.modules())
     model(**sample).loss.backward()
+
+
+class _OtherHost(Backend):
+    """Its host memory is Python's, which torch's allocator knows nothing of."""
+
+    def host_memory(self, nbytes: int) -> torch.Tensor:
+        return torch.frombuffer(bytearray(nbytes), dtype=torch.uint8)
+
+
+class _Away:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.bytes = torch.frombuffer(bytearray(tensor.numel() * tensor.element_size()), dtype=tensor.dtype)
+        self.bytes = self.bytes.view(tensor.shape).copy_(tensor.detach())
+        self.stride = tensor.stride()
+
+    def get(self) -> torch.Tensor:
+        return torch.empty_strided(self.bytes.shape, self.stride, dtype=self.bytes.dtype).copy_(self.bytes)
+
+
+class _OtherHostTransfer:
+    """The engine's plainest transfer, with that host memory."""
+
+    def to_host(self, tensor: torch.Tensor) -> _Away:
+        return _Away(tensor)
+
+    def prefetch(self, handle: _Away) -> None:
+        pass
+
+
+def _asked(offload: OffloadConfig, host: bool = False) -> tuple[PlanQuery, torch.Tensor]:
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=160, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=256, use_cache=False,
+    )).train()  # fmt: skip
+    ids = torch.randint(256, (4, 128))
+    setup = Job.of(step=StepSpec(optimizer="sgd", zero_grad="zero", keeps_output=False), offload=offload)
+    sample = {"input_ids": ids, "labels": ids}
+    return PlanQuery.of(model, sample, setup.change(gpu=resolve_device("cpu"), search=PlanSearch(host=host))), ids
+
+
+def _choices(query: PlanQuery, mode: str) -> list[list[Choice]]:
+    return choose(query, MemoryBudget.parse(mode), mode)[0] if mode.endswith("%") else query.uniform(mode)
+
+
+def _measured(model: torch.nn.Module, ids: torch.Tensor) -> int:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def step() -> None:
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+    step()
+    step()
+    return step_peak_bytes(model, optimizer, step)
+
+
+def _peaks(mode: str, offload: str, inflight: int) -> tuple[int, int]:
+    """Predicted and measured."""
+    config = OffloadConfig(offload, min_bytes=0, max_inflight_bytes=inflight, prefetch=1)
+    query, ids = _asked(config)
+    model, plan = part_of(query).whole, describe(query, _choices(query, mode), mode)
+    apply_plan(model, plan, device_type="cpu")
+    apply_offloading(model, [layer.module for layer in find_layers(model)], config, backend=_OtherHost())
+    return plan.peak_bytes, _measured(model, ids)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("inflight", [1, 1 << 30])
+@pytest.mark.parametrize(
+    ("mode", "offload"), [("full", "boundary"), ("selective", "boundary"), ("selective", "saved"), ("50%", "saved")]
+)
+def test_a_step_with_an_offload_peaks_as_predicted_to_the_byte(mode: str, offload: str, inflight: int) -> None:
+    predicted, measured = _peaks(mode, offload, inflight)
+    assert predicted == measured
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("mode", ["selective", "50%"])
+def test_a_plan_that_moves_what_it_keeps_peaks_as_predicted_to_the_byte(mode: str) -> None:
+    query, ids = _asked(OffloadConfig("none"), host=True)
+    kinds = [part_of(query).problems[call.kind] for call in part_of(query).traced.calls]
+    choices = [
+        kind.on_host(choice) if choice.decisions and not choice.host_bytes else choice
+        for kind, choice in zip(kinds, _choices(query, mode)[0])
+    ]
+    assert any(choice.host_bytes for choice in choices)
+    plan = describe(query, [choices], mode)
+    apply_plan(part_of(query).whole, plan, device_type="cpu", transfer=_OtherHostTransfer())
+    assert plan.peak_bytes == _measured(part_of(query).whole, ids)
+
+
+_ASKED = "plan --model tests.planning.queries:Text --world-size 2 --seq-len 64 --no-what-if"
+
+
+def _plan(path, *more: str) -> dict:
+    main([*_ASKED.split(), "--json", str(path), *more])
+    return json.loads(path.read_text())
+
+
+@pytest.mark.long
+def test_the_device_keeps_none_of_the_state_and_the_host_all_of_it(tmp_path):
+    here, there = _plan(tmp_path / "here.json"), _plan(tmp_path / "there.json", "--cpu-offload")
+    for own, other in zip(here["rows"][:3], there["rows"][:3]):
+        state = {"parameters", "optimizer state", "gradients"}
+        assert own["peak_parts"].keys() >= {"parameters", "optimizer state"} and not state & other["peak_parts"].keys()
+        # Parameters, gradients and two moments, float32, padded alike; and for each of 28 parameters a counter of steps.
+        assert other["host_bytes"] == 4 * own["peak_parts"]["parameters"] + 4 * 28 and own["host_bytes"] == 0
+        assert other["peak_bytes"] < own["peak_bytes"] and other["reserved_bytes"] >= other["peak_bytes"]
+        assert other["step_seconds"] > own["step_seconds"]
+    assert "cpu_offload=True" in there["call"]
+    small = _plan(tmp_path / "small.json", "--cpu-offload", "--host-memory", "1KiB")
+    assert not any(row["fits"] for row in small["rows"])
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--gpu", "rtx-4090"], "beside rtx-4090 is not known"),
+        (["--world-size", "1"], "one rank keeps the model whole"),
+        (["--pp", "2"], "--cpu-offload with --pp"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_by_name(more, message, capsys):
+    assert main([*_ASKED.split(), "--cpu-offload", *more]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_on_the_cpu_host_memory_is_the_devices_own(tmp_path):
+    here, there = (
+        _plan(tmp_path / f"{n}.json", "--gpu", "cpu", *more) for n, more in enumerate(([], ["--cpu-offload"]))
+    )
+    assert [row["peak_parts"] for row in here["rows"]] == [row["peak_parts"] for row in there["rows"]]

@@ -1,7 +1,9 @@
-"""A step is written once: it ends as it began, and both of its readers count the same bytes."""
+"""A step is written once, and both of its readers count the same bytes; ranks where FSDP2 shards nothing; autocast."""
 
 from __future__ import annotations
 
+import copy
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -10,13 +12,25 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_like import Job
+from nemo_like import Job, dry_run, parallelize
+from nemo_like._util.log import forget_announcements
+from nemo_like._util.tensors import tensors_in
 from nemo_like.activation_checkpointing.plan import Part
-from nemo_like.options import FSDP2, OffloadConfig, PipelineParallel, StepSpec
-from nemo_like.planning.answers.rank import RankSteps
+from nemo_like.fake_rank import SAME
+from nemo_like.layers import find_layers
+from nemo_like.options import FSDP2, OffloadConfig, PipelineParallel, Precision, StepSpec, TensorParallel
+from nemo_like.planning import plan_for
+from nemo_like.planning.answers.rank import RankSteps, peak_of
+from nemo_like.planning.devices import resolve_device
+from nemo_like.planning.model.capture import trace_model
 from nemo_like.planning.program.storages import Allocations, Bytes, LogRun
 from nemo_like.planning.query import PlanQuery
+from nemo_like.planning.trace.block import record
 from nemo_like.planning.trace.records import Recorded
+from tests.checks import assert_bitwise, step
+from tests.models.decoders import batch, build
+from tests.planning.queries import part_of
+from tests.said import said
 
 transformers = pytest.importorskip("transformers")
 
@@ -67,8 +81,8 @@ def _most(log: list[tuple[int, int, str]], there: dict[int, int]) -> int:
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
 def test_both_readers_count_the_same_bytes_and_a_step_ends_as_it_began(name: str, mode: str) -> None:
     traced = PlanQuery.of(_model(), _sample(), Job.of(gpu="h100-80gb", **JOBS[name]))
-    for step in STEPS:
-        query = traced.under(replace(traced.job, step=step))
+    for each in STEPS:
+        query = traced.under(replace(traced.job, step=each))
         choices = query.uniform(mode)
         counted, listed = Bytes(), Allocations()
         loops = [RankSteps(query, 0, choices, storages) for storages in (counted, listed)]
@@ -138,3 +152,125 @@ def test_a_folded_log_comes_to_what_its_entries_do(data: st.DataObject) -> None:
             levels.append((_most(reader.log, alive), sum(alive.values())))
     assert levels[0][1] == levels[1][1]
     assert max(levels[0][0], 0) == levels[1][0]
+
+
+def _tiny(name: str = "Llama", layers: int = 2, **more: Any) -> Any:
+    config = getattr(transformers, f"{name}Config")(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=64, pad_token_id=0, bos_token_id=1, eos_token_id=2, use_cache=False, **more,
+    )  # fmt: skip
+    return getattr(transformers, f"{name}ForCausalLM")(config).train()
+
+
+def _query(**setup: Any) -> PlanQuery:
+    ids = torch.zeros(2, 16, dtype=torch.long)
+    made = Job.of(step=StepSpec(keeps_output=False), **setup)
+    return PlanQuery.of(_tiny(), {"input_ids": ids, "labels": ids}, made.change(gpu=resolve_device("cpu")))
+
+
+def test_replicas_reduce_also_where_nothing_is_sharded() -> None:
+    alone, replicas = _query(), _query(dp_replicate=2, world_size=2)
+    assert not alone.stages[0].sharding.on and replicas.stages[0].sharding.on
+    none = [peak_of(query, query.uniform("full")).parts for query in (alone, replicas)]
+    assert "reduce buffers" not in none[0] and none[1]["reduce buffers"] > 0
+    apart = _query(dp_replicate=2, world_size=2, strategy="ddp")
+    assert not apart.stages[0].sharding.on  # nobody shards: a single device, or DDP
+
+
+def test_one_rank_gathers_into_no_buffer() -> None:
+    """FSDP2 copies parameter by parameter there: nothing is fetched ahead."""
+    one, two = _query(dp_replicate=2, world_size=2), _query(world_size=2)
+    assert {unit.flat for unit in one.stages[0].sharding.all} == {0}
+    assert all(unit.flat == unit.gathered for unit in two.stages[0].sharding.all)
+    sizes = {id(p): p.numel() * 4 for p in part_of(one).model.parameters()}
+    layer = sum(sizes[id(p)] for p in part_of(one).model.model.layers[0].parameters())
+    for fsdp in (FSDP2(), FSDP2(forward_prefetch=1)):
+        query = _query(dp_replicate=2, world_size=2, strategy=fsdp)
+        peak = peak_of(query, query.uniform("full"))
+        assert "backward of layer" in peak.at and peak.parts["gathered layers"] == layer
+
+
+# What transformers splits by code of its own, or torch by an input that it splits; the loss of a head that stays split, in
+# chunks; stages of parts of sequences, and in float8. Each as a rank of 8 runs it (3 s each).
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    ("name", "more", "asked"),
+    [
+        ("GraniteMoe", {"num_local_experts": 4, "num_experts_per_tok": 2}, {"tp": 2}),
+        ("Llama", {}, {"tp": TensorParallel(2, loss_parallel=True), "loss": "chunked"}),
+        ("Olmo3", {"sliding_window": 8}, {"tp": 2}),
+        ("Llama", {}, {"tp": TensorParallel(2, sequence_parallel=True), "pp": 2}),
+        ("Llama", {}, {"precision": "fp8", "pp": 2}),
+    ],
+    ids=["experts", "a loss in chunks", "an input that is split", "stages", "float8 in stages"],
+)
+def test_a_budget_is_planned_to_the_byte(name: str, more: dict[str, Any], asked: dict[str, Any]) -> None:
+    if "precision" in asked:
+        pytest.importorskip("torchao")
+    ids = torch.zeros(2, 16, dtype=torch.long)
+    job = Job.of(ac="50%", world_size=8, gpu="h100-80gb", **asked)
+    layers = 2 if "pp" in asked else 1
+    found = dry_run(_tiny(name, layers, **more), job, {"input_ids": ids, "labels": ids}, layers=None)
+    assert found.against is not None and abs(found.peak_bytes - found.against) <= SAME
+
+
+def _batch() -> dict[str, torch.Tensor]:
+    return {"input_ids": batch(2), "labels": batch(2)}
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("precision", ["bf16", Precision("bf16", output_dtype="float32")])
+@pytest.mark.parametrize("budget", ["45%", "80%"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+def test_a_whole_model_in_mixed_precision_fits_its_plan(
+    name: str, budget: str, precision: str | Precision, caplog: pytest.LogCaptureFixture
+) -> None:
+    forget_announcements()
+    options = dict(precision=precision, device="cpu", sample_input=_batch())
+    expected = step(parallelize(build(name), "single", "none", **options), seed=3, **_batch())
+    model = parallelize(build(name), "single", budget, **options)
+    with caplog.at_level(logging.WARNING, "nemo_like"):
+        found = step(model, seed=3, **_batch())
+    assert not said(caplog), "each region runs the operators of its plan"
+    assert_bitwise(found, expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_the_trace_of_a_layer_under_autocast_is_what_runs(name: str) -> None:
+    model = build(name)
+    layers = find_layers(model)
+    traced = trace_model(model, layers, _batch(), autocast=torch.bfloat16)
+    caught = []
+    handle = layers[0].module.register_forward_pre_hook(
+        lambda module, args, kwargs: caught.append((args, kwargs)), with_kwargs=True
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        model(**_batch(), use_cache=False)
+    handle.remove()
+    args, kwargs = caught[0]
+    shared = {id(t) for t in tensors_in((args[1:], kwargs)) if t.dtype != torch.float32 or t.shape[0] != 2}
+    inputs = tensors_in((args, kwargs))
+
+    def call():
+        with torch.autocast("cpu", torch.bfloat16):
+            return layers[0].module(*args, **kwargs)
+
+    real, _ = record(
+        call, name="real", params=[*layers[0].module.parameters(), *layers[0].module.buffers()],
+        inputs={(0, i): t for i, t in enumerate(inputs) if id(t) not in shared},
+        shared=[t for t in inputs if id(t) in shared],
+    )  # fmt: skip
+    (planned,) = traced.traces()
+    planned.check(real)
+    assert planned.none_bytes == real.none_bytes
+
+
+def test_precision_counts_in_the_plan_of_a_whole_model() -> None:
+    """Weights stay float32, unlike FSDP2's; autograd keeps the bfloat16 copies that autocast makes of them."""
+    model = build("llama")
+    plain, whole, sharded = (
+        plan_for(copy.deepcopy(model), ac="100%", sample_input=_batch(), gpu="cpu", **more)
+        for more in ({}, dict(precision="bf16"), dict(precision="bf16", world_size=2))
+    )
+    assert sharded.none_bytes < whole.none_bytes
+    assert plain.peak["parameters"] == whole.peak["parameters"]

@@ -1,4 +1,4 @@
-"""Text, windows and order of samples of the training job."""
+"""Text, tokens, windows and order of samples of the training job."""
 
 from __future__ import annotations
 
@@ -13,13 +13,20 @@ from hypothesis import strategies as st
 
 from nemo_like.recipes.loop import LearningRate
 from nemo_like.recipes.text import (
+    END,
     Corpus,
     HeldOutText,
     Piece,
     TextRows,
+    as_tokens,
+    for_transformers,
     load_text,
+    train_bpe,
     unigram_entropy,
 )
+
+pytest.importorskip("tokenizers")
+pytest.importorskip("transformers")
 
 
 def _write(folder: Path, **files: bytes) -> Path:
@@ -209,3 +216,26 @@ def test_schedules():
     constant = LearningRate("constant", peak=1.0, warmup=2, steps=5)
     assert [constant.at(step) for step in range(6)] == [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]
     assert LearningRate("linear", peak=1.0, warmup=9, steps=5).at(4) == pytest.approx(5 / 9)  # still warming up
+
+
+def test_tokens_are_the_text_and_training_repeats_itself(tmp_path: Path) -> None:
+    texts = {f"{i}.txt": f"file {i}: ".encode() + b"the same line again\n" * (9 + i) for i in range(5)}
+    texts["4.txt"] += b"\xff not UTF-8"
+    for name, text in texts.items():
+        (tmp_path / name).write_bytes(text)
+    text = load_text(tmp_path)
+    tokenizer = train_bpe(text.train, 300)
+    assert train_bpe(text.train, 300) == tokenizer
+    tokens = as_tokens(text, tokenizer)
+    assert tokens.fingerprint != text.fingerprint
+    decode = for_transformers(tokenizer).decode
+    for corpus, pieces in ((tokens.train, text.train.pieces), (tokens.held_out, text.held_out.pieces)):
+        whole = [texts[piece.path.name].decode(errors="replace") for piece in pieces]
+        assert decode(corpus.read(0, corpus.size)) == "".join(one + END for one in whole)
+        documents = corpus.documents(0, corpus.size)
+        for number, one in enumerate(whole):  # each with its end token
+            assert decode(corpus.read(0, corpus.size)[documents == number + 1]) == one + END
+    assert tokens.train.size < text.train.size / 3
+    assert TextRows(tokens.train, 8, 2, 0).batch(0).inputs.shape == (2, 8)
+    with pytest.raises(ValueError, match="--vocab-size is 256; a byte-level tokenizer has 256 bytes"):
+        train_bpe(text.train, 256)

@@ -7,7 +7,7 @@ An HTML comment in front of a block, which readers of the page do not see, may s
     <!-- given: commands -->            what the reader has by then, in front of a bash block: it runs first
     <!-- not run: needs eight GPUs -->  a bash block that is not run, and why
 
-A file of Python may have a ``given:`` of its own (tests/test_document_blocks.py): the file begins with it.
+A file of Python may have a ``given:`` of its own (tests/test_documents.py): the file begins with it.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ FAULTS: tuple[Fault, ...] = (
         "activation_checkpointing/engine/dispatch.py",
         "entry.op in ops:\n                entry.recompute()",
         "entry.op in ops and False:\n                entry.recompute()",
-        "tests/planning/test_other_masks.py",
+        "tests/planning/test_other_batches.py",
     ),
     Fault(
         "activation_checkpointing/policy.py",
@@ -139,7 +139,7 @@ FAULTS: tuple[Fault, ...] = (
         "offload/mover.py",
         "            self.backend.wait(copy.buffer_stream, copy.ready)\n",
         "",
-        "tests/gpusim/test_faults.py",
+        "tests/gpusim/test_device.py",
     ),
     Fault(
         "losses/cross_entropy.py",
@@ -172,7 +172,7 @@ FAULTS: tuple[Fault, ...] = (
         "torch_compat.py",
         "hook is not cast_as_weight and not _of_fsdp(hook)",
         "not _of_fsdp(hook)",
-        "tests/planning/test_root_unit.py",
+        "tests/planning/test_outside_layers.py",
     ),
     Fault(
         "losses/runner.py",
@@ -250,7 +250,7 @@ FAULTS: tuple[Fault, ...] = (
         "distributed/pipeline/batches.py",
         "    size = (rows + missing) // count",
         "    size = max(1, (rows + missing) // count - 1)",
-        "tests/test_pipeline_batches.py tests_distributed/pipeline/test_pipeline.py",
+        "tests/test_parts.py tests_distributed/pipeline/test_pipeline.py",
     ),
     Fault(
         "distributed/pipeline/batches.py",
@@ -304,13 +304,13 @@ FAULTS: tuple[Fault, ...] = (
         "planning/sharding.py",
         "return 0 if self.gathered == self.shard_gathered else self.gathered",
         "return self.gathered",
-        "tests/planning/test_whole_shards.py",
+        "tests/planning/test_program.py",
     ),
     Fault(
         "planning/program/microbatch.py",
         "            units.copy_out(ROOT, self.sharding.root, forward=False)\n",
         "            pass\n",
-        "tests/planning/test_root_unit.py",
+        "tests/planning/test_outside_layers.py",
     ),
     Fault(
         "planning/fit/layouts.py",
@@ -322,7 +322,7 @@ FAULTS: tuple[Fault, ...] = (
         "planning/fit/search.py",
         "if least > shape.most_allocated(way):",
         "if least < shape.most_allocated(way):",
-        "tests/planning/test_pipeline_bounds.py tests/planning/test_fit.py",
+        "tests/planning/test_pipeline_plans.py tests/planning/test_fit.py",
     ),
     Fault(
         "profiling/profiler.py",
@@ -364,7 +364,7 @@ FAULTS: tuple[Fault, ...] = (
         "flags.py",
         'parts["pp"] = {}\n',
         'parts["pp"], parts["step"]["microbatches"] = {}, 1\n',
-        "tests/test_job.py",
+        "tests/test_front_door.py",
     ),
     Fault(
         "planning/report.py",
@@ -376,13 +376,13 @@ FAULTS: tuple[Fault, ...] = (
         "planning/model/outside.py",
         "grads = {name: t.grad for name, t in state.items()",
         "grads = {name: t.grad for name, t in reversed(state.items())",
-        "tests/planning/test_root_unit.py",
+        "tests/planning/test_outside_layers.py",
     ),
     Fault(
         "planning/fit/shapes.py",
         "conf.shard_ranks,\n        conf.dp_replicate,\n        conf.pp,\n",
         "conf.shard_ranks,\n        1,\n        1,\n",
-        "tests/planning/test_fit_account.py",
+        "tests/planning/test_fit_report.py",
     ),
     Fault(
         "integrations/activation_offloading.py",
@@ -424,7 +424,7 @@ FAULTS: tuple[Fault, ...] = (
         "planning/choose/layer.py",
         "or not known.tracked or record.steers:",
         "or not known.tracked:",
-        "tests/planning/test_running_statistics.py",
+        "tests/planning/test_remembered.py",
     ),
     Fault(
         "planning/trace/kinds.py",
@@ -442,13 +442,13 @@ FAULTS: tuple[Fault, ...] = (
         "offload/mover.py",
         "copy.last_read = copy.ready",
         "copy.last_read = copy.last_read or copy.ready",
-        "tests/gpusim/test_faults.py",
+        "tests/gpusim/test_device.py",
     ),
     Fault(
         "activation_checkpointing/engine/containers.py",
         "kept = value if value.grad_fn is None else value.detach().requires_grad_()",
         "kept = value if value.grad_fn is None else value.detach()",
-        "tests/activation_checkpointing/test_attributes_from_outside.py",
+        "tests/activation_checkpointing/test_containers.py",
     ),
     Fault(
         "activation_checkpointing/engine/hooks.py",
@@ -658,7 +658,7 @@ FAULTS: tuple[Fault, ...] = (
         "planning/fit/bounds.py",
         "fill = one * (pp - 1) / pp * even * facts.fill",
         "fill = one * (pp + 1) * even * facts.fill",
-        "tests/planning/test_pipeline_bounds.py tests/planning/test_fit.py",
+        "tests/planning/test_pipeline_plans.py tests/planning/test_fit.py",
     ),
     Fault(
         "planning/fit/bounds.py",
@@ -676,19 +676,19 @@ FAULTS: tuple[Fault, ...] = (
         "planning/fit/layouts.py",
         "if known and (shards * cp * tp) % ep == 0:",
         "if known:",
-        "tests/planning/test_fit.py tests/planning/test_fit_account.py",
+        "tests/planning/test_fit.py tests/planning/test_fit_report.py",
     ),
     Fault(
         "planning/fit/advice.py",
         "grad_accum=conf.grad_accum * (conf.micro_batch // rows))",
         "grad_accum=conf.grad_accum)",
-        "tests/planning/test_fit_advice.py tests/planning/test_fit.py",
+        "tests/planning/test_fit_report.py tests/planning/test_fit.py",
     ),
     Fault(
         "planning/fit/accounts.py",
         "return sum(other not in indices for _, other in edges)",
         "return len(edges)",
-        "tests/planning/test_fit_account.py",
+        "tests/planning/test_fit_report.py",
     ),
     Fault(
         "planning/fit/search.py",

@@ -1,0 +1,329 @@
+"""Options in `fit`: every field of a `Job` reaches the configurations or is refused by name; ``cpu_offload`` as an axis."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_like import FSDP2, ChunkedLoss, ContextParallel, ExpertParallel, Job, OffloadConfig, PipelineParallel
+from nemo_like.cli import main
+from nemo_like.options import PlanSearch, Precision, StepSpec, TensorParallel
+from nemo_like.options.memory import AllocatorConfig
+from nemo_like.planning.answers.rank import peak_of
+from nemo_like.planning.devices import resolve_device
+from nemo_like.planning.fit import fit
+from nemo_like.planning.fit.fitting import make_search
+from nemo_like.planning.fit.question import Question, read_pins
+from nemo_like.planning.fit.report import recipe
+from nemo_like.planning.query import PlanQuery
+from tests.models.fit_models import llama, mixture
+from tests.planning.queries import Text, reserved
+from tests.planning.search_of_all import search_of_all
+
+pytest.importorskip("transformers")
+
+PINS: dict[str, Any] = {"ac": "full", "loss": "model", "offload": "none", "micro_batch": 1, "cpu_offload": False}
+PINS |= dict.fromkeys(("tp", "cp", "pp", "dp_replicate"), 1)
+
+
+def rows_of(output: Any) -> Any:
+    return output.logits.float().mean()
+
+
+def counted(batch: Any) -> int:
+    return batch["input_ids"].shape[0]
+
+
+PLAN = {"model.layers.*.mlp.gate_proj": "colwise", "model.layers.*.mlp.up_proj": "colwise"} | {
+    "model.layers.*.mlp.down_proj": "rowwise"
+}
+OPTIONS: dict[type, dict[str, Any]] = {
+    FSDP2: {
+        "reshard_after_forward": False,
+        "forward_prefetch": 2,
+        "backward_prefetch": 2,
+        "cpu_offload": True,
+        "frozen_sharding": "replicate",
+        "timeout_seconds": 60.0,
+    },
+    TensorParallel: {"size": 2, "plan": PLAN, "sequence_parallel": True, "loss_parallel": True},
+    ContextParallel: {"size": 2, "method": "ulysses", "loss_mean": "rows"},
+    ExpertParallel: {
+        "size": 2,
+        "plan": {"model.layers.*.mlp.experts": "routed"},
+        "imbalance": 1.2,
+        "dispatch": "all_gather",
+    },
+    PipelineParallel: {
+        "size": 2,
+        "schedule": "gpipe",
+        "microbatches": 4,
+        "stages_per_rank": 2,
+        "balance": "memory",
+        "loss_mean": counted,
+        "split": None,
+    },
+    ChunkedLoss: {
+        "chunk_tokens": 64,
+        "chunk_bytes": "1MiB",
+        "grads_in_float32": False,
+        "z_loss": 0.1,
+        "compile": "aot_eager",
+    },
+    Precision: {
+        "param_dtype": "bf16",
+        "reduce_dtype": "bf16",
+        "output_dtype": "float32",
+        "cast_forward_inputs": False,
+        "matmuls": "fp8",
+    },
+    OffloadConfig: {
+        "mode": "boundary",
+        "min_bytes": 1,
+        "max_inflight_bytes": 1 << 20,
+        "prefetch": 2,
+        "pin_memory": False,
+        "host_budget_bytes": 1 << 30,
+    },
+    StepSpec: {
+        "sync": "last",
+        "keeps_output": False,
+        "zero_grad": "zero",
+        "optimizer": "sgd",
+        "loss_fn": rows_of,
+        "ema": True,
+    },
+    AllocatorConfig: {
+        "expandable_segments": True,
+        "max_split_size": 1 << 30,
+        "roundup_power2_divisions": 4,
+        "large_segment": 32 << 20,
+    },
+    PlanSearch: {"host": True, "host_memory": 1 << 30, "measure": True},
+}
+"""A value of every option that differs from its default."""
+WITH: dict[type, dict[str, Any]] = {
+    TensorParallel: {"size": 2},
+    ContextParallel: {"size": 2},
+    ExpertParallel: {"size": 2},
+    PipelineParallel: {"size": 2, "schedule": "interleaved_1f1b", "microbatches": 4},
+    OffloadConfig: {"mode": "boundary"},
+    Precision: {"param_dtype": "bf16"},
+}
+"""What an option needs beside it."""
+FIELDS: dict[str, Any] = {
+    "ac_scope": ("language",),
+    "layers": ("model.layers.*",),
+    "dp_replicate": 2,
+    "compile": "aot_eager",
+    "gpu": "a100-80gb",
+}
+HOLDERS = {
+    "strategy": FSDP2, "tp": TensorParallel, "cp": ContextParallel, "ep": ExpertParallel, "pp": PipelineParallel,
+    "loss": ChunkedLoss, "precision": Precision, "offload": OffloadConfig, "step": StepSpec, "allocator": AllocatorConfig,
+    "search": PlanSearch,
+}  # fmt: skip
+OF_TRANSFORMERS = ("tp", "cp", "loss", "step", "layers", "ac_scope")
+"""Fields that name or need what `Text` has not."""
+CHOSEN = {"ac", "planned_tokens", "world_size", "device", "asked"}
+"""What fit makes itself, and what only a run reads."""
+
+
+def test_every_field_of_a_job_is_known_here():
+    assert {field.name for field in fields(Job)} == set(FIELDS) | set(HOLDERS) | CHOSEN
+    for holder, values in OPTIONS.items():
+        chosen = {"microbatches"} if holder is StepSpec else set()
+        assert {field.name for field in fields(holder)} == set(values) | chosen, holder
+
+
+ALONE = {
+    "strategy.cpu_offload", "tp.plan", "tp.sequence_parallel", "ep.plan", "pp.schedule", "search.measure",
+}  # fmt: skip
+"""Fields that are not asked for beside the others of their option."""
+
+
+def _cases() -> list[Any]:
+    cases = [pytest.param(name, value, id=name) for name, value in FIELDS.items()]
+    for field, holder in HOLDERS.items():
+        given = {name: value for name, value in OPTIONS[holder].items() if value is not None}
+        together = {name: value for name, value in given.items() if f"{field}.{name}" not in ALONE}
+        made = holder(**(WITH.get(holder, {}) | together))
+        cases.append(pytest.param(field, made, id=f"{field}: {', '.join(together)}"))
+        for name, value in given.items():
+            marks = [] if f"{field}.{name}" in ALONE else [pytest.mark.long]
+            made = holder(**(WITH.get(holder, {}) | {name: value}))
+            cases.append(pytest.param(field, made, id=f"{field}.{name}", marks=marks))
+    return cases
+
+
+REFUSED = {
+    "search.measure": "can't be measured for",
+}
+"""What no plan counts is refused with the reason."""
+
+
+@pytest.mark.parametrize(("field", "value"), _cases())
+def test_a_field_reaches_what_is_found(field: str, value: Any, request: pytest.FixtureRequest) -> None:
+    model = mixture() if field == "ep" else llama(1) if field in OF_TRANSFORMERS else Text(4)
+    pins = {name: pin for name, pin in PINS.items() if name != field}
+    if field == "strategy":
+        pins.pop("cpu_offload")
+    case = request.node.callspec.id
+    if case in REFUSED:
+        with pytest.raises(ValueError, match=REFUSED[case]):
+            fit(model, gpus=4, seq_len=64, **{"gpu": "h100-80gb"} | pins | {field: value})
+        return
+    best = fit(model, gpus=4, seq_len=64, count=1, **{"gpu": "h100-80gb"} | pins | {field: value}).best
+    got = getattr(best.job, field)
+    if isinstance(value, StepSpec):
+        value = replace(value, microbatches=got.microbatches)
+    assert got == value
+
+
+_SMALL = {"gpus": 2, "gpu": "h100-80gb", "seq_len": 64, "micro_batch": 2, "tp": 1, "cp": 1, "loss": "model"}
+
+
+def _search(limit, **pins):
+    # Of a small model, launches would take all of the time, and all ways the same.
+    device = replace(resolve_device("h100-80gb"), launch_seconds=0.0, hop_seconds=0.0)
+    always = {"tp": 1, "cp": 1, "grad_accum": [1, 3], "micro_batch": [2, 8]}
+    return make_search(
+        llama(2),
+        Question(
+            Job.of(gpu=device, precision=Precision("bf16")),
+            gpus=2,
+            seq_len=64,
+            limit=limit,
+            pins=read_pins(always | pins),
+        ),
+    )[0]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("limit", "wins", "pins"),
+    [
+        (1 << 40, False, {"ac": ["none", "full"]}),
+        (  # cuBLAS's workspaces are 64 MiB of it
+            71 << 20,
+            True,
+            {"ac": ["none", "full", "plan"], "offload": "none", "reshard_after_forward": True, "micro_batch": 8},
+        ),
+    ],
+)
+def test_the_search_finds_what_looking_at_everything_finds(limit, wins, pins):
+    everything = search_of_all(_search(limit, **pins), 1000).best
+    search = _search(limit, **pins)
+    found = search.run(1).best
+    assert found[0].layout == everything[0].layout and found[0].step_seconds <= everything[0].step_seconds
+    assert found[0].conf.cpu_offload is everything[0].conf.cpu_offload is wins
+    same = {(c.layout, c.ac, *c.conf.way[1:]): c for c in everything}
+    twins = [
+        (c, same[*key[:-1], True]) for key, c in same.items() if not c.conf.cpu_offload and (*key[:-1], True) in same
+    ]
+    assert bool(twins) is not wins
+    for here, there in twins:
+        assert here.step_seconds < there.step_seconds and here.peak_bytes > there.peak_bytes
+    # What bounds all ways to run a layout so is the fastest of them, where it fits.
+    if not wins:
+        for conf in {c.layout: c.conf for c in everything}.values():
+            layout = conf.layout
+            shape = next(s for key, s in search.shapes.items() if key.micro_batch == layout.micro_batch)
+            own = [
+                search.question.per_token(c.seconds.total, conf)
+                for c in everything
+                if c.layout == layout and c.conf.cpu_offload
+            ]
+            assert search._least_on_host(shape, conf) == min(own)
+
+
+def test_gradients_of_several_microbatches_are_copied_and_summed_up_on_the_host():
+    """By hand: head and embedding, which nothing hides."""
+    device = replace(resolve_device("h100-80gb"), host_link=1e6, host_bandwidth=2e6)
+    asked = _SMALL | {"gpu": device, "ac": "full", "offload": "none", "reshard_after_forward": True}
+    once, thrice = (fit(Text(2), grad_accum=n, cpu_offload=True, **asked).best for n in (1, 3))
+    rows = {row.what: row.amount for row in thrice.account.seconds}
+    parameters = sum(p.numel() * 4 for p in Text(2).parameters()) // 2
+    around = sum(p.numel() * 4 for name, p in Text(2).named_parameters() if not name.startswith("layers.")) // 2
+    copied = sum(seconds for what, seconds in rows.items() if what.startswith(("parameters of", "gradients of")))
+    assert copied == pytest.approx(3 * 2 * around / 1e6)
+    sums = sum(
+        seconds
+        for what, seconds in rows.items()
+        if what in ("of head", "of embedding and what else is around the layers")
+    )
+    assert sums == pytest.approx(2 * 3 * around / 2e6)
+    assert "gradient sums on the host" not in once.seconds.parts
+    assert thrice.seconds.parts["gradient sums on the host"] == pytest.approx(2 * 3 * parameters / 2e6)
+    # AdamW on the host goes over them twenty times, once in a step.
+    assert once.seconds.parts["optimizer"] == thrice.seconds.parts["optimizer"] == pytest.approx(20 * parameters / 2e6)
+    last = fit(Text(2), grad_accum=3, cpu_offload=True, step=StepSpec(sync="last"), **asked).best
+    assert "gradient sums on the host" not in last.seconds.parts
+
+
+def test_a_model_whose_state_no_gpu_can_hold_fits_with_as_many_bytes_as_its_plan_says():
+    asked = {"gpus": 8, "gpu": "h100-80gb", "seq_len": 8192, "micro_batch": 1, "tp": 1, "cp": 1, "dp_replicate": 1,
+             "ac": "full", "loss": "model", "offload": "none", "reshard_after_forward": True}  # fmt: skip
+    with torch.device("meta"):
+        model = Text(64, 16384)  # 69 billion parameters
+    small = fit(model, grad_accum=1, **asked)
+    assert not small.candidates and small.rejected["host memory"] == 1
+    assert small.helps[0].startswith(
+        "strategy=FSDP2(reshard_after_forward=True, cpu_offload=True) with 128.01GiB of host memory per rank ("
+    )
+    report = fit(model, grad_accum=1, host_memory="132GiB", **asked)
+    best = report.best
+    ids = best.sample["input_ids"]
+    query = PlanQuery.of(
+        model,
+        {"input_ids": ids, "labels": ids},
+        Job.of(
+            strategy=FSDP2(True, cpu_offload=True),
+            world_size=8,
+            precision=Precision("bf16"),
+            gpu=resolve_device("h100-80gb"),
+        ),
+    )
+    assert best.conf.cpu_offload and best.peak_bytes == peak_of(query, query.uniform("full")).total
+    assert best.host_bytes == query.stages[0].state_on_host
+    assert best.need.bytes == reserved(query, query.uniform("full")).reserved + 8192 * 16  # token ids and labels
+    assert "strategy=FSDP2(reshard_after_forward=True, cpu_offload=True)" in best.call()
+    assert best.kwargs()["strategy"] == FSDP2(reshard_after_forward=True, cpu_offload=True)
+    assert recipe(report, best).endswith(" --cpu-offload") and "cpu_offload" in report.table().text()
+    assert best.to_dict()["cpu_offload"] is True and best.to_dict()["host_bytes"] == best.host_bytes
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"gpu": "rtx-4090", "cpu_offload": True}, "beside rtx-4090 is not known"),
+        ({"gpus": 1, "cpu_offload": True}, "one rank keeps the model whole"),
+        ({"host_memory": "all"}, "all"),
+        ({"host_memory": -1}, "host_memory is -1"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(asked, message):
+    with pytest.raises(ValueError, match=message):
+        fit(Text(2), **(_SMALL | asked))
+
+
+def test_where_it_is_not_looked_at_the_report_says_so():
+    pins = {"ac": "full", "offload": "none"}
+    unknown = fit(Text(2), **(_SMALL | pins | {"gpu": "rtx-4090"}))
+    assert any("bandwidth of host memory" in reason for reason in unknown.rejected)
+    assert not any(c.conf.cpu_offload for c in unknown.candidates)
+    with pytest.raises(ValueError, match="not planned beside pp: cpu_offload"):
+        fit(Text(2), pp=2, schedule="1f1b", global_batch=4, cpu_offload=True, **(_SMALL | pins | {"micro_batch": 1}))
+
+
+def test_on_the_cpu_it_changes_nothing_and_is_there_only_where_it_is_pinned(capsys):
+    pins = {"gpu": "cpu", "ac": "full", "offload": "none", "grad_accum": 1}
+    here, there = fit(Text(2), **(_SMALL | pins)).best, fit(Text(2), cpu_offload=True, **(_SMALL | pins)).best
+    assert not here.conf.cpu_offload and there.conf.cpu_offload and there.host_bytes == 0
+    assert here.peak == there.peak and here.seconds == there.seconds
+    said = "--model tests.planning.queries:Text --gpus 2 --gpu cpu --seq-len 64 --micro-batch 1 --tp 1 --cp 1 --ac full"
+    assert main(["fit", *said.split(), "--loss", "model", "--cpu-offload", "--host-memory", "1GiB"]) == 0
+    assert "FSDP2(reshard_after_forward=False, cpu_offload=True)" in capsys.readouterr().out

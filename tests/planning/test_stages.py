@@ -1,0 +1,358 @@
+"""Stages of a pipeline in plans: what a trace says of a cut, gradients of what was sent on, and what ranks reserve.
+
+The gradient of what a stage sent on comes into a buffer that stays: nothing is added into it in place, and it is there as
+long as the last layer's backward runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nemo_like import Job
+from nemo_like.activation_checkpointing.engine import run_region
+from nemo_like.distributed.pipeline.cut import StageParts, cut, deal, slices
+from nemo_like.distributed.pipeline.stage_parts import check_stages, stage_parts
+from nemo_like.layers import find_layers
+from nemo_like.options import PipelineParallel, StepSpec
+from nemo_like.planning.answers.reserved import Reserved, StepLogs, fullest_ranks, replay
+from nemo_like.planning.devices import resolve_device
+from nemo_like.planning.model.traced import TracedPart
+from nemo_like.planning.planner import describe
+from nemo_like.planning.query import PlanQuery
+from nemo_like.planning.trace.layer_memory import backward_of_inputs, halves_memory
+from tests.allocator_events import cpu_events
+from tests.models.families import FAMILIES
+from tests.models.nano_gpt import NanoGPT
+from tests.models.tiny import Block, llama, tokens
+from tests.planning.queries import Text, part_of
+
+
+def _parts(model: nn.Module) -> StageParts:
+    return stage_parts(model, find_layers(model), {"ids": tokens()})
+
+
+def test_a_llama() -> None:
+    model = llama()
+    parts = stage_parts(model, find_layers(model), {"input_ids": tokens(), "labels": tokens()})
+    assert parts.layers == ("model.layers.0", "model.layers.1", "model.layers.2")
+    assert parts.before == {"model.embed_tokens.weight"}
+    assert parts.after == {"model.norm.weight", "lm_head.weight"}
+    assert (parts.tied, parts.forms, parts.hidden_width) == ((), (None, None, None), (32,))
+    # 4 x 12 tokens: q, k, v, o of width 32, three matrices of 32 x 64; attention 2 x 12 pairs; multiply-adds are two.
+    linears = 2 * 48 * (4 * 32 * 32 + 3 * 32 * 64)
+    assert parts.layer_flops == (linears + 4 * 2 * 12 * 12 * 32 * 2,) * 3
+    assert (parts.flops_before, parts.flops_after) == (0, 2 * 48 * 32 * 64)
+
+
+def test_tied_weights_and_positions_in_a_parameter() -> None:
+    model = NanoGPT()
+    parts = stage_parts(model, find_layers(model), {"input_ids": tokens(), "labels": tokens()})
+    assert parts.before == {"wte.weight", "wpe", "lm_head.weight"}  # the two names of one tensor
+    assert parts.after == {"wte.weight", "ln_f.weight", "ln_f.bias", "lm_head.weight"}
+    assert parts.tied == ("wte.weight",)
+
+
+class _Odd(nn.Module):
+    """Four layers, run by `run`."""
+
+    def __init__(self, run: Callable[[_Odd, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.embed, self.head, self.scale = nn.Embedding(64, 16), nn.Linear(16, 64), nn.Parameter(torch.ones(16))
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+        self.run = run
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.run(self, self.embed(ids))).sum()
+
+
+def _with_first(model: _Odd, x: Tensor) -> Tensor:
+    first = x
+    for layer in model.layers:
+        x = layer(x + first)
+    return x
+
+
+def _scaled(model: _Odd, x: Tensor) -> Tensor:
+    for layer in model.layers:
+        x = layer(x) * model.scale
+    return x
+
+
+def _backwards(model: _Odd, x: Tensor) -> Tensor:
+    for layer in reversed(model.layers):
+        x = layer(x)
+    return x
+
+
+def _long_skip(model: _Odd, x: Tensor) -> Tensor:
+    first = model.layers[0](x)
+    x = first
+    for layer in list(model.layers)[1:]:
+        x = layer(x)
+    return x + first
+
+
+def _early_exit(model: _Odd, x: Tensor) -> Tensor:
+    return model.layers[0](x)
+
+
+@pytest.mark.parametrize(
+    ("run", "reason"),
+    [
+        (_with_first, "layers.0 uses a tensor from|layers.1 is not called with|what runs after layers.0 uses a tensor"),
+        (_scaled, "layers.1 is not called with what layers.0 returned, and nothing else"),
+        (_backwards, "layers.3 is called in what runs before the layers, and not once, in its place"),
+        (_long_skip, "what runs after layers.3 uses a tensor from layers.0"),
+        (_early_exit, "the forward pass ends in what runs after layers.0"),
+    ],
+)
+def test_what_goes_past_the_hidden_states_is_refused(run: Callable[[_Odd, Tensor], Tensor], reason: str) -> None:
+    with pytest.raises(ValueError, match=f"pp cannot cut _Odd into stages: .*({reason})"):
+        _parts(_Odd(run))
+
+
+def test_layers_are_dealt_out_so_that_the_dearest_stage_costs_least() -> None:
+    assert deal([1.0] * 6, 3) == [2, 2, 2]
+    assert deal([1.0] * 6, 3, first=1.0, last=1.0) == [2, 3, 1] or deal([1.0] * 6, 3, first=1.0, last=1.0) == [1, 3, 2]
+    assert deal([1.0, 1.0, 1.0, 9.0], 2) == [3, 1]
+    assert deal([1.0] * 7, 4, last=3.0) == [2, 2, 2, 1]
+    assert [piece.layers for piece in slices([2, 1])] == [range(2), range(2, 3)]
+    with pytest.raises(ValueError, match="2 layers cannot be divided over 3 stages"):
+        deal([1.0, 1.0], 3)
+
+
+def test_a_tower_is_refused_with_the_shapes_that_differ() -> None:
+    model = FAMILIES["vit"].build()
+    reason = r"returns hidden states of shape \(2, 17, 32\) for a sample of 2 rows and 3 tokens"
+    with pytest.raises(ValueError, match=reason):
+        stage_parts(model, find_layers(model), dict(FAMILIES["vit"].inputs()))
+
+
+class _Experts(nn.Module):
+    """A block whose experts are a list: each gets the rows that chose it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(16, 4), nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen, out = self.gate(x).argmax(-1), torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            mine = chosen == index
+            if mine.any():
+                out[mine] = expert(x[mine])
+        return x + out
+
+
+def test_a_list_of_experts_is_refused_without_a_word_of_budgets() -> None:
+    model = _Odd(lambda model, x: [x := layer(x) for layer in model.layers][-1])
+    model.layers = nn.ModuleList(_Experts() for _ in range(4))
+    with pytest.raises(
+        ValueError, match=r"_Odd cannot be cut into stages by pp: .*'layers\.0\.experts' is a list"
+    ) as error:
+        _parts(model)
+    assert "budget" not in str(error.value) and "strategy='fsdp2' with tp, cp or ep" in str(error.value)
+
+
+class _AsksItsLayers(nn.Module):
+    """Reads of each layer what kind it is, and of the first one the shape of a weight."""
+
+    def __init__(self, fails: bool = False) -> None:
+        super().__init__()
+        self.embed, self.layers, self.head = (
+            nn.Embedding(64, 16),
+            nn.ModuleList(Block() for _ in range(4)),
+            nn.Linear(16, 64),
+        )
+        for index, layer in enumerate(self.layers):
+            layer.kind = index
+        self.fails = fails
+
+    def forward(self, ids: Tensor) -> Tensor:
+        first: Any = self.layers[0]
+        assert first.norm.eps == 1e-5 and first.up.weight.shape == (32, 16)
+        x = self.embed(ids)
+        for index, layer in enumerate(self.layers):
+            assert layer.kind == index
+            if self.fails:
+                x = x + 0 * next(layer.parameters()).sum()
+            x = layer(x)
+        return self.head(x).sum()
+
+
+def test_absent_layers_answer_for_those_that_they_stand_for() -> None:
+    model = _AsksItsLayers()
+    parts = _parts(model)
+    stages = slices([2, 2])
+    check_stages(model, parts, stages, {"ids": tokens()})
+    tree, _ = cut(model, parts, stages[1], torch.device("cpu"))
+    absent = tree.layers[0]  # type: ignore[index, union-attr]
+    assert absent.kind == 0 and not list(absent.parameters()) and not absent.state_dict()
+    assert not hasattr(absent, "nothing_of_that_name")
+
+
+def test_a_stage_that_fails_without_the_others_layers_is_refused() -> None:
+    model = _AsksItsLayers()
+    parts = _parts(model)
+    model.fails = True
+    with pytest.raises(
+        ValueError, match="pp cannot cut _AsksItsLayers into stages: stage 0 of 2 fails without the layers"
+    ):
+        check_stages(model, parts, slices([2, 2]), {"ids": tokens()})
+
+
+WIDTH, WIDE, ROWS = 32, 256, 512
+HIDDEN = 4 * WIDTH * ROWS
+
+
+class Scaled(nn.Module):
+    """Granite's residuals: the gradient of the output goes into a product and to the next sum, to no weight. Most is alive
+    behind that sum, in the wide part. Scaled by -1, for which no number is made a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.small = nn.Linear(WIDTH, WIDE), nn.Linear(WIDE, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:  # (ROWS, WIDTH) -> the same
+        x = x - self.two(torch.tanh(self.one(x)))
+        return x - self.small(x)
+
+
+class BothScaled(Scaled):
+    """MiniMax's: nobody needs the gradient of the output when the products have their own."""
+
+    def forward(self, x: Tensor) -> Tensor:  # (ROWS, WIDTH) -> the same
+        x = -x - self.two(torch.tanh(self.one(x)))
+        return -x - self.small(x)
+
+
+class Stack(nn.Module):
+    def __init__(self, block: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.start, self.layers = nn.Parameter(torch.zeros(WIDTH)), nn.ModuleList(block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.start  # every layer makes a gradient of its input
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def _part(block: Callable[[], nn.Module]) -> TracedPart:
+    setup = Job.of(step=StepSpec(keeps_output=False))
+    query = PlanQuery.of(Stack(block), {"x": torch.randn(ROWS, WIDTH)}, setup.change(gpu=resolve_device("cpu")))
+    return part_of(query)
+
+
+def _call(part: TracedPart, mode: str) -> Callable[[Tensor], Tensor]:
+    """The second layer, as it runs in a step."""
+    policy, layer = part.policy(0, part.uniform(mode)[1]), part.model.layers[1]
+    return layer if policy is None else lambda x: run_region(layer, (x,), {}, policy=policy, preserve_rng_state=False)
+
+
+@pytest.mark.parametrize("block", [Scaled, BothScaled])
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_a_whole_backward(block: Callable[[], nn.Module], mode: str) -> None:
+    part = _part(block)
+    (choice,) = set(part.uniform(mode))
+    given, received = (part.memory(0, choice, received=stays) for stays in (False, True))
+    assert (received.output_grad, received.input_grad, received.held) == (HIDDEN, HIDDEN, given.held)
+    assert received.backward_peak == given.backward_peak + HIDDEN
+    call, stays = _call(part, mode), list[Tensor]()
+
+    def step() -> None:
+        out = call(given_x)
+        stays.append(torch.ones_like(out))
+        stays.append(out)  # torch's stage has it until backward has ended
+        out.backward(stays[0])
+
+    for _ in range(2):  # the first step compares a replay with its forward
+        given_x = torch.randn(ROWS, WIDTH, requires_grad=True)
+        part.model.zero_grad()
+        stays.clear()
+        alive = cpu_events(step)
+    assert max(alive) == received.backward_peak + HIDDEN
+    assert alive[-1] == 2 * HIDDEN + received.input_grad + received.param_grad
+
+
+@pytest.mark.parametrize("block", [Scaled, BothScaled])
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_a_backward_in_halves(block: Callable[[], nn.Module], mode: str) -> None:
+    part = _part(block)
+    (choice,) = set(part.uniform(mode))
+    kind, policy, run = part.traced.kinds[0], part.policy(0, choice), part.traced.run
+    given, received = (
+        halves_memory(kind, policy, run, {0}, accumulate=False, received=stays) for stays in (False, True)
+    )
+    assert received.output_grad_between == received.input_grad == HIDDEN
+    assert received.backward_peak == given.backward_peak + HIDDEN
+    call, layer, stays, rest = _call(part, mode), part.model.layers[1], list[Tensor](), list[Callable[[], None]]()
+
+    def first_half() -> None:
+        out = call(given_x)
+        stays.append(torch.ones_like(out))
+        stays.append(out)
+        rest.append(backward_of_inputs([out], stays[:1], [given_x], layer.parameters()))
+
+    for _ in range(2):  # the first one learns what the layer draws and writes
+        given_x = torch.randn(ROWS, WIDTH, requires_grad=True)
+        part.model.zero_grad()
+        stays.clear()
+        alive = cpu_events(first_half)
+        rest.pop()()
+    assert max(alive) == received.backward_peak + HIDDEN
+    assert alive[-1] == received.between + received.input_grad + HIDDEN
+
+
+def _query(
+    schedule: str, stages: int = 2, microbatches: int = 4, tokens: int = 128, ranks: int = 2, **setup: Any
+) -> PlanQuery:
+    with torch.device("meta"):
+        model = Text(8, 64)
+    ids = torch.zeros(2, tokens, dtype=torch.long)
+    job = Job.of(
+        **{"step": StepSpec(optimizer="adamw-fused"), "gpu": resolve_device("h100-80gb")} | setup,
+        pp=PipelineParallel(stages, schedule, microbatches), world_size=stages * ranks,
+    )  # fmt: skip
+    return PlanQuery.of(model, {"input_ids": ids, "labels": ids}, job)
+
+
+def _replayed(query: PlanQuery, rank: int, choices: Any, **more: Any) -> Reserved:
+    return replay(StepLogs(query, rank, choices, **more), query.device)
+
+
+def test_outputs_that_stay_are_counted() -> None:
+    query = _query("1f1b")
+    choices = query.uniform("full")
+    plain, kept = (_replayed(query, 1, choices, kept_outputs=more) for more in ((), (0, 1 << 20)))
+    assert 3 << 20 <= kept.tensors - plain.tensors <= 4 << 20
+    plan = describe(query, choices, "full")
+    assert plan.reserved_bytes == max(_reserved(query, choices).values())
+
+
+def _reserved(query: PlanQuery, choices: Any) -> dict[int, int]:
+    found = {rank: _replayed(query, rank, choices) for rank in range(query.pp.size)}
+    return {rank: one.reserved for rank, one in found.items()}
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(
+    ("schedule", "counted"), [("1f1b", [0, 1, 3]), ("interleaved_1f1b", [0, 1, 3]), ("gpipe", [0, 1, 3])]
+)
+def test_of_ranks_that_run_the_same_layers_none_reserves_more_than_the_one_that_is_replayed(
+    schedule: str, counted: list[int]
+) -> None:
+    query = _query(schedule, stages=4)
+    for mode in ("none", "full"):
+        choices = query.uniform(mode)
+        every = _reserved(query, choices)
+        assert fullest_ranks(query, choices) == counted
+        assert len(every) == 4 and max(every.values()) == max(every[rank] for rank in counted)
+    # Where each rank has choices of its own, each is replayed.
+    mixed = [query.uniform(mode)[n] for n, mode in enumerate(["none", "full", "none", "full"] * 2) if n < len(choices)]
+    assert fullest_ranks(query, mixed) == [0, 1, 2, 3]

@@ -1,0 +1,276 @@
+"""A run of the training job: its options, what it shows, its log, its signals, and the host memory that it counts on."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import re
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from nemo_like._util.log import forget_announcements
+from nemo_like.recipes.command_line import changed_options, config_text, parse_options
+from nemo_like.recipes.fitted import host_bytes
+from nemo_like.recipes.interrupt import Interrupt
+from nemo_like.recipes.options import FinetuneOptions, PretrainOptions
+from nemo_like.recipes.progress import Progress, memory_peak, memory_used
+from nemo_like.recipes.run_log import RunLog, read_log
+from tests.said import said
+
+WRONG = {
+    "--strategy fsdp1": r"--strategy is 'fsdp1'; it must be one of fsdp2, ddp, single\. Did you mean 'fsdp2'\?",
+    "--ac selectiv": r"--ac: ac is 'selectiv'.*Did you mean 'selective'",
+    "--loss chunkd": r"--loss is 'chunkd'; it must be one of model, chunked\. Did you mean 'chunked'\?",
+    "--compile inducter": r"--compile is 'inducter'.*Did you mean 'inductor'",
+    "--precision int8": r"--precision is 'int8'; it must be a torch dtype",
+    "--precision fp16": r"--precision is 'fp16': its small range needs the loss to be scaled.*Use bfloat16",
+    "--device tpu": r"--device is 'tpu'; it must be one of auto, cpu, cuda",
+    "--schedule step": r"--schedule is 'step'; it must be one of cosine",
+    "--resume=maybe": r"--resume is 'maybe'; it must be one of no, must, auto",
+    "--resume": r"--resume needs --checkpoint-dir",
+    "--steps 0": r"--steps is 0; it must be a finite number >= 1",
+    "--lr nan": r"--lr is nan; it must be a finite number",
+    "--lr -1": r"--lr is -1.0",
+    "--beta2 1": r"--beta2 is 1.0; it must be less than 1",
+    "--grad-accum 3": r"--grad-accum is 3, which does not divide --batch-size 8",
+    "--json /nowhere/at/all.json": r"--json names a file in '/nowhere/at', which is not an existing folder",
+    "--steps many": r"--steps: invalid int value: 'many'",
+    "--step-size 3": r"unrecognized arguments: --step-size 3",
+}
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_wrong_option_ends_with_code_2_and_says_why(line: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        parse_options("pretrain", line.split())
+    assert ended.value.code == 2
+    written = capsys.readouterr()
+    assert written.out == ""
+    assert re.search(WRONG[line], written.err)
+
+
+def test_command_line_and_dataclass_are_the_same_options(tmp_path: Path):
+    assert parse_options("pretrain", []) == PretrainOptions()
+    given = PretrainOptions(
+        strategy="ddp", ac="40GiB", steps=7, lr=0.5, sync_save=True, checkpoint_dir=str(tmp_path), resume="must"
+    )
+    line = f"--strategy DDP --ac 40GiB --steps 7 --lr .5 --sync-save --checkpoint-dir {tmp_path} --resume"
+    assert parse_options("pretrain", line.split()) == given
+
+
+def test_every_option_is_explained(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        parse_options("pretrain", ["--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    for field in dataclasses.fields(PretrainOptions):
+        assert re.search(rf"--{field.name.replace('_', '-')}[ ,\n]", text)
+        assert len(field.metadata["help"]) > 10
+
+
+def test_scope_may_be_several():
+    assert PretrainOptions(scope="vision,audio").job().ac_scope == ("vision", "audio")
+    assert PretrainOptions(scope="all").job().ac_scope == "all"
+
+
+CPU = torch.device("cpu")
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_without_a_terminal_it_prints_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    progress = Progress(200, CPU)
+    progress.say("hello")
+    progress.step(10, 2.5, 3e-4, 1234.4)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "hello"
+    assert lines[1].startswith("step  10/200  loss 2.5000  lr 3.00e-04  1,234 tokens/s  memory ")
+    assert "peak" in lines[1] and len(lines) == 2
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_what_matters_most_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch, columns: int):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stdout", terminal := _Terminal())
+    progress = Progress(2000, CPU)
+    progress.step(10, 12.5, 3e-4, 123456.4, 0.4)
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue()).replace("\r", "\n")
+    line = next(line.rstrip() for line in text.splitlines() if "loss" in line)
+    assert len(line) <= columns and "…" not in line
+    assert re.match(r"(step )? +10/2000 .*loss 12.5000 .*123,456 tokens/s .*peak \d+\.\d\d GiB", line), line
+    assert ("MFU 40.0%" in line) is (columns == 120), line
+
+
+def test_only_rank_zero_speaks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setenv("RANK", "1")
+    progress = Progress(200, CPU)
+    progress.say("hello")
+    progress.step(10, 2.5, 3e-4, 1234.4)
+    assert capsys.readouterr().out == ""
+
+
+def test_memory_counts_resident_bytes_of_this_process():
+    before, peak = memory_used(CPU), memory_peak(CPU)
+    assert 2**24 < before <= peak + 2**20  # an interpreter with torch; the two counters are read a moment apart
+    size = 2**28
+    held = torch.ones(size, dtype=torch.uint8)
+    # Pages of other objects come and go meanwhile, by far less than this tolerance of a sixteenth.
+    assert abs(memory_used(CPU) - before - size) < size // 16
+    assert memory_peak(CPU) >= before + size - size // 16
+    del held
+    assert memory_used(CPU) < before + size // 16 <= memory_peak(CPU)
+
+
+def test_a_line_has_what_the_caching_allocator_reserved(monkeypatch, capsys):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    for name, size in (("memory_allocated", 1), ("max_memory_allocated", 2), ("max_memory_reserved", 3)):
+        monkeypatch.setattr(torch.cuda, name, lambda device, size=size: size << 30)
+    Progress(10, torch.device("cuda")).step(1, 2.0, 1e-3, 1000.0)
+    assert "memory 1.00 GiB  peak 2.00 GiB  reserved 3.00 GiB" in capsys.readouterr().out
+    Progress(10, torch.device("cpu")).step(1, 2.0, 1e-3, 1000.0)
+    assert "reserved" not in capsys.readouterr().out
+
+
+def test_a_signal_is_noted_in_the_main_thread() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with Interrupt() as stop:
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.requested == signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_in_another_thread_none_is_caught_and_it_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    forget_announcements()
+    before, seen = signal.getsignal(signal.SIGTERM), []
+
+    def work() -> None:
+        with Interrupt() as stop:
+            seen.extend([stop.requested, signal.getsignal(signal.SIGTERM)])
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [0, before]
+    assert "outside of the main thread" in caplog.text
+
+
+def _steps(log: RunLog, numbers: range) -> None:
+    for step in numbers:
+        log.add(step, loss=1.0 / step)
+    log.close()
+
+
+def test_a_resumed_run_goes_on_after_its_first_step(tmp_path: Path) -> None:
+    _steps(RunLog(tmp_path, 0, active=True), range(1, 6))
+    path = tmp_path / "log.jsonl"
+    path.write_text(path.read_text() + '{"step": 6, "lo')  # killed in writing
+    assert [record["step"] for record in read_log(path)] == [1, 2, 3, 4, 5]
+    _steps(RunLog(tmp_path, 3, active=True), range(4, 6))
+    assert [record["step"] for record in read_log(path)] == [1, 2, 3, 4, 5]
+    _steps(RunLog(tmp_path / "nowhere", 0, active=False), range(1, 3))  # another rank writes nothing
+    _steps(RunLog(tmp_path, 0, active=True), range(1, 2))
+    assert read_log(path) == [{"step": 1, "loss": 1.0}]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="writes to a full device (Linux)")
+def test_a_full_disk_costs_records_and_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    forget_announcements()
+    (tmp_path / "log.jsonl").symlink_to("/dev/full")
+    log = RunLog(tmp_path, 0, active=True)
+    _steps(log, range(3, 5))
+    (record,) = said(caplog)
+    message = record.getMessage()
+    assert "log.jsonl cannot be written" in message and "No space left" in message and "missing from step 3." in message
+    (tmp_path / "log.jsonl").unlink()
+    (tmp_path / "log.jsonl").write_text('{"step": 1}\n{"step": 2, "lo{"step": 3}\n{"step": 4}\n')
+    assert [record["step"] for record in read_log(tmp_path / "log.jsonl")] == [1, 4], "what was cut is left out"
+
+
+def test_tensorboard_gets_the_same(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = RunLog(tmp_path, 0, active=True, tensorboard=True)
+    log.add(1, sample="and so on")
+    _steps(log, range(1, 4))
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("loss")] == [1, 2, 3]
+
+
+def test_weights_and_biases_gets_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    log = RunLog(tmp_path, 0, active=True, wandb="project", options={"lr": 0.1})
+    _steps(log, range(1, 4))
+    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+
+
+def test_what_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, asked in (("tensorboard", {"tensorboard": True}), ("wandb", {"wandb": "project"})):
+        monkeypatch.setitem(__import__("sys").modules, name, None)
+        with pytest.raises(ImportError, match=rf"pip install {name} "):
+            RunLog(tmp_path, 0, active=True, **asked)  # type: ignore[arg-type]
+
+
+def test_what_differs_from_the_defaults_is_written_as_flags() -> None:
+    options = FinetuneOptions(model="m: #1", data="d", lora=True, lr=1e-5, reshard_after_forward=False)
+    assert changed_options(options) == "--no-reshard-after-forward --lr 1e-05 --model 'm: #1' --data d --lora"
+
+
+def test_the_options_in_full_are_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("yaml")
+    options = FinetuneOptions(model="m: #1", data='a "b"', lora=True, lr=1e-5, wandb=None, sample="so\nit is")
+    path = tmp_path / "options.yaml"
+    path.write_text(config_text(options))
+    assert parse_options("finetune", ["--config", str(path)]) == options
+    assert parse_options("finetune", ["--config", str(path), "--lr", "0.5"]) == dataclasses.replace(options, lr=0.5)
+    wrong = {
+        "lora-ranks: 4": "has 'lora-ranks', which is not an option. Did you mean 'lora_rank'?",
+        "steps: many": "steps is 'many'; it must be of type int",
+        "steps: 1.5": "steps is 1.5; it must be a whole number",
+        "lora: 3": "lora is 3; it must be of type bool",
+        "- steps": "must have one 'option: value' a line; it is a list",
+        "steps: [": "while parsing",
+    }
+    for text, reason in wrong.items():
+        path.write_text(text)
+        with pytest.raises(SystemExit):
+            parse_options("finetune", ["--config", str(path)])
+        assert reason in capsys.readouterr().err
+    path.write_text("model: m\ndata: d\nlr: 1e-4\nmax: 1\n".replace("max: 1\n", ""))
+    assert parse_options("finetune", ["--config", str(path)]).lr == 1e-4
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "limit"),
+    [
+        ("0::/job/step\n", {"memory.max": "max", "job/memory.max": "5000000", "job/step/memory.max": "max"}, 5000000),
+        ("0::/\n", {"memory.max": "3000000"}, 3000000),
+        ("4:memory:/job\n2:cpu,cpuacct:/job\n", {"memory/job/memory.limit_in_bytes": "2000000"}, 2000000),
+        ("0::/job\n", {"job/memory.max": "max"}, None),
+        ("", {}, None),
+    ],
+)
+def test_it_is_nine_tenths_of_what_host_or_control_group_has_by_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str, files: dict[str, str], limit: int | None
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    (tmp_path / "own").write_text(own)
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if limit is None else limit
+    for ranks in (1, 4):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        assert host_bytes(tmp_path, tmp_path / "own") == whole * 9 // 10 // ranks
