@@ -169,12 +169,6 @@ def test_data_beside_sequences(rank: int, world_size: int) -> None:
     assert _close(found, losses[rank // 2]) + differences(mine, mean) == []
 
 
-@on_ranks(2)
-def test_different_batches_in_a_group_are_refused(rank: int, world_size: int) -> None:
-    with pytest.raises(ValueError, match="got different batches"):
-        parallelize(build("llama"), cp=2)(**batch("llama", rank))
-
-
 def _first_call(rank: int, world_size: int, name: str, labelled: bool) -> float:
     inputs = batch("nanogpt" if name in ("own_attention", "rotated") else name)
     model = parallelize(build(name), cp=2)

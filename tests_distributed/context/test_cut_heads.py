@@ -17,6 +17,7 @@ from tests_distributed.context.cut_models import LOSS, NanoGPT, batch, build, di
 from tests_distributed.spawn import on_ranks, run_ranks
 
 VOCAB, END, ROWS, LENGTH = 64, 2, 2, 13
+DISTIL = dict(vocab_size=VOCAB, dim=32, n_layers=2, n_heads=4, hidden_dim=48, max_position_embeddings=64)
 GPT2 = dict(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64, pad_token_id=0, num_labels=2)
 
 
@@ -59,20 +60,7 @@ def pooled(output: Any) -> Tensor:
 Case = tuple[Callable[[], nn.Module], Callable[[nn.Module], dict[str, Any]], Callable[[Any], Tensor]]
 CASES: dict[str, Case] = {
     "answers (BERT)": (hf("BertForQuestionAnswering", "BertConfig", **ENCODER), places, own),
-    "classes (DistilBERT)": (
-        hf(
-            "DistilBertForSequenceClassification",
-            "DistilBertConfig",
-            vocab_size=VOCAB,
-            dim=32,
-            n_layers=2,
-            n_heads=4,
-            hidden_dim=48,
-            max_position_embeddings=64,
-        ),
-        of_rows,
-        own,
-    ),
+    "classes (DistilBERT)": (hf("DistilBertForSequenceClassification", "DistilBertConfig", **DISTIL), of_rows, own),
     "answers (Llama)": (hf("LlamaForQuestionAnswering", "LlamaConfig", **HEADED), places, own),
     "classes (GPT-2)": (hf("GPT2ForSequenceClassification", "GPT2Config", **GPT2), of_rows, own),
     "regression (Llama)": (hf("LlamaForSequenceClassification", "LlamaConfig", **HEADED), real_numbers, own),

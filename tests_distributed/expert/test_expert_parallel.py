@@ -34,13 +34,6 @@ def test_two_ranks_compute_what_one_does(name: str, modes: tuple[str, ...]) -> N
     run_ranks(2, _one_family, name, 2, modes, timeout=120)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("ep", [2, 4])
-@pytest.mark.parametrize("name", NAMES)
-def test_four_ranks_compute_what_one_does(name: str, ep: int) -> None:
-    run_ranks(4, _one_family, name, ep, timeout=300)
-
-
 LAYOUTS = ({"ep": 2}, {"ep": 4}, {"ep": 2, "dp_replicate": 2})
 
 

@@ -124,16 +124,3 @@ def test_resumed_with_experts_split_otherwise(tmp_path: Path, before: tuple[int,
     through = run_ranks(1, _train, 1, str(tmp_path / "whole"), False, (1, 2, 3), timeout=90)[0]
     for name, value in through.items():
         assert (resumed[name] - value).norm() <= 1e-4 * value.norm(), name
-
-
-def _exported(rank: int, world_size: int, folder: str) -> None:
-    model = parallelize(build("mixtral"), ac="full", ep=2, device="cpu")
-    state = get_model_state(model, full=True)
-    if rank == 0:
-        model.save_pretrained(folder, state_dict=state)
-
-
-def test_the_folder_of_save_pretrained_is_that_of_the_bare_model(tmp_path: Path) -> None:
-    run_ranks(2, _exported, str(tmp_path))
-    bare = build("mixtral")
-    assert_bitwise(type(bare).from_pretrained(tmp_path).state_dict(), bare.state_dict())

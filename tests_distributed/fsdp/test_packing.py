@@ -36,8 +36,6 @@ OWN_NAMES = ("gptj", "codegen", "gpt_neo")
 INDEXED_NAMES = ("deepseek_v32", "glm_moe_dsa")
 """Whose tokens see the best few of the keys that their mask shows."""
 MORE_NAMES = ("qwen3", "deepseek_v3", "mixtral", "gemma2", "phi3", "stablelm", "olmoe", "modernbert")
-PICTURE_NAMES = ("qwen3_vl", "llava")
-LONG_NAMES = (*NAMES[1:], "qwen3", "deepseek_v3", "mixtral")
 
 
 @pytest.mark.parametrize("name", [*NAMES, "gpt2", *OWN_NAMES, *INDEXED_NAMES])
@@ -51,17 +49,15 @@ def _cut(rank: int, world_size: int, name: str, cp: Any, modes: tuple[str, ...])
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
-    ("name", "modes"),
-    [("llama", ("selective",)), *((name, ("none", "selective", "full")) for name in (*NAMES, "gptj", *MORE_NAMES))],
+    ("ranks", "name", "modes"),
+    [
+        (2, "llama", ("selective",)),
+        *((2, name, ("none", "selective", "full")) for name in (*NAMES, "gptj", *MORE_NAMES)),
+        *((4, name, ("selective",)) for name in (*NAMES, *MORE_NAMES[:3])),
+    ],
 )
-def test_cut_over_two_ranks(name: str, modes: tuple[str, ...]) -> None:
-    assert run_ranks(2, _cut, name, 2, modes, timeout=120) == [[], []]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["llama", *LONG_NAMES])
-def test_cut_over_four_ranks(name: str) -> None:
-    assert run_ranks(4, _cut, name, 4, ("selective",), timeout=120) == [[]] * 4
+def test_cut_over_ranks(ranks: int, name: str, modes: tuple[str, ...]) -> None:
+    assert run_ranks(ranks, _cut, name, ranks, modes, timeout=120) == [[]] * ranks
 
 
 @pytest.mark.parametrize(

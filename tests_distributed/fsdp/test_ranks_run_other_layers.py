@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import nn
 from nemo_like import parallelize
 from nemo_like._util.log import forget_announcements
 from nemo_like.distributed import layer_order
+from tests_distributed.counting import heard
 from tests_distributed.small_model import WIDTH
 from tests_distributed.spawn import on_ranks, run_ranks
 from tests_distributed.weights.test_stale_weights import Block
@@ -142,12 +142,9 @@ def _warnings_of_layer_drop(rank: int, world: int) -> int:
         vocab_size=12, layerdrop=0.5,
     )  # fmt: skip
     forget_announcements()
-    heard: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("nemo_like").addHandler(handler)
+    lines = heard()
     parallelize(transformers.Wav2Vec2ForCTC(config), ac="none")
-    return sum("layerdrop is 0.5, and transformers runs every layer" in text for text in heard)
+    return sum("layerdrop is 0.5, and transformers runs every layer" in text for text in lines)
 
 
 def test_layer_drop_that_transformers_turns_off_is_said() -> None:

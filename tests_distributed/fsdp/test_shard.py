@@ -354,48 +354,6 @@ def test_fresh_and_accumulated_gradients_are_reduced_together(rank: int, world_s
     _same(found[True], found[False], tolerance=1e-5)
 
 
-# ---------------------------------------------------------------------------------------- towers a rank skips (13)
-
-
-class _Multimodal(nn.Module):
-    """A frozen tower, a trainable projector, and a decoder; the tower runs only where there is an image."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tower = nn.ModuleList(nn.Linear(16, 16) for _ in range(2)).requires_grad_(False)
-        self.projector = nn.Linear(16, 16)
-        self.decoder = Decoder(layers=2)
-
-    def forward(self, ids: Tensor, image: Tensor | None) -> Tensor:
-        if image is None:
-            return self.decoder(ids)
-        for layer in self.tower:
-            image = torch.relu(layer(image))
-        return self.decoder(ids) + self.projector(image).square().mean()
-
-
-@pytest.mark.parametrize(("frozen_sharding", "how"), [("root", "full"), ("replicate", "none")])
-@on_ranks(2, timeout=30)
-def test_a_rank_without_an_image_does_not_hang(rank: int, world_size: int, frozen_sharding: str, how: str) -> None:
-    torch.manual_seed(0)
-    single = _Multimodal()
-    image = torch.randn(3, 16)
-    (single(tokens(seed=0), image) + single(tokens(seed=1), None)).div(2).backward()
-
-    torch.manual_seed(0)
-    model = _Multimodal()
-    for index, layer in enumerate(model.decoder.layers):
-        model.decoder.layers[index] = CheckpointWrapper(layer) if how == "full" else layer
-    options = FSDP2(frozen_sharding=frozen_sharding)
-    plan = shard_layers(model, [*model.tower, *model.decoder.layers], build_mesh(), options=options)
-    assert plan.towers == list(model.tower)
-    for _ in range(2):
-        model.zero_grad()
-        model(tokens(seed=rank), image if rank == 0 else None).backward()
-    assert all(isinstance(p, DTensor) == (frozen_sharding != "replicate") for p in model.tower.parameters())
-    _same(gradients_of(model), gradients_of(single))
-
-
 # --------------------------------------------------------------------------------------------------- odd parameters
 
 

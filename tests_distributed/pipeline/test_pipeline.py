@@ -30,12 +30,8 @@ LAYERS, ROWS, MICROBATCHES = 4, 8, 4
 
 
 _SMALL = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "vocab_size": VOCAB,
-    "use_cache": False,
-    "num_hidden_layers": LAYERS,
-}
+    "hidden_size": 32, "intermediate_size": 64, "vocab_size": VOCAB, "use_cache": False, "num_hidden_layers": LAYERS,
+}  # fmt: skip
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": lambda: llama(num_hidden_layers=LAYERS),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 import shlex
 from pathlib import Path
@@ -19,6 +18,7 @@ from nemo_like.planning.fit.report import recipe
 from nemo_like.recipes import pretrain
 from tests.models.fit_models import llama
 from tests_distributed.allocated import loop_peak_bytes, pipeline_peak_bytes
+from tests_distributed.counting import heard
 from tests_distributed.spawn import run_ranks
 
 pytest.importorskip("transformers")
@@ -59,11 +59,7 @@ def _run_stages(rank, world_size, limit, pins):
 def _train_on_more(pipeline):
     """Two steps on batches of more rows than were planned for; how often each said so, and the largest difference between a
     gradient of the second and the whole model's."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("nemo_like").addHandler(handler)
-    whole, said = llama(4), []
+    lines, whole, said = heard(), llama(4), []
     params = dict(pipeline.named_parameters())
     ids = torch.randint(512, (16, 64), generator=torch.Generator().manual_seed(1))
     for rows in (8, 16, 16):
@@ -106,18 +102,11 @@ ONE = [
     {"ac": "selective", "loss": "model", "micro_batch": 4, "precision": "bf16", "offload": "boundary"},
 ]
 TWO = [
-    {
-        "ac": "full",
-        "loss": "model",
-        "micro_batch": 2,
-        "reshard_after_forward": False,
-        "tp": 1,
-        "cp": 1,
-        "cpu_offload": True,
-    },
+    {"ac": "full", "loss": "model", "micro_batch": 2, "reshard_after_forward": False, "cpu_offload": True, "tp": 1,
+     "cp": 1},
     {"ac": "selective", "loss": "chunked", "micro_batch": 4, "tp": 2, "cp": 1},
     {"ac": "full", "loss": "model", "micro_batch": 2, "pp": 2, "schedule": "1f1b"},
-]
+]  # fmt: skip
 
 
 def _run_lines(rank, world_size, config, data, asked):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from typing import Any
 
@@ -17,6 +16,7 @@ from nemo_like.options import PipelineParallel, TensorParallel
 from nemo_like.recipes.agree import Ranks
 from nemo_like.recipes.loop import seed_all
 from tests.checks import assert_bitwise, gradients_of, whole
+from tests_distributed.counting import heard
 from tests_distributed.small_model import WIDTH, SmallModel, tokens
 from tests_distributed.spawn import on_ranks, run_ranks
 
@@ -169,11 +169,7 @@ def _seed_apart(rank: int) -> None:
 
 
 def _other_generators(rank: int, world_size: int, how: str) -> tuple[list[float], list[tuple[float, float]], list[str]]:
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("nemo_like").addHandler(handler)
-    model = _drawing(how)
+    said, model = heard(), _drawing(how)
     for layer in model.layers if how.partition(" in ")[0] == "own" else ():
         layer.generator.manual_seed(rank)
     losses, drawn = [], []

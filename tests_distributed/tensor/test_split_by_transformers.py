@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from nemo_like import apply_activation_checkpointing, plan_for
 from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
+from tests.checks import gradients_of
 from tests.models.decoders import batch, build
 from tests_distributed.spawn import run_ranks
 
@@ -19,14 +19,6 @@ pytest.importorskip("transformers.distributed", reason="transformers before 5.23
 
 MODES = ("full", "selective", "submodule", "sequential")
 SIZES = {"fsdp": dict(fsdp_size=2), "tp": dict(tp_size=2), "ep": dict(fsdp_size=2, ep_size=2)}
-
-
-def _gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {
-        name: (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad).clone()
-        for name, p in model.named_parameters()
-        if p.grad is not None
-    }
 
 
 def _compare(rank: int, world_size: int, folder: str, name: str, sizes: dict[str, int], modes: tuple[str, ...]) -> None:
@@ -45,7 +37,7 @@ def _compare(rank: int, world_size: int, folder: str, name: str, sizes: dict[str
             model.zero_grad()
             torch.manual_seed(3)
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        return _gradients(model)
+        return gradients_of(model)
 
     wanted = step(loaded())
     assert len(wanted) > 20

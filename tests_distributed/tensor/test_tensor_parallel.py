@@ -11,10 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_like import apply_activation_checkpointing, parallelize
-from nemo_like._util.log import logger
 from nemo_like.distributed.mesh import build_mesh
 from nemo_like.distributed.shard import shard_layers
 from nemo_like.distributed.tensor.apply import apply_tensor_parallel
@@ -23,18 +21,16 @@ from nemo_like.options import TensorParallel
 from tests.checks import assert_bitwise, gradients_of, whole
 from tests.models.families import FAMILIES
 from tests.models.tied_decoder import DIM, HEADS, VOCAB, Block, TiedDecoder
+from tests_distributed.counting import CountOps, heard
 from tests_distributed.spawn import on_ranks, run_ranks
 
 MODES = ("none", "full", "selective", "submodule")
 
 
 PLAIN_PLAN = {
-    "blocks.*.attn.[qkv]": "colwise",
-    "blocks.*.attn.out": "rowwise",
-    "blocks.*.mlp.up": "colwise",
-    "blocks.*.mlp.down": "rowwise",
-    "head": "colwise_gather_output",
-}
+    "blocks.*.attn.[qkv]": "colwise", "blocks.*.attn.out": "rowwise", "blocks.*.mlp.up": "colwise",
+    "blocks.*.mlp.down": "rowwise", "head": "colwise_gather_output",
+}  # fmt: skip
 
 
 def build(name: str, **more: object) -> nn.Module:
@@ -44,15 +40,9 @@ def build(name: str, **more: object) -> nn.Module:
     import transformers as hf
 
     common = {
-        "vocab_size": VOCAB,
-        "hidden_size": DIM,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 64,
-    } | more
+        "vocab_size": VOCAB, "hidden_size": DIM, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8,
+        "num_attention_heads": HEADS, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    } | more  # fmt: skip
     config = {
         "llama": hf.LlamaConfig,
         "qwen3": lambda **values: hf.Qwen3Config(tie_word_embeddings=True, **values),
@@ -158,19 +148,6 @@ def test_styles_of_the_installed_plan() -> None:
     assert not cut["model.layers.0.input_layernorm.weight"]
 
 
-class CountCollectives(TorchDispatchMode):
-    """Counts the functional collectives that a step starts, by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "_c10d_functional" and "wrap" not in func.name() and "wait" not in func.name():
-            self.counts[func.name().split("::")[1]] += 1
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @on_ranks(2)
 def test_selective_replays_no_sum(rank: int, world_size: int, sequence_parallel: bool) -> None:
@@ -181,9 +158,11 @@ def test_selective_replays_no_sum(rank: int, world_size: int, sequence_parallel:
         model = build("llama", num_hidden_layers=1)
         apply_tensor_parallel(model, mesh, sequence_parallel=sequence_parallel)
         apply_activation_checkpointing(model, mode)
-        with CountCollectives() as counter:
+        with CountOps("_c10d_functional") as counter:
             loss_of(model, batch()).backward()
-        counts[mode] = counter.counts
+        counts[mode] = Counter(
+            {name: count for name, count in counter.counts.items() if not {"wait", "wrap"} & set(name.split("_"))}
+        )
     none, selective = counts["none"], counts["selective"]
     assert none["all_reduce"] > 0
     if sequence_parallel:
@@ -335,8 +314,7 @@ def test_the_own_plan_of_every_family_that_has_one(names: tuple[str, ...]) -> No
 
 def _head_alone(rank: int, world_size: int) -> list[str]:
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))["tp"]
-    said: list[str] = []
-    logger.addFilter(lambda record: said.append(record.getMessage()) or True)
+    said = heard()
     apply_tensor_parallel(FAMILIES["qwen3_vl"].build(), mesh)
     return said
 

@@ -164,13 +164,8 @@ def _check_whole(run: Run, truth: dict[str, nn.Parameter], what: str) -> None:
             assert torch.equal(whole(entry[key]), value), f"{what}: {key} of {name}"
 
 
-LONG = [
-    pytest.param(name, marks=pytest.mark.long) for name in ("phi3-packed", "llama-tied", "llama4", "qwen2_moe", "phi3")
-]
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["mixtral", *LONG])
+@pytest.mark.parametrize("name", ["mixtral", "phi3-packed", "llama-tied", "llama4", "qwen2_moe", "phi3"])
 def test_every_layout_reads_what_every_layout_wrote(name: str, tmp_path: Path) -> None:
     arguments = (name, str(tmp_path))
     written = run_ranks(2, _write, *arguments, TWO)[0] | run_ranks(4, _write, *arguments, FOUR)[0]

@@ -28,17 +28,8 @@ from tests.models.tiny import Decoder, tokens
 from tests_distributed.spawn import on_ranks, run_ranks
 
 MODES = (
-    "bare",
-    "full",
-    "selective",
-    "submodule",
-    "compiled",
-    "fsdp",
-    "fsdp full",
-    "fsdp submodule",
-    "hsdp",
-    "ddp full",
-)
+    "bare", "full", "selective", "submodule", "compiled", "fsdp", "fsdp full", "fsdp submodule", "hsdp", "ddp full",
+)  # fmt: skip
 
 
 def _make(mode: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
