@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -421,3 +422,17 @@ def test_a_search_ends_with_its_minutes():
         fit("llama-tiny", minutes=1e-9, **asked)
     with pytest.raises(ValueError, match="minutes is 0; it must be a number above 0"):
         fit("llama-tiny", minutes=0, **asked)
+
+
+def test_pipelines_of_one_trace_have_bytes_of_their_own() -> None:
+    """Two stages with replicas and four without are made of the same local shape."""
+
+    def found(**pins: Any) -> dict[tuple[int, int], int]:
+        answer = fit(
+            Text(4, 16), gpus=8, gpu="cpu", seq_len=16, micro_batch=1, dp_shard=2, tp=1, cp=1, grad_accum=8, ac="full",
+            schedule="1f1b", loss="model", offload="none", cpu_offload=False, reshard_after_forward=[None], **pins,
+        )  # fmt: skip
+        return {(each.layout.pp, each.layout.dp_replicate): each.peak_bytes for each in answer.candidates}
+
+    both = found(pp=[2, 4])
+    assert both == found(pp=2) | found(pp=4) and both.keys() == {(2, 2), (4, 1)}

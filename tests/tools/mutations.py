@@ -382,7 +382,7 @@ FAULTS: tuple[Fault, ...] = (
         "planning/fit/shapes.py",
         "conf.shard_ranks,\n        conf.dp_replicate,\n        conf.pp,\n",
         "conf.shard_ranks,\n        1,\n        1,\n",
-        "tests/planning/test_fit_report.py",
+        "tests/planning/test_fit.py",
     ),
     Fault(
         "integrations/activation_offloading.py",
