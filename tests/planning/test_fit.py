@@ -436,3 +436,9 @@ def test_pipelines_of_one_trace_have_bytes_of_their_own() -> None:
 
     both = found(pp=[2, 4])
     assert both == found(pp=2) | found(pp=4) and both.keys() == {(2, 2), (4, 1)}
+
+
+def test_every_layout_has_the_global_batch() -> None:
+    found, rejected = layouts(Room(gpus=4, seq_len=256, global_batch=6, layers=2))
+    assert found and {one.dp_replicate * one.dp_shard * one.micro_batch * one.grad_accum for one in found} == {6}
+    assert rejected["the global batch is not a multiple of the data-parallel ranks"]

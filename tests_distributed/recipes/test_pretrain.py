@@ -8,9 +8,12 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +59,12 @@ def _plain(base: list[str]) -> list[str]:
 def plain_model() -> nn.Module:
     """No config, no transformers: logits straight from a stack of blocks."""
     stack = nn.Sequential(*(Block(24) for _ in range(3)))
+    return nn.Sequential(OrderedDict(embed=nn.Embedding(256, 24), blocks=stack, head=nn.Linear(24, 256)))
+
+
+def dropout_model() -> nn.Module:
+    """The same with dropout."""
+    stack = nn.Sequential(*(nn.Sequential(Block(24), nn.Dropout(0.1)) for _ in range(3)))
     return nn.Sequential(OrderedDict(embed=nn.Embedding(256, 24), blocks=stack, head=nn.Linear(24, 256)))
 
 
@@ -134,6 +143,92 @@ def test_resume_is_bitwise_on_the_same_ranks(base: list[str], tmp_path: Path):
     assert resumed["eval_losses"] == full["eval_losses"][1:]
     both = [(tmp_path / name / "step-00000008" / "__1_0.distcp").read_bytes() for name in ("whole", "four")]
     assert both[0] == both[1], "and the same weights and moments"
+
+
+@pytest.mark.long
+def test_resume_is_correct_on_other_ranks(base: list[str], tmp_path: Path):
+    whole = tmp_path / "plain"
+    plain = run_job(2, [*_plain(base), *SAVED, "--checkpoint-dir", str(whole)], tmp_path / "full")
+    on_four = run_job(4, [*_plain(base), *_keep_up_to(2, whole, tmp_path / "two")], tmp_path / "resumed")
+    _assert_close(on_four, plain)
+    whole = tmp_path / "two"  # step 2 by two ranks, steps 4, 6 and 8 by four
+    on_one = run_job(1, [*_plain(base), *_keep_up_to(6, whole, tmp_path / "six")], tmp_path / "resumed")
+    assert on_one["first_step"] == 6
+    _assert_close(on_one, plain)
+    split = run_job(4, [*_plain(base), *_keep_up_to(6, whole, tmp_path / "split"), "--tp", "2"], tmp_path / "resumed")
+    _assert_close(split, plain)
+
+
+@contextlib.contextmanager
+def _torchrun(arguments: list[str]) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "nemo_like.recipes.pretrain", *arguments]
+    root = Path(__file__).parents[2]  # so that the ranks find this module
+    process = subprocess.Popen(command, text=True, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:  # a failed test: the launcher ends its ranks
+            process.terminate()
+        process.communicate(timeout=60)
+
+
+def _wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert process.poll() is None, process.communicate(timeout=60)[0]
+        assert time.monotonic() < deadline, "torchrun is too slow"
+        time.sleep(0.005)
+
+
+def _ranks_of(process: subprocess.Popen[str]) -> list[int]:
+    """Process ids of the launcher's children, by rank."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    environments = {int(pid): Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in children}
+    ranks = {pid: next((v[5:] for v in env if v.startswith(b"RANK=")), None) for pid, env in environments.items()}
+    return sorted((pid for pid, rank in ranks.items() if rank is not None), key=lambda pid: int(ranks[pid]))
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="finds the ranks' processes in /proc (Linux)")
+def test_a_killed_rank_and_ctrl_c_lose_nothing(base: list[str], tmp_path: Path):
+    line = "--steps 80 --eval-every 0 --model tests_distributed.recipes.test_pretrain:dropout_model"
+    expected = run_job(2, [*base, *line.split()], tmp_path / "expected")["losses"]
+    run = tmp_path / "run"
+    arguments = [
+        *base,
+        *line.split(),
+        *["--save-every", "5", "--keep", "2"],
+        "--checkpoint-dir",
+        str(run),
+        "--json",
+        str(tmp_path / "summary"),
+    ]
+
+    with _torchrun(arguments) as killed:
+        _wait_for(lambda: _newest(run) >= 5, killed)
+        os.kill(_ranks_of(killed)[1], signal.SIGKILL)
+        output, _ = killed.communicate(timeout=60)
+    assert killed.returncode != 0, output
+    reached = _newest(run)
+    assert 5 <= reached < 80
+    assert not (tmp_path / "summary").exists()
+
+    with _torchrun([*arguments, "--resume"]) as stopped:
+        _wait_for(lambda: _newest(run) >= reached + 10, stopped)
+        stopped.send_signal(signal.SIGINT)
+        output, _ = stopped.communicate(timeout=60)
+    assert stopped.returncode != 0 and "Stopped by SIGINT after step" in output, output
+    summary = json.loads((tmp_path / "summary").read_text())
+    last = summary["first_step"] + len(summary["losses"])
+    assert summary["interrupted"] and summary["first_step"] == reached and _newest(run) == last < 80
+    assert summary["losses"] == expected[reached:last]
+
+    with _torchrun([*arguments, "--resume"]) as finished:
+        output, _ = finished.communicate(timeout=120)
+    assert finished.returncode == 0, output
+    summary = json.loads((tmp_path / "summary").read_text())
+    assert summary["first_step"] == last and summary["losses"] == expected[last:]
 
 
 def _errors(rank: int, world_size: int, cases: list[dict[str, Any]]) -> list[str]:
