@@ -119,7 +119,7 @@ def first_line(args: argparse.Namespace) -> str:
 def run(args: argparse.Namespace) -> int:
     """Trace, choose, predict, report. Returns 0; 1 where nothing fits."""
     from nemo_like.commands import plan_inputs
-    from nemo_like.models import resolve_model
+    from nemo_like.models import most_positions, resolve_model
     from nemo_like.planning.devices import device_of
     from nemo_like.planning.planner import query_of
     from nemo_like.planning.predict import Question, answered
@@ -129,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
     question = Question.of(args.world_size, args.seq_len, args.batch_size)
     _check(args)
     source = resolve_model(args.model)
-    args = _with_a_start(args, question, source.config)
+    args = _with_a_start(args, question, most_positions(source.config))
     job = asked_job(args)
     if args.check:
         from nemo_like.fake_rank import refuse_dry_run
@@ -190,15 +190,18 @@ WAYS_OUT = (
 )
 
 
-def _with_a_start(args: argparse.Namespace, question: Question, config: object) -> argparse.Namespace:
-    """Return `args` with the number where the search begins in place of ``min`` or ``max``."""
-    from nemo_like.planning.predict import START, most_positions
+def _with_a_start(args: argparse.Namespace, question: Question, positions: int | None) -> argparse.Namespace:
+    """Return `args` with the number where the search begins in place of ``min`` or ``max``.
+
+    positions: the most tokens that the model takes; None: its config does not state it.
+    """
+    from nemo_like.planning.predict import START
     from nemo_like.planning.what_if import gpu_unit
 
     start = {"world_size": question.gpus, "seq_len": question.seq_len, "batch_size": question.batch}
     starts = {
         "world_size": gpu_unit(args.tp, args.cp, args.ep, args.pp, args.dp_replicate),
-        "seq_len": min(START, most_positions(config) or START),
+        "seq_len": min(START, positions or START),
         "batch_size": 1,
     }
     return argparse.Namespace(**(vars(args) | {name: starts[name] for name, looked_for in start.items() if looked_for}))

@@ -57,19 +57,3 @@ def build(name: str, device: str = "cpu", **changes: Any) -> nn.Module:
 def tokens(rows: int = 4, length: int = 12, seed: int = 1) -> Tensor:
     """(rows, length) token numbers."""
     return torch.randint(0, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
-
-
-def all_to_the_first_rank() -> Any:
-    """A Mixtral of three layers, tiny but for its widths, whose router sends every token to experts 0 and 1 of four: of two
-    ranks, the first one holds them."""
-    from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
-
-    class FirstTwo(MixtralTopKRouter):
-        def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            logits, weights, chosen = super().forward(hidden)
-            return logits, weights, torch.arange(2).expand_as(chosen).contiguous()
-
-    model = build("mixtral", hidden_size=64, intermediate_size=128, num_hidden_layers=3)
-    for layer in model.model.layers:
-        layer.mlp.gate.__class__ = FirstTwo
-    return model

@@ -269,7 +269,7 @@ class Recorder(TorchDispatchMode):
                 nth=nth,
                 shapes=tuple(tuple(t.shape) for t in outputs),
                 # A wrapper of other tensors has no bytes, so none is kept: torchao's `detach` loses what its scale is of.
-                bytes=0 if any(hasattr(t, "__tensor_flatten__") for t in outputs) else sum(s.size[key] for key in new),
+                bytes=0 if is_wrapped(map(type, outputs)) else sum(s.size[key] for key in new),
                 flops=0 if view else ops.kernel_flops(func, args, kwargs, out),
                 moved=0 if view else ops.moved_bytes(func, inputs, outputs),
                 reads=tuple(reads),
