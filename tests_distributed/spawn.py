@@ -19,8 +19,9 @@ What a test can rely on:
 - The exception of the rank that failed first is raised here with its own type, and with that rank's traceback and
   output as a note, so that ``pytest.raises(ValueError, match=...)`` works. ``return_exceptions=True`` waits for every
   rank instead and returns each one's exception in its place: for "a clear error on *every* rank".
-- A rank whose native threads alone died (a segmentation fault in one of gloo's, seen once in some 100,000 calls) is
-  started again with the others, once and with a warning: nothing of this package runs in such a thread.
+- A rank that native code alone killed (a segmentation fault in a thread of gloo's, or glibc's finding that the heap is
+  broken, each seen once in some 100,000 calls) is started again with the others, once and with a warning: this package
+  has no native code, and what it broke by calling would break again.
 - After `timeout` seconds every rank left is killed and `RanksTimedOutError` shows where each one was standing.
 - ``env={"NAME": "value"}`` adds variables (None removes one).
 - A test that is nothing but the work of its ranks stands under `on_ranks`:
@@ -120,8 +121,8 @@ def run_ranks(
         "cwd": os.getcwd(),
     }
     outcomes = _outcomes(request)
-    if any(outcome.died_in_native_thread for outcome in outcomes):
-        warnings.warn(f"a native thread of a rank died in {fn.__qualname__}: its ranks run again", stacklevel=2)
+    if any(outcome.killed_by_native_code for outcome in outcomes):
+        warnings.warn(f"native code killed a rank in {fn.__qualname__}: its ranks run again", stacklevel=2)
         outcomes = _outcomes(request)
     values = [outcome.value() for outcome in outcomes]
     if return_exceptions:
@@ -161,6 +162,9 @@ def _outcomes(request: dict[str, Any]) -> list[_Outcome]:
     return [_Outcome(**fields) for fields in answer]
 
 
+_BROKEN_HEAP = ("free(): ", "malloc(): ", "realloc(): ", "double free or corruption", "corrupted size vs. prev_size")
+
+
 class _Outcome:
     """What one rank left behind."""
 
@@ -168,11 +172,12 @@ class _Outcome:
         self.rank, self.order, self.failed, self.payload, self.text = rank, order, failed, payload, text
 
     @property
-    def died_in_native_thread(self) -> bool:
-        """Whether a signal ended it in a thread without Python frames: faulthandler calls a thread with them current."""
-        return (
-            self.failed and "Fatal Python error: Segmentation fault" in self.text and "Current thread" not in self.text
-        )
+    def killed_by_native_code(self) -> bool:
+        """Whether glibc found a broken heap, or a signal came in a thread without Python frames (faulthandler calls one
+        with them current)."""
+        if "Fatal Python error: Aborted" in self.text:
+            return self.failed and any(message in self.text for message in _BROKEN_HEAP)
+        return self.failed and "Fatal Python error: Segm" in self.text and "Current thread" not in self.text
 
     def value(self) -> Any:
         try:
