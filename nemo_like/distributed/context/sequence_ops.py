@@ -135,12 +135,12 @@ _is_undone_by(heads_for_sequence, sequence_for_heads)
 _is_undone_by(sequence_for_heads, heads_for_sequence)
 sum_parts.register_autograd(_sum_backward, setup_context=_keep_arguments)
 
-# Saved, unless a plan repeats them or puts their results on the host. Gathering, a rank receives what it does not have, into
-# a buffer of the whole; by all-to-all, at most as much as it has, from one copy into another.
+# Saved, unless a plan repeats them or puts their results on the host; but for what is gathered, since keeping that would
+# undo what cutting it saves. Gathering, a rank receives what it does not have, into a buffer of the whole; by all-to-all, at
+# most as much as it has, from one copy into another.
 declare(
     "nemo_like.gather_sequence.default",
     OpFacts(
-        saved=True,
         collective=True,
         received=lambda part, whole: whole - part,
         scratch=lambda part, whole: whole.nbytes + (0 if part.is_contiguous() else part.nbytes),

@@ -2,10 +2,10 @@
 
 Nothing in a model's structure tells for certain where positions come from, or that no other function than attention looks
 along the sequence. So the first tokens of a model's first batch are run twice in evaluation mode, and the output of the
-stack and the loss are compared: as many tokens as a rank's part has. The whole length is not run: for 8B parameters and
-128k tokens a whole sequence's logits alone take 67 GB of float32 on each rank, where a step under ``cp=8`` takes an eighth
-of them. What depends on the length in a loss, its targets and its divisor, is compared as whole numbers in every call
-(`whole_loss`). ``NEMO_LIKE_VERIFY=1`` compares the whole first batch, ``0`` nothing.
+stack and the loss are compared: as many tokens as a rank's part has, and at most 4,096, whose float32 logits take 2 GB
+at a vocabulary of 128k. The whole length is not run: at 128k tokens that is 67 GB on each rank, where a step under
+``cp=8`` takes an eighth of them. What depends on the length in a loss, its targets and its divisor, is compared as
+whole numbers in every call (`whole_loss`). ``NEMO_LIKE_VERIFY=1`` compares the whole first batch, ``0`` nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from nemo_like.distributed.context.sequence_ops import find_group
 from nemo_like.distributed.context.stack_calls import main_input, tensors_of
 from nemo_like.losses.model_loss import LABELS
 
-_TOKENS_PER_RANK = 16
+_TOKENS_PER_RANK, _MOST_TOKENS, _ROWS = 16, 4096, 1024
 _EXACT = {torch.float32: 1e-4, torch.float64: 1e-6}
 """Allowed difference, relative to the norm of the tensor."""
 _LOWER, _LOWER_LOSS = 0.1, 3e-2
@@ -41,9 +41,9 @@ def wanted(length: int, ranks: int) -> int | None:
     """Return how many times the ranks' number of tokens of a sequence of `length` to compare; 0: all; None: nothing is
     compared.
 
-    As many as a part has fit where a part fits.
+    As many as a part has fit where a part fits; more than 4,096 in all show nothing more.
     """
-    default = max(_TOKENS_PER_RANK, length // ranks**2)
+    default = max(_TOKENS_PER_RANK, min(length // ranks, _MOST_TOKENS) // ranks)
     return {"0": None, "1": 0}.get(os.environ.get("NEMO_LIKE_VERIFY", ""), default)
 
 
@@ -126,11 +126,18 @@ def _off(parts: Parts, part: Tensor, whole: Tensor, lower: bool) -> float:
     if part.shape != whole.shape:
         return float("inf")
     allowed = (_LOWER if whole.ndim else _LOWER_LOSS) if lower else _EXACT[whole.dtype]
-    part, whole = (each.double().reshape(-1, each.shape[-1] if each.ndim else 1) for each in (part, whole))
-    error = (part - whole).masked_fill(part.isnan() & whole.isnan(), 0)  # the loss of no labels
-    kept = error.norm(dim=1).argsort()[: len(error) - len(error) // _LEFT_OUT]
-    off = (error[kept].norm() / whole[kept].nan_to_num().norm().clamp(min=1e-30)).item()
+    rows = (each.reshape(-1, each.shape[-1] if each.ndim else 1).split(_ROWS) for each in (part, whole))
+    errors, sizes = map(torch.cat, zip(*(_norms(*some) for some in zip(*rows))))
+    kept = errors.argsort()[: len(errors) - len(errors) // _LEFT_OUT]
+    off = (errors[kept].norm() / sizes[kept].norm().clamp(min=1e-30)).item()
     return off / allowed if off == off else float("inf")
+
+
+def _norms(part: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the norms of the differences of rows, and of the rows of `whole`."""
+    part, whole = part.double(), whole.double()
+    error = (part - whole).masked_fill_(part.isnan() & whole.isnan(), 0)  # the loss of no labels
+    return error.norm(dim=1), whole.nan_to_num_().norm(dim=1)
 
 
 def fewer_bits(model: nn.Module, compared: list[Tensor]) -> bool:

@@ -21,6 +21,7 @@ from nemo_like._util.module_tree import bare_modules
 from nemo_like.activation_checkpointing.engine.module_state import ModuleState
 from nemo_like.distributed.agreement import gather, gather_objects
 from nemo_like.distributed.compared_calls import evaluating, put_back
+from nemo_like.distributed.context.verify_cut import first_tokens
 from nemo_like.distributed.pipeline.batches import cut_batch, joined, size_of
 from nemo_like.distributed.pipeline.stage import Stage, StagesOfRank
 from nemo_like.losses.model_loss import ITEMS, LABELS
@@ -29,6 +30,8 @@ from nemo_like.options import PipelineParallel
 from nemo_like.torch_compat import answering_calls
 from nemo_like.transformers_compat import model_base
 
+_TOKENS = 256
+"""Of a micro-batch that is compared: at a vocabulary of 128k, two take 0.8 GB with their gradients, 12 bytes a logit."""
 _TOLERANCE, _LOWER = 1e-4, 3e-2
 """Allowed difference of gradients, relative to their norm; the second where something is computed with fewer bits than
 float32 has."""
@@ -66,14 +69,19 @@ class LossMean:
         """
         labels = [name for name in LABELS if _are_classes(batch.get(name))] if self.over == "tokens" else []
         parts = cut_batch(batch, count, dict.fromkeys(labels, IGNORED) or None)
-        if count == 1 or self._is_sum(batch):
-            return parts, [1.0] * count
+        return parts, self._shares(parts)
+
+    def _shares(self, parts: Sequence[Mapping[str, Any]]) -> list[float]:
+        """Return the share of each of `parts` in the loss of all of them."""
+        count = len(parts)
+        if count == 1 or self._is_sum(parts[0]):
+            return [1.0] * count
         if self.over == "rows" or not self.has_values:
-            return parts, [1 / count] * count
+            return [1 / count] * count
         weigh = self.over if callable(self.over) else self._labels
         weights = [torch.as_tensor(weigh(part)).detach().double().reshape(()) for part in parts]
         numbers = torch.stack(weights).tolist()
-        return parts, [number / (sum(numbers) or 1.0) for number in numbers]
+        return [number / (sum(numbers) or 1.0) for number in numbers]
 
     def _is_sum(self, batch: Mapping[str, Any]) -> bool:
         return self.over == "sum" or (self.over == "tokens" and batch.get(ITEMS) is not None)
@@ -125,7 +133,7 @@ class LossMean:
             order = sorted(range(len(shares)), key=shares.__getitem__)
             try:
                 with last.undisturbed():
-                    off = self._off(last, *((parts[number], shares[number]) for number in (order[-1], order[0])))
+                    off = self._off(last, *(_few_tokens(_usable(parts[number])) for number in (order[-1], order[0])))
                 off = off if off > (_LOWER if last.fewer_bits else _TOLERANCE) else 0.0
             except Exception as error:  # noqa: BLE001  (raised below, once the other ranks know)
                 off, failure = f"{type(error).__name__}: {error}", error
@@ -151,17 +159,9 @@ class LossMean:
             "that are means over different things takes strategy='fsdp2' with tp or cp in place of pp."
         )
 
-    def _off(
-        self, last: LastStage, first: tuple[Mapping[str, Any], float], second: tuple[Mapping[str, Any], float]
-    ) -> float:
-        """By which part of its size the loss of two micro-batches, or its gradient, is off what both add up to.
-
-        first, second: a micro-batch and its share of the loss.
-        """
-        one, other = (_usable(part) for part, _ in (first, second))
-        weights = [first[1], second[1]]
-        if not self._is_sum(one):
-            weights = [weight / (sum(weights) or 1.0) for weight in weights]
+    def _off(self, last: LastStage, one: dict[str, Any], other: dict[str, Any]) -> float:
+        """By which part of its size the loss of two micro-batches, or its gradient, is off what both add up to."""
+        weights = self._shares((one, other))
         if not any(weights):
             return 0.0
         both = joined(one, other)
@@ -195,6 +195,14 @@ def _ignored(part: Mapping[str, Any]) -> int:
 def _usable(part: Mapping[str, Any]) -> dict[str, Any]:
     """Return a micro-batch with copies of what was made in inference mode, which no gradient takes."""
     return {k: v.clone() if isinstance(v, Tensor) and v.is_inference() else v for k, v in part.items()}
+
+
+def _few_tokens(part: dict[str, Any]) -> dict[str, Any]:
+    """Return the first tokens of a micro-batch whose tokens have labels."""
+    rows, tokens = size_of(part)
+    few = max(16, _TOKENS // rows)
+    labelled = any(_are_classes(part.get(name)) and part[name].shape[:2] == (rows, tokens) for name in LABELS)
+    return first_tokens(part, tokens, few, 1) if labelled and few < tokens else part
 
 
 def _norm(tensor: Tensor) -> float:

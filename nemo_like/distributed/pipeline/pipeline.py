@@ -116,35 +116,37 @@ class Pipeline(StagesOfRank):
 
     @torch.no_grad()
     def _forward(self, sizes: tuple[int, int], seen: list[Tensor] | None = None) -> Sequence[Tensor]:
-        """`forward` of a batch that is cut already, into micro-batches of these `sizes`."""
-        count = range(self.options.microbatches or 1)
+        """`forward` of a batch that is cut already, into micro-batches of these `sizes`.
+
+        One micro-batch goes through all stages before the next one begins: NCCL runs the sends and receives of two ranks in
+        the order in which each asks for them, and a send may wait for its receive, so two ranks that go through several
+        stages of their own, each with all micro-batches, would wait for each other.
+        """
         rank_of = {index: rank for rank in range(self.options.size) for index in stages_of(self.options, rank)}
         mine = dist.get_rank(self.group)
-        handed: list[tuple[Tensor, ...]] = []
+        losses: list[Tensor] = []
         sent: list[Any] = []
-        for stage in self.stages:
-            before, after = rank_of.get(stage.slice.index - 1), rank_of.get(stage.slice.index + 1)
-            outputs: list[tuple[Tensor, ...]] = []
-            for number in count:
-                if stage.slice.is_first:
-                    inputs: tuple[Tensor, ...] = (torch.tensor([number]),)
-                elif before == mine:
-                    inputs = handed[number]
-                else:
+        for number in range(self.options.microbatches or 1):
+            output: tuple[Tensor, ...] = ()
+            for stage in self.stages:
+                before, after = rank_of.get(stage.slice.index - 1), rank_of.get(stage.slice.index + 1)
+                inputs = (torch.tensor([number]),) if stage.slice.is_first else output
+                if before not in (None, mine):
                     forms = self._received_by(stage.slice, *sizes)
                     inputs = tuple(torch.empty(form.shape, dtype=form.dtype, device=self.device) for form in forms)
                     for tensor in inputs:
                         dist.recv(tensor, group=self.group, group_src=before)
-                output = stage.module(*inputs, microbatch=torch.tensor([number]))
-                outputs.append(tuple(t.contiguous() for t in (output if isinstance(output, tuple) else (output,))))
-                if seen is not None and not stage.slice.is_last:
-                    seen.extend(outputs[-1])
+                result = stage.module(*inputs, microbatch=torch.tensor([number]))
+                output = tuple(t.contiguous() for t in (result if isinstance(result, tuple) else (result,)))
+                if stage.slice.is_last:
+                    losses += output
+                elif seen is not None:
+                    seen.extend(output)
                 if after not in (None, mine):
-                    sent += [dist.isend(tensor, group=self.group, group_dst=after) for tensor in outputs[-1]]
-            handed = outputs
+                    sent += [dist.isend(tensor, group=self.group, group_dst=after) for tensor in output]
         for work in sent:
             work.wait()
-        return [loss for (loss,) in handed] if self.stages[-1].slice.is_last else ()
+        return losses
 
     def cut(self, batch: Mapping[str, Any]) -> tuple[int, int]:
         """Give the stages the batch's micro-batches; returns rows and tokens of each, those of one rank of ``cp``."""
