@@ -28,7 +28,6 @@ from nemo_like._util.module_tree import bare, bare_modules
 from nemo_like._util.tensors import split_sample
 from nemo_like._util.words import a_or_an, check_whole
 from nemo_like.activation_checkpointing.plan import Plan
-from nemo_like.distributed.context.methods import method_of
 from nemo_like.distributed.gradients import set_gradient_sync
 from nemo_like.distributed.pipeline import Pipeline
 from nemo_like.distributed.pipeline.batches import repeated
@@ -330,7 +329,6 @@ def refuse_dry_run(job: Job) -> None:
     refused = {
         "PipelineParallel.split": job.pp.size > 1 and job.pp.split is not None,
         "strategy='ddp'": isinstance(job.strategy, DDP),
-        f"ContextParallel.method={job.cp.method!r}": job.cp.size > 1 and not method_of(job.cp.method).planned,
         f"ExpertParallel.dispatch={job.ep.dispatch!r}": job.ep.size > 1
         and job.ep.dispatch != ExpertParallel().dispatch,
         f"compile={job.compile!r}": job.compile is not None,

@@ -219,6 +219,16 @@ def set_sdp_priority(order: list[int]) -> None:
     torch._C._set_sdp_priority_order(order)
 
 
+def fused_attention_kernel(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> str:
+    """Return the kernel that runs attention of (B, H, L, D) queries over (B, KV heads, M, D) keys and values: ``cpu``,
+    ``flash``, ``cudnn`` or ``mem_efficient``, which also stands for kernels without log-sum-exps."""
+    if query.device.type == "cpu":
+        return "cpu"
+    groups = query.shape[1] != key.shape[1]
+    number = torch._fused_sdp_choice(query, key, value, None, 0.0, causal, scale=scale, enable_gqa=groups)
+    return {1: "flash", 3: "cudnn"}.get(number, "mem_efficient")
+
+
 # The public functions are frames in Python around these, and they are asked twice for every region.
 SWITCH_READERS: dict[str, Callable[[], Any]] = {
     "flash": torch._C._get_flash_sdp_enabled,

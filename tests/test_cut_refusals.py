@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 
 from nemo_like import ContextParallel, parallelize
-from nemo_like.distributed.context import check_context_parallel, cut_for_planning
-from nemo_like.distributed.context.methods.ring import attention_block, attention_block_backward
+from nemo_like.distributed.context import check_context_parallel
 from nemo_like.distributed.context.sequence_ops import cut, join, pad, padded_length, positions, split
 from nemo_like.distributed.trial import try_context_parallel, try_tensor_parallel
 from nemo_like.layers import find_layers
@@ -91,8 +90,6 @@ def test_refused_options() -> None:
     model = FAMILIES["llama"].build()
     with pytest.raises(ValueError, match=r"ring.*'eager'"):
         check_context_parallel(FAMILIES["gpt_oss"].build(), ContextParallel(2, "ring"))
-    with pytest.raises(ValueError, match=r"'ring' is not planned"), cut_for_planning(model, ContextParallel(2, "ring")):
-        pass
     with pytest.raises(ValueError, match="has 4: use a divisor"):
         check_context_parallel(model, ContextParallel(3, "ulysses"))
     with pytest.raises(ValueError, match="sinks"):
@@ -154,19 +151,6 @@ def test_parts_are_a_cut_of_the_whole(ranks: int, length: int) -> None:
 
 def test_causal_work_is_the_same_on_every_rank() -> None:
     assert len({int((positions(24, 3, rank) + 1).sum()) for rank in range(3)}) == 1
-
-
-@pytest.mark.parametrize("causal", [True, False])
-def test_tiles_compute_what_attention_of_torch_does(causal: bool) -> None:
-    rows = 700  # two tiles
-    query, grad = torch.randn(1, 2, rows, 8, requires_grad=True), torch.randn(1, 2, rows, 8)
-    key, value = (torch.randn(1, 2, rows if causal else 40, 8, requires_grad=True) for _ in range(2))
-    expected = F.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=0.3)
-    with torch.no_grad():
-        out, total = attention_block(query, key, value, causal, 0.3)
-        found = attention_block_backward(grad, query, key, value, out, total, causal, 0.3)
-    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(found, torch.autograd.grad(expected, (query, key, value), grad), rtol=1e-4, atol=1e-5)
 
 
 DOGE = hf("DogeForCausalLM", "DogeConfig", vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2,

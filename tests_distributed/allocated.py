@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 from nemo_like._util.tensors import tensors_in
-from nemo_like.distributed.context.parts import MARK
 from nemo_like.distributed.pipeline import Pipeline
 from tests.checks import loss_of
 
@@ -41,13 +40,7 @@ def state_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer, held: 
         buckets, grads = bytes_of(p for p in params if p.requires_grad), []
     else:
         buckets = 0
-    return bytes_of([*params, *state, *grads, *tensors_in(held)]) + buckets + mask_bytes(model)
-
-
-def mask_bytes(model: torch.nn.Module) -> int:
-    """The masks of a cut sequence, which are made in the first step and stay."""
-    parts = [vars(module)[MARK] for module in model.modules() if MARK in vars(module)]
-    return sum({id(each): each.masks.bytes for each in parts}.values())
+    return bytes_of([*params, *state, *grads, *tensors_in(held)]) + buckets
 
 
 def step_peak_bytes(
@@ -181,8 +174,7 @@ def _pipeline_step(pipeline: Pipeline, batch: dict[str, torch.Tensor]) -> tuple[
     def before() -> int:
         gc.collect()
         state = [t for entry in optimizer.state.values() for t in entry.values() if isinstance(t, torch.Tensor)]
-        masks = sum(parts.masks.bytes for parts in pipeline.sequence_parts())
-        return bytes_of([*pipeline.parameters(), *state, *_received(pipeline)]) + masks
+        return bytes_of([*pipeline.parameters(), *state, *_received(pipeline)])
 
     step()
     step()

@@ -57,8 +57,8 @@ def try_context_parallel(
         sample_input: what `model` is called with; None: a transformers model's own dummy inputs. Without any, nothing
             is tried.
     """
-    # What fails on parts shows with any method, and some can send on fake tensors.
-    options = options if method_of(options.method).planned else ContextParallel(options.size)
+    # A method without masks would only say of a layer's own mask that it has none.
+    options = options if method_of(options.method).takes_masks else ContextParallel(options.size)
     copied, sample = _copied(model), _sample(model, sample_input, options.size)
     if copied is None or sample is None:
         return

@@ -65,8 +65,9 @@ def wave_share(shapes: Sequence[tuple[int, ...]], processors: int) -> float:
 
 
 def is_sequence_op(op: OpRecord) -> bool:
-    """Return whether an operator gathers or reduces parts of sequences over ``cp``."""
-    return op.op.namespace == "nemo_like" and ops.facts(op.op).collective and not ops.facts(op.op).exchange
+    """Return whether an operator gathers or reduces parts of sequences over ``cp``, and does nothing else."""
+    known = ops.facts(op.op)
+    return op.op.namespace == "nemo_like" and known.collective and not known.exchange and not known.attention
 
 
 class OpSeconds(TorchDispatchMode):

@@ -21,11 +21,13 @@ from nemo_like.layers import find_layers
 from nemo_like.models import resolve_model
 from nemo_like.options import FSDP2, ContextParallel, ExpertParallel, MemoryBudget, Precision, TensorParallel, parallel
 from nemo_like.planning.answers.rank import peak_of
+from nemo_like.planning.answers.seconds import step_seconds
 from nemo_like.planning.answers.within import choose
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.planner import balanced_peak
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.report import make_report
+from nemo_like.planning.roofline import gather_seconds, group_of
 from nemo_like.planning.sharding import ParameterForms, sharding_of
 from nemo_like.torch_compat import local_part
 from tests.models.expert_families import NAMES, build, tokens
@@ -38,7 +40,7 @@ ROWS, LENGTH, WIDTH = 2, 64, 8
 class _OneGather(GatherKeys):
     """Keys and values in one collective, for attention that heads share evenly and that has no mask."""
 
-    triangles = False
+    word = "one_gather"
 
     def check(self, stack: Any, ranks: int) -> None:
         if ranks == 3:
@@ -74,24 +76,20 @@ def test_no_code_compares_the_word_of_a_method() -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_a_gather_costs_what_a_rank_receives(ranks: int) -> None:
-    ids = tokens(ROWS, LENGTH) % 48
-    setup = Job.of(world_size=ranks, cp=ContextParallel(ranks))
-    device = resolve_device("h100")
-    query = PlanQuery.of(FAMILIES["llama"].build(), {"input_ids": ids, "labels": ids}, setup.change(gpu=device))
-    problem = part_of(query).problems[0]
-    gathers = [
-        (record, seconds)
-        for record, seconds in zip(problem.records, problem.seconds, strict=True)
-        if record.op.name() == "nemo_like::gather_sequence"
-    ]
-    heads = part_of(query).model.config.num_key_value_heads
-    part = ROWS * heads * LENGTH // ranks * WIDTH * 4
-    assert [record.bytes for record, _ in gathers] == [ranks * part] * 2
-    assert [seconds for _, seconds in gathers] == [(ranks - 1) * part / device.host_link] * 2
-    full, none = (query.uniform(mode)[0][0] for mode in ("full", "none"))
-    assert full.replay_seconds > none.replay_seconds
-    assert full.replay_seconds >= 2 * (ranks - 1) * part / device.host_link
+@pytest.mark.parametrize("method", ["all_gather", "ring"])
+def test_a_gather_costs_what_a_rank_receives(method: str, ranks: int) -> None:
+    """Keys and values once in forward, twice in backward, once more in a recomputation; kernels as of one rank's tokens."""
+    ids, device = tokens(ROWS, LENGTH) % 48, resolve_device("h100")
+    job = Job.of(world_size=ranks, cp=ContextParallel(ranks, method)).change(gpu=device)
+    query = PlanQuery.of(FAMILIES["llama"].build(), {"input_ids": ids, "labels": ids}, job)
+    (record,) = (r for r in part_of(query).problems[0].records if r.op.name() == "nemo_like::causal_attention")
+    heads, kv_heads = (getattr(part_of(query).model.config, f"num_{of}_heads") for of in ("attention", "key_value"))
+    whole = 2 * ROWS * kv_heads * LENGTH * WIDTH * 4
+    assert record.gathered == whole and record.flops == 4 * ROWS * heads * LENGTH * LENGTH // 2 // ranks * WIDTH
+    layers, once = len(part_of(query).traced.calls), gather_seconds(whole, group_of(ranks, 1, 8), device)
+    for mode, times in (("none", 3), ("full", 4)):
+        seconds = step_seconds(query, query.uniform(mode)).parts["sequence gathers"]
+        assert seconds == pytest.approx(layers * times * once)
 
 
 EXCHANGE = "nemo_like.exchange_rows.default"

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import flex_attention as flex
@@ -20,7 +24,6 @@ from nemo_like import ContextParallel, apply_activation_checkpointing, paralleli
 from nemo_like._util.live_bytes import LiveBytes
 from nemo_like.distributed.context import apply_context_parallel
 from nemo_like.distributed.context.methods import ring
-from nemo_like.torch_compat import TorchDispatchMode
 from tests.models.families import COMMON, hf
 from tests_distributed.context.cut_models import LENGTH, LOSS, batch, build, step, wrong_in_modes
 from tests_distributed.fsdp.packed_rows import wrong_forms
@@ -132,39 +135,29 @@ HEAD_BYTES = ROWS * LONG_LENGTH * WIDTH * 4
 """Of one head over the whole sequence."""
 
 
-class SentBytes(TorchDispatchMode):
-    """Bytes that a rank sends to others, by operator."""
+@contextmanager
+def sent_bytes() -> Iterator[Counter[str]]:
+    """Bytes that a rank sends to others, by collective."""
+    sent: Counter[str] = Counter()
+    with pytest.MonkeyPatch.context() as patch:
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.sent: dict[str, int] = {}
-        self.calls: dict[str, int] = {}
+        def count(owner: Any, name: str, share: Callable[[int], float], place: int) -> None:
+            before = getattr(owner, name)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "namespace", "") == "nemo_like" and "ring" not in func.name():
-            name, ranks = func.name().removeprefix("nemo_like::"), next(a for a in args[1:][::-1] if isinstance(a, int))
-            others = {"gather_sequence": ranks - 1}.get(name, (ranks - 1) / ranks)
-            self.sent[name] = self.sent.get(name, 0) + int(args[0].nbytes * others)
-            self.calls[name] = self.calls.get(name, 0) + 1
-        return func(*args, **(kwargs or {}))
+            def counted(*args: Any, **kwargs: Any) -> Any:
+                sent[name] += int(args[place].nbytes * share(dist.get_world_size()))
+                return before(*args, **kwargs)
 
-    def __enter__(self) -> Any:
-        """What a ring sends inside of its operators is counted where it does."""
-        self._exchange = ring._exchange
+            patch.setattr(owner, name, counted)
 
-        def counted(sent: torch.Tensor, group: Any) -> Any:
-            self.sent["ring"] = self.sent.get("ring", 0) + sent.nbytes
-            return self._exchange(sent, group)
-
-        ring._exchange = counted
-        return super().__enter__()
-
-    def __exit__(self, *exception: Any) -> None:
-        ring._exchange = self._exchange
-        super().__exit__(*exception)
+        count(dist, "all_gather_into_tensor", lambda ranks: ranks - 1, 1)
+        for name in ("reduce_scatter_tensor", "all_to_all_single"):
+            count(dist, name, lambda ranks: (ranks - 1) / ranks, 1)
+        count(ring, "_exchange", lambda ranks: 1, 0)
+        yield sent
 
 
-def _count(rank: int, world_size: int, method: str, modes: tuple[str, ...]) -> dict[str, tuple[int, Any, Any]]:
+def _count(rank: int, world_size: int, method: str, modes: tuple[str, ...]) -> dict[str, tuple[int, Counter[str]]]:
     shape = COMMON | dict(
         hidden_size=HIDDEN, intermediate_size=3 * HIDDEN, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
         num_key_value_heads=KV_HEADS, max_position_embeddings=LONG_LENGTH, use_cache=False,
@@ -178,11 +171,11 @@ def _count(rank: int, world_size: int, method: str, modes: tuple[str, ...]) -> d
             apply_context_parallel(model, mesh, ContextParallel(world_size, method))
         apply_activation_checkpointing(model, mode)
         for _ in range(2):  # the first call compares batches, and makes what stays
-            with LiveBytes() as live, SentBytes() as sent:
+            with LiveBytes() as live, sent_bytes() as sent:
                 loss = model(input_ids=ids, labels=ids).loss
                 held = live.live
                 loss.backward()
-        found[mode] = (held, sent.sent, sent.calls)
+        found[mode] = (held, sent)
     return found
 
 
@@ -190,19 +183,18 @@ def _count(rank: int, world_size: int, method: str, modes: tuple[str, ...]) -> d
 @pytest.mark.parametrize("method", ["all_gather", "ulysses", "ring"])
 def test_what_is_sent(method: str) -> None:
     found = run_ranks(2, _count, method, ("none", "full"))[0]
-    _, sent, calls = found["none"]
+    (_, sent), (_, recomputed) = found["none"], found["full"]
     both = LAYERS * 2 * KV_HEADS * HEAD_BYTES  # keys and values of the whole sequence
     if method == "ring":  # a part to the next rank; in backward again, and float32 gradients once around
-        assert sent["ring"] == both // 2 + both // 2 + both
-        assert found["full"][1]["ring"] == sent["ring"] + both // 2, "sent again in backward"
-    elif method == "all_gather":  # keys and values of a part to each other rank; their gradients back
-        assert calls == {"gather_sequence": 2 * LAYERS, "scatter_sequence": 2 * LAYERS, "sum_parts": 1}
-        assert sent["gather_sequence"] == sent["scatter_sequence"] == LAYERS * KV_HEADS * HEAD_BYTES // 2 * 2
-        assert found["full"][2]["gather_sequence"] == 4 * LAYERS, "gathered again in backward"
-    else:
-        assert calls == {"heads_for_sequence": 4 * LAYERS, "sequence_for_heads": 4 * LAYERS, "sum_parts": 1}
-        each = LAYERS * (HEADS + 2 * KV_HEADS + HEADS) * HEAD_BYTES // 4  # half of a half of each
-        assert sent["heads_for_sequence"] + sent["sequence_for_heads"] == 2 * each
+        assert sent == {"_exchange": both // 2 + both // 2 + both}
+        assert recomputed["_exchange"] == sent["_exchange"] + both // 2, "sent again in backward"
+    elif (
+        method == "all_gather"
+    ):  # keys and values of a part to each other rank, in backward again; their gradients back
+        assert sent == {"all_gather_into_tensor": 2 * (both // 2), "reduce_scatter_tensor": both // 2}
+        assert recomputed["all_gather_into_tensor"] == 3 * (both // 2), "gathered again in the recomputation"
+    else:  # half of a half of each, there and back
+        assert sent == {"all_to_all_single": 2 * LAYERS * (HEADS + 2 * KV_HEADS + HEADS) * HEAD_BYTES // 4}
 
 
 def test_what_is_held_shrinks_with_the_ranks() -> None:

@@ -95,14 +95,8 @@ def cut_for_planning(
 
     Rank 0 holds the last chunk of the sequence, whose queries see most keys, and so has the highest peak.
     """
-    method = method_of(options.method)
-    if not method.planned:
-        planned = " or ".join(repr(word) for word in CONTEXT_METHODS if method_of(word).planned)
-        raise ValueError(
-            f"A budget counts with method={planned}; {options.method!r} is not planned: use a mode (ac='full')."
-        )
     stack = check_context_parallel(model, options, layers, call)
-    parts = Parts(options.size, 0, "", method, planning=True)
+    parts = Parts(options.size, 0, "", method_of(options.method), planning=True)
     undo = _install(model, stack, parts, options, call)
     try:
         yield parts

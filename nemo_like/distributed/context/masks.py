@@ -59,11 +59,7 @@ def make(
     masked = call.masked or call.documents is not None
     plain = mask_function is causal_mask_function()
     method = call.parts.method
-    # Eager attention masks nothing by itself, flex attention neither.
-    skips = implementation == "sdpa" or (implementation == "eager" and method.triangles)
-    if plain and skips and not masked and kwargs.get("allow_is_causal_skip", True):
-        if method.triangles:
-            call.parts.make_triangles(kv_length, dtype, torch.device(device))
+    if plain and implementation == "sdpa" and not masked and kwargs.get("allow_is_causal_skip", True):
         return None  # padding is at the end, where no query of a token looks
     whole = q_length * call.parts.ranks
     looks = _looks(call, whole, kv_length, mask_function, attention_mask)

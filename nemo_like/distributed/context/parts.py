@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextvars
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,10 @@ from nemo_like._util.module_tree import bare
 from nemo_like.distributed.context import sequence_ops
 from nemo_like.distributed.context.sequence_ops import gather_sequence
 from nemo_like.transformers_compat import parameter_names
+
+Blocks = Generator[tuple[slice, Tensor, bool], Any, "Tensor | None"]
+"""Yields (rows of the queries, their keys and values (2, B, KV heads, M, D), whether causal). In backward it is sent the
+gradients of each block's keys and of its values, and returns those of this rank's part, (2, B, KV heads, L, D)."""
 
 MARK = "_nemo_like_sequence_parts"
 """The attribute of every module below a cut stack, which leads its attention to the `Parts`."""
@@ -78,14 +82,14 @@ class Attention(ABC):
 class ContextMethod(ABC):
     """One method's demands on a model, and its computation in place of attention. It has no state."""
 
-    planned = True
-    """Runs on fake tensors without other ranks, so that budgets and dry runs count it."""
+    word: str
+    """Its name in `ContextParallel.method`."""
     takes_masks = True
     """Attention may have a mask; else a caller's mask that hides nothing is taken for none."""
+    rows = 1.0
+    """The most queries of a block, as a share of this rank's."""
     cuts_heads = False
     """Attention runs on some heads of the whole sequence, and masks have all rows; else on all heads of this rank's rows."""
-    triangles = False
-    """Causal attention without a mask runs on each chunk of queries by itself, over `Parts.triangle`."""
 
     def check(self, stack: CutStack, ranks: int) -> None:  # noqa: B027
         """Raise ValueError where the layers of `stack`, which is of transformers, cannot have this attention."""
@@ -94,21 +98,14 @@ class ContextMethod(ABC):
     def attend(self, call: Attention) -> Any:
         """Return what `call.function` would for this rank's queries, over the keys of the whole sequence."""
 
+    def blocks(self, own: Tensor, rank: int, ranks: int, group: str, backward: bool = False) -> Blocks:
+        """Yield the blocks of causal attention, given this rank's keys and values (2, B, KV heads, L, D)."""
+        raise NotImplementedError
 
-class MasksOfAllLayers:
-    """Made once, and seen from each layer.
-
-    Not among the fields of `Parts`: a checkpointed region copies what small tensors the dicts of a layer's state have.
-    """
-
-    def __init__(self) -> None:
-        self.triangles: dict[tuple[int, int], Tensor] = {}
-        """(rows, columns) to the causal mask of a chunk of queries over the keys up to its end."""
-
-    @property
-    def bytes(self) -> int:
-        """Return the bytes of the triangles, which stay from step to step."""
-        return sum(triangle.untyped_storage().nbytes() for triangle in self.triangles.values())
+    def held(self, part: int, ranks: int, backward: bool) -> int:
+        """Return the most bytes that `blocks` holds, `part` being those of this rank's keys and values; of a block's
+        gradients as well."""
+        raise NotImplementedError
 
 
 @dataclass
@@ -122,7 +119,6 @@ class Parts:
     method: ContextMethod
     planning: bool = False
     """Tensors have no values, and there are no other ranks."""
-    masks: MasksOfAllLayers = field(default_factory=MasksOfAllLayers)
     verifying: str | None = None
     """``whole`` or ``parts`` in the two calls that are compared."""
     seen: list[Tensor] = field(default_factory=list)
@@ -139,27 +135,6 @@ class Parts:
     def gather(self, part: Tensor, dim: int) -> Tensor:
         """The whole, padded sequence on `dim`; with gradients."""
         return gather_sequence(part, dim, self.ranks, self.group)
-
-    def chunk_ends(self, padded: int) -> tuple[int, int]:
-        """Return where this rank's two chunks end in a sequence of `padded` tokens."""
-        chunk = padded // (2 * self.ranks)
-        return (self.rank + 1) * chunk, (2 * self.ranks - self.rank) * chunk
-
-    def triangle(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """0 where a query may look, else -inf, (rows, columns): the last row sees every column.
-
-        Not booleans: attention would make numbers of them in every layer, and keep those for backward.
-        """
-        mask = self.masks.triangles.get((rows, columns))
-        if mask is None or mask.device != device or mask.dtype != dtype:
-            mask = torch.full((rows, columns), -torch.inf, dtype=dtype, device=device).triu_(columns - rows + 1)
-        return mask
-
-    def make_triangles(self, padded: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Make the triangles of sequences of `padded` tokens; those of other lengths are let go."""
-        chunk = padded // (2 * self.ranks)
-        shapes = [(chunk, end) for end in self.chunk_ends(padded)]
-        self.masks.triangles = {shape: self.triangle(*shape, dtype, device) for shape in shapes}
 
     def positions(self, padded: int, device: object) -> Tensor:
         """Return the positions of this rank's tokens in a sequence of `padded` tokens."""

@@ -143,17 +143,19 @@ declare(
     OpFacts(
         collective=True,
         received=lambda part, whole: whole - part,
-        scratch=lambda part, whole: whole.nbytes + (0 if part.is_contiguous() else part.nbytes),
+        scratch=lambda args, whole: whole.nbytes + (0 if args[0].is_contiguous() else args[0].nbytes),
     ),
 )
 declare(
     "nemo_like.scatter_sequence.default",
-    OpFacts(saved=True, collective=True, scratch=lambda whole, part: whole.nbytes + part.nbytes),
+    OpFacts(saved=True, collective=True, scratch=lambda args, part: args[0].nbytes + part.nbytes),
 )
 for _name in ("heads_for_sequence", "sequence_for_heads"):
     declare(
         f"nemo_like.{_name}.default",
-        OpFacts(saved=True, collective=True, received=lambda sent, got: got, scratch=lambda sent, got: 2 * sent.nbytes),
+        OpFacts(
+            saved=True, collective=True, received=lambda sent, got: got, scratch=lambda args, got: 2 * args[0].nbytes
+        ),
     )
 
 

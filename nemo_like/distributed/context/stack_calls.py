@@ -41,9 +41,6 @@ class StackHooks:
             return None
         call, main = self._call(arguments)
         self._tokens.append(CURRENT.set(call))
-        if not self._stack.transformers and self._parts.method.triangles:
-            dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
-            self._parts.make_triangles(sequence_ops.padded_length(call.length, self._parts.ranks), dtype, main.device)
         cut = {name: self._cut(call.length, name, value) for name, value in arguments.items()}
         self._add_positions(call, main, cut)
         if USE_CACHE in names or USE_CACHE in arguments:

@@ -116,7 +116,9 @@ def microbatch_seconds(runs: Iterable[LayerRun], links: Links, outer: float = 0.
         parts["replay"] += n * run.replay
         # Forward and backward sum up behind attention and FFN; recomputation stops before it has to behind the latter.
         parts["tensor-parallel sums"] += n * sums * (4 + again)
-        parts["sequence gathers"] += n * gathered * (2 + again)
+        parts["sequence gathers"] += n * (
+            gathered * (2 + again) + roofline.gather_seconds(run.block.gathered_again, links.sequence, links.device)
+        )
         parts["expert exchanges"] += n * sent * (2 + again)
         parts["host copies"] += n * run.copies
     return parts

@@ -120,6 +120,8 @@ class BlockSeconds:
     backward: float
     sequence_bytes: int
     """Gathered over ``cp`` in a forward."""
+    gathered_again: int
+    """Of these, gathered once more in backward."""
     expert_bytes: int
     """Sent by all-to-all over ``ep`` in a forward."""
     boundary_bytes: int
@@ -151,11 +153,13 @@ class BlockSeconds:
             )
         times = tuple(map(backward_times, records))
         back = sum(seconds * more for seconds, more in zip(kernels, times))
+        again = sum(op.gathered for op in records)
         return cls(
             kernels,
             sum(kernels),
             back if problem.trace.saves_something else 0.0,
-            sum(op.bytes for op in records if is_sequence_op(op) and op.op.name() not in _NOT_OF_SEQUENCES),
+            sum(op.bytes for op in records if is_sequence_op(op) and op.op.name() not in _NOT_OF_SEQUENCES) + again,
+            again,
             sum(op.moved // 2 for op in records if facts(op.op).exchange),
             _summed(records, problem.trace.input_bytes) // 2,
             tuple(

@@ -18,7 +18,6 @@ from nemo_like.activation_checkpointing.kv_sharing import has_kv_sharing, shares
 from nemo_like.activation_checkpointing.policy import DecisionTable, FullPolicy, Policy
 from nemo_like.activation_checkpointing.spec import KeepRouting
 from nemo_like.distributed.context import cut_for_planning
-from nemo_like.distributed.context.parts import MasksOfAllLayers
 from nemo_like.distributed.expert import Experts
 from nemo_like.distributed.expert.find_experts import refuse_lists
 from nemo_like.distributed.expert.split_experts import has_experts
@@ -126,11 +125,9 @@ class TracedPart:
                 f"{type(model).__name__} shares keys and values between layers through its cache, which recomputing "
                 "whole layers would write twice, so no plan can be made. Use ac='submodule'."
             )
-        self._masks: MasksOfAllLayers | None = None
         self._cut = contextlib.ExitStack()  # of the copy, which stays cut
         if job.cp.size > 1:
-            cut = cut_for_planning(self.model, job.cp, self.layers, call_of(self.model))
-            self._masks = self._cut.enter_context(cut).masks
+            self._cut.enter_context(cut_for_planning(self.model, job.cp, self.layers, call_of(self.model)))
         self._trace(sample_input, dtype, lower, job)
         if self.not_run:
             warn_once(
@@ -390,8 +387,8 @@ class TracedPart:
 
     @property
     def remembered(self) -> int:
-        """Bytes that stay from step to step and are not state: tables of the model's functions, masks of ``cp``."""
-        return self.traced.run.tables.bytes + (0 if self._masks is None else self._masks.bytes)
+        """Bytes that stay from step to step and are not state: tables of the model's functions."""
+        return self.traced.run.tables.bytes
 
 
 def shape_of(job: Job) -> Hashable:

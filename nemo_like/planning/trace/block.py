@@ -64,6 +64,8 @@ class OpRecord:
     """True where a later op reads running statistics that it changes: saved or skipped, it would not change them again."""
     twin: int | None = None
     """Index of an earlier op that computes the same of the same inputs; None: there is none."""
+    gathered: int = 0
+    """Bytes of whole sequences that it gathers beside its kernels, and once more in backward."""
 
 
 @dataclass(frozen=True)
@@ -281,6 +283,7 @@ class Recorder(TorchDispatchMode):
                 outer=tuple(sorted((s.number(key), s.size[key]) for key in read if not s.writers.get(key))),
                 values=tuple(sorted({w for key in values for w in s.writers.get(key, ())})),
                 twin=None if view or changed else self._twin(func, args, kwargs, index, outputs),
+                gathered=0 if (rule := ops.facts(func).gathered) is None else rule(args),
             )
         )
 

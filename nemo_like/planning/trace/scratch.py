@@ -28,7 +28,7 @@ def scratch_bytes(func: Any, args: tuple, kwargs: Mapping[str, Any], out: Any) -
     if func in _SUMS and out.dtype != args[0].dtype and not args[0].is_floating_point():  # counts of a mask
         return args[0].numel() * out.element_size()
     if (rule := facts(func).scratch) is not None:
-        return rule(args[0], out)
+        return rule(args, out)
     if (
         func is _SAFE_SOFTMAX
     ):  # which scores are -inf, and which rows are so throughout: attention without a fused kernel

@@ -15,6 +15,7 @@ from nemo_like.distributed.context.sequence_ops import heads_for_sequence, seque
 class Ulysses(ContextMethod):
     """All tokens of some heads inside of attention, all heads of some tokens outside."""
 
+    word = "ulysses"
     cuts_heads = True
 
     def check(self, stack: CutStack, ranks: int) -> None:

@@ -1,0 +1,88 @@
+"""Causal attention of a part by blocks of keys: values on the CPU, and the kernels and bytes of a GPU on fake tensors."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from nemo_like.distributed.context import causal
+from nemo_like.distributed.context.methods import method_of, ring
+from nemo_like.fake.run import FakeRun
+from nemo_like.planning.trace.meter import TracedBytes
+from nemo_like.torch_compat import TorchDispatchMode
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_a_block_is_attention_of_torch(is_causal: bool, heads: int) -> None:
+    query, grad = torch.randn(1, 2, 40, 8, requires_grad=True), torch.randn(1, 2, 40, 8)
+    key, value = (torch.randn(1, heads, 40 if is_causal else 70, 8, requires_grad=True) for _ in range(2))
+    expected = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=0.3, enable_gqa=True)
+    with torch.no_grad():
+        out, total = causal.attend_block(query, key, value, is_causal, 0.3)
+        found = causal.attend_block_backward(grad, query, key, value, out, total, is_causal, 0.3)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found, torch.autograd.grad(expected, (query, key, value), grad), rtol=1e-4, atol=1e-5)
+
+
+class Kernels(TorchDispatchMode):
+    """Names of the attention operators that ran with their key heads, and the most elements of any tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: set[tuple[str, int]] = set()
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if "attention" in func.__name__:
+            key = args[2] if "backward" in func.__name__ else args[1]
+            self.ran.add((func.__name__.removeprefix("_scaled_dot_product_").split("_attention")[0], key.shape[1]))
+        made = [out] if isinstance(out, Tensor) else out if isinstance(out, tuple | list) else []
+        self.most = max([self.most, *(each.numel() for each in made if isinstance(each, Tensor))])
+        return out
+
+
+HEADS, KV_HEADS, WIDTH = 32, 8, 128
+"""Of an 8B Llama."""
+
+
+@pytest.mark.parametrize("tokens", [32_768, 131_072, 1_048_576])
+@pytest.mark.parametrize("kernel", ["flash", "cudnn", "mem_efficient"])
+@pytest.mark.parametrize("method", ["all_gather", "ring"])
+@pytest.mark.parametrize("rank", [0, 7])
+def test_a_gpu_runs_fused_kernels_without_masks(
+    method: str, kernel: str, tokens: int, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And holds at most the bytes that plans count."""
+    ranks, done = 8, SimpleNamespace(wait=lambda: None)
+    monkeypatch.setattr(causal, "fused_attention_kernel", lambda *_: kernel)
+    monkeypatch.setattr(dist, "all_gather_into_tensor", lambda *_, **__: done)
+    monkeypatch.setattr(dist, "reduce_scatter_tensor", lambda *_, **__: done)
+    monkeypatch.setattr(ring, "_exchange", lambda sent, group: (torch.empty_like(sent), []))
+    monkeypatch.setattr(type(method_of("all_gather")), "found", lambda *_: None, raising=False)
+    monkeypatch.setattr("nemo_like.distributed.context.methods.all_gather.find_group", lambda name: None)
+    part = tokens // ranks
+    how = (WIDTH**-0.5, method, rank, ranks, "")
+    with FakeRun():
+        query, out, grad = (torch.empty(1, HEADS, part, WIDTH, dtype=torch.bfloat16) for _ in range(3))
+        key, value = (torch.empty(1, KV_HEADS, part, WIDTH, dtype=torch.bfloat16) for _ in range(2))
+        total = torch.empty(1, HEADS, part)
+        forward, backward = (query, key, value, *how), (grad, query, key, value, out, total, *how)
+        for function, args in ((causal.causal_attention, forward), (causal.causal_attention_backward, backward)):
+            meter, kernels = TracedBytes([each for each in args if isinstance(each, Tensor)]), Kernels()
+            with meter, kernels:
+                results = function._init_fn(*args)
+            name = "efficient" if kernel == "mem_efficient" else kernel
+            assert kernels.ran == {(name, HEADS if kernel == "mem_efficient" else KV_HEADS)}
+            assert kernels.most <= 2 * ranks * key.numel() * (HEADS // KV_HEADS if kernel == "mem_efficient" else 1)
+            if kernel == "mem_efficient":  # which repeats the keys: no plan is made for it on a GPU that has bfloat16
+                continue
+            counted = causal._scratch(args, results) + sum(each.nbytes for each in results)
+            assert 0.9 * counted <= meter.peak <= 1.02 * counted
