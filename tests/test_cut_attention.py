@@ -11,11 +11,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from nemo_like.distributed.context import causal
+from nemo_like import parallelize
+from nemo_like._util.live_bytes import LiveBytes
+from nemo_like.distributed.context import causal as blocks
 from nemo_like.distributed.context.methods import method_of, ring
 from nemo_like.fake.run import FakeRun
 from nemo_like.planning.trace.meter import TracedBytes
 from nemo_like.torch_compat import TorchDispatchMode
+from tests.models.families import HEADED, VOCAB, causal
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
@@ -25,8 +28,8 @@ def test_a_block_is_attention_of_torch(is_causal: bool, heads: int) -> None:
     key, value = (torch.randn(1, heads, 40 if is_causal else 70, 8, requires_grad=True) for _ in range(2))
     expected = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=0.3, enable_gqa=True)
     with torch.no_grad():
-        out, total = causal.attend_block(query, key, value, is_causal, 0.3)
-        found = causal.attend_block_backward(grad, query, key, value, out, total, is_causal, 0.3)
+        out, total = blocks.attend_block(query, key, value, is_causal, 0.3)
+        found = blocks.attend_block_backward(grad, query, key, value, out, total, is_causal, 0.3)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found, torch.autograd.grad(expected, (query, key, value), grad), rtol=1e-4, atol=1e-5)
 
@@ -62,7 +65,7 @@ def test_a_gpu_runs_fused_kernels_without_masks(
 ) -> None:
     """And holds at most the bytes that plans count."""
     ranks, done = 8, SimpleNamespace(wait=lambda: None)
-    monkeypatch.setattr(causal, "fused_attention_kernel", lambda *_: kernel)
+    monkeypatch.setattr(blocks, "fused_attention_kernel", lambda *_: kernel)
     monkeypatch.setattr(dist, "all_gather_into_tensor", lambda *_, **__: done)
     monkeypatch.setattr(dist, "reduce_scatter_tensor", lambda *_, **__: done)
     monkeypatch.setattr(ring, "_exchange", lambda sent, group: (torch.empty_like(sent), []))
@@ -75,7 +78,7 @@ def test_a_gpu_runs_fused_kernels_without_masks(
         key, value = (torch.empty(1, KV_HEADS, part, WIDTH, dtype=torch.bfloat16) for _ in range(2))
         total = torch.empty(1, HEADS, part)
         forward, backward = (query, key, value, *how), (grad, query, key, value, out, total, *how)
-        for function, args in ((causal.causal_attention, forward), (causal.causal_attention_backward, backward)):
+        for function, args in ((blocks.causal_attention, forward), (blocks.causal_attention_backward, backward)):
             meter, kernels = TracedBytes([each for each in args if isinstance(each, Tensor)]), Kernels()
             with meter, kernels:
                 results = function._init_fn(*args)
@@ -84,5 +87,25 @@ def test_a_gpu_runs_fused_kernels_without_masks(
             assert kernels.most <= 2 * ranks * key.numel() * (HEADS // KV_HEADS if kernel == "mem_efficient" else 1)
             if kernel == "mem_efficient":  # which repeats the keys: no plan is made for it on a GPU that has bfloat16
                 continue
-            counted = causal._scratch(args, results) + sum(each.nbytes for each in results)
+            counted = blocks._scratch(args, results) + sum(each.nbytes for each in results)
             assert 0.9 * counted <= meter.peak <= 1.02 * counted
+
+
+def test_a_mask_of_packed_rows_is_kept_once_for_all_layers() -> None:
+    """Each layer keeps as much as with whole rows; a boolean mask would be made numbers of in each, and kept."""
+    rows, length = 2, 64
+    ids, positions = torch.randint(1, VOCAB, (rows, length)), torch.arange(length).remainder(16).expand(rows, -1)
+    heads = {"num_key_value_heads": HEADED["num_attention_heads"]}  # else keys and values are repeated beside any mask
+
+    def kept(layers: int, batch: dict[str, Tensor]) -> int:
+        model = parallelize(causal("Llama", **HEADED | heads | {"num_hidden_layers": layers})(), "single", ac="none")
+        with LiveBytes() as live:
+            model(input_ids=ids, **batch)  # what it returns is dropped
+            loss = model(input_ids=ids, labels=ids, **batch).loss
+            there = live.live
+        del loss
+        return there
+
+    packed, whole = ([kept(layers, batch) for layers in (2, 4)] for batch in ({"position_ids": positions}, {}))
+    assert packed[1] - packed[0] == whole[1] - whole[0]
+    assert rows * length**2 * 4 <= packed[0] - whole[0] <= 2 * rows * length**2 * 4

@@ -31,6 +31,13 @@ def kept_apart() -> None:
         rows.apart = True
 
 
+def once_for_all_layers(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where a boolean `mask` for torch's attention is True, else -inf: of booleans attention makes these numbers in each
+    layer, and keeps them for backward."""
+    zero, hidden = (torch.scalar_tensor(number, dtype=dtype, device=mask.device) for number in (0.0, -torch.inf))
+    return torch.where(mask, zero, hidden)
+
+
 def documents_of(positions: object, batch: int) -> Tensor | None:
     """(B, S) numbers of the documents in each row, by where `positions` do not go on by one; None where they all do.
 

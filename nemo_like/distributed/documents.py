@@ -28,6 +28,7 @@ from nemo_like.distributed.document_numbers import (
     hide,
     lengths_of,
     numbers_from_lengths,
+    once_for_all_layers,
     refuse_scattered,
     running,
     since_start,
@@ -285,14 +286,14 @@ def _tell_masks_of_documents() -> None:
     mapping: Any = mask_functions()
     for name in ("sdpa", "eager", "flex_attention"):
         if not isinstance(mapping[name], _MaskOfDocuments):
-            mapping[name] = _MaskOfDocuments(mapping[name])
+            mapping[name] = _MaskOfDocuments(mapping[name], as_numbers=name == "sdpa")
 
 
 class _MaskOfDocuments:
     """A mask function of transformers, which hides other documents of the row while a packed call runs."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._own = function
+    def __init__(self, function: Callable[..., Any], *, as_numbers: bool) -> None:
+        self._own, self._as_numbers = function, as_numbers
 
     def __call__(self, *args: object, **kwargs: Any) -> Any:
         rows = running.get()
@@ -305,4 +306,5 @@ class _MaskOfDocuments:
             return shape(b, head, q, k) & (numbers[b, q] == numbers[b, k])
 
         skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-        return self._own(*args, **kwargs | skips | {"mask_function": within})
+        mask = self._own(*args, **kwargs | skips | {"mask_function": within})
+        return once_for_all_layers(mask, kwargs["dtype"]) if self._as_numbers else mask

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nemo_like.distributed.context import sequence_ops
 from nemo_like.distributed.context.parts import CURRENT, Parts, StackCall
-from nemo_like.distributed.document_numbers import kept_apart
+from nemo_like.distributed.document_numbers import kept_apart, once_for_all_layers
 from nemo_like.transformers_compat import causal_mask_function, mask_functions
 
 
@@ -69,7 +69,7 @@ def make(
         return build(lambda b, h, q, k: looks(b, h, place(q), k), (batch_size, 1, length, kv_length), device)
     rows = torch.arange(whole, device=device) if method.cuts_heads else call.parts.positions(whole, device)
     mask = _mask(batch_size, rows, kv_length, looks)
-    return additive_mask(mask, dtype) if implementation == "eager" else mask
+    return additive_mask(mask, dtype) if implementation == "eager" else once_for_all_layers(mask, dtype)
 
 
 def _mask(batch: int, rows: Tensor, columns: int, looks: Callable[..., Any]) -> Tensor:
