@@ -27,6 +27,7 @@ from nemo_like.distributed.context.stack_calls import exchange, main_input, tens
 from nemo_like.distributed.context.verify_cut import sequence_length, verify_cut, wanted
 from nemo_like.losses.model_loss import ITEMS, LABELS
 from nemo_like.losses.rows import IGNORED, predicts_next_token
+from nemo_like.torch_compat import stop_unless
 from nemo_like.transformers_compat import LOGITS_TO_KEEP, given_cache, parameter_names
 
 LossMean = str | Callable[[dict[str, Any]], Any] | None
@@ -34,6 +35,11 @@ LossMean = str | Callable[[dict[str, Any]], Any] | None
 _WAYS_OUT = (
     "Turn off what is added to the cross entropy of labels, or write ContextParallel(loss_mean=...): 'tokens', 'sum' or a "
     "function of a part, or 'rows' (whole sequences on every rank). Or compute it outside, from shard_sequence's labels."
+)
+
+_OTHER_TARGETS = (
+    "cp shifts labels before it cuts them, and this model's cross entropy has other targets than its labels or the labels "
+    "of the next tokens. Compute the loss outside, from shard_sequence's labels."
 )
 
 
@@ -50,8 +56,10 @@ class RootHooks:
         self._before: list[tuple[bool, bool]] = []
         self._of_rows = loss_mean == "rows"
         """Outputs are made of whole rows: so is that of a call without labels."""
-        self.shifts: bool | None = None
-        """The model's own loss shifts its labels by one; None: no call has shown it yet."""
+        self.shifts_by_name: dict[str, bool] = {}
+        """By name of labels, once a call has shown it: the model's own loss shifts them by one."""
+        self.summed: int | None = None
+        """Number of the sum that the loss is (`_Loss._is_sum`), once a call has shown it."""
         self._compared = False
         self._names = parameter_names(base_model(call).forward)
 
@@ -231,23 +239,22 @@ class _Loss:
                 f"the {self._labels.numel()} tokens of a part: it drops or picks tokens by itself. Compute the loss "
                 "outside, from shard_sequence's labels."
             )
-        plain, shifts = True, True
-        if not hooks.parts.planning:
-            forms = self._labels, _next(self._labels, IGNORED)
-            plain, shifts = (torch.equal(target.reshape(-1), form.reshape(-1)) for form in forms)
+        forms = self._labels, _next(self._labels, IGNORED)
+        equal = [(target.reshape(-1) == form.reshape(-1)).all() for form in forms] if not hooks.parts.planning else []
+        if equal and (known := hooks.shifts_by_name.get(self._name)) is not None:
+            stop_unless(equal[known], _OTHER_TARGETS)
+            return _next(self.whole, ignore_index) if known else self.whole
+        plain, shifts = map(bool, equal) if equal else (True, True)
         if self._shifted and plain:
+            hooks.shifts_by_name[self._name] = False
             return self.whole
-        if hooks.shifts is None:
-            plain, shifts = hooks.agree(plain, shifts, device=target.device)
-            if plain != shifts:
-                hooks.shifts = shifts
-        if not (plain if not hooks.shifts else shifts):
-            raise NotImplementedError(
-                "cp shifts labels before it cuts them, and this model's cross entropy has other targets than its labels or "
-                "the labels of the next tokens. Compute the loss outside, from shard_sequence's labels."
-            )
+        plain, shifts = hooks.agree(plain, shifts, device=target.device)
+        if plain != shifts:
+            hooks.shifts_by_name[self._name] = shifts
+        if not (plain or shifts):
+            raise NotImplementedError(_OTHER_TARGETS)
         # Where no call has shown which of the two, no label counts on any rank, and both are the same.
-        return _next(self.whole, ignore_index) if hooks.shifts else self.whole
+        return self.whole if plain else _next(self.whole, ignore_index)
 
     def put_sum(self, output: object) -> Any:
         """`output` with the loss of all parts in the place of this part's."""
@@ -277,7 +284,16 @@ class _Loss:
             return True
         total, items = torch.stack([term.detach() for term in self._terms]).sum(), self._arguments.get(ITEMS)
         candidates = [total] if items is None else [total, total / items]
-        return any(torch.allclose(loss.detach().float(), one.float(), rtol=1e-5, equal_nan=True) for one in candidates)
+        close = [
+            torch.isclose(loss.detach().float(), one.float(), rtol=1e-5, equal_nan=True).all() for one in candidates
+        ]
+        if self._hooks.summed is None or self._hooks.summed >= len(close):
+            self._hooks.summed = next((number for number, one in enumerate(close) if one), None)
+            return self._hooks.summed is not None
+        stop_unless(
+            close[self._hooks.summed], "cp sums a model's cross entropy, and its loss is another one now. " + _WAYS_OUT
+        )
+        return True
 
     # --- `ContextParallel.loss_mean` ----------------------------------------------------------------------------------
 
@@ -296,7 +312,8 @@ class _Loss:
 
     def _counted_tokens(self) -> Tensor:
         """Return how many targets of this part count."""
-        shifts = predicts_next_token(self._hooks.model) if self._hooks.shifts is None else self._hooks.shifts
+        shifts = self._hooks.shifts_by_name.get(self._name)
+        shifts = predicts_next_token(self._hooks.model) if shifts is None else shifts
         targets = _next(self.whole, IGNORED) if shifts and not self._shifted else self.whole
         return (self._hooks.parts.cut(targets, 1, IGNORED) != IGNORED).sum()
 

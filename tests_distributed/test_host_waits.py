@@ -1,0 +1,146 @@
+"""Where the host waits for the device in a step that is like the ones before.
+
+Reading a number of a tensor waits until all that was queued has run. What waits is allowed by name, with its reason; the
+CPU's ranks show it, since the same operators run. What the host has made itself (numbers of micro-batches) is no wait.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nemo_like import ContextParallel, PipelineParallel, parallelize, torch_compat
+from nemo_like.torch_compat import TorchDispatchMode
+from tests.models.families import FAMILIES, HEADED, causal
+from tests_distributed.spawn import on_ranks
+
+WAITS = ("_local_scalar_dense", "equal", "is_nonzero", "nonzero", "_unique2", "unique_dim", "masked_select", "bincount")
+
+
+class HostWaits(TorchDispatchMode):
+    """Counts operators whose result the host reads, by the function that called them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in WAITS:
+            self.seen[_caller()] += 1
+        return func(*args, **(kwargs or {}))
+
+    def __enter__(self) -> HostWaits:
+        """What `tolist` reads on the CPU is no operator."""
+        self._tolist = Tensor.tolist
+
+        def tolist(tensor: Tensor) -> Any:
+            self.seen[_caller()] += 1
+            return self._tolist(tensor)
+
+        Tensor.tolist = tolist
+        return super().__enter__()  # type: ignore[no-any-return]
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        Tensor.tolist = self._tolist
+
+
+def _caller() -> str:
+    """The innermost function of the package, else of transformers."""
+    frame, names = sys._getframe(2), []
+    while frame is not None:
+        names.append(f"{frame.f_globals.get('__name__', '')}.{frame.f_code.co_qualname}")
+        frame = frame.f_back  # type: ignore[assignment]
+    of = [name for prefix in ("nemo_like.", "transformers.") for name in names if name.startswith(prefix)]
+    return of[0].partition(".<locals>")[0] if of else "torch"
+
+
+TRANSFORMERS = {"transformers.masking_utils.find_packed_sequence_indices"}  # reads positions where there is no mask
+DOCUMENTS = "nemo_like.distributed.documents.PackedCalls._numbers"  # a mask may number documents: other kernels then
+RESTARTS = "nemo_like.distributed.document_numbers.documents_of"  # positions may restart: the same
+PACKED = TRANSFORMERS | {
+    RESTARTS,
+    "nemo_like.distributed.document_numbers.refuse_scattered",
+    "nemo_like.distributed.documents.PackedCalls._apart",
+}
+# On an accelerator the device stops instead, and nobody waits; losses look at values on the CPU alone.
+ON_THE_CPU = {
+    "nemo_like.torch_compat.stop_unless",
+    "nemo_like.losses.rows.CrossEntropyRows.check",
+    "nemo_like.losses.rows._some_do_not_count",
+    "nemo_like.losses.runner.LossInForward.backward",
+}
+PIPELINE = {
+    "nemo_like.distributed.pipeline.cut.StageForward.__call__",  # the number of a micro-batch, on the host
+    "nemo_like.distributed.pipeline.cut.StageForward._output",
+    "nemo_like.distributed.pipeline.loss_mean._ignored",  # labels that count, before the first stage begins
+    "nemo_like.distributed.pipeline.loss_mean.LossMean._shares",
+    "nemo_like.distributed.pipeline.loss_mean.LossMean.check",
+}
+ROUTING = {"nemo_like.distributed.expert.exchange.AllToAll.send"}  # who sends how many tokens to whom: one a layer
+RANDOM = {"nemo_like.distributed.tensor.shared_random.SharedRandom._differing"}  # states of generators, of the hosts
+CASES: dict[str, tuple[str, str, dict[str, Any], set[str]]] = {
+    "dense": ("llama", "", {}, TRANSFORMERS),
+    "a mask of ones": ("llama", "mask", {}, {DOCUMENTS, "nemo_like.distributed.documents._MaskOfDocuments.__call__"}),
+    "positions": ("llama", "positions", {}, TRANSFORMERS | {RESTARTS}),
+    "packed": ("llama", "packed", {}, PACKED),
+    "chunked": ("llama", "", {"loss": "chunked"}, TRANSFORMERS),
+    "cp": ("llama", "", {"cp": 2}, set()),
+    "cp, divided": ("llama", "items", {"cp": 2}, set()),
+    "ring": ("llama", "", {"cp": ContextParallel(2, "ring")}, set()),
+    "ulysses": ("llama", "", {"cp": ContextParallel(2, "ulysses")}, set()),
+    "cp, packed": ("llama", "packed", {"cp": 2}, PACKED - TRANSFORMERS),
+    "tp with dropout": ("llama", "dropout", {"tp": 2}, TRANSFORMERS | RANDOM),
+    "ep": ("mixtral", "", {"ep": 2}, TRANSFORMERS | ROUTING),
+    "pp": ("llama", "", {"pp": PipelineParallel(2, microbatches=2)}, PIPELINE),
+}
+
+
+def _batch(kind: str, rows: int = 4, length: int = 32) -> dict[str, Any]:
+    ids = torch.randint(1, 48, (rows, length), generator=torch.Generator().manual_seed(0))
+    index = torch.arange(length).expand(rows, -1)
+    more: dict[str, dict[str, Any]] = {
+        "mask": {"attention_mask": torch.ones_like(ids)},
+        "positions": {"position_ids": index},
+        "packed": {"position_ids": index.remainder(8)},
+        "items": {"num_items_in_batch": torch.tensor(rows * length)},
+    }
+    return {"input_ids": ids, "labels": ids} | more.get(kind, {})
+
+
+@pytest.mark.parametrize("name", CASES)
+@on_ranks(2)
+def test_the_host_waits_where_it_is_allowed_to(rank: int, world_size: int, name: str) -> None:
+    family, kind, options, allowed = CASES[name]
+    batch, seen = _batch(kind), HostWaits()
+    pipelined = "pp" in options
+    sample = {"sample_input": {key: value[:2] for key, value in batch.items()}} if pipelined else {}
+    built = causal("Llama", **HEADED, attention_dropout=0.1)() if kind == "dropout" else FAMILIES[family].build()
+    model = parallelize(built.train(), ac="selective", **options, **sample)
+    for step in range(3):  # the first two compare what later steps take for known
+        with seen if step == 2 else nullcontext():
+            if pipelined:
+                model.step(**batch)  # type: ignore[operator]
+            else:
+                model(**batch).loss.backward()
+        model.zero_grad()
+    assert set(seen.seen) - ON_THE_CPU == allowed, seen.seen
+    assert all(number == 1 for by, number in seen.seen.items() if by == DOCUMENTS or by in TRANSFORMERS), seen.seen
+
+
+def test_a_condition_is_not_waited_for_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device gets the condition and the words; the CPU raises."""
+    given: list[Any] = []
+    monkeypatch.setattr(torch, "_assert_async", lambda *args: given.append(args))
+    on_device = torch.zeros((), dtype=torch.bool, device="meta")
+    torch_compat.stop_unless(on_device, "why")
+    assert given == [(on_device, "why")]
+    torch_compat.stop_unless(torch.tensor(True), "why")
+    with pytest.raises(NotImplementedError, match="why"):
+        torch_compat.stop_unless(torch.tensor(False), "why")
