@@ -1,16 +1,18 @@
-"""A tensor as three float64 numbers: enough to tell that another one differs, without holding either.
+"""A tensor as three numbers: enough to tell that another one differs, without holding either.
 
-Each element is multiplied by a fixed sign, which depends on its position, and the products are summed. Between two
-tensors such a signed sum differs by about the Euclidean norm of their difference, however many elements there are:
-another dropout mask moves it by a good part of the tensor's norm, rounding by some 1e-7 of it. A plain sum would
-mostly cancel, and would not see elements that changed places. (The idea is that of Alon, Matias and Szegedy's sketch
-of the second moment, STOC 1996.)
+Rows and columns are summed, each sum gets a fixed sign, which depends on its position, and these are summed. Between two
+tensors such a signed sum differs by about the Euclidean norm of their difference, however many elements there are: another
+dropout mask moves it by a good part of the tensor's norm, rounding by some 1e-7 of it. A plain sum would mostly cancel, and
+would not see rows, or columns, that changed places. (The idea is that of Alon, Matias and Szegedy's sketch of the second
+moment, STOC 1996.)
+
+A tensor of real numbers is read three times, by reductions that make no copy in a wider type: a GPU does that for float32
+and for 16 bits into float32.
 """
 
 from __future__ import annotations
 
 import functools
-import random
 from collections.abc import Iterator
 
 import torch
@@ -18,32 +20,35 @@ from torch import Tensor
 
 from nemo_like.torch_compat import sparse_parts
 
-_COLUMNS, _ROWS = 1024, 2048
-_PIECE = _COLUMNS * _ROWS
-"""Elements that are looked at together: three float64 copies of them, 48 MiB, in addition to the tensor itself."""
+_PIECE = 2**22
+"""Elements of another type that are looked at together: a float64 copy of them takes 32 MiB."""
+_COPIED = 2**26
+"""Elements of which a copy is made to mark values that are not finite; of more, only that there are such values is seen."""
+_COLUMNS, _SIGNS = 1024, 2**20
 _NAN, _INF = 1.0, 2.0
 """In the place of values that are not finite, so that the norm stays one, and other places are seen."""
 
 
 @functools.cache
-def _signs(device: torch.device) -> Tensor:
-    """(_ROWS,) of 1 and -1, without a structure that a tensor could share."""
-    bits = random.Random(1996)
-    return torch.tensor([1.0 - 2.0 * bits.getrandbits(1) for _ in range(_ROWS)], dtype=torch.float64, device=device)
+def _signs(device: torch.device, dtype: torch.dtype, size: int) -> Tensor:
+    """(size,) of 1 and -1, without a structure that a tensor could share."""
+    drawn = torch.randint(0, 2, (size,), generator=torch.Generator().manual_seed(1996))
+    return (2.0 * drawn - 1.0).to(device, dtype)
 
 
 def summary(tensor: Tensor) -> Tensor | None:
-    """Return a signed sum, the sum of squares, and the number of elements that are not finite: (3,) in float64.
+    """Return signed sums of rows and of columns, and the norm: (3,) in float32, or in float64.
 
     It is on the tensor's own device, and waits for none. A DTensor is this rank's part of it; a sparse tensor is its indices
     and values. None where there are no numbers: no elements, a meta tensor, a type that does not tell what it is made of.
     """
     pieces = [piece for part in _plain_parts(tensor) if part.numel() > 0 for piece in _pieces(part)]
-    total: Tensor | None = None
-    for number, piece in enumerate(pieces):
-        numbers = _of_piece(piece.reshape(-1), number)
-        total = numbers if total is None else total + numbers
-    return total
+    numbers = [_of_piece(piece) for piece in pieces]
+    if len(numbers) < 2:
+        return numbers[0] if numbers else None
+    stacked = torch.stack(numbers).double()
+    signed = stacked[:, :2] * _signs_of(stacked[:, 0])[:, None]
+    return torch.cat([signed.sum(0), stacked[:, 2:].square().sum(0).sqrt()])
 
 
 def _plain_parts(tensor: Tensor) -> Iterator[Tensor]:
@@ -84,27 +89,39 @@ def _real(tensor: Tensor) -> Tensor:
 
 _PACKED = {torch.float4_e2m1fn_x2}
 """Two numbers in one byte, and no conversion."""
+_SUMMED = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """`tensor` in pieces of at most _PIECE elements, cut by its shape alone: strides may differ in recomputation."""
-    if tensor.numel() <= _PIECE:
+    """`tensor` as matrices, by its shape alone: strides may differ in recomputation."""
+    if tensor.dtype not in _SUMMED and tensor.numel() > _PIECE:
+        for part in tensor.reshape(-1).split(_PIECE):
+            yield from _pieces(part)
+    elif tensor.ndim > 1 and tensor.numel() // tensor.shape[-1] <= _SIGNS >= tensor.shape[-1]:
         yield tensor
-        return
-    inner = tensor.numel() // tensor.shape[0]
-    for part in tensor.split(max(1, _PIECE // inner)):
-        yield from _pieces(part[0] if part.shape[0] == 1 else part)
+    elif tensor.numel() <= _SIGNS:
+        yield tensor.reshape(-1, 1)
+    else:
+        flat = tensor.reshape(-1)
+        rows = tensor.numel() // _COLUMNS
+        yield flat[: rows * _COLUMNS].view(rows, _COLUMNS)
+        if rows * _COLUMNS < tensor.numel():
+            yield flat[rows * _COLUMNS :][:, None]
 
 
-def _of_piece(flat: Tensor, number: int) -> Tensor:
-    """(n,) to (3,). An element's sign is that of its column times that of its row, in rows of _COLUMNS elements."""
-    values = flat.to(torch.float64).contiguous()
-    odd = values.isfinite().logical_not_().sum(dtype=torch.float64)
-    values = values.nan_to_num(_NAN, _INF, -_INF)
-    signs = _signs(values.device)
-    rows = values.numel() // _COLUMNS
-    head, tail = values[: rows * _COLUMNS].view(rows, _COLUMNS), values[rows * _COLUMNS :]
-    # Element by element and not by a matmul, which autocast would run in fewer bits.
-    signed = ((head * signs[:_COLUMNS]).sum(1) * signs[:rows]).sum()
-    signed = signed + (tail * signs[: tail.numel()]).sum() * signs[rows % _ROWS]
-    return torch.stack([signed * signs[number % _ROWS], values.square().sum(), odd])
+def _of_piece(values: Tensor) -> Tensor:
+    """(..., rows, columns) to (3,)."""
+    values = values if values.dtype in _SUMMED else values.to(torch.float64)
+    wide = torch.float64 if values.dtype == torch.float64 else torch.float32
+    with torch.autocast(values.device.type, enabled=False):
+        if values.numel() <= _COPIED:
+            values = values.nan_to_num(_NAN, _INF, -_INF)
+        sums = values.sum(-1, dtype=wide), values.sum(tuple(range(values.ndim - 1)), dtype=wide)
+        signed = [torch.dot(each, _signs_of(each)) for each in (sums[0].reshape(-1), sums[1])]
+        return torch.stack([*signed, torch.linalg.vector_norm(values, dtype=wide)])
+
+
+def _signs_of(sums: Tensor) -> Tensor:
+    """Return as many signs as there are sums."""
+    size = 1 << max(0, sums.numel() - 1).bit_length()
+    return _signs(sums.device, sums.dtype, size)[: sums.numel()]

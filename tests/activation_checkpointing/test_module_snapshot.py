@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.testing import assert_close
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nemo_like._util import tensor_summary as module
 from nemo_like._util.tensor_summary import summary
@@ -19,6 +19,7 @@ from nemo_like.activation_checkpointing.engine import run_region
 from nemo_like.activation_checkpointing.engine.handles import RegionError
 from nemo_like.activation_checkpointing.engine.module_state import walk_of
 from nemo_like.activation_checkpointing.policy import FullPolicy, SelectivePolicy
+from nemo_like.torch_compat import TorchDispatchMode
 
 POLICIES = [FullPolicy(), SelectivePolicy()]
 
@@ -192,50 +193,77 @@ def values(*shape: int) -> Tensor:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_numbers_are_what_they_say(shape: tuple[int, ...]) -> None:
     x = values(*shape)
-    found = numbers(x)
-    signed, square, odd = found.tolist()
-    assert found.dtype == torch.float64
-    assert math.isclose(square, x.double().square().sum().item(), rel_tol=1e-12)
-    assert odd == 0
-    # By the signs of single elements, which is how a signed sum is defined.
+    rows, columns, norm = numbers(x).tolist()
+    assert math.isclose(norm, x.norm().item(), rel_tol=1e-5)
+    # By the signs of single elements: of its row, and of its column.
     for at in {0, x.numel() // 2, x.numel() - 1}:
         single = torch.zeros(x.numel())
         single[at] = 1
-        one = numbers(single.view(shape))[0]
-        assert one.abs() == 1
-        changed = x.clone().view(-1)
-        changed[at] += 1
-        assert_close(numbers(changed.view(shape))[0], found[0] + one, rtol=0, atol=1e-3)
-    assert abs(signed) < 6 * math.sqrt(square) + 1e-9
+        assert numbers(single.view(shape)).abs().tolist() == [1, 1, 1]
+    assert max(abs(rows), abs(columns)) < 6 * norm + 1e-9
+
+
+class Counted(TorchDispatchMode):
+    """Operators that compute something, and the most bytes of a result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: list[str] = []
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and not any(each.alias_info for each in func._schema.returns):
+            self.operators.append(func.__name__)
+            self.most = max(self.most, out.nbytes)
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_tensor_is_read_by_few_operators_without_a_wider_copy(dtype: torch.dtype) -> None:
+    """On fake tensors: hidden states of an 8B model's FFN at 4k and at 16k tokens; the larger one is not copied."""
+    for tokens, copied in ((4096, 1), (16_384, 0)):
+        module._signs.cache_clear()
+        with FakeTensorMode(), Counted() as counted:
+            x = torch.empty(1, tokens, 14_336, dtype=dtype)
+            made = len(counted.operators)
+            module._of_piece(x)
+        module._signs.cache_clear()  # of another fake mode
+        signs = [name for name in counted.operators if name.split(".")[0] in ("randint", "mul", "sub", "_to_copy")]
+        assert len(counted.operators) - made - len(signs) <= 8, counted.operators
+        assert counted.operators.count("nan_to_num.default") == copied and counted.most == x.nbytes
 
 
 @pytest.mark.parametrize("shape", [(64, 96), (3, 1000, 1100)])
 def test_how_the_values_lie_in_memory_does_not_count(shape: tuple[int, ...]) -> None:
+    """But for rounding."""
     x = values(*shape)
     wanted = numbers(x)
     transposed = x.transpose(-1, -2).contiguous().transpose(-1, -2)
     strided = torch.empty(*shape, 2)[..., 0].copy_(x)
     assert transposed.stride() != x.stride() != strided.stride()
-    assert all(torch.equal(numbers(other), wanted) for other in (transposed, strided))
+    for other in (transposed, strided):
+        assert (numbers(other) - wanted).abs().max() < 1e-5 * wanted[2]
     assert torch.equal(numbers(x[:1].expand(2, *shape[1:])), numbers(torch.cat([x[:1]] * 2)))
 
 
 @pytest.mark.parametrize("share", [1.0, 0.01])
-def test_a_difference_moves_the_signed_sum_by_its_norm(share: float) -> None:
+def test_a_difference_moves_the_signed_sums_by_its_norm(share: float) -> None:
     x = values(1000, 1000)
     torch.manual_seed(0)
     distances = []
     for _ in range(40):
         noise = torch.randn_like(x) * (torch.rand_like(x) < share)
-        distances.append(((numbers(x + noise) - numbers(x))[0].abs() / noise.norm()).item())
-    root_mean_square = math.sqrt(sum(d * d for d in distances) / len(distances))
-    assert 0.7 < root_mean_square < 1.3 and max(distances) < 4
+        distances.append((numbers(x + noise) - numbers(x))[:2].abs() / noise.norm())
+    found = torch.stack(distances)
+    root_mean_square = found.square().mean(0).sqrt()
+    assert root_mean_square.min() > 0.7 and root_mean_square.max() < 1.3 and found.max() < 4
 
 
 def test_elements_that_change_places_are_seen() -> None:
     x = values(300, 400)
     for other in (x.flip(0), x.flip(1), x.roll(1, 0), x.roll(1, 1)):
-        assert (numbers(other) - numbers(x))[0].abs() > 0.01 * x.norm()
+        assert (numbers(other) - numbers(x))[:2].abs().max() > 0.01 * x.norm()
 
 
 def test_what_is_not_finite_counts_by_place_and_kind() -> None:
@@ -245,8 +273,8 @@ def test_what_is_not_finite_counts_by_place_and_kind() -> None:
         odd = x.clone()
         odd.view(-1)[at] = value
         found = numbers(odd)
-        assert found.isfinite().all() and found[2] == 1
-        signed.append(found[0].item())
+        assert found.isfinite().all()
+        signed.append(tuple(found[:2].tolist()))
     assert len(set(signed)) == 4
 
 
