@@ -319,7 +319,11 @@ PACKED_CALLS = {
 
 
 def test_every_attention_kernel_of_the_table_is_tried_here():
-    rows = {name.removesuffix(".default") for name, row in table._ROWS.items() if row.attention}
+    rows = {
+        name.removesuffix(".default")
+        for name, row in table._ROWS.items()
+        if row.attention and not name.startswith("nemo_like.")  # which is made of these
+    }
     assert rows == DENSE_CALLS.keys() | PACKED_CALLS.keys() and len(rows) == 15
 
 
