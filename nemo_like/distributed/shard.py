@@ -98,6 +98,8 @@ def shard_layers(
             ignored_params={p for module in unit.modules for p in module.parameters() if p not in mine},
         )
     _move(plan.replicated, launch.local_device(mesh.device_type))
+    if plan.embedding is not None:
+        _as_fsdp(plan.embedding.modules[0]).set_unshard_in_backward(False)  # no gradient takes its weight
     _chain_prefetch(model, plan, options.forward_prefetch, options.backward_prefetch)
     if options.cpu_offload:
         setattr(model, CPU_OFFLOAD_MARK, True)
@@ -216,6 +218,8 @@ def _reshard(unit: Unit, last_layer: Unit | None, asked: bool | int | None) -> b
         return False  # a few norms: kept gathered, so that a recomputation which passes them gathers nothing
     if isinstance(asked, bool):
         return asked
+    if unit.kind == "embedding":
+        return True
     if unit.kind != "layer" or unit is last_layer:
         return False
     return True if asked is None else asked
@@ -228,8 +232,8 @@ def _chain_prefetch(model: nn.Module, plan: UnitPlan, forward: int, backward: in
         stacks.setdefault(unit.stack, []).append(unit.modules[0])
     chains = list(stacks.values())
     if len(chains) == 1:
-        if plan.tail is not None:
-            chains[0].append(plan.tail.modules[0])
+        ends = [[] if unit is None else [unit.modules[0]] for unit in (plan.embedding, plan.tail)]
+        chains = [[*ends[0], *chains[0], *ends[1]]]
         if forward:
             _as_fsdp(model).set_modules_to_forward_prefetch([_as_fsdp(m) for m in chains[0][:forward]])
     for chain in chains:

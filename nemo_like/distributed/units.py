@@ -27,7 +27,7 @@ class Unit:
     name: str
     """Fully qualified names of the modules, joined by ``+``; ``""`` is the root."""
     kind: str
-    """``layer`` | ``tail`` | ``root`` | ``dtype`` (those of a unit that are stored in another dtype)."""
+    """``layer`` | ``tail`` | ``embedding`` | ``root`` | ``dtype`` (those of a unit that are stored in another dtype)."""
     modules: tuple[nn.Module, ...]
     params: list[nn.Parameter] = field(default_factory=list)
 
@@ -44,6 +44,8 @@ class UnitPlan:
     layers: list[Unit]
     """In the order of the caller's layers, shared ones once."""
     tail: Unit | None
+    embedding: Unit | None
+    """The input embedding of a model whose head is the tail, and has a weight of its own."""
     root: Unit
     by_dtype: list[Unit]
     replicated: list[nn.Parameter]
@@ -62,10 +64,10 @@ class UnitPlan:
         ``fully_shard`` does not look into modules that already are units, so the usual order is from the leaves to
         the root. A parameter that sits in one unit and is owned by another has to be taken by its owner before that.
         """
-        tail = [self.tail] if self.tail else []
+        ends = [unit for unit in (self.tail, self.embedding) if unit is not None]
         if self.top_down:
-            return [self.root, *tail, *self.layers, *self.by_dtype]
-        return [*self.layers, *tail, self.root]
+            return [self.root, *ends, *self.layers, *self.by_dtype]
+        return [*self.layers, *ends, self.root]
 
 
 def plan_units(
@@ -94,13 +96,19 @@ def plan_units(
 
     layer_units = [Unit(names[module], "layer", (module,)) for module in groups]
     tail_modules = tuple(m for m in _tail(model, list(groups), tail, names) if not _within(m, inside))
-    owners = _owners(model, {m: u for u in layer_units for m in u.modules} | dict.fromkeys(tail_modules, "tail"))
+    tops: dict[nn.Module, Any] = {m: u for u in layer_units for m in u.modules}
+    owners = _owners(model, tops | dict.fromkeys(tail_modules, "tail"))
     if any(len(owners[p]) > 1 for m in tail_modules for p in m.parameters()):
         owners = {p: {"root" if o == "tail" else o for o in units} for p, units in owners.items()}  # tied: no tail
         tail_modules = ()
     tail_unit = Unit("+".join(names[m] for m in tail_modules), "tail", tail_modules) if tail_modules else None
     root = Unit("", "root", (model,))
     left_out = taken | set(replicated)
+    embedding, module = None, _find_embedding(tail_modules, names)
+    rows = set() if module is None else {*module.parameters()}
+    if module is not None and not left_out & rows and all(owners[p] == {"root"} for p in rows):
+        embedding = Unit(names[module], "embedding", (module,))
+        owners |= {param: {embedding} for param in rows}
     hoisted = False
     for param, units in owners.items():
         if param in left_out:
@@ -111,10 +119,10 @@ def plan_units(
         unit = owner if isinstance(owner, Unit) else tail_unit if owner == "tail" else root
         assert unit is not None
         unit.params.append(param)
-    sharded = [*layer_units, *([tail_unit] if tail_unit else []), root]
+    sharded = [*layer_units, *(unit for unit in (tail_unit, embedding, root) if unit is not None)]
     by_dtype = [split for unit in sharded for split in _split(unit, names)]
     top_down = hoisted or bool(by_dtype)
-    return UnitPlan(layer_units, tail_unit, root, by_dtype, replicated, theirs, towers, top_down)
+    return UnitPlan(layer_units, tail_unit, embedding, root, by_dtype, replicated, theirs, towers, top_down)
 
 
 _PADDING = 0.25
@@ -284,6 +292,14 @@ def _find_tail(model: nn.Module, layers: list[nn.Module], names: dict[nn.Module,
     # Together where they can be: a unit reduces the gradients of one storage dtype.
     dtypes = {p.dtype for m in (*norms, head) for p in m.parameters() if p.requires_grad}
     return (norms[0], head) if len(norms) == 1 and len(dtypes) <= 1 else (head,)
+
+
+def _find_embedding(tail: Sequence[nn.Module], names: dict[nn.Module, str]) -> nn.Module | None:
+    """Return the embedding of the tokens whose scores the head computes, the last module of `tail`; None: it is not
+    known."""
+    rows = getattr(getattr(tail[-1], "weight", None), "shape", (0,))[0] if tail else 0
+    found = [m for m in names if isinstance(m, nn.Embedding) and rows and m.num_embeddings == rows]
+    return found[0] if len(found) == 1 else None
 
 
 def _owners(model: nn.Module, tops: dict[nn.Module, Any]) -> dict[nn.Parameter, set[Any]]:

@@ -34,7 +34,7 @@ class UnitBytes:
     """Bytes of one FSDP2 unit on one rank."""
 
     kind: str
-    """``layer`` | ``tail`` | ``root`` | ``dtype``."""
+    """``layer`` | ``tail`` | ``embedding`` | ``root`` | ``dtype``."""
     shard: int
     """Bytes of its parameters as stored on the device."""
     gathered: int
@@ -89,6 +89,8 @@ class Sharding:
     modules: tuple[str, ...]
     """Name of the layer of each of `units`."""
     tail: UnitBytes | None
+    embedding: UnitBytes | None
+    """The token embedding, where it is a unit of its own."""
     root: UnitBytes
     replicated: int
     """Bytes of the parameters that every rank stores whole."""
@@ -98,6 +100,8 @@ class Sharding:
     """Numbers of units fetched ahead in forward and in backward."""
     tail_names: frozenset[str]
     """Names of the tail's parameters."""
+    embedding_names: frozenset[str] = frozenset()
+    """Names of the parameters of `embedding`."""
     gloo: bool = False
     """True where its collectives are gloo's, which makes a copy of what it gathers into and of what it reduces."""
     padding: int = 0
@@ -155,7 +159,12 @@ class Sharding:
     @property
     def all(self) -> tuple[UnitBytes, ...]:
         """All units, each once."""
-        return (*self.units, *self.experts.values(), *((self.tail,) if self.tail else ()), self.root)
+        return (*self.units, *self.experts.values(), *self.outside)
+
+    @property
+    def outside(self) -> tuple[UnitBytes, ...]:
+        """Units that are not of layers."""
+        return tuple(unit for unit in (self.tail, self.embedding, self.root) if unit is not None)
 
     @property
     def params(self) -> int:
@@ -195,6 +204,7 @@ class ParameterForms:
         """Names of the layers."""
         by_parameter = {id(p): name for name, p in named.items()}
         self.tail_names = frozenset(by_parameter[id(p)] for p in (plan.tail.params if plan.tail else ()))
+        self.embedding_names = frozenset(by_parameter[id(p)] for p in (plan.embedding.params if plan.embedding else ()))
         self._forms: dict[Any, int] = {}
         self._of: dict[int, int] = {}
         self.first: list[nn.Parameter] = []
@@ -222,7 +232,8 @@ class ParameterForms:
     def content(self) -> Hashable:
         """Return what tells these parameters from others: equal where all bytes are."""
         units = tuple(self.units.values())
-        return tuple(self._forms), units, tuple(self.trains), self.names, self.tail_names, tuple(self.experts.items())
+        names = self.names, self.tail_names, self.embedding_names
+        return tuple(self._forms), units, tuple(self.trains), names, tuple(self.experts.items())
 
     def trains_in_step(self, param: nn.Parameter) -> bool:
         """Return whether a parameter gets a gradient in a step."""
@@ -291,7 +302,8 @@ def sharding_of(
             reshard, kept = True if after_forward is None else bool(after_forward), between
         else:
             kept = 0
-            reshard = after_forward if isinstance(after_forward, bool) and source.kind != "dtype" else False
+            reshard = source.kind == "embedding"
+            reshard = after_forward if isinstance(after_forward, bool) and source.kind != "dtype" else reshard
         return unit_bytes(source.kind, forms.units[id(source)], shard_ranks, bool(reshard), source.stack, kept)
 
     def trains_as(form: int, in_layer: bool, of_expert: bool) -> TrainedParameter:
@@ -315,6 +327,7 @@ def sharding_of(
         units=tuple(unit(source) for source in plan.layers),
         modules=forms.names,
         tail=unit(plan.tail) if plan.tail else None,
+        embedding=unit(plan.embedding) if plan.embedding else None,
         root=root,
         replicated=sum(local_part(p).nbytes for p in plan.replicated),
         experts=inner,
@@ -325,6 +338,7 @@ def sharding_of(
         # Where no option sets what to fetch, FSDP2 itself fetches one unit ahead in backward.
         prefetch=(fsdp.forward_prefetch, max(1, fsdp.backward_prefetch)),
         tail_names=forms.tail_names,
+        embedding_names=forms.embedding_names,
         padding=padding // shard_ranks,
         trained=() if host else trains,
         trained_on_host=trains if host else (),

@@ -29,7 +29,7 @@ from nemo_like.distributed.pipeline.schedules import (
     Action,
 )
 from nemo_like.planning.choose.layer import Choice
-from nemo_like.planning.program.fsdp_units import ROOT, TAIL, GatheredOnce, GradientRule, Units, rules_of
+from nemo_like.planning.program.fsdp_units import EMBEDDING, ROOT, TAIL, GatheredOnce, GradientRule, Units, rules_of
 from nemo_like.planning.program.microbatch import Around, LayerCall, Microbatch, StageStep, without
 from nemo_like.planning.program.storages import Bytes, Peak, Storages
 from nemo_like.planning.query import PlanQuery, Stage
@@ -117,7 +117,7 @@ class StageOfRank:
         """Return the stage's units in the order of its modules."""
         sharding, calls = self.stage.sharding, self._layers(self._rule(0))
         inside = [unit for i, layer in enumerate(calls) for unit in ((i, layer.unit), (("experts", i), layer.experts))]
-        return [(ROOT, sharding.root), *inside, (TAIL, sharding.tail)]
+        return [(ROOT, sharding.root), (EMBEDDING, sharding.embedding), *inside, (TAIL, sharding.tail)]
 
     def _rule(self, number: int, *, halves: bool = False) -> GradientRule:
         """Return how a micro-batch treats its gradients.

@@ -202,7 +202,7 @@ def optimizer_seconds_of(stage: Stage) -> float:
 def units_outside(stage: Stage) -> list[UnitBytes]:
     """Return FSDP2's units that are not layers."""
     sharding = stage.sharding
-    return [unit for unit in (sharding.tail, sharding.root) if unit is not None] if sharding.on else []
+    return [*sharding.outside] if sharding.on else []
 
 
 def layer_runs(stage: Stage, choices: Sequence[Choice]) -> list[LayerRun]:

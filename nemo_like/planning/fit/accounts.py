@@ -180,7 +180,8 @@ def _static_rows(stage: Stage) -> dict[str, list[Row]]:
         f"{len(sharding.units)} layers": sum(unit.shard for unit in sharding.units),
         "their experts": sum(unit.shard for unit in sharding.experts.values()),
         "head and last norm" if sharding.tail else "": sharding.tail.shard if sharding.tail else 0,
-        "embedding and what else is around the layers": sharding.root.shard,
+        "embedding and what else is around the layers": sharding.root.shard
+        + (sharding.embedding.shard if sharding.embedding else 0),
         "whole on every rank": sharding.replicated,
     }
     memory = stage.optimizer

@@ -17,7 +17,7 @@ from nemo_like.options import StepSpec
 from nemo_like.planning.program.storages import GATHER, REDUCE, Storages
 from nemo_like.planning.sharding import Sharding, UnitBytes
 
-ROOT, TAIL = "root", "tail"
+ROOT, TAIL, EMBEDDING = "root", "tail", "embedding"
 
 
 @dataclass(frozen=True)
@@ -263,4 +263,4 @@ class GatheredOnce(Units):
 
 
 def _gathered(key: Hashable) -> Part:
-    return Part.GATHERED_ROOT if key == ROOT else Part.GATHERED_LAYERS
+    return Part.GATHERED_ROOT if key in (ROOT, EMBEDDING) else Part.GATHERED_LAYERS

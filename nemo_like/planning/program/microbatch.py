@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from nemo_like._util.tensors import Place
 from nemo_like.activation_checkpointing.plan import Part
 from nemo_like.options import OffloadConfig
-from nemo_like.planning.program.fsdp_units import ROOT, TAIL, GradientRule, Units
+from nemo_like.planning.program.fsdp_units import EMBEDDING, ROOT, TAIL, GradientRule, Units
 from nemo_like.planning.program.host_copies import HostCopies
 from nemo_like.planning.program.storages import LogRun, Storages
 from nemo_like.planning.sharding import Sharding, UnitBytes
@@ -145,7 +145,7 @@ class Microbatch:
         layers, events, units, storages = self.layers, self.events, self.units, self.storages
         if self.on:
             units.copy_out(ROOT, self.sharding.root, forward=True)
-            self._gather_ahead(-1)
+            self._embed()
         for i, (layer, call) in enumerate(zip(layers, events.calls)):
             storages.mark(f"before layer {i}, forward")
             self._run_outside(call.begin)
@@ -173,7 +173,7 @@ class Microbatch:
             units.copy_out(TAIL, self.sharding.tail, forward=True)
         storages.mark("forward of the head")
         if self.sharding.tail is not None and self.sharding.tail.reshard and not self.around.in_chunks:
-            self._run_outside(max(self._of_tail(events.returns), default=events.forward_end))
+            self._run_outside(max(self._of(self.sharding.tail_names, events.returns), default=events.forward_end))
             units.reshard(TAIL)
         self._run_outside(events.forward_end)
         if self.sharding.root.reshard:
@@ -181,6 +181,19 @@ class Microbatch:
         units.drop_flat()
         self.step.drop_output()
         storages.end_forward()
+
+    def _embed(self) -> None:
+        """Gather what the root gathers ahead, and run the embedding where it is a unit of its own."""
+        units, embedding, ahead = self.units, self.sharding.embedding, self.sharding.prefetch[0]
+        if embedding is not None and self.sharding.one_stack and ahead:
+            units.gather(EMBEDDING, embedding)
+            self._gather_ahead(-1, ahead - 1)
+        if embedding is not None:
+            units.copy_out(EMBEDDING, embedding, forward=True)
+        self._gather_ahead(-1)
+        if embedding is not None and embedding.reshard:
+            self._run_outside(max(self._of(self.sharding.embedding_names, self.events.returns), default=0))
+            units.reshard(EMBEDDING, embedding)
 
     def go_on_as(self, rule: GradientRule, layers: Sequence[LayerCall], around: Around) -> None:
         """Go on with the gradients that exist now, between forward and backward, or its halves.
@@ -264,13 +277,14 @@ class Microbatch:
                 units.gather(TAIL, tail)
             if tail is not None:
                 if not self.around.in_chunks:
-                    self._run_outside(min([end, *self._of_tail(events.goes_back)]))
+                    self._run_outside(min([end, *self._of(self.sharding.tail_names, events.goes_back)]))
                 units.copy_out(TAIL, tail, forward=False)
                 self._gather_behind(last, self.sharding.prefetch[1])
         self._run_outside(end)
 
-    def _of_tail(self, positions: Mapping[str, int]) -> list[int]:
-        return [at for name, at in positions.items() if name in self.sharding.tail_names]
+    @staticmethod
+    def _of(names: frozenset[str], positions: Mapping[str, int]) -> list[int]:
+        return [at for name, at in positions.items() if name in names]
 
     def backward_of_weights(self) -> None:
         """Run the second half of backward, where there are two, and reduce the gradients of the root.
@@ -290,10 +304,15 @@ class Microbatch:
         if self.around.halves:
             self._after_head()
         names = [name for name, number in events.param_grads.items() if number in self.outside]
-        root_grads = [self.outside.pop(events.param_grads[name]) for name in names if name not in self.step.elsewhere]
+        apart = self.sharding.embedding_names if self.on else frozenset()
+        of_embedding = [self.outside.pop(events.param_grads[name]) for name in names if name in apart]
+        others = self.step.elsewhere | apart
+        root_grads = [self.outside.pop(events.param_grads[name]) for name in names if name not in others]
         if self.on:
-            self.units.close_all()
+            self.units.close(ROOT)
             self.units.reduce(ROOT, self.sharding.root, [*root_grads, *self.waiting], self.rule)
+            self.units.close_all()
+            self.units.reduce(EMBEDDING, self.sharding.embedding, of_embedding, self.rule)
             self.units.finish()
         else:
             self.step.keep_gradients(ROOT, root_grads, self.rule)
@@ -403,8 +422,8 @@ class Microbatch:
 
     # --- FSDP2 --------------------------------------------------------------------------------------------------------
 
-    def _gather_ahead(self, i: int) -> None:
-        for j in self.sharding.fetched_ahead(i, self.fsdp_units):
+    def _gather_ahead(self, i: int, most: int | None = None) -> None:
+        for j in self.sharding.fetched_ahead(i, self.fsdp_units)[:most]:
             self.units.gather(*((j, self.fsdp_units[j]) if j < len(self.layers) else (TAIL, self.sharding.tail)))
 
     def _gather_behind(self, i: int, count: int) -> None:

@@ -66,7 +66,10 @@ def one_root(sharding: Sharding) -> Sharding:
     """`sharding` with what stands around the layers in one unit."""
     if sharding.tail is None:
         return sharding
-    return replace(sharding, root=joined(sharding.root, sharding.tail), tail=None, tail_names=frozenset())
+    root = joined(sharding.root, sharding.tail)
+    root = root if sharding.embedding is None else joined(root, sharding.embedding)
+    none = frozenset[str]()
+    return replace(sharding, root=root, tail=None, embedding=None, tail_names=none, embedding_names=none)
 
 
 def kept_last_product(problem: BlockProblem) -> int:
