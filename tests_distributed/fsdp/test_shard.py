@@ -295,7 +295,10 @@ def test_a_unit_of_two_storage_dtypes_is_split(rank: int, world_size: int, how: 
         single(tokens()).backward()
         model(tokens()).backward()
     assert_bitwise(gradients_of(model), gradients_of(single))  # equal batches: the mean of equal halves is exact
-    expected = [("tail", "head"), *(("dtype", f"layers.{i}.norm") for i in range(3))]  # the last norm is the root's alone
+    expected = [
+        ("tail", "head"),
+        *(("dtype", f"layers.{i}.norm") for i in range(3)),
+    ]  # the last norm is the root's alone
     assert [(unit.kind, unit.name) for unit in plan.units if unit.kind in ("dtype", "tail")] == expected
 
 
@@ -389,20 +392,22 @@ def test_cpu_offload_materializes_in_host_memory(rank: int, world_size: int) -> 
     assert all(param.device.type == "cpu" for param in model.parameters())
 
 
+@pytest.mark.parametrize("tied", [False, True])
 @on_ranks(2)
-def test_an_embedding_with_a_weight_of_its_own_is_freed_after_its_forward(rank: int, world_size: int) -> None:
+def test_an_embedding_with_a_weight_of_its_own_is_freed_after_its_forward(
+    rank: int, world_size: int, tied: bool
+) -> None:
     """Its whole weight is not there between forward and backward, nor in backward; a tied one's is, for the head."""
-    for tied in (False, True):
-        model = llama(tie_word_embeddings=tied)
-        shard_layers(model, list(model.model.layers), build_mesh())
-        ids, seen = tokens(), []
+    model = llama(tie_word_embeddings=tied)
+    shard_layers(model, list(model.model.layers), build_mesh())
+    ids, seen = tokens(), []
 
-        def gathered() -> int:
-            weight = model.model.embed_tokens._parameters["weight"]
-            return 0 if isinstance(weight, DTensor) else weight.untyped_storage().nbytes()
+    def gathered() -> int:
+        weight = model.model.embed_tokens._parameters["weight"]
+        return 0 if isinstance(weight, DTensor) else weight.untyped_storage().nbytes()
 
-        for layer in model.model.layers:
-            layer.register_forward_pre_hook(lambda *_: seen.append(gathered()))
-            layer.register_full_backward_hook(lambda *_: seen.append(gathered()))
-        model(input_ids=ids, labels=ids).loss.backward()
-        assert len(seen) == 6 and all((size > 0) == tied for size in seen), (tied, seen)
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(lambda *_: seen.append(gathered()))
+        layer.register_full_backward_hook(lambda *_: seen.append(gathered()))
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert len(seen) == 6 and all((size > 0) == tied for size in seen)
