@@ -220,8 +220,8 @@ def set_sdp_priority(order: list[int]) -> None:
 
 
 def stop_unless(condition: Tensor, message: str) -> None:
-    """Raise NotImplementedError where a 0-dim `condition` is False. On an accelerator nobody waits for it: the device stops,
-    with `message`, before it runs what was queued after."""
+    """Raise NotImplementedError where a 0-dim `condition` is False. On an accelerator the host does not wait: the device
+    stops, with `message`, before it runs what was queued after."""
     if condition.device.type != "cpu":
         torch._assert_async(condition, message)
     elif not condition:
@@ -230,7 +230,7 @@ def stop_unless(condition: Tensor, message: str) -> None:
 
 def fused_attention_kernel(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> str:
     """Return the kernel that runs attention of (B, H, L, D) queries over (B, KV heads, M, D) keys and values: ``cpu``,
-    ``flash``, ``cudnn`` or ``mem_efficient``, which also stands for kernels without log-sum-exps."""
+    ``flash``, ``cudnn`` or ``mem_efficient``, in the place of kernels without log-sum-exps as well."""
     if query.device.type == "cpu":
         return "cpu"
     groups = query.shape[1] != key.shape[1]

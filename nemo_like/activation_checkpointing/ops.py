@@ -126,7 +126,7 @@ class OpFacts:
     received: Callable[[int, int], int] | None = None
     """(bytes of the input, of the output) → bytes that come from other ranks in forward. None: they are not priced."""
     gathered: Callable[[tuple[Any, ...]], int] | None = None
-    """Arguments → bytes of whole sequences that it gathers beside its kernels, and once more in backward."""
+    """Arguments → bytes of whole sequences that it gathers besides its kernels, and once more in backward."""
     scratch: Callable[[tuple[Any, ...], Any], int] | None = None
     """(arguments, output) → bytes that it takes beyond both, and gives back. None: nothing is known of it."""
 

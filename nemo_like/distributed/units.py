@@ -298,8 +298,8 @@ def _find_embedding(tail: Sequence[nn.Module], names: dict[nn.Module, str]) -> n
     """Return the embedding of the tokens whose scores the head computes, the last module of `tail`; None: it is not
     known."""
     rows = getattr(getattr(tail[-1], "weight", None), "shape", (0,))[0] if tail else 0
-    found = [m for m in names if isinstance(m, nn.Embedding) and rows and m.num_embeddings == rows]
-    return found[0] if len(found) == 1 else None
+    alike = [m for m in names if isinstance(m, nn.Embedding) and rows and m.num_embeddings == rows]
+    return alike[0] if len(alike) == 1 else None
 
 
 def _owners(model: nn.Module, tops: dict[nn.Module, Any]) -> dict[nn.Parameter, set[Any]]:

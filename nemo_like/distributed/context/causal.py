@@ -149,18 +149,18 @@ def attend_block_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value; out, total: of the queries over all keys, not of this block's alone."""
     kernel = fused_attention_kernel(query, key, value, causal, scale)
-    given, total = (grad.contiguous(), query, key, value, out.contiguous()), total.contiguous()
+    states, total = (grad.contiguous(), query, key, value, out.contiguous()), total.contiguous()
     if kernel == "cpu":
-        return aten._scaled_dot_product_flash_attention_for_cpu_backward(*given, total, 0.0, causal, scale=scale)
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(*states, total, 0.0, causal, scale=scale)
     lengths, seed = (None, None, query.shape[2], key.shape[2]), total.new_zeros((), dtype=torch.int64)  # no dropout
     if kernel == "flash":
         seeds = seed.new_zeros(2).view(torch.uint64), seed.view(torch.uint64)
         grads = aten._scaled_dot_product_flash_attention_backward(
-            *given, total, *lengths, 0.0, causal, *seeds, scale=scale
+            *states, total, *lengths, 0.0, causal, *seeds, scale=scale
         )
     elif kernel == "cudnn":
         grads = aten._scaled_dot_product_cudnn_attention_backward(
-            *given, total[..., None], seed, seed, None, *lengths, 0.0, causal, scale=scale
+            *states, total[..., None], seed, seed, None, *lengths, 0.0, causal, scale=scale
         )
     else:
         wide = tuple(_for_all(query, states) for states in (key, value))

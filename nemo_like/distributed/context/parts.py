@@ -98,7 +98,7 @@ class ContextMethod(ABC):
     def attend(self, call: Attention) -> Any:
         """Return what `call.function` would for this rank's queries, over the keys of the whole sequence."""
 
-    def blocks(self, own: Tensor, rank: int, ranks: int, group: str, backward: bool = False) -> Blocks:
+    def blocks(self, part: Tensor, rank: int, ranks: int, group: str, backward: bool = False) -> Blocks:
         """Yield the blocks of causal attention, given this rank's keys and values (2, B, KV heads, L, D)."""
         raise NotImplementedError
 

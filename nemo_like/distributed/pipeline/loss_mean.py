@@ -31,7 +31,7 @@ from nemo_like.torch_compat import answering_calls
 from nemo_like.transformers_compat import model_base
 
 _TOKENS = 256
-"""Of a micro-batch that is compared: at a vocabulary of 128k, two take 0.8 GB with their gradients, 12 bytes a logit."""
+"""Compared of a micro-batch: at a vocabulary of 128k, two take 0.8 GB with their gradients, 12 bytes a logit."""
 _TOLERANCE, _LOWER = 1e-4, 3e-2
 """Allowed difference of gradients, relative to their norm; the second where something is computed with fewer bits than
 float32 has."""

@@ -121,7 +121,7 @@ class BlockSeconds:
     sequence_bytes: int
     """Gathered over ``cp`` in a forward."""
     gathered_again: int
-    """Of these, gathered once more in backward."""
+    """Bytes of these that backward gathers once more."""
     expert_bytes: int
     """Sent by all-to-all over ``ep`` in a forward."""
     boundary_bytes: int

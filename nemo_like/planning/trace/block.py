@@ -65,7 +65,7 @@ class OpRecord:
     twin: int | None = None
     """Index of an earlier op that computes the same of the same inputs; None: there is none."""
     gathered: int = 0
-    """Bytes of whole sequences that it gathers beside its kernels, and once more in backward."""
+    """Bytes of whole sequences that it gathers besides its kernels, and once more in backward."""
 
 
 @dataclass(frozen=True)

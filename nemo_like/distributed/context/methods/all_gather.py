@@ -40,16 +40,16 @@ class GatherKeys(ContextMethod):
         key, value = whole.split(widths, -1)
         return call.run(call.query, key, value, mask)
 
-    def blocks(self, own: Tensor, rank: int, ranks: int, group: str, backward: bool = False) -> Blocks:
-        half = own.shape[3] // 2
+    def blocks(self, part: Tensor, rank: int, ranks: int, group: str, backward: bool = False) -> Blocks:
+        half = part.shape[3] // 2
         halves = slice(None, half), slice(half, None)
-        sent = [own[:, :, :, rows].permute(3, 0, 1, 2, 4).contiguous() for rows in halves]  # (chunk, 2, B, heads, D)
+        sent = [part[:, :, :, rows].permute(3, 0, 1, 2, 4).contiguous() for rows in halves]  # (chunk, 2, B, heads, D)
         got = [chunk.new_empty((ranks * half, *chunk.shape[1:])) for chunk in sent]
-        found = find_group(group)
-        works = [dist.all_gather_into_tensor(*pair, found, async_op=True) for pair in zip(got, sent)]
+        ranks_of = find_group(group)
+        works = [dist.all_gather_into_tensor(*pair, ranks_of, async_op=True) for pair in zip(got, sent)]
         of_own = []
         for rows in halves:
-            of_own.append((yield rows, own[:, :, :, rows], True))
+            of_own.append((yield rows, part[:, :, :, rows], True))
         # The chunks from the front: before this rank's first one are `rank` of them, before its second one all. From the
         # back: before its second one are those of the higher ranks.
         front, back = slice(None, rank * half), slice((rank + 1) * half, None)
@@ -69,7 +69,7 @@ class GatherKeys(ContextMethod):
             if sums is not None:
                 _add(sums[rank * half : (rank + 1) * half], of_own.pop(0))
                 parts.append(torch.empty_like(sent[number]))
-                reduced.append(dist.reduce_scatter_tensor(parts[-1], sums, group=found, async_op=True))
+                reduced.append(dist.reduce_scatter_tensor(parts[-1], sums, group=ranks_of, async_op=True))
             del chunks, whole, sums
         if not backward:
             return None

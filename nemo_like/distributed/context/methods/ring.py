@@ -56,30 +56,32 @@ class Ring(ContextMethod):
             )
         return call.output(states)
 
-    def blocks(self, own: Tensor, rank: int, ranks: int, group: str, backward: bool = False) -> Blocks:
-        half, everything = own.shape[3] // 2, slice(None)
+    def blocks(self, part: Tensor, rank: int, ranks: int, group: str, backward: bool = False) -> Blocks:
+        half, everything = part.shape[3] // 2, slice(None)
         sums = None
         for step in range(ranks):
             of = (rank - step) % ranks
             works: list[Any] = []
             if step < ranks - 1:
-                coming, works = _exchange(own, group)
+                coming, works = _exchange(part, group)
             if sums is not None:  # those of the block before come back beside this block's
                 sums, more = _exchange(sums, group)
                 works += more
             rows = slice(half, None) if of > rank else everything
             columns = slice(None, half) if of < rank else everything
-            grads = yield rows, own[:, :, :, columns], of == rank
+            grads = yield rows, part[:, :, :, columns], of == rank
             for work in works:
                 work.wait()
             if backward:
                 sums = (
-                    torch.zeros_like(own, dtype=torch.promote_types(own.dtype, torch.float32)) if sums is None else sums
+                    torch.zeros_like(part, dtype=torch.promote_types(part.dtype, torch.float32))
+                    if sums is None
+                    else sums
                 )
                 for side, grad in zip(sums, grads):
                     side[:, :, columns] += grad
             if step < ranks - 1:
-                own = coming
+                part = coming
         if sums is None:
             return None
         sums, works = _exchange(sums, group)  # to the rank whose keys and values they are of
@@ -96,8 +98,8 @@ METHOD = Ring()
 
 def _exchange(sent: Tensor, group: str) -> tuple[Tensor, list[Any]]:
     """`sent` on its way to the next rank, and where that of the rank before arrives; wait for the works before reading."""
-    found = find_group(group)
-    ranks, rank, got = found.size(), found.rank(), torch.empty_like(sent)
-    to, of = (dist.get_global_rank(found, number % ranks) for number in (rank + 1, rank - 1))
-    ops = [dist.P2POp(dist.isend, sent, to, found), dist.P2POp(dist.irecv, got, of, found)]
+    of_group = find_group(group)
+    ranks, rank, got = of_group.size(), of_group.rank(), torch.empty_like(sent)
+    to, of = (dist.get_global_rank(of_group, number % ranks) for number in (rank + 1, rank - 1))
+    ops = [dist.P2POp(dist.isend, sent, to, of_group), dist.P2POp(dist.irecv, got, of, of_group)]
     return got, dist.batch_isend_irecv(ops)
