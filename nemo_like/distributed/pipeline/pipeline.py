@@ -119,8 +119,8 @@ class Pipeline(StagesOfRank):
         """`forward` of a batch that is cut already, into micro-batches of these `sizes`.
 
         One micro-batch goes through all stages before the next one begins: NCCL runs the sends and receives of two ranks in
-        the order in which each asks for them, and a send may wait for its receive, so two ranks that go through several
-        stages of their own, each with all micro-batches, would wait for each other.
+        the order of each one's calls, and a send may wait for its receive, so two ranks that go through several stages of
+        their own, each with all micro-batches, would wait for each other.
         """
         rank_of = {index: rank for rank in range(self.options.size) for index in stages_of(self.options, rank)}
         mine = dist.get_rank(self.group)
