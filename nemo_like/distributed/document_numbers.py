@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nemo_like._util.log import say_once
+
 
 @dataclass
 class PackedRows:
@@ -34,6 +36,11 @@ def kept_apart() -> None:
 def once_for_all_layers(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """0 where a boolean `mask` for torch's attention is True, else -inf: of booleans attention makes these numbers in each
     layer, and keeps them for backward."""
+    if mask.device.type != "cpu":
+        say_once(
+            "attn_implementation='sdpa' has documents and windows of attention in a mask of tokens by tokens, which kernels "
+            "do not skip. Load the model with 'flex_attention' (or 'flash_attention_2' without cp), which compute less."
+        )
     zero, hidden = (torch.scalar_tensor(number, dtype=dtype, device=mask.device) for number in (0.0, -torch.inf))
     return torch.where(mask, zero, hidden)
 
