@@ -38,7 +38,13 @@ from nemo_like.distributed.expert import (
 from nemo_like.distributed.launch import checked_device, local_device, world_size
 from nemo_like.distributed.mesh import axis_size, build_mesh, check_sizes
 from nemo_like.distributed.pipeline.cut import STAGE_MARK, call_of, ends_of
-from nemo_like.distributed.shard import ask_for_weights, check_reshard, check_sharding, shard_layers
+from nemo_like.distributed.shard import (
+    ask_for_weights,
+    chain_prefetch,
+    check_reshard,
+    check_sharding,
+    shard_layers,
+)
 from nemo_like.distributed.tensor.apply import (
     apply_tensor_parallel,
     check_packed_weights,
@@ -299,9 +305,10 @@ def _shard(
     apart, policy = [weight for each in experts for weight in each.weights], job.precision.policy
     keep = hasattr(model, STAGE_MARK)
     found = find_layers(model, names)
-    shard_layers(model, found, mesh, options=job.fsdp, mp_policy=policy, apart=apart, keep_gathered=keep)
+    plan = shard_layers(model, found, mesh, options=job.fsdp, mp_policy=policy, apart=apart, keep_gathered=keep)
     if expert_mesh is not None:
         shard_experts(experts, expert_mesh, mp_policy=policy, options=job.fsdp)
+        chain_prefetch(model, plan, job.fsdp, [each.module for each in experts])
         guard_units(model, [(each.module, each.fqn) for each in experts], mesh_groups(expert_mesh.fsdp))
     refuse_to_save_shards(model)
     if job.precision.matmuls == "fp8-gather":

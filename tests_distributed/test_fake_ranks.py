@@ -158,8 +158,8 @@ def test_wrappers_stand_inside_of_units(world_size: int, replicas: int, ac: str)
     assert [name for name, _ in model.named_parameters()] == bare
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     layers = list(model.model.layers)
-    # named_modules order: the root, the layers, then the final norm and the head as one unit of two modules.
-    assert units == [model, *layers, model.model.norm, model.lm_head]
+    # named_modules order: the root, embedding, layers, then the final norm and the head as one unit of two modules.
+    assert units == [model, model.model.embed_tokens, *layers, model.model.norm, model.lm_head]
     for layer in layers:
         assert isinstance(layer, CheckpointWrapper) == (ac != "submodule")
         inside = [m for m in layer.modules() if m is not layer]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import copy
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_like.torch_compat import tree_leaves, tree_map
+from nemo_like.torch_compat import is_fake, tree_leaves, tree_map
 
 SEQUENCES = (tuple, list)
 """Sequence types as a tuple: ``tuple | list`` would make a new object each time that it is evaluated."""
@@ -19,6 +20,15 @@ _PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.
 
 Place = tuple[int | str, int]
 """The place of a tensor in a call: the position or the name of its argument, and its number there."""
+
+
+STANDS_FOR_CUDA: contextvars.ContextVar[bool] = contextvars.ContextVar("nemo_like_stands_for_cuda", default=False)
+"""Fake tensors of the CPU stand for those of a GPU, as in a plan for one."""
+
+
+def on_accelerator(tensor: Tensor) -> bool:
+    """Return whether `tensor` is on an accelerator, or stands for one that is."""
+    return tensor.device.type != "cpu" or (STANDS_FOR_CUDA.get() and is_fake(tensor))
 
 
 def tensors_in(value: object) -> list[Tensor]:

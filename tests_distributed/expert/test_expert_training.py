@@ -153,3 +153,30 @@ def _beside_tp(rank: int, world_size: int) -> None:
 def test_beside_tensor_parallelism_they_are_refused() -> None:
     pytest.importorskip("peft")
     run_ranks(2, _beside_tp)
+
+
+@on_ranks(4)
+def test_experts_are_gathered_before_the_layer_ahead_of_them_computes(rank: int, world_size: int) -> None:
+    """Forward and backward, by the order in which a profile has the gathers and the layers' attention."""
+    model = parallelize(build("mixtral"), ac="none", ep=2, device="cpu")
+    ids = tokens(world_size)[rank : rank + 1]
+    model(input_ids=ids, labels=ids).loss.backward()  # the first step initialises
+    for number, layer in enumerate(model.model.layers):
+        layer.self_attn.register_forward_pre_hook(lambda *_, n=number: _mark(f"forward {n}"))
+        layer.self_attn.register_full_backward_hook(lambda *_, n=number: _mark(f"backward {n}"))
+    with torch.profiler.profile() as profile:
+        model(input_ids=ids, labels=ids).loss.backward()
+    names = [e.name for e in sorted(profile.events(), key=lambda e: e.time_range.start)]
+    at = {kind: [n for n, name in enumerate(names) if name.startswith(kind)] for kind in ("forward", "backward")}
+    gathered = re.compile(r"FSDP::all_gather \(model\.layers\.(\d)\.mlp\.experts\)")
+    found = [(n, int(match[1])) for n, name in enumerate(names) if (match := gathered.match(name))]
+    last = len(model.model.layers) - 1
+    first, again = ({layer: n for n, layer in part} for part in (found[: last + 1], found[last + 1 :]))
+    assert first.keys() == set(range(last + 1)) and again.keys() >= set(range(last))
+    assert all(first[layer + 1] < at["forward"][layer] for layer in range(last))
+    assert all(again[layer - 1] < at["backward"][last - layer] for layer in range(1, last + 1))
+
+
+def _mark(name: str) -> None:
+    with torch.profiler.record_function(name):
+        pass

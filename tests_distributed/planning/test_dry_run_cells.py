@@ -22,7 +22,8 @@ OFF: dict[str, str] = {
 def _params() -> list[object]:
     every = list(cells())
     chosen = covering(every, first=[cell for cell in every if cell.name in OFF])
-    off = {name: pytest.mark.xfail(raises=(AssertionError, ValueError), strict=True, reason=reason) for name, reason in OFF.items()}
+    errors = (AssertionError, ValueError)
+    off = {name: pytest.mark.xfail(raises=errors, strict=True, reason=reason) for name, reason in OFF.items()}
     return [pytest.param(cell, id=cell.name, marks=off.get(cell.name, ())) for cell in chosen]
 
 

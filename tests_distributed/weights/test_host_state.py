@@ -114,7 +114,9 @@ def _played(rank: int, world_size: int, precision: str | None, tokens: int) -> l
     # The first step has no output of a step before it. Now and then a thread of gloo drops a buffer late.
     measured = min(peaks[1:])
     units = stage.sharding.all
-    sizes = sum(unit.host_shard * (2 if unit.reshard else 1) + unit.host_grad for unit in units)
+    sizes = sum(
+        unit.host_shard * (2 if unit.reshard and unit.kind != "embedding" else 1) + unit.host_grad for unit in units
+    )
     return [predicted.total, measured, sizes, sum(copied), predicted.parts]
 
 

@@ -21,8 +21,6 @@ from nemo_like.distributed.context.methods import method_of
 from nemo_like.distributed.context.parts import Attention
 from nemo_like.torch_compat import fused_attention_kernel
 
-aten: Any = torch.ops.aten
-
 
 def causal_attention_of(call: Attention) -> Tensor | None:
     """Return the states (B, H, L, D) of `call` over the whole sequence. None: it is not causal attention alone, without a
@@ -132,14 +130,18 @@ def attend_block(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale:
     """Return the output, and the log-sum-exps (B, H, L), at least float32. causal: query i sees the keys up to i."""
     kernel = fused_attention_kernel(query, key, value, causal, scale)
     if kernel == "cpu":
-        out = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale)
+        out = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale)
     elif kernel == "flash":
-        out = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, False, scale=scale)
+        out = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, False, scale=scale)
     elif kernel == "cudnn":
-        out = aten._scaled_dot_product_cudnn_attention(query, key, value, None, True, 0.0, causal, False, scale=scale)
+        out = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            query, key, value, None, True, 0.0, causal, False, scale=scale
+        )
     else:
         key, value = (_for_all(query, states) for states in (key, value))
-        out = aten._scaled_dot_product_efficient_attention(query, key, value, None, True, 0.0, causal, scale=scale)
+        out = torch.ops.aten._scaled_dot_product_efficient_attention(
+            query, key, value, None, True, 0.0, causal, scale=scale
+        )
     # cuDNN has one more dimension, the memory-efficient kernel rows up to a multiple of 32.
     return out[0], out[1].flatten(2)[..., : query.shape[2]]
 
@@ -151,21 +153,23 @@ def attend_block_backward(
     kernel = fused_attention_kernel(query, key, value, causal, scale)
     states, total = (grad.contiguous(), query, key, value, out.contiguous()), total.contiguous()
     if kernel == "cpu":
-        return aten._scaled_dot_product_flash_attention_for_cpu_backward(*states, total, 0.0, causal, scale=scale)
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *states, total, 0.0, causal, scale=scale
+        )
     lengths, seed = (None, None, query.shape[2], key.shape[2]), total.new_zeros((), dtype=torch.int64)  # no dropout
     if kernel == "flash":
         seeds = seed.new_zeros(2).view(torch.uint64), seed.view(torch.uint64)
-        grads = aten._scaled_dot_product_flash_attention_backward(
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_backward(
             *states, total, *lengths, 0.0, causal, *seeds, scale=scale
         )
     elif kernel == "cudnn":
-        grads = aten._scaled_dot_product_cudnn_attention_backward(
+        grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             *states, total[..., None], seed, seed, None, *lengths, 0.0, causal, scale=scale
         )
     else:
         wide = tuple(_for_all(query, states) for states in (key, value))
         total = F.pad(total, (0, -total.shape[-1] % 32), value=torch.inf)
-        of_query, *of_states, _ = aten._scaled_dot_product_efficient_attention_backward(
+        of_query, *of_states, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
             grad, query, *wide, None, out, total, seed, seed, 0.0, [True, True, True, False], causal, scale=scale
         )
         grads = of_query, *(each.unflatten(1, (key.shape[1], -1)).sum(2) for each in of_states)

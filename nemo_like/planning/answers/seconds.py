@@ -243,7 +243,7 @@ def loop_seconds(
 
     Args:
         runs: the layer calls of one rank (of its stages), grouped.
-        outside: FSDP2's units outside the layers: tail and root.
+        outside: FSDP2's units outside the layers: tail, embedding and root.
         links: the groups of ranks.
         step: how many micro-batches, which of them reduce gradients, and whether gradients of the step before exist.
         outer: seconds of one micro-batch's embedding, head and loss, forward and backward.
@@ -264,7 +264,7 @@ def loop_seconds(
         parts["gradient sums on the host"] += run.count * summed * waits.summing
     for unit in outside:
         gather, reduce = unit_seconds(unit, links.shards, links)
-        parts["parameter gathers"] += turns * gather  # a backward frees them, tail and root as well
+        parts["parameter gathers"] += turns * gather  # a backward frees them all
         parts["gradient reductions"] += reduced * reduce
         fetch, store = copy_seconds((unit,), links.device)
         parts["host copies"] += turns * fetch + reduced * store

@@ -137,6 +137,8 @@ def _inside_rows(run: LayerRun, links: Links, count: int) -> Iterator[Row]:
     ):
         for phase, often in zip(("forward", "backward", "replay"), (*times, again)):
             yield Row(part, f"{what}, {phase}", count * often * each)
+    regathered = roofline.gather_seconds(run.block.gathered_again, links.sequence, links.device)
+    yield Row("sequence gathers", "all-gather of keys and values again, backward", count * regathered)
     yield Row("host copies", "layers' inputs to host memory and back", count * run.copies)
 
 

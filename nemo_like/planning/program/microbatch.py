@@ -424,11 +424,18 @@ class Microbatch:
 
     def _gather_ahead(self, i: int, most: int | None = None) -> None:
         for j in self.sharding.fetched_ahead(i, self.fsdp_units)[:most]:
-            self.units.gather(*((j, self.fsdp_units[j]) if j < len(self.layers) else (TAIL, self.sharding.tail)))
+            if j < len(self.layers):
+                self._gather_layer(j)
+            else:
+                self.units.gather(TAIL, self.sharding.tail)
 
     def _gather_behind(self, i: int, count: int) -> None:
         for j in self.sharding.fetched_behind(i, self.fsdp_units, count):
-            self.units.gather(j, self.fsdp_units[j])
+            self._gather_layer(j)
+
+    def _gather_layer(self, i: int) -> None:
+        self.units.gather(i, self.fsdp_units[i])
+        self.units.gather(("experts", i), self.layers[i].experts)
 
     def _after_head(self) -> None:
         tail = self.sharding.tail
