@@ -23,11 +23,11 @@ Place = tuple[int | str, int]
 
 
 STANDS_FOR_CUDA: contextvars.ContextVar[bool] = contextvars.ContextVar("nemo_like_stands_for_cuda", default=False)
-"""Fake tensors of the CPU stand for those of a GPU, as in a plan for one."""
+"""Fake tensors of the CPU take the place of a GPU's, as in a plan for one."""
 
 
 def on_accelerator(tensor: Tensor) -> bool:
-    """Return whether `tensor` is on an accelerator, or stands for one that is."""
+    """Return whether `tensor` is on an accelerator, or takes the place of one that is."""
     return tensor.device.type != "cpu" or (STANDS_FOR_CUDA.get() and is_fake(tensor))
 
 

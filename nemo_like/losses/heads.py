@@ -169,7 +169,7 @@ class LinearHead:
 
 
 _SUMS_IN_FLOAT32 = ("cuda", "meta", "cpu")
-"""Devices whose products of 16 bits can be added to a float32 sum; of the CPU, what stands for CUDA's."""
+"""Devices whose products of 16 bits can be added to a float32 sum; of the CPU, what takes the place of CUDA's."""
 
 
 def _few(apart: Apart | None, weight: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
