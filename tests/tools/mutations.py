@@ -194,8 +194,8 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "distributed/units.py",
-        "        return [*self.layers, *tail, self.root]",
-        "        return [self.root, *tail, *self.layers]",
+        "        return [*self.layers, *ends, self.root]",
+        "        return [self.root, *ends, *self.layers]",
         "tests_distributed/fsdp/test_units.py tests_distributed/fsdp/test_shard.py",
     ),
     Fault(
@@ -223,10 +223,76 @@ FAULTS: tuple[Fault, ...] = (
         "tests_distributed/context/test_cut_sequences.py",
     ),
     Fault(
+        "distributed/context/causal.py",
+        "of_query[:, :, rows] += grads.pop(0)",
+        "of_query[:, :, rows] = grads.pop(0)",
+        "tests_distributed/context/test_cut_sequences.py",
+    ),
+    Fault(
+        "distributed/context/causal.py",
+        "after = torch.logaddexp(total, lse)",
+        "after = torch.maximum(total, lse)",
+        "tests_distributed/context/test_cut_sequences.py",
+    ),
+    Fault(
+        "distributed/context/causal.py",
+        "total = F.pad(total, (0, -total.shape[-1] % 32), value=torch.inf)",
+        "total = F.pad(total, (0, total.shape[-1] % 32), value=torch.inf)",
+        "tests/test_cut_attention.py",
+    ),
+    Fault(
+        "distributed/context/methods/all_gather.py",
+        "front, back = slice(None, rank * half), slice((rank + 1) * half, None)",
+        "front, back = slice(None, rank * half), slice(rank * half, None)",
+        "tests_distributed/context/test_cut_sequences.py",
+    ),
+    Fault(
+        "distributed/context/methods/all_gather.py",
+        "_add(sums[rank * half : (rank + 1) * half], of_own.pop(0))",
+        "_add(sums[:half], of_own.pop(0))",
+        "tests_distributed/context/test_cut_sequences.py",
+    ),
+    Fault(
         "distributed/context/methods/ring.py",
-        "of_scores = weights * of_weights * scale",
-        "of_scores = weights * of_weights",
-        "tests/test_cut_refusals.py",
+        "columns = slice(None, half) if of < rank else everything",
+        "columns = everything",
+        "tests_distributed/context/test_cut_sequences.py",
+    ),
+    Fault(
+        "distributed/context/whole_loss.py",
+        "stop_unless(equal[known], _OTHER_TARGETS)",
+        "pass",
+        "tests_distributed/context tests/test_cut_refusals.py",
+    ),
+    Fault(
+        "distributed/document_numbers.py",
+        "return torch.where(mask, zero, hidden)",
+        "return torch.where(mask, hidden, zero)",
+        "tests_distributed/fsdp/test_packing.py",
+    ),
+    Fault(
+        "distributed/shard.py",
+        "set_unshard_in_backward(False)",
+        "set_unshard_in_backward(True)",
+        "tests_distributed/fsdp/test_shard.py",
+    ),
+    Fault(
+        "distributed/shard.py",
+        "chain[max(0, index - backward) : index][::-1]",
+        "[]",
+        "tests_distributed/fsdp/test_shard.py",
+    ),
+    Fault(
+        "_util/tensor_summary.py",
+        "values.sum(tuple(range(values.ndim - 1)), dtype=wide)",
+        "values.sum(-1, dtype=wide)",
+        "tests/activation_checkpointing/test_module_snapshot.py",
+    ),
+    Fault(
+        "planning/program/microbatch.py",
+        "self.units.reduce(EMBEDDING, self.sharding.embedding, of_embedding, self.rule)",
+        "self.storages.drop_all(of_embedding)",
+        "tests/planning/test_program.py tests_distributed/planning",
     ),
     Fault(
         "distributed/expert/exchange.py",
@@ -566,8 +632,8 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "distributed/document_numbers.py",
-        "if len(runs) != len(runs.unique()):",
-        "if len(runs) < len(runs.unique()):",
+        "if again.any():",
+        "if again.all():",
         "tests_distributed/fsdp/test_packing.py",
     ),
     Fault(
