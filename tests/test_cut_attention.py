@@ -41,11 +41,15 @@ class Kernels(TorchDispatchMode):
         super().__init__()
         self.ran: set[tuple[str, int]] = set()
         self.most = 0
+        self.sums: list[tuple[int, ...]] = []
+        """Shapes of the log-sum-exps that the memory-efficient kernel's backward is given."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if "attention" in func.__name__:
             key = args[2] if "backward" in func.__name__ else args[1]
+            if func.__name__.startswith("_scaled_dot_product_efficient_attention_backward"):
+                self.sums.append(tuple(args[6].shape))
             self.ran.add((func.__name__.removeprefix("_scaled_dot_product_").split("_attention")[0], key.shape[1]))
         made = [out] if isinstance(out, Tensor) else out if isinstance(out, tuple | list) else []
         self.most = max([self.most, *(each.numel() for each in made if isinstance(each, Tensor))])
@@ -89,6 +93,18 @@ def test_a_gpu_runs_fused_kernels_without_masks(
                 continue
             counted = blocks._scratch(args, results) + sum(each.nbytes for each in results)
             assert 0.9 * counted <= meter.peak <= 1.02 * counted
+
+
+def test_sums_for_the_memory_efficient_kernel_are_in_blocks_of_32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It writes rows up to a multiple of 32, and reads as many in backward."""
+    monkeypatch.setattr(blocks, "fused_attention_kernel", lambda *_: "mem_efficient")
+    with FakeRun(), Kernels() as kernels:
+        query, key = torch.empty(1, 4, 40, 16), torch.empty(1, 2, 40, 16)
+        out, total = blocks.attend_block(query, key, key, True, 0.25)
+        assert total.shape == (1, 4, 40)
+        grads = blocks.attend_block_backward(out, query, key, key, out, total, True, 0.25)
+    assert [grad.shape for grad in grads] == [query.shape, key.shape, key.shape]
+    assert kernels.sums == [(1, 4, 64)]
 
 
 def test_a_mask_of_packed_rows_is_kept_once_for_all_layers() -> None:
