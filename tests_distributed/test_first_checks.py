@@ -16,8 +16,7 @@ from tests.models.families import HEADED, causal
 from tests_distributed.spawn import run_ranks
 
 VOCAB, HIDDEN = 4096, 64
-CASES: dict[str, tuple[dict[str, Any], int, int, bool]] = {
-    # What is checked: options, rows, tokens of a row, whether the loss is chunked.
+CASES: dict[str, tuple[dict[str, Any], int, int, bool]] = {  # options, rows, tokens of a row, whether in chunks
     "cp=2": ({"cp": 2}, 1, 2048, False),
     "cp=2 at 8k": ({"cp": 2}, 1, 8192, False),
     "ring": ({"cp": ContextParallel(2, "ring")}, 1, 2048, False),

@@ -7,6 +7,7 @@ CPU's ranks show it, since the same operators run. What the host has made itself
 from __future__ import annotations
 
 import sys
+import traceback
 from collections import Counter
 from contextlib import nullcontext
 from typing import Any
@@ -53,10 +54,8 @@ class HostWaits(TorchDispatchMode):
 
 def _caller() -> str:
     """The innermost function of the package, else of transformers."""
-    frame, names = sys._getframe(2), []
-    while frame is not None:
-        names.append(f"{frame.f_globals.get('__name__', '')}.{frame.f_code.co_qualname}")
-        frame = frame.f_back  # type: ignore[assignment]
+    frames = (frame for frame, _ in traceback.walk_stack(sys._getframe(2)))
+    names = [f"{frame.f_globals.get('__name__', '')}.{frame.f_code.co_qualname}" for frame in frames]
     of = [name for prefix in ("nemo_like.", "transformers.") for name in names if name.startswith(prefix)]
     return of[0].partition(".<locals>")[0] if of else "torch"
 
@@ -64,11 +63,10 @@ def _caller() -> str:
 TRANSFORMERS = {"transformers.masking_utils.find_packed_sequence_indices"}  # reads positions where there is no mask
 DOCUMENTS = "nemo_like.distributed.documents.PackedCalls._numbers"  # a mask may number documents: other kernels then
 RESTARTS = "nemo_like.distributed.document_numbers.documents_of"  # positions may restart: the same
-PACKED = TRANSFORMERS | {
-    RESTARTS,
-    "nemo_like.distributed.document_numbers.refuse_scattered",
-    "nemo_like.distributed.documents.PackedCalls._apart",
-}
+SCATTERED, APART = (
+    f"nemo_like.distributed.{name}" for name in ("document_numbers.refuse_scattered", "documents.PackedCalls._apart")
+)
+PACKED = TRANSFORMERS | {RESTARTS, SCATTERED, APART}
 # On an accelerator the device stops instead, and nobody waits; losses look at values on the CPU alone.
 ON_THE_CPU = {
     "nemo_like.torch_compat.stop_unless",

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_like import torch_compat
 from nemo_like.activation_checkpointing.engine import ambient
@@ -18,7 +17,7 @@ from nemo_like.activation_checkpointing.engine.ambient import put_back, switches
 from nemo_like.activation_checkpointing.engine.handles import RegionError
 from nemo_like.activation_checkpointing.policy import RECOMPUTE, SAVE, DecisionTable, FullPolicy, SelectivePolicy
 from tests.checks import assert_bitwise
-from tests.models.blocks import LlamaBlock, checkpoint_region, gradients, region
+from tests.models.blocks import LlamaBlock, Operators, checkpoint_region, gradients, region
 
 
 def noting(read, seen):
@@ -82,19 +81,6 @@ def test_a_table_that_tracks_casts_is_not_shifted_by_the_autocast_cache():
     assert_bitwise(gradients(twice(ours), w, x), gradients(twice(layer), w, x))
 
 
-class AttentionOps(TorchDispatchMode):
-    """Notes the attention operators that run forward."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(word in str(func) for word in ("attention", "softmax")) and "backward" not in str(func):
-            self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 def sdpa_flags() -> list[bool]:
     cuda = torch.backends.cuda
     return [
@@ -113,12 +99,14 @@ def test_the_sdpa_backend_of_a_context_that_has_ended(policy, backend):
     with sdpa_kernel(backend):
         (wanted,) = torch.autograd.grad((block(x) ** 2).sum(), x)
         y = (checkpoint_region(block, x, policy=policy) ** 2).sum()
-    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]), AttentionOps() as used:
+    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]), Operators() as used:
         flags = sdpa_flags()
         (got,) = torch.autograd.grad(y, x)
         assert sdpa_flags() == flags
     if policy.keeps_nothing:
-        assert any("flash" in name for name in used.names) == (backend is SDPBackend.FLASH_ATTENTION)
+        assert any("flash" in str(op) and "backward" not in str(op) for op in used.ops) == (
+            backend is SDPBackend.FLASH_ATTENTION
+        )
     assert torch.equal(got, wanted)
 
 

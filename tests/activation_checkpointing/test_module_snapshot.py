@@ -19,7 +19,7 @@ from nemo_like.activation_checkpointing.engine import run_region
 from nemo_like.activation_checkpointing.engine.handles import RegionError
 from nemo_like.activation_checkpointing.engine.module_state import walk_of
 from nemo_like.activation_checkpointing.policy import FullPolicy, SelectivePolicy
-from nemo_like.torch_compat import TorchDispatchMode
+from tests.models.blocks import Operators
 
 POLICIES = [FullPolicy(), SelectivePolicy()]
 
@@ -165,19 +165,7 @@ def test_a_saved_tensor_costs_the_garbage_collector_three_objects(policy: Any) -
 
 
 PIECE = 1024 * 2048
-SHAPES = [
-    (),
-    (1,),
-    (7,),
-    (1023,),
-    (1024,),
-    (1025,),
-    (3, 5, 7),
-    (PIECE,),
-    (PIECE + 1,),
-    (3, PIECE),
-    (2, 3, PIECE // 2 + 3),
-]
+SHAPES = [(), (1,), (7,), (1024,), (1025,), (3, 5, 7), (PIECE,), (PIECE + 1,), (3, PIECE), (2, 3, PIECE // 2 + 3)]
 
 
 def numbers(tensor: Tensor) -> Tensor:
@@ -203,35 +191,19 @@ def test_the_numbers_are_what_they_say(shape: tuple[int, ...]) -> None:
     assert max(abs(rows), abs(columns)) < 6 * norm + 1e-9
 
 
-class Counted(TorchDispatchMode):
-    """Operators that compute something, and the most bytes of a result."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operators: list[str] = []
-        self.most = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, Tensor) and not any(each.alias_info for each in func._schema.returns):
-            self.operators.append(func.__name__)
-            self.most = max(self.most, out.nbytes)
-        return out
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_tensor_is_read_by_few_operators_without_a_wider_copy(dtype: torch.dtype) -> None:
     """On fake tensors: hidden states of an 8B model's FFN at 4k and at 16k tokens; the larger one is not copied."""
     for tokens, copied in ((4096, 1), (16_384, 0)):
         module._signs.cache_clear()
-        with FakeTensorMode(), Counted() as counted:
+        with FakeTensorMode(), Operators() as counted:
             x = torch.empty(1, tokens, 14_336, dtype=dtype)
-            made = len(counted.operators)
+            made = len(counted.kernels)
             module._of_piece(x)
         module._signs.cache_clear()  # of another fake mode
-        signs = [name for name in counted.operators if name.split(".")[0] in ("randint", "mul", "sub", "_to_copy")]
-        assert len(counted.operators) - made - len(signs) <= 8, counted.operators
-        assert counted.operators.count("nan_to_num.default") == copied and counted.most == x.nbytes
+        signs = [name for name in counted.kernels if name.split(".")[0] in ("randint", "mul", "sub", "_to_copy")]
+        assert len(counted.kernels) - made - len(signs) <= 8, counted.kernels
+        assert counted.kernels.count("nan_to_num.default") == copied and counted.most == x.nbytes
 
 
 @pytest.mark.parametrize("shape", [(64, 96), (3, 1000, 1100)])

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_like.activation_checkpointing.engine import run_region, verification
 from nemo_like.activation_checkpointing.engine.handles import RegionError
@@ -18,7 +17,7 @@ from nemo_like.activation_checkpointing.policy import HOST, SAVE, SKIP, Decision
 from nemo_like.activation_checkpointing.timesteps import checkpoint_timesteps
 from nemo_like.fake.run import FakeRun
 from tests.checks import assert_bitwise
-from tests.models.blocks import LlamaBlock, RouterBlock, Stack, checkpoint_region, gradients, region, under
+from tests.models.blocks import LlamaBlock, Operators, RouterBlock, Stack, checkpoint_region, gradients, region, under
 
 FULL = FullPolicy()
 WRONG = "gradients would be wrong"
@@ -147,22 +146,12 @@ def test_it_costs_operators_in_the_first_step_and_not_one_later(ac: str, monkeyp
     assert later == later_off
 
 
-class Seen(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 def test_no_mode_sees_what_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     def seen(variable: str) -> list[str]:
         monkeypatch.setenv("NEMO_LIKE_VERIFY", variable)
-        with Seen() as mode, torch.device("cpu"):
+        with Operators() as mode, torch.device("cpu"):
             step(Counting([1.0]))
-        return mode.names
+        return list(map(str, mode.ops))
 
     assert seen("1") == seen("0") != []
 

@@ -13,21 +13,31 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_like import apply_activation_checkpointing
+from nemo_like._util.tensors import tensors_in
 from nemo_like.activation_checkpointing.engine import run_region
 from nemo_like.activation_checkpointing.policy import Policy
 from nemo_like.activation_checkpointing.transfer import Transfer
 
 
 class Operators(TorchDispatchMode):
-    """Operators that run, in their order."""
+    """Operators that run, in their order, and the most bytes of a tensor that one returned."""
 
     def __init__(self) -> None:
         super().__init__()
         self.ops: list[Any] = []
+        self.most = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         self.ops.append(func)
-        return func(*args, **(kwargs or {}))
+        made = func(*args, **(kwargs or {}))
+        self.most = max([self.most, *(tensor.untyped_storage().nbytes() for tensor in tensors_in(made))])
+        return made
+
+    @property
+    def kernels(self) -> list[str]:
+        """The names of those whose result is a tensor, and no view."""
+        ops = [op for op in self.ops if op.namespace != "prim"]
+        return [op.__name__ for op in ops if op._schema.is_mutable or not any(r.alias_info for r in op._schema.returns)]
 
 
 class LlamaBlock(nn.Module):

@@ -24,27 +24,13 @@ from nemo_like.planning.devices import device_at_hand, resolve_device
 from nemo_like.planning.model.capture import trace_model
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.trace.block import record
-from nemo_like.torch_compat import TorchDispatchMode
 from tests.checks import assert_bitwise, step
+from tests.models.blocks import Operators
 from tests.planning.queries import part_of, plan_of, saved
 
 BF16 = torch.bfloat16
 A100, H100 = (8, 0), (9, 0)
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
-class _Names(TorchDispatchMode):
-    """Operators that make a tensor, by their names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func.namespace == "aten":
-            self.seen.append(func.__name__.partition(".")[0])
-        return out
 
 
 def _traced(
@@ -60,11 +46,11 @@ def _traced(
 
     with FakeRun(autocast, cuda) as run:
         tensors = [run.like(torch.empty(shape, dtype=dtype, device="meta")).requires_grad_() for shape, dtype in inputs]
-        with _Names() as names, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), run.casting():
+        with Operators() as ran, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), run.casting():
             out = call(*tensors)
         out.float().sum().backward()
         assert all(t.grad is not None and t.grad.shape == t.shape and t.grad.dtype == t.dtype for t in tensors)
-    return names.seen, kept
+    return [op.__name__.partition(".")[0] for op in ran.ops if op.namespace == "aten"], kept
 
 
 QKV = [((2, 4, 96, 64), BF16)] * 3

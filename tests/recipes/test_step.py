@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from nemo_like import parallelize
@@ -33,6 +31,7 @@ from nemo_like.recipes.pretrain import Pretraining
 from nemo_like.recipes.quantised import quantise_layers
 from nemo_like.recipes.rows import Batch
 from nemo_like.recipes.step_flops import StepFlops, Utilisation
+from tests.models.blocks import Operators
 from tests.models.tiny import llama
 
 transformers = pytest.importorskip("transformers")
@@ -155,18 +154,6 @@ def test_a_run_says_its_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
 ROWS, LENGTH, VOCABULARY, CHUNK = 4, 32, 2048, 32
 
 
-class _Largest(TorchDispatchMode):
-    """The most bytes of a tensor that an operator returned."""
-
-    most = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        sizes = [t.untyped_storage().nbytes() for t in tree_leaves(made) if isinstance(t, torch.Tensor)]
-        self.most = max([self.most, *sizes])
-        return made
-
-
 def _model(loss: Any) -> torch.nn.Module:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -188,7 +175,7 @@ def _batch(rows: int | None = None) -> Batch:
 
 def _evaluated(loss: Any, rows: int | None = None) -> tuple[torch.Tensor, int]:
     model = _model(loss).eval()
-    with torch.no_grad(), _Largest() as largest:
+    with torch.no_grad(), Operators() as largest:
         total = MeanLoss(own=loss != "model").total(model, _batch(rows))
     assert not model.training
     return total, largest.most
@@ -209,7 +196,7 @@ def test_the_last_stage_of_a_pipeline_evaluates_in_chunks() -> None:
     model, batch = _model("model").eval(), _batch()
     hooks = loss_hooks(model, ChunkedLoss(chunk_tokens=CHUNK))  # which a stage calls around its forward
     asked = {"input_ids": batch.inputs, "labels": batch.targets, "shift_labels": batch.targets}
-    with torch.no_grad(), _Largest() as largest:
+    with torch.no_grad(), Operators() as largest:
         hooks.before(model, (), asked)
         output = model(**asked)
         output = hooks.after(model, (), output)

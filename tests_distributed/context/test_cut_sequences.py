@@ -129,6 +129,20 @@ def test_methods_refuse_attention_that_they_do_not_have(rank: int, world_size: i
         parallelize(one_head, cp=ContextParallel(2, "ulysses"))(**inputs)
 
 
+@on_ranks(2)
+def test_targets_that_change_after_the_first_calls_are_refused(rank: int, world_size: int) -> None:
+    model, inputs = parallelize(build("llama"), ac="none", cp=2), batch("llama")
+    for _ in range(2):
+        model(**inputs)
+
+    def rolled(logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
+        return torch.nn.functional.cross_entropy(logits.view(-1, vocab_size), labels.roll(1, 1).view(-1))
+
+    model.loss_function = rolled
+    with pytest.raises(NotImplementedError, match="other targets than its labels"):
+        model(**inputs)
+
+
 ROWS, LONG_LENGTH, LAYERS, HEADS, KV_HEADS, WIDTH = 1, 512, 4, 8, 4, 16
 HIDDEN = HEADS * WIDTH
 HEAD_BYTES = ROWS * LONG_LENGTH * WIDTH * 4
