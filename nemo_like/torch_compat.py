@@ -228,6 +228,10 @@ def stop_unless(condition: Tensor, message: str) -> None:
         raise NotImplementedError(message)
 
 
+SDP_KERNELS = {1: "flash", 2: "mem_efficient", 0: "math", 3: "cudnn"}
+"""Attention kernels by their number in `torch.nn.attention.SDPBackend`."""
+
+
 def fused_attention_kernel(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> str:
     """Return the kernel that runs attention of (B, H, L, D) queries over (B, KV heads, M, D) keys and values: ``cpu``,
     ``flash``, ``cudnn`` or ``mem_efficient``, in the place of kernels without log-sum-exps as well."""
@@ -235,7 +239,8 @@ def fused_attention_kernel(query: Tensor, key: Tensor, value: Tensor, causal: bo
         return "cpu"
     groups = query.shape[1] != key.shape[1]
     number = torch._fused_sdp_choice(query, key, value, None, 0.0, causal, scale=scale, enable_gqa=groups)
-    return {1: "flash", 3: "cudnn"}.get(number, "mem_efficient")
+    name = SDP_KERNELS.get(number, "math")
+    return "mem_efficient" if name == "math" else name
 
 
 # The public functions are frames in Python around these, and they are asked twice for every region.

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from nemo_like._util.log import say_once
 from nemo_like._util.tensors import map_tensors, tensors_in
-from nemo_like.torch_compat import SWITCH_READERS, below_autograd, sdp_priority
+from nemo_like.torch_compat import SDP_KERNELS, SWITCH_READERS, below_autograd, sdp_priority
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -223,10 +223,7 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 # The rules are those of PyTorch's ``sdp_utils.cpp`` (releases 2.13 to 2.15) for dense tensors on NVIDIA GPUs from compute
 # capability 8.0 on. Switches (`torch.nn.attention.sdpa_kernel`) count as they are when attention is called.
 
-FLASH, EFFICIENT, MATH, CUDNN = "flash", "mem_efficient", "math", "cudnn"
-_NUMBERS = {1: FLASH, 2: EFFICIENT, 0: MATH, 3: CUDNN}
-"""Kernels by their number in `torch.nn.attention.SDPBackend`."""
-_DEFAULT = (FLASH, EFFICIENT, MATH, CUDNN)
+FLASH, EFFICIENT, MATH, CUDNN = _DEFAULT = tuple(SDP_KERNELS.values())
 _CUDNN_FIRST = 91500
 """From the release of cuDNN after this one on, PyTorch tries it first on Hopper and Blackwell."""
 _RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -323,7 +320,7 @@ def _unfused(call: Call, mask: Tensor | None) -> Tensor:
 
 
 def _order(capability: tuple[int, int]) -> tuple[str, ...]:
-    order = tuple(_NUMBERS[number] for number in sdp_priority() if number in _NUMBERS)
+    order = tuple(SDP_KERNELS[number] for number in sdp_priority() if number in SDP_KERNELS)
     version = torch.backends.cudnn.version() if torch.version.cuda is not None else None
     # A torch without CUDA plans for one with it: the wheels bring a cuDNN that is asked first.
     prefers = capability[0] in (9, 10) and (version is None or version > _CUDNN_FIRST)

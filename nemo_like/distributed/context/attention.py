@@ -78,9 +78,6 @@ class OfTransformers(Attention):
             mask = mask[None, None]
         return self.function(self.module, query, key, value, mask, **self.arguments | {"is_causal": causal})
 
-    def joined(self, outputs: Sequence[Any]) -> Any:
-        return torch.cat([states for states, _ in outputs], 1), None
-
     def states(self, output: Any) -> Tensor:
         states: Tensor = output[0]
         return states.transpose(1, 2)

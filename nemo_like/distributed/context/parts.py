@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextvars
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from nemo_like._util.module_tree import bare
@@ -64,10 +63,6 @@ class Attention(ABC):
     @abstractmethod
     def run(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, causal: bool = False) -> Any:
         """Call the function for other queries (B, H, L, D), keys, values and mask."""
-
-    def joined(self, outputs: Sequence[Any]) -> Any:
-        """Return what `run` gave for some queries and for those behind them, as one output."""
-        return torch.cat(list(outputs), -2)
 
     def states(self, output: Any) -> Tensor:
         """Return (B, H, L, D) of an output of `run`."""

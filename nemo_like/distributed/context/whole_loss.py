@@ -239,12 +239,16 @@ class _Loss:
                 f"the {self._labels.numel()} tokens of a part: it drops or picks tokens by itself. Compute the loss "
                 "outside, from shard_sequence's labels."
             )
-        forms = self._labels, _next(self._labels, IGNORED)
-        equal = [(target.reshape(-1) == form.reshape(-1)).all() for form in forms] if not hooks.parts.planning else []
-        if equal and (known := hooks.shifts_by_name.get(self._name)) is not None:
-            stop_unless(equal[known], _OTHER_TARGETS)
+
+        def equals(shifts: bool) -> Tensor:
+            form = _next(self._labels, IGNORED) if shifts else self._labels
+            return (target.reshape(-1) == form.reshape(-1)).all()
+
+        known = hooks.shifts_by_name.get(self._name)
+        if known is not None and not hooks.parts.planning:
+            stop_unless(equals(known), _OTHER_TARGETS)
             return _next(self.whole, ignore_index) if known else self.whole
-        plain, shifts = map(bool, equal) if equal else (True, True)
+        plain, shifts = (hooks.parts.planning or bool(equals(each)) for each in (False, True))
         if self._shifted and plain:
             hooks.shifts_by_name[self._name] = False
             return self.whole
@@ -284,15 +288,16 @@ class _Loss:
             return True
         total, items = torch.stack([term.detach() for term in self._terms]).sum(), self._arguments.get(ITEMS)
         candidates = [total] if items is None else [total, total / items]
-        close = [
-            torch.isclose(loss.detach().float(), one.float(), rtol=1e-5, equal_nan=True).all() for one in candidates
-        ]
-        if self._hooks.summed is None or self._hooks.summed >= len(close):
-            self._hooks.summed = next((number for number, one in enumerate(close) if one), None)
+
+        def is_close(one: Tensor) -> Tensor:
+            return torch.isclose(loss.detach().float(), one.float(), rtol=1e-5, equal_nan=True).all()
+
+        known = self._hooks.summed
+        if known is None or known >= len(candidates):
+            self._hooks.summed = next((number for number, one in enumerate(candidates) if is_close(one)), None)
             return self._hooks.summed is not None
-        stop_unless(
-            close[self._hooks.summed], "cp sums a model's cross entropy, and its loss is another one now. " + _WAYS_OUT
-        )
+        other = "cp sums a model's cross entropy, and its loss is another one now. "
+        stop_unless(is_close(candidates[known]), other + _WAYS_OUT)
         return True
 
     # --- `ContextParallel.loss_mean` ----------------------------------------------------------------------------------

@@ -116,9 +116,7 @@ def microbatch_seconds(runs: Iterable[LayerRun], links: Links, outer: float = 0.
         parts["replay"] += n * run.replay
         # Forward and backward sum up behind attention and FFN; recomputation stops before it has to behind the latter.
         parts["tensor-parallel sums"] += n * sums * (4 + again)
-        parts["sequence gathers"] += n * (
-            gathered * (2 + again) + roofline.gather_seconds(run.block.gathered_again, links.sequence, links.device)
-        )
+        parts["sequence gathers"] += n * (gathered * (2 + again) + regathered_seconds(run, links))
         parts["expert exchanges"] += n * sent * (2 + again)
         parts["host copies"] += n * run.copies
     return parts
@@ -284,6 +282,11 @@ def inside_seconds(run: LayerRun, links: Links) -> tuple[float, float, float]:
         roofline.gather_seconds(block.sequence_bytes, links.sequence, device),
         roofline.exchange_seconds(block.expert_bytes, links.experts, device),
     )
+
+
+def regathered_seconds(run: LayerRun, links: Links) -> float:
+    """Return the seconds in which a layer's backward gathers keys and values once more."""
+    return roofline.gather_seconds(run.block.gathered_again, links.sequence, links.device)
 
 
 class Waits(NamedTuple):

@@ -14,6 +14,7 @@ from nemo_like.planning.answers.seconds import (
     copy_seconds,
     host_sum_seconds,
     inside_seconds,
+    regathered_seconds,
     unit_seconds,
     waits_of,
 )
@@ -137,8 +138,8 @@ def _inside_rows(run: LayerRun, links: Links, count: int) -> Iterator[Row]:
     ):
         for phase, often in zip(("forward", "backward", "replay"), (*times, again)):
             yield Row(part, f"{what}, {phase}", count * often * each)
-    regathered = roofline.gather_seconds(run.block.gathered_again, links.sequence, links.device)
-    yield Row("sequence gathers", "all-gather of keys and values again, backward", count * regathered)
+    again_seconds = count * regathered_seconds(run, links)
+    yield Row("sequence gathers", "all-gather of keys and values again, backward", again_seconds)
     yield Row("host copies", "layers' inputs to host memory and back", count * run.copies)
 
 

@@ -185,11 +185,10 @@ class Microbatch:
     def _embed(self) -> None:
         """Gather what the root gathers ahead, and run the embedding where it is a unit of its own."""
         units, embedding, ahead = self.units, self.sharding.embedding, self.sharding.prefetch[0]
-        if embedding is not None and self.sharding.one_stack and ahead:
+        if self.sharding.one_stack and ahead:
             units.gather(EMBEDDING, embedding)
             self._gather_ahead(-1, ahead - 1)
-        if embedding is not None:
-            units.copy_out(EMBEDDING, embedding, forward=True)
+        units.copy_out(EMBEDDING, embedding, forward=True)
         self._gather_ahead(-1)
         if embedding is not None and embedding.reshard:
             self._run_outside(max(self._of(self.sharding.embedding_names, self.events.returns), default=0))

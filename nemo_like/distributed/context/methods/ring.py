@@ -58,26 +58,20 @@ class Ring(ContextMethod):
 
     def blocks(self, part: Tensor, rank: int, ranks: int, group: str, backward: bool = False) -> Blocks:
         half, everything = part.shape[3] // 2, slice(None)
-        sums = None
+        sums = torch.zeros_like(part, dtype=torch.promote_types(part.dtype, torch.float32)) if backward else None
         for step in range(ranks):
             of = (rank - step) % ranks
             works: list[Any] = []
             if step < ranks - 1:
                 coming, works = _exchange(part, group)
-            if sums is not None:  # those of the block before come back beside this block's
+            if sums is not None and step:  # those of the block before come back beside this block's
                 sums, more = _exchange(sums, group)
                 works += more
             rows = slice(half, None) if of > rank else everything
             columns = slice(None, half) if of < rank else everything
             grads = yield rows, part[:, :, :, columns], of == rank
-            for work in works:
-                work.wait()
-            if backward:
-                sums = (
-                    torch.zeros_like(part, dtype=torch.promote_types(part.dtype, torch.float32))
-                    if sums is None
-                    else sums
-                )
+            _wait(works)
+            if sums is not None:
                 for side, grad in zip(sums, grads):
                     side[:, :, columns] += grad
             if step < ranks - 1:
@@ -85,8 +79,7 @@ class Ring(ContextMethod):
         if sums is None:
             return None
         sums, works = _exchange(sums, group)  # to the rank whose keys and values they are of
-        for work in works:
-            work.wait()
+        _wait(works)
         return sums
 
     def held(self, part: int, ranks: int, backward: bool) -> int:
@@ -94,6 +87,11 @@ class Ring(ContextMethod):
 
 
 METHOD = Ring()
+
+
+def _wait(works: list[Any]) -> None:
+    for work in works:
+        work.wait()
 
 
 def _exchange(sent: Tensor, group: str) -> tuple[Tensor, list[Any]]:
