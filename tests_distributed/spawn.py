@@ -391,6 +391,8 @@ def _be_a_rank(rank: int, port: int, folder: str, pipe: Connection, request: dic
         text += "--- output ---\n" + _output(folder, rank)
     with contextlib.suppress(OSError):
         pipe.send_bytes(pickle.dumps((failed, payload, text)))
+        if not failed:
+            pipe.poll(None)  # until it is killed: a rank that serves the store of a group serves it to the last one
     os._exit(1 if failed else 0)
 
 
@@ -409,9 +411,8 @@ def _call(rank: int, world_size: int, folder: str, request: dict[str, Any]) -> A
             timeout=timedelta(seconds=request["timeout"]),
         )  # fmt: skip
     result = fn(rank, world_size, *pickle.loads(request["args"]))
-    if dist.is_initialized():
-        if request["init_group"]:
-            dist.barrier()  # a rank that leaves early would break the others' last collective
+    if request["init_group"] and dist.is_initialized():
+        dist.barrier()  # a rank that leaves early would break the others' last collective
         dist.destroy_process_group()
     return result
 
