@@ -310,10 +310,15 @@ def balance_of(value: Any) -> str | tuple[int, ...]:
         ) from None
 
 
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Variables of the environment with settings of CUDA's caching allocator; the first one that is set counts."""
+
+
 def allocator_here(value: str | None) -> AllocatorConfig:
     """Return the allocator's settings that `said` means; None: those that a job which is started here would read."""
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    text = next((os.environ[name] for name in names if name in os.environ), "") if value is None else value
+    text = (
+        next((os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ), "") if value is None else value
+    )
     return AllocatorConfig.parse(text)
 
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -105,6 +106,25 @@ def test_a_broken_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
             launch.world_size()
     with pytest.raises(ValueError, match="device_type is 'tpu'"):
         launch.local_device("tpu")
+
+
+def test_the_limit_of_open_files_is_raised_as_far_as_it_goes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits: list[tuple[int, int]] = []
+    for hard, ranks, soft in ((2**20, 8, None), (2**20, 1024, 4608), (-1, 1024, 4608), (4096, 1024, 4096)):
+        limits.clear()
+        stand_in = SimpleNamespace(
+            RLIMIT_NOFILE=7,
+            RLIM_INFINITY=-1,
+            getrlimit=lambda kind, hard=hard: (1024, hard),
+            setrlimit=lambda kind, changed: limits.append(changed),
+        )
+        monkeypatch.setattr(launch, "resource", stand_in)
+        launch.allow_open_files(ranks)
+        assert bool(caplog.text) is (hard == 4096)
+        assert limits == ([] if soft is None else [(soft, hard)])
+    assert re.search("may open 4,096 files, and .* 1,024 ranks .* about 4,608: .* `ulimit -Hn 4608`", caplog.text)
 
 
 def test_a_rank_without_a_device_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import atexit
 import glob
 import os
+import resource
 import sys
 import threading
 import time
@@ -25,6 +26,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from nemo_like._util.log import warn_once
 from nemo_like.options.parallel import BACKENDS
 
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -150,9 +152,31 @@ def init_distributed(device_type: str | None = None, *, timeout: timedelta | Non
             f"WORLD_SIZE is {world_size()} but {', '.join(missing)} not set. Start the job with torchrun, or "
             "call torch.distributed.init_process_group yourself first."
         )
+    allow_open_files(world_size())
     dist.init_process_group(BACKENDS[device.type], timeout=timeout, device_id=device if accelerated else None)
     atexit.register(_leave, patience=_PATIENCE)
     return device
+
+
+_FILES, _FILES_PER_RANK = 512, 4
+"""Open files of a process itself, with a model's shards; and its sockets to each other rank: gloo connects every pair of
+ranks in the default group, and in those of the axes, of agreement and of checkpoints."""
+
+
+def allow_open_files(ranks: int) -> None:
+    """Raise this process's limit of open files to what so many ranks take, as far as the system lets it."""
+    needed = _FILES + _FILES_PER_RANK * ranks
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, most = (needed if limit == resource.RLIM_INFINITY else limit for limit in (soft, hard))
+    if soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(needed, most), hard))
+    if most < needed:
+        warn_once(
+            f"This process may open {most:,} files, and a job of {ranks:,} ranks opens up to about {needed:,}: gloo "
+            f"connects each pair of ranks several times. If it fails with 'Too many open files', raise the hard limit "
+            f"before the launcher starts: `ulimit -Hn {needed}`, LimitNOFILE= of a service, or --ulimit nofile={needed} "
+            "of a container."
+        )
 
 
 def shutdown() -> None:

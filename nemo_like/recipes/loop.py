@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import os
 import platform
 import random
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -30,12 +32,14 @@ from nemo_like import __version__
 from nemo_like._util.console import start_logging
 from nemo_like._util.extras import MissingExtraError
 from nemo_like._util.json_file import write_json
+from nemo_like._util.log import say_once
 from nemo_like._util.tensors import tensors_in
 from nemo_like.distributed import launch
 from nemo_like.distributed.gradients import clip_grad_norm_, set_gradient_sync
 from nemo_like.distributed.mesh import build_mesh
 from nemo_like.distributed.pipeline import Pipeline
 from nemo_like.distributed.weights.sources import CheckpointUnreadableError
+from nemo_like.flags import ALLOCATOR_VARIABLES
 from nemo_like.models import check_positions
 from nemo_like.parallelizer import parallelize
 from nemo_like.planning.devices import device_at_hand
@@ -48,7 +52,7 @@ from nemo_like.recipes.loss import DivergedError, LossLog, MeanLoss, evaluate
 from nemo_like.recipes.memory_advice import MemoryRanOutError, PlannedStep, advice_on_memory
 from nemo_like.recipes.options import RunOptions
 from nemo_like.recipes.progress import Progress, memory_kind, memory_peak
-from nemo_like.recipes.rows import HeldOut, Rows
+from nemo_like.recipes.rows import Batch, HeldOut, Rows
 from nemo_like.recipes.run_state import about_run, check_same_run, gather_state, make_optimizer
 from nemo_like.recipes.step_flops import Speed, Utilisation
 
@@ -74,7 +78,7 @@ def run_on_ranks(options: RunOptions, make: Callable[[Any, Ranks], TrainingJob])
     try:
         # An error leaves through `joined`, which then waits for no other rank, and is reported outside of it.
         with joined(options) as ranks:
-            return run_job(make(options, ranks))
+            return run_job(make(options.on(ranks.device.type), ranks))
     except _REPORTED as error:
         print(f"[rank {launch.rank()}] error: {error}", file=sys.stderr, flush=True)
         return BAD_INPUT
@@ -86,6 +90,7 @@ def run_on_ranks(options: RunOptions, make: Callable[[Any, Ranks], TrainingJob])
 @contextlib.contextmanager
 def joined(options: RunOptions) -> Iterator[Ranks]:
     """This process's `Ranks`, with the process group where a launcher started more than one rank."""
+    let_segments_grow(launch.pick_device_type() if options.device == "auto" else options.device)
     device = launch.init_distributed(None if options.device == "auto" else options.device)
     world_size, rank = launch.world_size(), launch.rank()
     axes = options.axes
@@ -99,6 +104,20 @@ def joined(options: RunOptions) -> Iterator[Ranks]:
         yield Ranks(rank, world_size, device, axes["tp"], axes["cp"], axes["pp"], control)
     finally:
         launch.shutdown()
+
+
+def let_segments_grow(device_type: str) -> None:
+    """Set ``PYTORCH_ALLOC_CONF`` for a CUDA device where it is unset, before the first allocation reads it.
+
+    No plan is made yet, so this does not depend on one. Later plans read the variable: they predict growing segments, and
+    advise them no more.
+    """
+    if device_type == "cuda" and not os.environ.keys() & {*ALLOCATOR_VARIABLES}:
+        os.environ[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
+        say_once(
+            "PYTORCH_ALLOC_CONF is unset, so this job sets expandable_segments:True, with which less memory is lost between "
+            "blocks. To keep PyTorch's default, set PYTORCH_ALLOC_CONF=expandable_segments:False."
+        )
 
 
 def run_job(job: TrainingJob) -> int:
@@ -189,6 +208,7 @@ class TrainingJob:
         self.fitted: Fitted | None = None
         """Choice of ``--fit``, which `options` has, too."""
         self._speed = Speed()
+        self._ahead: Future[Batch] | None = None
         self._width = self.read()
         with ranks.together("building the model"):
             model = self.build()
@@ -370,8 +390,7 @@ class TrainingJob:
         total = torch.zeros((), device=ranks.device)
         parts = passes * ranks.data_ranks
         targets = self.rows.targets(self.step)
-        for micro in range(passes):
-            batch = self.rows.batch(self.step, micro * ranks.data_ranks + ranks.data_rank, parts).to(ranks.device)
+        for micro, batch in enumerate(self._batches()):
             if self.pipeline is not None:
                 total = self.pipeline.step(**batch.with_labels())
                 continue
@@ -382,6 +401,27 @@ class TrainingJob:
                 loss.backward()
             total += loss.detach()
         return total
+
+    def _batches(self) -> Iterator[Batch]:
+        """This rank's micro-batches of a step; each is made and sent while the device computes the one before it."""
+        passes = self.options.passes
+        for number in range(self.step * passes, (self.step + 1) * passes):
+            yield (self._ahead or self._batch(number)).result()
+            # The host is here once the kernels of the backward wait on the device, and does not wait for them.
+            self._ahead = self._batch(number + 1) if number + 1 < self.options.steps * passes else None
+
+    def _batch(self, number: int) -> Future[Batch]:
+        """The micro-batch of that number in the run, on its way to the device; or the error that the step raises which
+        trains on it."""
+        ranks, passes = self.ranks, self.options.passes
+        step, micro = divmod(number, passes)
+        batch: Future[Batch] = Future()
+        try:
+            part = micro * ranks.data_ranks + ranks.data_rank
+            batch.set_result(self.rows.batch(step, part, passes * ranks.data_ranks).to(ranks.device))
+        except Exception as error:  # noqa: BLE001  (the step that trains on the batch raises it)
+            batch.set_exception(error)
+        return batch
 
     def evaluate(self) -> float | None:
         """The loss on held-out samples, the same on every rank; None where there are no held-out samples."""

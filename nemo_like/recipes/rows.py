@@ -30,9 +30,13 @@ class Batch:
         return {"input_ids": self.inputs, "labels": self.targets, "shift_labels": self.targets, **self.extra}
 
     def to(self, device: torch.device) -> Batch:
-        """The same on `device`."""
-        positions = None if self.positions is None else self.positions.to(device)
-        return Batch(self.inputs.to(device), self.targets.to(device), positions)
+        """The same on `device`. The host does not wait for an accelerator: it copies from page-locked memory later on."""
+
+        def sent(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+        positions = None if self.positions is None else sent(self.positions)
+        return Batch(sent(self.inputs), sent(self.targets), positions)
 
 
 class Rows(Protocol):

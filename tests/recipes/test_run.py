@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import logging
 import os
 import re
 import signal
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from nemo_like._util.log import forget_announcements
+from nemo_like.recipes.agree import Ranks
 from nemo_like.recipes.command_line import changed_options, config_text, parse_options
 from nemo_like.recipes.fitted import host_bytes
 from nemo_like.recipes.interrupt import Interrupt
+from nemo_like.recipes.loop import TrainingJob, let_segments_grow
 from nemo_like.recipes.options import FinetuneOptions, PretrainOptions
 from nemo_like.recipes.progress import Progress, memory_peak, memory_used
+from nemo_like.recipes.rows import Batch
 from nemo_like.recipes.run_log import RunLog, read_log
+from nemo_like.recipes.run_state import make_optimizer
 from tests.said import said
 
 WRONG = {
@@ -274,3 +281,55 @@ def test_it_is_nine_tenths_of_what_host_or_control_group_has_by_ranks(
     for ranks in (1, 4):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
         assert host_bytes(tmp_path, tmp_path / "own") == whole * 9 // 10 // ranks
+
+
+def test_a_run_on_cuda_has_a_fused_optimizer_and_growing_segments_and_so_has_its_plan(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = PretrainOptions()
+    assert options.on("cpu") is options and PretrainOptions(optimizer="adamw-loop").on("cuda").optimizer == "adamw-loop"
+    fused = options.on("cuda")
+    assert make_optimizer(torch.nn.Linear(2, 2), fused).defaults["fused"] is True
+    for environment in ({}, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}):
+        monkeypatch.setattr(os, "environ", dict(environment))
+        let_segments_grow("cpu")
+        assert os.environ == environment
+        caplog.clear()
+        forget_announcements()
+        with caplog.at_level(logging.INFO, "nemo_like"):
+            let_segments_grow("cuda")
+        assert ("this job sets expandable_segments:True" in caplog.text) is (not environment)
+        planned = fused.job()
+        assert (planned.step.optimizer, planned.allocator.expandable_segments) == ("adamw-fused", not environment)
+
+
+class _Sent:
+    def pin_memory(self) -> _Sent:
+        self.pinned = True
+        return self
+
+    def to(self, device: torch.device, *, non_blocking: bool) -> tuple[str, bool, bool]:
+        return str(device), self.pinned, non_blocking
+
+
+def test_batches_are_made_one_ahead_and_sent_without_waiting() -> None:
+    asked: list[tuple[int, ...]] = []
+
+    def rows(step: int, part: int, parts: int) -> Batch:
+        asked.append((step, part, parts))
+        if step == 1 and part == 1:
+            raise RuntimeError("a file changed")
+        return Batch(torch.tensor(part), torch.tensor(step))
+
+    job: Any = object.__new__(TrainingJob)
+    job.options, job.ranks = PretrainOptions(grad_accum=2, steps=2), Ranks(0, 1, torch.device("cpu"))
+    job.rows, job.step, job._ahead = SimpleNamespace(batch=rows), 0, None
+    assert [int(batch.inputs) for batch in job._batches()] == [0, 1]
+    assert asked == [(0, 0, 2), (0, 1, 2), (1, 0, 2)]
+    job.step = 1
+    batches = job._batches()
+    assert int(next(batches).targets) == 1
+    with pytest.raises(RuntimeError, match="a file changed"):
+        next(batches)
+    sent: Any = Batch(*(_Sent() for _ in range(3)))  # type: ignore[arg-type]
+    assert sent.to(torch.device("cuda")).positions == ("cuda", True, True)
