@@ -37,7 +37,7 @@ from nemo_like.fake.run import FakeRun
 from nemo_like.job import Job
 from nemo_like.layers import find_layers
 from nemo_like.models import source_of
-from nemo_like.options import DDP, FSDP2, ExpertParallel, MemoryBudget, StepSpec
+from nemo_like.options import DDP, FSDP2, MemoryBudget, StepSpec
 from nemo_like.options.optimizers import OPTIMIZER_OBJECTS
 from nemo_like.parallelizer import parallelize
 from nemo_like.planning.devices import Device, resolve_device
@@ -116,7 +116,7 @@ def dry_run(
     Raises:
         ValueError, TypeError: as `parallelize`; a rank that the job does not have; a model whose step depends on values.
         NotImplementedError: what cannot be run so: stages of the caller's own, ``cp`` by ring, DDP, compilation, offloading,
-            other dispatches of experts than all-to-all, a step with an optimizer that torch does not bring.
+            a step with an optimizer that torch does not bring.
 
     >>> found = dry_run(model, Job.of(ac="full", tp=8, world_size=4096), batch)  # doctest: +SKIP
     >>> found.peak_bytes, found.at, found.parts, found.against  # doctest: +SKIP
@@ -329,8 +329,6 @@ def refuse_dry_run(job: Job) -> None:
     refused = {
         "PipelineParallel.split": job.pp.size > 1 and job.pp.split is not None,
         "strategy='ddp'": isinstance(job.strategy, DDP),
-        f"ExpertParallel.dispatch={job.ep.dispatch!r}": job.ep.size > 1
-        and job.ep.dispatch != ExpertParallel().dispatch,
         f"compile={job.compile!r}": job.compile is not None,
         f"offload={job.offload.mode!r}": job.offload.mode != "none",
         f"StepSpec.optimizer={job.step.optimizer!r}": OPTIMIZER_OBJECTS[job.step.optimizer].make is None,

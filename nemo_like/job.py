@@ -515,15 +515,6 @@ def _float8_is_whole(job: Job) -> str | None:
     return None
 
 
-def _plans_know_all_to_all(job: Job) -> str | None:
-    if isinstance(job.ac, MemoryBudget) and job.ep.size > 1 and job.ep.dispatch != ExpertParallel().dispatch:
-        return (
-            f"ac is {job.ac} with ExpertParallel.dispatch={job.ep.dispatch!r}: plans know all-to-all alone. Use a mode "
-            "such as ac='selective', or dispatch='all_to_all'."
-        )
-    return None
-
-
 def _budget_of_stages(job: Job) -> str | None:
     if not isinstance(job.ac, MemoryBudget) or job.pp.size == 1:
         return None
@@ -580,7 +571,6 @@ RULES: tuple[Callable[[Job], str | None], ...] = (
     _tensor_options_need_ranks,
     _reentrant_is_not_compiled,
     _float8_is_whole,
-    _plans_know_all_to_all,
     _budget_of_stages,
     _split_is_the_callers,
     _split_backward_stays_gathered,

@@ -236,7 +236,7 @@ def _make_ready(model: nn.Module, job: Job, mesh: DeviceMesh | None, sample_inpu
     expert_mesh = None
     if ranks is not None and job.ep.size > 1:  # a stage without experts, too: making process groups takes every rank
         expert_mesh = make_expert_mesh(ranks, job.ep.size)
-        split_experts(model, experts, expert_mesh, job.ep.dispatch)
+        split_experts(model, experts, expert_mesh)
         specs = keep_routing(specs, [each.fqn for each in experts])
     apply_specs(model, specs, compile=job.compile is not None)
     cut_outside_of_regions(model)

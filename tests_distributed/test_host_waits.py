@@ -81,7 +81,10 @@ PIPELINE = {
     "nemo_like.distributed.pipeline.loss_mean.LossMean._shares",
     "nemo_like.distributed.pipeline.loss_mean.LossMean.check",
 }
-ROUTING = {"nemo_like.distributed.expert.exchange.AllToAll.send"}  # who sends how many tokens to whom: one a layer
+ROUTING = {  # who sends how many tokens to whom: one wait a layer, in `route`; the numbers are on the host from there on
+    "nemo_like.distributed.expert.exchange.route",
+    "nemo_like.distributed.expert.exchange.Exchange.send",
+}
 RANDOM = {"nemo_like.distributed.tensor.shared_random.SharedRandom._differing"}  # states of generators, of the hosts
 CASES: dict[str, tuple[str, str, dict[str, Any], set[str]]] = {
     "dense": ("llama", "", {}, TRANSFORMERS),

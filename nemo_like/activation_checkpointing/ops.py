@@ -198,9 +198,6 @@ _ROWS: dict[str, OpFacts] = {
     "nemo_like.route.default": OpFacts(saved=True, pinned=True, collective=True),
     "nemo_like.exchange_rows.default": OpFacts(saved=True, collective=True, exchange=True),
     "nemo_like.rows_of_all.default": _GATHER,
-    "nemo_like.route_gathered.default": OpFacts(saved=True, pinned=True, collective=True),
-    "nemo_like.gather_rows.default": _GATHER,
-    "nemo_like.sum_rows.default": _GATHER,
     # Reading a number of the device waits for the device, so it is not done twice.
     "aten._local_scalar_dense.default": OpFacts(saved=True, pinned=True),
     # They return their input's storage, which their schemas don't state: saving the input saves the output.
@@ -301,7 +298,7 @@ def routing_ops() -> frozenset[Op]:
 
 def exchange_routing_ops() -> frozenset[Op]:
     """Return the exchange operators that determine which token goes to which rank: of experts that are on several."""
-    return _present(f"nemo_like.{name}.default" for name in ("route", "route_gathered"))
+    return _present(("nemo_like.route.default",))
 
 
 def attention_ops() -> frozenset[Op]:

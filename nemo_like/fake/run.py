@@ -7,6 +7,7 @@ CPU fake tensors, not `meta` (attention would be decomposed) and not fake CUDA (
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
@@ -171,12 +172,12 @@ class FakeRun(TorchDispatchMode):
     def _route(self, chosen: torch.Tensor, experts: int, group: str) -> tuple[torch.Tensor, ...]:
         """Who sends how many rows to whom is a plan's, and real; which rows has no values."""
         assert self.routing is not None
-        table = planned_table(chosen.shape[0], experts, self.routing)
-        sizes = [chosen.shape[0], int(table[1].sum())]
+        (tokens, choices), ranks = chosen.shape, self.routing.ranks
+        table, local = planned_table(tokens, choices, experts, self.routing), experts // ranks
+        sent, came, rows = (int(part.sum()) for part in table.split([ranks, ranks, local]))
         with self.fake:
-            order, arrange = (torch.empty(size, dtype=torch.int64) for size in sizes)
-            ends = torch.empty(table.shape[-1], dtype=torch.int32)
-        return order, table, arrange, ends
+            sizes = (sent, sent, tokens, rows, rows, came, local)
+            return *(torch.empty(size, dtype=torch.int32) for size in sizes), table
 
     def _bincount(self, ids: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> torch.Tensor:
         """Counts of ``minlength`` kinds, experts for example: no id is taken to be larger, which values would tell."""
@@ -388,14 +389,25 @@ def replaced_forwards(layers: Sequence[Any], make: Callable[[Any, Callable], Cal
                 module.forward = forward
 
 
-def planned_table(rows: int, experts: int, routing: PlannedRouting) -> torch.Tensor:
-    """Return what `nemo_like::route` returns in a traced run: who sends how many of a rank's `rows` to whom."""
-    rows = round(rows * routing.sent)
-    received = round(rows * routing.imbalance)
-    return torch.stack([_spread(rows, routing.ranks, experts), _spread(received, routing.ranks, experts)])
+def planned_table(tokens: int, choices: int, experts: int, routing: PlannedRouting) -> torch.Tensor:
+    """Return the table that `nemo_like::route` returns in a traced run, where this rank has `tokens` of `choices` experts.
+
+    A token that takes any set of experts with the same probability leaves out a rank that has `here` of them with the
+    probability that each next choice falls on one of the others; to the fullest rank come `imbalance` times as many.
+    """
+    here = experts // routing.ranks
+
+    def reaches(share: float) -> float:
+        misses = (max(0.0, 1 - share * here / (experts - taken)) for taken in range(choices))
+        return 1 - math.prod(misses)
+
+    tokens = round(tokens * routing.sent)
+    sent = round(tokens * routing.ranks * reaches(1.0))
+    came = round(tokens * routing.ranks * reaches(routing.imbalance))
+    rows = round(tokens * choices * routing.imbalance)
+    return torch.cat([_spread(sent, routing.ranks), _spread(came, routing.ranks), _spread(rows, here)])
 
 
-def _spread(rows: int, ranks: int, experts: int) -> torch.Tensor:
-    """`rows` as evenly as they go: (ranks, experts / ranks)."""
-    numbers = [rows // experts + (number < rows % experts) for number in range(experts)]
-    return torch.tensor(numbers).view(ranks, experts // ranks)
+def _spread(rows: int, places: int) -> torch.Tensor:
+    """`rows` as evenly as they go: (places,)."""
+    return torch.tensor([rows // places + (number < rows % places) for number in range(places)])

@@ -218,15 +218,12 @@ class ContextParallel:
         return cp if isinstance(cp, ContextParallel) else cls(cp)
 
 
-DISPATCHES: tuple[str, ...] = ("all_to_all", "all_gather")
-
-
 @dataclass(frozen=True)
 class ExpertParallel:
     """Split each layer's experts over `size` ranks, which exchange tokens. ``ep=4`` means the defaults.
 
     >>> ExpertParallel.of(4)
-    ExpertParallel(size=4, plan=None, imbalance=None, dispatch='all_to_all')
+    ExpertParallel(size=4, plan=None, imbalance=None)
     """
 
     size: int = 1
@@ -239,17 +236,8 @@ class ExpertParallel:
     """Rows of the fullest rank's experts that a memory budget counts with, as a multiple of those of a balanced router.
     From 1 (balanced) to `size` (one rank gets all rows), and never counted as more; None: 1.5, since a new router is
     unbalanced."""
-    dispatch: str = "all_to_all"
-    """The way in which tokens travel. ``all_to_all``: in torch alone, each to the ranks of its experts. ``all_gather``:
-    all tokens to all ranks, in torch alone; budgets do not know it."""
 
     def __post_init__(self) -> None:
-        word = normalise(self.dispatch) if isinstance(self.dispatch, str) else self.dispatch
-        if word not in DISPATCHES:
-            raise ValueError(
-                f"ExpertParallel.dispatch is {self.dispatch!r}; it must be one of {', '.join(DISPATCHES)}."
-            )
-        object.__setattr__(self, "dispatch", word)
         check_whole("ep", self.size, 1, "ranks")
         if self.imbalance is not None:
             check_imbalance("ExpertParallel.imbalance", self.imbalance, self.size if self.size > 1 else None)

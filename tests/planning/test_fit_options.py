@@ -55,7 +55,6 @@ OPTIONS: dict[type, dict[str, Any]] = {
         "size": 2,
         "plan": {"model.layers.*.mlp.experts": "routed"},
         "imbalance": 1.2,
-        "dispatch": "all_gather",
     },
     PipelineParallel: {
         "size": 2,

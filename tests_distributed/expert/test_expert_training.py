@@ -12,8 +12,12 @@ import torch
 from torch import nn
 
 from nemo_like import parallelize
+from nemo_like.distributed.expert.find_experts import Experts
+from nemo_like.distributed.expert.split_experts import SplitExperts
 from nemo_like.options import PipelineParallel
+from nemo_like.torch_compat import fake_tensor_types
 from tests.checks import assert_bitwise, gradients_of, step
+from tests.models.blocks import Operators
 from tests.models.expert_families import build, tokens
 from tests_distributed.expert.whole_gradients import assert_close, assert_trains, expected
 from tests_distributed.spawn import on_ranks, run_ranks
@@ -43,6 +47,30 @@ def test_in_bfloat16(rank: int, world_size: int) -> None:
     assert all(grad.dtype == torch.float32 for name, grad in plain.items() if name != "loss")
     assert_bitwise(selective, plain)
     assert_close(plain, whole, tolerance=0.03)  # the same routing, sums of bfloat16 in another order
+
+
+@on_ranks(2)
+def test_under_autocast_one_product_computes_all_experts(rank: int, world_size: int) -> None:
+    ids = tokens(world_size)[rank : rank + 1]
+    found = []
+    for ep in (1, 2):
+        model = parallelize(build("mixtral", experts_implementation="grouped_mm"), ac="none", ep=ep, device="cpu")
+        with torch.autocast("cpu", torch.bfloat16), Operators() as forward:
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        assert forward.kernels.count("_grouped_mm.default") == 2 * len(model.model.layers), forward.kernels
+        found.append(gradients_of(model))
+    assert_close(found[1], found[0], tolerance=0.03)  # sums of bfloat16 in another order
+
+
+def test_float32_on_a_gpu_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    experts = build("mixtral").model.layers[0].mlp.experts
+    split = SplitExperts(Experts("mlp.experts", experts, 4, "routed"), ranks=1, group="")
+    with fake_tensor_types()[1]():
+        rows = torch.empty(3, 4, device="cuda")
+    assert [split.computes_in(rows), split.computes_in(rows)] == [torch.float32] * 2
+    said = [record.message for record in caplog.records if record.name == "nemo_like"]
+    assert len(said) == 1 and said[0].startswith("Experts compute in torch.float32, one product for each: ")
 
 
 @pytest.mark.few(1)

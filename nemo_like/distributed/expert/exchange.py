@@ -1,15 +1,16 @@
-"""The three operators of expert parallelism. As operators of their own, each can be saved, repeated, counted and priced.
+"""The exchange of expert parallelism: each token goes once to each rank that has one of its experts, and back.
 
 `nemo_like::route` makes everything that determines which token goes where, and is never run twice: a recomputation that
 counted other tokens than forward would send other numbers of rows, and the other ranks would wait or read garbage.
-`exchange_rows` is the all-to-all of tokens, and of what comes back.
+`nemo_like::exchange_rows` is the all-to-all of tokens, of the weights of their experts, and of results. Both are operators
+of their own, so that each can be saved, repeated, counted and priced.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,39 +31,74 @@ def process_group(key: str) -> dist.ProcessGroup:
     return _GROUPS[key]
 
 
+class Members(NamedTuple):
+    """Which rows belong to which token, as `route` returns it: a row is of one token, a token has any number of rows.
+
+    int32, and nothing that could be computed, as each layer keeps it from forward to backward.
+    """
+
+    slot: Tensor
+    """(R,) the token of each row, times `choices`, plus which of its choices it is."""
+    order: Tensor
+    """(R,) the rows in the order of their tokens."""
+    starts: Tensor
+    """(tokens,) where the rows of each token start in that order."""
+    choices: int = 1
+
+    @property
+    def token(self) -> Tensor:
+        """(R,) the token of each row."""
+        return self.slot if self.choices == 1 else self.slot // self.choices
+
+
 @torch.library.custom_op("nemo_like::route", mutates_args=())
-def route(chosen: Tensor, experts: int, group: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def route(
+    chosen: Tensor, experts: int, group: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Who sends how much to whom. A collective; the one place of a layer that waits for the device.
 
     Args:
-        chosen: (S,) the expert of each row of this rank; `experts` for a row that goes to none.
-        experts: experts in all, a multiple of the ranks; each rank holds consecutive ones.
+        chosen: (N, k) the experts of each token of this rank; `experts` for none.
+        experts: in all, a multiple of the ranks; each rank holds consecutive ones.
         group: the ranks, by `group_key`.
 
     Returns:
-        order: (S,) the rows sorted by expert, those that go to none at the end.
-        table: (2, ranks, experts / ranks) on the host: rows sent to, and received from, each rank for each of its experts
-            (of this rank's, for those received).
-        arrange: (R,) the received rows, which come by rank, sorted by expert.
-        ends: (experts / ranks,) int32 on the device: where the rows of each of this rank's experts end in that order.
+        token, order, starts: `Members` of the (S,) rows that this rank sends, by rank: a token's row once for each rank.
+        slot, order, starts: `Members` of the (R,) rows of the experts here, sorted by expert: of the tokens that came.
+        ends: (experts here,) where the rows of each expert end.
+        table: (2 * ranks + experts here,) on the host: rows sent to each rank, rows received from each, rows of each expert.
     """
-    ranks = process_group(group).size()
-    order = torch.argsort(chosen, stable=True)
+    ranks, (tokens, choices) = process_group(group).size(), chosen.shape
+    here = experts // ranks
+    goes = torch.zeros(tokens, ranks + 1, dtype=torch.bool, device=chosen.device)
+    goes = goes.scatter(1, chosen // here, True)[:, :ranks]
     counts = torch.zeros(experts + 1, dtype=torch.int64, device=chosen.device)
-    counts.scatter_add_(0, chosen, torch.ones_like(chosen, dtype=torch.int64))
-    sent = counts[:experts].view(ranks, experts // ranks).contiguous()
+    counts.scatter_add_(0, chosen.reshape(-1), torch.ones_like(chosen, dtype=torch.int64).reshape(-1))
+    sent = torch.cat([goes.sum(0)[:, None], counts[:experts].view(ranks, here)], 1)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=process_group(group))
-    table = torch.stack([sent, received]).cpu()
-    ends = received.sum(0).cumsum(0).to(torch.int32)
-    return order, table, _by_expert(received, int(table[1].sum())), ends
+    of_experts = received[:, 1:].sum(0)
+    table = torch.cat([sent[:, 0], received[:, 0], of_experts]).cpu()
+    there, came, rows = (part.tolist() for part in table.split([ranks, ranks, here]))
+
+    place = torch.argsort(goes.logical_not().t().reshape(-1).to(torch.uint8), stable=True)[: sum(there)]
+    token, rank = place % tokens, place // tokens
+    number = chosen.index_select(0, token) - here * rank[:, None]  # of the expert on that rank
+    number = torch.where((number >= 0) & (number < here), number, here).to(torch.int32)
+    numbers = number.new_empty(sum(came), choices)
+    dist.all_to_all_single(numbers, number, came, there, group=process_group(group))
+    slot = torch.argsort(numbers.reshape(-1), stable=True)[: sum(rows)]
+    results = (
+        token, torch.argsort(token, stable=True), _starts(goes),
+        slot, torch.argsort(slot), _starts(numbers < here), of_experts.cumsum(0),
+    )  # fmt: skip
+    return *(result.to(torch.int32) for result in results), table  # type: ignore[return-value]
 
 
-def _by_expert(received: Tensor, rows: int) -> Tensor:
-    """`received` (ranks, experts) rows in this order → the order that sorts them by expert, and by rank within one."""
-    ranks, experts = received.shape
-    ids = torch.arange(experts, device=received.device).repeat(ranks)
-    return torch.argsort(torch.repeat_interleave(ids, received.flatten(), output_size=rows), stable=True)
+def _starts(has: Tensor) -> Tensor:
+    """(tokens, places) whether a row is there → (tokens,) how many rows earlier tokens have."""
+    counts = has.sum(1)
+    return counts.cumsum(0) - counts
 
 
 @torch.library.custom_op("nemo_like::exchange_rows", mutates_args=())
@@ -89,227 +125,100 @@ def _backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[T
 exchange_rows.register_autograd(_backward, setup_context=_setup)
 
 
-# How rows travel to the experts that they chose, and how results come back: one interface, several implementations.
-#
-# `SplitExperts` knows nothing else of the other ranks. An implementation routes in operators whose results are saved in
-# every mode (`nemo_like.activation_checkpointing.ops.routing_ops`), and moves rows in others, which may be repeated in
-# recomputation.
+# Members are held as they are, not as saved tensors: `route` made them, whose results are kept in every mode. So the last
+# exchange of a layer has nothing to be made again behind it, and a recomputation ends before it.
+
+
+class _Spread(torch.autograd.Function):
+    """(tokens, D) → (R, D): to each row its token. The gradient is a sum in a fixed order, without sorting again."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, members: Members) -> Tensor:
+        ctx.members = members
+        return tokens.index_select(0, members.token)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _summed(grads[0], None, ctx.members), None
+
+
+class _Sum(torch.autograd.Function):
+    """(R, D), each row times its weight (R,) if there are any → (tokens, D): the sum of each token's rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor | None, members: Members) -> Tensor:
+        ctx.members = members
+        if weights is not None:
+            ctx.save_for_backward(rows, weights)
+        return _summed(rows, weights, members)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        of_rows = grads[0].index_select(0, ctx.members.token)
+        if not ctx.saved_tensors:
+            return of_rows, None, None
+        rows, weights = ctx.saved_tensors
+        of_weights = torch.bmm(of_rows[:, None], rows[:, :, None]).view(-1) if ctx.needs_input_grad[1] else None
+        return of_rows * weights[:, None], of_weights, None
+
+
+def _summed(rows: Tensor, weights: Tensor | None, members: Members) -> Tensor:
+    """One kernel, which adds in float32 and in the order of `members`, and copies no row."""
+    in_order = None if weights is None else weights.index_select(0, members.order)
+    # (weight, indices, offsets, scale_grad_by_freq, mode: 0 is a sum, sparse, per_sample_weights)
+    given = (rows.contiguous(), members.order, members.starts, False, 0, False, in_order)
+    return torch.ops.aten._embedding_bag_forward_only.default(*given)[0]
 
 
 @dataclass(frozen=True)
 class Sent:
-    """The rows that came to this rank's experts, as `Dispatch.send` returns them."""
+    """The rows that came to this rank's experts, and what it takes to bring their results back."""
 
     counts: list[int]
     """Rows of each of this rank's experts."""
     ends: Tensor
     """(experts here,) int32 on the device: where the rows of each end."""
-    way_back: Any
-    """The state that the implementation's own `bring_back` needs."""
+    weights: Tensor | None
+    """(R,) what the result of each row counts."""
+    here: Members
+    there: Members
+    way: tuple[list[int], list[int]]
+    """Rows sent to, and received from, each rank."""
 
 
-class Dispatch(Protocol):
-    """An implementation, for one group of ranks and a number of experts."""
+class Exchange:
+    """Sends rows to their experts, over the ranks of `group` (by `group_key`) that share `experts`, and results back.
+
+    A token goes once to each rank, however many of its experts are there, and the rank sums their results: what travels is
+    at most as many rows as ranks, and as experts of a token.
+    """
+
+    def __init__(self, experts: int, group: str) -> None:
+        self.experts, self.group = experts, group
 
     def send(self, rows: Tensor, chosen: Tensor, weights: Tensor | None) -> tuple[Tensor, Sent]:
         """Send `rows` to their experts. A collective, with gradients.
 
         Args:
             rows: (N, D) of this rank. chosen: (N, k) their experts, by number; the number of all experts means none.
-            weights: (N, k) what each expert's result counts; None: 1, and k is 1.
+            weights: (N, k) what each expert's result counts; None: 1.
 
         Returns:
             (R, D) the rows of this rank's experts, sorted by expert; and what there is to know of them.
         """
+        token, order, starts, slot, order_here, starts_here, ends, table = route(chosen, self.experts, self.group)
+        numbers = table.tolist()
+        local = ends.shape[0]
+        ranks = (len(numbers) - local) // 2
+        sent, received, counts = numbers[:ranks], numbers[ranks:-local], numbers[-local:]
+        there, here = Members(token, order, starts), Members(slot, order_here, starts_here, chosen.shape[-1])
+        came = exchange_rows(_Spread.apply(rows, there), sent, received, self.group)
+        if weights is not None:
+            weights = weights.to(rows.dtype).index_select(0, token)
+            weights = exchange_rows(weights, sent, received, self.group).view(-1).index_select(0, slot)
+        return _Spread.apply(came, here), Sent(counts, ends, weights, here, there, (sent, received))
 
     def bring_back(self, results: Tensor, sent: Sent) -> Tensor:
         """(R, D) of the experts → (N, D): the weighted sum for each row that was sent; zero for one that went to none."""
-
-
-class AllToAll:
-    """Each row goes to each of its experts, and back, by one all-to-all with uneven counts. The default.
-
-    Args:
-        experts: in all. group: the ranks, by `exchange.group_key`. leaves_out: whether rows may go to no expert.
-    """
-
-    def __init__(self, experts: int, group: str, leaves_out: bool = False) -> None:
-        self.experts, self.group, self.leaves_out = experts, group, leaves_out
-
-    def send(self, rows: Tensor, chosen: Tensor, weights: Tensor | None) -> tuple[Tensor, Sent]:
-        """As `Dispatch.send`."""
-        order, table, arrange, ends = route(chosen.reshape(-1), self.experts, self.group)
-        # Added up in Python: a sum of the table would be an operator, which a plan might recompute or leave out.
-        to, of = table.tolist()
-        sent, received, counts = [sum(row) for row in to], [sum(row) for row in of], [sum(row) for row in zip(*of)]
-        # Not `rows[...]`, which may copy the index first; nor index_select, whose gradient adds in no fixed order where a
-        # row is taken several times. Permutations take each row once.
-        taken = torch.ops.aten.index.Tensor(rows, [order[: sum(sent)] // chosen.shape[-1]])
-        taken = exchange_rows(taken, sent, received, self.group).index_select(0, arrange)
-        return taken, Sent(counts, ends, (order, arrange, sent, received, chosen.shape, weights, rows.dtype))
-
-    def bring_back(self, results: Tensor, sent: Sent) -> Tensor:
-        """As `Dispatch.bring_back`."""
-        order, arrange, there, here, shape, weights, dtype = sent.way_back
-        back = exchange_rows(results.index_select(0, inverse(arrange)), here, there, self.group)
-        if self.leaves_out:
-            back = back.new_zeros(order.shape[0], back.shape[1]).index_copy(0, order[: back.shape[0]], back)
-        else:
-            back = back.index_select(0, inverse(order))
-        if weights is None:
-            return back
-        return (back.view(*shape, -1) * weights[..., None]).sum(1).to(dtype)
-
-
-def inverse(order: Tensor) -> Tensor:
-    """The permutation that undoes `order`."""
-    return torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=order.device))
-
-
-class ByToken:
-    """Base of implementations that send a token once to each rank, and sum the results where they are made.
-
-    They give `choices`, `spread` and `summed`; this finds the rows of each expert among the tokens that came.
-    """
-
-    def choices(
-        self, rows: Tensor, chosen: Tensor, weights: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None, Any]:
-        """Return what came to this rank: (places, counts, weights, way).
-
-        places: (R,) numbers of slots (token * k + choice) among the tokens that came, sorted by expert. counts: (experts
-        here,) on the host. weights: (tokens that came, k). way: what `spread` and `summed` need.
-        """
-        raise NotImplementedError
-
-    def spread(self, rows: Tensor, way: object) -> Tensor:
-        """(N, D) of this rank → (tokens that came, D)."""
-        raise NotImplementedError
-
-    def summed(self, results: Tensor, way: object) -> Tensor:
-        """(tokens that came, D) → (N, D), summed over the ranks that each token went to."""
-        raise NotImplementedError
-
-    def send(self, rows: Tensor, chosen: Tensor, weights: Tensor | None) -> tuple[Tensor, Sent]:
-        """As `Dispatch.send`."""
-        places, table, came, way = self.choices(rows, chosen, weights)
-        counts = table.tolist()
-        tokens = self.spread(rows, way)
-        ends = torch.tensor(counts, dtype=torch.int32).cumsum(0).to(device=rows.device, dtype=torch.int32)
-        taken = torch.ops.aten.index.Tensor(tokens, [places // chosen.shape[-1]])
-        return taken, Sent(counts, ends, (places, tokens.shape[0] * chosen.shape[-1], chosen.shape[-1], came, way))
-
-    def bring_back(self, results: Tensor, sent: Sent) -> Tensor:
-        """As `Dispatch.bring_back`."""
-        places, slots, choices, weights, way = sent.way_back
-        dtype = results.dtype
-        if weights is not None:
-            results = (results * weights.reshape(-1).index_select(0, places)[:, None]).to(dtype)
-        # Each place is written once, so that the sum has a fixed order.
-        out = results.new_zeros(slots, results.shape[1]).index_copy(0, places, results)
-        return self.summed(out.view(-1, choices, results.shape[1]).sum(1), way)
-
-
-# Experts reached without all-to-all: each rank gathers all tokens, and the results are summed where they belong.
-#
-# Sends as many bytes as there are ranks, whatever the router decides: for few ranks, and for networks and back ends whose
-# all-to-all is slow or missing.
-
-
-@torch.library.custom_op("nemo_like::route_gathered", mutates_args=())
-def route_gathered(chosen: Tensor, experts: int, group: str) -> tuple[Tensor, Tensor]:
-    """Return the choices of all ranks' tokens. A collective; the one place of a layer that waits for the device.
-
-    Args:
-        chosen: (N, k) the experts of this rank's tokens; `experts` for none. N may differ by rank.
-        experts: in all, consecutive ones on each rank. group: the ranks, by `group_key`.
-
-    Returns:
-        places: (R,) slots of this rank's experts among those of all ranks, (ranks * most, k), sorted by expert.
-        table: (1 + experts / ranks,) on the host: the most tokens of a rank, then the rows of each of this rank's experts.
-    """
-    ranks = process_group(group)
-    size, rank = ranks.size(), ranks.rank()
-    own = torch.tensor([chosen.shape[0]], device=chosen.device)
-    sizes = own.new_empty(size)
-    dist.all_gather_into_tensor(sizes, own, group=ranks)
-    most = int(sizes.max())
-    padded = chosen.new_full((most, chosen.shape[1]), experts)
-    padded[: chosen.shape[0]] = chosen
-    everywhere = chosen.new_empty(size * most, chosen.shape[1])
-    dist.all_gather_into_tensor(everywhere, padded, group=ranks)
-    here = everywhere.reshape(-1) - rank * (experts // size)
-    mine = torch.where((here >= 0) & (here < experts // size), here, experts)
-    counts = torch.bincount(mine, minlength=experts + 1)[: experts // size].cpu()
-    places = torch.argsort(mine, stable=True)[: int(counts.sum())]
-    return places, torch.cat([torch.tensor([most]), counts])
-
-
-@torch.library.custom_op("nemo_like::gather_rows", mutates_args=())
-def gather_rows(rows: Tensor, most: int, group: str) -> Tensor:
-    """(N, D) of each rank, N at most `most` → (ranks * most, D), those that a rank has not being zero. A collective."""
-    ranks = process_group(group)
-    padded = rows.new_zeros(most, *rows.shape[1:])
-    padded[: rows.shape[0]] = rows
-    out = rows.new_empty(ranks.size() * most, *rows.shape[1:])
-    dist.all_gather_into_tensor(out, padded, group=ranks)
-    return out
-
-
-@torch.library.custom_op("nemo_like::sum_rows", mutates_args=())
-def sum_rows(rows: Tensor, rows_here: int, group: str) -> Tensor:
-    """(ranks * most, D) of each rank → (own, D): summed over the ranks, the part of this one. A collective."""
-    ranks = process_group(group)
-    out = rows.new_empty(rows.shape[0] // ranks.size(), *rows.shape[1:])
-    dist.reduce_scatter_tensor(out, rows.contiguous(), group=ranks)
-    return out[:rows_here].clone()
-
-
-def _setup_gather(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    rows, _, ctx.group = inputs
-    ctx.own = rows.shape[0]
-
-
-def _gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-    return sum_rows(grad, ctx.own, ctx.group), None, None
-
-
-def _setup_sum(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    rows, _, ctx.group = inputs
-    ctx.most = rows.shape[0] // process_group(ctx.group).size()
-
-
-def _sum_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-    return gather_rows(grad, ctx.most, ctx.group), None, None
-
-
-gather_rows.register_autograd(_gather_backward, setup_context=_setup_gather)
-sum_rows.register_autograd(_sum_backward, setup_context=_setup_sum)
-
-
-class AllGather(ByToken):
-    """`Dispatch` by an all-gather of tokens and a reduce-scatter of results.
-
-    Args:
-        experts: in all. group: the ranks, by `group_key`.
-    """
-
-    def __init__(self, experts: int, group: str) -> None:
-        self.experts, self.group = experts, group
-
-    def choices(
-        self, rows: Tensor, chosen: Tensor, weights: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None, Any]:
-        """As `ByToken.choices`."""
-        places, table = route_gathered(chosen, self.experts, self.group)
-        most = int(table.tolist()[0])
-        came = None if weights is None else gather_rows(weights, most, self.group)
-        return places, table[1:], came, (most, rows.shape[0])
-
-    def spread(self, rows: Tensor, way: Any) -> Tensor:
-        """As `ByToken.spread`."""
-        return gather_rows(rows, way[0], self.group)
-
-    def summed(self, results: Tensor, way: Any) -> Tensor:
-        """As `ByToken.summed`."""
-        return sum_rows(results, way[1], self.group)
+        sums = _Sum.apply(results, sent.weights, sent.here)
+        return _Sum.apply(exchange_rows(sums, *reversed(sent.way), self.group), None, sent.there)

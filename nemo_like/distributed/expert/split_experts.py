@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from nemo_like._util.log import warn_once
 from nemo_like._util.module_tree import bare_modules, glob_to_regex
-from nemo_like.distributed.expert.exchange import AllGather, AllToAll, Dispatch, group_key
+from nemo_like.distributed.expert.exchange import Exchange, group_key
 from nemo_like.distributed.expert.expert_mesh import ExpertMesh, check_expert_ranks
 from nemo_like.distributed.expert.find_experts import EVERY, Experts, find_experts, refuse_lists
 from nemo_like.distributed.expert.grouped import expert_of_rows, fused_mlp, is_understood, zero_rows_stay_zero
 from nemo_like.distributed.expert.tensor_ranks import TensorRanks
 from nemo_like.distributed.mesh import axis_size
 from nemo_like.options import ExpertParallel
-from nemo_like.options.parallel import DISPATCHES
 from nemo_like.torch_compat import free_last_gather, in_backward, root_mesh
 
 
@@ -79,11 +79,10 @@ def has_experts(model: nn.Module, plan: Mapping[str, str] | None = None) -> bool
     return any(regex.fullmatch(name) for name, _ in bare_modules(model) for regex in regexes)
 
 
-def split_experts(model: nn.Module, found: Sequence[Experts], mesh: ExpertMesh, dispatch: str = DISPATCHES[0]) -> None:
+def split_experts(model: nn.Module, found: Sequence[Experts], mesh: ExpertMesh) -> None:
     """Keep this rank's part of each module's weights, and let its forward exchange tokens. In place.
 
-    The weights become DTensors over ``mesh.ep``, cut on the first dim; what is on the meta device stays there. `dispatch`:
-    as `ExpertParallel.dispatch`.
+    The weights become DTensors over ``mesh.ep``, cut on the first dim; what is on the meta device stays there.
     """
     tp = TensorRanks.of(mesh.dense["tp"]) if axis_size(mesh.dense, "tp") > 1 else None
     for experts in found:
@@ -105,7 +104,6 @@ def split_experts(model: nn.Module, found: Sequence[Experts], mesh: ExpertMesh, 
             tp=tp,
             adapters=adapters,
             rank=mesh.ep.get_local_rank(),
-            dispatch=dispatch,
         )
 
 
@@ -117,19 +115,12 @@ def _own_memory(part: DTensor) -> DTensor:
     return DTensor.from_local(local.clone(), part.device_mesh, part.placements, run_check=False)
 
 
-def make_dispatch(word: str, experts: int, group: str, *, leaves_out: bool) -> Dispatch:
-    """Return the implementation that `ExpertParallel.dispatch` calls `word`, for the ranks of `group` (`group_key`)."""
-    if word == "all_gather":
-        return AllGather(experts, group)
-    return AllToAll(experts, group, leaves_out)
-
-
 class SplitExperts:
     """The forward of a module whose experts are split: exchange, compute, exchange back.
 
     Takes and gives what the module's own forward does (`Experts.call`), on this rank's tokens. `ranks`: those that share
     the experts; `group`: their process group, by `group_key`; `rank`: this one of it; `tp`: ranks with the same tokens;
-    `adapters`: on the weights (`adapters_on`); `dispatch`: a word of `ExpertParallel.dispatch`.
+    `adapters`: on the weights (`adapters_on`).
     """
 
     def __init__(
@@ -141,7 +132,6 @@ class SplitExperts:
         rank: int = 0,
         tp: TensorRanks | None = None,
         adapters: Sequence[nn.Module] = (),
-        dispatch: str = DISPATCHES[0],
     ) -> None:
         self.fqn, self.count, self.call = experts.fqn, experts.count, experts.call
         self.module = experts.module
@@ -153,7 +143,7 @@ class SplitExperts:
         self.adapters = adapters
         self.understood = is_understood(experts.module)
         self.sparse = self.understood and zero_rows_stay_zero(experts.module)
-        self.dispatch = make_dispatch(dispatch, self.count, group, leaves_out=self.sparse)
+        self.exchange = Exchange(self.count, group)
 
     @torch.compiler.disable
     def __call__(self, hidden: Tensor, *routing: Any, **named: Any) -> Tensor:
@@ -188,8 +178,23 @@ class SplitExperts:
 
     def sent_and_back(self, rows: Tensor, chosen: Tensor, weights: Tensor | None) -> Tensor:
         """Rows (N, D), their experts (N, k) and weights (N, k) → (N, D), through whatever rank has the experts."""
-        taken, sent = self.dispatch.send(rows, chosen, weights)
-        return self.dispatch.bring_back(self.compute(taken, sent.counts, sent.ends), sent)
+        dtype = rows.dtype
+        if self.understood:
+            rows = rows.to(self.computes_in(rows))
+        taken, sent = self.exchange.send(rows, chosen, weights)
+        return self.exchange.bring_back(self.compute(taken, sent.counts, sent.ends), sent).to(dtype)
+
+    def computes_in(self, rows: Tensor) -> torch.dtype:
+        """The dtype of products with `rows`: autocast's, which knows no grouped product, or that of the weights."""
+        device = rows.device.type
+        autocast = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if autocast else self.weight_of("down_proj").dtype
+        if rows.is_cuda and dtype != torch.bfloat16:
+            warn_once(
+                f"Experts compute in {dtype}, one product for each: the grouped product of CUDA takes bfloat16 alone. "
+                "Faster: Precision(param_dtype=torch.bfloat16), or torch.autocast with bfloat16."
+            )
+        return dtype
 
     def compute(self, rows: Tensor, counts: list[int], ends: Tensor) -> Tensor:
         """Rows (R, D), sorted by expert, `counts` of each of this rank's, the last at `ends` → (R, D)."""
@@ -197,6 +202,7 @@ class SplitExperts:
         if self.adapters:
             weights = with_adapters(weights, self.adapters, self.first)
         if self.understood:
+            weights = {name: weight.to(rows.dtype) for name, weight in weights.items()}
             return fused_mlp(self.module, weights, rows, counts, ends)
         return self.by_its_own_forward(weights, rows, ends)
 

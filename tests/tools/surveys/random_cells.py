@@ -114,7 +114,7 @@ def run_cell(rank: int, world_size: int, cell: dict[str, Any]) -> tuple[bool, li
         more: dict[str, Any] = {
             "tp": {"tp": TensorParallel(2, sequence_parallel=other == 1)},
             "cp": {"cp": ContextParallel(2, method=("all_gather", "ulysses", "ring")[other])},
-            "ep": {"ep": ExpertParallel(2, dispatch=("all_to_all", "all_gather")[other % 2])},
+            "ep": {"ep": ExpertParallel(2)},
             "pp": {"pp": PipelineParallel(2, schedule=("1f1b", "gpipe")[other % 2], microbatches=2)},
             "hsdp": {"dp_replicate": 2},
         }.get(axis, {})
