@@ -164,7 +164,7 @@ class FineTuning(TrainingJob):
         counted = float((batch.targets != IGNORED).sum())
         passes = min(2, self.options.passes)  # the second one finds gradients of the first
         for micro in range(passes):
-            with synced_only_if(self.model, micro == passes - 1):
+            with synced_only_if(self.model, self.options.sync == "every" or micro == passes - 1):
                 self._loss(self.model, batch, counted).backward()
         self.optimizer.zero_grad(set_to_none=True)
         self.largest_step = tuple(batch.inputs.shape)

@@ -213,6 +213,7 @@ class TrainingJob:
         with ranks.together("building the model"):
             model = self.build()
         check_positions(getattr(model, "config", None), "--seq-len", self._width)
+        self.options = self._with_sync(model)
         self.utilisation = Utilisation.of(model, device_at_hand(ranks.device.type), self.options.job().precision)
         if self.options.free:
             self.options, self.ranks, self.fitted = choose(self.options, ranks, model, self._width)
@@ -223,6 +224,19 @@ class TrainingJob:
             self._make_ready(model)
             self._begin()
             self.ready()
+
+    def _with_sync(self, model: nn.Module) -> RunOptions:
+        """The options with the micro-batches that reduce gradients.
+
+        Where only the last does, FSDP2 keeps each rank's whole gradients till then, of its own stage or columns.
+        """
+        options = self.options
+        if options.sync != "auto" or options.strategy != "fsdp2" or not options.accumulates:
+            return options
+        counted = sum(p.numel() for p in model.parameters() if p.requires_grad) // (options.axes["tp"] * options.axes["pp"])
+        whole = counted * (options.job().precision.reduce_dtype or torch.float32).itemsize
+        fits = 4 * whole <= device_at_hand(self.ranks.device.type).memory_bytes
+        return dataclasses.replace(options, sync="last" if fits else "every")
 
     def _make_ready(self, model: nn.Module) -> None:
         """Cut, shard and checkpoint the model, and make its optimizer."""
@@ -394,7 +408,7 @@ class TrainingJob:
             if self.pipeline is not None:
                 total = self.pipeline.step(**batch.with_labels())
                 continue
-            with synced_only_if(self.model, micro == passes - 1):
+            with synced_only_if(self.model, self.options.sync == "every" or micro == passes - 1):
                 # Divided by the average count of a part, so that every target of the step weighs the same; DDP and FSDP2
                 # take the mean over the ranks.
                 loss = self._loss(self.model, batch, None if targets is None else targets / parts) / passes

@@ -15,6 +15,7 @@ from nemo_like.flags import FLAGS, check_flag, job_of
 from nemo_like.options import ADAMW, FLOAT8, MemoryBudget, did_you_mean, normalise, parse_ac, parse_bytes, parse_dtype
 from nemo_like.options import SCHEDULES as PIPELINE_SCHEDULES
 from nemo_like.options.parallel import BACKENDS
+from nemo_like.options.step import SYNC
 
 if TYPE_CHECKING:  # the help of a job needs no torch
     from torch import nn
@@ -26,6 +27,7 @@ RATES = ("cosine", "linear", "constant")
 
 _READ_WITH: dict[str, Callable[[Any], bool]] = {
     "--fit": lambda options: bool(options.free),
+    "--grad-accum above 1": lambda options: options.accumulates,
     "--checkpoint-dir": lambda options: options.checkpoint_dir is not None,
     "another --schedule": lambda options: options.schedule != "constant",
     "--strategy fsdp2": lambda options: options.strategy == "fsdp2",
@@ -125,6 +127,13 @@ class RunOptions:
     pack: bool = option(False, "fill rows with several documents, apart from each other in attention and loss")
     batch_size: int = option(8, "samples per step over all ranks and micro-batches", least=1)
     grad_accum: int = job_option("grad_accum")
+    sync: str = option(
+        "auto",
+        "micro-batches of --grad-accum that reduce gradients over the ranks: every | last | auto: every one where whole "
+        "gradients would take over a quarter of the device",
+        choices=("auto", *SYNC),
+        needs="--grad-accum above 1",
+    )
     steps: int = option(200, "steps of the whole run, those before a resume included", least=1)
     lr: float = option(3e-3, "peak learning rate of AdamW", least=0)
     schedule: str = option("cosine", f"learning rate after the warm-up: {' | '.join(RATES)}", choices=RATES)
@@ -291,6 +300,11 @@ class RunOptions:
         return tuple(word.strip().replace("-", "_") for word in self.fit.split(",") if word.strip())
 
     @property
+    def accumulates(self) -> bool:
+        """Whether a step has several micro-batches, or may get them by ``--fit``."""
+        return self.grad_accum > 1 or "grad_accum" in self.free
+
+    @property
     def warmup(self) -> int:
         """Steps of warm-up."""
         return min(self.usual_warmup, self.steps) if self.warmup_steps is None else self.warmup_steps
@@ -332,7 +346,8 @@ class RunOptions:
         """The job that `parallelize`, the planner and the search are asked; `fields`: more of it."""
         from nemo_like.recipes.loss import planned_loss
 
-        settings = {name: getattr(self, name) for name in self._of_job} | {"sync": "last", "drop_output": True}
+        settings = {name: getattr(self, name) for name in self._of_job} | {"drop_output": True}
+        settings["sync"] = self.sync if self.sync in SYNC else "last"
         job = job_of(settings, **fields)
         return replace(job, step=replace(job.step, loss_fn=planned_loss if self.loss == "model" else None))
 

@@ -16,8 +16,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from nemo_like._util.log import forget_announcements
+from nemo_like.planning.devices import resolve_device
+from nemo_like.recipes import loop
 from nemo_like.recipes.agree import Ranks
 from nemo_like.recipes.command_line import changed_options, config_text, parse_options
 from nemo_like.recipes.fitted import host_bytes
@@ -87,6 +90,31 @@ def test_scope_may_be_several():
 
 
 CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("given", "memory", "reduces"),
+    [
+        ({}, 4 * 4 * 24, "last"),
+        ({}, 4 * 4 * 24 - 1, "every"),
+        ({"precision": "bf16"}, 4 * 4 * 24, "last"),  # reduced in float32 all the same
+        ({"sync": "last"}, 1, "last"),
+        ({"strategy": "ddp"}, 1, "auto"),  # whole gradients are there in any case
+        ({"grad_accum": 1}, 1, "auto"),
+    ],
+)
+def test_whole_gradients_are_kept_where_they_are_a_quarter_of_the_device(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], memory: int, reduces: str
+):
+    device = dataclasses.replace(resolve_device("cpu"), memory_bytes=memory)
+    monkeypatch.setattr(loop, "device_at_hand", lambda _: device)
+    options = PretrainOptions(**({"strategy": "fsdp2", "grad_accum": 2} | given))
+    job = SimpleNamespace(options=options, ranks=SimpleNamespace(device=CPU))
+    model = nn.Sequential(nn.Linear(6, 4, bias=False), nn.Linear(4, 2).requires_grad_(False))
+    chosen = TrainingJob._with_sync(job, model)
+    assert chosen.sync == reduces
+    if reduces != "auto":
+        assert chosen.job().step.sync == reduces
 
 
 class _Terminal(io.StringIO):

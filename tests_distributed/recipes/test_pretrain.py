@@ -79,9 +79,9 @@ def _assert_close(a: dict[str, Any], b: dict[str, Any]) -> None:
 
 
 OTHER_RUNS = (
-    (2, "--strategy fsdp2 --grad-accum 4 --ac full"),
+    (2, "--strategy fsdp2 --grad-accum 4 --sync every --ac full"),
     (2, "--strategy ddp --grad-accum 2 --ac submodule"),
-    (2, "--strategy fsdp2"),
+    (2, "--strategy fsdp2 --grad-accum 2"),
     (4, "--strategy fsdp2 --dp-replicate 2 --ac none --offload all"),
     (4, "--strategy fsdp2 --tp 2"),
     (2, "--strategy fsdp2 --ac 40%"),
