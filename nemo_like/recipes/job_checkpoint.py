@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import logging
 import os
 import shutil
 import warnings
@@ -23,8 +24,14 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.tensor import DTensor
 
-from nemo_like._util.log import warn_once
+from nemo_like._util.log import say_once, warn_once
+from nemo_like._util.tensors import tensors_in
+from nemo_like._util.words import write_bytes
+from nemo_like.distributed import launch
 from nemo_like.distributed.weights.checked_files import CheckedPlanner, CheckedReader
 from nemo_like.recipes.agree import Ranks
 
@@ -34,6 +41,7 @@ _MANIFEST = "manifest.json"
 _FORMAT = 1
 _SUMS = "sums-of-rank-"  # one per rank, until rank 0 has put them together in the manifest
 _COMPLETE, _WRITING, _DELETING, _DAMAGED = "step-", ".writing-", ".deleting-", ".damaged-"
+_SHARED = "/dev/shm"
 
 
 class CheckpointError(RuntimeError):
@@ -52,20 +60,46 @@ def writing(what: str) -> Iterator[None]:
         ) from error
 
 
+class ProcessWriter(dcp.FileSystemWriter):
+    """A writer of files that is sent to a process of its own, once per save."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # In that process. Launchers and terminals signal whole process groups; a save under way is to go on.
+        os.setpgrp()
+        # From the second save on: DCP tells four things in each, and a mesh that its process groups are not there.
+        logging.getLogger().setLevel(logging.WARNING)
+        logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
+        self.__dict__.update(state)
+
+
 class CheckpointStore:
     """The checkpoints of one run in `folder`. Every method but `steps` is a collective.
 
     Args:
         folder: created if absent; on storage that all hosts share.
         keep: complete checkpoints to keep (>= 1); older ones are deleted after a newer one is complete.
-        background: write during training. The tensors are copied to host memory before `save` returns.
+        background: write during training. The tensors are copied to CPU memory before `save` returns.
+        process: write in the background in a process of its own, beside each rank, so that training does not wait for the
+            interpreter's lock. It takes about 300 MB, and the first save waits for its start. None: where several ranks
+            train on accelerators. `_copies` has what it requires.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], ranks: Ranks, *, keep: int = 2, background: bool = True):
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        ranks: Ranks,
+        *,
+        keep: int = 2,
+        background: bool = True,
+        process: bool | None = None,
+    ):
         self.folder = Path(folder).absolute()
         self._ranks = ranks
         self._keep = keep
         self._background = background
+        self._accelerated = ranks.device.type != "cpu"
+        self._process = ranks.control is not None and (self._accelerated if process is None else process)
+        self._stager: DefaultStager | None = None
         self._writing: Future[None] | None = None
         self._writing_step = -1
         self.best: int | None = None
@@ -103,11 +137,12 @@ class CheckpointStore:
             if self._ranks.rank == 0:
                 for rest in [*self.folder.glob(f"{_WRITING}*"), *self.folder.glob(f"{_DELETING}*")]:
                     shutil.rmtree(rest)
-        writer = dcp.FileSystemWriter(target, overwrite=False)
-        common: dict[str, Any] = {"storage_writer": writer} | self._where()
         self._writing_step = step
+        copies = self._copies(state) if self._background else {}
+        writer = (ProcessWriter if self._process else dcp.FileSystemWriter)(target, overwrite=False)
+        common: dict[str, Any] = {"storage_writer": writer} | self._where()
         if self._background:
-            written = dcp.async_save(state, **common)
+            written = dcp.async_save(state, **common, **copies)
         else:
             written = Future()
             try:
@@ -133,6 +168,34 @@ class CheckpointStore:
         written.add_done_callback(complete)
         if not self._background:
             self.wait()
+
+    def _copies(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return how an asynchronous save copies `state` and who writes the copy, in keywords of DCP.
+
+        On an accelerator the copy is in page-locked memory, is made at the first save and stays for all later ones. A
+        process that writes shares that memory; where /dev/shm is too small, a thread of this process writes.
+        """
+        if not (self._accelerated or self._process):
+            return {}  # a copy that is freed once written: the CPU's memory is also what the model trains in
+        if self._stager is None:
+            size = self._ranks.largest(copied_bytes(state))
+            of_host = size * launch.local_world_size()
+            if self._process:
+                launch.allow_open_files(self._ranks.world_size, len(tensors_in(state)))
+                room = -self._ranks.largest(-shutil.disk_usage(_SHARED).free)
+                self._process = of_host <= room
+                if not self._process:
+                    warn_once(
+                        f"{_SHARED} has {write_bytes(room)} free and a checkpoint's copies take {write_bytes(of_host)} on "
+                        "this node, so a thread of the training process writes checkpoints, which slows steps down. Make "
+                        f"{_SHARED} larger: --shm-size of a container, or a Memory volume there in Kubernetes."
+                    )
+            each, whole = write_bytes(size), write_bytes(of_host)
+            say_once(f"Checkpoints are copied to {each} of CPU memory on each rank, {whole} on a node.")
+            pinned = self._accelerated
+            self._stager = DefaultStager(StagingOptions(pinned, self._process, False, pinned))
+        kind = AsyncCheckpointerType.PROCESS if self._process else AsyncCheckpointerType.THREAD
+        return {"async_stager": self._stager, "async_checkpointer_type": kind}
 
     def wait(self) -> None:
         """Return when the last save is complete on disk.
@@ -274,6 +337,12 @@ class CheckpointStore:
             # Renamed first: a run killed while deleting leaves nothing that looks complete.
             doomed = self.path(old).rename(self.folder / f"{_DELETING}{old:08d}")
             shutil.rmtree(doomed)
+
+
+def copied_bytes(state: dict[str, Any]) -> int:
+    """Bytes of CPU memory that an asynchronous save of `state` takes on this rank: one copy of its own shards."""
+    local = (each.to_local() if isinstance(each, DTensor) else each for each in tensors_in(state))
+    return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in local}.values())
 
 
 def _describe(paths: Iterable[Path]) -> dict[str, tuple[int, int]]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import resource
 import shutil
 import signal
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from nemo_like.recipes.agree import OtherRankError, Ranks
 from nemo_like.recipes.command_line import parse_options
 from nemo_like.recipes.finetune import FineTuning, main
-from nemo_like.recipes.job_checkpoint import CheckpointError, CheckpointStore
+from nemo_like.recipes.job_checkpoint import CheckpointError, CheckpointStore, copied_bytes
 from nemo_like.recipes.loop import run_job
 from nemo_like.recipes.result import _replace
 from tests_distributed.recipes.finetune_job import make_model, questions, run_finetune, write_lines
@@ -167,8 +169,8 @@ def _state(seed: float, world_size: int = 1) -> dict[str, Any]:
     return {"model": {"matrix": matrix}, "optimizer": {"matrix": {"step": torch.tensor(seed)}}}
 
 
-def _save_step(rank: int, world_size: int, folder: str, step: int) -> None:
-    store = CheckpointStore(folder, _ranks(rank, world_size))
+def _save_step(rank: int, world_size: int, folder: str, step: int, **how: bool) -> None:
+    store = CheckpointStore(folder, _ranks(rank, world_size), **how)
     store.save(step, _state(step, world_size), {"writers": world_size})
     store.wait()
 
@@ -210,27 +212,44 @@ def test_a_write_that_fails_on_one_rank_is_an_error_on_all_and_harms_nothing(
     rank: int, world_size: int, tmp_path: Path
 ) -> None:
     folder = str(tmp_path)
-    store = CheckpointStore(folder, _ranks(rank, world_size))
-    store.save(1, _state(1, world_size), {})
-    store.wait()
+    _save_step(rank, world_size, folder, 1, process=True)
+    writers = [os.getpid(), *(process.pid for process in multiprocessing.active_children() if process.pid)]
+    assert len(writers) == 2
     errors = []
-    for background in (True, False):
-        store = CheckpointStore(folder, _ranks(rank, world_size), background=background)
-        if rank == 1:  # a real full disk, as far as this process can tell
-            resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+    for how in ({"background": True}, {"process": True}, {"background": False}):
+        store = CheckpointStore(folder, _ranks(rank, world_size), **how)
+        for pid in writers if rank == 1 else ():  # a real full disk, as far as these processes can tell
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
         try:
             store.save(2, _state(2, world_size), {})
             store.wait()
         except (CheckpointError, OtherRankError) as error:
             errors.append(f"{type(error).__name__}: {error}")
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    store.save(3, _state(3, world_size), {})
-    store.wait()
-    errors = errors + [str(store.steps())]
+        for pid in writers:
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    _save_step(rank, world_size, folder, 3, process=True)
     assert len(errors) == 3
-    for text in errors[:2]:
+    for text in errors:
         assert text.startswith("CheckpointError: Writing the checkpoint of step 2") and "File too large" in text
-    assert errors[2] == "[3, 1]"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000003"]
+    assert os.getpgid(writers[1]) == writers[1]  # a signal to the group of its rank does not end a save
+    step, matrix, scalar = _load_step(rank, world_size, folder)
+    assert (step, scalar) == (3, 3) and torch.equal(matrix, torch.arange(30.0).view(10, 3) + 3)
+
+
+@on_ranks(2)
+def test_without_room_for_shared_memory_a_thread_writes_and_it_is_said(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    numbers = torch.ones(3)
+    assert copied_bytes({"model": {"a": numbers, "tied": numbers}}) == 12
+    messages: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=10 if rank else 10**9))
+        patch.setattr("nemo_like.recipes.job_checkpoint.warn_once", messages.append)
+        _save_step(rank, world_size, str(tmp_path), 1, process=True)
+    assert not multiprocessing.active_children() and _load_step(rank, world_size, str(tmp_path))[0] == 1
+    assert "/dev/shm has 10B free" in messages[0] and "a thread of the training process writes" in messages[0]
 
 
 def _save_until_killed(rank: int, world_size: int, folder: str, delay: float) -> None:
