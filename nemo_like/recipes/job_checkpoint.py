@@ -79,7 +79,7 @@ class CheckpointStore:
         folder: created if absent; on storage that all hosts share.
         keep: complete checkpoints to keep (>= 1); older ones are deleted after a newer one is complete.
         background: write during training. The tensors are copied to CPU memory before `save` returns.
-        process: write in the background in a process of its own, beside each rank, so that training does not wait for the
+        process: write in the background in a process of its own for each rank, so that training does not wait for the
             interpreter's lock. It takes about 300 MB, and the first save waits for its start. None: where several ranks
             train on accelerators. `_copies` has what it requires.
     """
