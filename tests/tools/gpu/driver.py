@@ -183,6 +183,7 @@ def drive(checks: Sequence[Check], out: Path, cpu: bool) -> int:
     """Run `checks` and write their rows; return the exit code. On the CPU two run at a time, and all are forks."""
     out.mkdir(parents=True, exist_ok=True)
     if cpu:
+        os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")  # two processes on two cores
         # Importing takes 7 s. A process that has touched a GPU cannot be forked, so there each check imports for itself.
         importlib.import_module(f"{_HERE}.machine")
     context = multiprocessing.get_context("fork" if cpu else "spawn")
