@@ -86,6 +86,13 @@ class Machine:
         """Return normal random numbers on the device."""
         return torch.randn(shape, device=self.device, dtype=dtype or self.dtype).requires_grad_(grad)
 
+    def same_bits(self, wanted: bool) -> None:
+        """Have kernels give the same bits in each run, or not: flash attention's backward adds in any order by default."""
+        torch.use_deterministic_algorithms(wanted, warn_only=True)
+        # It would write to new memory, on another stream than that which offloading copies to it on.
+        settings: Any = torch.utils.deterministic
+        settings.fill_uninitialized_memory = False
+
     # --- measuring ------------------------------------------------------------------------------------------------
 
     def wait(self) -> None:

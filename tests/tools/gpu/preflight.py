@@ -6,6 +6,7 @@ import ast
 import importlib
 import os
 import platform
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -36,6 +37,7 @@ def check(run: Run) -> None:
         nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "none"
         about |= {
             "GPU": torch.cuda.get_device_name(machine.device).replace("NVIDIA ", ""),
+            "driver": _driver(),
             "cuda": torch.version.cuda,
             "cudnn": torch.backends.cudnn.version(),
             "nccl": nccl,
@@ -50,6 +52,14 @@ def check(run: Run) -> None:
     if missing:
         sys.exit(MISSING)
     _rates(run, machine)
+
+
+def _driver() -> str:
+    command = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return "unknown"
 
 
 def _missing() -> Iterator[str]:
