@@ -233,7 +233,9 @@ class TrainingJob:
         options = self.options
         if options.sync != "auto" or options.strategy != "fsdp2" or not options.accumulates:
             return options
-        counted = sum(p.numel() for p in model.parameters() if p.requires_grad) // (options.axes["tp"] * options.axes["pp"])
+        counted = sum(p.numel() for p in model.parameters() if p.requires_grad) // (
+            options.axes["tp"] * options.axes["pp"]
+        )
         whole = counted * (options.job().precision.reduce_dtype or torch.float32).itemsize
         fits = 4 * whole <= device_at_hand(self.ranks.device.type).memory_bytes
         return dataclasses.replace(options, sync="last" if fits else "every")

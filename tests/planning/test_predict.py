@@ -336,7 +336,8 @@ def test_the_json_says_model_device_and_set_up(capsys: pytest.CaptureFixture[str
         assert "host_bytes" in row
     changes = {change["change"]: change for change in body["what_if"]}
     assert {"twice the sequence", "half the GPUs", "loss='chunked'", "optimizer='adamw-8bit'"} <= set(changes)
-    assert changes["twice the sequence"]["step_seconds"] > body["rows"][0]["step_seconds"]
+    # The host launches as many kernels for twice the tokens, and a GPU is faster than it in a model this small.
+    assert changes["twice the sequence"]["step_seconds"] == body["rows"][0]["step_seconds"]
     assert (
         MemoryBudget.parse("auto").device_share is not None
         and body["limit_bytes"] < resolve_device("h100").memory_bytes

@@ -20,12 +20,15 @@ from nemo_like.planning import roofline
 from nemo_like.planning.choose.layer import Choice
 from nemo_like.planning.choose.layer_seconds import LayerRun
 from nemo_like.planning.devices import Device
+from nemo_like.planning.host_time import host_seconds
 from nemo_like.planning.model.traced import TracedPart
 from nemo_like.planning.program.timeline import StageSeconds, Timeline, action_seconds, timeline
 from nemo_like.planning.query import Choices, PlanQuery, Stage
 from nemo_like.planning.roofline import RankGroup, exposed_seconds, group_of, update_seconds
 from nemo_like.planning.sharding import Sharding, UnitBytes
 
+HOST = "waiting for the host"
+"""The part of a step in which the device has no kernel left, since the host launches them more slowly than it runs them."""
 KERNELS_PER_PARAMETER = 12
 """Kernels per parameter of an AdamW step that goes through its parameters one by one."""
 
@@ -52,6 +55,8 @@ class Links:
     replicas: RankGroup
     experts: RankGroup
     expert_shards: RankGroup
+    sequence_parallel: bool = False
+    """Tensor parallelism gathers and scatters sequences."""
 
     @classmethod
     def of(cls, job: Job, device: Device) -> Links:
@@ -66,6 +71,7 @@ class Links:
             group_of(job.dp_replicate, inner, host),
             group_of(ep, 1, host),
             group_of(max(1, inner // ep), ep, host),
+            job.tp.sequence_parallel,
         )
 
 
@@ -100,11 +106,11 @@ def step_seconds(query: PlanQuery, choices: Choices) -> StepSeconds:
     return StepSeconds({name: value for name, value in parts.items() if value})
 
 
-_SENT = ("tensor-parallel sums", "sequence gathers", "expert exchanges", "host copies")
+_SENT = ("tensor-parallel sums", "sequence gathers", "expert exchanges", "host copies", HOST)
 _PARTS = ("forward", "backward", "replay", "head and embedding", *_SENT)
 
 
-def microbatch_seconds(runs: Iterable[LayerRun], links: Links, outer: float = 0.0, turns: int = 1) -> dict[str, float]:
+def microbatch_seconds(runs: Sequence[LayerRun], links: Links, outer: float = 0.0, turns: int = 1) -> dict[str, float]:
     """Return the seconds of `turns` micro-batches in layer calls and outside of them, by what takes them, without FSDP2."""
     parts = dict.fromkeys(_PARTS, 0.0)
     parts["head and embedding"] = turns * outer
@@ -119,7 +125,18 @@ def microbatch_seconds(runs: Iterable[LayerRun], links: Links, outer: float = 0.
         parts["sequence gathers"] += n * (gathered * (2 + again) + regathered_seconds(run, links))
         parts["expert exchanges"] += n * sent * (2 + again)
         parts["host copies"] += n * run.copies
+    parts[HOST] = max(0.0, sum(run.count * turns * launching_seconds(run, links) for run in runs) - sum(parts.values()))
     return parts
+
+
+def launching_seconds(run: LayerRun, links: Links) -> float:
+    """Return the seconds of the host in one call of a layer; 0 where the host is the device."""
+    if links.device.kind == "cpu" or run.choice is None:
+        return 0.0
+    split = run.block.products if links.tensor.ranks > 1 else 0
+    units = sum(unit is not None for unit in (run.unit, run.experts))
+    label, parallel = run.choice.label, links.sequence_parallel
+    return host_seconds(run.block.launched, label, units=units, split_products=split, sequence_parallel=parallel)
 
 
 def seconds_of_stages(query: PlanQuery, choices: Choices) -> list[dict[str, float]]:
@@ -251,6 +268,7 @@ def loop_seconds(
     reduced = turns if step.sync == "every" else 1
     summed = reduced - (0 if step.zero_grad == "zero" else 1)
     parts = microbatch_seconds(runs, links, outer, turns)
+    waiting, inside = parts[HOST], sum(parts.values())
     parts |= dict.fromkeys(("parameter gathers", "gradient reductions", "gradient sums on the host"), 0.0)
     for run in runs:
         if run.unit is None:
@@ -267,6 +285,9 @@ def loop_seconds(
         fetch, store = copy_seconds((unit,), links.device)
         parts["host copies"] += turns * fetch + reduced * store
         parts["gradient sums on the host"] += summed * host_sum_seconds((unit,), links.device)
+    parts[HOST] = max(
+        0.0, waiting - (sum(parts.values()) - inside)
+    )  # while the device waits for FSDP2, the host goes on
     parts["optimizer"] = optimizer
     return StepSeconds({name: value for name, value in parts.items() if value})
 

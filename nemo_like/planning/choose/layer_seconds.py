@@ -133,6 +133,10 @@ class BlockSeconds:
     """Kind of each of `kernels`: ``launch`` where that is what it takes, else its `kernel_kind`."""
     backward_times: tuple[float, ...] = ()
     """For each of `kernels`, its backward as a multiple of it."""
+    launched: int = 0
+    """Operators of a forward that the host launches one by one, views included: none of a compiled layer."""
+    products: int = 0
+    """Matrix products among `kernels`."""
 
     @classmethod
     def of(cls, problem: BlockProblem, *, compiled: bool = False, fp8_flops: float = 0.0) -> BlockSeconds:
@@ -167,6 +171,8 @@ class BlockSeconds:
                 for seconds, op in zip(kernels, records)
             ),
             times,
+            0 if compiled else len(problem.trace.ops),
+            sum(bool(op.flops) and not facts(op.op).attention for op in records),
         )
 
     def replay(self, choice: Choice, reachable: int) -> float:

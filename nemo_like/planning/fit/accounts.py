@@ -11,6 +11,7 @@ from nemo_like.activation_checkpointing.plan import Part
 from nemo_like.losses.model_loss import find_head
 from nemo_like.planning.answers.rank import peaks_of
 from nemo_like.planning.answers.seconds import (
+    HOST,
     KERNELS_PER_PARAMETER,
     Links,
     StepSeconds,
@@ -59,6 +60,7 @@ def _second_rows(query: PlanQuery, choices: Choices, seconds: StepSeconds) -> It
         if not query.is_pipeline:
             yield from fsdp_rows(runs, units_outside(stage), query.job.step, links, turns)
     yield Row("optimizer", _optimizer(stages), parts.get("optimizer", 0.0))
+    yield Row(HOST, "layers' kernels are launched more slowly than they run", parts.get(HOST, 0.0))
     if not query.is_pipeline:
         return
     late, sent = parts.get("pipeline sends", 0.0), handing_on(query) * turns * _sends(query, busiest)

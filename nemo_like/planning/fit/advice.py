@@ -11,7 +11,7 @@ from nemo_like.activation_checkpointing.plan import largest_group
 from nemo_like.job import Job
 from nemo_like.options.memory import AllocatorConfig
 from nemo_like.planning.advise import changes, helping, in_words
-from nemo_like.planning.answers.seconds import Links
+from nemo_like.planning.answers.seconds import HOST, Links
 from nemo_like.planning.devices import Device
 from nemo_like.planning.fit.candidate import Candidate
 from nemo_like.planning.fit.layouts import MOST_STAGES, Configuration
@@ -42,6 +42,7 @@ def binds(candidate: Candidate, limit: int, device: Device) -> str:
         "replay": parts.get("replay", 0.0),
         "network": sum(sent.values()),
         "bubble": parts.get("pipeline bubble", 0.0),
+        "host": parts.get(HOST, 0.0),
     }
     worst = max(extra, key=lambda name: extra[name])
     if candidate.need.bytes > limit or (worst == "replay" and extra["replay"] > 0.02 * candidate.step_seconds):
@@ -52,6 +53,8 @@ def binds(candidate: Candidate, limit: int, device: Device) -> str:
         return f"network: {_NETWORK[longest]}{between}"
     if worst == "bubble" and extra["bubble"] > 0.02 * candidate.step_seconds:
         return "pipeline: the bubble"
+    if worst == "host" and extra["host"] > 0.02 * candidate.step_seconds:
+        return "host: it launches kernels more slowly than the GPU runs them"
     return "compute"
 
 
