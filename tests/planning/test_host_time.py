@@ -38,7 +38,7 @@ def test_short_rows_split_over_eight_ranks_wait_for_the_host() -> None:
     short, runs = _parts(1024, 8, tp=8)
     (launched,) = {run.block.launched for run in runs}
     assert sum(run.count for run in runs) == 2 and all(run.unit is not None for run in runs)
-    # By hand: each layer has 7 products and is a unit of FSDP2, if of one rank; and half of what was measured on the machine of docs/evidence/overhead.md.
+    # By hand: each layer has 7 products and is a unit of FSDP2, if of one rank; half of what docs/evidence/overhead.md has.
     by_hand = 2 * (launched * (4.6 + 5.8) + (1_710 + 2_010) + 7 * (380 + 785)) / 2 * 1e-6
     assert sum(short.values()) - short["optimizer"] == pytest.approx(by_hand) and short[HOST] > 0
     long, _ = _parts(16_384, 8, tp=8)

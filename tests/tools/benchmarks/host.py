@@ -34,12 +34,11 @@ def _model(layers: int) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=64, hidden_size=64, intermediate_size=224, num_hidden_layers=layers, num_attention_heads=4,
-            num_key_value_heads=2, attn_implementation="sdpa", tie_word_embeddings=False,
-        )  # fmt: skip
-    )
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=224, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=2, attn_implementation="sdpa", tie_word_embeddings=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
 
 
 def measure(rank: int, world_size: int, given: dict[str, Any]) -> tuple[float, ...]:
