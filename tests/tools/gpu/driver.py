@@ -188,6 +188,7 @@ def drive(checks: Sequence[Check], out: Path, cpu: bool) -> int:
     out.mkdir(parents=True, exist_ok=True)
     if cpu:
         os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")  # two processes on two cores
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # offloading would take a GPU that is there
         # Importing takes 7 s. A process that has touched a GPU cannot be forked, so there each check imports for itself.
         importlib.import_module(f"{_HERE}.machine")
     context = multiprocessing.get_context("fork" if cpu else "spawn")
