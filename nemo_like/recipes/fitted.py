@@ -199,8 +199,8 @@ def best_of(
             if "loss" not in options.free:
                 raise
             continue  # this model has no such loss
-        input_of = partial(replace(options, loss=loss, grad_accum=1).planned_input, width=width)
-        job = replace(options, loss=loss, grad_accum=1).job()
+        one_pass = replace(options, loss=loss, grad_accum=1, sync="auto")
+        input_of, job = partial(one_pass.planned_input, width=width), one_pass.job()
         try:
             report = fit(
                 model,
@@ -211,7 +211,7 @@ def best_of(
                 memory=memory,
                 host_memory=host,
                 precision=job.precision,
-                step=job.step,
+                step=replace(job.step, sync=options.job().step.sync),
                 optimizer=job.step.optimizer,
                 compile="none",  # as given or not, both are decided: nothing is advised
                 count=1,
@@ -237,6 +237,8 @@ def _pins(options: RunOptions, ranks: Ranks) -> tuple[dict[str, Any], int | str 
     pins: dict[str, Any] = {name: getattr(options, name, 1) for name in _AXES if name not in options.free}
     memory: int | str | None = options.fit_memory
     pins["pp"] = ranks.pp
+    if (parallel := getattr(options, "sequence_parallel", None)) is not None:
+        pins["sequence_parallel"] = parallel
     if ranks.pp > 1 and "pp_schedule" not in options.free:
         pins["schedule"] = getattr(options, "pp_schedule")  # noqa: B009 - only jobs with pipelines have it
     for name in ("dp_replicate", "grad_accum", "offload", "reshard_after_forward", "cpu_offload"):

@@ -38,6 +38,7 @@ from nemo_like.distributed import launch
 from nemo_like.distributed.gradients import clip_grad_norm_, set_gradient_sync
 from nemo_like.distributed.mesh import build_mesh
 from nemo_like.distributed.pipeline import Pipeline
+from nemo_like.distributed.tensor.apply import cuts_sequences
 from nemo_like.distributed.weights.sources import CheckpointUnreadableError
 from nemo_like.flags import ALLOCATOR_VARIABLES
 from nemo_like.models import check_positions
@@ -240,9 +241,18 @@ class TrainingJob:
         fits = 4 * whole <= device_at_hand(self.ranks.device.type).memory_bytes
         return dataclasses.replace(options, sync="last" if fits else "every")
 
+    def _with_sequences(self, model: nn.Module) -> RunOptions:
+        """The options with sequence parallelism, which is on where it can be: all batches have one length here."""
+        options, (tp, cp) = self.options, (self.options.axes["tp"], self.options.axes["cp"])
+        if tp == 1 or getattr(options, "sequence_parallel") is not None:  # noqa: B009 - jobs with tp have it
+            return options
+        can = (self._width // cp) % tp == 0 and cuts_sequences(model, tp)
+        say_once(f"Sequence parallelism is {'on' if can else 'off: this model, or --seq-len, does not allow it'}.")
+        return dataclasses.replace(options, **{"sequence_parallel": can})
+
     def _make_ready(self, model: nn.Module) -> None:
         """Cut, shard and checkpoint the model, and make its optimizer."""
-        options = self.options
+        self.options = options = self._with_sequences(model)
         options.check_model_loss(model, options.loss)
         counts = [(p.numel(), p.requires_grad) for p in model.parameters()]
         self.parameters, self.trained = sum(n for n, _ in counts), sum(n for n, trains in counts if trains)

@@ -348,6 +348,7 @@ class RunOptions:
 
         settings = {name: getattr(self, name) for name in self._of_job} | {"drop_output": True}
         settings["sync"] = self.sync if self.sync in SYNC else "last"
+        settings["sequence_parallel"] = bool(settings.get("sequence_parallel"))
         job = job_of(settings, **fields)
         return replace(job, step=replace(job.step, loss_fn=planned_loss if self.loss == "model" else None))
 
@@ -412,7 +413,13 @@ class PretrainOptions(RunOptions):
         choices=("host", "sharded"),
     )
     tp: int = job_option("tp")
-    sequence_parallel: bool = job_option("sequence_parallel", needs="--tp above 1")
+    sequence_parallel: bool | None = option(
+        None,
+        "norms and residuals are split along the sequence, over the ranks of --tp (default: where the model's plan and "
+        "--seq-len allow it)",
+        needs="--tp above 1",
+        action=argparse.BooleanOptionalAction,
+    )
     cp: int = job_option("cp")
     cp_method: str = job_option("cp_method", needs="--cp above 1")
     ep: int = job_option("ep")

@@ -216,6 +216,14 @@ def sequence_places(model: nn.Module, rules: Sequence[Rule], layers: Sequence[La
     )
 
 
+def cuts_sequences(model: nn.Module, ranks: int) -> bool:
+    """Return whether `model` allows sequence parallelism under its own plan, over so many `ranks`."""
+    try:
+        return bool(sequence_places(model, resolve_plan(model, None, ranks)).owners)
+    except ValueError:
+        return False
+
+
 def _inside(rules: Sequence[Rule], name: str) -> list[Rule]:
     return [rule for rule in rules if f"{rule.fqn}.".startswith(f"{name}.")]
 

@@ -17,7 +17,7 @@ from nemo_like._util.log import say_once
 from nemo_like._util.module_tree import check_model
 from nemo_like._util.progress import Say, silent
 from nemo_like.distributed.expert import find_experts
-from nemo_like.distributed.tensor.apply import sequence_places
+from nemo_like.distributed.tensor.apply import cuts_sequences
 from nemo_like.distributed.tensor.plan import resolve_plan
 from nemo_like.job import Job
 from nemo_like.layers import find_layers
@@ -296,7 +296,9 @@ def _room(model: nn.Module, question: Question) -> Room:
         experts=min(experts, default=0),
         tensor_sizes=tuple(size for size in sizes if _splits(model, size)),
         beside_experts=tuple(size for size in sizes if experts and _splits(model, size, apart)),
-        sequence_parallel=_cuts_sequences(model, [size for size in sizes if size > 1]),
+        sequence_parallel=next(
+            (cuts_sequences(model, size) for size in sizes if size > 1 and _splits(model, size)), False
+        ),
         heads=_heads(model),
         stages=question.gpus > host,
         pins=question.pins,
@@ -309,17 +311,6 @@ def _splits(model: nn.Module, size: int, whole: Collection[str] = ()) -> bool:
         return size == 1 or bool(resolve_plan(model, None, size, whole))
     except ValueError:
         return False
-
-
-def _cuts_sequences(model: nn.Module, sizes: Sequence[int]) -> bool:
-    """Return whether the plan of `tp` can cut sequences, at the first of `sizes` that it can have."""
-    for size in sizes:
-        if _splits(model, size):
-            try:
-                return bool(sequence_places(model, resolve_plan(model, None, size)).owners)
-            except ValueError:
-                return False
-    return False
 
 
 def _heads(model: nn.Module) -> int:
