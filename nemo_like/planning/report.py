@@ -126,6 +126,9 @@ class PlanReport:
     """Peak of `best` in bytes where every rank's experts get as many tokens; None: `best` is planned so."""
     padding: int = 0
     """Bytes of parameters, gradients and optimizer state on a rank that belong to no weight."""
+    checkpoint_bytes: int = 0
+    """CPU memory of a rank that a copy of its parameters and optimizer state takes, from which an asynchronous checkpoint is
+    written."""
     answer: str = ""
     """Result of ``"min"`` or ``"max"``, in a sentence."""
     pipeline: Mapping[str, Any] | None = None
@@ -282,7 +285,8 @@ class PlanReport:
         unit = self._unit()
         parts = sorted(row.plan.peak.items(), key=lambda item: -item[1])
         lines = [f"{unit.word(size):>12}  {name}" for name, size in parts if size]
-        return "\n".join([f"Peak of ac={row.ac!r}, {row.plan.peak_at}:", *lines])
+        copied = f"CPU memory of an asynchronous checkpoint: {write_bytes(self.checkpoint_bytes)} a rank."
+        return "\n".join([f"Peak of ac={row.ac!r}, {row.plan.peak_at}:", *lines, copied])
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report in JSON values: sizes in bytes, times in seconds, shares of one."""
@@ -301,6 +305,7 @@ class PlanReport:
             "unmet": list(self.unmet),
             "balanced_peak_bytes": self.balanced,
             "padding_bytes": self.padding,
+            "checkpoint_bytes": self.checkpoint_bytes,
             "tokens": self.tokens,
             "pipeline": None if self.pipeline is None else dict(self.pipeline),
             "rows": [self._row_dict(row) for row in self.rows],
@@ -392,6 +397,7 @@ def make_report(
         tokens,
         balanced,
         max(map(_padding, query.stages)),
+        max(sum(_stored(query.stages[stage]) for stage in query.of_rank(rank)) for rank in range(query.pp.size)),
         pipeline=pipeline if query.is_pipeline else None,
         outside=outside_of(query.job, query.device),
         is_default_limit=is_default,
@@ -431,6 +437,12 @@ def row_of(name: str, query: PlanQuery, choices: Choices, limit: int) -> ReportR
     bubble = timeline_of(query, choices).bubble if query.is_pipeline else None
     of_ranks = tuple(reserved) if query.is_pipeline else ()
     return ReportRow(name, plan, need, fits, choices, host, tuple(peaks), of_ranks, bubble)
+
+
+def _stored(stage: Stage) -> int:
+    """Return the bytes of parameters and optimizer state of a rank, wherever they are."""
+    of_gradients = sum(unit.host_grad for unit in stage.sharding.all)
+    return stage.sharding.params + stage.optimizer.state + stage.state_on_host - of_gradients
 
 
 def _padding(stage: Stage) -> int:

@@ -409,6 +409,9 @@ def test_padding_is_named_where_it_is_much_of_what_a_rank_holds(ranks: int) -> N
     parameters = report.rows[0].plan.peak["parameters"]
     assert report.padding == pytest.approx(4 * (parameters - exact), abs=4)  # with a gradient and AdamW's two states
     assert report.to_dict()["padding_bytes"] == report.padding
+    # Of each parameter four bytes, and twice as many of AdamW, with a counter of four for each.
+    assert report.to_dict()["checkpoint_bytes"] == report.checkpoint_bytes
+    assert report.checkpoint_bytes == 3 * parameters + 4 * len(list(Text().parameters()))
     least = min(row.plan.peak_bytes for row in report.rows)
     for size, said in ((least // 20, False), (least // 20 + 1, True)):
         text = replace(report, padding=size).text()
