@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 _FASTER = 2.0
-"""How much faster than the measuring machine the host of a GPU node is: assumed."""
+"""Times the host of a GPU node is faster than the measuring machine: assumed."""
 
 
 class HostSeconds(NamedTuple):

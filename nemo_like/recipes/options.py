@@ -301,7 +301,7 @@ class RunOptions:
 
     @property
     def accumulates(self) -> bool:
-        """Whether a step has several micro-batches, or may get them by ``--fit``."""
+        """Return whether a step has several micro-batches, or may get them by ``--fit``."""
         return self.grad_accum > 1 or "grad_accum" in self.free
 
     @property

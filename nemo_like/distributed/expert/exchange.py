@@ -32,7 +32,7 @@ def process_group(key: str) -> dist.ProcessGroup:
 
 
 class Members(NamedTuple):
-    """Which rows belong to which token, as `route` returns it: a row is of one token, a token has any number of rows.
+    """Rows and the tokens that they belong to, as `route` returns them: a row is of one token, a token has any number.
 
     int32, and nothing that could be computed, as each layer keeps it from forward to backward.
     """
@@ -88,10 +88,9 @@ def route(
     numbers = number.new_empty(sum(came), choices)
     dist.all_to_all_single(numbers, number, came, there, group=process_group(group))
     slot = torch.argsort(numbers.reshape(-1), stable=True)[: sum(rows)]
-    results = (
-        token, torch.argsort(token, stable=True), _starts(goes),
-        slot, torch.argsort(slot), _starts(numbers < here), of_experts.cumsum(0),
-    )  # fmt: skip
+    of_tokens = (token, torch.argsort(token, stable=True), _starts(goes))
+    of_slots = (slot, torch.argsort(slot), _starts(numbers < here))
+    results = (*of_tokens, *of_slots, of_experts.cumsum(0))
     return *(result.to(torch.int32) for result in results), table  # type: ignore[return-value]
 
 

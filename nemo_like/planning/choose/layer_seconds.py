@@ -136,7 +136,7 @@ class BlockSeconds:
     launched: int = 0
     """Operators of a forward that the host launches one by one, views included: none of a compiled layer."""
     products: int = 0
-    """Matrix products among `kernels`."""
+    """Matrix products among these."""
 
     @classmethod
     def of(cls, problem: BlockProblem, *, compiled: bool = False, fp8_flops: float = 0.0) -> BlockSeconds:
@@ -172,7 +172,7 @@ class BlockSeconds:
             ),
             times,
             0 if compiled else len(problem.trace.ops),
-            sum(bool(op.flops) and not facts(op.op).attention for op in records),
+            0 if compiled else sum(bool(op.flops) and not facts(op.op).attention for op in records),
         )
 
     def replay(self, choice: Choice, reachable: int) -> float:
