@@ -18,6 +18,7 @@ from nemo_like.activation_checkpointing.kv_sharing import has_kv_sharing, shares
 from nemo_like.activation_checkpointing.policy import DecisionTable, FullPolicy, Policy
 from nemo_like.activation_checkpointing.spec import KeepRouting
 from nemo_like.distributed.context import cut_for_planning
+from nemo_like.distributed.documents import keep_documents_apart
 from nemo_like.distributed.expert import Experts
 from nemo_like.distributed.expert.find_experts import refuse_lists
 from nemo_like.distributed.expert.split_experts import has_experts
@@ -110,6 +111,8 @@ class TracedPart:
         self.is_stage = hasattr(model, STAGE_MARK)
         refuse_four_bits(model)
         self.whole = self.model = model_copy(model)
+        if not self.is_stage:
+            keep_documents_apart(self.model)
         check_float8_plan(job, self.device)
         convert(find.find_layers(self.model, job.layers), job, self.device)
         self.experts: tuple[Experts, ...] = ()
