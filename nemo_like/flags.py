@@ -132,7 +132,7 @@ FLAGS: dict[str, Flag] = {
         Flag("optimizer", "step.optimizer", StepSpec.optimizer, choices=OPTIMIZERS),
         Flag("grad_accum", "step.microbatches", 1, int, least=1, on="plan pins"),
         Flag("loss", "loss", "model", choices=LOSSES, on="plan pins"),
-        Flag("sync", "step.sync", StepSpec.sync, choices=("every", "last"), on="plan fit"),
+        Flag("sync", "step.sync", StepSpec.sync, choices=("every", "last"), on="plan pins"),
         Flag(
             "drop_output",
             "step.keeps_output",

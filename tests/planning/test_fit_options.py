@@ -243,7 +243,7 @@ def test_gradients_of_several_microbatches_are_copied_and_summed_up_on_the_host(
     """By hand: head and embedding, which nothing hides."""
     device = replace(resolve_device("h100-80gb"), host_link=1e6, host_bandwidth=2e6)
     asked = _SMALL | {"gpu": device, "ac": "full", "offload": "none", "reshard_after_forward": True}
-    once, thrice = (fit(Text(2), grad_accum=n, cpu_offload=True, **asked).best for n in (1, 3))
+    once, thrice = (fit(Text(2), grad_accum=n, cpu_offload=True, sync="every", **asked).best for n in (1, 3))
     rows = {row.what: row.amount for row in thrice.account.seconds}
     parameters = sum(p.numel() * 4 for p in Text(2).parameters()) // 2
     around = sum(p.numel() * 4 for name, p in Text(2).named_parameters() if not name.startswith("layers.")) // 2
@@ -261,6 +261,16 @@ def test_gradients_of_several_microbatches_are_copied_and_summed_up_on_the_host(
     assert once.seconds.parts["optimizer"] == thrice.seconds.parts["optimizer"] == pytest.approx(20 * parameters / 2e6)
     last = fit(Text(2), grad_accum=3, cpu_offload=True, step=StepSpec(sync="last"), **asked).best
     assert "gradient sums on the host" not in last.seconds.parts
+
+
+def test_gradients_are_reduced_once_where_whole_ones_fit():
+    device = replace(resolve_device("h100-80gb"), nvlink=1e6)  # slower than the host
+    asked = _SMALL | {"gpu": device, "ac": "full", "offload": "none", "cpu_offload": False, "grad_accum": 3}
+    once = fit(Text(2), **asked).best
+    each = fit(Text(2), sync="every", **asked).best
+    assert (once.job.step.sync, each.job.step.sync) == ("last", "every")
+    assert once.peak_bytes > each.peak_bytes and once.step_seconds < each.step_seconds
+    assert once.kwargs()["step"].sync == "last"
 
 
 def test_a_model_whose_state_no_gpu_can_hold_fits_with_as_many_bytes_as_its_plan_says():

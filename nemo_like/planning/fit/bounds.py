@@ -157,7 +157,8 @@ class WholeBounds:
                 experts = replace(experts, gathered=gathered, reduce_input=reduced)
             runs.append(replace(run, block=block, unit=unit, experts=experts))
         head = self.head_seconds(key.micro_batch * self.question.seq_len / key.cp)
-        return loop_seconds(runs, [], Links.of(conf.job, device), conf.job.step, outer=head, optimizer=0.0).total
+        step = replace(conf.job.step, sync="last")  # which reduces least
+        return loop_seconds(runs, [], Links.of(conf.job, device), step, outer=head, optimizer=0.0).total
 
     def head_seconds(self, tokens: float) -> float:
         """Return the least seconds of the head's products with so many tokens: with its weights, and with what trains."""

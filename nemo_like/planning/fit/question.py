@@ -36,6 +36,7 @@ from nemo_like.options import (
     parse_ac,
 )
 from nemo_like.options.parallel import check_imbalance
+from nemo_like.options.step import SYNC
 from nemo_like.planning.answers.outside_allocator import default_limit
 from nemo_like.planning.devices import Device, device_of
 from nemo_like.planning.fit.layouts import Configuration
@@ -49,6 +50,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "offload": ("none", "boundary"),
     "schedule": SCHEDULES,
     "cp_method": CONTEXT_METHODS,
+    "sync": SYNC,
 }
 _FLAGS = ("reshard_after_forward", "cpu_offload", "sequence_parallel", "loss_parallel")
 PINS = (*AXES, *_WORDS, *_FLAGS)
@@ -75,6 +77,7 @@ class FitKeywords(TypedDict, total=False):
     offload: Word | OffloadConfig
     schedule: Word
     cp_method: Word
+    sync: Word
     sequence_parallel: Switch
     loss_parallel: Switch
     reshard_after_forward: Switch
@@ -316,6 +319,8 @@ def _pinned_by(job: Job) -> dict[str, Any]:
         pins["loss"] = "model" if job.loss is None else "chunked"
     if "offload" in fields:
         pins["offload"] = job.offload.mode
+    if "step" in fields and set(job.step.changed) != {"optimizer"}:
+        pins["sync"] = job.step.sync
     return pins
 
 

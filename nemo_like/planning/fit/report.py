@@ -329,6 +329,8 @@ def recipe(report: FitReport, candidate: Candidate) -> str:
     }
     axes = {"--dp-replicate": conf.dp_replicate, "--tp": conf.tp, "--cp": conf.cp, "--ep": conf.ep, "--pp": conf.pp}
     flags |= {name: size for name, size in axes.items() if size > 1}
+    if conf.pp == 1 and conf.grad_accum > 1:
+        flags["--sync"] = job.step.sync
     if conf.pp > 1:
         flags["--pp-schedule"] = conf.schedule or PipelineParallel.schedule
         if conf.stages_per_rank != job.pp.facts.default_per_rank:
@@ -346,7 +348,8 @@ def recipe(report: FitReport, candidate: Candidate) -> str:
     if conf.reshard is not None:
         flags["--reshard-after-forward"] = "yes" if conf.reshard else "no"
     options = [f"{name} {value}" for name, value in flags.items()] + ["--cpu-offload"] * conf.cpu_offload
-    options += ["--sequence-parallel"] * job.tp.sequence_parallel
+    if conf.tp > 1:
+        options.append("--sequence-parallel" if job.tp.sequence_parallel else "--no-sequence-parallel")
     hosts = -(-conf.gpus // report.question.device.gpus_per_host)
     start = f"torchrun --nnodes {hosts} --nproc-per-node {min(conf.gpus, report.question.device.gpus_per_host)} -m "
     begin = "python -m " if conf.gpus == 1 else start

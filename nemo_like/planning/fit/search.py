@@ -24,6 +24,7 @@ from typing import Any
 from nemo_like._util.progress import Say, silent
 from nemo_like._util.table import three_digits
 from nemo_like.options import MemoryBudget
+from nemo_like.options.step import SYNC
 from nemo_like.planning.answers.outside_allocator import outside_of
 from nemo_like.planning.answers.seconds import StepSeconds
 from nemo_like.planning.answers.verdict import ALLOCATED, Need, plan_within
@@ -362,11 +363,17 @@ class Search:
         elif True in states and self._overfills_host(shape, conf):
             states = tuple(state for state in states if not state)
         losses = tuple(loss for loss in losses if loss != "chunked" or shape.can_chunk)
-        for state, loss, reshard, offload, mode in itertools.product(states, losses, reshards, offloads, modes):
+        step = conf.job.step
+        syncs = pins.get("sync", SYNC) if sharded and step.microbatches > 1 else (step.sync,)
+        for state, loss, reshard, offload, mode, sync in itertools.product(
+            states, losses, reshards, offloads, modes, syncs
+        ):
             if offload == "none" or mode != "none":  # else there is no region whose inputs could wait elsewhere
                 ac = MemoryBudget(peak_bytes=self.question.limit_of(conf.job)) if mode == "plan" else mode
                 try:
-                    way = conf.change(**self._with_details(ac=ac, loss=loss, offload=offload))
+                    way = conf.change(
+                        **self._with_details(ac=ac, loss=loss, offload=offload), step=replace(step, sync=sync)
+                    )
                     way = way.with_strategy(reshard_after_forward=reshard, cpu_offload=state)
                 except ValueError as error:  # of `nemo_like.job.RULES`
                     self.found.rejected[str(error)] += 1

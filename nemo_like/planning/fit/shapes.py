@@ -264,6 +264,7 @@ def _bytes_of(conf: Configuration) -> tuple[Any, ...]:
         *way,
         job.step.optimizer,
         job.step.keeps_output,
+        job.step.sync,
         job.allocator,
         mode,
     )
