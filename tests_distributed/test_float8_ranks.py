@@ -62,9 +62,12 @@ def _experts(rank: int, world_size: int) -> list[Found]:
 
 @pytest.mark.few(1)
 def test_split_experts() -> None:
-    one, *split = run_ranks(2, _experts, timeout=150)[0]
-    for other in split:
-        assert other[0] == one[0] and all(torch.equal(other[1][name], grad) for name, grad in one[1].items())
+    one, split, full = run_ranks(2, _experts, timeout=150)[0]
+    assert full[0] == split[0] and all(torch.equal(full[1][name], grad) for name, grad in split[1].items())
+    # Results of a token's experts are added rank by rank: in another order than in one process, before they are rounded.
+    assert split[0] == pytest.approx(one[0], rel=1e-5)
+    for name, grad in one[1].items():
+        assert (split[1][name] - grad).norm() <= 0.05 * grad.norm(), name  # three bits of mantissa
 
 
 BUDGET = "3000KiB"

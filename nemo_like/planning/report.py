@@ -285,7 +285,7 @@ class PlanReport:
         unit = self._unit()
         parts = sorted(row.plan.peak.items(), key=lambda item: -item[1])
         lines = [f"{unit.word(size):>12}  {name}" for name, size in parts if size]
-        copied = f"CPU memory of an asynchronous checkpoint: {write_bytes(self.checkpoint_bytes)} a rank."
+        copied = f"CPU memory of an asynchronous checkpoint: {unit.word(self.checkpoint_bytes)} a rank."
         return "\n".join([f"Peak of ac={row.ac!r}, {row.plan.peak_at}:", *lines, copied])
 
     def to_dict(self) -> dict[str, Any]:
