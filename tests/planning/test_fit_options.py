@@ -270,7 +270,7 @@ def test_gradients_are_reduced_once_where_whole_ones_fit():
     each = fit(Text(2), sync="every", **asked).best
     assert (once.job.step.sync, each.job.step.sync) == ("last", "every")
     assert once.peak_bytes > each.peak_bytes and once.step_seconds < each.step_seconds
-    assert once.kwargs()["step"].sync == "last"
+    assert once.to_dict()["sync"] == "last" and "step" not in once.kwargs()  # it is the loop that does it
 
 
 def test_a_model_whose_state_no_gpu_can_hold_fits_with_as_many_bytes_as_its_plan_says():

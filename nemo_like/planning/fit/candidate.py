@@ -8,7 +8,7 @@ from typing import Any
 from nemo_like._util.tensors import tensors_in
 from nemo_like.activation_checkpointing.plan import Plan
 from nemo_like.job import Job
-from nemo_like.options import PlanSearch, Precision, dtype_word
+from nemo_like.options import PlanSearch, Precision, StepSpec, dtype_word
 from nemo_like.planning.answers.outside_allocator import Outside
 from nemo_like.planning.answers.seconds import StepSeconds
 from nemo_like.planning.answers.verdict import Need
@@ -99,7 +99,9 @@ class Candidate:
 
     def _runnable(self, plan: Plan | None) -> Job:
         """Return the job without what the launcher sets; with `plan`, if given, else with the tokens planned for."""
-        job = replace(self.job, step=replace(self.job.step, microbatches=1), search=PlanSearch(), world_size=None)
+        # The loop accumulates, not `parallelize`: which of one micro-batch reduce is no question.
+        step = replace(self.job.step, microbatches=1, sync=StepSpec.sync)
+        job = replace(self.job, step=step, search=PlanSearch(), world_size=None)
         if self.plan is None and (tokens := most_elements(tensors_in(self.sample))):
             job = replace(job, planned_tokens=tokens)  # a plan knows them itself
         return job if plan is None else replace(job, ac=plan)
@@ -116,6 +118,7 @@ class Candidate:
             "cpu_offload": self.conf.cpu_offload,
             "precision": precision_word(job.precision),
             "optimizer": job.step.optimizer,
+            "sync": job.step.sync,
             "peak_bytes": self.peak_bytes,
             "peak_at": self.peak.at,
             "reserved_bytes": self.reserved,
