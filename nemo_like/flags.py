@@ -41,6 +41,7 @@ from nemo_like.options import (
     parse_dtype,
     parse_strategy,
 )
+from nemo_like.options.step import SYNC
 
 if TYPE_CHECKING:  # torch comes with it, and the help of a flag needs neither
     from nemo_like.job import Job
@@ -132,7 +133,7 @@ FLAGS: dict[str, Flag] = {
         Flag("optimizer", "step.optimizer", StepSpec.optimizer, choices=OPTIMIZERS),
         Flag("grad_accum", "step.microbatches", 1, int, least=1, on="plan pins"),
         Flag("loss", "loss", "model", choices=LOSSES, on="plan pins"),
-        Flag("sync", "step.sync", StepSpec.sync, choices=("every", "last"), on="plan pins"),
+        Flag("sync", "step.sync", StepSpec.sync, choices=SYNC, on="plan pins"),
         Flag(
             "drop_output",
             "step.keeps_output",

@@ -213,8 +213,8 @@ class Exchange:
         there, here = Members(token, order, starts), Members(slot, order_here, starts_here, chosen.shape[-1])
         came = exchange_rows(_Spread.apply(rows, there), sent, received, self.group)
         if weights is not None:
-            weights = weights.to(rows.dtype).index_select(0, token)
-            weights = exchange_rows(weights, sent, received, self.group).view(-1).index_select(0, slot)
+            weights = exchange_rows(_Spread.apply(weights.to(rows.dtype), there), sent, received, self.group)
+            weights = weights.view(-1).index_select(0, slot)
         return _Spread.apply(came, here), Sent(counts, ends, weights, here, there, (sent, received))
 
     def bring_back(self, results: Tensor, sent: Sent) -> Tensor:

@@ -87,10 +87,9 @@ class Run:
         both = all(isinstance(value, int | float) and not isinstance(value, bool) for value in (predicted, measured))
         if ratio is None and both and predicted:
             ratio = measured / predicted
-        now = time.monotonic()
-        values = (f"{self.check.number} {self.check.name}", mode, predicted, measured, ratio)
-        row = dict(zip(COLUMNS, (*values, verdict or ("ok" if ok else "off"), round(now - self._since, 1), more)))
-        self._since = now
+        verdict = verdict or ("ok" if ok else "off")
+        row = _row(self.check, self._since, verdict, mode, predicted, measured, ratio, more)
+        self._since = time.monotonic()
         with self._rows.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row, default=str) + "\n")
 
@@ -108,6 +107,22 @@ class Run:
             # Frames would keep the tensors of a mode that ran out of memory.
             traceback.clear_frames(error.__traceback__)
             self.row(mode, verdict=f"failed: {_last_line(error)}")
+
+
+def _row(
+    check: Check,
+    since: float,
+    verdict: str,
+    mode: str = "",
+    predicted: Any = None,
+    measured: Any = None,
+    ratio: float | None = None,
+    more: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return a row as it is written; `since`: when what it is about began."""
+    seconds = round(time.monotonic() - since, 1)
+    name = f"{check.number} {check.name}"
+    return dict(zip(COLUMNS, (name, mode, predicted, measured, ratio, verdict, seconds, more or {})))
 
 
 def _last_line(error: BaseException) -> str:
@@ -159,27 +174,15 @@ class _Started:
             late = f"over its {budget} s"
             self.process.kill()
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(
-                self.process.pid, signal.SIGKILL
-            )  # workers of compilers; its number is not given away before `join`
+            # Workers of compilers; its number is not given away before `join`.
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.join()
         lines = self.rows.read_text(encoding="utf-8").splitlines() if self.rows.exists() else []
         rows = [json.loads(line) for line in lines if line.endswith("}")]
         code = self.process.exitcode
         if code and code != MISSING and not any(row["mode"] == "" for row in rows):
-            name = f"{self.check.number} {self.check.name}"
             why = late or (f"signal {-code}" if code < 0 else f"exit code {code}")
-            values: tuple[Any, ...] = (
-                name,
-                "",
-                None,
-                None,
-                None,
-                f"failed: {why}",
-                round(time.monotonic() - self.since, 1),
-                {},
-            )
-            rows.append(dict(zip(COLUMNS, values)))
+            rows.append(_row(self.check, self.since, f"failed: {why}"))
         return rows
 
 

@@ -11,16 +11,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from nemo_like import Job, predict
 from nemo_like._util.module_tree import bare_name
-from nemo_like.activation_checkpointing.ops import default_save_ops
+from nemo_like.activation_checkpointing.policy import SelectivePolicy
 from nemo_like.bench.measured_step import compare_gradients, gradients_of, step_loss, take_turns, zero_gradients
 from nemo_like.bench.modes import Mode, our_modes, peer_modes
 from nemo_like.layers import find_layers
 from nemo_like.offload import offloader_of
 from nemo_like.options import OffloadConfig
+from tests.tools.benchmarks.overhead import parity_contexts
 from tests.tools.gpu.driver import Run
 from tests.tools.gpu.machine import COPIES, KERNELS, Machine, common, covered
 from tests.tools.gpu.torch_2_11 import NO_POLICIES, OLDER
@@ -52,20 +53,7 @@ def _modes() -> dict[str, Mode]:
 
 def _torch_selective(model: nn.Module, sample: object) -> None:
     """Keep what ``ac="selective"`` keeps, every second matmul left out, by torch's own contexts."""
-    saved, matmuls = default_save_ops(), {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
-
-    def contexts() -> Any:
-        counts = {False: 0, True: 0}
-
-        def policy(context: Any, op: Any, *args: object, **kwargs: object) -> CheckpointPolicy:
-            kept = op in saved or getattr(op, "overloadpacket", None) in saved
-            if op in matmuls:
-                counts[context.is_recompute] += 1
-                kept = counts[context.is_recompute] % 2 == 1
-            return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-        return create_selective_checkpoint_contexts(policy)
-
+    contexts = functools.partial(parity_contexts, SelectivePolicy())
     for layer in find_layers(model):
         run = functools.partial(checkpoint, layer.module.forward, use_reentrant=False, context_fn=contexts)
         layer.module.forward = run
