@@ -10,6 +10,7 @@ its options are, it imports without torch, and all else inside of ``run``.
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import sys
 from collections.abc import Sequence
@@ -25,6 +26,8 @@ from nemo_like.commands.settings_options import take_settings
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0 done, 2 bad input (one line states what), 130 interrupted."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    # Imports and traces make millions of objects that stay: to look through them again and again takes seconds.
+    gc.set_threshold(100_000, 50, 100)
     command = next((word for word in argv if not word.startswith("-")), None)
     program = f"nemo-like {command}" if command in COMMANDS else "nemo-like"
     if "" not in sys.path and not sys.flags.safe_path:
@@ -43,6 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, TypeError, ImportError, OSError, NotImplementedError) as error:
         print(f"{program}: {in_options(str(error))}", file=sys.stderr)
         return 2
+    finally:
+        gc.freeze()  # Python's last collection would take two seconds
 
 
 def make_parser(command: str | None = None, argv: Sequence[str] = ()) -> argparse.ArgumentParser:

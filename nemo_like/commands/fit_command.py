@@ -38,15 +38,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--optimizer",
         type=_words,
-        help=f"{' | '.join(OPTIMIZERS)} (default: {StepSpec.optimizer}); adamw,adamw-8bit: either",
+        help=f"{' | '.join(OPTIMIZERS)} (default: adamw-fused on CUDA); adamw,adamw-8bit: either",
     )
     add(
         "--compile",
         type=_words,
-        help=f"what compiles each layer: none | {' | '.join(COMPILE_BACKENDS)} (default: none)",
+        help=f"what compiles each layer: none | {' | '.join(COMPILE_BACKENDS)} (default: none,inductor on CUDA)",
     )
     add("--minutes", type=float, help="end the search after so many, with the best so far (default: when it is known)")
-    add("--count", type=int, default=10, help="configurations to print (default: %(default)s)")
+    add("--count", type=int, default=8, help="configurations to print (default: %(default)s)")
     add_pins(parser, _PINS)
     for name, meaning in (
         ("dp_shard", "ranks that parameters are sharded over"),
@@ -162,7 +162,8 @@ def _fields(args: argparse.Namespace) -> dict[str, Any]:
         reduced = parse_dtype("--reduce-dtype", args.reduce_dtype)
         precisions = [replace(Precision.of(word), reduce_dtype=reduced) for word in precisions]
     return {
-        **{name: getattr(job, name) for name in ("gpu", "allocator", "search", "step", "strategy")},
+        **{name: getattr(job, name) for name in ("gpu", "allocator", "search", "strategy")},
+        **({} if job.step == StepSpec() else {"step": job.step}),
         "balance": balance_of(args.balance),
         "imbalance": args.imbalance,
         "precision": precisions,

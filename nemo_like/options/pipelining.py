@@ -169,7 +169,7 @@ def _all(ranks: int, microbatches: int, per_rank: int) -> float:
 
 
 def _one_a_rank(ranks: int, microbatches: int, per_rank: int) -> float:
-    return min(microbatches, ranks) / per_rank
+    return min(microbatches, ranks)
 
 
 def _interleaved(ranks: int, microbatches: int, per_rank: int) -> float:
@@ -192,11 +192,8 @@ class Schedule:
     check: Callable[[int, int], str | None] = _no_check
     """(ranks, micro-batches): why it cannot run so many, and the way out; None: it can."""
     in_flight: Callable[[int, int, int], float] = _one_a_rank
-    """(ranks, micro-batches, stages per rank): at least so many micro-batches the first rank has gone forward with and not
+    """(ranks, micro-batches, stages per rank): with about so many micro-batches the first rank has gone forward and not
     back, in shares of its layers."""
-    fill: float = 0.0
-    """At least this share of a forward and backward through one stage of each other rank is waited for at the ends of a
-    step."""
     repeats_after: Callable[[int], int] | None = None
     """(ranks): the micro-batch from which on memory repeats itself; None: not known."""
     frees_sent: bool = False
@@ -218,13 +215,12 @@ class Schedule:
 SCHEDULE_OBJECTS: dict[str, Schedule] = {
     schedule.name: schedule
     for schedule in (
-        Schedule("gpipe", "ScheduleGPipe", (1,), in_flight=_all, fill=1.0),
+        Schedule("gpipe", "ScheduleGPipe", (1,), in_flight=_all),
         Schedule(
             "1f1b",
             "Schedule1F1B",
             (1,),
             check=_one_for_each_rank,
-            fill=1.0,
             frees_sent=True,
             is_searched=True,
             repeats_after=lambda ranks: 2 * ranks + 2,
@@ -234,10 +230,15 @@ SCHEDULE_OBJECTS: dict[str, Schedule] = {
             "ScheduleInterleaved1F1B",
             check=_equal_rounds,
             in_flight=_interleaved,
-            fill=1.0,
             is_searched=True,
         ),
-        Schedule("interleaved_zero_bubble", "ScheduleInterleavedZeroBubble", check=_equal_rounds, splits_backward=True),
+        Schedule(
+            "interleaved_zero_bubble",
+            "ScheduleInterleavedZeroBubble",
+            check=_equal_rounds,
+            in_flight=_interleaved,
+            splits_backward=True,
+        ),
         Schedule("zbv", "ScheduleZBVZeroBubble", (2,), v_shaped=True, splits_backward=True, is_searched=True),
         Schedule(
             "dualpipev",

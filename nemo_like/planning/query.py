@@ -204,8 +204,11 @@ class Stage:
 
     @property
     def stack(self) -> Stack:
-        """Stack of layers that may make the same choices (of one kind, and all in scope or none), and their best mixes."""
-        return self.part.stack(skip=self.skip, host=self.host)
+        """Stack of layers that may make the same choices (of one kind, and all in scope or none), and their best mixes.
+
+        Ranks of a pipeline each have a plan of their own, of a dozen choices.
+        """
+        return self.part.stack(skip=self.skip, host=self.host, coarse=self.part.is_stage)
 
     @cached_property
     def casts(self) -> bool:

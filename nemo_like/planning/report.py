@@ -22,7 +22,7 @@ from nemo_like.activation_checkpointing.plan import BudgetError, Plan
 from nemo_like.job import Job
 from nemo_like.options import MemoryBudget, PlanSearch, StepSpec
 from nemo_like.planning.answers.outside_allocator import Outside, default_limit, outside_of
-from nemo_like.planning.answers.rank import peak_of, peaks_of
+from nemo_like.planning.answers.rank import peaks_of
 from nemo_like.planning.answers.seconds import timeline_of
 from nemo_like.planning.answers.verdict import Need, most_allocated, need_of, plan_within, reserved_within
 from nemo_like.planning.answers.within import choose
@@ -407,7 +407,7 @@ def make_report(
 def fastest_within(query: PlanQuery, limit: int) -> ReportRow | None:
     """Return no checkpointing if that fits in `limit` bytes, else the fastest plan that does, as a row; None: none does."""
     choices = query.uniform("none")
-    if peak_of(query, choices).total <= most_allocated(query, limit):
+    if max(peak.total for peak in peaks_of(query, choices)) <= most_allocated(query, limit):
         none = row_of("none", query, choices, limit)
         if none.fits:
             return none
@@ -415,14 +415,7 @@ def fastest_within(query: PlanQuery, limit: int) -> ReportRow | None:
 
 
 def _planned_within(query: PlanQuery, limit: int) -> ReportRow | None:
-    def within(budget: int) -> tuple[Choices, Peak] | None:
-        try:
-            choices, _ = choose(query, MemoryBudget(peak_bytes=budget), write_bytes(budget))
-        except BudgetError:
-            return None
-        return choices, peak_of(query, choices)
-
-    planned = plan_within(query, limit, within)
+    planned = plan_within(query, limit)
     return None if planned is None else row_of(planned[3], query, planned[0], limit)
 
 

@@ -1,34 +1,33 @@
-"""What `nemo_like.planning.fit` has to find, by looking at every configuration."""
+"""What `nemo_like.planning.fit` has to find, by planning every layout in every way."""
 
 from __future__ import annotations
 
-import itertools
-from typing import Any
-
-from nemo_like.planning.fit.search import Found, Search, StateOnHost
-
-
-def search_of_all(search: Search, count: int = 10) -> Found:
-    """The `count` best that fit."""
-    everything: list[tuple[Any, ...]] = []
-    for key in search.by_shape:
-        shape = search._traced(key)
-        entries = [entry for _, entry in search._entries(key)]
-        there = [search._ways(shape, item.conf, (True,)) for item in entries if isinstance(item, StateOnHost)]
-        entries += [entry for _, entry in itertools.chain(*there)]
-        for conf, _ in (entry for entry in entries if isinstance(entry, tuple)):
-            assert not isinstance(shape, str)
-            resolved = search._resolve(shape, conf)
-            if resolved is not None:
-                per_token = search.question.per_token(resolved.seconds.total, conf)
-                everything.append((per_token, len(everything), shape, conf, resolved))
-    everything.sort(key=lambda entry: entry[:2])
-    search.found.best = [search.candidate(*entry[2:]) for entry in everything[:count]]
-    search.found.nearest = None if search.found.best else search._nearest()
-    return search.found
+from nemo_like.planning.fit.candidate import host_bytes_of
+from nemo_like.planning.fit.formula import BY_SPEED
+from nemo_like.planning.fit.search import Entry, Ranking, Row, Search
 
 
-def with_shapes_of(search: Search, other: Search) -> Search:
-    """`search`, to which the shapes that it asks for are given as `other` of the same question traced them."""
-    search.trace = other._traced
-    return search
+def search_of_all(search: Search) -> list[Row]:
+    """All that fit, fastest first."""
+    rows = [row for ranking in search.rankings for entry in _open(ranking) for row in _rows(search, entry)]
+    return sorted(rows, key=lambda row: row.per_token)
+
+
+def _open(ranking: Ranking) -> list[Entry]:
+    every = ((i, j) for i in range(len(ranking.layouts)) for j in range(len(ranking.ways)) if ranking.open[i, j])
+    return [Entry(ranking, *each) for each in every]
+
+
+def _rows(search: Search, entry: Entry) -> list[Row]:
+    question, way = entry.ranking.question, entry.ranking.ways[entry.way]
+    rows, modes = [], [mode for mode in BY_SPEED if mode != "none" or way.offload == "none"]
+    for mode in modes:
+        try:
+            row = search.under(entry, mode)
+        except ValueError:
+            return []
+        if row.need.bytes <= question.limit_of(row.query.job):
+            rows.append(row)
+    planned = search.planned(rows[-1]) if rows and "plan" in entry.ranking.modes else None
+    rows = [row for row in rows if row.layout.ac in entry.ranking.modes] + ([planned] if planned is not None else [])
+    return [row for row in rows if host_bytes_of(row.query, row.choices) <= question.host_memory]

@@ -92,7 +92,7 @@ def test_seconds_of_replicas_are_not_those_of_a_pipelines_replicas():
     sizes = {"gpus": 16, "gpu": "h100-80gb", "dp_replicate": [2, 4], "micro_batch": [1, 64], "pp": [1, 2]}
     pins = {"tp": 1, "cp": 1, "schedule": "1f1b", "ac": "none", "loss": "model", "offload": "none"}
     report = fit("llama-tiny", seq_len=64, **sizes, **pins)
-    assert {(c.conf.dp_replicate, c.conf.pp) for c in report.candidates} >= {(4, 1), (2, 2)}
+    assert {(c.layout.dp_replicate, c.layout.pp) for c in report.candidates} >= {(4, 1), (2, 2)}
     for candidate in report.candidates:
         _check(candidate)
 
@@ -173,7 +173,7 @@ def test_growing_segments_are_named_for_a_pipeline_where_its_ranks_reserve_less_
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config).train()
     asked = _TWO_STAGES | _AXES | {"gpu": "h100-80gb", "seq_len": 1500, "micro_batch": 2, "global_batch": 8}
-    report = fit(model, memory="875MiB", **asked)
+    report = fit(model, memory="875MiB", optimizer="adamw", **asked)
     ids = torch.zeros(2, 1500, dtype=torch.long)
     query = PlanQuery.of(
         model,

@@ -386,8 +386,8 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "planning/fit/search.py",
-        "if least > shape.most_allocated(way):",
-        "if least < shape.most_allocated(way):",
+        "fits = sizes[..., number] <= limit",
+        "fits = sizes[..., number] >= limit",
         "tests/planning/test_pipeline_plans.py tests/planning/test_fit.py",
     ),
     Fault(
@@ -445,10 +445,10 @@ FAULTS: tuple[Fault, ...] = (
         "tests/planning/test_outside_layers.py",
     ),
     Fault(
-        "planning/fit/shapes.py",
-        "conf.shard_ranks,\n        conf.dp_replicate,\n        conf.pp,\n",
-        "conf.shard_ranks,\n        1,\n        1,\n",
-        "tests/planning/test_fit.py",
+        "planning/fit/formula.py",
+        "split.append(not reads if product else reads)",
+        "split.append(product or reads)",
+        "tests/planning/test_formula.py",
     ),
     Fault(
         "integrations/activation_offloading.py",
@@ -721,16 +721,16 @@ FAULTS: tuple[Fault, ...] = (
         "tests/offload/test_layers.py",
     ),
     Fault(
-        "planning/fit/bounds.py",
-        "fill = one * (pp - 1) / pp * even * facts.fill",
-        "fill = one * (pp + 1) * even * facts.fill",
-        "tests/planning/test_pipeline_plans.py tests/planning/test_fit.py",
+        "planning/fit/formula.py",
+        "return (pp - 1) / per_rank",
+        "return (pp + 1) / per_rank",
+        "tests/planning/test_formula.py",
     ),
     Fault(
-        "planning/fit/bounds.py",
-        "computed + int(min(1.0, rows, tokens) * computed)",
-        "computed + int(max(1.0, rows, tokens) * computed)",
-        "tests/planning/test_fit.py",
+        "planning/fit/formula.py",
+        "saved = saved - moved * x.moves * x.regions",
+        "saved = saved + moved * x.moves * x.regions",
+        "tests/planning/test_formula.py",
     ),
     Fault(
         "planning/fit/layouts.py",
@@ -746,20 +746,20 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "planning/fit/advice.py",
-        "grad_accum=conf.grad_accum * (conf.micro_batch // rows))",
-        "grad_accum=conf.grad_accum)",
+        "while rows and needs(base, rows) > limit:",
+        "while rows and needs(base, rows) < limit:",
         "tests/planning/test_fit_report.py tests/planning/test_fit.py",
     ),
     Fault(
-        "planning/fit/accounts.py",
+        "planning/account.py",
         "return sum(other not in indices for _, other in edges)",
         "return len(edges)",
         "tests/planning/test_fit_report.py",
     ),
     Fault(
         "planning/fit/search.py",
-        "key=lambda candidate: -candidate.tokens_per_second_per_gpu",
-        "key=lambda candidate: candidate.tokens_per_second_per_gpu",
+        "self.rows.sort(key=lambda row: row.per_token)",
+        "self.rows.sort(key=lambda row: -row.per_token)",
         "tests/planning/test_fit.py",
     ),
 )

@@ -96,8 +96,10 @@ def reserved_on(
     return replay(StepLogs(query, rank, choices), query.device, query.job.allocator, memory)
 
 
-def fullest_ranks(query: PlanQuery, choices: Sequence[Sequence[Choice]]) -> list[int]:
-    """Return the ranks of which one reserves most; arguments as for `StepLogs`.
+def fullest_ranks(
+    query: PlanQuery, choices: Sequence[Sequence[Choice]], peaks: Mapping[int, int] | None = None
+) -> list[int]:
+    """Return the ranks of which one reserves most; arguments as for `StepLogs`. `peaks`: of ranks, where they are known.
 
     Ranks that run the same layers in the same way differ in how many micro-batches are in flight. Of them, the one with the
     highest peak is returned.
@@ -106,10 +108,14 @@ def fullest_ranks(query: PlanQuery, choices: Sequence[Sequence[Choice]]) -> list
     for rank in range(query.pp.size):
         runs = tuple((query.stages[index].part, tuple(choices[index])) for index in query.of_rank(rank))
         alike.setdefault(runs, []).append(rank)
-    return [
-        ranks[0] if len(ranks) == 1 else max(ranks, key=lambda rank: rank_peak(query, rank, choices).total)
-        for ranks in alike.values()
-    ]
+    known = dict(peaks or {})
+
+    def peak(rank: int) -> int:
+        if rank not in known:
+            known[rank] = rank_peak(query, rank, choices).total
+        return known[rank]
+
+    return [ranks[0] if len(ranks) == 1 else max(ranks, key=peak) for ranks in alike.values()]
 
 
 class _Replayed:
@@ -125,7 +131,7 @@ class _Replayed:
         self._live: dict[int, MemoryBlock] = {}
         self._sizes: dict[int, int] = {}
         self._tensors = self._now = self.given_back = 0
-        self._workspaces = _workspaces(capability)
+        self._workspaces = workspaces_of(capability)
         for size in self._workspaces:
             self.allocator.allocate(size)
 
@@ -160,7 +166,7 @@ class _Replayed:
         )
 
 
-def _workspaces(capability: tuple[int, int] | None) -> tuple[int, int]:
+def workspaces_of(capability: tuple[int, int] | None) -> tuple[int, int]:
     """Return the bytes that cuBLAS takes: one workspace for each thread that multiplies, forward's and autograd's.
 
     ``parseChosenWorkspaceSize`` of ``aten/src/ATen/cuda/CublasHandlePool.cpp``: 32 MiB on compute capability 9.0, else

@@ -21,7 +21,6 @@ from nemo_like.planning.choose.layer import Choice
 from nemo_like.planning.choose.layer_seconds import LayerRun
 from nemo_like.planning.devices import Device
 from nemo_like.planning.host_time import host_seconds
-from nemo_like.planning.model.traced import TracedPart
 from nemo_like.planning.program.timeline import StageSeconds, Timeline, action_seconds, timeline
 from nemo_like.planning.query import Choices, PlanQuery, Stage
 from nemo_like.planning.roofline import RankGroup, exposed_seconds, group_of, update_seconds
@@ -227,19 +226,13 @@ def layer_runs(stage: Stage, choices: Sequence[Choice]) -> list[LayerRun]:
         counts = Counter(
             zip((call.kind for call in stage.part.traced.calls), choices, stage.moved(choices), stage.units)
         )
-        stage.runs[key] = [_run(stage.part, count, *same) for same, count in counts.items()]
+        stage.runs[key] = [_run(stage, count, *same) for same, count in counts.items()]
     return stage.runs[key]
 
 
-def runs_of_calls(part: TracedPart, calls: Iterable[tuple[int, Choice]]) -> list[LayerRun]:
-    """Return calls of layers, as kinds and choices, with equal ones together, without FSDP2 and without copies."""
-    return [_run(part, count, *call) for call, count in Counter(calls).items()]
-
-
-def _run(
-    part: TracedPart, count: int, kind: int, choice: Choice, moved: int = 0, units: tuple[Any, ...] = (None, None)
-) -> LayerRun:
-    block, (unit, experts, *_) = part.blocks[kind], units
+def _run(stage: Stage, count: int, kind: int, choice: Choice, moved: int, units: tuple[Any, ...]) -> LayerRun:
+    part, (unit, experts, *_) = stage.part, units
+    block = part.block(kind, compiled=stage.job.compile is not None)
     replay = block.replay(choice, part.problems[kind].reachable)
     copies = exposed_seconds(moved, block.forward, part.device)
     return LayerRun(count, block, replay, choice.label == "full", unit, experts, copies, moved, kind, choice)

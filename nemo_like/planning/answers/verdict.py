@@ -8,12 +8,14 @@ reserves most decides.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from nemo_like.options import parse_bytes
-from nemo_like.planning.answers.rank import peak_of
+from nemo_like.activation_checkpointing.plan import BudgetError
+from nemo_like.options import MemoryBudget, parse_bytes
+from nemo_like.planning.answers.rank import peak_of, peaks_of
 from nemo_like.planning.answers.reserved import StepLogs, fullest_ranks, replay
+from nemo_like.planning.answers.within import choose
 from nemo_like.planning.program.allocator import DeviceMemoryError
 from nemo_like.planning.program.storages import Peak
 from nemo_like.planning.query import Choices, PlanQuery
@@ -34,13 +36,22 @@ class Need:
     """Part of `bytes` that is the step's input (token ids and labels), which peaks and reserved bytes leave out."""
 
 
-def verdict(query: PlanQuery, choices: Choices, peak: Peak, limit: int) -> Need:
-    """Return what decides whether a step fits in `limit` bytes of each rank.
+def verdict(query: PlanQuery, choices: Choices, peaks: Sequence[Peak], limit: int) -> Need:
+    """Return what decides whether a step fits in `limit` bytes of each rank; where it does not, of the first rank so.
 
-    `peak`: the peak of `choices` on the highest rank.
+    `peaks`: the peak of `choices` on each rank.
     """
-    ranks = () if query.device.cuda is None else fullest_ranks(query, choices)
-    return need_of(query, peak, reserved_within(query, choices, limit, ranks))
+    sizes = {rank: peak.total for rank, peak in enumerate(peaks)}
+    ranks = [] if query.device.cuda is None else fullest_ranks(query, choices, sizes)
+    reserved = list[int]()
+    for rank in sorted(ranks, key=lambda rank: -sizes[rank]):
+        # What is reserved above the peak is at most twice that of another rank, which runs the same kinds of layers.
+        if reserved and sizes[rank] + 2 * (reserved[0] - max(sizes.values())) < max(reserved):
+            continue
+        reserved += reserved_within(query, choices, limit, [rank])
+        if reserved[-1] + query.input_bytes > limit:
+            break
+    return need_of(query, max(peaks, key=lambda peak: peak.total), reserved)
 
 
 def need_of(query: PlanQuery, peak: Peak, reserved: Iterable[int]) -> Need:
@@ -76,17 +87,12 @@ def _within(query: PlanQuery, logs: StepLogs, memory: int) -> int:
     return replay(logs, device, config).reserved if run.given_back else run.reserved
 
 
-def plan_within(
-    query: PlanQuery, limit: int, make: Callable[[int], tuple[Choices, Peak] | None]
-) -> tuple[Choices, Peak, Need, str] | None:
-    """Return a plan whose deciding bytes are within `limit`: its choices, its peak, its need, and its budget in words.
+def plan_within(query: PlanQuery, limit: int) -> tuple[Choices, Peak, Need, str] | None:
+    """Return the fastest plan whose deciding bytes are within `limit`: its choices, peak, need, and budget in words.
 
     A plan is made for a peak. Where more is reserved than `limit`, the next plan is made for a peak that is lower in the
     same proportion. Budgets are rounded down to what is short to write (`budget_words`). The last plan is made for the peak
     of full checkpointing, since segments are so large that less peak may not reserve less. None: no plan fits.
-
-    Args:
-        make: makes the fastest plan within so many bytes of peak; None: none fits.
     """
     budget = most_allocated(query, limit)
     for left in reversed(range(_ATTEMPTS)):
@@ -95,13 +101,16 @@ def plan_within(
             budget = peak_of(query, query.uniform("full")).total
             words = (f"{budget}B",)
         for word in words:
-            planned = make(parse_bytes(word))
-            if planned is not None:
+            try:
+                choices, _ = choose(query, MemoryBudget(peak_bytes=parse_bytes(word)))
                 break
+            except BudgetError:
+                continue
         else:
             return None
-        choices, peak = planned
-        need = verdict(query, choices, peak, limit)
+        peaks = peaks_of(query, choices)
+        peak = max(peaks, key=lambda peak: peak.total)
+        need = verdict(query, choices, peaks, limit)
         if need.bytes <= limit:
             return choices, peak, need, word
         budget = min(budget, peak.total) * limit // need.bytes

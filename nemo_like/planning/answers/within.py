@@ -90,30 +90,37 @@ def _within_peak(query: PlanQuery, rank: int, limit: int, asked: str) -> dict[in
         path.append({**path[-1], index: path[-1][index] + 1})
     rows = [{index: (stages[index].stack, stages[index].stack.mixes[at]) for index, at in row.items()} for row in path]
 
-    def peak(row: Mapping[int, Mixed]) -> int:
-        chosen = {index: _choices(stages[index], *mixed) for index, mixed in row.items()}
-        return rank_peak(query, rank, [chosen.get(index, []) for index in range(len(query.stages))]).total
-
-    def last_of(rows: Sequence[Mapping[int, Mixed]], about: Sequence[int]) -> int:
-        return last_within(limit, lambda at: peak(rows[at]), about)
+    known: tuple[int, int] = (0, 0)
+    """Saved bytes and peak of the row that was looked at last."""
 
     def saved(row: Mapping[int, Mixed]) -> int:
         return sum(mix.bytes * flights[index] for index, (_, mix) in row.items())
 
+    def peak(row: Mapping[int, Mixed]) -> int:
+        nonlocal known
+        chosen = {index: _choices(stages[index], *mixed) for index, mixed in row.items()}
+        found = rank_peak(query, rank, [chosen.get(index, []) for index in range(len(query.stages))]).total
+        known = saved(row), found
+        return found
+
+    def last_of(rows: Sequence[Mapping[int, Mixed]]) -> int:
+        about = [saved(row) for row in rows]
+        return last_within(limit, lambda at: peak(rows[at]), about, known[0] + limit - known[1])
+
     best = len(rows) - 1
     if peak(rows[best]) > limit:
-        best = last_of(rows, [saved(row) for row in rows[:-1]])
+        best = last_of(rows[:-1])
     if best < 0:
         raise _too_small(query, rank, limit, asked)
     taken = rows[best]
     # What the next step on the path would take too much of, in part; and then the other stages, as far as they go.
     ahead = [index for index in own if best + 1 < len(path) and path[best + 1][index] != path[best][index]]
-    for index in [*ahead, *(other for other in own if other not in ahead)]:
+    for index in [] if query.is_pipeline else [*ahead, *(other for other in own if other not in ahead)]:
         if path[best][index] + 1 >= len(stages[index].stack.mixes):
             continue
         finer, between = _finer(stages[index].stack, path[best][index])
         tried = [{**taken, index: (finer, mix)} for mix in between]
-        last = last_of(tried, [mix.bytes for mix in between])
+        last = last_of(tried)
         taken = tried[last] if last >= 0 else taken
     return taken
 
@@ -154,7 +161,7 @@ _GUESSES = 6
 """Guesses that may go wrong before the row is halved instead."""
 
 
-def last_within(limit: int, size: Callable[[int], int], about: Sequence[int]) -> int:
+def last_within(limit: int, size: Callable[[int], int], about: Sequence[int], first: int | None = None) -> int:
     """Return the last position whose size is at most `limit`; -1: none is. Bisection finds the same in more steps.
 
     Args:
@@ -162,11 +169,14 @@ def last_within(limit: int, size: Callable[[int], int], about: Sequence[int]) ->
         size: of a position, ascending; each takes long to find.
         about: as many numbers, ascending, between which sizes differ about as much: one that is known says where to look
             next.
+        first: the number among these near which to begin; None: the middle.
 
     >>> last_within(25, [11, 20, 30, 41].__getitem__, [0, 10, 20, 30])
     1
     """
     low, high, at, left = -1, len(about), len(about) // 2, _GUESSES
+    if first is not None:
+        at = max(0, min(high - 1, bisect_right(about, first) - 1))
     while high - low > 1:
         bytes_there = size(at)
         if bytes_there <= limit:

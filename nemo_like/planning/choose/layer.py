@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -205,6 +206,7 @@ def _forced(record: OpRecord) -> str | None:
     return None
 
 
+_FEW = 10
 _AROUND = 100
 """Choices on either side of those that a mix uses that are looked at again."""
 
@@ -257,6 +259,10 @@ class Stack:
                 chosen |= dict.fromkeys(calls, ordered[0] if group.looped else ordered[index])
         return [chosen[position] for position in range(len(chosen))]
 
+    def coarse(self) -> Stack:
+        """The same stack with a dozen choices of each group, at even steps of saved bytes: fewer are run to be proved."""
+        return Stack(tuple(replace(group, choices=_some(group.choices)) for group in self.groups))
+
     def finer(self, mix: solver.Mix) -> Stack:
         """The same stack with only the choices around those that `mix` uses: of many choices, `mixes` looks at some."""
         groups = []
@@ -265,6 +271,16 @@ class Stack:
             near = {i for u in used for i in range(max(0, u - _AROUND), u + _AROUND + 1)}
             groups.append(replace(group, choices=tuple(c for i, c in enumerate(group.choices) if i in near)))
         return Stack(tuple(groups))
+
+
+def _some(choices: Sequence[Choice]) -> tuple[Choice, ...]:
+    """Return the first and the last choice, and `_FEW` between them."""
+    if len(choices) <= _FEW + 2:
+        return tuple(choices)
+    low, high = choices[0].held_bytes, choices[-1].held_bytes
+    steps = [low + (high - low) * n // (_FEW + 1) for n in range(_FEW + 1)]
+    picked = {bisect_right(choices, step, key=lambda choice: choice.held_bytes) - 1 for step in steps}
+    return tuple(choices[index] for index in sorted({*picked, len(choices) - 1}))
 
 
 def as_choice(problem: BlockProblem, words: Sequence[str], label: str = "plan") -> Choice:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from nemo_like._util.tensors import tensors_in
 from nemo_like.activation_checkpointing.plan import Plan
 from nemo_like.job import Job
-from nemo_like.options import PlanSearch, Precision, StepSpec, dtype_word
-from nemo_like.planning.answers.outside_allocator import Outside
-from nemo_like.planning.answers.seconds import StepSeconds
+from nemo_like.losses.model_loss import find_head
+from nemo_like.options import ADAMW, PlanSearch, Precision, StepSpec, dtype_word
+from nemo_like.planning.account import Account, account_of
+from nemo_like.planning.answers.outside_allocator import Outside, outside_of
+from nemo_like.planning.answers.seconds import StepSeconds, step_seconds
 from nemo_like.planning.answers.verdict import Need
-from nemo_like.planning.fit.explained import Account
-from nemo_like.planning.fit.layouts import Configuration, Layout
+from nemo_like.planning.fit.layouts import Layout
+from nemo_like.planning.planner import describe
 from nemo_like.planning.program.storages import Peak
+from nemo_like.planning.query import Choices, PlanQuery
 from nemo_like.profiling.larger_batch import most_elements
 
 
@@ -22,7 +27,10 @@ from nemo_like.profiling.larger_batch import most_elements
 class Candidate:
     """A configuration with its predicted bytes and seconds."""
 
-    conf: Configuration
+    layout: Layout
+    """Sizes of its axes, micro-batch and accumulation, and the way it is run, in the words of `fit`."""
+    job: Job
+    """The job to train with."""
     peak: Peak
     """Allocated bytes, on the rank that needs most; in a pipeline, on the stage that does."""
     need: Need
@@ -38,28 +46,26 @@ class Candidate:
     """Bytes that one rank has in host memory."""
     plan: Plan | None = field(default=None, compare=False, repr=False)
     """The plan of what each layer saves, where `ac` is a peak."""
-    account: Account | None = field(default=None, compare=False, repr=False)
-    """Sources of its bytes and seconds."""
     sample: Any = field(default=None, compare=False, repr=False)
     """One micro-batch, on the meta device but for small integers: the input that a cut into stages looks at."""
-
     outside: Outside = field(default_factory=Outside)
     """Bytes that each GPU has outside of torch's allocator, beside those that it needs."""
+    explain: Callable[[], Account] | None = field(default=None, compare=False, repr=False)
+    """Makes `account`."""
 
-    @property
-    def job(self) -> Job:
-        """The job to train with."""
-        return self.conf.job
+    @cached_property
+    def account(self) -> Account | None:
+        """Sources of its bytes and seconds."""
+        return None if self.explain is None else self.explain()
 
-    @property
-    def layout(self) -> Layout:
-        """Sizes of its axes, micro-batch and accumulation."""
-        return self.conf.layout
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is sent to other ranks: the account, and not what it is made of."""
+        return {**vars(self), "account": self.account, "explain": None}
 
     @property
     def ac(self) -> str:
         """``none`` | ``full`` | ``selective``, or the peak that a plan was made for (``"62.5GiB"``)."""
-        return self.conf.mode if self.plan is None else self.plan.budget
+        return self.layout.ac if self.plan is None else self.plan.budget
 
     @property
     def reserved(self) -> int | None:
@@ -76,7 +82,7 @@ class Candidate:
 
     @property
     def tokens_per_second_per_gpu(self) -> float:
-        return self.tokens / self.conf.gpus / self.step_seconds
+        return self.tokens / self.layout.gpus / self.step_seconds
 
     @property
     def mfu(self) -> float:
@@ -89,18 +95,20 @@ class Candidate:
         arguments = {name: getattr(job, "step" if name == "optimizer" else name) for name in job.words()}
         if "optimizer" in arguments:
             arguments["step"] = arguments.pop("optimizer")
-        return arguments | ({"sample_input": self.sample} if self.conf.pp > 1 else {})
+        return arguments | ({"sample_input": self.sample} if self.layout.pp > 1 else {})
 
     def call(self, sample: str = "batch") -> str:
         """Return the line of Python that does the same; `sample`: the name of one micro-batch."""
-        from_file = self.plan is not None and self.conf.tp > 1 and self.conf.pp == 1
-        needs_sample = self.conf.pp > 1 or (self.plan is not None and not from_file)
+        from_file = self.plan is not None and self.layout.tp > 1 and self.layout.pp == 1
+        needs_sample = self.layout.pp > 1 or (self.plan is not None and not from_file)
         return self._runnable(self.plan if from_file else None).as_call(sample=sample if needs_sample else None)
 
     def _runnable(self, plan: Plan | None) -> Job:
         """Return the job without what the launcher sets; with `plan`, if given, else with the tokens planned for."""
         # The loop accumulates, not `parallelize`: which of one micro-batch reduce is no question.
         step = replace(self.job.step, microbatches=1, sync=StepSpec.sync)
+        if self.plan is None and step.optimizer in ADAMW:
+            step = replace(step, optimizer=StepSpec.optimizer)  # its form is the loop's, where no plan counts with it
         job = replace(self.job, step=step, search=PlanSearch(), world_size=None)
         if self.plan is None and (tokens := most_elements(tensors_in(self.sample))):
             job = replace(job, planned_tokens=tokens)  # a plan knows them itself
@@ -112,13 +120,9 @@ class Candidate:
         return {
             **vars(self.layout),
             "ac": self.ac,
-            "loss": "model" if job.loss is None else "chunked",
-            "offload": job.offload.mode,
-            "reshard_after_forward": self.conf.reshard,
-            "cpu_offload": self.conf.cpu_offload,
             "precision": precision_word(job.precision),
             "optimizer": job.step.optimizer,
-            "sync": job.step.sync,
+            "compile": job.compile,
             "peak_bytes": self.peak_bytes,
             "peak_at": self.peak.at,
             "reserved_bytes": self.reserved,
@@ -137,6 +141,63 @@ class Candidate:
             "call": self.call(),
             "explained": None if self.account is None else self.account.as_json(),
         }
+
+
+def candidate_of(
+    job: Job,
+    query: PlanQuery,
+    layout: Layout,
+    choices: Choices,
+    peak: Peak,
+    need: Need,
+    *,
+    seq_len: int,
+    limit: int,
+    budget: str = "",
+) -> Candidate:
+    """Return what a layout takes, as it was planned.
+
+    Args:
+        job: to train with.
+        query, choices, peak, need: the job on a traced model, what each layer call saves, and what that takes.
+        seq_len: tokens of a sequence. limit: bytes that a step may take.
+        budget: the peak that a plan was made for, as it is written after ``ac=``; empty: a mode.
+    """
+    plan, seconds = None, step_seconds(query, choices)
+    if budget:
+        job, plan = job.change(ac=budget), describe(query, choices, budget)
+    return Candidate(
+        layout,
+        job,
+        peak,
+        need,
+        seconds,
+        tokens=layout.sequences * seq_len,
+        model_flops=_flops(query, layout, seq_len) * layout.grad_accum / layout.pp,
+        peak_flops=query.device.peak_flops,
+        fits=need.bytes <= limit,
+        host_bytes=host_bytes_of(query, choices),
+        plan=plan,
+        sample=query.traced.sample,
+        outside=outside_of(job, query.device),
+        explain=lambda: account_of(query, choices, seconds),
+    )
+
+
+def host_bytes_of(query: PlanQuery, choices: Choices) -> int:
+    """Return the bytes that one rank has in host memory: its state, and activations that layers move there."""
+    moved = sum(sum(stage.moved(chosen)) for stage, chosen in zip(query.stages, choices))
+    return max(stage.state_on_host for stage in query.stages) + moved
+
+
+def _flops(query: PlanQuery, layout: Layout, seq_len: int) -> float:
+    """Return the FLOPs of one micro-batch in all stages of a rank's shape, without recomputation."""
+    parts = [stage.part for stage in query.stages]
+    layers = sum(part.problems[call.kind].trace.flops for part in parts for call in part.traced.calls)
+    head = find_head(query.traced.given)
+    weights = 0 if head is None else sum(p.numel() for p in head.parameters())
+    tokens = layout.micro_batch * seq_len / layout.cp
+    return 3.0 * (layers + 2.0 * weights * tokens / layout.tp)
 
 
 def precision_word(precision: Precision) -> str:

@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, Unpack
 
 from torch import nn
@@ -22,39 +21,16 @@ from nemo_like.distributed.tensor.plan import resolve_plan
 from nemo_like.job import Job
 from nemo_like.layers import find_layers
 from nemo_like.models import check_positions, resolve_model, text_batch
-from nemo_like.options import Precision
 from nemo_like.planning.devices import device_of, step_limit
 from nemo_like.planning.fit.advice import ways_out
-from nemo_like.planning.fit.candidate import Candidate
-from nemo_like.planning.fit.layouts import Configuration, Room, configuration, layouts
+from nemo_like.planning.fit.formula import Formula
+from nemo_like.planning.fit.layouts import Layout, Room, job_of, layouts
 from nemo_like.planning.fit.question import FitKeywords, Question, read_question
 from nemo_like.planning.fit.report import FitReport
-from nemo_like.planning.fit.search import Search, quietly
-from nemo_like.planning.fit.shapes import Shape, ShapeKey
+from nemo_like.planning.fit.search import Ranking, Search, quietly
 from nemo_like.planning.model.traced import Known
-from nemo_like.planning.query import Traced
+from nemo_like.planning.query import PlanQuery, Traced
 from nemo_like.planning.sharding import same_on_all_ranks
-
-
-class Traces:
-    """Traces of one model for one precision; they do not depend on the optimizer.
-
-    Args:
-        model: the model to trace.
-        sample: makes the input of one micro-batch of so many sequences.
-        layers: the layers of the job.
-    """
-
-    def __init__(self, model: nn.Module, sample: Callable[[int], Any], layers: Any = None) -> None:
-        self.model, self.sample, self.layers, self._known = model, sample, layers, Known()
-        self._traced: dict[int, Traced] = {}
-
-    def of(self, micro_batch: int) -> Traced:
-        """Return the trace with so many sequences."""
-        if micro_batch not in self._traced:
-            sample = self.sample(micro_batch)
-            self._traced[micro_batch] = Traced(self.model, sample, self.layers, known=self._known)
-        return self._traced[micro_batch]
 
 
 def fit(
@@ -67,7 +43,7 @@ def fit(
     memory: int | str | None = None,
     dtype: Any = None,
     sample: Callable[[int], Any] | None = None,
-    count: int = 10,
+    count: int = 8,
     minutes: float | None = None,
     progress: Say = silent,
     **pins: Unpack[FitKeywords],
@@ -122,8 +98,7 @@ def fit(
 
     def search() -> FitReport:
         with frozen_garbage():
-            answers = _searched(model, questions, dtype, sample, count, progress, until)
-            report = _best_of(answers, count)
+            report = _searched(model, questions, dtype, sample, count, progress, until)
         if not report.candidates and report.nearest is None:
             raise ValueError(report.problem)
         return report
@@ -148,27 +123,6 @@ def frozen_garbage() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _best_of(reports: Sequence[FitReport], count: int) -> FitReport:
-    """Return the reports of several precisions and optimizers as one."""
-    if len(reports) == 1:
-        return reports[0]
-    every = sorted((c for report in reports for c in report.candidates), key=lambda c: -c.tokens_per_second_per_gpu)
-    near = [(report.nearest.need.bytes, n) for n, report in enumerate(reports) if report.nearest is not None]
-    nearest = reports[min(near)[1]] if near and not every else None
-    counts = sum((Counter(report.rejected) for report in reports), Counter[str]())
-    counts["slower than those of another precision or optimizer"] += max(0, len(every) - count)
-    return replace(
-        reports[0],
-        candidates=tuple(every[:count]),
-        rejected=dict(+counts),
-        nearest=None if nearest is None else nearest.nearest,
-        helps=() if nearest is None else nearest.helps,
-        searched={name: sum(report.searched[name] for report in reports) for name in reports[0].searched},
-        compiled=any(report.compiled for report in reports),
-        interrupted=any(report.interrupted for report in reports),
-    )
-
-
 def _searched(
     model: nn.Module | str,
     questions: Sequence[Question],
@@ -177,95 +131,130 @@ def _searched(
     count: int,
     say: Say,
     until: float,
-) -> list[FitReport]:
-    """Return a report for each of the questions on one model; questions of one precision trace it once."""
+) -> FitReport:
+    """Return the report of all questions, which differ in precision, optimizer and compiler."""
+    start = time.perf_counter()
     name = model if isinstance(model, str) else type(model).__name__
     built = model
     if isinstance(model, str):
         built, source = resolve_model(model).built("meta", dtype)
         sample = source.sample_of if sample is None and source.sample is not None else sample
     assert isinstance(built, nn.Module)
-    traces: dict[Precision, Traces] = {}
-    return [_answer(name, built, each, sample, count, traces, say, until) for each in questions]
-
-
-def _answer(
-    name: str,
-    model: nn.Module,
-    question: Question,
-    sample: Callable[[int], Any] | None,
-    count: int,
-    traces: dict[Precision, Traces],
-    say: Say,
-    until: float,
-) -> FitReport:
-    """Return the report of one question."""
-    start = time.perf_counter()
-    search, rejected, spread = make_search(model, question, sample, traces, say, until, name)
-    result = search.run(count)
-    helps = [] if result.best or result.nearest is None else _helps(search, result.nearest, model, question, sample)
+    search = make_search(built, questions, sample, say, until, name)
+    found = search.run(count)
+    nearest = found.nearest
+    helps: list[str] = []
+    if nearest is not None and search.least is not None:
+        with quietly():
+            helps = ways_out(nearest, search.least.entry.ranking.question, _remade(built, search, sample))
     return FitReport(
-        question,
+        questions[0] if nearest is None or search.least is None else search.least.entry.ranking.question,
         name,
-        sum(p.numel() for p in model.parameters()),
-        tuple(result.best),
-        dict(rejected + result.rejected),
-        None if result.best else result.nearest,
+        sum(p.numel() for p in built.parameters()),
+        tuple(found.best),
+        dict(found.rejected),
+        nearest,
         tuple(helps),
         searched={
-            "layouts": spread,
-            "shapes": result.traced,
-            "looked_at": result.looked_at,
+            "layouts": sum(len(ranking.layouts) for ranking in search.rankings),
+            "looked_at": found.looked_at,
             "seconds": round(time.perf_counter() - start, 2),
         },
-        compiled=question.job.compile is not None,
-        interrupted=result.interrupted,
+        off=found.off,
+        interrupted=found.interrupted,
     )
 
 
-def _helps(
-    search: Search, nearest: Candidate, model: nn.Module, question: Question, sample: Callable[[int], Any] | None
-) -> list[str]:
-    shape = search.shapes[ShapeKey.of(nearest.conf)]
-    assert not isinstance(shape, str), "what needs least was traced"
+def _remade(
+    model: nn.Module, search: Search, sample: Callable[[int], Any] | None
+) -> Callable[[Job, int, int | None], PlanQuery]:
+    """Return a function that plans another job: for so many sequences of a micro-batch, of another length, if given."""
 
-    def remade(key: ShapeKey, changed: Question) -> Shape:
-        if sample is not None and changed.seq_len != question.seq_len:
+    def remade(job: Job, micro_batch: int, seq_len: int | None = None) -> PlanQuery:
+        assert search.least is not None
+        question = search.least.entry.ranking.question
+        if seq_len is None:
+            return search.trace(question, micro_batch).query(job)
+        if sample is not None:
             raise ValueError("the sample's length is the caller's")
-        make = sample or _tokens(model, changed.seq_len)
-        return Shape(key, changed, Traces(model, make, changed.job.layers).of(key.micro_batch))
+        return Traced(model, _tokens(model, seq_len)(micro_batch), job.layers).query(job)
 
-    with quietly():
-        return ways_out(shape, nearest, question, remade)
+    return remade
 
 
 def make_search(
     model: nn.Module,
-    question: Question,
+    questions: Sequence[Question],
     sample: Callable[[int], Any] | None = None,
-    traces: dict[Precision, Traces] | None = None,
     say: Say = silent,
     until: float = math.inf,
     name: str = "",
-) -> tuple[Search, Counter[str], int]:
-    """Return the search, combinations that are out before it begins, and how many layouts there are."""
-    make = sample or _tokens(model, question.seq_len, name)
-    known = {} if traces is None else traces
-    own_traces = known.setdefault(question.job.precision, Traces(model, make, question.job.layers))
-    spread, rejected = layouts(_room(model, question))
-    configurations: list[Configuration] = []
-    asked = question.asked
-    for layout in spread:
-        try:
-            configurations.append(configuration(question.job, layout, None if asked is None else asked.pp))
-        except ValueError as error:  # of `nemo_like.job.RULES`
-            rejected[str(error)] += 1
+) -> Search:
+    """Return the search for questions about one model; those of one precision trace it once."""
+    make = sample or _tokens(model, questions[0].seq_len, name)
+    known: dict[Any, Known] = {}
+    traced: dict[Any, Traced] = {}
 
-    return (
-        Search(question, configurations, lambda key: Shape(key, question, own_traces.of(key.micro_batch)), say, until),
-        rejected,
-        len(spread),
+    def trace(question: Question, micro_batch: int) -> Traced:
+        key = question.job.precision, micro_batch
+        if key not in traced:
+            shared = known.setdefault(question.job.precision, Known())
+            traced[key] = Traced(model, make(micro_batch), question.job.layers, known=shared)
+        return traced[key]
+
+    room = _room(model, questions[0])
+    rejected = Counter[str]()
+    every, out = layouts(room)
+    rejected += out
+    rankings, formulas = [], dict[Any, Formula]()
+    with quietly():
+        for question in questions:
+            job = question.job
+            known_formula = formulas.get(job.precision)
+            formula = _formula(question, every, trace, rejected, known_formula)
+            if formula is not None:
+                formulas[job.precision] = formula
+                rankings.append(Ranking(question, formula, every, Counter()))
+    return Search(rankings, trace, say, until, rejected=rejected)
+
+
+def _formula(
+    question: Question,
+    every: Sequence[Layout],
+    trace: Callable[[Question, int], Traced],
+    rejected: Counter[str],
+    known: Formula | None,
+) -> Formula | None:
+    """Return the formula by a trace of the smallest sizes; None: the model cannot be run so, which is counted.
+
+    known: the formula of another optimizer or compiler.
+    """
+    if not every:
+        return None
+    tp, cp, ep, batch = (min(getattr(layout, name) for layout in every) for name in ("tp", "cp", "ep", "micro_batch"))
+    split, cut = (
+        next(each for each in every if getattr(each, name) == size) for name, size in (("tp", tp), ("cp", cp))
     )
+    ranks = question.gpus // (tp * cp * min(layout.pp for layout in every))
+    ranks = max(ranks, ep) if question.gpus > 1 else 1
+    base = Layout(
+        dp_shard=ranks,
+        tp=tp,
+        cp=cp,
+        ep=ep,
+        micro_batch=batch,
+        sequence_parallel=split.sequence_parallel,
+        loss_parallel=split.loss_parallel,
+        cp_method=cut.cp_method,
+    )
+    try:
+        job = job_of(question.job, base, question.limit_of, question.asked)
+        if known is not None:
+            return known.under(job)
+        return Formula(trace(question, batch).query(job), base, question.seq_len)
+    except ValueError as error:
+        rejected[str(error).splitlines()[0]] += len(every)
+        return None
 
 
 def _counts_of_experts(model: nn.Module) -> list[int]:

@@ -1,17 +1,24 @@
-"""Layouts of a step over the GPUs: sizes of the axes, micro-batch and accumulation."""
+"""Layouts of a step over the GPUs: what `fit` searches, and the job of each."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 from nemo_like.job import Job
-from nemo_like.options import FSDP2, CheckpointConfig, ContextParallel, PipelineParallel
+from nemo_like.options import (
+    FSDP2,
+    ChunkedLoss,
+    ContextParallel,
+    MemoryBudget,
+    PipelineParallel,
+    StepSpec,
+    parse_ac,
+)
 from nemo_like.options.pipelining import SCHEDULE_OBJECTS, Schedule
 
 SHORTEST_PART = 4096
@@ -26,7 +33,7 @@ MOST_CONTEXT, MOST_STAGES = 64, 32
 
 @dataclass(frozen=True)
 class Layout:
-    """The sizes of a configuration: which rank has which part, and how often a step goes through it."""
+    """One way to train: the sizes of the axes, the batch, and what is saved and moved, in the words of `fit`'s pins."""
 
     dp_replicate: int = 1
     dp_shard: int = 1
@@ -45,6 +52,14 @@ class Layout:
     sequence_parallel: bool = False
     loss_parallel: bool = False
     cp_method: str = ContextParallel.method
+    ac: str = "none"
+    """``none``, ``full``, ``selective``, or ``plan``: the best within the memory."""
+    loss: str = "model"
+    """``model``, or ``chunked``."""
+    offload: str = "none"
+    reshard_after_forward: bool | int | None = None
+    cpu_offload: bool = False
+    sync: str = StepSpec.sync
 
     @property
     def gpus(self) -> int:
@@ -55,172 +70,59 @@ class Layout:
         """Sequences of all ranks in one step."""
         return self.dp_replicate * self.dp_shard * self.micro_batch * self.grad_accum
 
-
-@dataclass(frozen=True)
-class Configuration:
-    """A job and the sequences of its micro-batch, as `fit` examines them."""
-
-    job: Job
-    micro_batch: int = 1
-
-    @cached_property
-    def layout(self) -> Layout:
-        """Sizes of the configuration."""
-        job, staged = self.job, self.job.pp.size > 1
-        return Layout(
-            job.dp_replicate,
-            job.dp_shard,
-            job.tp.size,
-            job.cp.size,
-            job.ep.size,
-            job.pp.size,
-            job.pp.schedule if staged else None,
-            self.micro_batch,
-            (job.pp.microbatches or 1) if staged else job.step.microbatches,
-            job.pp.stages_per_rank if staged else None,
-            job.tp.sequence_parallel,
-            job.tp.loss_parallel,
-            job.cp.method if job.cp.size > 1 else ContextParallel.method,
-        )
-
-    # Sizes are read from the job once.
-
     @property
-    def dp_replicate(self) -> int:
-        return self.layout.dp_replicate
+    def sizes(self) -> tuple[Any, ...]:
+        """Sizes of the axes, schedule and batch: a report has one line of each."""
+        axes = self.dp_replicate, self.dp_shard, self.tp, self.cp, self.ep, self.pp
+        return *axes, self.schedule, self.stages_per_rank, self.micro_batch, self.grad_accum
 
-    @property
-    def dp_shard(self) -> int:
-        return self.layout.dp_shard
-
-    @property
-    def tp(self) -> int:
-        return self.layout.tp
-
-    @property
-    def cp(self) -> int:
-        return self.layout.cp
-
-    @property
-    def ep(self) -> int:
-        return self.layout.ep
-
-    @property
-    def pp(self) -> int:
-        return self.layout.pp
-
-    @property
-    def schedule(self) -> str | None:
-        return self.layout.schedule
-
-    @property
-    def grad_accum(self) -> int:
-        return self.layout.grad_accum
-
-    @cached_property
-    def gpus(self) -> int:
-        """Number of all ranks."""
-        return self.job.ranks
-
-    @cached_property
-    def shard_ranks(self) -> int:
-        """Ranks that a parameter is sharded over."""
-        return self.job.shard_ranks
-
-    @property
-    def stages_per_rank(self) -> int:
-        """Stages of a pipeline on one rank."""
-        return self.job.pp.stages_per_rank or 1
-
-    @property
-    def sequences(self) -> int:
-        """Sequences of all ranks in one step."""
-        return self.layout.sequences
-
-    @property
-    def mode(self) -> str:
-        """``none``, ``full``, ``selective``, or ``plan``: the best within the memory."""
-        return self.job.ac.mode if isinstance(self.job.ac, CheckpointConfig) else "plan"
-
-    @property
-    def way(self) -> tuple[str, bool, str, bool | int | None, bool]:
-        """Options that change no local shape: the mode, chunked loss, offloading, resharding, state in host memory."""
-        return self.mode, self.job.loss is not None, self.job.offload.mode, self.reshard, self.cpu_offload
-
-    @property
-    def reshard(self) -> bool | int | None:
-        """FSDP2's ``reshard_after_forward``; None: its default."""
-        return self.job.strategy.reshard_after_forward if isinstance(self.job.strategy, FSDP2) else None
-
-    @property
-    def cpu_offload(self) -> bool:
-        """True if parameters, gradients and optimizer state are in host memory."""
-        return isinstance(self.job.strategy, FSDP2) and self.job.strategy.cpu_offload
-
-    def change(self, **fields: Any) -> Configuration:
-        """Return this configuration with other fields of its job."""
-        return Configuration(replace(self.job, **fields), self.micro_batch)
-
-    def with_strategy(self, **options: Any) -> Configuration:
-        """Return this configuration with other options of FSDP2."""
-        assert isinstance(self.job.strategy, FSDP2)
-        return self.change(strategy=replace(self.job.strategy, **options))
-
-    def sized(self, **sizes: Any) -> Configuration:
-        """Return this configuration with other sizes, by the names of `Layout`."""
-        return configuration(self.job, replace(self.layout, **sizes))
+    def way(self, **words: Any) -> Layout:
+        """Return the layout with other words; made anew since `dataclasses.replace` is slow where thousands are made."""
+        return Layout(**{**vars(self), **words})
 
 
-def configuration(job: Job, layout: Layout, pp: PipelineParallel | None = None) -> Configuration:
-    """Return `job` in `layout`; `pp`: what a pipeline has besides sizes and schedule, by default that of `job`.
+def job_of(asked: Job, layout: Layout, limit: Callable[[Job], int], given: Job | None = None) -> Job:
+    """Return the job that runs `layout`.
+
+    Args:
+        asked: what all layouts have: precision, optimizer, device, and the options of each axis.
+        limit: bytes that a step of a job may take on each GPU, for a plan.
+        given: the caller's job, for what its options have besides what a layout decides.
 
     Raises:
-        ValueError: the two exclude each other.
+        ValueError: what the layout has excludes each other.
     """
+    given = asked if given is None else given
     stages = PipelineParallel()
     if layout.pp > 1:
         stages = replace(
-            job.pp if pp is None else pp,
+            given.pp,
             size=layout.pp,
             schedule=layout.schedule or PipelineParallel.schedule,
             microbatches=layout.grad_accum,
             stages_per_rank=layout.stages_per_rank,
         )
-    sized = job.on(
+    sharding = asked.strategy if isinstance(asked.strategy, FSDP2) else FSDP2()
+    accumulated = layout.grad_accum if layout.pp == 1 else 1
+    job = asked.on(
         dp_shard=layout.dp_shard,
         dp_replicate=layout.dp_replicate,
-        **axes_inside(job, layout),
+        tp=replace(
+            asked.tp,
+            size=layout.tp,
+            sequence_parallel=layout.sequence_parallel,
+            loss_parallel=layout.loss_parallel,
+        ),
+        cp=replace(asked.cp, size=layout.cp, method=layout.cp_method),
+        ep=replace(asked.ep, size=layout.ep),
         pp=stages,
-        step=replace(job.step, microbatches=layout.grad_accum if layout.pp == 1 else 1),
+        step=replace(asked.step, microbatches=accumulated, sync=layout.sync),
+        ac=parse_ac("none" if layout.ac == "plan" else layout.ac),
+        loss=None if layout.loss == "model" else given.loss or ChunkedLoss(),
+        offload=replace(given.offload, mode=layout.offload),
+        strategy=replace(sharding, reshard_after_forward=layout.reshard_after_forward, cpu_offload=layout.cpu_offload),
     )
-    return Configuration(sized, layout.micro_batch)
-
-
-class Inside(Protocol):
-    """Sizes and ways of the axes that split what a rank computes."""
-
-    @property
-    def tp(self) -> int: ...
-    @property
-    def cp(self) -> int: ...
-    @property
-    def ep(self) -> int: ...
-    @property
-    def sequence_parallel(self) -> bool: ...
-    @property
-    def loss_parallel(self) -> bool: ...
-    @property
-    def cp_method(self) -> str: ...
-
-
-def axes_inside(job: Job, sizes: Inside) -> dict[str, Any]:
-    """Return the fields of `job` for ``tp``, ``cp`` and ``ep`` with these sizes and ways."""
-    ways: dict[str, Any] = {"sequence_parallel": sizes.sequence_parallel, "loss_parallel": sizes.loss_parallel}
-    return {
-        "tp": replace(job.tp, size=sizes.tp, **ways),
-        "cp": replace(job.cp, size=sizes.cp, method=sizes.cp_method),
-        "ep": replace(job.ep, size=sizes.ep),
-    }
+    return replace(job, ac=MemoryBudget(peak_bytes=limit(job))) if layout.ac == "plan" else job
 
 
 @dataclass(frozen=True)
@@ -244,7 +146,7 @@ class Room:
     heads: int = 0
     """Heads of keys and values that ``ulysses`` divides over ``cp x tp`` ranks; 0: not known."""
     stages: bool = True
-    """The model can be cut into stages."""
+    """Stages are searched whatever ``tp`` is: there are several hosts."""
     pins: Mapping[str, Collection[Any]] | None = None
     """Allowed values by name of a field of `Layout`."""
 
@@ -256,9 +158,12 @@ def layouts(room: Room) -> tuple[list[Layout], Counter[str]]:
     """Return all layouts in `room`, and how many combinations were left out, by reason."""
     rejected: Counter[str] = Counter()
     every: list[Layout] = []
-    for pp in _sizes(room, "pp", _powers(min(room.layers, MOST_STAGES) if room.stages else 1)):
+    most = min(room.layers, MOST_STAGES, room.gpus)
+    for pp in _sizes(room, "pp", _powers(most if room.stages else min(most, room.gpus // 2))):
         sizes = sorted({*room.tensor_sizes, *room.beside_experts})
         for tp in _sizes(room, "tp", [t for t in sizes if t <= room.gpus_per_host]):
+            if pp > 1 and room.pinned("pp") is None and not (room.stages or (tp > 1 and tp * pp == room.gpus)):
+                continue  # on one host, stages are for what tp leaves of it
             for cp in _sizes(room, "cp", _context_sizes(room)):
                 rest, left = divmod(room.gpus, pp * tp * cp)
                 if left or not rest:
@@ -273,21 +178,18 @@ def layouts(room: Room) -> tuple[list[Layout], Counter[str]]:
 
 
 def _with_methods(room: Room, layout: Layout) -> Iterator[Layout]:
-    """Yield `layout` with the ways in which its ranks share tensors.
-
-    Sequences are cut wherever the plan of ``tp`` can: that takes less memory, and as much time to send.
-    """
+    """Yield `layout` with the ways in which its ranks share tensors; sequences are cut where the plan of ``tp`` can."""
     sequences: Collection[bool] = (False,)
     if layout.tp > 1:
         can = room.sequence_parallel and room.seq_len // layout.cp % layout.tp == 0
-        sequences = room.pinned("sequence_parallel") or (can,)
+        sequences = room.pinned("sequence_parallel") or ((True, False) if can else (False,))
     losses = (room.pinned("loss_parallel") or (False,)) if layout.tp > 1 else (False,)
     methods: Collection[str] = (ContextParallel.method,)
     if layout.cp > 1:
         divided = room.heads and room.heads % (layout.cp * layout.tp) == 0
         methods = room.pinned("cp_method") or (ContextParallel.method, *(["ulysses"] if divided else []))
     for cut, kept, method in itertools.product(sequences, losses, methods):
-        yield replace(layout, sequence_parallel=cut, loss_parallel=kept, cp_method=method)
+        yield layout.way(sequence_parallel=cut, loss_parallel=kept, cp_method=method)
 
 
 def _sizes(room: Room, name: str, free: Collection[int]) -> list[int]:
@@ -357,7 +259,7 @@ def _with_schedule(room: Room, layout: Layout, rejected: Counter[str]) -> list[L
                 if layout.pp * per_rank > room.layers:
                     rejected["more stages than layers"] += 1
                 else:
-                    scheduled.append(replace(layout, schedule=word, stages_per_rank=per_rank))
+                    scheduled.append(layout.way(schedule=word, stages_per_rank=per_rank))
     return scheduled
 
 

@@ -39,7 +39,6 @@ from nemo_like.options.parallel import check_imbalance
 from nemo_like.options.step import SYNC
 from nemo_like.planning.answers.outside_allocator import default_limit
 from nemo_like.planning.devices import Device, device_of
-from nemo_like.planning.fit.layouts import Configuration
 
 MODES = ("none", "full", "selective", "plan")
 AXES = ("dp_replicate", "dp_shard", "tp", "cp", "ep", "pp", "stages_per_rank", "micro_batch", "grad_accum")
@@ -144,9 +143,10 @@ class Question:
         """Return the bytes that a step of `job` may take on each GPU."""
         return min(self.limit, default_limit(job, self.device)) if self.is_default_limit else self.limit
 
-    def per_token(self, seconds: float, conf: Configuration) -> float:
-        """Return seconds of one GPU for a token, of a step that takes `seconds`."""
-        return seconds * conf.gpus / (conf.sequences * self.seq_len)
+    def alike(self, other: Question) -> bool:
+        """Return whether both differ in the compiler alone: a layout is reported for one of them."""
+        ours, theirs = (question.job for question in (self, other))
+        return (ours.precision, ours.step.optimizer) == (theirs.precision, theirs.step.optimizer)
 
     @property
     def host_memory(self) -> int:
@@ -232,8 +232,13 @@ def read_question(job: Job | None, given: Mapping[str, Any]) -> tuple[list[Job],
         ep=replace(requested.ep, size=1, imbalance=requested.ep.imbalance if imbalance is None else imbalance),
         search=base.search if host_memory is None else replace(base.search, host_memory=host_memory),
     )
-    if chosen["precision"] == [None] and "precision" not in requested.asked and device_of(base).kind == "cuda":
-        chosen["precision"] = ["bf16"]
+    if device_of(base).kind == "cuda":
+        # As everyone trains: in bfloat16, the optimizer's step in one kernel, compiled layers where these are faster.
+        usual = {"precision": ("precision", ["bf16"]), "optimizer": ("step", ["adamw-fused"])}
+        usual["compile"] = ("compile", ["none", "inductor"])
+        for name, (field_of, values) in usual.items():
+            if chosen[name] == [None] and field_of not in requested.asked:
+                chosen[name] = values
     jobs = []
     for precision, optimizer, backend in itertools.product(*chosen.values()):
         changed: dict[str, Any] = {} if precision is None else {"precision": None if precision == "fp32" else precision}

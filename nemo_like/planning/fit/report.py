@@ -20,9 +20,9 @@ from nemo_like._util.table import (
 from nemo_like._util.words import write_bytes
 from nemo_like.flags import reshard_word
 from nemo_like.options import ADAMW, ContextParallel, PipelineParallel
+from nemo_like.planning.account import Row
 from nemo_like.planning.fit.advice import binds
 from nemo_like.planning.fit.candidate import Candidate, precision_word
-from nemo_like.planning.fit.explained import Row
 from nemo_like.planning.fit.question import Question
 
 CHECKED = {
@@ -45,6 +45,7 @@ _COLUMNS = (
     Column("batch", left=True),
     Column("precision", 3, left=True),
     Column("optimizer", 3, left=True),
+    Column("compile", 4, left=True),
     Column("ac", left=True),
     Column("loss", left=True),
     Column("offload", left=True),
@@ -90,9 +91,10 @@ class FitReport:
     helps: tuple[str, ...] = ()
     """Single changes that make it fit, where nothing does: the smallest of each kind, then changes that lower the peak."""
     searched: Mapping[str, float] = field(default_factory=dict)
-    """Counts of ``layouts``, ``shapes`` traced and configurations ``looked_at``, and ``seconds`` that the search took."""
-    compiled: bool = False
-    """Layers that a compiler makes were searched, too."""
+    """Number of ``layouts`` that were ranked and of those that were planned (``looked_at``), and ``seconds`` that the search
+    took."""
+    off: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Share by which the formula was off for those that were planned: of ``seconds`` and of ``bytes``, median and worst."""
     interrupted: bool = False
     """True if the search was interrupted: a faster configuration may be among those that it did not examine."""
 
@@ -170,7 +172,7 @@ class FitReport:
         lines = [_line(number, candidate, unit) for number, candidate in enumerate(self.candidates, 1)]
         for i, column in enumerate(_COLUMNS):
             usual = _USUAL.get(column.name, "")
-            same = column.name in ("precision", "optimizer") and len({line[i] for line in lines}) <= 1
+            same = column.name in ("precision", "optimizer", "compile") and len({line[i] for line in lines}) <= 1
             if same or all(line[i] == usual for line in lines):
                 lines = [(*line[:i], "", *line[i + 1 :]) for line in lines]
         return Table(_COLUMNS, tuple(lines))
@@ -191,8 +193,6 @@ class FitReport:
         lines.append(paragraph(f"{self.about()} Bound by {self.binds}.", width))
         if explain is None and self.best.need.bytes >= 0.9 * self.question.limit_of(self.best.job):
             lines.append(paragraph(self.best.outside.words(), width))
-        if not self.compiled and self.question.device.kind == "cuda":
-            lines.append("Not searched: compiled layers. Add --compile none,inductor, which searches both.")
         lines.append(table.with_note(f"{self._unit().name} of one device, predicted.", width))
         if explain is not None and explain <= len(self.candidates):
             lines.append(f"Number {explain}:\n{explanation(self.candidates[explain - 1])}")
@@ -200,11 +200,19 @@ class FitReport:
             lines.append(paragraph(self._others(), width))
         elif explain is not None:
             lines.append(f"There is no line {explain}: {len(self.candidates)} configurations were found.")
-        lines.append(
-            f"Looked at {self.searched['looked_at']:.0f} configurations of {self.searched['layouts']:.0f} layouts in "
-            f"{self.searched['seconds']:.0f} s."
-        )
+        lines.append(paragraph(self._how(), width))
         return "\n\n".join(line for line in lines if line)
+
+    def _how(self) -> str:
+        """Return how the answer was found, and how far the ranking is to be trusted."""
+        words = (
+            f"Ranked {self.searched['layouts']:.0f} layouts by a formula and planned {self.searched['looked_at']:.0f} of "
+            f"them, in {self.searched['seconds']:.0f} s."
+        )
+        if not self.off:
+            return words
+        off = [f"{percent(middle)} (at most {percent(worst)}) in {what}" for what, (middle, worst) in self.off.items()]
+        return f"{words} For these, the formula was off by {' and '.join(off)}."
 
     def _others(self) -> str:
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self.rejected.items(), key=lambda r: -r[1]))
@@ -241,29 +249,26 @@ class FitReport:
             "checked_against": CHECKED,
             "nearest": None if self.nearest is None else self.nearest.to_dict(),
             "searched": dict(self.searched),
+            "formula_off": {what: list(values) for what, values in self.off.items()},
             "interrupted": self.interrupted,
         }
 
 
 def _line(number: int, candidate: Candidate, unit: ByteUnit) -> tuple[str, ...]:
-    conf = candidate.conf
+    layout, job = candidate.layout, candidate.job
     return (
         str(number),
-        str(conf.dp_replicate),
-        str(conf.dp_shard),
-        str(conf.tp),
-        str(conf.cp),
-        str(conf.ep),
-        str(conf.pp),
-        (conf.schedule or "") if conf.pp > 1 else "",
-        f"{conf.micro_batch} x {conf.grad_accum}",
-        precision_word(conf.job.precision),
-        conf.job.step.optimizer,
+        *(str(getattr(layout, name)) for name in ("dp_replicate", "dp_shard", "tp", "cp", "ep", "pp")),
+        layout.schedule or "",
+        f"{layout.micro_batch} x {layout.grad_accum}",
+        precision_word(job.precision),
+        job.step.optimizer,
+        job.compile or "none",
         candidate.ac,
-        "model" if conf.job.loss is None else "chunked",
-        conf.job.offload.mode,
-        reshard_word(conf.reshard),
-        "yes" if conf.cpu_offload else "no",
+        layout.loss,
+        layout.offload,
+        reshard_word(layout.reshard_after_forward),
+        "yes" if layout.cpu_offload else "no",
         unit.number(candidate.peak_bytes),
         "" if candidate.reserved is None else unit.number(candidate.reserved),
         three_digits(1000 * candidate.step_seconds),
@@ -318,23 +323,29 @@ def _stages(numbers: Sequence[int]) -> str:
 
 def recipe(report: FitReport, candidate: Candidate) -> str:
     """Return the command that trains with `candidate`."""
-    conf, job = candidate.conf, candidate.job
+    layout, job = candidate.layout, candidate.job
     flags = {
         "--model": report.model,
         "--seq-len": report.question.seq_len,
-        "--batch-size": conf.sequences,
-        "--grad-accum": conf.grad_accum,
+        "--batch-size": layout.sequences,
+        "--grad-accum": layout.grad_accum,
         "--ac": candidate.ac,
         "--precision": precision_word(job.precision),
     }
-    axes = {"--dp-replicate": conf.dp_replicate, "--tp": conf.tp, "--cp": conf.cp, "--ep": conf.ep, "--pp": conf.pp}
+    axes = {
+        "--dp-replicate": layout.dp_replicate,
+        "--tp": layout.tp,
+        "--cp": layout.cp,
+        "--ep": layout.ep,
+        "--pp": layout.pp,
+    }
     flags |= {name: size for name, size in axes.items() if size > 1}
-    if conf.pp == 1 and conf.grad_accum > 1:
+    if layout.pp == 1 and layout.grad_accum > 1:
         flags["--sync"] = job.step.sync
-    if conf.pp > 1:
-        flags["--pp-schedule"] = conf.schedule or PipelineParallel.schedule
-        if conf.stages_per_rank != job.pp.facts.default_per_rank:
-            flags["--stages-per-rank"] = conf.stages_per_rank
+    if layout.pp > 1:
+        flags["--pp-schedule"] = layout.schedule or PipelineParallel.schedule
+        if layout.stages_per_rank != job.pp.facts.default_per_rank:
+            flags["--stages-per-rank"] = layout.stages_per_rank
     if job.cp != ContextParallel(job.cp.size):
         flags["--cp-method"] = job.cp.method
     if job.compile is not None:
@@ -345,14 +356,14 @@ def recipe(report: FitReport, candidate: Candidate) -> str:
         flags["--loss"] = "chunked"
     if job.offload.mode != "none":
         flags["--offload"] = job.offload.mode
-    if conf.reshard is not None:
-        flags["--reshard-after-forward"] = "yes" if conf.reshard else "no"
-    options = [f"{name} {value}" for name, value in flags.items()] + ["--cpu-offload"] * conf.cpu_offload
-    if conf.tp > 1:
+    if layout.reshard_after_forward is not None:
+        flags["--reshard-after-forward"] = "yes" if layout.reshard_after_forward else "no"
+    options = [f"{name} {value}" for name, value in flags.items()] + ["--cpu-offload"] * layout.cpu_offload
+    if layout.tp > 1:
         options.append("--sequence-parallel" if job.tp.sequence_parallel else "--no-sequence-parallel")
-    hosts = -(-conf.gpus // report.question.device.gpus_per_host)
-    start = f"torchrun --nnodes {hosts} --nproc-per-node {min(conf.gpus, report.question.device.gpus_per_host)} -m "
-    begin = "python -m " if conf.gpus == 1 else start
+    hosts = -(-layout.gpus // report.question.device.gpus_per_host)
+    start = f"torchrun --nnodes {hosts} --nproc-per-node {min(layout.gpus, report.question.device.gpus_per_host)} -m "
+    begin = "python -m " if layout.gpus == 1 else start
     optimizer = job.step.optimizer
     note = "" if optimizer in ADAMW else f"  # it trains with AdamW, not {optimizer}"
     return f"{begin}nemo_like.recipes.pretrain {' '.join(options)}{note}"

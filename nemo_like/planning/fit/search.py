@@ -1,562 +1,487 @@
-"""The search: best first, so that the first configurations that fit are the best there are.
+"""The search: all layouts ranked by a formula, and the best few planned as `plan` does.
 
-A queue has everything not examined yet, by the least time that it could take: for a local shape that is not traced, a
-bound; for a traced configuration, its time. The bytes of a configuration are only predicted when no other could be faster.
-No shape is traced that could not win. A configuration whose plan is not made yet has the time of the fastest choices that
-fit next to parameters and optimizer state. All ways to run a layout with its state in host memory share one entry, keyed by
-the fastest; it is expanded when popped. So nothing that is left out can beat the result (tests compare it with a search of
-everything).
+In the order of the estimated seconds of a token, layouts are looked at: the model is traced in that layout, and the planner
+predicts its bytes and seconds under the fastest mode that fits. The search ends once enough layouts fit and all whose
+estimate is within a twentieth of the best were looked at, or after `MOST_LOOKS`. The two fastest then get a plan for all the
+memory that there is. What each look shows corrects the estimates of layouts that are alike.
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from nemo_like._util.progress import Say, silent
 from nemo_like._util.table import three_digits
-from nemo_like.options import MemoryBudget
+from nemo_like.job import Job
 from nemo_like.options.step import SYNC
-from nemo_like.planning.answers.outside_allocator import outside_of
-from nemo_like.planning.answers.seconds import StepSeconds
-from nemo_like.planning.answers.verdict import ALLOCATED, Need, plan_within
-from nemo_like.planning.fit.accounts import account_of
-from nemo_like.planning.fit.candidate import Candidate
-from nemo_like.planning.fit.known_bounds import KnownBounds
-from nemo_like.planning.fit.layouts import Configuration
+from nemo_like.planning.answers.rank import peaks_of
+from nemo_like.planning.answers.seconds import step_seconds
+from nemo_like.planning.answers.verdict import ALLOCATED, Need, most_allocated, plan_within, verdict
+from nemo_like.planning.fit.candidate import Candidate, candidate_of, host_bytes_of
+from nemo_like.planning.fit.formula import BY_SPEED, Formula, Way
+from nemo_like.planning.fit.layouts import Layout, job_of
 from nemo_like.planning.fit.question import Question
-from nemo_like.planning.fit.shapes import Shape, ShapeKey
-from nemo_like.planning.planner import describe
+from nemo_like.planning.planner import balanced
 from nemo_like.planning.program.storages import Peak
-from nemo_like.planning.query import Choices
+from nemo_like.planning.query import Choices, PlanQuery, Traced
 
-Tracer = Callable[[ShapeKey], Shape]
-Planning = Callable[[Configuration, int], tuple[Choices, Peak] | None]
-"""Function that returns a plan's choices and its peak, for the highest peak that it may have."""
+MOST_LOOKS = 24
+"""Most layouts that are planned."""
+WITHIN = 1.05
+"""Layouts whose estimate is within a twentieth of the best are looked at."""
+PLANS = 2
+"""Layouts that get a plan for the whole memory."""
+_LEAST_LOOKS, _DOUBTFUL = 8, 1.25
+"""Layouts that are looked at although they are estimated to need more than there is, by up to this multiple."""
 
-
-@dataclass(frozen=True)
-class StateOnHost:
-    """Entry for all ways to run a layout with parameters, gradients and optimizer state in host memory."""
-
-    conf: Configuration
-
-
-@dataclass(frozen=True)
-class Resolved:
-    """Bytes and seconds that a configuration takes."""
-
-    seconds: StepSeconds
-    peak: Peak
-    need: Need
-    choices: Choices
-    """One choice for each layer call of each stage."""
-    budget: str = ""
-    """The peak that a plan was made for, as it is written after ``ac=``."""
+Tracer = Callable[[Question, int], Traced]
+"""Function of a question and the sequences of a micro-batch."""
 
 
 class OutOfTimeError(Exception):
     """The minutes of a search are over."""
 
 
-@dataclass
-class Found:
+class Entry(NamedTuple):
+    """A layout in a way, by their numbers in its `Ranking`."""
+
+    ranking: Ranking
+    layout: int
+    way: int
+
+
+class Found(NamedTuple):
     """Result of a search."""
 
-    best: list[Candidate] = field(default_factory=list)
-    """Configurations that fit, fastest first."""
-    rejected: Counter[str] = field(default_factory=Counter)
-    """Number of combinations by the reason why they are not among `best`."""
-    nearest: Candidate | None = None
-    """The configuration that needs least, where nothing fits."""
-    looked_at: int = 0
-    """Number of configurations of which bytes were predicted."""
-    traced: int = 0
-    """Number of local shapes that were traced."""
-    interrupted: bool = False
+    best: list[Candidate]
+    """Layouts that fit, fastest first."""
+    rejected: Counter[str]
+    """Number of layouts by the reason why they are not among `best`."""
+    nearest: Candidate | None
+    """The configuration that needs least of those that were looked at, where nothing fits."""
+    looked_at: int
+    """Number of layouts that were planned."""
+    off: Mapping[str, tuple[float, float]]
+    """Share by which the formula was off where it was looked at: of ``seconds`` and of ``bytes``, median and worst."""
+    interrupted: bool
     """True if the search was interrupted: its best by then is not known to be the fastest."""
 
 
+class Ranking:
+    """All layouts of one question, with what the formula says of them, and what looks corrected of that."""
+
+    def __init__(self, question: Question, formula: Formula, layouts: Sequence[Layout], rejected: Counter[str]) -> None:
+        self.question, self.layouts, self.rejected, self.formula = question, list(layouts), rejected, formula
+        self.modes = question.pins.get("ac", (*BY_SPEED, "plan"))
+        self.ways = _ways(question, formula)
+        self.estimate = formula.estimate(self.layouts, self.ways)
+        turns = [question.gpus / (layout.sequences * question.seq_len) for layout in self.layouts]
+        self.per_token = torch.tensor(turns, dtype=torch.float64).view(-1, 1)
+        self.open = self._allowed()
+        alike: dict[Any, int] = {}
+        every = [[(*_class(layout), way.cpu_offload) for way in self.ways] for layout in self.layouts]
+        self.classes = torch.tensor([[alike.setdefault(each, len(alike)) for each in row] for row in every])
+        """Number of each (layout, way), the same where the formula is off alike."""
+        self._off = {what: torch.ones(len(alike), dtype=torch.float64) for what in ("seconds", "bytes")}
+        alike.clear()
+        self.siblings = torch.tensor([alike.setdefault(layout.sizes, len(alike)) for layout in self.layouts])
+        """Number of each layout, the same for those that differ in how ranks share tensors alone."""
+        self.costs = self._costs()
+
+    def _allowed(self) -> Tensor:
+        """Return which layout can be run in which way, by the rules of the search."""
+        question, pins, every = self.question, self.question.pins, []
+        for layout in self.layouts:
+            sharded, several = layout.dp_shard * layout.cp > 1, layout.grad_accum > 1 and layout.pp == 1
+            row = []
+            for way in self.ways:
+                fine = way.sync == self.ways[0].sync or (sharded and several)
+                if layout.pp > 1:
+                    # Stages stay gathered for a whole step, and nothing waits elsewhere, unless the caller requests it.
+                    fine &= not way.cpu_offload and ("offload" in pins or way.offload == "none")
+                    fine &= "reshard_after_forward" in pins or way.reshard is None
+                else:
+                    fine &= sharded or way.reshard is None or "reshard_after_forward" in pins
+                fine &= not way.cpu_offload or question.gpus > 1
+                row.append(fine)
+            every.append(row)
+        if not any(map(any, every)) and every:
+            self.rejected["not planned beside pp: cpu_offload"] += len(every)
+        if question.lacks_host_rates:
+            self.rejected["cpu_offload: the bandwidth of host memory is not known for this device"] += len(every)
+        room = self.estimate.host <= question.host_memory
+        allowed = torch.tensor(every, dtype=torch.bool).view(len(self.layouts), len(self.ways))
+        full = int((allowed & ~room).sum())
+        if full:
+            self.rejected["host memory"] += full
+        return allowed & room
+
+    # --- estimates ------------------------------------------------------------------------------------------------
+
+    def corrected(self, what: str) -> Tensor:
+        """Return the estimates (layouts, ways, modes), by what looks at layouts that are alike have shown."""
+        return getattr(self.estimate, what) * self._off[what][self.classes].unsqueeze(2)
+
+    def learn(self, entry: Entry, mode: str, seconds: float, size: int) -> dict[str, float]:
+        """Correct the estimates by what a layout was planned to take; return by what factors they were off."""
+        at, number = self.formula.modes.index(mode), int(self.classes[entry.layout, entry.way])
+        off = {}
+        for what, real in (("seconds", seconds), ("bytes", float(size))):
+            off[what] = real / float(getattr(self.estimate, what)[entry.layout, entry.way, at])
+            self._off[what][number] = off[what]
+        self.costs = self._costs()
+        return off
+
+    def _costs(self) -> Tensor:
+        """Return the estimated seconds of one GPU for a token (layouts, ways); infinite: it is closed, or too large."""
+        seconds, sizes = self.corrected("seconds"), self.corrected("bytes")
+        best = torch.full(seconds.shape[:2], math.inf, dtype=torch.float64)
+        for _, value in self._mixes(seconds, sizes):
+            best = torch.minimum(best, value)
+        return torch.where(self.open, best * self.per_token, math.inf)
+
+    def _mixes(self, seconds: Tensor, sizes: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield seconds (layouts, ways) where it fits: of each mode, and of plans between two neighbours."""
+        limit, modes = float(self.question.limit), self.formula.modes
+        stays = torch.tensor([way.offload == "none" for way in self.ways]).view(1, -1)
+        for number, mode in enumerate(modes):
+            fits = sizes[..., number] <= limit
+            if mode == "none":
+                fits = fits & stays  # else there is no region whose inputs could wait elsewhere
+            if mode in self.modes or (mode == "full" and "plan" in self.modes):
+                yield mode, torch.where(fits, seconds[..., number], math.inf)
+        for fast, slow in zip(range(len(modes)), range(1, len(modes))) if "plan" in self.modes else ():
+            high, low = sizes[..., fast], sizes[..., slow]
+            share = ((limit - low) / (high - low).clamp(min=1)).clamp(0, 1)
+            mixed = seconds[..., slow] + share * (seconds[..., fast] - seconds[..., slow])
+            yield "plan", torch.where(low <= limit, mixed, math.inf)
+
+    # --- entries --------------------------------------------------------------------------------------------------
+
+    def best(self) -> tuple[float, Entry] | None:
+        """Return the entry with the lowest estimate, and that; None: none is left."""
+        if not self.costs.numel():
+            return None
+        number = int(self.costs.argmin())
+        cost = float(self.costs.view(-1)[number])
+        return None if math.isinf(cost) else (cost, Entry(self, *divmod(number, len(self.ways))))
+
+    def doubtful(self, fastest: float) -> Entry | None:
+        """Return the open entry that is estimated to need least; None: none is left.
+
+        Where something fits that takes `fastest` seconds of a GPU for a token, it is one that is estimated to be faster, and
+        to need at most a quarter more than there is.
+        """
+        sizes = torch.where(self.open, self.corrected("bytes").amin(2), math.inf)
+        if not math.isinf(fastest):
+            seconds = self.corrected("seconds").amin(2) * self.per_token
+            close = (sizes <= _DOUBTFUL * self.question.limit) & (seconds < fastest)
+            sizes = torch.where(close, sizes, math.inf)
+        if not sizes.numel() or math.isinf(float(sizes.min())):
+            return None
+        return Entry(self, *divmod(int(sizes.argmin()), len(self.ways)))
+
+    def close(self, entry: Entry) -> None:
+        """Leave out an entry from now on."""
+        self.open[entry.layout, entry.way] = False
+        self.costs[entry.layout, entry.way] = math.inf
+
+    def close_sizes(self, entry: Entry) -> None:
+        """Leave out all ways to run layouts of the sizes of an entry."""
+        same = self.siblings == self.siblings[entry.layout]
+        self.open[same] = False
+        self.costs[same] = math.inf
+
+    def layout(self, entry: Entry, mode: str) -> Layout:
+        way = self.ways[entry.way]
+        return self.layouts[entry.layout].way(
+            ac=mode,
+            loss=way.loss,
+            offload=way.offload,
+            reshard_after_forward=way.reshard,
+            cpu_offload=way.cpu_offload,
+            sync=way.sync,
+        )
+
+
+def _class(layout: Layout) -> tuple[Any, ...]:
+    """Return what layouts have in common of which the formula is off alike."""
+    return layout.tp, layout.cp > 1, layout.ep > 1, layout.pp > 1, layout.schedule, layout.sequence_parallel
+
+
+def _ways(question: Question, formula: Formula) -> list[Way]:
+    """Return the ways to run a layout that the pins allow."""
+    pins, step = question.pins, question.job.step
+    losses = pins.get("loss", ("model", "chunked"))
+    if "chunked" in losses and not formula.can_chunk():
+        losses = tuple(loss for loss in losses if loss != "chunked")
+    syncs = pins.get("sync", SYNC if step.microbatches == 1 else (step.sync,))
+    return [
+        Way(loss, offload, reshard, there, sync)
+        for loss in losses
+        for offload in pins.get("offload", ("none", "boundary"))
+        for reshard in pins.get("reshard_after_forward", (None, False) if question.gpus > 1 else (None,))
+        for there in question.host_state
+        for sync in syncs
+    ]
+
+
+@dataclass
+class Row:
+    """A layout that fits, as it was planned."""
+
+    entry: Entry
+    layout: Layout
+    job: Job
+    query: PlanQuery
+    choices: Choices
+    peak: Peak
+    need: Need
+    seconds: float
+    hoped: float
+    """Estimated seconds of one GPU for a token with a plan for all the memory; of this one, where it saves everything."""
+    budget: str = ""
+
+    @property
+    def per_token(self) -> float:
+        question = self.entry.ranking.question
+        return self.seconds * question.gpus / (self.layout.sequences * question.seq_len)
+
+
+@dataclass
 class Search:
-    """Search for one question on one model."""
+    """A search through the layouts of several questions about one model: its precisions, optimizers, compilers."""
 
-    def __init__(
-        self,
-        question: Question,
-        layouts: Iterable[Configuration],
-        trace: Tracer,
-        say: Say = silent,
-        until: float = math.inf,
-    ) -> None:
-        """Look at nothing yet; `until`: when the search ends at the latest, by `time.monotonic`."""
-        self.question, self.trace, self.say, self.until = question, trace, say, until
-        self.so_far: float | None = None
-        """Seconds per token of the fastest that is known to fit."""
-        self.found = Found()
-        self.shapes: dict[ShapeKey, Shape | str] = {}
-        """Traced shapes; for the others, why the model cannot have them."""
-        self.by_shape: dict[ShapeKey, list[Configuration]] = {}
-        # Shapes that others are bounded by come first.
-        for conf in sorted(layouts, key=lambda conf: (conf.pp > 1, conf.cp, conf.micro_batch, conf.tp, conf.ep)):
-            self.by_shape.setdefault(ShapeKey.of(conf), []).append(conf)
-        self.hopeless: dict[Any, bool] = {}
-        self.bounds = KnownBounds(question, self.shapes, self.by_shape, self._traced)
-        self.least_staged: tuple[int, Configuration] | None = None
-        """The pipeline with the fewest bytes, out of those that the whole model shows not to fit."""
-        self.too_large: dict[Configuration, int] = {}
-        """Least bytes of the pipelines that were examined more closely."""
-        self._exact: dict[Configuration, float] = {}
-        """Seconds of one GPU for a token, of pipelines whose choices are known."""
-        self.least: tuple[Shape, Configuration, Resolved] | None = None
-        """The configuration with the lowest peak, out of those that do not fit."""
+    rankings: Sequence[Ranking]
+    trace: Tracer
+    say: Say = silent
+    until: float = math.inf
+    """When it ends at the latest, by `time.monotonic`."""
+    rows: list[Row] = field(default_factory=list)
+    rejected: Counter[str] = field(default_factory=Counter)
+    looked_at: int = 0
+    least: Row | None = None
+    """The lowest need of those that do not fit."""
+    off: dict[str, list[float]] = field(default_factory=lambda: {"seconds": [], "bytes": []})
 
-    # --- the two ways through everything --------------------------------------------------------------------------
+    def run(self, count: int = 8) -> Found:
+        """Return the best `count` layouts.
 
-    def run(self, count: int = 10) -> Found:
-        """Find the best that fits, and up to `count` of the next best layouts among the shapes that were traced for it."""
-        order = itertools.count()
-        queue: list[tuple[float, int, Any]] = []
+        Raises:
+            ValueError: the minutes ended before anything was found. KeyboardInterrupt: likewise.
+        """
+        interrupted = False
         try:
-            self._walk(queue, order, count)
+            with quietly():
+                self._walk(count)
+                self._plan()
         except (KeyboardInterrupt, OutOfTimeError) as stop:
-            items = (item for *_, item in sorted(queue, key=lambda entry: entry[:2]))
-            resolved = [item for item in items if isinstance(item, tuple) and item[1] is not None]
-            if not (resolved or self.found.best):
+            if not self.rows:
                 if isinstance(stop, KeyboardInterrupt):
                     raise
                 raise ValueError(
-                    f"Nothing that fits was found in the minutes that there were: {self._traced_shapes()} of "
-                    f"{len(self.by_shape)} shapes were traced. Give more minutes, or pin more."
+                    f"Nothing that fits was found in the minutes that there were: {self.looked_at} layouts were looked "
+                    "at. Give more minutes, or pin more."
                 ) from stop
-            self.found.interrupted = True
-            for conf, known in resolved:
-                shape = self.shapes[ShapeKey.of(conf)]
-                layouts = {candidate.layout for candidate in self.found.best}
-                if len(layouts) < count and conf.layout not in layouts and not isinstance(shape, str):
-                    self.found.best.append(self.candidate(shape, conf, known))
-            return self._finished(queue)
-        if not self.found.best:
-            self._look_at_the_least()
-        result = self._finished(queue)
-        if result.best and time.monotonic() <= self.until:
-            result.best[0] = self._refined(result.best[0])
-        else:
-            result.nearest = self._nearest()
-        return result
-
-    def _finished(self, queue: Iterable[tuple[float, int, Any]]) -> Found:
-        """Count the entries that are left in the queue."""
-        for _, _, item in queue:
-            self.found.rejected[_SLOWER] += len(self.by_shape[item]) if isinstance(item, ShapeKey) else 1
-        self.found.traced = self._traced_shapes()
-        # The least time of a plan is that of the mix that recomputes least, which may not be the fastest of all.
-        self.found.best.sort(key=lambda candidate: -candidate.tokens_per_second_per_gpu)
-        return self.found
-
-    def _traced_shapes(self) -> int:
-        return sum(not isinstance(shape, str) for shape in self.shapes.values())
-
-    def _walk(self, queue: list[tuple[float, int, Any]], order: Iterator[int], count: int) -> None:
-        """Go through shapes, configurations and resolved ones by their least seconds, until `count` are found."""
-        large = list[ShapeKey]()
-        for key in self.by_shape:
-            heapq.heappush(queue, (self.bounds.seconds(key), next(order), key))
-        while queue and len(self.found.best) < count:
-            if time.monotonic() > self.until:
-                raise OutOfTimeError
-            bound, _, item = heapq.heappop(queue)
-            self.say(f"traced {self._traced_shapes()} of {len(self.by_shape)} shapes{self._best_so_far()}")
-            if isinstance(item, ShapeKey):
-                if not self.found.best and (better := self.bounds.seconds(item)) > bound:
-                    heapq.heappush(queue, (better, next(order), item))  # other shapes were traced meanwhile
-                elif self.found.best:
-                    self.found.rejected[_SLOWER] += len(self.by_shape[item])
-                elif item not in large and self._is_too_large(item):
-                    large.append(item)
-                    heapq.heappush(queue, (math.inf, next(order), item))  # what needs least, if nothing fits
-                else:
-                    for seconds, entry in self._entries(item):
-                        heapq.heappush(queue, (seconds, next(order), entry))
-                continue
-            conf = item.conf if isinstance(item, StateOnHost) else item[0]
-            if any(candidate.layout == conf.layout for candidate in self.found.best):
-                self.found.rejected["slower than another way to run the same layout"] += 1
-                continue
-            shape = self._traced(ShapeKey.of(conf))
-            if isinstance(item, StateOnHost):
-                for seconds, entry in self._ways(shape, conf, (True,)):
-                    heapq.heappush(queue, (seconds, next(order), entry))
-                continue
-            resolved = item[1]
-            if isinstance(shape, str):  # it could not be cut into stages
-                self.found.rejected[shape] += 1
-            elif self.found.best and shape.key.staged and shape.key.in_one_stage not in self.shapes:
-                self.found.rejected[_SLOWER] += 1
-            elif resolved is not None:
-                self.found.best.append(self.candidate(shape, conf, resolved))
-            elif shape.key.staged and (better := self._least_pipeline(shape, conf)) > bound:
-                if better < math.inf:
-                    heapq.heappush(queue, (better, next(order), item))
-            elif shape.key.staged and (exact := self._pipeline_seconds(shape, conf)) > bound:
-                heapq.heappush(queue, (exact, next(order), item))
-            elif (resolved := self._resolve(shape, conf)) is not None:
-                per_token = self.question.per_token(resolved.seconds.total, conf)
-                self.so_far = per_token if self.so_far is None else min(self.so_far, per_token)
-                heapq.heappush(queue, (per_token, next(order), (conf, resolved)))
-
-    def _best_so_far(self) -> str:
-        return "" if self.so_far is None else f", {three_digits(1 / self.so_far)} tokens/s/GPU so far"
-
-    def _look_at_the_least(self) -> None:
-        """Examine the pipelines that may need less than all else, where nothing fits."""
-        large = [(least, conf) for conf, least in self.too_large.items()]
-        for least, conf in sorted(large, key=lambda entry: entry[0]):
-            if self._near(least):
-                self._look_at(conf)
-        if self.least is None and self.least_staged is not None:
-            self._look_at(self.least_staged[1])
-
-    def _look_at(self, conf: Configuration) -> None:
-        shape = self._traced(ShapeKey.of(conf))
-        if isinstance(shape, Shape) and shape.key.staged:
-            with quietly(), suppress(ValueError):  # it cannot be cut
-                self._remember_nearest(shape, conf, self._uniform(shape, conf, exact=True))
-
-    # --- shapes ---------------------------------------------------------------------------------------------------
-
-    def _traced(self, key: ShapeKey) -> Shape | str:
-        if key not in self.shapes:
-            try:
-                with quietly():
-                    self.shapes[key] = self.trace(key)
-            except ValueError as error:
-                self.shapes[key] = str(error).splitlines()[0]
-        return self.shapes[key]
-
-    def _is_too_large(self, key: ShapeKey) -> bool:
-        """Return whether no configuration of a shape that is not traced fits."""
+            interrupted = True
         with quietly():
-            return self.bounds.exclude(key, self._variants)
+            self.rows.sort(key=lambda row: row.per_token)
+            best = [self._candidate(row) for row in self.rows[:count]]
+            nearest = None if best or self.least is None else self._candidate(_with_whole_need(self.least))
+        rejected = sum((ranking.rejected for ranking in self.rankings), self.rejected)
+        rejected["estimated slower, not looked at"] = sum(int(ranking.open.any(1).sum()) for ranking in self.rankings)
+        off = {what: _median_and_worst(values) for what, values in self.off.items() if values}
+        return Found(best, +rejected, nearest, self.looked_at, off, interrupted)
 
-    def _entries(self, key: ShapeKey) -> Iterator[tuple[float, Entry]]:
-        """Yield all configurations of a traced shape by the least seconds per token that they take."""
-        shape = self._traced(key)
-        if isinstance(shape, str):
-            self.found.rejected[shape] += len(self.by_shape[key])
-            return
-        if shape.key.staged:
-            yield from self._staged_entries(key, shape)
-            return
-        states = tuple(state for state in self.question.host_state if not state)
-        for conf in self.by_shape[key]:
-            yield from self._ways(shape, conf, states)
-            if True in self.question.host_state and (least := self._least_on_host(shape, conf)) is not None:
-                yield least, StateOnHost(conf)
-            elif self.question.lacks_host_rates:
-                self.found.rejected["cpu_offload: the bandwidth of host memory is not known for this device"] += 1
+    def _walk(self, count: int) -> None:
+        """Look at layouts in the order of their estimates."""
+        while self.looked_at < MOST_LOOKS:
+            bests = [best for ranking in self.rankings if (best := ranking.best()) is not None]
+            if not bests:
+                break
+            cost, entry = min(bests, key=lambda best: best[0])
+            fastest = min((row.hoped for row in self.rows), default=math.inf)
+            if len(self.rows) >= count and cost > WITHIN * fastest:
+                break
+            self._tell()
+            self._look(entry)
+        for _ in range(_LEAST_LOOKS if self.looked_at < MOST_LOOKS else 0):
+            fastest = min((row.hoped for row in self.rows), default=math.inf)
+            doubtful = [found for ranking in self.rankings if (found := ranking.doubtful(fastest)) is not None]
+            if not doubtful:
+                break
+            self._tell()
+            self._look(min(doubtful, key=_need_of))
 
-    def _least_on_host(self, shape: Shape, conf: Configuration) -> float | None:
-        """Return the seconds per token that no way to run a layout with its state in host memory is below.
+    def _tell(self) -> None:
+        if time.monotonic() > self.until:
+            raise OutOfTimeError
+        layouts = sum(len(ranking.layouts) for ranking in self.rankings)
+        fastest = min((row.per_token for row in self.rows), default=math.inf)
+        so_far = f", {three_digits(1 / fastest)} tokens/s/GPU so far" if self.rows else ""
+        self.say(f"planned {self.looked_at} of {layouts} layouts{so_far}")
 
-        For the bound, nothing is recomputed and no activation moved. None: there is no such way, which is counted.
-        """
-        every = self._variants(shape, conf, (True,))
-        ways = dict.fromkeys(way.change(ac="none", offload="none") for way in every)
-        if not ways:
-            self.found.rejected[_HOST_MEMORY] += 1
-            return None
-        seconds = (shape.seconds(way, shape.choices(way)) for way in ways)
-        return min(self.question.per_token(each.total, conf) for each in seconds)
-
-    def _ways(self, shape: Shape | str, conf: Configuration, states: Collection[bool]) -> Iterator[tuple[float, Entry]]:
-        """Yield configurations of the layout of `conf`; `states`: values of ``cpu_offload``."""
-        assert isinstance(shape, Shape)
-        for way in self._variants(shape, conf, states):
-            choices, least = self.bounds.whole(shape).least(way)
-            if least > shape.most_allocated(way) and (self.found.best or not self._near(least)):
-                self.found.rejected["memory"] += 1
-                continue
-            seconds = shape.seconds(way, [choices])
-            yield self.question.per_token(seconds.total, way), (way, None)
-
-    def _staged_entries(self, key: ShapeKey, shape: Shape) -> Iterator[tuple[float, Entry]]:
-        """Yield all pipelines of a shape by the least seconds per token that they could take; none is cut for that."""
-        bounds = self.bounds.exact(key)
-        for conf in self.by_shape[key]:
-            for way in self._variants(shape, conf):
-                if bounds is None:
-                    yield 0.0, (way, None)
-                    continue
-                least = bounds.bytes(way, way.mode)
-                if least > shape.most_allocated(way):
-                    self.found.rejected["memory"] += 1
-                    if self.least_staged is None or least < self.least_staged[0]:
-                        self.least_staged = least, way.change(ac="full")
-                    continue
-                yield self.question.per_token(bounds.seconds(way, way.mode), way), (way, None)
-
-    def _least_pipeline(self, shape: Shape, conf: Configuration) -> float:
-        """Return the seconds of one GPU for a token that this pipeline is not below.
-
-        They are infinite where its bytes are too many, which is counted.
-        """
-        known = self.bounds.pipeline(shape.key)
-        if known is None:  # it cannot be cut, which is reported when it is tried
-            return 0.0
-        if known.bytes(conf, conf.mode) > shape.most_allocated(conf):
-            self.found.rejected["memory"] += 1
-            self.too_large[conf.change(ac="full")] = known.bytes(conf, "full")
-            return math.inf
-        return self.question.per_token(known.seconds(conf, conf.mode), conf)
-
-    def _pipeline_seconds(self, shape: Shape, conf: Configuration) -> float:
-        """Return the seconds of one GPU for a token; 0 where that takes a plan, or the model cannot be cut."""
-        if conf.mode == "plan":
-            return 0.0
-        if conf not in self._exact:
-            self._exact[conf] = 0.0
-            with quietly(), suppress(ValueError):
-                seconds = shape.seconds(conf, shape.choices(conf))
-                self._exact[conf] = self.question.per_token(seconds.total, conf)
-        return self._exact[conf]
-
-    def _near(self, least: int) -> bool:
-        """Return whether a configuration of at least so many bytes could need less than all others so far.
-
-        If nothing fits, it is worth examining.
-        """
-        return self.least is None or least < self.least[2].peak.total
-
-    def _variants(
-        self, shape: Shape, conf: Configuration, states: Collection[bool] | None = None
-    ) -> Iterator[Configuration]:
-        """Yield all ways to run the layout of `conf`.
-
-        `states`: values of ``cpu_offload``, by default all that are searched. State that overfills host memory is left out.
-        """
-        states = self.question.host_state if states is None else states
-        pins = self.question.pins
-        losses = pins.get("loss", ("model", "chunked"))
-        modes = pins.get("ac", ("none", "full", "selective", "plan"))
-        sharded = conf.shard_ranks > 1
-        reshards = pins.get("reshard_after_forward", (None, False) if sharded else (None,))
-        offloads = pins.get("offload", ("none", "boundary"))
-        if conf.pp > 1:
-            # Stages stay gathered for a whole step, and nothing waits elsewhere, unless the caller requests it.
-            reshards = tuple(dict.fromkeys(reshard if reshard else None for reshard in reshards))
-            offloads = pins.get("offload", ("none",))
-            # A budget for each stage takes long to plan: unless the caller requests one, the winner alone gets it.
-            assert shape.key.staged
-            modes = tuple(mode for mode in modes if mode != "plan" or "ac" in pins)
-            states = tuple(state for state in states if not state)
-            if not modes or not states:
-                self.found.rejected[_NOT_BESIDE_PP] += 1
+    def _look(self, entry: Entry) -> None:
+        """Plan a layout under the fastest mode that fits, and keep it if one does."""
+        ranking, question = entry.ranking, entry.ranking.question
+        row, tried, wanted = None, set[str](), self._modes(entry)
+        self.looked_at += 1
+        while wanted:
+            mode = wanted[0]
+            tried.add(mode)
+            try:
+                found = self.under(entry, mode)
+            except ValueError as error:  # of `nemo_like.job.RULES`, or the model cannot have that shape
+                self.rejected[str(error).splitlines()[0]] += 1
+                ranking.close(entry)
                 return
-        elif True in states and self._overfills_host(shape, conf):
-            states = tuple(state for state in states if not state)
-        losses = tuple(loss for loss in losses if loss != "chunked" or shape.can_chunk)
-        step = conf.job.step
-        syncs = pins.get("sync", SYNC) if sharded and step.microbatches > 1 else (step.sync,)
-        for state, loss, reshard, offload, mode, sync in itertools.product(
-            states, losses, reshards, offloads, modes, syncs
-        ):
-            if offload == "none" or mode != "none":  # else there is no region whose inputs could wait elsewhere
-                ac = MemoryBudget(peak_bytes=self.question.limit_of(conf.job)) if mode == "plan" else mode
-                try:
-                    way = conf.change(
-                        **self._with_details(ac=ac, loss=loss, offload=offload), step=replace(step, sync=sync)
-                    )
-                    way = way.with_strategy(reshard_after_forward=reshard, cpu_offload=state)
-                except ValueError as error:  # of `nemo_like.job.RULES`
-                    self.found.rejected[str(error)] += 1
-                    continue
-                yield way
+            off = ranking.learn(entry, mode, found.seconds, found.need.bytes)
+            for what, factor in off.items():
+                self.off[what].append(abs(1 / factor - 1))
+            fits = found.need.bytes <= question.limit_of(found.query.job)
+            if fits and host_bytes_of(found.query, found.choices) > question.host_memory:
+                self.rejected["host memory"] += 1
+                ranking.close(entry)
+                return
+            if fits:
+                row = found if row is None or found.seconds < row.seconds else row
+            else:
+                self._remember(found)
+            # What is learned may show that a faster mode fits, too; where none fits yet, the next one is tried.
+            order = self._usable(entry)
+            ahead = order[: order.index(mode)] if row is not None else order
+            wanted = [each for each in ahead if each not in tried and (row is None or self._fits(entry, each))][:1]
+        if row is None:
+            self.rejected["memory"] += 1
+            ranking.close(entry)
+            return
+        row.hoped = min(row.per_token, float(ranking.costs[entry.layout, entry.way]))
+        if row.layout.ac in ranking.modes:
+            self.rows.append(row)
+        elif (planned := self.planned(row)) is not None:  # the caller asks for plans alone
+            self.rows.append(planned)
+        for other in self.rankings:
+            if other.question.alike(question):
+                other.close_sizes(entry)
 
-    def _with_details(self, **words: Any) -> dict[str, Any]:
-        """Return fields of a job with what the caller's options have beside these words."""
-        asked = self.question.asked
-        if asked is None:
-            return words
-        if words["loss"] == "chunked" and asked.loss is not None:
-            words["loss"] = asked.loss
-        return words | {"offload": replace(asked.offload, mode=words["offload"])}
+    def _usable(self, entry: Entry) -> list[str]:
+        """Return the modes that an entry is looked at under, fastest first; full checkpointing stands for a plan."""
+        ranking, way = entry.ranking, entry.ranking.ways[entry.way]
+        modes = [mode for mode in BY_SPEED if mode in ranking.modes and (mode != "none" or way.offload == "none")]
+        if not modes and "plan" in ranking.modes:
+            return ["full"]
+        seconds = ranking.corrected("seconds")[entry.layout, entry.way]
+        return sorted(modes, key=lambda mode: float(seconds[ranking.formula.modes.index(mode)]))
 
-    def _overfills_host(self, shape: Shape, conf: Configuration) -> bool:
-        assert isinstance(shape, Shape)
-        way = conf.change(ac="full", loss=None, offload="none")
-        there = way.with_strategy(reshard_after_forward=None, cpu_offload=True)
-        return shape.host_bytes(there) > self.question.host_memory
+    def _modes(self, entry: Entry) -> list[str]:
+        """Return `_usable` from the first on that is estimated to fit; the last one in any case."""
+        usable = self._usable(entry)
+        fitting = [mode for mode in usable if self._fits(entry, mode)]
+        return usable[usable.index(fitting[0]) :] if fitting else usable[-1:]
 
-    # --- one configuration ----------------------------------------------------------------------------------------
+    def _fits(self, entry: Entry, mode: str) -> bool:
+        ranking = entry.ranking
+        at = ranking.formula.modes.index(mode)
+        return float(ranking.corrected("bytes")[entry.layout, entry.way, at]) <= ranking.question.limit
 
-    def _resolve(self, shape: Shape, conf: Configuration) -> Resolved | None:
-        """Return what `conf` takes; None where it does not fit, which is counted."""
-        self.found.looked_at += 1
-        if isinstance(shape, Shape) and shape.key.staged:
-            try:
-                with quietly():
-                    shape.query(conf)
-            except ValueError as error:
-                self.shapes[shape.key] = reason = str(error).splitlines()[0]
-                self.found.rejected[reason] += 1
-                return None
-        with quietly():
-            resolved = None
-            if not self._is_hopeless(shape, conf):
-                if conf.mode == "plan":
-                    resolved = self._planned(shape, conf, shape.planned)
-                else:
-                    resolved = self._uniform(shape, conf)
-                    if resolved.need.bytes > self.question.limit_of(conf.job):
-                        self._remember_too_large(shape, conf, resolved)
-                        resolved = None
-        if resolved is None:
-            self.found.rejected["memory"] += 1
-        elif shape.host_bytes(conf, resolved.choices) > self.question.host_memory:
-            self.found.rejected[_HOST_MEMORY] += 1
-            return None
-        return resolved
-
-    def _uniform(self, shape: Shape, conf: Configuration, *, exact: bool = False) -> Resolved:
-        """Return what a mode without a budget takes.
-
-        The bytes beyond the peak are predicted only where the peak alone would fit. A peak that does not fit is that of one
-        rank, unless it shall be `exact`.
-        """
-        choices = shape.choices(conf)
-        peak = shape.peak(conf, choices) if exact else shape.peak_if_it_fits(conf, choices)
-        known = peak.total <= self.question.limit_of(conf.job)
-        need = shape.need(conf, choices, peak) if known else Need(peak.total, ALLOCATED)
-        return Resolved(shape.seconds(conf, choices), peak, need, choices)
-
-    def _planned(self, shape: Shape, conf: Configuration, make: Planning) -> Resolved | None:
-        """Return the plan that `make` makes for the highest peak with which the needed bytes fit; None: none does."""
-        fitting = plan_within(shape.query(conf), self.question.limit_of(conf.job), lambda budget: make(conf, budget))
-        if fitting is None:
-            return None
-        choices, peak, need, budget = fitting
-        return Resolved(shape.seconds(conf, choices), peak, need, choices, budget)
-
-    def _is_hopeless(self, shape: Shape, conf: Configuration) -> bool:
-        """Return whether no mode can fit: none saves less than the layers' inputs, and these are too many bytes."""
-        turns = conf.grad_accum if conf.pp > 1 else min(conf.grad_accum, 3)
-        key = (
-            shape.key,
-            conf.shard_ranks,
-            conf.pp,
-            conf.schedule,
-            turns,
-            conf.way[1:],
-            self.question.limit_of(conf.job),
-        )
-        if key not in self.hopeless:
-            if shape.key.staged and conf.mode not in ("full", "plan"):
-                return False  # its own peak says as much, in as long
-            least = conf.change(ac="full")
-            peak = shape.peak_if_it_fits(least, shape.choices(least))
-            self.hopeless[key] = peak.total > shape.most_allocated(conf)
-            if self.hopeless[key]:
-                self._remember_too_large(shape, least, self._uniform(shape, least))
-        return self.hopeless[key]
-
-    def _remember_too_large(self, shape: Shape, conf: Configuration, resolved: Resolved) -> None:
-        """Keep what does not fit; of a pipeline, the peak of one rank, which is made exact if nothing fits."""
-        if shape.key.staged:
-            self.too_large[conf] = resolved.peak.total
-        else:
-            self._remember_nearest(shape, conf, resolved)
-
-    def _remember_nearest(self, shape: Shape, conf: Configuration, resolved: Resolved) -> None:
-        if self.least is None or resolved.peak.total < self.least[2].peak.total:
-            self.least = shape, conf, resolved
-
-    def _nearest(self) -> Candidate | None:
-        """Return the configuration that needs least, where nothing fits."""
-        if self.least is None:
-            return None
-        shape, conf, resolved = self.least
-        # Its need was only predicted where the peak alone would fit.
-        with quietly():
-            need = shape.need(conf, resolved.choices, resolved.peak)
-        return self.candidate(shape, conf, replace(resolved, need=need))
-
-    def _refined(self, best: Candidate) -> Candidate:
-        """Return the winner with the best plan of all, where it has a plan."""
-        conf = best.conf
-        shape = self._traced(ShapeKey.of(conf))
-        if isinstance(shape, str):
-            return best
-        if isinstance(shape, Shape) and shape.key.staged and "ac" not in self.question.pins:
-            conf = conf.change(ac=MemoryBudget(peak_bytes=self.question.limit_of(conf.job)))
-        elif best.plan is None:
-            return best
-        with quietly():
-            planned = self._planned(shape, conf, shape.refined)
-        if planned is None or shape.host_bytes(conf, planned.choices) > self.question.host_memory:
-            return best
-        finer = self.candidate(shape, conf, planned)
-        return finer if finer.step_seconds <= best.step_seconds else best
-
-    def predicted(self, shape: Shape, conf: Configuration) -> Candidate | None:
-        """Return the report of a configuration that was not searched; None: it does not fit.
-
-        Where `conf` has a plan, the report is of the best plan of all.
+    def under(self, entry: Entry, mode: str) -> Row:
+        """Plan a layout under a mode.
 
         Raises:
-            ValueError: the model cannot be cut into its stages.
+            ValueError: it cannot be run, or the model cannot have that shape.
         """
-        limit = self.question.limit_of(conf.job)
-        with quietly():
-            if conf.mode == "plan":
-                conf = conf.change(ac=MemoryBudget(peak_bytes=limit))
-                resolved = self._planned(shape, conf, shape.refined)
-            else:
-                resolved = self._uniform(shape, conf)
-        if resolved is None or resolved.need.bytes > limit:
-            return None
-        if shape.host_bytes(conf, resolved.choices) > self.question.host_memory:
-            return None
-        return self.candidate(shape, conf, resolved)
+        ranking, question = entry.ranking, entry.ranking.question
+        layout = ranking.layout(entry, mode)
+        job = job_of(question.job, layout, question.limit_of, question.asked)
+        query = self.trace(question, layout.micro_batch).query(job)
+        if query.is_pipeline and query.pp.balance == "memory":
+            query = balanced(query, mode)
+        choices, limit = query.uniform(mode), question.limit_of(job)
+        peaks = peaks_of(query, choices)
+        peak = max(peaks, key=lambda peak: peak.total)
+        fits = peak.total <= most_allocated(query, limit)
+        need = verdict(query, choices, peaks, limit) if fits else Need(peak.total + query.input_bytes, ALLOCATED)
+        return Row(entry, layout, job, query, choices, peak, need, step_seconds(query, choices).total, 0.0)
 
-    def candidate(self, shape: Shape, conf: Configuration, resolved: Resolved) -> Candidate:
-        """Return the report of one configuration."""
-        question, plan = self.question, None
-        with quietly():
-            account = account_of(shape, conf, resolved.choices, resolved.seconds)
-            if conf.mode == "plan":
-                conf, plan = (
-                    conf.change(ac=resolved.budget),
-                    describe(shape.query(conf), resolved.choices, resolved.budget),
-                )
-        return Candidate(
-            conf,
-            host_bytes=shape.host_bytes(conf, resolved.choices),
-            peak=resolved.peak,
-            need=resolved.need,
-            seconds=resolved.seconds,
-            tokens=conf.sequences * question.seq_len,
-            model_flops=shape.flops(conf) * conf.grad_accum / conf.pp,
-            peak_flops=question.device.peak_flops,
-            fits=resolved.need.bytes <= question.limit_of(conf.job),
-            plan=plan,
-            sample=shape.traced.sample,
-            account=account,
-            outside=outside_of(conf.job, question.device),
+    def _remember(self, row: Row) -> None:
+        if self.least is None or row.need.bytes < self.least.need.bytes:
+            self.least = row
+
+    def _plan(self) -> None:
+        """Give the fastest layouts a plan for all the memory that there is, where that is faster.
+
+        Of layouts that differ in how weights are replicated alone, the first gets one. The next is left out if it would have
+        to gain more than a fiftieth above what a plan gained for the one before.
+        """
+        made, gain, best = set[Any](), 1.0, min((row.per_token for row in self.rows), default=0.0)
+        for row in sorted(self.rows, key=lambda row: row.hoped):
+            shape = row.layout.way(dp_replicate=1, dp_shard=row.layout.dp_replicate * row.layout.dp_shard).sizes
+            if len(made) == PLANS or row.hoped * gain > 1.02 * best:
+                break
+            if shape in made:
+                continue
+            made.add(shape)
+            if "plan" not in row.entry.ranking.modes or row.layout.ac == "none" or row.budget:
+                continue
+            self._tell()
+            planned = self.planned(row)
+            if planned is not None and planned.seconds < row.seconds:
+                self.rows[self.rows.index(row)] = planned
+                gain, best = planned.per_token / row.hoped, min(best, planned.per_token)
+
+    def planned(self, row: Row) -> Row | None:
+        """Return the row with the fastest plan within the memory; None: there is none."""
+        question, query = row.entry.ranking.question, row.query
+        limit = question.limit_of(query.job)
+
+        found = plan_within(query, limit)
+        if found is None:
+            return None
+        choices, peak, need, budget = found
+        seconds = step_seconds(query, choices).total
+        planned = replace(
+            row, layout=row.layout.way(ac="plan"), choices=choices, peak=peak, need=need, seconds=seconds, budget=budget
+        )
+        return None if host_bytes_of(planned.query, planned.choices) > question.host_memory else planned
+
+    def _candidate(self, row: Row) -> Candidate:
+        question = row.entry.ranking.question
+        return candidate_of(
+            row.job,
+            row.query,
+            row.layout,
+            row.choices,
+            row.peak,
+            row.need,
+            seq_len=question.seq_len,
+            limit=question.limit_of(row.query.job),
+            budget=row.budget,
         )
 
 
-Entry = tuple[Configuration, Resolved | None] | StateOnHost
-_HOST_MEMORY = "host memory"
-_SLOWER = "slower than the best, not looked at"
-_NOT_BESIDE_PP = "not planned beside pp: cpu_offload"
+def _with_whole_need(row: Row) -> Row:
+    """Return a row that does not fit with the need of its fullest rank: a look ends with the first that is too high."""
+    most = 1 << 60  # which every rank's need is within
+    return replace(row, need=verdict(row.query, row.choices, peaks_of(row.query, row.choices), most))
+
+
+def _need_of(entry: Entry) -> float:
+    return float(entry.ranking.corrected("bytes")[entry.layout, entry.way].min())
+
+
+def _median_and_worst(values: Sequence[float]) -> tuple[float, float]:
+    ordered = sorted(values)
+    return ordered[len(ordered) // 2], ordered[-1]
 
 
 @contextmanager

@@ -106,7 +106,6 @@ class TracedPart:
         self.device: Device = device_of(job)
         self.known, self.shape = known, shape_of(job)
         self.loss = StepLoss.of(job)
-        self.compiled = job.compile is not None
         self.splits_loss = job.tp.loss_parallel and job.tp.size > 1
         self.is_stage = hasattr(model, STAGE_MARK)
         refuse_four_bits(model)
@@ -168,6 +167,7 @@ class TracedPart:
         self._number = self.known.number((self.shape, self.sample, self.is_stage, alike))
         self._numbers: dict[tuple[int, StepLoss | None], int] = {}
         self._forms: dict[bool, tuple[ParameterForms, int]] = {}
+        self._seconds: dict[tuple[int, bool], BlockSeconds] = {}
         self._proved: dict[tuple[int, Choice], Choice] = {}
         self._frontiers: dict[tuple[int, bool, int], tuple[Choice, ...]] = {}
         self._stacks: dict[tuple[bool, int], Stack] = {}
@@ -185,10 +185,11 @@ class TracedPart:
 
     # --- choices --------------------------------------------------------------------------------------------------
 
-    @cached_property
-    def blocks(self) -> list[BlockSeconds]:
-        """Seconds of each kind of layer."""
-        return [BlockSeconds.of(problem, compiled=self.compiled) for problem in self.problems]
+    def block(self, kind: int, *, compiled: bool) -> BlockSeconds:
+        """Return the seconds of a kind of layer, as it is or as a compiler fuses it."""
+        if (kind, compiled) not in self._seconds:
+            self._seconds[kind, compiled] = BlockSeconds.of(self.problems[kind], compiled=compiled)
+        return self._seconds[kind, compiled]
 
     def frontier(self, kind: int, *, skip: bool, host: int) -> tuple[Choice, ...]:
         """Return the best choices of a kind of layer, ascending in saved bytes; arguments as `BlockProblem.frontier`."""
@@ -197,11 +198,11 @@ class TracedPart:
             self._frontiers[key] = self.problems[kind].frontier(skip=skip, host=host)
         return self._frontiers[key]
 
-    def stack(self, *, skip: bool, host: int) -> Stack:
-        """Return all layers as one choice, with the best choices of each kind."""
+    def stack(self, *, skip: bool, host: int, coarse: bool = False) -> Stack:
+        """Return all layers as one choice, with the best choices of each kind; `coarse`: with some of these."""
         if (skip, host) not in self._stacks:
-            groups = self.choice_groups(lambda kind: self.frontier(kind, skip=skip, host=host))
-            self._stacks[skip, host] = Stack(groups)
+            stack = Stack(self.choice_groups(lambda kind: self.frontier(kind, skip=skip, host=host)))
+            self._stacks[skip, host] = stack.coarse() if coarse else stack
         return self._stacks[skip, host]
 
     def choice_groups(self, choices: Callable[[int], tuple[Choice, ...]]) -> tuple[ChoiceGroup, ...]:
@@ -396,7 +397,7 @@ class TracedPart:
 
 def shape_of(job: Job) -> Hashable:
     """Return what a trace depends on, but for the sizes that only divide experts: equal for jobs that share results."""
-    how = (job.param_dtype, job.precision.matmuls, job.fsdp is None, job.compile is None)
+    how = (job.param_dtype, job.precision.matmuls, job.fsdp is None)
     return repr((*how, job.tp, job.cp, job.ep.imbalance)), device_of(job).name
 
 

@@ -1,0 +1,680 @@
+"""Seconds and bytes of every layout by a formula, from one trace of the model: it ranks layouts, of which few are planned.
+
+The trace is of one micro-batch in the smallest sizes that the pins allow. Of each kind of layer it has the operators. For
+another number of tokens, or another share of the weights, they are scaled (`scaled`): a token has its share of FLOPs and
+bytes, and tensor parallelism splits what a product makes of whole hidden states, till the next product. The planner's own
+rates then time them. `seconds` adds what ranks send, what of that computing hides, the bubble, the optimizer and the host;
+`bytes` what a rank stores, saves, gathers and reduces at the two points where steps peak. Both take all layouts at once.
+
+How far off they are is measured by the plans of the layouts that are looked at (`nemo_like.planning.fit.search`).
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nemo_like.activation_checkpointing.ops import facts
+from nemo_like.activation_checkpointing.plan import OF_HEAD, STAYING, Part
+from nemo_like.distributed.expert import Experts, find_experts
+from nemo_like.distributed.pipeline.schedules import actions_of
+from nemo_like.job import Job
+from nemo_like.losses.model_loss import find_head
+from nemo_like.options import ChunkedLoss, PipelineParallel, parse_bytes
+from nemo_like.options.optimizers import OPTIMIZER_OBJECTS
+from nemo_like.options.pipelining import SCHEDULE_OBJECTS
+from nemo_like.planning import roofline
+from nemo_like.planning.answers.rank import RankSteps, rank_peak
+from nemo_like.planning.answers.reserved import workspaces_of
+from nemo_like.planning.answers.seconds import KERNELS_PER_PARAMETER
+from nemo_like.planning.answers.verdict import verdict
+from nemo_like.planning.choose.layer import BlockProblem, Choice, as_choice
+from nemo_like.planning.choose.layer_seconds import BlockSeconds
+from nemo_like.planning.devices import Device
+from nemo_like.planning.fit.layouts import Layout
+from nemo_like.planning.host_time import host_seconds
+from nemo_like.planning.program.storages import Bytes
+from nemo_like.planning.program.timeline import StageSeconds, action_seconds, timeline
+from nemo_like.planning.query import PlanQuery
+from nemo_like.planning.trace.block import OpRecord
+from nemo_like.torch_compat import local_part
+
+BY_SPEED = ("none", "selective", "full")
+"""Modes from the fastest, which saves most, to the one that saves least."""
+_NARROW = 512
+"""Columns of a product below which tensor parallelism leaves it whole, as the scores of a router."""
+_HEAD, _LAYER, _STEP = "head", "layer", "step"
+_OF_HEAD = ("forward of the head", "loss", "backward of the head")
+_CHUNKS = 3
+"""Tensors of one chunk's logits that exist at a time: logits, their probabilities, their gradients."""
+
+
+class Places(Bytes):
+    """The parts of the highest point in each kind of stretch: head and loss, a layer's backward, the optimizer's step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.highest: dict[str, dict[str, int]] = {}
+
+    def mark(self, where: str) -> None:
+        self.keep()
+        super().mark(where)
+
+    def keep(self) -> None:
+        """Note the stretch that ends."""
+        if self.best_total >= 0:
+            kind = _HEAD if self.where in _OF_HEAD else _STEP if self.where == "optimizer step" else _LAYER
+            if sum(self.highest.get(kind, {}).values()) < self.best_total:
+                self.highest[kind] = {part: size for part, size in self.best.items() if size}
+        self.best_total, self._noted = -1, -1
+
+
+def split_places(ops: Sequence[OpRecord]) -> list[bool]:
+    """Return, for each operator, whether ranks of tensor parallelism have a part each of what it makes.
+
+    A product of whole hidden states is split by its columns, and one of split ones sums its parts up, so that what it makes
+    is whole again (Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3). What lies between follows its inputs.
+    """
+    split: list[bool] = []
+    for op in ops:
+        reads = any(split[number] for number in op.reads)
+        product = bool(op.flops) and not facts(op.op).attention
+        if product and (not op.shapes or op.shapes[0][-1] < _NARROW):
+            split.append(False)
+        else:
+            split.append(not reads if product else reads)
+    return split
+
+
+@dataclass(frozen=True)
+class Share:
+    """Shares of a rank in the traced micro-batch and its weights."""
+
+    tokens: float
+    """Tokens, as a multiple."""
+    split: float
+    """Share of what tensor parallelism splits."""
+    whole: float
+    """Share of what it does not split: less than 1 where sequences are cut."""
+
+
+def scaled(problem: BlockProblem, share: Share) -> BlockProblem:
+    """Return a layer's trace as it would be for another share of the tokens and of the weights."""
+    trace = problem.trace
+    split, made = split_places(trace.ops), list[OpRecord]()
+    for op, is_split in zip(trace.ops, split):
+        part = share.split if is_split else share.whole
+        known, flops, moved, shapes = facts(op.op), op.flops, op.moved, op.shapes
+        if flops and not known.attention:
+            wide = shapes[0][-1] >= _NARROW
+            rows = max(1, _rows(shapes[0]))
+            weight = min(moved, flops // (2 * rows) * (2 if op.half else 4))
+            by = share.split if wide else 1.0
+            flops, moved = int(flops * share.tokens * by), int((moved - weight) * share.tokens * part + weight * by)
+            shapes = ((max(1, round(rows * share.tokens)), max(1, round(shapes[0][-1] * (part if is_split else 1.0)))),)
+        else:
+            flops, moved = int(flops * share.tokens * share.split), int(moved * share.tokens * part)
+        size = int(op.bytes * share.tokens * part)
+        made.append(replace(op, flops=flops, moved=moved, shapes=shapes, bytes=size))
+    before, after = (sum(op.bytes for op in every if op.needed) for every in (trace.ops, made))
+    kept = int(trace.kept_input_bytes * share.tokens * share.whole)
+    inside = (trace.none_bytes - trace.kept_input_bytes) * (after / before if before else 1.0)
+    return BlockProblem(
+        replace(
+            trace,
+            ops=tuple(made),
+            input_bytes=int(trace.input_bytes * share.tokens * share.whole),
+            kept_input_bytes=kept,
+            none_bytes=kept + int(inside),
+            param_bytes=int(trace.param_bytes * share.split),
+        ),
+        problem.device,
+    )
+
+
+def _rows(shape: Sequence[int]) -> int:
+    rows = 1
+    for size in shape[:-1]:
+        rows *= size
+    return rows
+
+
+class Local(NamedTuple):
+    """One kind of layer on one rank, by mode: seconds of its kernels, bytes that it saves, bytes that it sends."""
+
+    forward: float
+    backward: float
+    replay: tuple[float, ...]
+    held: tuple[float, ...]
+    """Bytes saved for backward."""
+    inputs: float
+    """Bytes of these that ``offload="boundary"`` moves."""
+    made: float
+    """Bytes of all that a forward makes."""
+    summed: float
+    """Bytes of one sum of tensor parallelism."""
+    gathered: float
+    """Bytes of keys and values that a forward gathers."""
+    again: float
+    """Bytes of these that backward gathers once more."""
+    exchanged: float
+    launching: tuple[float, ...]
+    """Seconds of the host, without FSDP2."""
+
+
+class Wire(NamedTuple):
+    """A collective over a group of ranks: seconds for each byte, and seconds in any case."""
+
+    byte: float
+    start: float
+
+    @classmethod
+    def of(cls, seconds: Any, ranks: int, inner: int, device: Device) -> Wire:
+        """Return the line through two sizes, which the planner's rate of a collective is."""
+        group = roofline.group_of(ranks, inner, device.gpus_per_host)
+        small, large = (seconds(size, group, device) for size in (1 << 10, 1 << 40))
+        byte = (large - small) / ((1 << 40) - (1 << 10))
+        return cls(byte, small - byte * (1 << 10))
+
+
+class Estimate(NamedTuple):
+    """Seconds of a step and bytes that a rank needs, each by layout, way and mode."""
+
+    seconds: Tensor
+    bytes: Tensor
+    host: Tensor
+    """Bytes in host memory, by layout and way."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """Options that change no size, in the words of `Layout`, but for the mode."""
+
+    loss: str = "model"
+    offload: str = "none"
+    reshard: bool | int | None = None
+    cpu_offload: bool = False
+    sync: str = "every"
+
+
+class Formula:
+    """The formula for one model, by the trace of one layout."""
+
+    def __init__(self, query: PlanQuery, layout: Layout, seq_len: int, modes: Sequence[str] = BY_SPEED) -> None:
+        """Take what is needed of a trace; `layout`: the sizes that `query` was traced in, in one stage."""
+        self.query, self.base, self.seq_len, self.modes = query, layout, seq_len, tuple(modes)
+        self.stage, self.device = query.stages[0], query.device
+        self.part = self.stage.part
+        chosen = Counter((call.kind, call.fqn in self.part.chosen) for call in self.part.traced.calls)
+        self.groups = sorted(chosen.items())
+        self.layers = sum(chosen.values())
+        self._local: dict[Any, list[Local]] = {}
+        self._wires: dict[Any, Wire] = {}
+        self.places: dict[tuple[str, str], dict[str, dict[str, int]]] = {}
+        self.outer: dict[str, float] = {}
+        self.excess, self.workspaces = 0.0, 0
+        """Bytes that the allocator reserves above the peak: for each byte that comes and goes, and those of libraries."""
+        head = find_head(self.part.model)
+        weights = 0 if head is None else sum(local_part(p).numel() for p in head.parameters())
+        self.fixed_in_chunks = 4 * weights + _CHUNKS * parse_bytes(str(ChunkedLoss.chunk_bytes))
+        """Bytes of a chunked loss that do not grow with the tokens: gradients of the head, and a chunk."""
+        self._measure("model", query)
+
+    def under(self, job: Job) -> Formula:
+        """Return the formula for another optimizer or compiler, which changes no operator that was traced."""
+        other = copy.copy(self)
+        other.query, other._local = self.query.under(job), {}
+        other.stage = other.query.stages[0]
+        return other
+
+    def can_chunk(self) -> bool:
+        """Return whether the loss can be computed in chunks; the chunks are then known to `seconds` and `bytes`."""
+        if "chunked" not in self.outer and self.part.can_chunk():
+            other = self.query.changed(self.query.job.change(loss="chunked"))
+            assert other is not None
+            self._measure("chunked", other)
+        return "chunked" in self.outer
+
+    def _measure(self, loss: str, query: PlanQuery) -> None:
+        stage = query.stages[0]
+        self.outer[loss] = stage.outside().seconds
+        for mode in self.modes:
+            storages = Places()
+            steps = RankSteps(query, 0, query.uniform(mode), storages)
+            steps.begin_later()
+            steps.run()
+            storages.keep()
+            self.places[mode, loss] = storages.highest
+        if self.device.cuda is None or self.excess:
+            return
+        # What is reserved above the peak is more or less a share of what comes and goes in a step.
+        mode = self.modes[-1]
+        choices, peak = (
+            query.uniform(mode),
+            max(self.places[mode, loss].values(), key=lambda parts: sum(parts.values())),
+        )
+        whole = rank_peak(query, 0, choices)
+        moving = sum(size for part, size in peak.items() if part not in (*STAYING, Part.SAVED_ACTIVATIONS))
+        need = verdict(query, choices, [whole], self.device.memory_bytes)
+        self.workspaces = sum(workspaces_of(self.device.cuda))
+        self.excess = max(0, need.bytes - whole.total - self.workspaces) / max(1, moving)
+
+    # --- one local shape ------------------------------------------------------------------------------------------
+
+    def share(self, layout: Layout) -> Share:
+        """Return what a rank of `layout` has of the traced micro-batch."""
+        base = self.base
+        tokens = layout.micro_batch / base.micro_batch * base.cp / layout.cp
+        cut, before = (each.tp if each.sequence_parallel else 1 for each in (layout, base))
+        return Share(tokens, base.tp / layout.tp, before / cut)
+
+    def local(self, layout: Layout) -> list[Local]:
+        """Return each kind of layer as one rank of `layout` runs it."""
+        key = (layout.tp, layout.cp, layout.ep > 1, layout.micro_batch, layout.sequence_parallel, layout.cp_method)
+        if key not in self._local:
+            share = self.share(layout)
+            known: dict[int, BlockProblem] = {}
+            for (kind, _), _ in self.groups:
+                if kind not in known:
+                    known[kind] = scaled(self.part.problems[kind], share)
+            self._local[key] = [
+                self._kind(kind, chosen, known[kind], layout, share) for (kind, chosen), _ in self.groups
+            ]
+        return self._local[key]
+
+    def _kind(self, kind: int, chosen: bool, problem: BlockProblem, layout: Layout, share: Share) -> Local:
+        compiled = self.query.job.compile is not None
+        block, traced = BlockSeconds.of(problem, compiled=compiled), self.part.problems[kind]
+        choices = [self._choice(kind, mode if chosen else "none", problem) for mode in self.modes]
+        hidden = traced.trace.input_bytes * share.tokens * (self.base.tp if self.base.sequence_parallel else 1)
+        rows = layout.micro_batch / self.base.micro_batch
+        gathered, again = block.sequence_bytes, block.gathered_again
+        if layout.cp > 1 and self.base.cp == 1:
+            keys = sum(max(0, op.moved - 2 * op.bytes) for op in traced.trace.ops if facts(op.op).attention)
+            gathered = int(keys * rows * share.split)
+            again = gathered if layout.cp_method == "all_gather" else 0
+        exchanged = float(block.expert_bytes)
+        if layout.ep > 1 and self.base.ep == 1:
+            exchanged = 2.0 * hidden * self._choices_of_a_token(kind)
+        split = block.products if layout.tp > 1 else 0
+        labels = [choice.label for choice in choices]
+        host = self.device.kind != "cpu"
+        return Local(
+            block.forward,
+            block.backward,
+            tuple(block.replay(choice, problem.reachable) for choice in choices),
+            tuple(choice.held_bytes for choice in choices),
+            problem.trace.input_bytes,
+            sum(op.bytes for op in problem.records),
+            hidden,
+            gathered,
+            again,
+            exchanged,
+            tuple(
+                host_seconds(
+                    block.launched, label, units=0, split_products=split, sequence_parallel=layout.sequence_parallel
+                )
+                * host
+                for label in labels
+            ),
+        )
+
+    def _choice(self, kind: int, mode: str, problem: BlockProblem) -> Choice:
+        if mode == "none" or not problem.trace.saves_something:
+            return problem.none()
+        calls = zip(self.part.traced.calls, self.part.uniform(mode))
+        traced = next(choice for call, choice in calls if call.kind == kind and call.fqn in self.part.chosen)
+        return as_choice(problem, traced.decisions, traced.label)
+
+    @functools.cache  # noqa: B019 - as long as its formula
+    def _choices_of_a_token(self, kind: int) -> float:
+        """Return how many experts a token goes to: rows of the products of all experts, over the tokens."""
+        tokens = self.base.micro_batch * self.seq_len / self.base.cp
+        rows = [_rows(op.shapes[0]) for op in self.part.problems[kind].trace.ops if "grouped_mm" in op.op.name()]
+        return max(rows, default=0) / tokens
+
+    # --- all layouts ----------------------------------------------------------------------------------------------
+
+    def estimate(self, layouts: Sequence[Layout], ways: Sequence[Way]) -> Estimate:
+        """Return seconds and bytes of all `layouts`, run in all `ways` under all modes."""
+        facts_of = _Columns(self, layouts, ways)
+        return Estimate(seconds_of(facts_of), bytes_of(facts_of), facts_of.host_bytes)
+
+    def wire(self, seconds: Any, ranks: int, inner: int) -> Wire:
+        key = (seconds, ranks, inner)
+        if key not in self._wires:
+            self._wires[key] = Wire.of(seconds, ranks, inner, self.device)
+        return self._wires[key]
+
+
+class _Columns:
+    """Numbers of all layouts as columns (layouts, 1, 1), of ways as (1, ways, 1), of modes as (1, 1, modes)."""
+
+    def __init__(self, formula: Formula, layouts: Sequence[Layout], ways: Sequence[Way]) -> None:
+        self.formula, self.layouts, self.ways = formula, layouts, ways
+        self.device = formula.device
+        names = ("dp_replicate", "dp_shard", "tp", "cp", "ep", "pp", "grad_accum")
+        sizes = [self.column([getattr(layout, name) for layout in layouts]) for name in names]
+        self.dp_replicate, self.dp_shard, self.tp, self.cp, self.ep, self.pp, self.grad_accum = sizes
+        self.stages_per_rank = self.column([layout.stages_per_rank or 1 for layout in layouts])
+        self.stages = self.pp * self.stages_per_rank
+        self.staged = self.pp > 1
+        self.shards = self.dp_shard * self.cp
+        self.tokens = self.column([formula.share(layout).tokens for layout in layouts])
+        self.chunked = self.row([way.loss == "chunked" for way in ways])
+        self.moves = self.row([way.offload != "none" for way in ways])
+        self.there = self.row([way.cpu_offload and self.device.kind != "cpu" for way in ways])
+        stays = self.row([way.reshard is False for way in ways])
+        default = self.row([way.reshard is None for way in ways])
+        self.stays = stays | (default & self.staged)
+        """Weights stay gathered after forward."""
+        self.last = self.row([way.sync == "last" for way in ways])
+        self.regions = torch.tensor([mode != "none" for mode in formula.modes]).view(1, 1, -1)
+        self.again = torch.tensor([mode == "full" for mode in formula.modes]).view(1, 1, -1)
+        locals_ = [formula.local(layout) for layout in layouts]
+        self.kinds = [self._of_kind(number, locals_) for number in range(len(formula.groups))]
+        cut = self.column([layout.tp if layout.sequence_parallel else 1 for layout in layouts])
+        cuts = [layout.pp > 1 and SCHEDULE_OBJECTS[layout.schedule or "1f1b"].splits_backward for layout in layouts]
+        self.halves = self.column(cuts)
+        """1 where a backward is cut in two."""
+        self.modes = range(len(formula.modes))
+        self.hidden = self.kinds[0]["summed"] / cut
+        """Bytes of hidden states that a stage sends."""
+        self._of_weights()
+
+    def column(self, values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float64).view(-1, 1, 1)
+
+    def row(self, values: Sequence[bool]) -> Tensor:
+        return torch.tensor(values).view(1, -1, 1)
+
+    def wires(self, seconds: Any, groups: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+        every = [self.formula.wire(seconds, *group) for group in groups]
+        return self.column([wire.byte for wire in every]), self.column([wire.start for wire in every])
+
+    def _of_kind(self, number: int, locals_: Sequence[list[Local]]) -> dict[str, Tensor]:
+        every, size = [local[number] for local in locals_], len(self.layouts)
+        columns = {
+            name: self.column([getattr(local, name) for local in every])
+            for name in ("forward", "backward", "inputs", "made", "summed", "gathered", "again", "exchanged")
+        }
+        for name in ("replay", "held", "launching"):
+            values = torch.tensor([getattr(local, name) for local in every], dtype=torch.float64)
+            columns[name] = values.view(size, 1, -1)
+        return columns | {"count": torch.tensor(float(self.formula.groups[number][1]), dtype=torch.float64)}
+
+    def _of_weights(self) -> None:
+        """Bytes of the weights of each kind of layer on one rank: gathered, reduced and stored, of experts apart."""
+        formula, base = self.formula, self.formula.base
+        stage, sharding = formula.stage, formula.stage.sharding
+        split, spread = base.tp / self.tp, base.tp / self.tp * base.ep / self.ep
+        experts_of = _expert_bytes(formula)
+        stored = (base.dp_shard * base.cp * base.tp) / (self.shards * self.tp)
+        # A stage has its share of the layers, and the first or the last one what is around them.
+        even = torch.ceil(formula.layers / self.stages) * self.stages_per_rank / formula.layers
+        self.even = torch.where(self.staged, even, torch.ones_like(even))
+        around = torch.where(self.staged, torch.full_like(even, 0.5), torch.ones_like(even))
+        units = [*sharding.units, *sharding.experts.values()]
+        ends = list(sharding.outside)
+
+        def of(name: str, every: Sequence[Any]) -> float:
+            return float(sum(getattr(unit, name) for unit in every))
+
+        seen: dict[int, Any] = {}
+        for call, (unit, inner, _) in zip(formula.part.traced.calls, stage.units):
+            seen.setdefault(call.kind, (unit, inner))
+        self.units = []
+        for (kind, _), _ in formula.groups:
+            unit, inner = seen[kind]
+            every = [each for each in (unit, inner) if each is not None]
+            share = experts_of[kind]
+            sizes = {}
+            for name in ("gathered", "reduce_input", "whole_grad"):
+                size = of(name, every)
+                sizes[name] = size * (1 - share) * split, size * share * spread
+            shard = of("shard", every) + of("host_shard", every)
+            grads = of("grad", every) + of("host_grad", every)
+            self.units.append((sizes, shard * stored, grads * stored))
+        self.ends = {name: of(name, ends) * split for name in ("gathered", "reduce_input", "whole_grad")}
+        self.sharded = (self.shards * self.tp * self.dp_replicate > 1) if sharding.on else torch.zeros_like(self.tp) > 0
+        layers, outside = of("shard", units) + of("host_shard", units), of("shard", ends) + of("host_shard", ends)
+        outside += sharding.replicated
+        self.parameters = stored * (layers * self.even + outside * around)
+        trained = [*sharding.trained, *sharding.trained_on_host]
+        inside = float(sum(param.size for param in trained if param.in_layer))
+        every_trained = float(sum(param.size for param in trained))
+        self.gradients = stored * (inside * self.even + (every_trained - inside) * around)
+        state = stage.optimizer.state / max(1.0, every_trained) if not sharding.trained_on_host else 2.0
+        self.state, self.trained = self.gradients * state, len(trained)
+        self.temporaries = self.gradients * (stage.optimizer.step / max(1.0, every_trained))
+        self.host_bytes = ((self.parameters + self.gradients + self.state) * self.there).squeeze(2)
+        gathered = sum(
+            float(count) * sum(sizes["gathered"]) for (_, count), (sizes, _, _) in zip(formula.groups, self.units)
+        )
+        whole = sum(
+            float(count) * sum(sizes["whole_grad"]) for (_, count), (sizes, _, _) in zip(formula.groups, self.units)
+        )
+        self.all_gathered = gathered * self.even + self.ends["gathered"] * around
+        self.all_grads = whole * self.even + self.ends["whole_grad"] * around
+        first = sum(sum(size) for size in (self.units[0][0]["gathered"],))
+        base_first = of("gathered", [each for each in seen[formula.groups[0][0][0]] if each is not None])
+        self.unit_share = first / base_first if base_first else torch.ones_like(self.tp)
+
+
+def _expert_bytes(formula: Formula) -> dict[int, float]:
+    """Return, for each kind of layer, the share of its weights that are experts."""
+    found: tuple[Experts, ...] = ()
+    with suppress(ValueError):  # not of a kind that is split
+        found = find_experts(formula.query.traced.given, None)
+    shares = {}
+    modules = {id(each.module): each for each in found}
+    named = dict(formula.query.traced.given.named_modules())
+    for call in formula.part.traced.calls:
+        if call.kind in shares:
+            continue
+        layer = named.get(call.fqn)
+        total = sum(p.numel() for p in layer.parameters()) if layer is not None else 0
+        inside = [modules[id(m)] for m in layer.modules() if id(m) in modules] if layer is not None else []
+        of_experts = sum(weight.numel() for each in inside for weight in each.weights)
+        shares[call.kind] = of_experts / total if total else 0.0
+    return shares
+
+
+def seconds_of(x: _Columns) -> Tensor:
+    """Return the seconds of a step, by layout, way and mode.
+
+    The parts are those of `nemo_like.planning.answers.seconds`: kernels, what is sent inside of layers, what FSDP2 sends and
+    computing does not hide, the host, the bubble, the optimizer.
+    """
+    formula, device = x.formula, x.device
+    inner = [layout.tp for layout in x.layouts]
+    shards = [layout.dp_shard * layout.cp for layout in x.layouts]
+    gather = roofline.gather_seconds
+    shard_byte, shard_start = x.wires(gather, list(zip(shards, inner)))
+    copies = [(layout.dp_replicate, s * t) for layout, s, t in zip(x.layouts, shards, inner)]
+    copy_byte, copy_start = x.wires(gather, copies)
+    apart = [(max(1, s * t // layout.ep), layout.ep) for layout, s, t in zip(x.layouts, shards, inner)]
+    apart_byte, apart_start = x.wires(gather, apart)
+    sum_byte, sum_start = x.wires(gather, [(t, 1) for t in inner])
+    part_byte, part_start = x.wires(gather, [(layout.cp, t) for layout, t in zip(x.layouts, inner)])
+    sent_byte, sent_start = x.wires(roofline.exchange_seconds, [(layout.ep, 1) for layout in x.layouts])
+    turns = x.grad_accum
+    reduced = torch.where(x.last, torch.ones_like(turns), turns)
+    summed = reduced - 1
+    split_experts, link = x.ep > 1, device.host_link
+    outer = formula.outer["model"] + x.chunked * (formula.outer.get("chunked", 0.0) - formula.outer["model"])
+    outer = outer * x.tokens * (formula.base.tp / x.tp)
+    computing, launching, late = outer, torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+    once = late  # of a pipeline, what its stages gather and reduce once
+    layers = torch.zeros(1, dtype=torch.float64)
+    for kind, (sizes, shard, grads) in zip(x.kinds, x.units):
+        count, forward, backward = kind["count"], kind["forward"], kind["backward"] + kind["replay"]
+        sums = 2 * (kind["summed"] * sum_byte + sum_start) * (x.tp > 1)
+        parts = (kind["gathered"] * part_byte + part_start) * (x.cp > 1)
+        parts_again = (kind["again"] * part_byte + part_start) * (kind["again"] > 0) * (x.cp > 1)
+        sent = (kind["exchanged"] * sent_byte + sent_start) * split_experts
+        again = x.again * 1.0
+        moved = kind["inputs"] * x.moves * x.regions
+        copying = (moved / link - forward).clamp(min=0) + (moved / link - 2 * forward).clamp(min=0)
+        inside = sums * (4 + again) + parts * (2 + again) + parts_again + sent * (2 + again) + copying
+        layer = forward + backward + inside
+        layers = layers + count * layer
+        launch = kind["launching"] + x.sharded * (1 + split_experts) * _UNIT
+        launching = launching + count * launch * (device.kind != "cpu")
+        # FSDP2: a gather is hidden by the layer before, a reduction by what is left of the next one's backward.
+        ahead = forward + 2 * sums + parts + sent
+        behind = backward + (2 + again) * sums + (1 + again) * (parts + sent)
+        whole, experts = sizes["gathered"]
+        apart_gather = torch.where(split_experts, experts * apart_byte + apart_start, experts * shard_byte)
+        fetched = whole * shard_byte + shard_start + apart_gather
+        whole, experts = sizes["reduce_input"]
+        apart_reduce = torch.where(split_experts, experts * apart_byte + apart_start, experts * shard_byte)
+        replicas = 2 * ((whole + experts) / x.shards * copy_byte + copy_start) * (x.dp_replicate > 1)
+        stored = whole * shard_byte + shard_start + apart_reduce + replicas
+        fetch, store = x.there * shard / link, x.there * grads / link
+        behind = (behind - moved / link * x.there).clamp(min=0)
+        wait_forward = (fetch + fetched - ahead).clamp(min=0)
+        wait_backward = (fetch + fetched - behind).clamp(min=0) * ~x.stays
+        behind = torch.where(x.stays, behind, (behind - fetch - fetched).clamp(min=0))
+        wait_reduce = (stored + store - behind).clamp(min=0)
+        adding = x.there * 3 * grads / (device.host_bandwidth or link)
+        summing = torch.where(adding > 0, adding + stored + store - wait_reduce, torch.zeros_like(adding))
+        late = late + count * (turns * (wait_forward + wait_backward) + reduced * wait_reduce + summed * summing)
+        once = once + count * (fetched + stored)
+    gather_ends = x.ends["gathered"] * shard_byte + 2 * shard_start
+    reduce_ends = x.ends["reduce_input"] * shard_byte + 2 * shard_start
+    reduce_ends = reduce_ends + 2 * (x.ends["reduce_input"] / x.shards * copy_byte + copy_start) * (x.dp_replicate > 1)
+    late = (late + turns * gather_ends + reduced * reduce_ends) * x.sharded
+    once = (once * x.even + 0.5 * (gather_ends + reduce_ends)) * x.sharded
+    computing = layers + outer
+    waiting = (turns * (launching - computing)).clamp(min=0)
+    in_one_stage = turns * computing + late + (waiting - late).clamp(min=0)
+    # The busiest rank has whole layers. What is around them is beside fewer, where the stages leave room for it.
+    layer = layers / formula.layers
+    most = torch.ceil(formula.layers / x.stages)
+    beside = (outer / layer.clamp(min=1e-12) - (most * x.stages - formula.layers)).clamp(0, 1)
+    busiest = torch.maximum(layer * (most * x.stages_per_rank + beside), computing / x.pp)
+    replayed = sum(kind["count"] * kind["replay"] for kind in x.kinds)
+    busiest = busiest + replayed / x.pp * x.halves  # each half of a backward that is cut recomputes
+    busiest = torch.maximum(busiest, launching / x.pp)
+    fill = _fills(x)
+    sending = 2 * (x.stages - 1) * (x.hidden / device.network + device.hop_seconds)
+    staged = turns * busiest + busiest * fill + sending + once
+    passes = OPTIMIZER_OBJECTS[formula.query.job.step.optimizer]
+    host_rate = device.host_bandwidth or link
+    updating = x.gradients * torch.where(
+        x.there,
+        torch.tensor((passes.host_passes or passes.passes) / host_rate, dtype=torch.float64),
+        torch.tensor(passes.passes / device.bandwidth, dtype=torch.float64),
+    )
+    loop = x.trained * KERNELS_PER_PARAMETER * device.launch_seconds * x.even
+    optimizer = torch.maximum(loop, updating)
+    return torch.where(x.staged, staged, in_one_stage) + optimizer
+
+
+def _fills(x: _Columns) -> Tensor:
+    """Return the share of a micro-batch's forward and backward on one rank that is waited for at the ends of a step."""
+    forward = sum(float(kind["count"]) * kind["forward"][0, 0, 0] for kind in x.kinds)
+    again = [
+        float(sum(float(kind["count"]) * kind["replay"][0, 0, mode] for kind in x.kinds) / forward) for mode in x.modes
+    ]
+    rows = []
+    for layout in x.layouts:
+        sizes = layout.schedule, layout.pp, layout.stages_per_rank or 1, min(layout.grad_accum, 2 * layout.pp)
+        rows.append([_fill(*sizes, share) for share in again])
+    return torch.tensor(rows, dtype=torch.float64).unsqueeze(1)
+
+
+@functools.cache
+def _fill(schedule: str | None, pp: int, per_rank: int, turns: int, again: float) -> float:
+    if pp == 1 or schedule is None:
+        return 0.0
+    if not SCHEDULE_OBJECTS[schedule].splits_backward:
+        return (pp - 1) / per_rank
+    # Of schedules with a backward in two halves, torch's order itself tells; the same for more than twice the ranks.
+    pipeline = PipelineParallel(pp, schedule, turns, per_rank)
+    seconds = action_seconds([StageSeconds(1.0, 2.0, again)] * pipeline.stages)
+    whole = timeline(actions_of(pipeline), seconds, pipeline.stages).seconds
+    return whole / (per_rank * (3.0 + 2 * again)) - turns
+
+
+def bytes_of(x: _Columns) -> Tensor:
+    """Return the bytes that a rank needs, by layout, way and mode, with what the allocator reserves above the peak.
+
+    The peak is the higher of two points, the loss and the backward of the last layer, where all layers' activations are
+    saved. Parts that the trace has there are scaled by what they are made of.
+    """
+    formula, base = x.formula, x.formula.base
+    saved = sum(kind["count"] * kind["held"] for kind in x.kinds)
+    moved = sum(kind["count"] * kind["inputs"] for kind in x.kinds) * (1 - 1 / formula.layers)
+    saved = saved - moved * x.moves * x.regions
+    flight = x.column([_in_flight(layout) for layout in x.layouts])
+    saved = torch.where(x.staged, saved * flight * x.even, saved)
+    made = [sum(op.bytes for op in formula.part.problems[kind].records) for (kind, _), _ in formula.groups]
+    largest = max(range(len(made)), key=made.__getitem__)
+    running = x.kinds[largest]["made"] / max(1, made[largest])
+    vocabulary = (
+        torch.tensor([base.tp / lay.tp if lay.loss_parallel else 1.0 for lay in x.layouts]).view(-1, 1, 1).double()
+    )
+    # Whole gradients wait, where only the last micro-batch reduces; else this rank's share of them.
+    grows = x.grad_accum > 1
+    here = x.gradients * (grows | ~x.sharded) * ~x.there
+    waiting = torch.where(x.staged | (x.last & grows), x.all_grads, here)
+    static = formula.workspaces + (x.parameters + x.state) * ~x.there + x.all_gathered * (x.stays & x.sharded)
+    most: list[Tensor] = []
+    for mode in formula.modes:
+        points = []
+        at = len(most)
+        for loss, where in (("model", ~x.chunked), ("chunked", x.chunked)):
+            if (mode, loss) not in formula.places:
+                continue
+            places = formula.places[mode, loss]
+            tops = []
+            for place in (_HEAD, _LAYER):
+                parts = places.get(place, {})
+                wide = sum(parts.get(part, 0) for part in OF_HEAD)
+                if loss == "chunked":
+                    fixed = min(wide, formula.fixed_in_chunks)
+                    head = fixed + (wide - fixed) * x.tokens
+                else:
+                    head = wide * x.tokens * vocabulary
+                layer = parts.get(Part.RUNNING_LAYER, 0) * running
+                units = parts.get(Part.GATHERED_LAYERS, 0) * x.unit_share * x.sharded * ~x.stays
+                root = parts.get(Part.GATHERED_ROOT, 0) * (base.tp / x.tp) * x.sharded
+                buffers = parts.get(Part.REDUCE_BUFFERS, 0) * x.unit_share * x.sharded
+                moving = head + layer + units + root + buffers
+                tops.append(static + waiting + saved[..., at : at + 1] + moving * (1 + formula.excess))
+            step = static + (x.gradients + x.temporaries) * ~x.there
+            top = torch.maximum(torch.maximum(*tops), step)
+            points.append(torch.where(where, top, torch.zeros_like(top)))
+        most.append(torch.stack(points).sum(0))
+    total = torch.cat([each.expand(len(x.layouts), len(x.ways), 1) for each in most], dim=2)
+    # Stages have a buffer for what each micro-batch brings, both ways, and most schedules keep what was sent.
+    keeps = x.column([1 if _frees_sent(layout) else 2 for layout in x.layouts])
+    return total + torch.where(
+        x.staged, 2 * x.hidden * x.grad_accum * x.stages_per_rank * keeps, torch.zeros_like(keeps)
+    )
+
+
+def _in_flight(layout: Layout) -> float:
+    """Return the micro-batches in flight of the rank that has most of them."""
+    if layout.pp == 1:
+        return 1.0
+    known = SCHEDULE_OBJECTS[layout.schedule or "1f1b"]
+    return known.in_flight(layout.pp, layout.grad_accum, layout.stages_per_rank or 1)
+
+
+def _frees_sent(layout: Layout) -> bool:
+    return layout.pp > 1 and SCHEDULE_OBJECTS[layout.schedule or "1f1b"].frees_sent
+
+
+_UNIT = host_seconds(0, "none", units=1, split_products=0)
+"""Seconds of the host for a unit of FSDP2."""
