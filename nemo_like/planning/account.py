@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
+from nemo_like._util.table import ByteUnit
 from nemo_like._util.words import write_bytes
 from nemo_like.activation_checkpointing.plan import Part
 from nemo_like.losses.model_loss import find_head
@@ -68,8 +70,11 @@ class RankPeak:
 
 @dataclass(frozen=True)
 class Account:
-    """Rows of one configuration: bytes, seconds, and the ranks of a pipeline."""
+    """Rows of one step: bytes, seconds, and the ranks of a pipeline."""
 
+    peak: Peak
+    """The highest point of the step, on the rank that has the highest."""
+    step: StepSeconds
     bytes: tuple[Row, ...]
     """Rows in bytes that add up to the peak."""
     seconds: tuple[Row, ...]
@@ -89,6 +94,59 @@ class Account:
         }
 
 
+@dataclass(frozen=True, kw_only=True)
+class Explained:
+    """A row of a report, which knows where its bytes and seconds come from."""
+
+    explain: Callable[[], Account] | None = field(default=None, compare=False, repr=False)
+    """Makes `account`."""
+
+    @cached_property
+    def account(self) -> Account | None:
+        """Sources of its bytes and seconds."""
+        return None if self.explain is None else self.explain()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is sent to other ranks: the account, and not what it is made of."""
+        return {**vars(self), "account": self.account, "explain": None}
+
+    def explanation(self, inputs: int) -> str:
+        """Return where each byte and each millisecond comes from; `inputs`: bytes of the step's input.
+
+        Parts, the largest first, add up to the peak and to the step; the lines below a part add up to it.
+        """
+        account = self.account
+        if account is None:
+            return ""
+        unit = ByteUnit.of([account.peak.total])
+
+        def size(amount: float) -> str:
+            return f"{amount / unit.size:9.3f} {unit.name}"
+
+        lines = [f"Peak: {unit.word(account.peak.total)}, {account.peak.at}"]
+        lines += _parts(account.peak.parts, account.bytes, size)
+        lines.append(f"Also needed:\n  {size(inputs)}  step's input")
+        if account.ranks:
+            lines.append("Peak of each rank of the pipeline:")
+        for number, rank in enumerate(account.ranks):
+            stages = f"stage{'s' if len(rank.stages) > 1 else ''} {', '.join(map(str, rank.stages))}"
+            lines.append(f"  {size(rank.total)}  rank {number}, {stages}: {rank.at}")
+        lines.append(f"Step: {1000 * account.step.total:,.2f} ms")
+        return "\n".join(lines + _parts(account.step.parts, account.seconds, lambda s: f"{1000 * s:9,.3f} ms"))
+
+
+def _parts(totals: Mapping[str, float], rows: Sequence[Row], word: Callable[[float], str]) -> list[str]:
+    lines = []
+    for part, total in sorted(totals.items(), key=lambda item: -item[1]):
+        if not total:
+            continue
+        lines.append(f"  {word(total)}  {part}")
+        for row in (row for row in rows if row.part == part and row.what):
+            hidden = f" (and {word(row.hidden).strip()} that computing hides)" if row.hidden else ""
+            lines.append(f"    {word(row.amount)}  {row.what}{hidden}")
+    return lines
+
+
 def account_of(query: PlanQuery, choices: Choices, seconds: StepSeconds) -> Account:
     """Return where the bytes of the peak and the `seconds` of a step come from."""
     finer = merged(_second_rows(query, choices, seconds))
@@ -96,6 +154,8 @@ def account_of(query: PlanQuery, choices: Choices, seconds: StepSeconds) -> Acco
     most = max(range(len(peaks)), key=lambda rank: peaks[rank].total)
     of_ranks = (RankPeak(tuple(query.of_rank(rank)), peak.total, peak.at) for rank, peak in enumerate(peaks))
     return Account(
+        peaks[most],
+        seconds,
         byte_rows(query, choices, most, peaks[most]),
         rows_of(seconds.parts, finer, seconds.total * _NOTHING),
         tuple(of_ranks) if query.is_pipeline else (),

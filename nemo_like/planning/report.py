@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from nemo_like._util.table import (
@@ -21,9 +22,10 @@ from nemo_like._util.words import write_bytes
 from nemo_like.activation_checkpointing.plan import BudgetError, Plan
 from nemo_like.job import Job
 from nemo_like.options import MemoryBudget, PlanSearch, StepSpec
+from nemo_like.planning.account import Account, Explained, account_of
 from nemo_like.planning.answers.outside_allocator import Outside, default_limit, outside_of
 from nemo_like.planning.answers.rank import peaks_of
-from nemo_like.planning.answers.seconds import timeline_of
+from nemo_like.planning.answers.seconds import step_seconds, timeline_of
 from nemo_like.planning.answers.verdict import Need, most_allocated, need_of, plan_within, reserved_within
 from nemo_like.planning.answers.within import choose
 from nemo_like.planning.model.capture import planned_imbalance
@@ -37,7 +39,7 @@ SHARES = ("75%", "50%", "25%", "12.5%")
 
 
 @dataclass(frozen=True)
-class ReportRow:
+class ReportRow(Explained):
     """One way to checkpoint, with the bytes and seconds of a step."""
 
     ac: str
@@ -280,13 +282,10 @@ class PlanReport:
         return lines
 
     def breakdown(self) -> str:
-        """Return the parts of the predicted peak of `best`, or of the row that needs least, largest first."""
+        """Return where the bytes and milliseconds of `best` come from, or of the row that needs least."""
         row = self.best or min(self.rows, key=lambda row: row.need.bytes)
-        unit = self._unit()
-        parts = sorted(row.plan.peak.items(), key=lambda item: -item[1])
-        lines = [f"{unit.word(size):>12}  {name}" for name, size in parts if size]
-        copied = f"CPU memory of an asynchronous checkpoint: {unit.word(self.checkpoint_bytes)} a rank."
-        return "\n".join([f"Peak of ac={row.ac!r}, {row.plan.peak_at}:", *lines, copied])
+        copied = f"CPU memory of an asynchronous checkpoint: {self._unit().word(self.checkpoint_bytes)} a rank."
+        return f"ac={row.ac!r}:\n{row.explanation(row.need.inputs)}\n{copied}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report in JSON values: sizes in bytes, times in seconds, shares of one."""
@@ -429,7 +428,12 @@ def row_of(name: str, query: PlanQuery, choices: Choices, limit: int) -> ReportR
     fits = need.bytes <= limit and host <= int(query.job.search.host_memory)
     bubble = timeline_of(query, choices).bubble if query.is_pipeline else None
     of_ranks = tuple(reserved) if query.is_pipeline else ()
-    return ReportRow(name, plan, need, fits, choices, host, tuple(peaks), of_ranks, bubble)
+    explain = partial(_account, query, choices)
+    return ReportRow(name, plan, need, fits, choices, host, tuple(peaks), of_ranks, bubble, explain=explain)
+
+
+def _account(query: PlanQuery, choices: Choices) -> Account:
+    return account_of(query, choices, step_seconds(query, choices))
 
 
 def _stored(stage: Stage) -> int:

@@ -20,7 +20,7 @@ from nemo_like.planning.fit import fit
 from nemo_like.planning.fit.fitting import make_search
 from nemo_like.planning.fit.layouts import Layout, Room, layouts
 from nemo_like.planning.fit.question import Question, read_pins
-from nemo_like.planning.fit.report import explanation, recipe
+from nemo_like.planning.fit.report import recipe
 from nemo_like.planning.program.timeline import timeline
 from nemo_like.planning.roofline import gather_seconds, group_of
 from tests.models import tiny
@@ -124,7 +124,7 @@ def test_the_steps_input_must_fit_beside_the_peak_and_is_in_none_of_its_parts():
     inputs = 4 * 64 * 16
     assert best.need == Need(best.peak_bytes + inputs, ALLOCATED, None, inputs)
     assert best.to_dict()["input_bytes"] == inputs and sum(best.peak.parts.values()) == best.peak_bytes
-    assert f"{inputs / 1024:11.3f} KiB  step's input" in explanation(best)
+    assert f"{inputs / 1024:11.3f} KiB  step's input" in best.explanation(inputs)
     assert fit(Text(), memory=best.need.bytes, **asked).candidates
     assert not fit(Text(), memory=best.need.bytes - 1, **asked).candidates
 

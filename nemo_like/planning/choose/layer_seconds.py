@@ -6,7 +6,7 @@ input that needs a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from nemo_like.activation_checkpointing.ops import facts
@@ -27,25 +27,6 @@ def backward_times(op: OpRecord) -> float:
     if facts(op.op).attention:
         return ATTENTION_BACKWARD
     return float(min(2, op.grads)) if op.flops else OTHER_BACKWARD
-
-
-def least_seconds(
-    problem: BlockProblem, only: Collection[int] | None = None, *, compiled: bool = False
-) -> tuple[float, float]:
-    """Forward and backward of a block per call, as a bound for other numbers of tokens: a token's share of the kernels'
-    FLOPs and bytes is at least this in any shape with the same weights, since launches, part waves and the bytes of
-    weights, which are read once for all tokens, are left out. Attention over all keys of whole sequences has as many FLOPs
-    per token however the sequences are cut. `only`: of these of its records; None: of all; `compiled`: as `fused`."""
-    device, forward, backward = problem.device, 0.0, 0.0
-    for number, op in enumerate(records_of(problem, compiled=compiled)):
-        known = facts(op.op)
-        if known.exchange or is_sequence_op(op) or (only is not None and number not in only):
-            continue
-        moved = 0 if known.attention else max(0, op.moved - problem.trace.param_bytes)
-        least = max(op.flops / device.flops_of(op.op, half=op.half), moved / device.bandwidth)
-        forward += least
-        backward += least * backward_times(op)
-    return forward, backward if problem.trace.saves_something else 0.0
 
 
 _NOT_OF_SEQUENCES = ("nemo_like::route", "nemo_like::rows_of_all")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 from nemo_like._util.tensors import tensors_in
@@ -12,7 +10,7 @@ from nemo_like.activation_checkpointing.plan import Plan
 from nemo_like.job import Job
 from nemo_like.losses.model_loss import find_head
 from nemo_like.options import ADAMW, PlanSearch, Precision, StepSpec, dtype_word
-from nemo_like.planning.account import Account, account_of
+from nemo_like.planning.account import Explained, account_of
 from nemo_like.planning.answers.outside_allocator import Outside, outside_of
 from nemo_like.planning.answers.seconds import StepSeconds, step_seconds
 from nemo_like.planning.answers.verdict import Need
@@ -24,7 +22,7 @@ from nemo_like.profiling.larger_batch import most_elements
 
 
 @dataclass(frozen=True)
-class Candidate:
+class Candidate(Explained):
     """A configuration with its predicted bytes and seconds."""
 
     layout: Layout
@@ -50,17 +48,6 @@ class Candidate:
     """One micro-batch, on the meta device but for small integers: the input that a cut into stages looks at."""
     outside: Outside = field(default_factory=Outside)
     """Bytes that each GPU has outside of torch's allocator, beside those that it needs."""
-    explain: Callable[[], Account] | None = field(default=None, compare=False, repr=False)
-    """Makes `account`."""
-
-    @cached_property
-    def account(self) -> Account | None:
-        """Sources of its bytes and seconds."""
-        return None if self.explain is None else self.explain()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what is sent to other ranks: the account, and not what it is made of."""
-        return {**vars(self), "account": self.account, "explain": None}
 
     @property
     def ac(self) -> str:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Unpack
 
 from torch import nn
@@ -97,30 +95,12 @@ def fit(
     ]
 
     def search() -> FitReport:
-        with frozen_garbage():
-            report = _searched(model, questions, dtype, sample, count, progress, until)
+        report = _searched(model, questions, dtype, sample, count, progress, until)
         if not report.candidates and report.nearest is None:
             raise ValueError(report.problem)
         return report
 
     return same_on_all_ranks(search)
-
-
-@contextmanager
-def frozen_garbage() -> Iterator[None]:
-    """Keep the garbage collector from the objects that exist already.
-
-    Tracing makes many objects, and each full collection would go through all of torch's and transformers' modules. That
-    takes a sixth of a search's time.
-    """
-    if gc.get_freeze_count():  # frozen by other code, which would not want them thawed
-        yield
-        return
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def _searched(

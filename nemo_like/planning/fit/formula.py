@@ -216,7 +216,7 @@ class Formula:
         chosen = Counter((call.kind, call.fqn in self.part.chosen) for call in self.part.traced.calls)
         self.groups = sorted(chosen.items())
         self.layers = sum(chosen.values())
-        self._local: dict[Any, list[Local]] = {}
+        self.shapes: dict[Any, list[Local]] = {}
         self._wires: dict[Any, Wire] = {}
         self.places: dict[tuple[str, str], dict[str, dict[str, int]]] = {}
         self.outer: dict[str, float] = {}
@@ -226,12 +226,16 @@ class Formula:
         weights = 0 if head is None else sum(local_part(p).numel() for p in head.parameters())
         self.fixed_in_chunks = 4 * weights + _CHUNKS * parse_bytes(str(ChunkedLoss.chunk_bytes))
         """Bytes of a chunked loss that do not grow with the tokens: gradients of the head, and a chunk."""
+        tokens = layout.micro_batch * seq_len / layout.cp
+        made = [[op for op in problem.trace.ops if "grouped_mm" in op.op.name()] for problem in self.part.problems]
+        self.experts_of_a_token = [max((_rows(op.shapes[0]) for op in ops), default=0) / tokens for ops in made]
+        """For each kind of layer, rows of the products of all experts, over the tokens."""
         self._measure("model", query)
 
     def under(self, job: Job) -> Formula:
         """Return the formula for another optimizer or compiler, which changes no operator that was traced."""
         other = copy.copy(self)
-        other.query, other._local = self.query.under(job), {}
+        other.query, other.shapes = self.query.under(job), {}
         other.stage = other.query.stages[0]
         return other
 
@@ -257,10 +261,8 @@ class Formula:
             return
         # What is reserved above the peak is more or less a share of what comes and goes in a step.
         mode = self.modes[-1]
-        choices, peak = (
-            query.uniform(mode),
-            max(self.places[mode, loss].values(), key=lambda parts: sum(parts.values())),
-        )
+        choices = query.uniform(mode)
+        peak = max(self.places[mode, loss].values(), key=lambda parts: sum(parts.values()))
         whole = rank_peak(query, 0, choices)
         moving = sum(size for part, size in peak.items() if part not in (*STAYING, Part.SAVED_ACTIVATIONS))
         need = verdict(query, choices, [whole], self.device.memory_bytes)
@@ -279,16 +281,16 @@ class Formula:
     def local(self, layout: Layout) -> list[Local]:
         """Return each kind of layer as one rank of `layout` runs it."""
         key = (layout.tp, layout.cp, layout.ep > 1, layout.micro_batch, layout.sequence_parallel, layout.cp_method)
-        if key not in self._local:
+        if key not in self.shapes:
             share = self.share(layout)
             known: dict[int, BlockProblem] = {}
             for (kind, _), _ in self.groups:
                 if kind not in known:
                     known[kind] = scaled(self.part.problems[kind], share)
-            self._local[key] = [
+            self.shapes[key] = [
                 self._kind(kind, chosen, known[kind], layout, share) for (kind, chosen), _ in self.groups
             ]
-        return self._local[key]
+        return self.shapes[key]
 
     def _kind(self, kind: int, chosen: bool, problem: BlockProblem, layout: Layout, share: Share) -> Local:
         compiled = self.query.job.compile is not None
@@ -303,7 +305,7 @@ class Formula:
             again = gathered if layout.cp_method == "all_gather" else 0
         exchanged = float(block.expert_bytes)
         if layout.ep > 1 and self.base.ep == 1:
-            exchanged = 2.0 * hidden * self._choices_of_a_token(kind)
+            exchanged = 2.0 * hidden * self.experts_of_a_token[kind]
         split = block.products if layout.tp > 1 else 0
         labels = [choice.label for choice in choices]
         host = self.device.kind != "cpu"
@@ -333,13 +335,6 @@ class Formula:
         calls = zip(self.part.traced.calls, self.part.uniform(mode))
         traced = next(choice for call, choice in calls if call.kind == kind and call.fqn in self.part.chosen)
         return as_choice(problem, traced.decisions, traced.label)
-
-    @functools.cache  # noqa: B019 - as long as its formula
-    def _choices_of_a_token(self, kind: int) -> float:
-        """Return how many experts a token goes to: rows of the products of all experts, over the tokens."""
-        tokens = self.base.micro_batch * self.seq_len / self.base.cp
-        rows = [_rows(op.shapes[0]) for op in self.part.problems[kind].trace.ops if "grouped_mm" in op.op.name()]
-        return max(rows, default=0) / tokens
 
     # --- all layouts ----------------------------------------------------------------------------------------------
 
@@ -464,7 +459,7 @@ class _Columns:
         )
         self.all_gathered = gathered * self.even + self.ends["gathered"] * around
         self.all_grads = whole * self.even + self.ends["whole_grad"] * around
-        first = sum(sum(size) for size in (self.units[0][0]["gathered"],))
+        first = sum(self.units[0][0]["gathered"])
         base_first = of("gathered", [each for each in seen[formula.groups[0][0][0]] if each is not None])
         self.unit_share = first / base_first if base_first else torch.ones_like(self.tp)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,6 @@ from nemo_like._util.table import (
 from nemo_like._util.words import write_bytes
 from nemo_like.flags import reshard_word
 from nemo_like.options import ADAMW, ContextParallel, PipelineParallel
-from nemo_like.planning.account import Row
 from nemo_like.planning.fit.advice import binds
 from nemo_like.planning.fit.candidate import Candidate, precision_word
 from nemo_like.planning.fit.question import Question
@@ -195,8 +194,9 @@ class FitReport:
             lines.append(paragraph(self.best.outside.words(), width))
         lines.append(table.with_note(f"{self._unit().name} of one device, predicted.", width))
         if explain is not None and explain <= len(self.candidates):
-            lines.append(f"Number {explain}:\n{explanation(self.candidates[explain - 1])}")
-            lines.append(paragraph(self.candidates[explain - 1].outside.words(), width))
+            chosen = self.candidates[explain - 1]
+            lines.append(f"Number {explain}:\n{chosen.explanation(chosen.need.inputs)}")
+            lines.append(paragraph(chosen.outside.words(), width))
             lines.append(paragraph(self._others(), width))
         elif explain is not None:
             lines.append(f"There is no line {explain}: {len(self.candidates)} configurations were found.")
@@ -275,50 +275,6 @@ def _line(number: int, candidate: Candidate, unit: ByteUnit) -> tuple[str, ...]:
         three_digits(candidate.tokens_per_second_per_gpu),
         percent(candidate.mfu),
     )
-
-
-def explanation(candidate: Candidate) -> str:
-    """Return where each byte and each millisecond of one configuration comes from.
-
-    Parts, the largest first, add up to the peak and to the step; the lines below a part add up to it.
-    """
-    account, unit = candidate.account, ByteUnit.of([candidate.peak_bytes])
-
-    def size(amount: float) -> str:
-        return f"{amount / unit.size:9.3f} {unit.name}"
-
-    rows = ((), ()) if account is None else (account.bytes, account.seconds)
-    lines = [f"Peak: {unit.word(candidate.peak_bytes)}, {candidate.peak.at}"]
-    lines += _parts(candidate.peak.parts, rows[0], size)
-    lines.append(f"Also needed:\n  {size(candidate.need.inputs)}  step's input")
-    if account is not None and account.ranks:
-        lines.append("Peak of each rank of the pipeline:")
-        lines += [
-            f"  {size(rank.total)}  rank {number}, {_stages(rank.stages)}: {rank.at}"
-            for number, rank in enumerate(account.ranks)
-        ]
-    lines.append(f"Step: {1000 * candidate.step_seconds:,.2f} ms")
-    return "\n".join(lines + _parts(candidate.seconds.parts, rows[1], _milliseconds))
-
-
-def _parts(totals: Mapping[str, float], rows: Sequence[Row], word: Callable[[float], str]) -> list[str]:
-    lines = []
-    for part, total in sorted(totals.items(), key=lambda item: -item[1]):
-        if not total:
-            continue
-        lines.append(f"  {word(total)}  {part}")
-        for row in (row for row in rows if row.part == part and row.what):
-            hidden = f" (and {word(row.hidden).strip()} that computing hides)" if row.hidden else ""
-            lines.append(f"    {word(row.amount)}  {row.what}{hidden}")
-    return lines
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{1000 * seconds:9,.3f} ms"
-
-
-def _stages(numbers: Sequence[int]) -> str:
-    return f"stage{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 def recipe(report: FitReport, candidate: Candidate) -> str:

@@ -89,10 +89,14 @@ class Ranking:
         self.per_token = torch.tensor(turns, dtype=torch.float64).view(-1, 1)
         self.open = self._allowed()
         alike: dict[Any, int] = {}
-        every = [[(*_class(layout), way.cpu_offload) for way in self.ways] for layout in self.layouts]
-        self.classes = torch.tensor([[alike.setdefault(each, len(alike)) for each in row] for row in every])
+        number = torch.tensor([alike.setdefault(_class(layout), len(alike)) for layout in self.layouts])
+        there = torch.tensor([way.cpu_offload for way in self.ways])
+        self.classes = 2 * number.unsqueeze(1) + there
         """Number of each (layout, way), the same where the formula is off alike."""
-        self._off = {what: torch.ones(len(alike), dtype=torch.float64) for what in ("seconds", "bytes")}
+        self._off = {what: torch.ones(2 * len(alike), dtype=torch.float64) for what in ("seconds", "bytes")}
+        self.like = [key[:_KIN] for key in alike for _ in range(2)]
+        """For each class, what it has in common with its kin."""
+        self._seen: dict[str, dict[int, float]] = {"seconds": {}, "bytes": {}}
         alike.clear()
         self.siblings = torch.tensor([alike.setdefault(layout.sizes, len(alike)) for layout in self.layouts])
         """Number of each layout, the same for those that differ in how ranks share tensors alone."""
@@ -100,22 +104,14 @@ class Ranking:
 
     def _allowed(self) -> Tensor:
         """Return which layout can be run in which way, by the rules of the search."""
-        question, pins, every = self.question, self.question.pins, []
+        question, every = self.question, list[list[bool]]()
+        known: dict[tuple[bool, ...], list[bool]] = {}
         for layout in self.layouts:
-            sharded, several = layout.dp_shard * layout.cp > 1, layout.grad_accum > 1 and layout.pp == 1
-            row = []
-            for way in self.ways:
-                fine = way.sync == self.ways[0].sync or (sharded and several)
-                if layout.pp > 1:
-                    # Stages stay gathered for a whole step, and nothing waits elsewhere, unless the caller requests it.
-                    fine &= not way.cpu_offload and ("offload" in pins or way.offload == "none")
-                    fine &= "reshard_after_forward" in pins or way.reshard is None
-                else:
-                    fine &= sharded or way.reshard is None or "reshard_after_forward" in pins
-                fine &= not way.cpu_offload or question.gpus > 1
-                row.append(fine)
-            every.append(row)
-        if not any(map(any, every)) and every:
+            key = layout.pp > 1, layout.dp_shard * layout.cp > 1, layout.grad_accum > 1
+            if key not in known:
+                known[key] = [self._fine(way, *key) for way in self.ways]
+            every.append(known[key])
+        if every and not any(map(any, known.values())):
             self.rejected["not planned beside pp: cpu_offload"] += len(every)
         if question.lacks_host_rates:
             self.rejected["cpu_offload: the bandwidth of host memory is not known for this device"] += len(every)
@@ -125,6 +121,18 @@ class Ranking:
         if full:
             self.rejected["host memory"] += full
         return allowed & room
+
+    def _fine(self, way: Way, staged: bool, sharded: bool, accumulates: bool) -> bool:
+        """Return whether layouts that have stages, shards and several micro-batches, or none, are run in a way."""
+        pins = self.question.pins
+        if way.sync != self.ways[0].sync and (staged or not (sharded and accumulates)):
+            return False
+        if staged:
+            # Stages stay gathered for a whole step, and nothing waits elsewhere, unless the caller requests it.
+            moves = way.offload != "none" and "offload" not in pins
+            return not (way.cpu_offload or moves or (way.reshard is not None and "reshard_after_forward" not in pins))
+        reshards = sharded or way.reshard is None or "reshard_after_forward" in pins
+        return reshards and (not way.cpu_offload or self.question.gpus > 1)
 
     # --- estimates ------------------------------------------------------------------------------------------------
 
@@ -138,6 +146,11 @@ class Ranking:
         off = {}
         for what, real in (("seconds", seconds), ("bytes", float(size))):
             off[what] = real / float(getattr(self.estimate, what)[entry.layout, entry.way, at])
+            self._seen[what][number] = off[what]
+            for other, like in enumerate(self.like):  # what none was like yet is taken to be off as its kin are
+                kin = [math.log(factor) for each, factor in self._seen[what].items() if self.like[each] == like]
+                if other not in self._seen[what] and kin:
+                    self._off[what][other] = math.exp(sum(kin) / len(kin))
             self._off[what][number] = off[what]
         self.costs = self._costs()
         return off
@@ -216,7 +229,11 @@ class Ranking:
 
 def _class(layout: Layout) -> tuple[Any, ...]:
     """Return what layouts have in common of which the formula is off alike."""
-    return layout.tp, layout.cp > 1, layout.ep > 1, layout.pp > 1, layout.schedule, layout.sequence_parallel
+    return layout.tp, layout.ep > 1, layout.pp > 1, layout.cp > 1, layout.schedule, layout.sequence_parallel
+
+
+_KIN = 3
+"""The first so many of these make kin."""
 
 
 def _ways(question: Question, formula: Formula) -> list[Way]:
@@ -315,7 +332,9 @@ class Search:
                 break
             self._tell()
             self._look(entry)
-        for _ in range(_LEAST_LOOKS if self.looked_at < MOST_LOOKS else 0):
+        for _ in range(_LEAST_LOOKS):
+            if self.rows and self.looked_at >= _LEAST_LOOKS:
+                break
             fastest = min((row.hoped for row in self.rows), default=math.inf)
             doubtful = [found for ranking in self.rankings if (found := ranking.doubtful(fastest)) is not None]
             if not doubtful:

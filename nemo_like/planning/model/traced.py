@@ -59,8 +59,6 @@ class Known:
         """Names of the parameters that get a gradient in a step, by all names and which of them require gradients."""
         self.shardings: dict[Hashable, Sharding] = {}
         """Bytes that one rank stores, by the weights and the ranks that share them."""
-        self.decisions: dict[Hashable, list[tuple[str, ...]]] = {}
-        """Decisions of the choices that a search mixes plans of, by kind of layer."""
         self.cut: StageParts | str | None = None
         """Parts before, in and after the layers; or the reason why the model cannot be cut."""
         self._numbers: dict[Any, int] = {}

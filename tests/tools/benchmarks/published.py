@@ -67,7 +67,7 @@ def predicted(row: dict[str, str], gpu: str = "h100") -> dict[str, Any]:
     """One row of the table for `gpu`: prediction and publication."""
     step = PublishedStep.of(row, compiled_loss=gpu == "h200" and row["compile"] == "yes")
     planned = plan_step(step, published_device() if gpu == "h100" else resolve_device(gpu))
-    speed = step.layout.sequences * step.seq_len / step.gpus / planned.seconds
+    speed = step.sequences * step.seq_len / step.gpus / planned.seconds
     reserved = planned.memory.reserved / 2**30
     theirs = {
         "published_tokens_per_second": float(row["tokens_per_second_per_gpu"]),

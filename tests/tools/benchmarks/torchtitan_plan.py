@@ -21,7 +21,7 @@ from nemo_like.planning.answers.reserved import Reserved
 from nemo_like.planning.answers.seconds import KERNELS_PER_PARAMETER, Links, unit_seconds
 from nemo_like.planning.choose.layer import Choice
 from nemo_like.planning.devices import Device
-from nemo_like.planning.fit.layouts import Configuration, Layout, configuration
+from nemo_like.planning.fit.layouts import Layout, job_of
 from nemo_like.planning.model.traced import Known
 from nemo_like.planning.program.timeline import StageSeconds, action_seconds, timeline
 from nemo_like.planning.query import Choices, PlanQuery, Stage, parts_of
@@ -72,19 +72,23 @@ class PublishedStep:
         return self.pp
 
     @property
-    def layout(self) -> Configuration:
-        sizes = Layout(
-            1,
-            self.dp_shard,
-            self.tp,
-            self.cp,
-            1,
-            self.pp,
-            self.schedule or None,
-            self.local_batch // self.microbatches,
-            self.microbatches,
+    def micro_batch(self) -> int:
+        """Sequences of a micro-batch on one rank."""
+        return self.local_batch // self.microbatches
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of all ranks in one step."""
+        return self.dp_shard * self.micro_batch * self.microbatches
+
+    @property
+    def job(self) -> Job:
+        """Its sizes."""
+        sizes = {"dp_shard": self.dp_shard, "tp": self.tp, "cp": self.cp, "pp": self.pp}
+        layout = Layout(
+            **sizes, schedule=self.schedule or None, micro_batch=self.micro_batch, grad_accum=self.microbatches
         )
-        return configuration(Job(), sizes)
+        return job_of(Job(), layout, lambda job: 0)
 
 
 @dataclass(frozen=True)
@@ -111,7 +115,7 @@ def plan_step(step: PublishedStep, device: Device) -> StepPrediction:
 
 class _Step:
     def __init__(self, step: PublishedStep, device: Device) -> None:
-        self.step, self.device, self.links = step, device, Links.of(step.layout.job, device)
+        self.step, self.device, self.links = step, device, Links.of(step.job, device)
         self.whole = model_copy(resolve_model(step.model).build("meta"))  # which is planned with its hooks
         self.model = with_ring(tensor_parallel_rank(self.whole, step.tp), step.cp)
         rate = device.matmul_flops["float8"] if step.fp8 else 0.0
@@ -120,11 +124,11 @@ class _Step:
         if step.compiled_loss:
             loop = replace(loop, loss_fn=torchtitan_step.compiled_loss)
         # The model is one rank's already, of tp and of cp, which shards parameters.
-        self.job = Job.of(step=loop, precision="bf16", gpu=device, world_size=step.layout.shard_ranks)
+        self.job = Job.of(step=loop, precision="bf16", gpu=device, world_size=step.job.shard_ranks)
 
     def sample(self) -> dict[str, torch.Tensor]:
         """One microbatch of one rank: of a sequence that several share, its part."""
-        ids = torch.zeros(self.step.layout.micro_batch, self.step.seq_len // self.step.cp, dtype=torch.long)
+        ids = torch.zeros(self.step.micro_batch, self.step.seq_len // self.step.cp, dtype=torch.long)
         return {"input_ids": ids}
 
     def layers(self, stage: Stage, choices: Sequence[Choice]) -> list[LayerSeconds]:
@@ -188,7 +192,7 @@ class _Stages(_Step):
 
     def _memory(self, query: PlanQuery, rank: int, choices: Choices) -> Reserved:
         head: Any = self.model.get_submodule("lm_head")
-        rows = self.step.layout.micro_batch * self.step.seq_len // self.step.cp
+        rows = self.step.micro_batch * self.step.seq_len // self.step.cp
         kept = [query.hidden_bytes] * len(query.stages)
         kept[-1] = rows * local_part(head.weight).shape[0] * torch.bfloat16.itemsize
         return torchtitan_step.reserved_on_rank(query, rank, choices, kept)
