@@ -229,7 +229,7 @@ class Ranking:
 
 def _class(layout: Layout) -> tuple[Any, ...]:
     """Return what layouts have in common of which the formula is off alike."""
-    return layout.tp, layout.ep > 1, layout.pp > 1, layout.cp > 1, layout.schedule, layout.sequence_parallel
+    return layout.tp, layout.ep > 1, layout.schedule, layout.cp > 1, layout.sequence_parallel
 
 
 _KIN = 3
