@@ -2,7 +2,7 @@
 
 import sys
 
-from nemo_like.cli import main
+from nemo_like.cli import command
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command())

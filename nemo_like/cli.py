@@ -13,7 +13,8 @@ import argparse
 import gc
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 from nemo_like import __version__
 from nemo_like._util.console import start_logging
@@ -26,8 +27,6 @@ from nemo_like.commands.settings_options import take_settings
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0 done, 2 bad input (one line states what), 130 interrupted."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    # Imports and traces make millions of objects that stay: to look through them again and again takes seconds.
-    gc.set_threshold(100_000, 50, 100)
     command = next((word for word in argv if not word.startswith("-")), None)
     program = f"nemo-like {command}" if command in COMMANDS else "nemo-like"
     if "" not in sys.path and not sys.flags.safe_path:
@@ -39,15 +38,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         if is_rank_zero() and (line := arguments.first_line(arguments)):
             print(line, file=sys.stderr, flush=True)
         start_logging()
-        return arguments.run(arguments)
+        with _rare_collections() if command in _TRACING else nullcontext():
+            return arguments.run(arguments)
     except KeyboardInterrupt:
         print(f"{program}: interrupted.", file=sys.stderr)
         return 130
     except (ValueError, TypeError, ImportError, OSError, NotImplementedError) as error:
         print(f"{program}: {in_options(str(error))}", file=sys.stderr)
         return 2
+
+
+def command() -> int:
+    """Run one command as a process of its own: `main`, without Python's last collection, which would take two seconds."""
+    try:
+        return main()
     finally:
-        gc.freeze()  # Python's last collection would take two seconds
+        gc.freeze()
+
+
+_TRACING = ("fit", "plan")
+
+
+@contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Look for garbage less often: imports and traces make millions of objects that stay, and each look takes seconds."""
+    before = gc.get_threshold()
+    gc.set_threshold(100_000, 50, 100)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def make_parser(command: str | None = None, argv: Sequence[str] = ()) -> argparse.ArgumentParser:

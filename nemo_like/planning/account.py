@@ -29,6 +29,7 @@ from nemo_like.planning.answers.seconds import (
     layer_runs,
     regathered_seconds,
     seconds_of_stages,
+    step_seconds,
     unit_seconds,
     units_outside,
     waits_of,
@@ -75,6 +76,8 @@ class Account:
     peak: Peak
     """The highest point of the step, on the rank that has the highest."""
     step: StepSeconds
+    inputs: int
+    """Bytes of the step's input, which peaks leave out."""
     bytes: tuple[Row, ...]
     """Rows in bytes that add up to the peak."""
     seconds: tuple[Row, ...]
@@ -110,8 +113,8 @@ class Explained:
         """Return what is sent to other ranks: the account, and not what it is made of."""
         return {**vars(self), "account": self.account, "explain": None}
 
-    def explanation(self, inputs: int) -> str:
-        """Return where each byte and each millisecond comes from; `inputs`: bytes of the step's input.
+    def explanation(self) -> str:
+        """Return where each byte and each millisecond comes from.
 
         Parts, the largest first, add up to the peak and to the step; the lines below a part add up to it.
         """
@@ -125,7 +128,7 @@ class Explained:
 
         lines = [f"Peak: {unit.word(account.peak.total)}, {account.peak.at}"]
         lines += _parts(account.peak.parts, account.bytes, size)
-        lines.append(f"Also needed:\n  {size(inputs)}  step's input")
+        lines.append(f"Also needed:\n  {size(account.inputs)}  step's input")
         if account.ranks:
             lines.append("Peak of each rank of the pipeline:")
         for number, rank in enumerate(account.ranks):
@@ -147,8 +150,9 @@ def _parts(totals: Mapping[str, float], rows: Sequence[Row], word: Callable[[flo
     return lines
 
 
-def account_of(query: PlanQuery, choices: Choices, seconds: StepSeconds) -> Account:
-    """Return where the bytes of the peak and the `seconds` of a step come from."""
+def account_of(query: PlanQuery, choices: Choices) -> Account:
+    """Return where the bytes of the peak and the seconds of a step come from."""
+    seconds = step_seconds(query, choices)
     finer = merged(_second_rows(query, choices, seconds))
     peaks = peaks_of(query, choices)
     most = max(range(len(peaks)), key=lambda rank: peaks[rank].total)
@@ -156,6 +160,7 @@ def account_of(query: PlanQuery, choices: Choices, seconds: StepSeconds) -> Acco
     return Account(
         peaks[most],
         seconds,
+        query.input_bytes,
         byte_rows(query, choices, most, peaks[most]),
         rows_of(seconds.parts, finer, seconds.total * _NOTHING),
         tuple(of_ranks) if query.is_pipeline else (),

@@ -208,7 +208,7 @@ class Stage:
 
         Ranks of a pipeline each have a plan of their own, of a dozen choices.
         """
-        return self.part.stack(skip=self.skip, host=self.host, coarse=self.part.is_stage)
+        return self.part.stack(skip=self.skip, host=self.host)
 
     @cached_property
     def casts(self) -> bool:

@@ -22,10 +22,10 @@ from nemo_like._util.words import write_bytes
 from nemo_like.activation_checkpointing.plan import BudgetError, Plan
 from nemo_like.job import Job
 from nemo_like.options import MemoryBudget, PlanSearch, StepSpec
-from nemo_like.planning.account import Account, Explained, account_of
+from nemo_like.planning.account import Explained, account_of
 from nemo_like.planning.answers.outside_allocator import Outside, default_limit, outside_of
-from nemo_like.planning.answers.rank import peaks_of
-from nemo_like.planning.answers.seconds import step_seconds, timeline_of
+from nemo_like.planning.answers.rank import peak_of, peaks_of
+from nemo_like.planning.answers.seconds import timeline_of
 from nemo_like.planning.answers.verdict import Need, most_allocated, need_of, plan_within, reserved_within
 from nemo_like.planning.answers.within import choose
 from nemo_like.planning.model.capture import planned_imbalance
@@ -285,7 +285,7 @@ class PlanReport:
         """Return where the bytes and milliseconds of `best` come from, or of the row that needs least."""
         row = self.best or min(self.rows, key=lambda row: row.need.bytes)
         copied = f"CPU memory of an asynchronous checkpoint: {self._unit().word(self.checkpoint_bytes)} a rank."
-        return f"ac={row.ac!r}:\n{row.explanation(row.need.inputs)}\n{copied}"
+        return f"ac={row.ac!r}:\n{row.explanation()}\n{copied}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report in JSON values: sizes in bytes, times in seconds, shares of one."""
@@ -406,7 +406,7 @@ def make_report(
 def fastest_within(query: PlanQuery, limit: int) -> ReportRow | None:
     """Return no checkpointing if that fits in `limit` bytes, else the fastest plan that does, as a row; None: none does."""
     choices = query.uniform("none")
-    if max(peak.total for peak in peaks_of(query, choices)) <= most_allocated(query, limit):
+    if peak_of(query, choices).total <= most_allocated(query, limit):
         none = row_of("none", query, choices, limit)
         if none.fits:
             return none
@@ -428,12 +428,8 @@ def row_of(name: str, query: PlanQuery, choices: Choices, limit: int) -> ReportR
     fits = need.bytes <= limit and host <= int(query.job.search.host_memory)
     bubble = timeline_of(query, choices).bubble if query.is_pipeline else None
     of_ranks = tuple(reserved) if query.is_pipeline else ()
-    explain = partial(_account, query, choices)
+    explain = partial(account_of, query, choices)
     return ReportRow(name, plan, need, fits, choices, host, tuple(peaks), of_ranks, bubble, explain=explain)
-
-
-def _account(query: PlanQuery, choices: Choices) -> Account:
-    return account_of(query, choices, step_seconds(query, choices))
 
 
 def _stored(stage: Stage) -> int:

@@ -399,11 +399,6 @@ def peaks_of(query: PlanQuery, choices: Sequence[Sequence[Choice]]) -> list[Peak
     return [rank_peak(query, rank, choices) for rank in range(query.pp.size)]
 
 
-def peak_of(query: PlanQuery, choices: Sequence[Sequence[Choice]], limit: int | None = None) -> Peak:
-    """Return the peak of the rank that has the highest; with a `limit`, that of the first rank whose peak is above it."""
-    highest = rank_peak(query, 0, choices)
-    for rank in range(1, query.pp.size):
-        if limit is not None and highest.total > limit:
-            break
-        highest = max(highest, rank_peak(query, rank, choices), key=lambda peak: peak.total)
-    return highest
+def peak_of(query: PlanQuery, choices: Sequence[Sequence[Choice]]) -> Peak:
+    """Return the peak of the rank that has the highest."""
+    return max(peaks_of(query, choices), key=lambda peak: peak.total)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import attrgetter
 
 from nemo_like._util.op_lookup import Op
 from nemo_like.activation_checkpointing.ops import exchange_routing_ops, facts, routing_ops
@@ -206,7 +206,8 @@ def _forced(record: OpRecord) -> str | None:
     return None
 
 
-_FEW = 10
+_FEW = 12
+"""Choices of a layer of a pipeline."""
 _AROUND = 100
 """Choices on either side of those that a mix uses that are looked at again."""
 
@@ -261,7 +262,9 @@ class Stack:
 
     def coarse(self) -> Stack:
         """The same stack with a dozen choices of each group, at even steps of saved bytes: fewer are run to be proved."""
-        return Stack(tuple(replace(group, choices=_some(group.choices)) for group in self.groups))
+        held = attrgetter("held_bytes")
+        few = [tuple(solver.spread(group.choices, _FEW, held)) for group in self.groups]
+        return Stack(tuple(replace(group, choices=choices) for group, choices in zip(self.groups, few)))
 
     def finer(self, mix: solver.Mix) -> Stack:
         """The same stack with only the choices around those that `mix` uses: of many choices, `mixes` looks at some."""
@@ -271,16 +274,6 @@ class Stack:
             near = {i for u in used for i in range(max(0, u - _AROUND), u + _AROUND + 1)}
             groups.append(replace(group, choices=tuple(c for i, c in enumerate(group.choices) if i in near)))
         return Stack(tuple(groups))
-
-
-def _some(choices: Sequence[Choice]) -> tuple[Choice, ...]:
-    """Return the first and the last choice, and `_FEW` between them."""
-    if len(choices) <= _FEW + 2:
-        return tuple(choices)
-    low, high = choices[0].held_bytes, choices[-1].held_bytes
-    steps = [low + (high - low) * n // (_FEW + 1) for n in range(_FEW + 1)]
-    picked = {bisect_right(choices, step, key=lambda choice: choice.held_bytes) - 1 for step in steps}
-    return tuple(choices[index] for index in sorted({*picked, len(choices) - 1}))
 
 
 def as_choice(problem: BlockProblem, words: Sequence[str], label: str = "plan") -> Choice:

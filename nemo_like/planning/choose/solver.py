@@ -16,9 +16,11 @@ All results are deterministic: ties go to fewer bytes, then to the smaller bit m
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter
+from typing import TypeVar
 
 try:  # of transformers; without it, merges of many mixes take some ten times as long
     import numpy as np
@@ -131,12 +133,15 @@ def thin(states: list[tuple[int, float, int]], limit: int) -> list[tuple[int, fl
     return sorted({states[0], *buckets.values()})
 
 
-def spread(points: Sequence[Point], limit: int) -> list[Point]:
+Each = TypeVar("Each")
+
+
+def spread(points: Sequence[Each], limit: int, bytes_of: Callable[[Each], int] = attrgetter("bytes")) -> list[Each]:
     """Return at most `limit` of a frontier's points, both ends included: the best at even steps of bytes."""
     if len(points) <= limit:
         return list(points)
-    low, high = points[0].bytes, points[-1].bytes
-    sizes = [point.bytes for point in points]
+    sizes = list(map(bytes_of, points))
+    low, high = sizes[0], sizes[-1]
     steps = (low + (high - low) * step // (limit - 1) for step in range(limit))
     return [points[index] for index in sorted({bisect_right(sizes, step) - 1 for step in steps})]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from nemo_like._util.tensors import tensors_in
@@ -167,7 +168,7 @@ def candidate_of(
         plan=plan,
         sample=query.traced.sample,
         outside=outside_of(job, query.device),
-        explain=lambda: account_of(query, choices, seconds),
+        explain=partial(account_of, query, choices),
     )
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from nemo_like._util.log import say_once
 from nemo_like._util.module_tree import check_model
 from nemo_like._util.progress import Say, silent
-from nemo_like.distributed.expert import find_experts
+from nemo_like.distributed.expert import Experts, find_experts
 from nemo_like.distributed.tensor.apply import cuts_sequences
 from nemo_like.distributed.tensor.plan import resolve_plan
 from nemo_like.job import Job
@@ -194,7 +194,7 @@ def make_search(
             formula = _formula(question, every, trace, rejected, known_formula)
             if formula is not None:
                 formulas[job.precision] = formula
-                rankings.append(Ranking(question, formula, every, Counter()))
+                rankings.append(Ranking(question, formula, every))
     return Search(rankings, trace, say, until, rejected=rejected)
 
 
@@ -237,37 +237,36 @@ def _formula(
         return None
 
 
-def _counts_of_experts(model: nn.Module) -> list[int]:
-    """Return how many experts each layer has that a plan can split; lists of modules are none."""
+def _experts(model: nn.Module) -> tuple[Experts, ...]:
+    """Return the experts that a plan can split; lists of modules are none."""
     try:
-        return [each.count for each in find_experts(model, None)]
+        return find_experts(model)
     except ValueError as error:
         say_once(f"Layouts with ep are left out: {error}")
-        return []
+        return ()
 
 
 def _room(model: nn.Module, question: Question) -> Room:
     layers = find_layers(model)
-    experts = _counts_of_experts(model)
+    experts = _experts(model)
     if (imbalance := question.job.ep.imbalance) is not None and not experts:
         raise ValueError(
             f"imbalance is {imbalance!r}, and {type(model).__name__} has no experts that ep could split. Leave it out."
         )
     host = question.device.gpus_per_host
-    apart = [each.fqn for each in find_experts(model)] if experts else []
+    apart = [each.fqn for each in experts]
     sizes = [n for n in range(1, min(question.gpus, host) + 1) if host % n == 0 and question.gpus % n == 0]
+    tensor_sizes = tuple(size for size in sizes if _splits(model, size))
     return Room(
         gpus=question.gpus,
         seq_len=question.seq_len,
         global_batch=question.global_batch,
         layers=len(layers),
         gpus_per_host=host,
-        experts=min(experts, default=0),
-        tensor_sizes=tuple(size for size in sizes if _splits(model, size)),
+        experts=min((each.count for each in experts), default=0),
+        tensor_sizes=tensor_sizes,
         beside_experts=tuple(size for size in sizes if experts and _splits(model, size, apart)),
-        sequence_parallel=next(
-            (cuts_sequences(model, size) for size in sizes if size > 1 and _splits(model, size)), False
-        ),
+        sequence_parallel=next((cuts_sequences(model, size) for size in tensor_sizes if size > 1), False),
         heads=_heads(model),
         stages=question.gpus > host,
         pins=question.pins,

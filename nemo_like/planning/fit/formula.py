@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -115,7 +116,7 @@ def scaled(problem: BlockProblem, share: Share) -> BlockProblem:
         known, flops, moved, shapes = facts(op.op), op.flops, op.moved, op.shapes
         if flops and not known.attention:
             wide = shapes[0][-1] >= _NARROW
-            rows = max(1, _rows(shapes[0]))
+            rows = max(1, math.prod(shapes[0][:-1]))
             weight = min(moved, flops // (2 * rows) * (2 if op.half else 4))
             by = share.split if wide else 1.0
             flops, moved = int(flops * share.tokens * by), int((moved - weight) * share.tokens * part + weight * by)
@@ -138,13 +139,6 @@ def scaled(problem: BlockProblem, share: Share) -> BlockProblem:
         ),
         problem.device,
     )
-
-
-def _rows(shape: Sequence[int]) -> int:
-    rows = 1
-    for size in shape[:-1]:
-        rows *= size
-    return rows
 
 
 class Local(NamedTuple):
@@ -200,7 +194,7 @@ class Way:
 
     loss: str = "model"
     offload: str = "none"
-    reshard: bool | int | None = None
+    reshard_after_forward: bool | int | None = None
     cpu_offload: bool = False
     sync: str = "every"
 
@@ -208,9 +202,9 @@ class Way:
 class Formula:
     """The formula for one model, by the trace of one layout."""
 
-    def __init__(self, query: PlanQuery, layout: Layout, seq_len: int, modes: Sequence[str] = BY_SPEED) -> None:
+    def __init__(self, query: PlanQuery, layout: Layout, seq_len: int) -> None:
         """Take what is needed of a trace; `layout`: the sizes that `query` was traced in, in one stage."""
-        self.query, self.base, self.seq_len, self.modes = query, layout, seq_len, tuple(modes)
+        self.query, self.base = query, layout
         self.stage, self.device = query.stages[0], query.device
         self.part = self.stage.part
         chosen = Counter((call.kind, call.fqn in self.part.chosen) for call in self.part.traced.calls)
@@ -228,8 +222,11 @@ class Formula:
         """Bytes of a chunked loss that do not grow with the tokens: gradients of the head, and a chunk."""
         tokens = layout.micro_batch * seq_len / layout.cp
         made = [[op for op in problem.trace.ops if "grouped_mm" in op.op.name()] for problem in self.part.problems]
-        self.experts_of_a_token = [max((_rows(op.shapes[0]) for op in ops), default=0) / tokens for ops in made]
+        self.experts_of_a_token = [
+            max((math.prod(op.shapes[0][:-1]) for op in ops), default=0) / tokens for ops in made
+        ]
         """For each kind of layer, rows of the products of all experts, over the tokens."""
+        self.expert_shares = _expert_shares(query)
         self._measure("model", query)
 
     def under(self, job: Job) -> Formula:
@@ -250,7 +247,7 @@ class Formula:
     def _measure(self, loss: str, query: PlanQuery) -> None:
         stage = query.stages[0]
         self.outer[loss] = stage.outside().seconds
-        for mode in self.modes:
+        for mode in BY_SPEED:
             storages = Places()
             steps = RankSteps(query, 0, query.uniform(mode), storages)
             steps.begin_later()
@@ -260,7 +257,7 @@ class Formula:
         if self.device.cuda is None or self.excess:
             return
         # What is reserved above the peak is more or less a share of what comes and goes in a step.
-        mode = self.modes[-1]
+        mode = BY_SPEED[-1]
         choices = query.uniform(mode)
         peak = max(self.places[mode, loss].values(), key=lambda parts: sum(parts.values()))
         whole = rank_peak(query, 0, choices)
@@ -295,7 +292,7 @@ class Formula:
     def _kind(self, kind: int, chosen: bool, problem: BlockProblem, layout: Layout, share: Share) -> Local:
         compiled = self.query.job.compile is not None
         block, traced = BlockSeconds.of(problem, compiled=compiled), self.part.problems[kind]
-        choices = [self._choice(kind, mode if chosen else "none", problem) for mode in self.modes]
+        choices = [self._choice(kind, mode if chosen else "none", problem) for mode in BY_SPEED]
         hidden = traced.trace.input_bytes * share.tokens * (self.base.tp if self.base.sequence_parallel else 1)
         rows = layout.micro_batch / self.base.micro_batch
         gathered, again = block.sequence_bytes, block.gathered_again
@@ -367,20 +364,18 @@ class _Columns:
         self.chunked = self.row([way.loss == "chunked" for way in ways])
         self.moves = self.row([way.offload != "none" for way in ways])
         self.there = self.row([way.cpu_offload and self.device.kind != "cpu" for way in ways])
-        stays = self.row([way.reshard is False for way in ways])
-        default = self.row([way.reshard is None for way in ways])
+        stays = self.row([way.reshard_after_forward is False for way in ways])
+        default = self.row([way.reshard_after_forward is None for way in ways])
         self.stays = stays | (default & self.staged)
         """Weights stay gathered after forward."""
         self.last = self.row([way.sync == "last" for way in ways])
-        self.regions = torch.tensor([mode != "none" for mode in formula.modes]).view(1, 1, -1)
-        self.again = torch.tensor([mode == "full" for mode in formula.modes]).view(1, 1, -1)
+        self.regions = torch.tensor([mode != "none" for mode in BY_SPEED]).view(1, 1, -1)
+        self.again = torch.tensor([mode == "full" for mode in BY_SPEED]).view(1, 1, -1)
         locals_ = [formula.local(layout) for layout in layouts]
         self.kinds = [self._of_kind(number, locals_) for number in range(len(formula.groups))]
         cut = self.column([layout.tp if layout.sequence_parallel else 1 for layout in layouts])
-        cuts = [layout.pp > 1 and SCHEDULE_OBJECTS[layout.schedule or "1f1b"].splits_backward for layout in layouts]
-        self.halves = self.column(cuts)
+        self.halves = self.column([layout.pp > 1 and layout.facts.splits_backward for layout in layouts])
         """1 where a backward is cut in two."""
-        self.modes = range(len(formula.modes))
         self.hidden = self.kinds[0]["summed"] / cut
         """Bytes of hidden states that a stage sends."""
         self._of_weights()
@@ -411,7 +406,6 @@ class _Columns:
         formula, base = self.formula, self.formula.base
         stage, sharding = formula.stage, formula.stage.sharding
         split, spread = base.tp / self.tp, base.tp / self.tp * base.ep / self.ep
-        experts_of = _expert_bytes(formula)
         stored = (base.dp_shard * base.cp * base.tp) / (self.shards * self.tp)
         # A stage has its share of the layers, and the first or the last one what is around them.
         even = torch.ceil(formula.layers / self.stages) * self.stages_per_rank / formula.layers
@@ -430,7 +424,7 @@ class _Columns:
         for (kind, _), _ in formula.groups:
             unit, inner = seen[kind]
             every = [each for each in (unit, inner) if each is not None]
-            share = experts_of[kind]
+            share = formula.expert_shares[kind]
             sizes = {}
             for name in ("gathered", "reduce_input", "whole_grad"):
                 size = of(name, every)
@@ -451,12 +445,8 @@ class _Columns:
         self.state, self.trained = self.gradients * state, len(trained)
         self.temporaries = self.gradients * (stage.optimizer.step / max(1.0, every_trained))
         self.host_bytes = ((self.parameters + self.gradients + self.state) * self.there).squeeze(2)
-        gathered = sum(
-            float(count) * sum(sizes["gathered"]) for (_, count), (sizes, _, _) in zip(formula.groups, self.units)
-        )
-        whole = sum(
-            float(count) * sum(sizes["whole_grad"]) for (_, count), (sizes, _, _) in zip(formula.groups, self.units)
-        )
+        counted = [(float(count), sizes) for (_, count), (sizes, _, _) in zip(formula.groups, self.units)]
+        gathered, whole = (sum(n * sum(sizes[name]) for n, sizes in counted) for name in ("gathered", "whole_grad"))
         self.all_gathered = gathered * self.even + self.ends["gathered"] * around
         self.all_grads = whole * self.even + self.ends["whole_grad"] * around
         first = sum(self.units[0][0]["gathered"])
@@ -464,15 +454,15 @@ class _Columns:
         self.unit_share = first / base_first if base_first else torch.ones_like(self.tp)
 
 
-def _expert_bytes(formula: Formula) -> dict[int, float]:
+def _expert_shares(query: PlanQuery) -> dict[int, float]:
     """Return, for each kind of layer, the share of its weights that are experts."""
     found: tuple[Experts, ...] = ()
     with suppress(ValueError):  # not of a kind that is split
-        found = find_experts(formula.query.traced.given, None)
+        found = find_experts(query.traced.given, None)
     shares = {}
     modules = {id(each.module): each for each in found}
-    named = dict(formula.query.traced.given.named_modules())
-    for call in formula.part.traced.calls:
+    named = dict(query.traced.given.named_modules())
+    for call in query.stages[0].part.traced.calls:
         if call.kind in shares:
             continue
         layer = named.get(call.fqn)
@@ -505,6 +495,12 @@ def seconds_of(x: _Columns) -> Tensor:
     reduced = torch.where(x.last, torch.ones_like(turns), turns)
     summed = reduced - 1
     split_experts, link = x.ep > 1, device.host_link
+
+    def over_shards(whole: Tensor, experts: Tensor) -> Tensor:
+        """Return the seconds of a gather, or a reduce-scatter; experts that are split are over ranks of their own."""
+        apart = torch.where(split_experts, experts * apart_byte + apart_start, experts * shard_byte)
+        return whole * shard_byte + shard_start + apart
+
     outer = formula.outer["model"] + x.chunked * (formula.outer.get("chunked", 0.0) - formula.outer["model"])
     outer = outer * x.tokens * (formula.base.tp / x.tp)
     computing, launching, late = outer, torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
@@ -527,13 +523,10 @@ def seconds_of(x: _Columns) -> Tensor:
         # FSDP2: a gather is hidden by the layer before, a reduction by what is left of the next one's backward.
         ahead = forward + 2 * sums + parts + sent
         behind = backward + (2 + again) * sums + (1 + again) * (parts + sent)
-        whole, experts = sizes["gathered"]
-        apart_gather = torch.where(split_experts, experts * apart_byte + apart_start, experts * shard_byte)
-        fetched = whole * shard_byte + shard_start + apart_gather
-        whole, experts = sizes["reduce_input"]
-        apart_reduce = torch.where(split_experts, experts * apart_byte + apart_start, experts * shard_byte)
-        replicas = 2 * ((whole + experts) / x.shards * copy_byte + copy_start) * (x.dp_replicate > 1)
-        stored = whole * shard_byte + shard_start + apart_reduce + replicas
+        fetched = over_shards(*sizes["gathered"])
+        share = sum(sizes["reduce_input"]) / x.shards
+        replicas = 2 * (share * copy_byte + copy_start) * (x.dp_replicate > 1)
+        stored = over_shards(*sizes["reduce_input"]) + replicas
         fetch, store = x.there * shard / link, x.there * grads / link
         behind = (behind - moved / link * x.there).clamp(min=0)
         wait_forward = (fetch + fetched - ahead).clamp(min=0)
@@ -578,9 +571,8 @@ def seconds_of(x: _Columns) -> Tensor:
 def _fills(x: _Columns) -> Tensor:
     """Return the share of a micro-batch's forward and backward on one rank that is waited for at the ends of a step."""
     forward = sum(float(kind["count"]) * kind["forward"][0, 0, 0] for kind in x.kinds)
-    again = [
-        float(sum(float(kind["count"]) * kind["replay"][0, 0, mode] for kind in x.kinds) / forward) for mode in x.modes
-    ]
+    replays = torch.stack([float(kind["count"]) * kind["replay"][0, 0] for kind in x.kinds]).sum(0)
+    again = (replays / forward).tolist()
     rows = []
     for layout in x.layouts:
         sizes = layout.schedule, layout.pp, layout.stages_per_rank or 1, min(layout.grad_accum, 2 * layout.pp)
@@ -625,7 +617,7 @@ def bytes_of(x: _Columns) -> Tensor:
     waiting = torch.where(x.staged | (x.last & grows), x.all_grads, here)
     static = formula.workspaces + (x.parameters + x.state) * ~x.there + x.all_gathered * (x.stays & x.sharded)
     most: list[Tensor] = []
-    for mode in formula.modes:
+    for mode in BY_SPEED:
         points = []
         at = len(most)
         for loss, where in (("model", ~x.chunked), ("chunked", x.chunked)):
@@ -653,7 +645,7 @@ def bytes_of(x: _Columns) -> Tensor:
         most.append(torch.stack(points).sum(0))
     total = torch.cat([each.expand(len(x.layouts), len(x.ways), 1) for each in most], dim=2)
     # Stages have a buffer for what each micro-batch brings, both ways, and most schedules keep what was sent.
-    keeps = x.column([1 if _frees_sent(layout) else 2 for layout in x.layouts])
+    keeps = x.column([1 if layout.facts.frees_sent else 2 for layout in x.layouts])
     return total + torch.where(
         x.staged, 2 * x.hidden * x.grad_accum * x.stages_per_rank * keeps, torch.zeros_like(keeps)
     )
@@ -663,12 +655,7 @@ def _in_flight(layout: Layout) -> float:
     """Return the micro-batches in flight of the rank that has most of them."""
     if layout.pp == 1:
         return 1.0
-    known = SCHEDULE_OBJECTS[layout.schedule or "1f1b"]
-    return known.in_flight(layout.pp, layout.grad_accum, layout.stages_per_rank or 1)
-
-
-def _frees_sent(layout: Layout) -> bool:
-    return layout.pp > 1 and SCHEDULE_OBJECTS[layout.schedule or "1f1b"].frees_sent
+    return layout.facts.in_flight(layout.pp, layout.grad_accum, layout.stages_per_rank or 1)
 
 
 _UNIT = host_seconds(0, "none", units=1, split_products=0)

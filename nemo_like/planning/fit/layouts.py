@@ -76,6 +76,11 @@ class Layout:
         axes = self.dp_replicate, self.dp_shard, self.tp, self.cp, self.ep, self.pp
         return *axes, self.schedule, self.stages_per_rank, self.micro_batch, self.grad_accum
 
+    @property
+    def facts(self) -> Schedule:
+        """Facts about its schedule, by default torch's first."""
+        return SCHEDULE_OBJECTS[self.schedule or PipelineParallel.schedule]
+
     def way(self, **words: Any) -> Layout:
         """Return the layout with other words; made anew since `dataclasses.replace` is slow where thousands are made."""
         return Layout(**{**vars(self), **words})

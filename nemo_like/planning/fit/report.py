@@ -195,7 +195,7 @@ class FitReport:
         lines.append(table.with_note(f"{self._unit().name} of one device, predicted.", width))
         if explain is not None and explain <= len(self.candidates):
             chosen = self.candidates[explain - 1]
-            lines.append(f"Number {explain}:\n{chosen.explanation(chosen.need.inputs)}")
+            lines.append(f"Number {explain}:\n{chosen.explanation()}")
             lines.append(paragraph(chosen.outside.words(), width))
             lines.append(paragraph(self._others(), width))
         elif explain is not None:

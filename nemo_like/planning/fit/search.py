@@ -80,8 +80,9 @@ class Found(NamedTuple):
 class Ranking:
     """All layouts of one question, with what the formula says of them, and what looks corrected of that."""
 
-    def __init__(self, question: Question, formula: Formula, layouts: Sequence[Layout], rejected: Counter[str]) -> None:
-        self.question, self.layouts, self.rejected, self.formula = question, list(layouts), rejected, formula
+    def __init__(self, question: Question, formula: Formula, layouts: Sequence[Layout]) -> None:
+        self.question, self.formula, self.layouts = question, formula, list(layouts)
+        self.rejected = Counter[str]()
         self.modes = question.pins.get("ac", (*BY_SPEED, "plan"))
         self.ways = _ways(question, formula)
         self.estimate = formula.estimate(self.layouts, self.ways)
@@ -127,12 +128,12 @@ class Ranking:
         pins = self.question.pins
         if way.sync != self.ways[0].sync and (staged or not (sharded and accumulates)):
             return False
+        usual = way.reshard_after_forward is None or "reshard_after_forward" in pins
         if staged:
             # Stages stay gathered for a whole step, and nothing waits elsewhere, unless the caller requests it.
             moves = way.offload != "none" and "offload" not in pins
-            return not (way.cpu_offload or moves or (way.reshard is not None and "reshard_after_forward" not in pins))
-        reshards = sharded or way.reshard is None or "reshard_after_forward" in pins
-        return reshards and (not way.cpu_offload or self.question.gpus > 1)
+            return not way.cpu_offload and not moves and usual
+        return (sharded or usual) and (not way.cpu_offload or self.question.gpus > 1)
 
     # --- estimates ------------------------------------------------------------------------------------------------
 
@@ -140,9 +141,14 @@ class Ranking:
         """Return the estimates (layouts, ways, modes), by what looks at layouts that are alike have shown."""
         return getattr(self.estimate, what) * self._off[what][self.classes].unsqueeze(2)
 
+    def corrected_of(self, what: str, entry: Entry) -> list[float]:
+        """Return `corrected` of one entry, by mode."""
+        factor = self._off[what][self.classes[entry.layout, entry.way]]
+        return (getattr(self.estimate, what)[entry.layout, entry.way] * factor).tolist()
+
     def learn(self, entry: Entry, mode: str, seconds: float, size: int) -> dict[str, float]:
         """Correct the estimates by what a layout was planned to take; return by what factors they were off."""
-        at, number = self.formula.modes.index(mode), int(self.classes[entry.layout, entry.way])
+        at, number = BY_SPEED.index(mode), int(self.classes[entry.layout, entry.way])
         off = {}
         for what, real in (("seconds", seconds), ("bytes", float(size))):
             off[what] = real / float(getattr(self.estimate, what)[entry.layout, entry.way, at])
@@ -159,25 +165,25 @@ class Ranking:
         """Return the estimated seconds of one GPU for a token (layouts, ways); infinite: it is closed, or too large."""
         seconds, sizes = self.corrected("seconds"), self.corrected("bytes")
         best = torch.full(seconds.shape[:2], math.inf, dtype=torch.float64)
-        for _, value in self._mixes(seconds, sizes):
+        for value in self._mixes(seconds, sizes):
             best = torch.minimum(best, value)
         return torch.where(self.open, best * self.per_token, math.inf)
 
-    def _mixes(self, seconds: Tensor, sizes: Tensor) -> Iterator[tuple[str, Tensor]]:
+    def _mixes(self, seconds: Tensor, sizes: Tensor) -> Iterator[Tensor]:
         """Yield seconds (layouts, ways) where it fits: of each mode, and of plans between two neighbours."""
-        limit, modes = float(self.question.limit), self.formula.modes
+        limit, modes = float(self.question.limit), BY_SPEED
         stays = torch.tensor([way.offload == "none" for way in self.ways]).view(1, -1)
         for number, mode in enumerate(modes):
             fits = sizes[..., number] <= limit
             if mode == "none":
                 fits = fits & stays  # else there is no region whose inputs could wait elsewhere
             if mode in self.modes or (mode == "full" and "plan" in self.modes):
-                yield mode, torch.where(fits, seconds[..., number], math.inf)
+                yield torch.where(fits, seconds[..., number], math.inf)
         for fast, slow in zip(range(len(modes)), range(1, len(modes))) if "plan" in self.modes else ():
             high, low = sizes[..., fast], sizes[..., slow]
             share = ((limit - low) / (high - low).clamp(min=1)).clamp(0, 1)
             mixed = seconds[..., slow] + share * (seconds[..., fast] - seconds[..., slow])
-            yield "plan", torch.where(low <= limit, mixed, math.inf)
+            yield torch.where(low <= limit, mixed, math.inf)
 
     # --- entries --------------------------------------------------------------------------------------------------
 
@@ -216,15 +222,7 @@ class Ranking:
         self.costs[same] = math.inf
 
     def layout(self, entry: Entry, mode: str) -> Layout:
-        way = self.ways[entry.way]
-        return self.layouts[entry.layout].way(
-            ac=mode,
-            loss=way.loss,
-            offload=way.offload,
-            reshard_after_forward=way.reshard,
-            cpu_offload=way.cpu_offload,
-            sync=way.sync,
-        )
+        return self.layouts[entry.layout].way(ac=mode, **vars(self.ways[entry.way]))
 
 
 def _class(layout: Layout) -> tuple[Any, ...]:
@@ -238,18 +236,17 @@ _KIN = 3
 
 def _ways(question: Question, formula: Formula) -> list[Way]:
     """Return the ways to run a layout that the pins allow."""
-    pins, step = question.pins, question.job.step
+    pins = question.pins
     losses = pins.get("loss", ("model", "chunked"))
     if "chunked" in losses and not formula.can_chunk():
         losses = tuple(loss for loss in losses if loss != "chunked")
-    syncs = pins.get("sync", SYNC if step.microbatches == 1 else (step.sync,))
     return [
         Way(loss, offload, reshard, there, sync)
         for loss in losses
         for offload in pins.get("offload", ("none", "boundary"))
         for reshard in pins.get("reshard_after_forward", (None, False) if question.gpus > 1 else (None,))
         for there in question.host_state
-        for sync in syncs
+        for sync in pins.get("sync", SYNC)
     ]
 
 
@@ -353,10 +350,9 @@ class Search:
     def _look(self, entry: Entry) -> None:
         """Plan a layout under the fastest mode that fits, and keep it if one does."""
         ranking, question = entry.ranking, entry.ranking.question
-        row, tried, wanted = None, set[str](), self._modes(entry)
+        row, tried, mode = None, set[str](), self._first_mode(entry)
         self.looked_at += 1
-        while wanted:
-            mode = wanted[0]
+        while mode is not None:
             tried.add(mode)
             try:
                 found = self.under(entry, mode)
@@ -379,7 +375,8 @@ class Search:
             # What is learned may show that a faster mode fits, too; where none fits yet, the next one is tried.
             order = self._usable(entry)
             ahead = order[: order.index(mode)] if row is not None else order
-            wanted = [each for each in ahead if each not in tried and (row is None or self._fits(entry, each))][:1]
+            left = (each for each in ahead if each not in tried and (row is None or self._fits(entry, each)))
+            mode = next(left, None)
         if row is None:
             self.rejected["memory"] += 1
             ranking.close(entry)
@@ -399,19 +396,17 @@ class Search:
         modes = [mode for mode in BY_SPEED if mode in ranking.modes and (mode != "none" or way.offload == "none")]
         if not modes and "plan" in ranking.modes:
             return ["full"]
-        seconds = ranking.corrected("seconds")[entry.layout, entry.way]
-        return sorted(modes, key=lambda mode: float(seconds[ranking.formula.modes.index(mode)]))
+        seconds = dict(zip(BY_SPEED, ranking.corrected_of("seconds", entry)))
+        return sorted(modes, key=seconds.__getitem__)
 
-    def _modes(self, entry: Entry) -> list[str]:
-        """Return `_usable` from the first on that is estimated to fit; the last one in any case."""
+    def _first_mode(self, entry: Entry) -> str | None:
+        """Return the first of `_usable` that is estimated to fit, else the last; None: there is none."""
         usable = self._usable(entry)
-        fitting = [mode for mode in usable if self._fits(entry, mode)]
-        return usable[usable.index(fitting[0]) :] if fitting else usable[-1:]
+        return next((mode for mode in usable if self._fits(entry, mode)), usable[-1] if usable else None)
 
     def _fits(self, entry: Entry, mode: str) -> bool:
-        ranking = entry.ranking
-        at = ranking.formula.modes.index(mode)
-        return float(ranking.corrected("bytes")[entry.layout, entry.way, at]) <= ranking.question.limit
+        sizes = dict(zip(BY_SPEED, entry.ranking.corrected_of("bytes", entry)))
+        return sizes[mode] <= entry.ranking.question.limit
 
     def under(self, entry: Entry, mode: str) -> Row:
         """Plan a layout under a mode.
@@ -495,7 +490,7 @@ def _with_whole_need(row: Row) -> Row:
 
 
 def _need_of(entry: Entry) -> float:
-    return float(entry.ranking.corrected("bytes")[entry.layout, entry.way].min())
+    return min(entry.ranking.corrected_of("bytes", entry))
 
 
 def _median_and_worst(values: Sequence[float]) -> tuple[float, float]:

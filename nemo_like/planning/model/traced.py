@@ -196,11 +196,11 @@ class TracedPart:
             self._frontiers[key] = self.problems[kind].frontier(skip=skip, host=host)
         return self._frontiers[key]
 
-    def stack(self, *, skip: bool, host: int, coarse: bool = False) -> Stack:
-        """Return all layers as one choice, with the best choices of each kind; `coarse`: with some of these."""
+    def stack(self, *, skip: bool, host: int) -> Stack:
+        """Return all layers as one choice, with the best choices of each kind; of a stage with a dozen of them."""
         if (skip, host) not in self._stacks:
             stack = Stack(self.choice_groups(lambda kind: self.frontier(kind, skip=skip, host=host)))
-            self._stacks[skip, host] = stack.coarse() if coarse else stack
+            self._stacks[skip, host] = stack.coarse() if self.is_stage else stack
         return self._stacks[skip, host]
 
     def choice_groups(self, choices: Callable[[int], tuple[Choice, ...]]) -> tuple[ChoiceGroup, ...]:
