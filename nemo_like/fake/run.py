@@ -390,7 +390,16 @@ def replaced_forwards(layers: Sequence[Any], make: Callable[[Any, Callable], Cal
 
 
 def planned_table(tokens: int, choices: int, experts: int, routing: PlannedRouting) -> torch.Tensor:
-    """Return the table that `nemo_like::route` returns in a traced run, where this rank has `tokens` of `choices` experts.
+    """Return the table that `nemo_like::route` returns in a traced run, where this rank has `tokens` of `choices` experts."""
+    here = experts // routing.ranks
+    tokens = round(tokens * routing.sent)
+    sent, came = (round(tokens * ranks) for ranks in ranks_reached(choices, experts, routing))
+    rows = round(tokens * choices * routing.imbalance)
+    return torch.cat([_spread(sent, routing.ranks), _spread(came, routing.ranks), _spread(rows, here)])
+
+
+def ranks_reached(choices: int, experts: int, routing: PlannedRouting) -> tuple[float, float]:
+    """Return the rows that a token makes for exchanges between ranks: those sent, and those that come to the fullest rank.
 
     A token that takes any set of experts with the same probability leaves out a rank that has `here` of them with the
     probability that each next choice falls on one of the others; to the fullest rank come `imbalance` times as many.
@@ -401,11 +410,7 @@ def planned_table(tokens: int, choices: int, experts: int, routing: PlannedRouti
         misses = (max(0.0, 1 - share * here / (experts - taken)) for taken in range(choices))
         return 1 - math.prod(misses)
 
-    tokens = round(tokens * routing.sent)
-    sent = round(tokens * routing.ranks * reaches(1.0))
-    came = round(tokens * routing.ranks * reaches(routing.imbalance))
-    rows = round(tokens * choices * routing.imbalance)
-    return torch.cat([_spread(sent, routing.ranks), _spread(came, routing.ranks), _spread(rows, here)])
+    return routing.ranks * reaches(1.0), routing.ranks * reaches(routing.imbalance)
 
 
 def _spread(rows: int, places: int) -> torch.Tensor:

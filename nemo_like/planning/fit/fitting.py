@@ -187,15 +187,20 @@ def make_search(
     every, out = layouts(room)
     rejected += out
     rankings, formulas = [], dict[Any, Formula]()
+    split, whole = ([layout for layout in every if (layout.ep > 1) == is_split] for is_split in (True, False))
     with quietly():
         for question in questions:
-            job = question.job
-            known_formula = formulas.get(job.precision)
-            formula = _formula(question, every, trace, rejected, known_formula)
-            if formula is not None:
-                formulas[job.precision] = formula
-                rankings.append(Ranking(question, formula, every))
+            for group in filter(None, (whole, split)):  # experts that are split run other operators
+                key = question.job.precision, group is split
+                formula = _formula(question, group, trace, rejected, formulas.get(key))
+                if formula is not None:
+                    formulas[key] = formula
+                    rankings.append(Ranking(question, formula, group))
     return Search(rankings, trace, say, until, rejected=rejected)
+
+
+_BATCH = 8
+"""Most sequences of the micro-batch that the formula's trace is of."""
 
 
 def _formula(
@@ -205,16 +210,21 @@ def _formula(
     rejected: Counter[str],
     known: Formula | None,
 ) -> Formula | None:
-    """Return the formula by a trace of the smallest sizes; None: the model cannot be run so, which is counted.
+    """Return the formula by a trace of the smallest axes; None: the model cannot be run so, which is counted.
 
     known: the formula of another optimizer or compiler.
     """
-    if not every:
-        return None
-    tp, cp, ep, batch = (min(getattr(layout, name) for layout in every) for name in ("tp", "cp", "ep", "micro_batch"))
+    tp, cp = (min(getattr(layout, name) for layout in every) for name in ("tp", "cp"))
+    # What weights have no part in is seen in a larger micro-batch, which takes no longer to trace.
+    sizes = {layout.micro_batch for layout in every}
+    batch = max((size for size in sizes if size <= _BATCH), default=min(sizes))
     split, cut = (
         next(each for each in every if getattr(each, name) == size) for name, size in (("tp", tp), ("cp", cp))
     )
+    alike = sorted(
+        {layout.ep for layout in every if (layout.tp, layout.cp) == (tp, cp)} or {layout.ep for layout in every}
+    )
+    ep = max((size for size in alike if size <= question.device.gpus_per_host), default=alike[0])
     ranks = question.gpus // (tp * cp * min(layout.pp for layout in every))
     ranks = max(ranks, ep) if question.gpus > 1 else 1
     base = Layout(

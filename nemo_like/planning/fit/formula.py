@@ -15,7 +15,7 @@ import copy
 import functools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -25,8 +25,11 @@ from torch import Tensor
 
 from nemo_like.activation_checkpointing.ops import facts
 from nemo_like.activation_checkpointing.plan import OF_HEAD, STAYING, Part
-from nemo_like.distributed.expert import Experts, find_experts
+from nemo_like.distributed.expert import find_experts
+from nemo_like.distributed.expert.find_experts import experts_per_token
 from nemo_like.distributed.pipeline.schedules import actions_of
+from nemo_like.distributed.tensor.plan import resolve_plan
+from nemo_like.fake.run import ranks_reached
 from nemo_like.job import Job
 from nemo_like.losses.model_loss import find_head
 from nemo_like.options import ChunkedLoss, PipelineParallel, parse_bytes
@@ -42,6 +45,7 @@ from nemo_like.planning.choose.layer_seconds import BlockSeconds
 from nemo_like.planning.devices import Device
 from nemo_like.planning.fit.layouts import Layout
 from nemo_like.planning.host_time import host_seconds
+from nemo_like.planning.model.capture import routing_of
 from nemo_like.planning.program.storages import Bytes
 from nemo_like.planning.program.timeline import StageSeconds, action_seconds, timeline
 from nemo_like.planning.query import PlanQuery
@@ -78,21 +82,30 @@ class Places(Bytes):
         self.best_total, self._noted = -1, -1
 
 
-def split_places(ops: Sequence[OpRecord]) -> list[bool]:
-    """Return, for each operator, whether ranks of tensor parallelism have a part each of what it makes.
+CUT, WHOLE, SPLIT = "cut", "whole", "split"
+"""What a rank of tensor parallelism has of a result: hidden states, of which sequence parallelism leaves it a part; the
+whole; its columns."""
+
+
+def places_of(ops: Sequence[OpRecord], whole: Collection[int] = ()) -> list[str]:
+    """Return, for each operator, what a rank of tensor parallelism has of what it makes.
 
     A product of whole hidden states is split by its columns, and one of split ones sums its parts up, so that what it makes
     is whole again (Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3). What lies between follows its inputs.
+    whole: elements of the weights that every rank has, as of DeepSeek's attention; all of a sequence passes their products.
     """
-    split: list[bool] = []
+    places: list[str] = []
     for op in ops:
-        reads = any(split[number] for number in op.reads)
-        product = bool(op.flops) and not facts(op.op).attention
-        if product and (not op.shapes or op.shapes[0][-1] < _NARROW):
-            split.append(False)
+        read = {places[number] for number in op.reads}
+        if not op.flops or facts(op.op).attention:
+            place = SPLIT if SPLIT in read else WHOLE if read == {WHOLE} else CUT
+        elif any(size // (2 if op.half else 4) in whole for _, size in op.outer):
+            place = WHOLE
         else:
-            split.append(not reads if product else reads)
-    return split
+            narrow = not op.shapes or op.shapes[0][-1] < _NARROW
+            place = CUT if narrow or SPLIT in read else SPLIT
+        places.append(place)
+    return places
 
 
 @dataclass(frozen=True)
@@ -107,22 +120,23 @@ class Share:
     """Share of what it does not split: less than 1 where sequences are cut."""
 
 
-def scaled(problem: BlockProblem, share: Share) -> BlockProblem:
-    """Return a layer's trace as it would be for another share of the tokens and of the weights."""
+def scaled(problem: BlockProblem, share: Share, whole: Collection[int] = ()) -> BlockProblem:
+    """Return a layer's trace as it would be for another share of the tokens and of the weights; `whole`: see `places_of`."""
     trace = problem.trace
-    split, made = split_places(trace.ops), list[OpRecord]()
-    for op, is_split in zip(trace.ops, split):
-        part = share.split if is_split else share.whole
+    shares, made = {SPLIT: share.split, WHOLE: 1.0, CUT: share.whole}, list[OpRecord]()
+    for op, place in zip(trace.ops, places_of(trace.ops, whole)):
+        part = shares[place]
         known, flops, moved, shapes = facts(op.op), op.flops, op.moved, op.shapes
         if flops and not known.attention:
-            wide = shapes[0][-1] >= _NARROW
+            by = 1.0 if place == WHOLE or shapes[0][-1] < _NARROW else share.split
             rows = max(1, math.prod(shapes[0][:-1]))
             weight = min(moved, flops // (2 * rows) * (2 if op.half else 4))
-            by = share.split if wide else 1.0
             flops, moved = int(flops * share.tokens * by), int((moved - weight) * share.tokens * part + weight * by)
-            shapes = ((max(1, round(rows * share.tokens)), max(1, round(shapes[0][-1] * (part if is_split else 1.0)))),)
+            columns = max(1, round(shapes[0][-1] * (share.split if place == SPLIT else 1.0)))
+            shapes = ((max(1, round(rows * share.tokens)), columns),)
         else:
-            flops, moved = int(flops * share.tokens * share.split), int(moved * share.tokens * part)
+            by = 1.0 if place == WHOLE else share.split
+            flops, moved = int(flops * share.tokens * by), int(moved * share.tokens * part)
         size = int(op.bytes * share.tokens * part)
         made.append(replace(op, flops=flops, moved=moved, shapes=shapes, bytes=size))
     before, after = (sum(op.bytes for op in every if op.needed) for every in (trace.ops, made))
@@ -212,6 +226,7 @@ class Formula:
         self.layers = sum(chosen.values())
         self.shapes: dict[Any, list[Local]] = {}
         self._wires: dict[Any, Wire] = {}
+        self._rows: dict[int, float] = {}
         self.places: dict[tuple[str, str], dict[str, dict[str, int]]] = {}
         self.outer: dict[str, float] = {}
         self.excess, self.workspaces = 0.0, 0
@@ -220,13 +235,7 @@ class Formula:
         weights = 0 if head is None else sum(local_part(p).numel() for p in head.parameters())
         self.fixed_in_chunks = 4 * weights + _CHUNKS * parse_bytes(str(ChunkedLoss.chunk_bytes))
         """Bytes of a chunked loss that do not grow with the tokens: gradients of the head, and a chunk."""
-        tokens = layout.micro_batch * seq_len / layout.cp
-        made = [[op for op in problem.trace.ops if "grouped_mm" in op.op.name()] for problem in self.part.problems]
-        self.experts_of_a_token = [
-            max((math.prod(op.shapes[0][:-1]) for op in ops), default=0) / tokens for ops in made
-        ]
-        """For each kind of layer, rows of the products of all experts, over the tokens."""
-        self.expert_shares = _expert_shares(query)
+        self.whole, self.split_shares = _tensor_parallel(query)
         self._measure("model", query)
 
     def under(self, job: Job) -> Formula:
@@ -283,7 +292,7 @@ class Formula:
             known: dict[int, BlockProblem] = {}
             for (kind, _), _ in self.groups:
                 if kind not in known:
-                    known[kind] = scaled(self.part.problems[kind], share)
+                    known[kind] = scaled(self.part.problems[kind], share, self.whole[kind])
             self.shapes[key] = [
                 self._kind(kind, chosen, known[kind], layout, share) for (kind, chosen), _ in self.groups
             ]
@@ -300,9 +309,8 @@ class Formula:
             keys = sum(max(0, op.moved - 2 * op.bytes) for op in traced.trace.ops if facts(op.op).attention)
             gathered = int(keys * rows * share.split)
             again = gathered if layout.cp_method == "all_gather" else 0
-        exchanged = float(block.expert_bytes)
-        if layout.ep > 1 and self.base.ep == 1:
-            exchanged = 2.0 * hidden * self.experts_of_a_token[kind]
+        exchanged = sum(op.moved // 2 for op in traced.trace.ops if facts(op.op).exchange)
+        exchanged *= share.tokens * share.split
         split = block.products if layout.tp > 1 else 0
         labels = [choice.label for choice in choices]
         host = self.device.kind != "cpu"
@@ -325,6 +333,16 @@ class Formula:
                 for label in labels
             ),
         )
+
+    def reached(self, ep: int) -> float:
+        """Return the rows that a token makes for exchanges among `ep` ranks."""
+        if ep not in self._rows:
+            model, job = self.query.traced.given, self.query.job
+            routing = routing_of(model, replace(job, ep=replace(job.ep, size=ep)))
+            each = experts_per_token(model) or 1
+            count = 0 if routing is None else find_experts(model, job.ep.plan)[0].count
+            self._rows[ep] = 1.0 if routing is None else sum(ranks_reached(each, count, routing))
+        return self._rows[ep]
 
     def _choice(self, kind: int, mode: str, problem: BlockProblem) -> Choice:
         if mode == "none" or not problem.trace.saves_something:
@@ -372,7 +390,10 @@ class _Columns:
         self.regions = torch.tensor([mode != "none" for mode in BY_SPEED]).view(1, 1, -1)
         self.again = torch.tensor([mode == "full" for mode in BY_SPEED]).view(1, 1, -1)
         locals_ = [formula.local(layout) for layout in layouts]
+        reached = [formula.reached(layout.ep) / formula.reached(formula.base.ep) for layout in layouts]
         self.kinds = [self._of_kind(number, locals_) for number in range(len(formula.groups))]
+        for kind in self.kinds:
+            kind["exchanged"] = kind["exchanged"] * self.column(reached)
         cut = self.column([layout.tp if layout.sequence_parallel else 1 for layout in layouts])
         self.halves = self.column([layout.pp > 1 and layout.facts.splits_backward for layout in layouts])
         """1 where a backward is cut in two."""
@@ -405,7 +426,7 @@ class _Columns:
         """Bytes of the weights of each kind of layer on one rank: gathered, reduced and stored, of experts apart."""
         formula, base = self.formula, self.formula.base
         stage, sharding = formula.stage, formula.stage.sharding
-        split, spread = base.tp / self.tp, base.tp / self.tp * base.ep / self.ep
+        split, spread = base.tp / self.tp, base.ep / self.ep
         stored = (base.dp_shard * base.cp * base.tp) / (self.shards * self.tp)
         # A stage has its share of the layers, and the first or the last one what is around them.
         even = torch.ceil(formula.layers / self.stages) * self.stages_per_rank / formula.layers
@@ -424,11 +445,10 @@ class _Columns:
         for (kind, _), _ in formula.groups:
             unit, inner = seen[kind]
             every = [each for each in (unit, inner) if each is not None]
-            share = formula.expert_shares[kind]
-            sizes = {}
+            share, sizes = formula.split_shares[kind], {}
             for name in ("gathered", "reduce_input", "whole_grad"):
-                size = of(name, every)
-                sizes[name] = size * (1 - share) * split, size * share * spread
+                dense, experts = of(name, every[:1]), of(name, every[1:])
+                sizes[name] = dense * (share * split + 1 - share), experts * spread
             shard = of("shard", every) + of("host_shard", every)
             grads = of("grad", every) + of("host_grad", every)
             self.units.append((sizes, shard * stored, grads * stored))
@@ -449,28 +469,37 @@ class _Columns:
         gathered, whole = (sum(n * sum(sizes[name]) for n, sizes in counted) for name in ("gathered", "whole_grad"))
         self.all_gathered = gathered * self.even + self.ends["gathered"] * around
         self.all_grads = whole * self.even + self.ends["whole_grad"] * around
-        first = sum(self.units[0][0]["gathered"])
-        base_first = of("gathered", [each for each in seen[formula.groups[0][0][0]] if each is not None])
-        self.unit_share = first / base_first if base_first else torch.ones_like(self.tp)
+        # What is gathered at a time is of the largest layers.
+        largest = functools.reduce(torch.maximum, (sum(sizes["gathered"]) for sizes, _, _ in self.units))
+        before = max(of("gathered", [each for each in every if each is not None]) for every in seen.values())
+        self.unit_share = largest / before if before else torch.ones_like(self.tp)
+        self.layer_grads = max(
+            of("whole_grad", [each for each in every if each is not None]) for every in seen.values()
+        )
+        """Bytes of the gradients that the largest layer's backward makes, as traced."""
 
 
-def _expert_shares(query: PlanQuery) -> dict[int, float]:
-    """Return, for each kind of layer, the share of its weights that are experts."""
-    found: tuple[Experts, ...] = ()
-    with suppress(ValueError):  # not of a kind that is split
-        found = find_experts(query.traced.given, None)
-    shares = {}
-    modules = {id(each.module): each for each in found}
-    named = dict(query.traced.given.named_modules())
-    for call in query.stages[0].part.traced.calls:
-        if call.kind in shares:
+def _tensor_parallel(query: PlanQuery) -> tuple[dict[int, set[int]], dict[int, float]]:
+    """Return, for each kind of layer, the elements of weights that tensor parallelism leaves whole, and the share it splits.
+
+    Experts that are split over ranks of their own are in neither.
+    """
+    part, given = query.stages[0].part, query.traced.given
+    names: list[str] = []
+    with suppress(ValueError):  # no plan, so that no layout has tp
+        names = [f"{rule.fqn}.{rule.parameter or ''}" for rule in resolve_plan(given, query.job.tp.plan, 1)]
+    apart = [f"{each.fqn}." for each in find_experts(given, query.job.ep.plan)] if query.job.ep.size > 1 else []
+    whole, shares = dict[int, set[int]](), dict[int, float]()
+    for call in part.traced.calls:
+        if call.kind in whole:
             continue
-        layer = named.get(call.fqn)
-        total = sum(p.numel() for p in layer.parameters()) if layer is not None else 0
-        inside = [modules[id(m)] for m in layer.modules() if id(m) in modules] if layer is not None else []
-        of_experts = sum(weight.numel() for each in inside for weight in each.weights)
-        shares[call.kind] = of_experts / total if total else 0.0
-    return shares
+        sizes: dict[bool, list[int]] = {True: [], False: []}
+        for name, param in part.model.get_submodule(call.fqn).named_parameters(prefix=call.fqn):
+            if not name.startswith(tuple(apart)):
+                sizes[f"{name}.".startswith(tuple(names))].append(local_part(param).numel())
+        whole[call.kind] = {*sizes[False]} - {*sizes[True]}
+        shares[call.kind] = sum(sizes[True]) / max(1, sum(map(sum, sizes.values())))
+    return whole, shares
 
 
 def seconds_of(x: _Columns) -> Tensor:
@@ -633,7 +662,8 @@ def bytes_of(x: _Columns) -> Tensor:
                     head = fixed + (wide - fixed) * x.tokens
                 else:
                     head = wide * x.tokens * vocabulary
-                layer = parts.get(Part.RUNNING_LAYER, 0) * running
+                at_work = parts.get(Part.RUNNING_LAYER, 0)
+                layer = torch.maximum(at_work * running, min(at_work, x.layer_grads) * x.unit_share)
                 units = parts.get(Part.GATHERED_LAYERS, 0) * x.unit_share * x.sharded * ~x.stays
                 root = parts.get(Part.GATHERED_ROOT, 0) * (base.tp / x.tp) * x.sharded
                 buffers = parts.get(Part.REDUCE_BUFFERS, 0) * x.unit_share * x.sharded

@@ -41,8 +41,9 @@ WITHIN = 1.05
 """Layouts whose estimate is within a twentieth of the best are looked at."""
 PLANS = 2
 """Layouts that get a plan for the whole memory."""
-_LEAST_LOOKS, _DOUBTFUL = 8, 1.25
-"""Layouts that are looked at although they are estimated to need more than there is, by up to this multiple."""
+_LEAST_LOOKS, _MORE_LOOKS, _FASTER, _DOUBTFUL = 8, 3, 1.02, 1.25
+"""Layouts that are looked at although they are estimated to need more than there is, by up to the last multiple: where
+nothing fits yet, and where they are estimated to be faster than what does, by the third."""
 
 Tracer = Callable[[Question, int], Traced]
 """Function of a question and the sequences of a micro-batch."""
@@ -98,8 +99,9 @@ class Ranking:
         self.like = [key[:_KIN] for key in alike for _ in range(2)]
         """For each class, what it has in common with its kin."""
         self._seen: dict[str, dict[int, float]] = {"seconds": {}, "bytes": {}}
-        alike.clear()
+        alike = {}
         self.siblings = torch.tensor([alike.setdefault(layout.sizes, len(alike)) for layout in self.layouts])
+        self.sizes = alike
         """Number of each layout, the same for those that differ in how ranks share tensors alone."""
         self.costs = self._costs()
 
@@ -215,9 +217,9 @@ class Ranking:
         self.open[entry.layout, entry.way] = False
         self.costs[entry.layout, entry.way] = math.inf
 
-    def close_sizes(self, entry: Entry) -> None:
-        """Leave out all ways to run layouts of the sizes of an entry."""
-        same = self.siblings == self.siblings[entry.layout]
+    def close_sizes(self, layout: Layout) -> None:
+        """Leave out all ways to run layouts of the sizes of `layout`."""
+        same = self.siblings == self.sizes.get(layout.sizes, -1)
         self.open[same] = False
         self.costs[same] = math.inf
 
@@ -329,10 +331,10 @@ class Search:
                 break
             self._tell()
             self._look(entry)
-        for _ in range(_LEAST_LOOKS):
-            if self.rows and self.looked_at >= _LEAST_LOOKS:
+        for number in range(_LEAST_LOOKS):
+            if self.rows and number == _MORE_LOOKS:
                 break
-            fastest = min((row.hoped for row in self.rows), default=math.inf)
+            fastest = min((row.hoped for row in self.rows), default=math.inf) / _FASTER
             doubtful = [found for ranking in self.rankings if (found := ranking.doubtful(fastest)) is not None]
             if not doubtful:
                 break
@@ -388,7 +390,7 @@ class Search:
             self.rows.append(planned)
         for other in self.rankings:
             if other.question.alike(question):
-                other.close_sizes(entry)
+                other.close_sizes(row.layout)
 
     def _usable(self, entry: Entry) -> list[str]:
         """Return the modes that an entry is looked at under, fastest first; full checkpointing stands for a plan."""
