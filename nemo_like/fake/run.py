@@ -390,7 +390,7 @@ def replaced_forwards(layers: Sequence[Any], make: Callable[[Any, Callable], Cal
 
 
 def planned_table(tokens: int, choices: int, experts: int, routing: PlannedRouting) -> torch.Tensor:
-    """Return the table that `nemo_like::route` returns in a traced run, where this rank has `tokens` of `choices` experts."""
+    """Return the table that `nemo_like::route` returns in a traced run, for this rank's `tokens` of `choices` experts."""
     here = experts // routing.ranks
     tokens = round(tokens * routing.sent)
     sent, came = (round(tokens * ranks) for ranks in ranks_reached(choices, experts, routing))

@@ -15,8 +15,8 @@ from nemo_like.activation_checkpointing.transfer import Transfer
 from nemo_like.distributed.launch import pick_device_type, world_size
 from nemo_like.job import AllKeywords, Job, as_code
 from nemo_like.options import MemoryBudget, parse_ac
-from nemo_like.planning.answers.rank import peak_of, peaks_of
-from nemo_like.planning.answers.reserved import fullest_ranks, reserved_on
+from nemo_like.planning.answers.rank import fullest_peaks, peak_of, peaks_of
+from nemo_like.planning.answers.reserved import reserved_on
 from nemo_like.planning.answers.seconds import step_seconds
 from nemo_like.planning.answers.within import choose
 from nemo_like.planning.choose.layer import Choice, as_choice
@@ -133,7 +133,7 @@ def describe(
         reserved, peaks: of the fullest ranks, and of every rank, where they are known already.
     """
     if reserved is None:
-        ranks = [] if query.device.cuda is None else fullest_ranks(query, choices)
+        ranks = {} if query.device.cuda is None else fullest_peaks(query, choices)
         reserved = [reserved_on(query, rank, choices).reserved for rank in ranks]
     peaks = peaks_of(query, choices) if peaks is None else peaks
     rank = max(range(len(peaks)), key=lambda rank: peaks[rank].total)

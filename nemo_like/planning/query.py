@@ -366,6 +366,8 @@ class PlanQuery:
     traced: Traced
     job: Job
     stages: tuple[Stage, ...]
+    peaks: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
+    """Results of `nemo_like.planning.answers.rank.rank_peak`."""
 
     @classmethod
     def of(cls, model: nn.Module, sample_input: Any, job: Job, **how: Any) -> PlanQuery:

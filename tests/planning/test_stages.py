@@ -19,7 +19,8 @@ from nemo_like.distributed.pipeline.cut import StageParts, cut, deal, slices
 from nemo_like.distributed.pipeline.stage_parts import check_stages, stage_parts
 from nemo_like.layers import find_layers
 from nemo_like.options import PipelineParallel, StepSpec
-from nemo_like.planning.answers.reserved import Reserved, StepLogs, fullest_ranks, replay
+from nemo_like.planning.answers.rank import fullest_peaks
+from nemo_like.planning.answers.reserved import Reserved, StepLogs, replay
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.model.traced import TracedPart
 from nemo_like.planning.planner import describe
@@ -351,8 +352,8 @@ def test_of_ranks_that_run_the_same_layers_none_reserves_more_than_the_one_that_
     for mode in ("none", "full"):
         choices = query.uniform(mode)
         every = _reserved(query, choices)
-        assert fullest_ranks(query, choices) == counted
+        assert list(fullest_peaks(query, choices)) == counted
         assert len(every) == 4 and max(every.values()) == max(every[rank] for rank in counted)
     # Where each rank has choices of its own, each is replayed.
     mixed = [query.uniform(mode)[n] for n, mode in enumerate(["none", "full", "none", "full"] * 2) if n < len(choices)]
-    assert fullest_ranks(query, mixed) == [0, 1, 2, 3]
+    assert list(fullest_peaks(query, mixed)) == [0, 1, 2, 3]

@@ -387,11 +387,17 @@ def rank_peak(
     Args:
         query, rank, choices, actions: as for `RankSteps`.
     """
+    key = (rank, *(tuple(choices[index]) for index in query.of_rank(rank)))
+    if actions is None and key in query.peaks:
+        return query.peaks[key]
     storages = Bytes()
     steps = RankSteps(query, rank, choices, storages, actions=actions)
     steps.begin_later()
     steps.run()
-    return storages.peak()
+    peak = storages.peak()
+    if actions is None:
+        query.peaks[key] = peak
+    return peak
 
 
 def peaks_of(query: PlanQuery, choices: Sequence[Sequence[Choice]]) -> list[Peak]:
@@ -399,6 +405,28 @@ def peaks_of(query: PlanQuery, choices: Sequence[Sequence[Choice]]) -> list[Peak
     return [rank_peak(query, rank, choices) for rank in range(query.pp.size)]
 
 
+def fullest_peaks(query: PlanQuery, choices: Sequence[Sequence[Choice]]) -> dict[int, Peak]:
+    """Return the peaks of the ranks of which one has the highest, by rank.
+
+    Of ranks that run the same layers in the same way, it is the one with the most micro-batches in flight; where halves of
+    backwards wait too, all are looked at.
+    """
+    alike: dict[Hashable, dict[int, tuple[int, ...]]] = {}
+    for rank in range(query.pp.size):
+        own = query.of_rank(rank)
+        runs = tuple((query.stages[index].part, tuple(choices[index])) for index in own)
+        alike.setdefault(runs, {})[rank] = tuple(query.most_in_flight(index) for index in own)
+    found: dict[int, Peak] = {}
+    for flights in alike.values():
+        most = tuple(map(max, zip(*flights.values())))
+        first = next((rank for rank, flight in flights.items() if flight == most), None)
+        ranks = flights if first is None or query.pp.facts.splits_backward else [first]
+        peaks = {rank: rank_peak(query, rank, choices) for rank in ranks}
+        rank = max(peaks, key=lambda rank: peaks[rank].total)
+        found[rank] = peaks[rank]
+    return found
+
+
 def peak_of(query: PlanQuery, choices: Sequence[Sequence[Choice]]) -> Peak:
     """Return the peak of the rank that has the highest."""
-    return max(peaks_of(query, choices), key=lambda peak: peak.total)
+    return max(fullest_peaks(query, choices).values(), key=lambda peak: peak.total)

@@ -9,11 +9,11 @@ These bytes have not been compared with ``torch.cuda.memory_reserved`` on a GPU 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nemo_like.options.memory import AllocatorConfig
-from nemo_like.planning.answers.rank import RankSteps, rank_peak
+from nemo_like.planning.answers.rank import RankSteps
 from nemo_like.planning.choose.layer import Choice
 from nemo_like.planning.devices import Device
 from nemo_like.planning.program.allocator import CachingAllocator, MemoryBlock
@@ -94,28 +94,6 @@ def reserved_on(
 ) -> Reserved:
     """Return what the allocator reserves on one rank; arguments as for `StepLogs` and `replay`."""
     return replay(StepLogs(query, rank, choices), query.device, query.job.allocator, memory)
-
-
-def fullest_ranks(
-    query: PlanQuery, choices: Sequence[Sequence[Choice]], peaks: Mapping[int, int] | None = None
-) -> list[int]:
-    """Return the ranks of which one reserves most; arguments as for `StepLogs`. `peaks`: of ranks, where they are known.
-
-    Ranks that run the same layers in the same way differ in how many micro-batches are in flight. Of them, the one with the
-    highest peak is returned.
-    """
-    alike: dict[Hashable, list[int]] = {}
-    for rank in range(query.pp.size):
-        runs = tuple((query.stages[index].part, tuple(choices[index])) for index in query.of_rank(rank))
-        alike.setdefault(runs, []).append(rank)
-    known = dict(peaks or {})
-
-    def peak(rank: int) -> int:
-        if rank not in known:
-            known[rank] = rank_peak(query, rank, choices).total
-        return known[rank]
-
-    return [ranks[0] if len(ranks) == 1 else max(ranks, key=peak) for ranks in alike.values()]
 
 
 class _Replayed:

@@ -8,13 +8,13 @@ reserves most decides.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from nemo_like.activation_checkpointing.plan import BudgetError
 from nemo_like.options import MemoryBudget, parse_bytes
-from nemo_like.planning.answers.rank import peak_of, peaks_of
-from nemo_like.planning.answers.reserved import StepLogs, fullest_ranks, replay
+from nemo_like.planning.answers.rank import fullest_peaks, peak_of
+from nemo_like.planning.answers.reserved import StepLogs, replay
 from nemo_like.planning.answers.within import choose
 from nemo_like.planning.program.allocator import DeviceMemoryError
 from nemo_like.planning.program.storages import Peak
@@ -36,22 +36,21 @@ class Need:
     """Part of `bytes` that is the step's input (token ids and labels), which peaks and reserved bytes leave out."""
 
 
-def verdict(query: PlanQuery, choices: Choices, peaks: Sequence[Peak], limit: int) -> Need:
+def verdict(query: PlanQuery, choices: Choices, peaks: Mapping[int, Peak], limit: int) -> Need:
     """Return what decides whether a step fits in `limit` bytes of each rank; where it does not, of the first rank so.
 
-    `peaks`: the peak of `choices` on each rank.
+    `peaks`: those of `choices` on the fullest ranks (`nemo_like.planning.answers.rank.fullest_peaks`).
     """
-    sizes = {rank: peak.total for rank, peak in enumerate(peaks)}
-    ranks = [] if query.device.cuda is None else fullest_ranks(query, choices, sizes)
+    sizes = {rank: peak.total for rank, peak in peaks.items()}
     reserved = list[int]()
-    for rank in sorted(ranks, key=lambda rank: -sizes[rank]):
+    for rank in sorted(sizes, key=lambda rank: -sizes[rank]) if query.device.cuda is not None else ():
         # What is reserved above the peak is at most twice that of another rank, which runs the same kinds of layers.
         if reserved and sizes[rank] + 2 * (reserved[0] - max(sizes.values())) < max(reserved):
             continue
         reserved += reserved_within(query, choices, limit, [rank])
         if reserved[-1] + query.input_bytes > limit:
             break
-    return need_of(query, max(peaks, key=lambda peak: peak.total), reserved)
+    return need_of(query, max(peaks.values(), key=lambda peak: peak.total), reserved)
 
 
 def need_of(query: PlanQuery, peak: Peak, reserved: Iterable[int]) -> Need:
@@ -108,8 +107,8 @@ def plan_within(query: PlanQuery, limit: int) -> tuple[Choices, Peak, Need, str]
                 continue
         else:
             return None
-        peaks = peaks_of(query, choices)
-        peak = max(peaks, key=lambda peak: peak.total)
+        peaks = fullest_peaks(query, choices)
+        peak = max(peaks.values(), key=lambda peak: peak.total)
         need = verdict(query, choices, peaks, limit)
         if need.bytes <= limit:
             return choices, peak, need, word

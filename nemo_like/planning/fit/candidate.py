@@ -153,7 +153,8 @@ def candidate_of(
     """
     plan, seconds = None, step_seconds(query, choices)
     if budget:
-        job, plan = job.change(ac=budget), describe(query, choices, budget)
+        reserved = None if need.reserved is None else [need.reserved]
+        job, plan = job.change(ac=budget), describe(query, choices, budget, reserved=reserved)
     return Candidate(
         layout,
         job,

@@ -227,6 +227,7 @@ class Formula:
         self.shapes: dict[Any, list[Local]] = {}
         self._wires: dict[Any, Wire] = {}
         self._rows: dict[int, float] = {}
+        self._halfway: dict[int, list[float]] = {}
         self.places: dict[tuple[str, str], dict[str, dict[str, int]]] = {}
         self.outer: dict[str, float] = {}
         self.excess, self.workspaces = 0.0, 0
@@ -271,7 +272,7 @@ class Formula:
         peak = max(self.places[mode, loss].values(), key=lambda parts: sum(parts.values()))
         whole = rank_peak(query, 0, choices)
         moving = sum(size for part, size in peak.items() if part not in (*STAYING, Part.SAVED_ACTIVATIONS))
-        need = verdict(query, choices, [whole], self.device.memory_bytes)
+        need = verdict(query, choices, {0: whole}, self.device.memory_bytes)
         self.workspaces = sum(workspaces_of(self.device.cuda))
         self.excess = max(0, need.bytes - whole.total - self.workspaces) / max(1, moving)
 
@@ -309,7 +310,7 @@ class Formula:
             keys = sum(max(0, op.moved - 2 * op.bytes) for op in traced.trace.ops if facts(op.op).attention)
             gathered = int(keys * rows * share.split)
             again = gathered if layout.cp_method == "all_gather" else 0
-        exchanged = sum(op.moved // 2 for op in traced.trace.ops if facts(op.op).exchange)
+        exchanged = 0.0 + sum(op.moved // 2 for op in traced.trace.ops if facts(op.op).exchange)
         exchanged *= share.tokens * share.split
         split = block.products if layout.tp > 1 else 0
         labels = [choice.label for choice in choices]
@@ -340,9 +341,26 @@ class Formula:
             model, job = self.query.traced.given, self.query.job
             routing = routing_of(model, replace(job, ep=replace(job.ep, size=ep)))
             each = experts_per_token(model) or 1
-            count = 0 if routing is None else find_experts(model, job.ep.plan)[0].count
-            self._rows[ep] = 1.0 if routing is None else sum(ranks_reached(each, count, routing))
+            if routing is None:
+                return 1.0
+            count = find_experts(model, job.ep.plan)[0].count
+            self._rows[ep] = sum(ranks_reached(each, count, routing))
         return self._rows[ep]
+
+    def halfway(self, number: int) -> list[float]:
+        """Return what a layer holds between the halves of its backward, by mode, over what its forward makes."""
+        if number not in self._halfway:
+            (kind, chosen), _ = self.groups[number]
+            problem, shares = self.part.problems[kind], list[float]()
+            made = max(1, sum(op.bytes for op in problem.records))
+            for mode in BY_SPEED if chosen else [BY_SPEED[0]] * len(BY_SPEED):
+                events = self.part.memory(kind, self._choice(kind, mode, problem), halves=True)
+                alive = dict((*events.forward, *events.backward))
+                for gone in events.input_grads.values():
+                    alive.pop(gone, None)
+                shares.append(sum(alive.values()) / made)
+            self._halfway[number] = shares
+        return self._halfway[number]
 
     def _choice(self, kind: int, mode: str, problem: BlockProblem) -> Choice:
         if mode == "none" or not problem.trace.saves_something:
@@ -470,7 +488,8 @@ class _Columns:
         self.all_gathered = gathered * self.even + self.ends["gathered"] * around
         self.all_grads = whole * self.even + self.ends["whole_grad"] * around
         # What is gathered at a time is of the largest layers.
-        largest = functools.reduce(torch.maximum, (sum(sizes["gathered"]) for sizes, _, _ in self.units))
+        every_kind: list[Tensor] = [sizes["gathered"][0] + sizes["gathered"][1] for sizes, _, _ in self.units]
+        largest = functools.reduce(torch.maximum, every_kind)
         before = max(of("gathered", [each for each in every if each is not None]) for every in seen.values())
         self.unit_share = largest / before if before else torch.ones_like(self.tp)
         self.layer_grads = max(
@@ -633,6 +652,10 @@ def bytes_of(x: _Columns) -> Tensor:
     moved = sum(kind["count"] * kind["inputs"] for kind in x.kinds) * (1 - 1 / formula.layers)
     saved = saved - moved * x.moves * x.regions
     flight = x.column([_in_flight(layout) for layout in x.layouts])
+    if bool(x.halves.any()):
+        halfway = [torch.tensor(formula.halfway(number)).double() for number in range(len(x.kinds))]
+        waits = torch.stack([kind["count"] * kind["made"] * share for kind, share in zip(x.kinds, halfway)]).sum(0)
+        saved = torch.where(x.halves > 0, torch.maximum(saved, waits), saved)
     saved = torch.where(x.staged, saved * flight * x.even, saved)
     made = [sum(op.bytes for op in formula.part.problems[kind].records) for (kind, _), _ in formula.groups]
     largest = max(range(len(made)), key=made.__getitem__)
@@ -663,7 +686,7 @@ def bytes_of(x: _Columns) -> Tensor:
                 else:
                     head = wide * x.tokens * vocabulary
                 at_work = parts.get(Part.RUNNING_LAYER, 0)
-                layer = torch.maximum(at_work * running, min(at_work, x.layer_grads) * x.unit_share)
+                layer = torch.maximum(running * at_work, x.unit_share * min(at_work, x.layer_grads))
                 units = parts.get(Part.GATHERED_LAYERS, 0) * x.unit_share * x.sharded * ~x.stays
                 root = parts.get(Part.GATHERED_ROOT, 0) * (base.tp / x.tp) * x.sharded
                 buffers = parts.get(Part.REDUCE_BUFFERS, 0) * x.unit_share * x.sharded

@@ -24,7 +24,7 @@ from nemo_like._util.progress import Say, silent
 from nemo_like._util.table import three_digits
 from nemo_like.job import Job
 from nemo_like.options.step import SYNC
-from nemo_like.planning.answers.rank import peaks_of
+from nemo_like.planning.answers.rank import fullest_peaks
 from nemo_like.planning.answers.seconds import step_seconds
 from nemo_like.planning.answers.verdict import ALLOCATED, Need, most_allocated, plan_within, verdict
 from nemo_like.planning.fit.candidate import Candidate, candidate_of, host_bytes_of
@@ -423,8 +423,8 @@ class Search:
         if query.is_pipeline and query.pp.balance == "memory":
             query = balanced(query, mode)
         choices, limit = query.uniform(mode), question.limit_of(job)
-        peaks = peaks_of(query, choices)
-        peak = max(peaks, key=lambda peak: peak.total)
+        peaks = fullest_peaks(query, choices)
+        peak = max(peaks.values(), key=lambda peak: peak.total)
         fits = peak.total <= most_allocated(query, limit)
         need = verdict(query, choices, peaks, limit) if fits else Need(peak.total + query.input_bytes, ALLOCATED)
         return Row(entry, layout, job, query, choices, peak, need, step_seconds(query, choices).total, 0.0)
@@ -488,7 +488,7 @@ class Search:
 def _with_whole_need(row: Row) -> Row:
     """Return a row that does not fit with the need of its fullest rank: a look ends with the first that is too high."""
     most = 1 << 60  # which every rank's need is within
-    return replace(row, need=verdict(row.query, row.choices, peaks_of(row.query, row.choices), most))
+    return replace(row, need=verdict(row.query, row.choices, fullest_peaks(row.query, row.choices), most))
 
 
 def _need_of(entry: Entry) -> float:

@@ -23,8 +23,8 @@ from nemo_like.bench import BenchOptions
 from nemo_like.job import Job
 from nemo_like.models import ModelSource, resolve_model, source_of
 from nemo_like.options import AllocatorConfig, ChunkedLoss, PipelineParallel, Precision, StepSpec, TensorParallel
-from nemo_like.planning.answers.rank import rank_peak
-from nemo_like.planning.answers.reserved import Reserved, fullest_ranks, reserved_on
+from nemo_like.planning.answers.rank import fullest_peaks, rank_peak
+from nemo_like.planning.answers.reserved import Reserved, reserved_on
 from nemo_like.planning.answers.seconds import StepSeconds, step_seconds
 from nemo_like.planning.answers.verdict import reserved_within
 from nemo_like.planning.devices import Device, resolve_device
@@ -478,13 +478,13 @@ def _options_of(row: Row) -> list[str]:
 
 
 def _most(query: PlanQuery, choices: Choices) -> tuple[Reserved, int]:
-    ranks = fullest_ranks(query, choices)
+    ranks = list(fullest_peaks(query, choices))
     found = [(reserved_on(query, rank, choices), rank) for rank in ranks]
     return max(found, key=lambda pair: pair[0].reserved)
 
 
 def _within(query: PlanQuery, choices: Choices, limit: int) -> int:
-    return max(reserved_within(query, choices, limit, fullest_ranks(query, choices))) + query.input_bytes
+    return max(reserved_within(query, choices, limit, list(fullest_peaks(query, choices)))) + query.input_bytes
 
 
 def limit_of(row: Row) -> int:

@@ -39,7 +39,7 @@ from nemo_like.options import (
 )  # fmt: skip
 from nemo_like.options.pipelining import SCHEDULE_OBJECTS, SCHEDULES
 from nemo_like.options.step import OPTIMIZERS
-from nemo_like.planning.answers.rank import peaks_of
+from nemo_like.planning.answers.rank import fullest_peaks
 from nemo_like.planning.answers.verdict import verdict
 from nemo_like.planning.fit import fit
 from nemo_like.planning.fit.candidate import Candidate
@@ -214,7 +214,7 @@ def _limit(drawn: Drawn) -> int:
     needs = []
     for mode in ("full", "none"):
         choices = query.uniform(mode)
-        needs.append(verdict(query, choices, peaks_of(query, choices), query.device.memory_bytes).bytes)
+        needs.append(verdict(query, choices, fullest_peaks(query, choices), query.device.memory_bytes).bytes)
     return needs[0] + int((drawn.peak or 0) * max(0, needs[1] - needs[0]))
 
 
