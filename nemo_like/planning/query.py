@@ -368,6 +368,8 @@ class PlanQuery:
     stages: tuple[Stage, ...]
     peaks: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
     """Results of `nemo_like.planning.answers.rank.rank_peak`."""
+    near: dict[int, tuple[int, int]] = field(default_factory=dict, repr=False, compare=False)
+    """Saved bytes and peak of the choices that were last made for a rank: others are near."""
 
     @classmethod
     def of(cls, model: nn.Module, sample_input: Any, job: Job, **how: Any) -> PlanQuery:

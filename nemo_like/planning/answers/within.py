@@ -90,25 +90,23 @@ def _within_peak(query: PlanQuery, rank: int, limit: int, asked: str) -> dict[in
         path.append({**path[-1], index: path[-1][index] + 1})
     rows = [{index: (stages[index].stack, stages[index].stack.mixes[at]) for index, at in row.items()} for row in path]
 
-    known: tuple[int, int] = (0, 0)
-    """Saved bytes and peak of the row that was looked at last."""
-
     def saved(row: Mapping[int, Mixed]) -> int:
         return sum(mix.bytes * flights[index] for index, (_, mix) in row.items())
 
     def peak(row: Mapping[int, Mixed]) -> int:
-        nonlocal known
         chosen = {index: _choices(stages[index], *mixed) for index, mixed in row.items()}
         found = rank_peak(query, rank, [chosen.get(index, []) for index in range(len(query.stages))]).total
-        known = saved(row), found
+        query.near[rank] = saved(row), found
         return found
 
     def last_of(rows: Sequence[Mapping[int, Mixed]]) -> int:
         about = [saved(row) for row in rows]
-        return last_within(limit, lambda at: peak(rows[at]), about, known[0] + limit - known[1])
+        last_saved, last_peak = query.near[rank]
+        return last_within(limit, lambda at: peak(rows[at]), about, last_saved + limit - last_peak)
 
-    best = len(rows) - 1
+    best, before = len(rows) - 1, query.near.get(rank)
     if peak(rows[best]) > limit:
+        query.near[rank] = before or query.near[rank]
         best = last_of(rows[:-1])
     if best < 0:
         raise _too_small(query, rank, limit, asked)
