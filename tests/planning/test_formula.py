@@ -39,7 +39,7 @@ def _search(gpus: int, **pins):
     [
         (2, {"tp": 1, "cp": 1, "micro_batch": [1, 2]}, 0.03, 0.1),
         (4, {"tp": [1, 2], "cp": 1, "micro_batch": 1, "offload": "none", "reshard_after_forward": [None],
-             "dp_replicate": 1, "sequence_parallel": True}, 0.15, 0.25),
+             "dp_replicate": 1, "sequence_parallel": True}, 0.15, 0.3),
         (4, {"tp": 1, "cp": [1, 2], "micro_batch": 1, "offload": "none", "reshard_after_forward": [None]}, 0.15, 0.25),
         (8, {"tp": 1, "cp": 1, "pp": [1, 2], "micro_batch": 1, "schedule": "1f1b", "offload": "none",
              "reshard_after_forward": [None]}, 0.15, 0.3),
