@@ -259,6 +259,11 @@ class Job:
         return replace(self.loss, compile=self.compile)
 
     @property
+    def partitioner(self) -> str | None:
+        """The compiler, where AOTAutograd cuts layers into a forward and a backward graph; None: they run as eager ones."""
+        return None if self.compile == "eager" else self.compile
+
+    @property
     def param_dtype(self) -> torch.dtype | None:
         """The dtype to compute in; None: that of the parameters."""
         return self.precision.dtypes["param_dtype"]

@@ -15,7 +15,7 @@ import itertools
 import logging
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from operator import attrgetter
@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel.loss import _disable_custom_loss_ops, _enable_custom_loss_ops
+from torch.fx import GraphModule
 
 # --- Documented for users, though the module is underscored: aliases. ---------------------------------------------
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket  # isort: skip
@@ -1189,3 +1190,33 @@ def backward_in_halves() -> tuple[Callable[..., Any], Callable[..., Any]]:
             f"torch {torch.__version__} does not show how it cuts a backward in two, so that the bytes which are saved "
             "between the halves can't be predicted. Use a schedule that does not: 1f1b or interleaved_1f1b."
         ) from error
+
+
+def decompositions_of_inductor() -> Mapping[Any, Callable[..., Any]]:
+    """Return the operators that Inductor takes apart before AOTAutograd cuts a graph, with how it does."""
+    table: Mapping[Any, Callable[..., Any]] = importlib.import_module(
+        "torch._inductor.decomposition"
+    ).select_decomp_table()
+    return table
+
+
+def traced_graph(
+    function: Callable[..., Any], decompositions: Mapping[Any, Callable[..., Any]]
+) -> Callable[..., GraphModule]:
+    """Return a function of the arguments of `function` that traces it, as AOTAutograd does."""
+    make_fx = importlib.import_module("torch.fx.experimental.proxy_tensor").make_fx
+    traced: Callable[..., GraphModule] = make_fx(function, decomposition_table=decompositions, tracing_mode="real")
+    return traced
+
+
+def two_graphs(joint: GraphModule, outputs: int, fake: Any) -> tuple[GraphModule, GraphModule]:
+    """Return forward and backward of a joint graph, whose first `outputs` results are forward's, by AOTAutograd's cut.
+
+    The first returns what the second is given behind its own results. fake: the mode of the tensors that it was traced on.
+    """
+    guards = importlib.import_module("torch._guards")
+    partition = importlib.import_module("torch._functorch.partitioners").min_cut_rematerialization_partition
+    joint.graph.eliminate_dead_code()
+    with guards.tracing(guards.TracingContext(fake)):
+        forward, backward = partition(joint, None, num_fwd_outputs=outputs)
+    return forward, backward

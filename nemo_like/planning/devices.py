@@ -17,7 +17,7 @@ from nemo_like._util.log import warn_once
 from nemo_like.activation_checkpointing.ops import facts
 from nemo_like.distributed.launch import current_device, pick_device_type
 from nemo_like.job import Job
-from nemo_like.options import MemoryBudget, did_you_mean, parse_bytes
+from nemo_like.options import did_you_mean, parse_bytes
 from nemo_like.torch_compat import OpOverload
 
 
@@ -218,7 +218,7 @@ def _device(name: str, entry: Mapping[str, Any]) -> Device:
         matmul["float8"] = entry["fp8_tflops"] * 1e12 * entry.get("matmul_fp8", entry["matmul"])
     return Device(
         name=name,
-        memory_bytes=int(entry["memory_gb"] * 1e9),
+        memory_bytes=int(entry["memory_gib"] * (1 << 30)),
         matmul_flops=matmul,
         attention_flops={kind: value * entry["attention"] for kind, value in peak.items()},
         bandwidth=entry["memory_gbps"] * 1e9 * entry["bandwidth"],
@@ -245,7 +245,7 @@ _OPTIONAL: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
 
 
 _FIELDS = (
-    "memory_gb",
+    "memory_gib",
     "bf16_tflops",
     "fp32_tflops",
     "memory_gbps",
@@ -256,14 +256,18 @@ _FIELDS = (
 )
 
 
+MARGIN = 0.05
+"""Share of a device that a step leaves free by default: half of the published peaks are predicted within 5 %."""
+
+
 def step_limit(device: Device, memory: int | str | None = None) -> int:
-    """Return the bytes of `device` that a step may take: `memory`, or by default what ``"auto"`` allows, nine tenths.
+    """Return the bytes of `device` that a step may take: `memory`, or by default all but `MARGIN`.
 
     Raises:
         ValueError: `memory` is no number of bytes.
     """
     if memory is None:
-        return int(device.memory_bytes * (MemoryBudget.parse("auto").device_share or 0))
+        return int(device.memory_bytes * (1 - MARGIN))
     size = parse_bytes(memory, "memory") if isinstance(memory, str) else memory
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise ValueError(f"memory is {memory!r}; it must be a number of bytes >= 1, or a string like '70GiB'.")

@@ -297,11 +297,14 @@ class Stage:
                 trace, region = part.problems[call.kind].trace, bool(choice.decisions)
                 # On the CPU, a region that draws random numbers saves the generator's state among its tensors.
                 state = RNG_STATE if trace.draws and self.device.kind == "cpu" else 0
+                how: dict[str, Any] = {"received": stays, "halves": halves, "compiler": self.job.partitioner}
+                events = part.memory(call.kind, choice, accumulate, loss=self.loss, **how)
+                by_compiler = events.kept_inputs is not None
                 known[key] = LayerCall(
-                    part.memory(call.kind, choice, accumulate, loss=self.loss, received=stays, halves=halves),
+                    events,
                     unit,
                     experts,
-                    None if region else trace.kept_inputs,
+                    events.kept_inputs if by_compiler else None if region else trace.kept_inputs,
                     frozenset() if experts is None else part.expert_names(call),
                     state + trace.state_bytes if region else 0,
                     copied_in_forward(call.module) if region else 0,

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from nemo_like._util.table import ByteUnit
 from nemo_like.job import Job
 from nemo_like.planning.answers.seconds import Links
-from nemo_like.planning.devices import Device, step_limit
+from nemo_like.planning.devices import MARGIN, Device, step_limit
 from nemo_like.planning.roofline import RankGroup, group_of
 
 CONTEXT, NCCL = "CUDA context", "NCCL"
@@ -61,8 +61,9 @@ class Outside:
         unit = ByteUnit.of([self.total])
         parts = ", ".join(f"{name} {unit.number(size)}" for name, size in self.parts.items() if size)
         return (
-            f"Outside of torch's allocator: {unit.word(self.total)} ({parts}); "
-            f"torch.cuda.set_per_process_memory_fraction({self.fraction:.2f}) leaves it room."
+            f"Of the GPU's {ByteUnit.of([self.memory]).word(self.memory)}, {unit.word(self.total)} are outside of torch's "
+            f"allocator ({parts}); torch.cuda.set_per_process_memory_fraction({self.fraction:.2f}) leaves them room. By "
+            f"default {MARGIN:.0%} stay free, because predictions are off; --memory changes it."
         )
 
 
@@ -79,8 +80,8 @@ def outside_bytes(job: Job, device: Device) -> dict[str, int]:
 
 
 def default_limit(job: Job, device: Device) -> int:
-    """Return the bytes that a step of `job` may take by default: nine tenths, less where a tenth is not enough outside."""
-    return max(1, min(step_limit(device), device.memory_bytes - sum(outside_bytes(job, device).values())))
+    """Return the bytes that a step of `job` may take by default: all but those outside of the allocator, and a margin."""
+    return max(1, step_limit(device) - sum(outside_bytes(job, device).values()))
 
 
 def _communicators(job: Job, device: Device) -> Iterator[int]:

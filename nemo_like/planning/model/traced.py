@@ -37,6 +37,7 @@ from nemo_like.planning.model.capture import routing_of, trace_model
 from nemo_like.planning.model.outside import OuterMemory, outer_memory
 from nemo_like.planning.model.quantised import check_float8_plan, convert, of_layers, refuse_four_bits
 from nemo_like.planning.sharding import ParameterForms, Sharding
+from nemo_like.planning.trace.compiled_memory import NotCompiledError, compiled_memory
 from nemo_like.planning.trace.kinds import ModelTrace, TracedCall
 from nemo_like.planning.trace.layer_memory import block_memory, halves_memory
 from nemo_like.planning.trace.meter import measured_seconds
@@ -274,6 +275,7 @@ class TracedPart:
         loss: StepLoss | None = None,
         received: bool = False,
         halves: bool = False,
+        compiler: str | None = None,
     ) -> BlockEvents:
         """Return what a block allocates under `choice`, run by the engine on fake tensors.
 
@@ -282,13 +284,18 @@ class TracedPart:
             accumulate, received: as for `block_memory`.
             loss: of the step; None: the traced one.
             halves: a pipeline's schedule cuts backward in two, and each half recomputes.
+            compiler: backend that compiles it, ``inductor`` or ``aot_eager``. Where its bytes are not known, they are
+                those of an eager one, which is said once.
         """
-        key = (self.block_number(kind, loss), choice, accumulate, received, halves)
+        key = (self.block_number(kind, loss), choice, accumulate, received, halves, compiler)
         known = self.known.blocks
         if key not in known:
             block, outside = self.traced.kinds[kind], self.outside(loss)
             how = (self.policy(kind, choice), self.traced.run, outside.used[kind])
-            if not halves:
+            compiled = compiler and self._compiled(compiler, kind, choice, outside, accumulate, received, halves)
+            if compiled:
+                known[key] = compiled
+            elif not halves:
                 known[key] = block_memory(
                     block,
                     *how,
@@ -300,6 +307,33 @@ class TracedPart:
             else:
                 known[key] = halves_memory(block, *how, accumulate=accumulate, received=received)
         return known[key]
+
+    def _compiled(
+        self,
+        compiler: str,
+        kind: int,
+        choice: Choice,
+        outside: OuterMemory,
+        accumulate: bool,
+        received: bool,
+        halves: bool,
+    ) -> BlockEvents | None:
+        """Return `memory` of a compiled block; None: it is not told, which is said once."""
+        block, policy = self.traced.kinds[kind], self.policy(kind, choice)
+        how: dict[str, Any] = {"around": choice.is_full, "accumulate": accumulate, "received": received}
+        how["fuses"] = compiler == "inductor"
+        try:
+            if halves:
+                raise NotCompiledError("its backward is cut in two")
+            if "host" in choice.decisions:
+                raise NotCompiledError("some of what it saves waits in host memory")
+            inside = None if choice.is_full else policy
+            return compiled_memory(block, inside, self.traced.run, outside.used[kind], **how)
+        except NotCompiledError as error:
+            warn_once(
+                f"Compiled layers ({type(block.module).__name__}) are predicted with the bytes of eager ones: {error}."
+            )
+            return None
 
     def block_number(self, kind: int, loss: StepLoss | None = None) -> int:
         """Return a number, the same for equal blocks whose outputs get equal gradients."""

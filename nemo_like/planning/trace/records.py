@@ -99,6 +99,8 @@ class BlockEvents:
     """Position in `backward` at which the experts' backward has ended, where they are an FSDP2 unit of their own."""
     weights: Log = ()
     """The second half of backward, which makes `param_grads`, where a pipeline's schedule cuts it in two."""
+    kept_inputs: frozenset[Place] | None = None
+    """Inputs that it saves, where a compiler decides that; None: those of the trace."""
 
     @cached_property
     def sizes(self) -> dict[int, int]:

@@ -1,0 +1,351 @@
+"""Memory of a block that `torch.compile` takes, from AOTAutograd's partition of its forward and backward.
+
+The joint graph is traced on fake tensors, with Inductor's decompositions and the tags of the block's policy, and
+AOTAutograd's own partitioner cuts it. Inductor does not run. It fuses pointwise operators, reductions and casts: their
+results are taken to exist only where a matmul, attention, a collective, the other graph or the caller reads them, and to be
+written into a tensor of their size that they read last.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.fx.traceback
+from torch import Tensor, fx
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from nemo_like._util.tensors import by_argument, is_wrapped, map_tensors, tensors_in
+from nemo_like.activation_checkpointing.engine.compiled import torch_policy_fn
+from nemo_like.activation_checkpointing.policy import Policy
+from nemo_like.fake.model_copy import leaves_of, with_state
+from nemo_like.fake.run import FakeRun
+from nemo_like.planning.trace.kinds import Kind
+from nemo_like.planning.trace.layer_memory import needing_no_values
+from nemo_like.planning.trace.records import BlockEvents
+from nemo_like.torch_compat import decompositions_of_inductor, traced_graph, two_graphs
+
+_APART = frozenset(
+    (
+        "mm",
+        "bmm",
+        "addmm",
+        "baddbmm",
+        "_scaled_mm",
+        "_grouped_mm",
+        "convolution",
+        "convolution_backward",
+        "sort",
+        "topk",
+    )
+    + ("scatter", "scatter_add", "index_put", "_unsafe_index_put", "embedding_dense_backward")
+)
+"""Operators of ATen that have a kernel of their own in Inductor, besides attention's."""
+
+
+class NotCompiledError(ValueError):
+    """The block's graph is not one that this can read; the message says why."""
+
+
+@dataclass(frozen=True)
+class CompiledBlock:
+    """Both graphs of a block, and what is put into them."""
+
+    forward: fx.Graph
+    backward: fx.Graph
+    outputs: int
+    """Number of the tensors that it returns; the forward graph returns the saved ones behind them."""
+    with_gradient: tuple[int, ...]
+    """Positions of those among these that get a gradient."""
+    wanted: tuple[tuple[str, Any], ...]
+    """For each gradient that the backward graph returns, ``("param", name)``, ``("input", place)`` or ``("", None)``."""
+    places: Mapping[str, Any]
+    """Place in the call of each placeholder of the forward graph that is an input."""
+
+
+def compiled_block(
+    kind: Kind, policy: Policy | None, run: FakeRun, used: Collection[int], *, fuses: bool
+) -> CompiledBlock:
+    """Trace a block forward and backward, and cut the graph; arguments as for `compiled_memory`.
+
+    Raises:
+        NotCompiledError: it draws random numbers, changes tensors in place, or has weights that are no plain tensors.
+    """
+    state = leaves_of(kind.state)
+    if not kind.grad or (kind.trace is not None and kind.trace.draws):
+        raise NotCompiledError("it runs without gradients, or draws random numbers")
+    if is_wrapped(map(type, state.values())):
+        raise NotCompiledError("its weights are split by tensor parallelism, or stored in a format of their own")
+    replaced: dict[int, Tensor] = {}
+
+    def stand_in(value: Tensor) -> Tensor:
+        return replaced.setdefault(id(value), value.detach().requires_grad_(value.requires_grad))
+
+    args, kwargs = map_tensors(stand_in, (kind.args, kind.kwargs))
+    weights = {id(tensor): tensor for tensor in state.values()}
+    inputs = [*weights.values(), *replaced.values()]
+    at: list[int] = []
+    counted = 0
+
+    def forward(primals: Iterable[Tensor]) -> list[Tensor]:
+        given = dict(zip(map(id, inputs), primals))
+
+        def swap(tensor: Tensor) -> Tensor:
+            return given.get(id(tensor), tensor)
+
+        call_args, call_kwargs = map_tensors(swap, (args, kwargs))
+        with with_state(kind.module, {name: swap(tensor) for name, tensor in state.items()}), run.casting():
+            return tensors_in(kind.run(*call_args, **call_kwargs))
+
+    def joint(primals: list[Tensor], tangents: list[Tensor]) -> Any:
+        nonlocal counted
+        leaves = [p.detach().requires_grad_(t.requires_grad) for p, t in zip(primals, inputs)]
+        tags = create_selective_checkpoint_contexts(torch_policy_fn(policy))[0] if policy is not None else nullcontext()
+        with torch.enable_grad():
+            with tags:
+                out = forward(leaves)
+            roots = [out[i] for i in at]
+            needing = [leaf for leaf in leaves if leaf.requires_grad]
+            grads = torch.autograd.grad(roots, needing, tangents, allow_unused=True)
+        counted = len(out)
+        return out, grads
+
+    with needing_no_values(kind), run:
+        with torch.enable_grad():
+            shapes = forward(inputs)
+        at += [i for i, t in enumerate(shapes) if t.requires_grad and i not in kind.passed and i in used]
+        if not at:
+            raise NotCompiledError("its outputs need no gradient")
+        tangents = [torch.empty_like(shapes[i]) for i in at]
+        del shapes
+        with fx.traceback.preserve_node_meta():  # tags go into a global dictionary, which it puts back
+            module = traced_graph(joint, decompositions_of_inductor() if fuses else {})(inputs, tangents)
+        for node in module.graph.nodes:
+            if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+                raise NotCompiledError(f"it changes a tensor in place ({node.target.name()})")
+        if policy is not None:
+            _tag(module.graph)
+        forward_module, backward_module = two_graphs(module, counted, run.fake)
+    names: dict[int, str] = {}
+    for name, tensor in state.items():
+        names.setdefault(id(tensor), name)
+    place_of = {
+        id(replaced[id(tensor)]): place for place, tensor in reversed(by_argument(kind.args, kind.kwargs).items())
+    }
+    wanted = [("param", names[id(t)]) if id(t) in names else ("input", place_of.get(id(t))) for t in inputs]
+    nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
+    return CompiledBlock(
+        forward_module.graph,
+        backward_module.graph,
+        counted,
+        tuple(at),
+        tuple(each for each, tensor in zip(wanted, inputs) if tensor.requires_grad),
+        {node.name: place for node, (what, place) in zip(nodes, wanted) if what == "input"},
+    )
+
+
+def _tag(graph: fx.Graph) -> None:
+    """Have the partitioner recompute what the policy was not asked about: views, and what tags do not reach."""
+    late: set[fx.Node] = set()
+    for node in graph.nodes:
+        begins = node.op == "placeholder" and "tangents" in str(node.target)
+        if begins or any(each in late for each in node.all_input_nodes):
+            late.add(node)
+        elif node.op == "call_function":
+            if node.target is operator.getitem:
+                node.meta["recompute"] = node.args[0].meta.get("recompute", CheckpointPolicy.PREFER_RECOMPUTE)
+            node.meta.setdefault("recompute", CheckpointPolicy.PREFER_RECOMPUTE)
+            node.meta["ac_graph_id"] = 0
+    for node in late:
+        for tag in ("recompute", "ac_graph_id"):
+            node.meta.pop(tag, None)
+
+
+def compiled_memory(
+    kind: Kind,
+    policy: Policy | None,
+    run: FakeRun,
+    used: Collection[int],
+    *,
+    fuses: bool,
+    around: bool,
+    accumulate: bool,
+    received: bool = False,
+) -> BlockEvents:
+    """Return what a compiled block allocates in forward and backward, as `block_memory` does of an eager one.
+
+    Args:
+        kind, run, used, accumulate, received: as for `block_memory`.
+        policy: what its region saves; None: it has none, or one around it.
+        fuses: Inductor compiles it; else each operator of the graphs runs by itself (``aot_eager``).
+        around: a region around the compiled block runs it again in backward.
+
+    Raises:
+        NotCompiledError: as `compiled_block`.
+    """
+    block = compiled_block(kind, policy, run, used, fuses=fuses)
+    numbers = iter(range(1, 1 << 40))
+    made = _Graph(block.forward, fuses)
+    forward, number = made.log({}, numbers)
+    results = list(made.output.args[0])
+    outputs = tuple(number.get(made.root[n], 0) if isinstance(n, fx.Node) else 0 for n in results[: block.outputs])
+    saved = [n for n in results[block.outputs :] if isinstance(n, fx.Node)]
+    kept = {n.name: number.get(made.root[n], 0) for n in saved}
+    sizes = {storage: size for storage, size in forward if size}
+    going = dict.fromkeys(outputs if not around else (*kept.values(), *outputs))
+    ends = [(n, 0) for n in going if n and (around or n not in kept.values())]
+    backward: list[tuple[int, int]] = []
+    mine = _Graph(block.backward, fuses)
+    given: dict[fx.Node, int] = {}
+    output_grads: dict[int, int] = {}
+    for node, position in zip(mine.tangents, block.with_gradient):
+        output_grads[position] = next(numbers)
+        backward.append((output_grads[position], size_of(node)))
+        if not received:
+            given[node] = output_grads[position]
+    if around:
+        again = {storage: next(numbers) for storage in sizes}
+        backward += [(again[storage], size) for storage, size in forward]
+        backward += [(again[n], 0) for n in dict.fromkeys(outputs) if n and n not in kept.values()]
+        kept = {name: again.get(storage, 0) for name, storage in kept.items()}
+    given |= {node: kept[node.name] for node in mine.given if kept.get(node.name)}
+    log, number = mine.log(given, numbers)
+    backward += log
+    input_grads, param_grads = dict[Any, int](), dict[str, int]()
+    for (what, which), node in zip(block.wanted, mine.output.args[0]):
+        if isinstance(node, fx.Node) and (grad := number.get(mine.root[node], 0)):
+            if what == "param":
+                param_grads[which] = grad
+            elif which is not None:
+                input_grads[which] = grad
+    if accumulate:  # the graph has made all of them before autograd adds the first
+        backward += [(grad, 0) for grad in dict.fromkeys(param_grads.values())]
+        param_grads = {}
+    inputs = (block.places.get(made.root[n].name) for n in saved)
+    places = frozenset(place for place in inputs if place is not None)
+    return BlockEvents(
+        (*forward, *ends),
+        tuple(backward),
+        outputs,
+        output_grads,
+        input_grads,
+        param_grads,
+        apart_end=len(backward),
+        kept_inputs=None if around else places,
+    )
+
+
+def size_of(node: fx.Node) -> int:
+    """Return the bytes of the storage that a node returns; 0: it returns no tensor."""
+    value = node.meta.get("val")
+    return value.untyped_storage().nbytes() if isinstance(value, Tensor) else 0
+
+
+class _Graph:
+    """A graph as it runs: which nodes make a storage, and when each goes."""
+
+    def __init__(self, graph: fx.Graph, fuses: bool) -> None:
+        self.nodes = list(graph.nodes)
+        self.output = next(node for node in self.nodes if node.op == "output")
+        placeholders = [node for node in self.nodes if node.op == "placeholder"]
+        self.tangents = [node for node in placeholders if "tangents" in str(node.target)]
+        self.given = [node for node in placeholders if "tangents" not in str(node.target)]
+        self.root: dict[fx.Node, fx.Node] = {}
+        for node in self.nodes:
+            self.root[node] = self._root(node)
+        self.left = {self.root[node] for node in self.output.all_input_nodes}
+        self.real = {node for node in self.nodes if node.op == "placeholder" or _apart(node)} | self.left
+        self.real |= {node for node in self.nodes if node.target is operator.getitem}
+        self.real |= {self.root[read] for node in self.nodes if _apart(node) for read in node.all_input_nodes}
+        self.fuses = fuses
+        if not fuses:
+            self.real = {node for node in self.nodes if self.root[node] is node}
+        self._reads: dict[fx.Node, set[fx.Node]] = {}
+
+    def _root(self, node: fx.Node) -> fx.Node:
+        """Return the node whose storage a view is of; itself, where it makes one."""
+        value = node.meta.get("val")
+        if node.op == "call_function" and node.target is not operator.getitem and isinstance(value, Tensor):
+            for read in node.all_input_nodes:
+                other = read.meta.get("val")
+                if isinstance(other, Tensor) and other.untyped_storage()._cdata == value.untyped_storage()._cdata:
+                    return self.root[read]
+        return node
+
+    def reads(self, node: fx.Node) -> set[fx.Node]:
+        """Return the storages that the kernel of a node reads, through what is fused into it."""
+        if node not in self._reads:
+            found: set[fx.Node] = set()
+            for read in node.all_input_nodes:
+                base = self.root[read]
+                found |= {base} if base in self.real else self.reads(base)
+            self._reads[node] = found
+        return self._reads[node]
+
+    def log(
+        self, given: Mapping[fx.Node, int], numbers: Iterator[int]
+    ) -> tuple[list[tuple[int, int]], dict[fx.Node, int]]:
+        """Return what is allocated and freed, and the number of each storage.
+
+        given: the numbers of placeholders that end with their last use; several may be views of one storage.
+        """
+        steps = [n for n in self.nodes if n.op == "call_function" and self.root[n] is n and n in self.real]
+        last: dict[fx.Node, int] = {}
+        for at, node in enumerate(steps):
+            for read in self.reads(node):
+                last[read] = at
+        number, log = dict(given), list[tuple[int, int]]()
+        views = dict[int, set[fx.Node]]()
+        for node, storage in given.items():
+            views.setdefault(storage, set()).add(node)
+        alive = {node: size_of(node) for node in given}
+
+        def drop(node: fx.Node) -> None:
+            if alive.pop(node, None) is None:
+                return
+            others = views.get(number[node], set())
+            others.discard(node)
+            if not others:
+                log.append((number[node], 0))
+
+        def make(node: fx.Node) -> None:
+            if size_of(node) and node not in number:
+                number[node] = next(numbers)
+                log.append((number[node], size_of(node)))
+                alive[node] = size_of(node)
+
+        for node in given:
+            if node not in last and node not in self.left:
+                drop(node)
+        ending: dict[int, list[fx.Node]] = {}
+        for node, at in last.items():
+            ending.setdefault(at, []).append(node)
+        for at, node in enumerate(steps):
+            ends = [read for read in ending.get(at, ()) if read in alive and read not in self.left]
+            if self.fuses and not _apart(node) and node.target is not operator.getitem:
+                written = next((read for read in ends if alive[read] == size_of(node)), None)
+                if written is not None:  # in place
+                    drop(written)
+            items = [user for user in node.users if user.target is operator.getitem]
+            for each in items or [node]:
+                make(each)
+            for read in ends:
+                drop(read)
+            for each in items or [node]:
+                if each not in last and each not in self.left:
+                    drop(each)
+        return log, number
+
+
+def _apart(node: fx.Node) -> bool:
+    """Return whether a node is a kernel that nothing is fused into."""
+    if node.op != "call_function" or isinstance(node.target, torch._ops.HigherOrderOperator):
+        return node.op == "call_function"  # such as one that keeps a generator's state beside its operator
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    space, name = cast("Callable[..., Any]", node.target)._schema.name.split("::")  # type: ignore[attr-defined]
+    return space not in ("aten", "prims") or name in _APART or "attention" in name

@@ -1,0 +1,108 @@
+"""Bytes of compiled layers: the planner's, against what PyTorch's allocator gives out and its compiler saves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nemo_like import Job, parallelize
+from nemo_like.layers import find_layers
+from nemo_like.planning.answers.rank import peak_of
+from nemo_like.planning.query import PlanQuery
+from tests.allocator_events import cpu_events
+from tests.models import tiny
+from tests.said import said
+
+ROWS, LENGTH = 2, 64
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return tiny.llama(
+        hidden_size=64, intermediate_size=224, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=32, max_position_embeddings=LENGTH,
+    )  # fmt: skip
+
+
+def _batch() -> dict[str, Tensor]:
+    ids = torch.randint(0, 32, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "labels": ids}
+
+
+def _query(model: nn.Module, ac: str, compile: str | bool) -> PlanQuery:
+    job = Job.of(strategy="single", ac=ac, compile=compile, device="cpu", optimizer="sgd")
+    return PlanQuery.of(model, _batch(), job)
+
+
+@pytest.mark.parametrize("ac", ["none", "selective", "full"])
+def test_a_compiled_step_peaks_as_planned(ac: str) -> None:
+    query, batch = _query(_model(), ac, "aot_eager"), _batch()
+    planned = peak_of(query, query.uniform(ac))
+    eager = peak_of(_query(_model(), ac, False), query.uniform(ac))
+    model = parallelize(_model(), "single", ac, compile="aot_eager", device="cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, foreach=False)
+
+    def train() -> None:
+        out = model(**batch)
+        out.loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        kept.append(out)
+
+    kept: list[Any] = []
+    for _ in range(3):  # the first ones compile, and learn what the layers draw
+        del kept[:-1]
+        levels = cpu_events(train)
+    weights = sum(p.nbytes for p in model.parameters())
+    before = sum(t.nbytes for t in (kept[0].loss, kept[0].logits))
+    counted = weights + max(levels) + before
+    assert counted == pytest.approx(planned.total, rel=0.02)
+    if ac == "none":
+        assert planned.total < eager.total
+
+
+@pytest.mark.parametrize("ac", ["none", "selective", "25%"])
+@pytest.mark.parametrize("backend", ["aot_eager", "aot_eager_decomp_partition"])
+def test_it_saves_what_the_compiler_saves(ac: str, backend: str) -> None:
+    compiler = "aot_eager" if backend == "aot_eager" else "inductor"
+    query = _query(_model(), "full" if ac == "25%" else ac, compiler)
+    if ac == "25%":
+        from nemo_like.options import MemoryBudget
+        from nemo_like.planning.answers.within import choose
+
+        choices, _ = choose(query, MemoryBudget.parse(ac))
+    else:
+        choices = query.uniform(ac)
+    call = query.stages[0].layer_calls(choices[0], False)[1]
+    model = parallelize(_model(), "single", query_ac(query, choices, ac), device="cpu")
+    layer = find_layers(model)[1].module
+    layer.compile(backend=backend)
+    given = torch.randn(ROWS, LENGTH, 64, requires_grad=True)
+    positions = model.model.rotary_emb(given, torch.arange(LENGTH)[None])
+    out = layer(given, position_embeddings=positions)
+    node = (out if isinstance(out, Tensor) else out[0]).grad_fn
+    while "Compiled" not in type(node).__name__:
+        node = node.next_functions[0][0]
+    old = {t.untyped_storage()._cdata for t in (*model.parameters(), given, *positions)}
+    made = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in node.saved_tensors}
+    assert sum(size for storage, size in made.items() if storage not in old) == call.events.held
+    assert ((0, 0) in call.inputs) == (given.untyped_storage()._cdata in made)
+
+
+def query_ac(query: PlanQuery, choices: Any, ac: str) -> Any:
+    from nemo_like.planning.planner import describe
+
+    return describe(query, choices, ac) if ac == "25%" else ac
+
+
+def test_what_is_not_told_is_planned_as_eager_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    model = _model()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    query = _query(model, "none", "aot_eager")
+    eager = _query(model, "none", False)
+    assert peak_of(query, query.uniform("none")).total == peak_of(eager, eager.uniform("none")).total
+    assert any("with the bytes of eager ones" in record.message for record in said(caplog))
