@@ -228,6 +228,7 @@ class Formula:
         self._wires: dict[Any, Wire] = {}
         self._rows: dict[int, float] = {}
         self._halfway: dict[int, list[float]] = {}
+        self.saved_share: dict[tuple[int, bool], list[float]] = {}
         self.places: dict[tuple[str, str], dict[str, dict[str, int]]] = {}
         self.outer: dict[str, float] = {}
         self.excess, self.workspaces = 0.0, 0
@@ -244,6 +245,9 @@ class Formula:
         other = copy.copy(self)
         other.query, other.shapes = self.query.under(job), {}
         other.stage = other.query.stages[0]
+        if job.partitioner != self.query.job.partitioner:
+            other.places, other.outer, other.saved_share, other.excess = {}, {}, {}, 0.0
+            other._measure("model", other.query)
         return other
 
     def can_chunk(self) -> bool:
@@ -319,7 +323,7 @@ class Formula:
             block.forward,
             block.backward,
             tuple(block.replay(choice, problem.reachable) for choice in choices),
-            tuple(choice.held_bytes for choice in choices),
+            tuple(choice.held_bytes * share for choice, share in zip(choices, self._saved_shares(kind, chosen))),
             problem.trace.input_bytes,
             sum(op.bytes for op in problem.records),
             hidden,
@@ -347,6 +351,22 @@ class Formula:
             self._rows[ep] = sum(ranks_reached(each, count, routing))
         return self._rows[ep]
 
+    def _saved_shares(self, kind: int, chosen: bool) -> list[float]:
+        """Return, for each mode, what a compiled layer saves as a share of what an eager one does."""
+        if self.query.job.partitioner is None:
+            return [1.0] * len(BY_SPEED)
+        if (kind, chosen) not in self.saved_share:
+            shares = []
+            for mode in BY_SPEED:
+                choices, loss = self.part.uniform(mode), self.stage.loss
+                calls = zip(self.part.traced.calls, choices)
+                eager = next(c for call, c in calls if call.kind == kind and (call.fqn in self.part.chosen) == chosen)
+                events = self.part.memory(kind, eager, loss=loss, compiler=self.query.job.partitioner)
+                compiled = events.held + self.part.problems[kind].trace.input_bytes
+                shares.append(compiled / max(1, eager.held_bytes))
+            self.saved_share[kind, chosen] = shares
+        return self.saved_share[kind, chosen]
+
     def halfway(self, number: int) -> list[float]:
         """Return what a layer holds between the halves of its backward, by mode, over what its forward makes."""
         if number not in self._halfway:
@@ -354,11 +374,7 @@ class Formula:
             problem, shares = self.part.problems[kind], list[float]()
             made = max(1, sum(op.bytes for op in problem.records))
             for mode in BY_SPEED if chosen else [BY_SPEED[0]] * len(BY_SPEED):
-                events = self.part.memory(kind, self._choice(kind, mode, problem), halves=True)
-                alive = dict((*events.forward, *events.backward))
-                for gone in events.input_grads.values():
-                    alive.pop(gone, None)
-                shares.append(sum(alive.values()) / made)
+                shares.append(self.part.memory(kind, self._choice(kind, mode, problem), halves=True).between / made)
             self._halfway[number] = shares
         return self._halfway[number]
 
