@@ -256,10 +256,15 @@ def saved_by_kind(stage: Stage, choices: Sequence[Choice], upto: int) -> dict[st
     """
     sizes: Counter[str] = Counter()
     moved, part = stage.moved(choices), stage.part
-    dropped = stage.outside().dropped
-    for position, (call, choice) in enumerate(zip(part.traced.calls, choices)):
+    dropped, layers = stage.outside().dropped, stage.layer_calls(choices, False)
+    for position, (call, choice, layer) in enumerate(zip(part.traced.calls, choices, layers)):
         if position < upto and position not in dropped:
-            sizes.update(_kept(part.problems[call.kind], choice))
+            problem, events = part.problems[call.kind], layer.events
+            if events.kept_inputs is None:
+                sizes.update(_kept(problem, choice))
+            else:
+                inputs = problem.trace.input_bytes if events.kept_inputs else 0
+                sizes.update({_INPUTS: inputs, "saved by compiled layers": events.held})
             sizes[_INPUTS] -= min(moved[position], sizes[_INPUTS])
             draws = bool(choice.decisions) and part.problems[call.kind].trace.draws
             sizes["random states"] += RNG_STATE if draws and stage.device.kind == "cpu" else 0
@@ -327,7 +332,7 @@ def _running_rows(stage: Stage, choices: Sequence[Choice], peak: Peak) -> list[R
     call = part.traced.calls[position]
     trace = part.problems[call.kind].trace
     held = trace.input_bytes if choice.decisions else trace.kept_input_bytes
-    memory = part.memory(call.kind, choice, loss=stage.loss)
+    memory = part.memory(call.kind, choice, loss=stage.loss, compiler=stage.job.partitioner)
     kept = min(memory.held, memory.backward_peak)
     left = peak.parts.get(Part.RUNNING_LAYER, 0)
     rows = []

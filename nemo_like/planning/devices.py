@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -218,7 +219,7 @@ def _device(name: str, entry: Mapping[str, Any]) -> Device:
         matmul["float8"] = entry["fp8_tflops"] * 1e12 * entry.get("matmul_fp8", entry["matmul"])
     return Device(
         name=name,
-        memory_bytes=int(entry["memory_gib"] * (1 << 30)),
+        memory_bytes=math.ceil(entry["memory_gib"] * (1 << 30)),
         matmul_flops=matmul,
         attention_flops={kind: value * entry["attention"] for kind, value in peak.items()},
         bandwidth=entry["memory_gbps"] * 1e9 * entry["bandwidth"],

@@ -347,7 +347,7 @@ def test_every_device_has_a_source_for_every_figure():
 
 def test_device_files(tmp_path):
     path = tmp_path / "mine.json"
-    entry = dict(memory_gb=48, bf16_tflops=100, fp32_tflops=50, memory_gbps=900, host_link_gbps=30)
+    entry = dict(memory_gib=48, bf16_tflops=100, fp32_tflops=50, memory_gbps=900, host_link_gbps=30)
     path.write_text(json.dumps(entry | dict(matmul=0.5, attention=0.5, bandwidth=1)))
     assert resolve_device(path).matmul_flops == {"half": 50e12, "single": 25e12}
     path.write_text(json.dumps(entry | dict(matmul=0.5, attention=0.5, bandwidth=1, fp8_tflops=200, matmul_fp8=0.4)))

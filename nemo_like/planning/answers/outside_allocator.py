@@ -63,7 +63,7 @@ class Outside:
         return (
             f"Of the GPU's {ByteUnit.of([self.memory]).word(self.memory)}, {unit.word(self.total)} are outside of torch's "
             f"allocator ({parts}); torch.cuda.set_per_process_memory_fraction({self.fraction:.2f}) leaves them room. By "
-            f"default {MARGIN:.0%} stay free, because predictions are off; --memory changes it."
+            f"default {100 * MARGIN:.0f} % stay free, because predictions are off; --memory changes it."
         )
 
 

@@ -106,7 +106,7 @@ def all_rows() -> list[Row]:
     rows = [_titan(line, "h100-96", "torchtitan 2024-12", f"A{k}") for k, line in _lines("torchtitan_2024_12")]
     rows += [_titan(line, "h200", "torchtitan 2025-06", f"B{k}") for k, line in _lines("torchtitan_2025_06_h200")]
     rows += [_more(line, f"C{k}") for k, line in _lines("more_2025")]
-    return rows + [_step(line) for _, line in _lines("steps_2026")]
+    return rows + [_step(line) for name in ("steps_2026", "unused_2026") for _, line in _lines(name)]
 
 
 def _lines(name: str) -> Iterable[tuple[int, dict[str, str]]]:
@@ -160,7 +160,8 @@ def _more(line: dict[str, str], name: str) -> Row:
 
 
 def _step(line: dict[str, str]) -> Row:
-    kind = next(kind for kind in (FILLS, ALLOCATED, RESERVED) if line["memory_kind"].startswith(kind))
+    kinds = (FILLS, ALLOCATED, RESERVED, ACTIVE, NONE)
+    kind = next(kind for kind in kinds if line["memory_kind"].startswith(kind))
     out = line["memory"] == "OOM"
     unit = GIB if line["memory_unit"] == "GiB" else 10**9
     return _row(
@@ -170,7 +171,7 @@ def _step(line: dict[str, str]) -> Row:
         schedule="",
         micro_batch=int(line["micro_batch"]),
         grad_accum=int(line["grad_accum"]),
-        memory=None if out else float(line["memory"]) * unit,
+        memory=None if out or not line["memory"] else float(line["memory"]) * unit,
         memory_kind=OOM if out else kind,
     )
 
@@ -304,7 +305,7 @@ def job_of(row: Row, without: Sequence[str] = ()) -> Job:
         )
     if row.compile:
         fields["compile"] = "inductor"
-    if row.project == "torchtitan" or "expandable" in row.note:
+    if "no expandable" not in row.note and (row.project == "torchtitan" or "expandable" in row.note):
         fields["allocator"] = AllocatorConfig(expandable_segments=True)
     if _from(row, "chunked loss"):
         fields["loss"] = ChunkedLoss()
@@ -345,12 +346,14 @@ def _precision(row: Row) -> Any:
 
 
 def _before_april_2025(row: Row) -> bool:
-    return row.id.startswith("A") or "2025-03" in row.source
+    """Return whether its loss is not compiled."""
+    date = re.search(r"\((\d{4}-\d{2})[-\d]*\)$", row.source)
+    return row.id.startswith("A") or (date is not None and date[1] < "2025-04")
 
 
 def _step_of(row: Row) -> StepSpec:
     turns = 1 if row.pp > 1 else row.grad_accum
-    early = row.id.startswith("A")
+    early = row.id.startswith("A") or "foreach AdamW" in row.note
     if row.project == "torchtitan":
         loss = None if row.pp > 1 else compiled_loss if row.compile and not _before_april_2025(row) else loop_loss
         return StepSpec(turns, keeps_output=False, optimizer="adamw" if early else "adamw-fused", loss_fn=loss)
@@ -373,7 +376,7 @@ def differs(row: Row) -> list[str]:
     words = []
     if not row.ac:
         words.append(f"ac not said: {ac_of(row)} taken")
-    if row.compile:
+    if row.compile and row.tp > 1:
         words.append("memory of eager layers")
     if row.async_tp:
         words.append("async tp is not counted")
