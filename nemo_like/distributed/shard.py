@@ -202,6 +202,7 @@ def check_sharding(
     options = FSDP2() if options is None else options
     dp_mesh = data_parallel_mesh(mesh)
     check_reshard(options.reshard_after_forward, dp_mesh.size(dp_mesh.ndim - 1))
+    tail = None if options.ends == "root" else tail
     return plan_units(
         model, layers, tail=tail, frozen_sharding=options.frozen_sharding, ignored_params=ignored_params, apart=apart
     )

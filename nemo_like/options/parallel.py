@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # imported where a dtype or a policy is read
 STRATEGIES: tuple[str, ...] = ("fsdp2", "ddp", "single")
 FROZEN_SHARDING: tuple[str, ...] = ("root", "replicate", "per_layer")
 FLOAT8: tuple[str, ...] = ("fp8", "fp8-rowwise", "fp8-gather")
+ENDS: tuple[str, ...] = ("apart", "root")
 BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "cpu": "gloo"}
 """Kinds of device to train on, the first one that is visible first, and the back ends of a process group there."""
 EXPERT_CALLS: tuple[str, ...] = ("routed", "every")
@@ -46,6 +47,11 @@ class FSDP2:
     none waits. ``replicate``: whole on every rank. ``per_layer``: like any layer, least memory; refused as soon as one rank
     runs the tower and another does not."""
 
+    ends: str = "apart"
+    """Units of what is around the layers. ``apart``: the embedding has one, the last norm and the head another. ``root``:
+    all of it is one unit, gathered from the beginning of a step to its end, as in a loop that calls `fully_shard` for the
+    layers and then for the model."""
+
     timeout_seconds: float | None = None
     """Seconds that a collective may wait for the other ranks, where `parallelize` makes the process group itself; one
     that exists keeps its own. None: torch's default."""
@@ -60,10 +66,9 @@ class FSDP2:
         if not isinstance(reshard, bool | None) and reshard < 2:
             raise ValueError(f"reshard_after_forward is {reshard!r}; as a number of ranks it must be at least 2.")
         check_bool("cpu_offload", self.cpu_offload)
-        if self.frozen_sharding not in FROZEN_SHARDING:
-            raise ValueError(
-                f"frozen_sharding is {self.frozen_sharding!r}; it must be one of {', '.join(FROZEN_SHARDING)}."
-            )
+        for name, words in (("frozen_sharding", FROZEN_SHARDING), ("ends", ENDS)):
+            if getattr(self, name) not in words:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(words)}.")
 
 
 def undivided_shards(reshard: bool | int | None, ranks: int) -> str | None:

@@ -222,7 +222,7 @@ class Stage:
         job, part = self.job, self.part
         alone = job.fsdp is not None and job.tp.size * job.dp_replicate > 1
         ranks, experts = job.shard_ranks, job.shard_ranks * job.tp.size // job.ep.size
-        forms, number = part.forms(whole=ranks == 1)
+        forms, number = part.forms(whole=ranks == 1, ends="apart" if job.fsdp is None else job.fsdp.ends)
         known, key = part.known.shardings, (number, ranks, experts, job.dp_replicate, alone, job.fsdp, part.shape)
         if key not in known:
             known[key] = sharding_of(

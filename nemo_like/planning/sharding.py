@@ -181,6 +181,7 @@ class ParameterForms:
             them.
         trained: names of the parameters that get a gradient; None: all that require one.
         experts: those of one rank, whose weights are units of their own.
+        ends: of `nemo_like.options.FSDP2`.
     """
 
     def __init__(
@@ -191,10 +192,11 @@ class ParameterForms:
         whole: bool,
         trained: frozenset[str] | None = None,
         experts: Sequence[Experts] = (),
+        ends: str = "apart",
     ) -> None:
         scalars = [p for p in model.parameters() if p.dim() == 0] if whole else []
         apart = [p for each in experts for p in each.weights]
-        plan = plan_units(model, layers, ignored_params=scalars, apart=apart)
+        plan = plan_units(model, layers, tail=None if ends == "root" else "auto", ignored_params=scalars, apart=apart)
         named = dict(model.named_parameters(remove_duplicate=False))
         self.plan = plan
         self.trained = None if trained is None else frozenset(id(named[name]) for name in trained)

@@ -43,6 +43,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "bf16": {"world_size": 4, "precision": "bf16"}, "chunked": {"world_size": 4, "loss": "chunked"},
     "prefetch": {"world_size": 4, "strategy": FSDP2(forward_prefetch=2, backward_prefetch=2)},
     "gathered": {"world_size": 4, "strategy": FSDP2(reshard_after_forward=False)},
+    "one root": {"world_size": 4, "strategy": FSDP2(ends="root")},
     "host": {"world_size": 4, "strategy": FSDP2(cpu_offload=True)},
     "boundary": {"world_size": 4, "offload": OffloadConfig("boundary", min_bytes=1)},
     "saved": {"world_size": 4, "offload": OffloadConfig("saved", min_bytes=1, prefetch=2, max_inflight_bytes=1 << 14)},

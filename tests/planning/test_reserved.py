@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import json
+import math
 from copy import copy
 from dataclasses import replace
 from typing import Any

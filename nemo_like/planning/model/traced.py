@@ -165,7 +165,7 @@ class TracedPart:
         alike = tuple(kinds[call.kind].key if self.is_stage else call.kind for call in self.traced.calls)
         self._number = self.known.number((self.shape, self.sample, self.is_stage, alike))
         self._numbers: dict[tuple[int, StepLoss | None], int] = {}
-        self._forms: dict[bool, tuple[ParameterForms, int]] = {}
+        self._forms: dict[tuple[bool, str], tuple[ParameterForms, int]] = {}
         self._seconds: dict[tuple[int, bool], BlockSeconds] = {}
         self._proved: dict[tuple[int, Choice], Choice] = {}
         self._frontiers: dict[tuple[int, bool, int], tuple[Choice, ...]] = {}
@@ -406,15 +406,16 @@ class TracedPart:
             self.known.trained[key] = frozenset(name for name in trained if name in named)
         return self.known.trained[key]
 
-    def forms(self, *, whole: bool) -> tuple[ParameterForms, int]:
+    def forms(self, *, whole: bool, ends: str) -> tuple[ParameterForms, int]:
         """Return the parameters by what decides their bytes, and a number that is equal for equal ones.
 
-        whole: one rank has all of the model.
+        whole: one rank has all of the model. ends: of `nemo_like.options.FSDP2`.
         """
-        if whole not in self._forms:
-            forms = ParameterForms(self.model, self.layers, whole=whole, trained=self.trained, experts=self.experts)
-            self._forms[whole] = forms, self.known.number(forms.content())
-        return self._forms[whole]
+        if (whole, ends) not in self._forms:
+            how: dict[str, Any] = {"whole": whole, "trained": self.trained, "experts": self.experts, "ends": ends}
+            forms = ParameterForms(self.model, self.layers, **how)
+            self._forms[whole, ends] = forms, self.known.number((ends, forms.content()))
+        return self._forms[whole, ends]
 
     def expert_names(self, call: TracedCall) -> frozenset[str]:
         """Return the names in a layer of the weights of experts that are an FSDP2 unit of their own."""

@@ -22,7 +22,7 @@ from torch import nn
 from nemo_like.bench import BenchOptions
 from nemo_like.job import Job
 from nemo_like.models import ModelSource, resolve_model, source_of
-from nemo_like.options import AllocatorConfig, ChunkedLoss, PipelineParallel, Precision, StepSpec, TensorParallel
+from nemo_like.options import FSDP2, AllocatorConfig, ChunkedLoss, PipelineParallel, Precision, StepSpec, TensorParallel
 from nemo_like.planning.answers.rank import fullest_peaks, rank_peak
 from nemo_like.planning.answers.reserved import Reserved, reserved_on
 from nemo_like.planning.answers.seconds import StepSeconds, step_seconds
@@ -31,7 +31,7 @@ from nemo_like.planning.devices import Device, resolve_device
 from nemo_like.planning.query import Choices, PlanQuery
 from tests.tools.benchmarks.published import STEP_COLUMNS, lines_of, published_device
 from tests.tools.benchmarks.suite import Column, Measured, Suite, markdown
-from tests.tools.benchmarks.torchtitan_step import compiled_loss, loop_loss
+from tests.tools.benchmarks.torchtitan_step import compiled_loss, loop_loss, with_last_products
 
 PAGE = Path(__file__).parents[3] / "docs" / "evidence" / "public-numbers.md"
 """Page that a run of all rows writes."""
@@ -201,6 +201,7 @@ def _per_host(gpu: str) -> int:
 _QWEN = {"hidden_size": 5120, "intermediate_size": 25_600, "num_hidden_layers": 64, "head_dim": 128}
 _SHAPES: dict[str, tuple[int, int, int, int, int, int]] = {
     "llama2-7b": (4096, 11_008, 32, 32, 32, 32_000),
+    "qwen-7b": (4096, 11_008, 32, 32, 32, 151_936),
     "llama2-13b": (5120, 13_824, 40, 40, 40, 32_000),
     "llama2-70b": (8192, 28_672, 80, 64, 8, 32_000),
     # KempnerForge's "13B": 2/3 x 4 x 5120 x 1.3, up to a multiple of 256; 14.84 billion parameters.
@@ -253,6 +254,14 @@ def source_of_row(row: Row) -> ModelSource:
 def model_of(row: Row) -> nn.Module:
     """Return the model of `row` on the meta device, with parameters as its loop stores them."""
     model, _ = source_of_row(row).built("meta", torch.bfloat16 if _in_bf16(row) else None)
+    if row.precision.startswith("lora"):
+        from peft import LoraConfig, get_peft_model
+
+        rank = int(row.precision.split("r")[-1])
+        config = LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
+        return get_peft_model(model, config, autocast_adapter_dtype=False)
+    if _titan_before(row, "2024-07"):  # its model returned float32
+        model.lm_head.register_forward_hook(lambda module, args, logits: logits.float())
     if "qlora" not in row.precision:
         return model
     raise ValueError(f"Row {row.id} has weights in 4 bits, of which no plan is made.")
@@ -260,7 +269,7 @@ def model_of(row: Row) -> nn.Module:
 
 def _in_bf16(row: Row) -> bool:
     """Return whether weights and optimizer state are in 16 bits."""
-    return row.project in ("tune", "KempnerForge")
+    return row.project in ("tune", "KempnerForge") or row.precision.startswith("lora")
 
 
 FP8, LOSS, SEQUENCE = "FP8", "loss_parallel", "sequence_parallel"
@@ -288,6 +297,8 @@ def job_of(row: Row, without: Sequence[str] = ()) -> Job:
     fields["precision"] = "bf16" if FP8 in without else _precision(row)
     if row.dp_replicate > 1:
         fields["dp_replicate"] = row.dp_replicate
+    if _titan_before(row, "2025-07"):  # `apply_fsdp` of parallelize_llama.py
+        fields["strategy"] = FSDP2(ends="root")
     if row.tp > 1:
         # A pipeline's loss is its last stage's own.
         parts = row.project in ("torchtitan", "KempnerForge", "bridge", "Llama 3 paper")
@@ -345,22 +356,25 @@ def _precision(row: Row) -> Any:
     return Precision("bf16", reduce)
 
 
-def _before_april_2025(row: Row) -> bool:
-    """Return whether its loss is not compiled."""
-    date = re.search(r"\((\d{4}-\d{2})[-\d]*\)$", row.source)
-    return row.id.startswith("A") or (date is not None and date[1] < "2025-04")
+def _titan_before(row: Row, month: str) -> bool:
+    """Return whether it ran torchtitan from before a month ("2025-04"); rows without a date are from late 2025."""
+    date = re.search(r"\(?(20\d{2}-\d{2})[-\d]*\)?$", row.source)
+    return row.project == "torchtitan" and ("2025-12" if date is None else date[1]) < month
 
 
 def _step_of(row: Row) -> StepSpec:
     turns = 1 if row.pp > 1 else row.grad_accum
     early = row.id.startswith("A") or "foreach AdamW" in row.note
     if row.project == "torchtitan":
-        loss = None if row.pp > 1 else compiled_loss if row.compile and not _before_april_2025(row) else loop_loss
-        return StepSpec(turns, keeps_output=False, optimizer="adamw" if early else "adamw-fused", loss_fn=loss)
+        loss = None if row.pp > 1 else loop_loss if not row.compile or _titan_before(row, "2025-04") else compiled_loss
+        kept = _titan_before(row, "2024-07")  # the loop had the logits till the step's end
+        return StepSpec(turns, keeps_output=kept, optimizer="adamw" if early else "adamw-fused", loss_fn=loss)
     if row.project == "KempnerForge":
         return StepSpec(turns, sync="last", optimizer="adamw-fused", loss_fn=loop_loss_as_it_is)
     if row.project == "unsloth" or _from(row, "8-bit AdamW"):
         return StepSpec(turns, keeps_output=False, optimizer="adamw-8bit")
+    if row.project == "tune":  # the peaks of its own rows leave no room for copies of foreach
+        return StepSpec(turns, keeps_output=False, optimizer="adamw-fused")
     return StepSpec(turns, keeps_output=False, optimizer="adamw")
 
 
@@ -378,6 +392,8 @@ def differs(row: Row) -> list[str]:
         words.append(f"ac not said: {ac_of(row)} taken")
     if row.compile and row.tp > 1:
         words.append("memory of eager layers")
+    if "not measured" in device_of_row(row).sources.get("matmul", ""):
+        words.append(f"rates of a {row.gpu} are not measured")
     if row.async_tp:
         words.append("async tp is not counted")
     if row.project == "torchtitan" and row.precision == "fp8":
@@ -391,7 +407,7 @@ def differs(row: Row) -> list[str]:
     if row.project == "Llama 3 paper":
         words += ["7 stages a rank taken", "own kernels"]
     if row.project == "tune":
-        words.append("AdamW with foreach taken")
+        words.append("fused AdamW taken")
     if row.project == "tune" and row.ac == "full" and _from(row, "activation offloading"):
         words.append("optimizer not in backward")
     if row.project == "KempnerForge" and row.tp > 1:
@@ -442,6 +458,8 @@ def predict(row: Row, *, bytes_too: bool = True) -> Prediction:
     model = model_of(row)
     job, query, instead = _nearest(row, model)
     choices = query.uniform(ac_of(row))
+    if row.project == "torchtitan" and ac_of(row) == "selective" and not row.compile and row.pp == 1:
+        query = with_last_products(query)
     seconds = step_seconds(query, choices)
     made = Prediction(seconds=seconds.total, parts=dict(seconds.parts), tokens_per_second=_speed(row, seconds))
     if bytes_too:

@@ -14,7 +14,7 @@ from nemo_like.distributed.pipeline.schedules import actions_of
 from nemo_like.fake.model_copy import model_copy
 from nemo_like.job import Job
 from nemo_like.models import resolve_model
-from nemo_like.options import PipelineParallel
+from nemo_like.options import FSDP2, PipelineParallel
 from nemo_like.options.pipelining import SCHEDULE_OBJECTS
 from nemo_like.planning import roofline
 from nemo_like.planning.answers.reserved import Reserved
@@ -124,7 +124,8 @@ class _Step:
         if step.compiled_loss:
             loop = replace(loop, loss_fn=torchtitan_step.compiled_loss)
         # The model is one rank's already, of tp and of cp, which shards parameters.
-        self.job = Job.of(step=loop, precision="bf16", gpu=device, world_size=step.job.shard_ranks)
+        how = {"step": loop, "precision": "bf16", "strategy": FSDP2(ends="root")}
+        self.job = Job.of(gpu=device, world_size=step.job.shard_ranks, **how)
 
     def sample(self) -> dict[str, torch.Tensor]:
         """One microbatch of one rank: of a sequence that several share, its part."""
@@ -155,7 +156,7 @@ class _Whole(_Step):
         choices, (stage,) = query.uniform(self.step.ac), query.stages
         eager = self.step.ac == "selective" and not self.step.compiled
         memory = torchtitan_step.reserved(query, choices, eager_selective=eager)
-        layers, sharding = self.layers(stage, choices[0]), torchtitan_step.one_root(stage.sharding)
+        layers, sharding = self.layers(stage, choices[0]), stage.sharding
         parts = _sum_of(layers) | {"head and embedding": stage.outside().seconds}
         gathers = reductions = 0.0
         for layer, unit in zip(layers, sharding.units):

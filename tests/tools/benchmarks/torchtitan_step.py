@@ -2,8 +2,7 @@
 
 - ``run_llama_train.sh`` starts the job with ``expandable_segments:True``; ``build_optimizers`` makes an AdamW that is not
   fused.
-- ``apply_fsdp`` of ``parallelize_llama.py`` makes one unit of embedding, norm and head (ours has the last two as a unit of
-  their own).
+- ``apply_fsdp`` of ``parallelize_llama.py`` makes one unit of embedding, norm and head (``FSDP2(ends="root")``).
 - Its selective checkpointing is ``torch.utils.checkpoint``'s: run eagerly, that keeps the outputs of all products that its
   policy names, the layer's last one too, which backward never reads (``_CachingTorchDispatchMode`` of PyTorch 2.6).
 - The loss is computed of the logits by the loop, in float32, and the logits are dropped before backward.
@@ -27,7 +26,6 @@ from nemo_like.planning.answers.reserved import Reserved, StepLogs, replay
 from nemo_like.planning.choose.layer import BlockProblem
 from nemo_like.planning.program.microbatch import LayerCall
 from nemo_like.planning.query import Choices, PlanQuery
-from nemo_like.planning.sharding import Sharding, joined
 
 ALLOCATOR = AllocatorConfig(expandable_segments=True)
 _LAST_PRODUCT = -1
@@ -62,16 +60,6 @@ def compiled_loss(output: Any) -> torch.Tensor:
 STEP = StepSpec(keeps_output=False, optimizer="adamw", loss_fn=loop_loss)
 
 
-def one_root(sharding: Sharding) -> Sharding:
-    """`sharding` with what stands around the layers in one unit."""
-    if sharding.tail is None:
-        return sharding
-    root = joined(sharding.root, sharding.tail)
-    root = root if sharding.embedding is None else joined(root, sharding.embedding)
-    none = frozenset[str]()
-    return replace(sharding, root=root, tail=None, embedding=None, tail_names=none, embedding_names=none)
-
-
 def kept_last_product(problem: BlockProblem) -> int:
     """Bytes of what their eager selective checkpointing keeps of a layer and nobody reads: the last product's output, if
     it is one of the kept ones (every other product is not)."""
@@ -80,18 +68,21 @@ def kept_last_product(problem: BlockProblem) -> int:
     return problem.records[products[-1]].bytes if kept else 0
 
 
-def reserved(query: PlanQuery, choices: Choices, *, eager_selective: bool) -> Reserved:
-    """What the allocator reserves for such a step."""
+def with_last_products(query: PlanQuery) -> PlanQuery:
+    """Return a query in which eager selective checkpointing keeps what theirs does."""
     (stage,) = query.stages
     own = replace(stage)
-    own.__dict__["sharding"] = one_root(stage.sharding)
-    if eager_selective:
-        plain, more = own.layer_calls, [kept_last_product(problem) for problem in stage.part.problems]
-        own.__dict__["layer_calls"] = lambda choices, accumulate, **how: [
-            _with(layer, more[call.kind])
-            for layer, call in zip(plain(choices, accumulate, **how), stage.part.traced.calls)
-        ]
-    return replay(StepLogs(replace(query, stages=(own,)), 0, choices), query.device, ALLOCATOR)
+    plain, more = own.layer_calls, [kept_last_product(problem) for problem in stage.part.problems]
+    own.__dict__["layer_calls"] = lambda choices, accumulate, **how: [
+        _with(layer, more[call.kind]) for layer, call in zip(plain(choices, accumulate, **how), stage.part.traced.calls)
+    ]
+    return replace(query, stages=(own,), peaks={})
+
+
+def reserved(query: PlanQuery, choices: Choices, *, eager_selective: bool) -> Reserved:
+    """What the allocator reserves for such a step."""
+    own = with_last_products(query) if eager_selective else query
+    return replay(StepLogs(own, 0, choices), query.device, ALLOCATOR)
 
 
 def reserved_on_rank(query: PlanQuery, rank: int, choices: Choices, kept_outputs: Sequence[int]) -> Reserved:
