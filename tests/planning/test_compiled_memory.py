@@ -9,9 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from nemo_like import Job, parallelize
+from nemo_like.distributed.first_rank import first_rank
+from nemo_like.fake.ranks import ranks_of
 from nemo_like.layers import find_layers
+from nemo_like.options import MemoryBudget, TensorParallel
 from nemo_like.planning.answers.rank import peak_of
+from nemo_like.planning.answers.within import choose
+from nemo_like.planning.planner import describe
 from nemo_like.planning.query import PlanQuery
+from nemo_like.torch_compat import local_part
 from tests.allocator_events import cpu_events
 from tests.models import tiny
 from tests.said import said
@@ -70,14 +76,11 @@ def test_it_saves_what_the_compiler_saves(ac: str, backend: str) -> None:
     compiler = "aot_eager" if backend == "aot_eager" else "inductor"
     query = _query(_model(), "full" if ac == "25%" else ac, compiler)
     if ac == "25%":
-        from nemo_like.options import MemoryBudget
-        from nemo_like.planning.answers.within import choose
-
         choices, _ = choose(query, MemoryBudget.parse(ac))
     else:
         choices = query.uniform(ac)
     call = query.stages[0].layer_calls(choices[0], False)[1]
-    model = parallelize(_model(), "single", query_ac(query, choices, ac), device="cpu")
+    model = parallelize(_model(), "single", describe(query, choices, ac) if ac == "25%" else ac, device="cpu")
     layer = find_layers(model)[1].module
     layer.compile(backend=backend)
     given = torch.randn(ROWS, LENGTH, 64, requires_grad=True)
@@ -92,12 +95,6 @@ def test_it_saves_what_the_compiler_saves(ac: str, backend: str) -> None:
     assert ((0, 0) in call.inputs) == (given.untyped_storage()._cdata in made)
 
 
-def query_ac(query: PlanQuery, choices: Any, ac: str) -> Any:
-    from nemo_like.planning.planner import describe
-
-    return describe(query, choices, ac) if ac == "25%" else ac
-
-
 def test_what_is_not_told_is_planned_as_eager_and_said(caplog: pytest.LogCaptureFixture) -> None:
     model = _model()
     for layer in model.model.layers:
@@ -106,3 +103,30 @@ def test_what_is_not_told_is_planned_as_eager_and_said(caplog: pytest.LogCapture
     eager = _query(model, "none", False)
     assert peak_of(query, query.uniform("none")).total == peak_of(eager, eager.uniform("none")).total
     assert any("with the bytes of eager ones" in record.message for record in said(caplog))
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_it_saves_what_the_compiler_saves_of_split_weights(sequence_parallel: bool) -> None:
+    """One of two ranks of tensor parallelism, whose collectives do nothing."""
+    tp = TensorParallel(2, sequence_parallel=sequence_parallel)
+    job = Job.of(world_size=2, tp=tp, compile="inductor", device="cpu", optimizer="sgd")
+    query = PlanQuery.of(_model(), _batch(), job)
+    call = query.stages[0].layer_calls(query.uniform("none")[0], False)[1]
+    model, _ = first_rank(_model(), tp)
+    model.to_empty(device="cpu")
+    layer = find_layers(model)[1].module
+    length = LENGTH // 2 if sequence_parallel else LENGTH
+    given = torch.randn(ROWS, length, 64, requires_grad=True)
+    positions = _model().model.rotary_emb(given, torch.arange(LENGTH)[None])
+    layer.compile(backend="aot_eager_decomp_partition")
+    with ranks_of(model):
+        out = layer(given, position_embeddings=positions)
+    node = (out if isinstance(out, Tensor) else out[0]).grad_fn
+    while "Compiled" not in type(node).__name__:
+        node = node.next_functions[0][0]
+    parameters = [local_part(p) for p in model.parameters()]
+    old = {t.untyped_storage()._cdata for t in (*parameters, given, *positions)}
+    made = {
+        local_part(t).untyped_storage()._cdata: local_part(t).untyped_storage().nbytes() for t in node.saved_tensors
+    }
+    assert sum(size for storage, size in made.items() if storage not in old) == call.events.held

@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 import torch.fx.traceback
 from torch import Tensor, fx
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from nemo_like._util.tensors import by_argument, is_wrapped, map_tensors, tensors_in
@@ -27,7 +28,7 @@ from nemo_like.fake.run import FakeRun
 from nemo_like.planning.trace.kinds import Kind
 from nemo_like.planning.trace.layer_memory import needing_no_values
 from nemo_like.planning.trace.records import BlockEvents
-from nemo_like.torch_compat import decompositions_of_inductor, traced_graph, two_graphs
+from nemo_like.torch_compat import decompositions_of_inductor, local_part, traced_graph, two_graphs
 
 _APART = frozenset(
     (
@@ -78,8 +79,8 @@ def compiled_block(
     state = leaves_of(kind.state)
     if not kind.grad or (kind.trace is not None and kind.trace.draws):
         raise NotCompiledError("it runs without gradients, or draws random numbers")
-    if is_wrapped(map(type, state.values())):
-        raise NotCompiledError("its weights are split by tensor parallelism, or stored in a format of their own")
+    if is_wrapped(type(tensor) for tensor in state.values() if not isinstance(tensor, DTensor)):
+        raise NotCompiledError("its weights are stored in a format of their own")
     replaced: dict[int, Tensor] = {}
 
     def stand_in(value: Tensor) -> Tensor:
@@ -87,15 +88,16 @@ def compiled_block(
 
     args, kwargs = map_tensors(stand_in, (kind.args, kind.kwargs))
     weights = {id(tensor): tensor for tensor in state.values()}
-    inputs = [*weights.values(), *replaced.values()]
+    given = [*weights.values(), *replaced.values()]
+    inputs = [local_part(tensor).detach().requires_grad_(tensor.requires_grad) for tensor in given]
     at: list[int] = []
     counted = 0
 
     def forward(primals: Iterable[Tensor]) -> list[Tensor]:
-        given = dict(zip(map(id, inputs), primals))
+        by_id = {id(tensor): _like(tensor, primal) for tensor, primal in zip(given, primals)}
 
         def swap(tensor: Tensor) -> Tensor:
-            return given.get(id(tensor), tensor)
+            return by_id.get(id(tensor), tensor)
 
         call_args, call_kwargs = map_tensors(swap, (args, kwargs))
         with with_state(kind.module, {name: swap(tensor) for name, tensor in state.items()}), run.casting():
@@ -136,16 +138,25 @@ def compiled_block(
     place_of = {
         id(replaced[id(tensor)]): place for place, tensor in reversed(by_argument(kind.args, kind.kwargs).items())
     }
-    wanted = [("param", names[id(t)]) if id(t) in names else ("input", place_of.get(id(t))) for t in inputs]
+    wanted = [("param", names[id(t)]) if id(t) in names else ("input", place_of.get(id(t))) for t in given]
     nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
     return CompiledBlock(
         forward_module.graph,
         backward_module.graph,
         counted,
         tuple(at),
-        tuple(each for each, tensor in zip(wanted, inputs) if tensor.requires_grad),
+        tuple(each for each, tensor in zip(wanted, given) if tensor.requires_grad),
         {node.name: place for node, (what, place) in zip(nodes, wanted) if what == "input"},
     )
+
+
+def _like(tensor: Tensor, part: Tensor) -> Tensor:
+    """Return this rank's `part` of a tensor as that tensor is."""
+    if not isinstance(tensor, DTensor):
+        return part
+    layout = {"shape": tensor.shape, "stride": tensor.stride()}
+    made: Tensor = DTensor.from_local(part, tensor.device_mesh, tensor.placements, run_check=False, **layout)
+    return made
 
 
 def _tag(graph: fx.Graph) -> None:
@@ -269,8 +280,11 @@ class _Graph:
     def _root(self, node: fx.Node) -> fx.Node:
         """Return the node whose storage a view is of; itself, where it makes one."""
         value = node.meta.get("val")
-        if node.op == "call_function" and node.target is not operator.getitem and isinstance(value, Tensor):
-            for read in node.all_input_nodes:
+        if node.target is torch.ops._c10d_functional.wait_tensor.default:  # which returns what it waits for
+            return self.root[node.all_input_nodes[0]]
+        if node.op == "call_function" and isinstance(value, Tensor):
+            source = node.args[0] if node.target is operator.getitem else node  # such as a part of what is split
+            for read in cast("fx.Node", source).all_input_nodes:
                 other = read.meta.get("val")
                 if isinstance(other, Tensor) and other.untyped_storage()._cdata == value.untyped_storage()._cdata:
                     return self.root[read]

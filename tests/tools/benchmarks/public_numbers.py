@@ -390,8 +390,6 @@ def differs(row: Row) -> list[str]:
     words = []
     if not row.ac:
         words.append(f"ac not said: {ac_of(row)} taken")
-    if row.compile and row.tp > 1:
-        words.append("memory of eager layers")
     if "not measured" in device_of_row(row).sources.get("matmul", ""):
         words.append(f"rates of a {row.gpu} are not measured")
     if row.async_tp:
