@@ -94,11 +94,6 @@ def choose(options: RunOptions, ranks: Ranks, model: nn.Module, width: int) -> t
     Raises:
         ValueError: nothing fits, or nothing can be run so; the message has what needs least and what would help.
     """
-    if options.compile != "none":
-        say_once(
-            "--fit predicts the bytes of layers that run operator by operator; "
-            f"those of --compile {options.compile} are not known, and may be above: leave room with --fit-memory."
-        )
     device = replace(device_at_hand(ranks.device.type), gpus_per_host=local_world_size())
     _check_state_on_host(options, ranks, device)
     question = _asked(options, ranks, model, width, device)

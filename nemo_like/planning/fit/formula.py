@@ -83,7 +83,7 @@ class Places(Bytes):
 
 
 CUT, WHOLE, SPLIT = "cut", "whole", "split"
-"""What a rank of tensor parallelism has of a result: hidden states, of which sequence parallelism leaves it a part; the
+"""Parts of a result that a rank of tensor parallelism has: hidden states, of which sequence parallelism leaves it a part; the
 whole; its columns."""
 
 

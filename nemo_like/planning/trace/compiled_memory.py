@@ -154,7 +154,7 @@ def _like(tensor: Tensor, part: Tensor) -> Tensor:
     """Return this rank's `part` of a tensor as that tensor is."""
     if not isinstance(tensor, DTensor):
         return part
-    layout = {"shape": tensor.shape, "stride": tensor.stride()}
+    layout: dict[str, Any] = {"shape": tensor.shape, "stride": tensor.stride()}
     made: Tensor = DTensor.from_local(part, tensor.device_mesh, tensor.placements, run_check=False, **layout)
     return made
 
