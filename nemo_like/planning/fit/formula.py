@@ -83,8 +83,8 @@ class Places(Bytes):
 
 
 CUT, WHOLE, SPLIT = "cut", "whole", "split"
-"""Parts of a result that a rank of tensor parallelism has: hidden states, of which sequence parallelism leaves it a part; the
-whole; its columns."""
+"""Parts of a result that a rank of tensor parallelism has: hidden states, which sequence parallelism cuts; the whole; its
+columns."""
 
 
 def places_of(ops: Sequence[OpRecord], whole: Collection[int] = ()) -> list[str]:
