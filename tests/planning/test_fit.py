@@ -74,7 +74,7 @@ def test_the_json_has_the_keys_of_the_contract(tmp_path, capsys):
     assert best["fits"] and best["peak_bytes"] == sum(best["parts"].values())
     assert best["step_seconds"] == pytest.approx(sum(best["seconds"].values()))
     rates = [entry["tokens_per_second_per_gpu"] for entry in said["candidates"]]
-    assert rates == sorted(rates, reverse=True)
+    assert rates[1:] == sorted(rates[1:], reverse=True) and rates[0] >= max(rates) / 1.01  # of those alike the plainest
     assert best["call"] in capsys.readouterr().out
 
 
@@ -278,7 +278,7 @@ def test_stages_are_looked_at_where_they_are_asked_for_and_say_what_they_wait_fo
     assert staged.kwargs()["pp"].microbatches == 4 and staged.layout.gpus == 2
     assert "--pp 2" in recipe(report, staged) and "--batch-size 4 --grad-accum 4" in recipe(report, staged)
     rates = [candidate.tokens_per_second_per_gpu for candidate in report.candidates]
-    assert rates == sorted(rates, reverse=True)
+    assert rates[1:] == sorted(rates[1:], reverse=True) and rates[0] >= max(rates) / 1.01  # of those alike the plainest
     assert not any(c.layout.pp > 1 for c in fit(Text(2), micro_batch=2, offload="none", **asked).candidates)
 
 

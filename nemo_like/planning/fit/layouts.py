@@ -81,6 +81,13 @@ class Layout:
         """Facts about its schedule, by default torch's first."""
         return SCHEDULE_OBJECTS[self.schedule or PipelineParallel.schedule]
 
+    @property
+    def options(self) -> int:
+        """Number of options that are not at their defaults, batch and data parallelism apart."""
+        plain = Layout(dp_replicate=self.dp_replicate, dp_shard=self.dp_shard)
+        free = {"micro_batch", "grad_accum", "schedule", "cp_method", "ac"}
+        return sum(value != getattr(plain, name) for name, value in vars(self).items() if name not in free)
+
     def way(self, **words: Any) -> Layout:
         """Return the layout with other words; made anew since `dataclasses.replace` is slow where thousands are made."""
         return Layout(**{**vars(self), **words})

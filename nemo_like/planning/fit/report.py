@@ -209,6 +209,9 @@ class FitReport:
             f"Ranked {self.searched['layouts']:.0f} layouts by a formula and planned {self.searched['looked_at']:.0f} of "
             f"them, in {self.searched['seconds']:.0f} s."
         )
+        fastest = max(candidate.tokens_per_second_per_gpu for candidate in self.candidates) if self.candidates else 0.0
+        if self.candidates and self.best.tokens_per_second_per_gpu < fastest:
+            words += " Of those within 1 % of the fastest, less than predictions are off, the first has the fewest options."
         if not self.off:
             return words
         off = [f"{percent(middle)} (at most {percent(worst)}) in {what}" for what, (middle, worst) in self.off.items()]

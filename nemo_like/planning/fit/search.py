@@ -39,6 +39,8 @@ MOST_LOOKS = 24
 """Most layouts that are planned."""
 WITHIN = 1.05
 """Layouts whose estimate is within a twentieth of the best are looked at."""
+ALIKE = 1.01
+"""Answers within a hundredth of the fastest are alike: speeds are predicted less well than that."""
 PLANS = 2
 """Layouts that get a plan for the whole memory."""
 _LEAST_LOOKS, _MORE_LOOKS, _FASTER, _DOUBTFUL = 8, 3, 1.02, 1.25
@@ -312,6 +314,11 @@ class Search:
             interrupted = True
         with quietly():
             self.rows.sort(key=lambda row: row.per_token)
+            if self.rows:  # of those that predictions cannot tell apart, the one with the fewest options
+                alike = [row for row in self.rows if row.per_token <= ALIKE * self.rows[0].per_token]
+                first = min(alike, key=lambda row: row.layout.options)
+                self.rows.remove(first)
+                self.rows.insert(0, first)
             best = [self._candidate(row) for row in self.rows[:count]]
             nearest = None if best or self.least is None else self._candidate(_with_whole_need(self.least))
         rejected = sum((ranking.rejected for ranking in self.rankings), self.rejected)
