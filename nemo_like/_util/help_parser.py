@@ -20,7 +20,8 @@ GROUPS = {
         grad_accum steps epochs precision reduce_dtype compile optimizer lr schedule warmup_steps lr_floor
         weight_decay beta1 beta2 clip sync drop_output zero_grad ema seed eval_every eval_samples""",
     "output": """config settings_file settings_to runs repeats warmup no_peers count limit explain what_if check
-        minutes all_ops log_every wide json save checkpoint_dir save_every keep resume sync_save output
+        minutes calibrate_from ran_with gpu_file all_ops log_every wide json save
+        checkpoint_dir save_every keep resume sync_save output
         export merge sample sample_every sample_tokens tensorboard wandb""",
 }
 """The options of each group in the help, by the attribute that they set."""

@@ -32,7 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, _JOB)
     add("--seq-len", type=int, default=4096, help="tokens of the longest sequence (default: %(default)s)")
     add("--global-batch", type=int, help="sequences of a step over all GPUs (default: as many as are fastest)")
-    add("--memory", help="what a step may take on each GPU (default: its memory less a tenth)")
+    add(
+        "--memory",
+        help="what a step may take on each GPU (default: all but 5 %% and what is outside of torch's allocator)",
+    )
     add("--dtype", default="fp32", help="parameters as stored (default: %(default)s)")
     add("--precision", type=_words, help="what to compute in (default: bf16 on CUDA); bf16,fp32: either")
     add(

@@ -90,7 +90,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="also plan for this: 40GiB (peak) or 50%% (activations); repeatable",
     )
-    add("--memory", help="what a step may take; default: the GPU's memory less a tenth")
+    add("--memory", help="what a step may take (default: all but 5 %% and what is outside of torch's allocator)")
+    add(
+        "--calibrate-from",
+        metavar="LOG",
+        help="first correct the rates of --gpu by a measured run of this very job: 1.83s, 6120tok/s (of one GPU), or a "
+        "log of nemo-like, torchtitan, KempnerForge, nanotron or litgpt",
+    )
+    add("--ran-with", metavar="AC", help="checkpointing of that run: none, selective, full or a budget")
+    add("--gpu-file", metavar="PATH", help="write the corrected GPU here, for --gpu (default: measured.json)")
     add("--explain", action="store_true", help="also print the parts of the peak, and what the columns mean")
     add(
         "--no-what-if",
@@ -142,6 +150,10 @@ def run(args: argparse.Namespace) -> int:
     model = _frozen(model, args, job)
     limit = parse_bytes(args.memory, "--memory") if args.memory else None
     query, inputs = plan_inputs.query_with_inputs(lambda sample: query_of(model, sample, job), model, source, args)
+    if args.calibrate_from is not None:
+        if question != Question():
+            raise ValueError("--calibrate-from is of a job that ran, and min or max searches for one. Give numbers.")
+        return run(_calibrated(args, query))
     step = plan_inputs.step_of(query, model, source, args, inputs.words)
     step, query, report = answered(step, question, args.model, args.budget, limit, query)
     say = args.json != "-"
@@ -182,6 +194,26 @@ def run(args: argparse.Namespace) -> int:
     if interrupted:
         raise KeyboardInterrupt  # what was found by then is printed and written
     return 0 if report.best is not None and not report.unmet else 1
+
+
+def _calibrated(args: argparse.Namespace, query: PlanQuery) -> argparse.Namespace:
+    """Write a file of the GPU by ``--calibrate-from``, say so, and return the arguments that plan with it."""
+    from nemo_like.options import MemoryBudget
+    from nemo_like.planning.answers.within import choose
+    from nemo_like.planning.measured_step import fitted_factor, read_speed, write_gpu
+    from nemo_like.planning.model.traced import MODES
+    from nemo_like.planning.predict import tokens_of
+
+    ac, path = args.ran_with, args.gpu_file or "measured.json"
+    seconds = read_speed(args.calibrate_from).seconds(tokens_of(query.traced.sample), query)
+    choices = query.uniform(ac) if ac in MODES else choose(query, MemoryBudget.parse(ac, "--ran-with"))[0]
+    factor = fitted_factor(query, choices, seconds)
+    words = f"a step of {args.model} took {seconds:.4g} s ({args.calibrate_from}): kernels at {factor:.2f} of the rates"
+    write_gpu(args.gpu, factor, words, path)
+    print(f"{words[0].upper()}{words[1:]} of {args.gpu}. From now on: --gpu {path}\n", flush=True)
+    return argparse.Namespace(
+        **(vars(args) | {"gpu": path, "calibrate_from": None, "ran_with": None, "gpu_file": None})
+    )
 
 
 WAYS_OUT = (
@@ -295,6 +327,14 @@ def _check(args: argparse.Namespace) -> None:
         MemoryBudget.parse(budget, "--budget")
     if args.memory is not None:
         parse_bytes(args.memory, "--memory")
+    if args.calibrate_from is None:
+        refuse_unread(args, ["ran_with", "gpu_file"], "that takes --calibrate-from.")
+    elif args.ran_with is None:
+        raise ValueError(
+            "--calibrate-from is of a job that ran: give its checkpointing, --ran-with none, selective, full."
+        )
+    else:
+        check_writable("--gpu-file", args.gpu_file)
     if args.pp == 1:
         refuse_unread(args, ["pp_schedule", "stages_per_rank", "balance"], "without --pp above 1 there is no pipeline.")
         if args.grad_accum == 1:

@@ -118,6 +118,12 @@ def resolve_device(spec: str | Path | Device) -> Device:
     )
 
 
+def entry_of(spec: str) -> dict[str, Any]:
+    """Return what the table, or a file, has of a device, in the format of ``devices.json``."""
+    table, name = _table(), resolve_device(spec).name
+    return dict(table[name]) if name in table else dict(json.loads(Path(spec).read_text(encoding="utf-8")))
+
+
 def device_at_hand(kind: str | None = None) -> Device:
     """The device this process trains on: the current GPU if there is one, else ``cpu``; at the rates that were measured here
     (`nemo_like.planning.calibration`), if they were.

@@ -59,7 +59,8 @@ def predict(
         batch_size: sequences per rank and micro-batch. ``"max"``: the most that fit.
         sample_input: one micro-batch as the model is called with it, instead of token ids and labels of that size.
         budgets: further rows of the report, as they are written after ``ac=``.
-        memory: bytes that a step may take on each device, or ``"70GiB"``. Default: its memory less a tenth.
+        memory: bytes that a step may take on each device, or ``"70GiB"``. Default: all but 5 % and what is outside of
+            torch's allocator.
         dtype: dtype of the parameters, where `model` is a name. Default: float32.
         what_if: also report the effects of single changes of the job: `PlanReport.what_if`.
         asked: keywords of `nemo_like.parallelize`, but for ``ac``: every mode is reported.

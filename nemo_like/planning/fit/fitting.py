@@ -54,7 +54,8 @@ def fit(
         gpus: how many devices.
         seq_len: tokens per sequence; of the longest, where they differ.
         global_batch: sequences of one optimizer step over all devices. None: as many as are fastest, without accumulation.
-        memory: bytes of each device that a step may take (``"70GiB"``); default: its memory less a tenth. What counts:
+        memory: bytes of each device that a step may take (``"70GiB"``); default: all but 5 % and what is outside
+            of torch's allocator. What counts:
             `nemo_like.planning.answers.verdict`.
         dtype: dtype of the parameters where `model` is a name. Default: float32.
         sample: makes the input of one micro-batch of so many sequences. Default: token ids, and the same as labels.

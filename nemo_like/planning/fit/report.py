@@ -211,7 +211,9 @@ class FitReport:
         )
         fastest = max(candidate.tokens_per_second_per_gpu for candidate in self.candidates) if self.candidates else 0.0
         if self.candidates and self.best.tokens_per_second_per_gpu < fastest:
-            words += " Of those within 1 % of the fastest, less than predictions are off, the first has the fewest options."
+            words += (
+                " Of those within 1 % of the fastest, less than predictions are off, the first has the fewest options."
+            )
         if not self.off:
             return words
         off = [f"{percent(middle)} (at most {percent(worst)}) in {what}" for what, (middle, worst) in self.off.items()]
