@@ -197,7 +197,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _calibrated(args: argparse.Namespace, query: PlanQuery) -> argparse.Namespace:
-    """Write a file of the GPU by ``--calibrate-from``, say so, and return the arguments that plan with it."""
+    """Write a file of the GPU by ``--calibrate-from``, print that, and return the arguments that plan with it."""
     from nemo_like.options import MemoryBudget
     from nemo_like.planning.answers.within import choose
     from nemo_like.planning.measured_step import fitted_factor, read_speed, write_gpu

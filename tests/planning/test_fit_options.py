@@ -47,6 +47,7 @@ OPTIONS: dict[type, dict[str, Any]] = {
         "backward_prefetch": 2,
         "cpu_offload": True,
         "frozen_sharding": "replicate",
+        "ends": "root",
         "timeout_seconds": 60.0,
     },
     TensorParallel: {"size": 2, "plan": PLAN, "sequence_parallel": True, "loss_parallel": True},

@@ -238,7 +238,7 @@ class Formula:
         self.fixed_in_chunks = 4 * weights + _CHUNKS * parse_bytes(str(ChunkedLoss.chunk_bytes))
         """Bytes of a chunked loss that do not grow with the tokens: gradients of the head, and a chunk."""
         self.whole, self.split_shares = _tensor_parallel(query)
-        self._measure("model", query)
+        self.measure("model", query)
 
     def under(self, job: Job) -> Formula:
         """Return the formula for another optimizer or compiler, which changes no operator that was traced."""
@@ -247,7 +247,7 @@ class Formula:
         other.stage = other.query.stages[0]
         if job.partitioner != self.query.job.partitioner:
             other.places, other.outer, other.saved_share, other.excess = {}, {}, {}, 0.0
-            other._measure("model", other.query)
+            other.measure("model", other.query)
         return other
 
     def can_chunk(self) -> bool:
@@ -255,10 +255,11 @@ class Formula:
         if "chunked" not in self.outer and self.part.can_chunk():
             other = self.query.changed(self.query.job.change(loss="chunked"))
             assert other is not None
-            self._measure("chunked", other)
+            self.measure("chunked", other)
         return "chunked" in self.outer
 
-    def _measure(self, loss: str, query: PlanQuery) -> None:
+    def measure(self, loss: str, query: PlanQuery) -> None:
+        """Note the highest points of a step with a kind of loss, and what the allocator reserves above them."""
         stage = query.stages[0]
         self.outer[loss] = stage.outside().seconds
         for mode in BY_SPEED:

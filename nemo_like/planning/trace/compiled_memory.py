@@ -9,7 +9,7 @@ written into a tensor of their size that they read last.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
@@ -28,7 +28,16 @@ from nemo_like.fake.run import FakeRun
 from nemo_like.planning.trace.kinds import Kind
 from nemo_like.planning.trace.layer_memory import needing_no_values
 from nemo_like.planning.trace.records import BlockEvents
-from nemo_like.torch_compat import decompositions_of_inductor, local_part, traced_graph, two_graphs
+from nemo_like.torch_compat import (
+    HigherOrderOperator,
+    OpOverload,
+    changes_inputs,
+    decompositions_of_inductor,
+    local_part,
+    same_storage,
+    traced_graph,
+    two_graphs,
+)
 
 _APART = frozenset(
     (
@@ -127,7 +136,7 @@ def compiled_block(
         with fx.traceback.preserve_node_meta():  # tags go into a global dictionary, which it puts back
             module = traced_graph(joint, decompositions_of_inductor() if fuses else {})(inputs, tangents)
         for node in module.graph.nodes:
-            if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+            if isinstance(node.target, OpOverload) and changes_inputs(node.target):
                 raise NotCompiledError(f"it changes a tensor in place ({node.target.name()})")
         if policy is not None:
             _tag(module.graph)
@@ -286,7 +295,7 @@ class _Graph:
             source = node.args[0] if node.target is operator.getitem else node  # such as a part of what is split
             for read in cast("fx.Node", source).all_input_nodes:
                 other = read.meta.get("val")
-                if isinstance(other, Tensor) and other.untyped_storage()._cdata == value.untyped_storage()._cdata:
+                if isinstance(other, Tensor) and same_storage(other, value):
                     return self.root[read]
         return node
 
@@ -357,9 +366,9 @@ class _Graph:
 
 def _apart(node: fx.Node) -> bool:
     """Return whether a node is a kernel that nothing is fused into."""
-    if node.op != "call_function" or isinstance(node.target, torch._ops.HigherOrderOperator):
+    if node.op != "call_function" or isinstance(node.target, HigherOrderOperator):
         return node.op == "call_function"  # such as one that keeps a generator's state beside its operator
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return False
-    space, name = cast("Callable[..., Any]", node.target)._schema.name.split("::")  # type: ignore[attr-defined]
-    return space not in ("aten", "prims") or name in _APART or "attention" in name
+    name = node.target.overloadpacket.__name__
+    return node.target.namespace not in ("aten", "prims") or name in _APART or "attention" in name
