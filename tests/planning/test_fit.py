@@ -232,9 +232,9 @@ def test_collectives_take_the_slowest_link_that_they_need():
     assert (across.per_host, across.hosts, spread.per_host, spread.hosts) == (8, 2, 1, 16)
     size = 1 << 30
     assert gather_seconds(size, inside, h100) == pytest.approx(size * 7 / 8 / 360e9 + 7e-5)
-    # Two hosts with eight cards each, and sixteen with one: eight cards send as fast as 8 x 45 GB/s.
-    assert gather_seconds(size, across, h100) == pytest.approx(size * 15 / 16 / 360e9 + 9e-5)
-    assert gather_seconds(size, spread, h100) == pytest.approx(size * 15 / 16 / 45e9 + 8e-5)
+    # Two hosts with eight cards each, and sixteen with one: eight cards send as fast as 8 x 20 GB/s.
+    assert gather_seconds(size, across, h100) == pytest.approx(size * 15 / 16 / 160e9 + 9e-5)
+    assert gather_seconds(size, spread, h100) == pytest.approx(size * 15 / 16 / 20e9 + 8e-5)
     assert gather_seconds(size, group_of(1, 1, 8), h100) == 0.0
 
 
