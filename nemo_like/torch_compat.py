@@ -1192,16 +1192,6 @@ def backward_in_halves() -> tuple[Callable[..., Any], Callable[..., Any]]:
         ) from error
 
 
-def changes_inputs(op: OpOverload) -> bool:
-    """Return whether an operator writes into its inputs."""
-    return bool(op._schema.is_mutable)
-
-
-def same_storage(a: Tensor, b: Tensor) -> bool:
-    """Return whether both are views of one storage, or one of them of the other."""
-    return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
-
-
 def decompositions_of_inductor() -> Mapping[Any, Callable[..., Any]]:
     """Return the operators that Inductor takes apart before AOTAutograd cuts a graph, with how it does."""
     table: Mapping[Any, Callable[..., Any]] = importlib.import_module(

@@ -202,10 +202,8 @@ def check_sharding(
     options = FSDP2() if options is None else options
     dp_mesh = data_parallel_mesh(mesh)
     check_reshard(options.reshard_after_forward, dp_mesh.size(dp_mesh.ndim - 1))
-    tail = None if options.ends == "root" else tail
-    return plan_units(
-        model, layers, tail=tail, frozen_sharding=options.frozen_sharding, ignored_params=ignored_params, apart=apart
-    )
+    how: dict[str, Any] = {"tail": tail, "frozen_sharding": options.frozen_sharding, "ends": options.ends}
+    return plan_units(model, layers, ignored_params=ignored_params, apart=apart, **how)
 
 
 def check_reshard(value: bool | int | None, shard_size: int) -> None:

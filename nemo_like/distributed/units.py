@@ -76,6 +76,7 @@ def plan_units(
     *,
     tail: str | Sequence[nn.Module] | None = "auto",
     frozen_sharding: str = "root",
+    ends: str = "apart",
     ignored_params: Iterable[nn.Parameter] = (),
     apart: Iterable[nn.Parameter] = (),
 ) -> UnitPlan:
@@ -95,6 +96,7 @@ def plan_units(
         groups = {module: group for module, group in groups.items() if module not in towers}
 
     layer_units = [Unit(names[module], "layer", (module,)) for module in groups]
+    tail = None if ends == "root" else tail
     tail_modules = tuple(m for m in _tail(model, list(groups), tail, names) if not _within(m, inside))
     tops: dict[nn.Module, Any] = {m: u for u in layer_units for m in u.modules}
     owners = _owners(model, tops | dict.fromkeys(tail_modules, "tail"))

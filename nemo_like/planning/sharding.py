@@ -196,7 +196,7 @@ class ParameterForms:
     ) -> None:
         scalars = [p for p in model.parameters() if p.dim() == 0] if whole else []
         apart = [p for each in experts for p in each.weights]
-        plan = plan_units(model, layers, tail=None if ends == "root" else "auto", ignored_params=scalars, apart=apart)
+        plan = plan_units(model, layers, ends=ends, ignored_params=scalars, apart=apart)
         named = dict(model.named_parameters(remove_duplicate=False))
         self.plan = plan
         self.trained = None if trained is None else frozenset(id(named[name]) for name in trained)

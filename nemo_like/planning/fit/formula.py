@@ -1,6 +1,7 @@
 """Seconds and bytes of every layout by a formula, from one trace of the model: it ranks layouts, of which few are planned.
 
-The trace is of one micro-batch in the smallest sizes that the pins allow. Of each kind of layer it has the operators. For
+The trace is of one micro-batch, in the smallest `tp` and `cp` that the pins allow; experts that are split have a trace of
+their own. Of each kind of layer it has the operators. For
 another number of tokens, or another share of the weights, they are scaled (`scaled`): a token has its share of FLOPs and
 bytes, and tensor parallelism splits what a product makes of whole hidden states, till the next product. The planner's own
 rates then time them. `seconds` adds what ranks send, what of that computing hides, the bubble, the optimizer and the host;
@@ -343,13 +344,12 @@ class Formula:
     def reached(self, ep: int) -> float:
         """Return the rows that a token makes for exchanges among `ep` ranks."""
         if ep not in self._rows:
-            model, job = self.query.traced.given, self.query.job
+            model, job, rows = self.query.traced.given, self.query.job, 1.0
             routing = routing_of(model, replace(job, ep=replace(job.ep, size=ep)))
-            each = experts_per_token(model) or 1
-            if routing is None:
-                return 1.0
-            count = find_experts(model, job.ep.plan)[0].count
-            self._rows[ep] = sum(ranks_reached(each, count, routing))
+            if routing is not None:
+                count = find_experts(model, job.ep.plan)[0].count
+                rows = sum(ranks_reached(experts_per_token(model) or 1, count, routing))
+            self._rows[ep] = rows
         return self._rows[ep]
 
     def _saved_shares(self, kind: int, chosen: bool) -> list[float]:
@@ -359,10 +359,8 @@ class Formula:
         if (kind, chosen) not in self.saved_share:
             shares = []
             for mode in BY_SPEED:
-                choices, loss = self.part.uniform(mode), self.stage.loss
-                calls = zip(self.part.traced.calls, choices)
-                eager = next(c for call, c in calls if call.kind == kind and (call.fqn in self.part.chosen) == chosen)
-                events = self.part.memory(kind, eager, loss=loss, compiler=self.query.job.partitioner)
+                eager = self._traced(kind, mode, chosen)
+                events = self.part.memory(kind, eager, loss=self.stage.loss, compiler=self.query.job.partitioner)
                 compiled = events.held + self.part.problems[kind].trace.input_bytes
                 shares.append(compiled / max(1, eager.held_bytes))
             self.saved_share[kind, chosen] = shares
@@ -382,9 +380,13 @@ class Formula:
     def _choice(self, kind: int, mode: str, problem: BlockProblem) -> Choice:
         if mode == "none" or not problem.trace.saves_something:
             return problem.none()
-        calls = zip(self.part.traced.calls, self.part.uniform(mode))
-        traced = next(choice for call, choice in calls if call.kind == kind and call.fqn in self.part.chosen)
+        traced = self._traced(kind, mode, chosen=True)
         return as_choice(problem, traced.decisions, traced.label)
+
+    def _traced(self, kind: int, mode: str, chosen: bool) -> Choice:
+        """Return the choice of a mode for a kind of layer as it was traced; `chosen`: of those in the job's scope."""
+        calls = zip(self.part.traced.calls, self.part.uniform(mode))
+        return next(choice for call, choice in calls if (call.kind, call.fqn in self.part.chosen) == (kind, chosen))
 
     # --- all layouts ----------------------------------------------------------------------------------------------
 

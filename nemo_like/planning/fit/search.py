@@ -92,7 +92,7 @@ class Ranking:
         turns = [question.gpus / (layout.sequences * question.seq_len) for layout in self.layouts]
         self.per_token = torch.tensor(turns, dtype=torch.float64).view(-1, 1)
         self.open = self._allowed()
-        alike: dict[Any, int] = {}
+        alike, self.sizes = dict[Any, int](), dict[Any, int]()
         number = torch.tensor([alike.setdefault(_class(layout), len(alike)) for layout in self.layouts])
         there = torch.tensor([way.cpu_offload for way in self.ways])
         self.classes = 2 * number.unsqueeze(1) + there
@@ -101,9 +101,8 @@ class Ranking:
         self.like = [key[:_KIN] for key in alike for _ in range(2)]
         """For each class, what it has in common with its kin."""
         self._seen: dict[str, dict[int, float]] = {"seconds": {}, "bytes": {}}
-        alike = {}
-        self.siblings = torch.tensor([alike.setdefault(layout.sizes, len(alike)) for layout in self.layouts])
-        self.sizes = alike
+        numbers = [self.sizes.setdefault(layout.sizes, len(self.sizes)) for layout in self.layouts]
+        self.siblings = torch.tensor(numbers)
         """Number of each layout, the same for those that differ in how ranks share tensors alone."""
         self.costs = self._costs()
 

@@ -37,7 +37,7 @@ from nemo_like.planning.model.capture import routing_of, trace_model
 from nemo_like.planning.model.outside import OuterMemory, outer_memory
 from nemo_like.planning.model.quantised import check_float8_plan, convert, of_layers, refuse_four_bits
 from nemo_like.planning.sharding import ParameterForms, Sharding
-from nemo_like.planning.trace.compiled_memory import NotCompiledError, compiled_memory
+from nemo_like.planning.trace.compiled_memory import CompiledBlock, NotCompiledError, compiled_block, compiled_memory
 from nemo_like.planning.trace.kinds import ModelTrace, TracedCall
 from nemo_like.planning.trace.layer_memory import block_memory, halves_memory
 from nemo_like.planning.trace.meter import measured_seconds
@@ -54,6 +54,8 @@ class Known:
     def __init__(self) -> None:
         self.blocks: dict[Hashable, BlockEvents] = {}
         """Allocations of a block, by its number, its choice, and how its step runs."""
+        self.graphs: dict[Hashable, CompiledBlock] = {}
+        """Graphs of a compiled block, by its number, its decisions, and its compiler."""
         self.outside: dict[Hashable, OuterMemory] = {}
         """Memory outside the layers, by the loss, and how the step runs."""
         self.trained: dict[Hashable, frozenset[str]] = {}
@@ -292,7 +294,7 @@ class TracedPart:
         if key not in known:
             block, outside = self.traced.kinds[kind], self.outside(loss)
             how = (self.policy(kind, choice), self.traced.run, outside.used[kind])
-            compiled = compiler and self._compiled(compiler, kind, choice, outside, accumulate, received, halves)
+            compiled = compiler and self._compiled(compiler, kind, choice, loss, accumulate, received, halves)
             if compiled:
                 known[key] = compiled
             elif not halves:
@@ -313,22 +315,24 @@ class TracedPart:
         compiler: str,
         kind: int,
         choice: Choice,
-        outside: OuterMemory,
+        loss: StepLoss | None,
         accumulate: bool,
         received: bool,
         halves: bool,
     ) -> BlockEvents | None:
         """Return `memory` of a compiled block; None: it is not told, which is said once."""
-        block, policy = self.traced.kinds[kind], self.policy(kind, choice)
-        how: dict[str, Any] = {"around": choice.is_full, "accumulate": accumulate, "received": received}
-        how["fuses"] = compiler == "inductor"
+        block, around = self.traced.kinds[kind], choice.is_full
+        key = (self.block_number(kind, loss), () if around else choice.decisions, compiler)
+        graphs = self.known.graphs
         try:
             if halves:
                 raise NotCompiledError("its backward is cut in two")
             if "host" in choice.decisions:
                 raise NotCompiledError("some of what it saves waits in host memory")
-            inside = None if choice.is_full else policy
-            return compiled_memory(block, inside, self.traced.run, outside.used[kind], **how)
+            if key not in graphs:
+                policy, used = None if around else self.policy(kind, choice), self.outside(loss).used[kind]
+                graphs[key] = compiled_block(block, policy, self.traced.run, used, fuses=compiler == "inductor")
+            return compiled_memory(graphs[key], around=around, accumulate=accumulate, received=received)
         except NotCompiledError as error:
             warn_once(
                 f"Compiled layers ({type(block.module).__name__}) are predicted with the bytes of eager ones: {error}."

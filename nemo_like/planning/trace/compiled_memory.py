@@ -20,8 +20,9 @@ from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from nemo_like._util.tensors import by_argument, is_wrapped, map_tensors, tensors_in
+from nemo_like._util.tensors import by_argument, is_wrapped, map_tensors, storages, tensors_in
 from nemo_like.activation_checkpointing.engine.compiled import torch_policy_fn
+from nemo_like.activation_checkpointing.ops import facts
 from nemo_like.activation_checkpointing.policy import Policy
 from nemo_like.fake.model_copy import leaves_of, with_state
 from nemo_like.fake.run import FakeRun
@@ -31,29 +32,15 @@ from nemo_like.planning.trace.records import BlockEvents
 from nemo_like.torch_compat import (
     HigherOrderOperator,
     OpOverload,
-    changes_inputs,
     decompositions_of_inductor,
     local_part,
-    same_storage,
     traced_graph,
     two_graphs,
 )
 
-_APART = frozenset(
-    (
-        "mm",
-        "bmm",
-        "addmm",
-        "baddbmm",
-        "_scaled_mm",
-        "_grouped_mm",
-        "convolution",
-        "convolution_backward",
-        "sort",
-        "topk",
-    )
-    + ("scatter", "scatter_add", "index_put", "_unsafe_index_put", "embedding_dense_backward")
-)
+_PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "_scaled_mm", "_grouped_mm", "convolution", "convolution_backward"}
+_ORDERS = {"sort", "topk", "scatter", "scatter_add", "index_put", "_unsafe_index_put", "embedding_dense_backward"}
+_APART = frozenset(_PRODUCTS | _ORDERS)
 """Operators of ATen that have a kernel of their own in Inductor, besides attention's."""
 
 
@@ -75,12 +62,19 @@ class CompiledBlock:
     """For each gradient that the backward graph returns, ``("param", name)``, ``("input", place)`` or ``("", None)``."""
     places: Mapping[str, Any]
     """Place in the call of each placeholder of the forward graph that is an input."""
+    fuses: bool
+    """Inductor compiles it; else each operator of the graphs runs by itself (``aot_eager``)."""
 
 
 def compiled_block(
     kind: Kind, policy: Policy | None, run: FakeRun, used: Collection[int], *, fuses: bool
 ) -> CompiledBlock:
-    """Trace a block forward and backward, and cut the graph; arguments as for `compiled_memory`.
+    """Trace a block forward and backward, and cut the graph.
+
+    Args:
+        kind, run, used: as for `block_memory`.
+        policy: what its region saves; None: it has none, or one around it.
+        fuses: of `CompiledBlock`.
 
     Raises:
         NotCompiledError: it draws random numbers, changes tensors in place, or has weights that are no plain tensors.
@@ -136,7 +130,7 @@ def compiled_block(
         with fx.traceback.preserve_node_meta():  # tags go into a global dictionary, which it puts back
             module = traced_graph(joint, decompositions_of_inductor() if fuses else {})(inputs, tangents)
         for node in module.graph.nodes:
-            if isinstance(node.target, OpOverload) and changes_inputs(node.target):
+            if isinstance(node.target, OpOverload) and facts(node.target).mutating:
                 raise NotCompiledError(f"it changes a tensor in place ({node.target.name()})")
         if policy is not None:
             _tag(module.graph)
@@ -156,6 +150,7 @@ def compiled_block(
         tuple(at),
         tuple(each for each, tensor in zip(wanted, given) if tensor.requires_grad),
         {node.name: place for node, (what, place) in zip(nodes, wanted) if what == "input"},
+        fuses,
     )
 
 
@@ -185,31 +180,16 @@ def _tag(graph: fx.Graph) -> None:
             node.meta.pop(tag, None)
 
 
-def compiled_memory(
-    kind: Kind,
-    policy: Policy | None,
-    run: FakeRun,
-    used: Collection[int],
-    *,
-    fuses: bool,
-    around: bool,
-    accumulate: bool,
-    received: bool = False,
-) -> BlockEvents:
+def compiled_memory(block: CompiledBlock, *, around: bool, accumulate: bool, received: bool = False) -> BlockEvents:
     """Return what a compiled block allocates in forward and backward, as `block_memory` does of an eager one.
 
     Args:
-        kind, run, used, accumulate, received: as for `block_memory`.
-        policy: what its region saves; None: it has none, or one around it.
-        fuses: Inductor compiles it; else each operator of the graphs runs by itself (``aot_eager``).
+        block: both graphs.
         around: a region around the compiled block runs it again in backward.
-
-    Raises:
-        NotCompiledError: as `compiled_block`.
+        accumulate, received: as for `block_memory`.
     """
-    block = compiled_block(kind, policy, run, used, fuses=fuses)
     numbers = iter(range(1, 1 << 40))
-    made = _Graph(block.forward, fuses)
+    made = _Graph(block.forward, block.fuses)
     forward, number = made.log({}, numbers)
     results = list(made.output.args[0])
     outputs = tuple(number.get(made.root[n], 0) if isinstance(n, fx.Node) else 0 for n in results[: block.outputs])
@@ -219,7 +199,7 @@ def compiled_memory(
     going = dict.fromkeys(outputs if not around else (*kept.values(), *outputs))
     ends = [(n, 0) for n in going if n and (around or n not in kept.values())]
     backward: list[tuple[int, int]] = []
-    mine = _Graph(block.backward, fuses)
+    mine = _Graph(block.backward, block.fuses)
     given: dict[fx.Node, int] = {}
     output_grads: dict[int, int] = {}
     for node, position in zip(mine.tangents, block.with_gradient):
@@ -295,7 +275,7 @@ class _Graph:
             source = node.args[0] if node.target is operator.getitem else node  # such as a part of what is split
             for read in cast("fx.Node", source).all_input_nodes:
                 other = read.meta.get("val")
-                if isinstance(other, Tensor) and same_storage(other, value):
+                if isinstance(other, Tensor) and storages(other) == storages(value):
                     return self.root[read]
         return node
 
