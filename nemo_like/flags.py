@@ -113,6 +113,7 @@ FLAGS: dict[str, Flag] = {
         Flag("tp", "tp.size", 1, int, least=1, on="plan pins"),
         Flag("sequence_parallel", "tp.sequence_parallel", False, bool, on="plan pins"),
         Flag("loss_parallel", "tp.loss_parallel", False, bool, on="plan pins"),
+        Flag("async_tp", "tp.asynchronous", False, bool, on="plan"),
         Flag("cp", "cp.size", 1, int, least=1, on="plan pins"),
         Flag("cp_method", "cp.method", ContextParallel.method, choices=CONTEXT_METHODS, on="plan pins"),
         Flag("ep", "ep.size", 1, int, least=1, on="plan pins"),

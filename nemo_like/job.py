@@ -86,7 +86,7 @@ class Job:
 
     >>> job = Job.of(ac="40GiB", tp=8)
     >>> job.tp, job.change(tp=2).tp.size
-    (TensorParallel(size=8, plan=None, sequence_parallel=False, loss_parallel=False), 2)
+    (TensorParallel(size=8, plan=None, sequence_parallel=False, loss_parallel=False, asynchronous=False), 2)
     >>> job.as_call()
     "model = parallelize(model, strategy='fsdp2', ac='40GiB', tp=8)"
 
@@ -494,6 +494,15 @@ def _tensor_options_need_ranks(job: Job) -> str | None:
     return None
 
 
+def _async_tp_is_compiled(job: Job) -> str | None:
+    if job.tp.asynchronous and job.tp.size > 1 and job.compile != "inductor":
+        return (
+            f"TensorParallel.asynchronous is True and compile is {job.compile!r}: Inductor is what overlaps collectives "
+            "with matmuls. Use compile='inductor', or asynchronous=False."
+        )
+    return None
+
+
 def _reentrant_is_not_compiled(job: Job) -> str | None:
     if job.compile is not None and getattr(job.ac, "use_reentrant", False):
         return (
@@ -574,6 +583,7 @@ RULES: tuple[Callable[[Job], str | None], ...] = (
     _axes_divide_the_ranks,
     _experts_divide_the_shards,
     _tensor_options_need_ranks,
+    _async_tp_is_compiled,
     _reentrant_is_not_compiled,
     _float8_is_whole,
     _budget_of_stages,

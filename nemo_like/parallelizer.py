@@ -74,6 +74,7 @@ from nemo_like.precision import (
 )
 from nemo_like.profiling.larger_batch import size_watch, warn_of_larger_batches
 from nemo_like.resolve import layers_for, resolve
+from nemo_like.torch_compat import fuse_collectives_into_matmuls
 
 _MARK = "_nemo_like_parallelized"
 
@@ -242,6 +243,8 @@ def _make_ready(model: nn.Module, job: Job, mesh: DeviceMesh | None, sample_inpu
     cut_outside_of_regions(model)
     if job.chunks is not None:
         chunk_model_loss(model, job.chunks)
+    if job.tp.asynchronous and ranks is not None:
+        fuse_collectives_into_matmuls(ranks["tp"].get_group())
     if job.compile is not None:
         compile_layers(model, job.compile, [layer.module for layer in find_layers(model, names)])
     if ranks is not None:
@@ -267,6 +270,11 @@ def _check(
     if job.loss is not None:
         check_head(model)
     check_float8(job.precision.matmuls)
+    if job.tp.asynchronous and (place := _place(job, mesh)).type != "cuda":
+        raise ValueError(
+            f"TensorParallel.asynchronous is True on {place.type!r}: matmuls with collectives inside run on GPUs that "
+            "NVLink joins. Use asynchronous=False here."
+        )
     if ranks is not None and job.ep.size > 1:
         experts = check_experts(model, ranks, job.ep)
     whole = [each.fqn for each in experts]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import RowwiseParallel
 
 from nemo_like._util.extras import require
 from nemo_like._util.log import say_once
@@ -119,6 +120,37 @@ def float8_linears(layers: Sequence[nn.Module], matmuls: str, device_type: str, 
 
     for layer in layers:
         float8.convert_to_float8_training(layer, config=config, module_filter_fn=fits)
+
+
+def rowwise_of(linear: nn.Module) -> type[RowwiseParallel] | None:
+    """Return torchao's style of a linear that gathers gradients of its output in float8; None where `linear` does not
+    multiply in float8 with one scale per tensor, or emulates it: gloo sends no float8."""
+    if not _sends_float8(linear):
+        return None
+    parallel: Any = require("torchao.float8.float8_tensor_parallel", "fp8", "for precision='fp8'")
+    return parallel.Float8RowwiseParallel
+
+
+def cast_of(block: nn.Module) -> Callable[[DTensor], DTensor] | None:
+    """Return what casts the input of the linears of `block` to float8, one scale for all ranks' parts, so that half as many
+    bytes are gathered; the values are those of a cast behind it. None where one of them does not multiply so."""
+    linears = [module for module in block.modules() if isinstance(module, nn.Linear)]
+    if not linears or not all(map(_sends_float8, linears)):
+        return None
+    scaling: Any = require("torchao.float8.float8_scaling_utils", "fp8", "for precision='fp8'")
+    how: Any = linears[0]
+    return functools.partial(
+        scaling.hp_tensor_to_float8_dynamic,
+        float8_dtype=how.config.cast_config_input.target_dtype,
+        linear_mm_config=how.linear_mm_config,
+    )
+
+
+def _sends_float8(module: nn.Module) -> bool:
+    if type(module).__name__ != "Float8Linear":
+        return False
+    config: Any = module.config
+    return not config.emulate and config.cast_config_input.scaling_granularity.name == "TENSORWISE"
 
 
 def scale_before_forward(model: nn.Module) -> None:

@@ -562,6 +562,15 @@ def async_tensor_parallel() -> bool:
     return config is not None and bool(config._micro_pipeline_tp)
 
 
+def fuse_collectives_into_matmuls(group: torch.distributed.ProcessGroup) -> None:
+    """Have inductor fuse the collectives of `group` into matmuls, over symmetric memory, in what is compiled from now on."""
+    import torch._inductor.config as config
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    config._micro_pipeline_tp = True
+    enable_symm_mem_for_group(group.group_name)
+
+
 # --- Experts ----------------------------------------------------------------------------------------------------------
 
 

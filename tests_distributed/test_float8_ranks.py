@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from nemo_like import FSDP2, parallelize
 from nemo_like.options import TensorParallel
 from nemo_like.planning.planner import plan_for
+from nemo_like.precision import cast_of, float8_linears, rowwise_of
 from tests.checks import assert_bitwise, step
 from tests.models.fit_models import llama, mixture
 from tests_distributed.allocated import loop_peak_bytes
@@ -97,3 +100,18 @@ def test_weights_that_are_gathered_in_float8_take_no_budget(rank: int, world_siz
     ids = torch.zeros(4, 64, dtype=torch.long)
     with pytest.raises(ValueError, match=r"precision is 'fp8-gather'.*Use precision='fp8'"):
         parallelize(llama(), FSDP2(), ac=BUDGET, precision="fp8-gather", sample_input={"input_ids": ids, "labels": ids})
+
+
+@on_ranks(2)
+def test_parts_of_a_sequence_are_cast_as_the_whole(rank: int, world_size: int) -> None:
+    """What a GPU gathers in float8 has the bits of a cast behind the gather (gloo gathers no float8)."""
+    mesh, whole = init_device_mesh("cpu", (2,)), torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(0))
+    linear = torch.nn.Sequential(torch.nn.Linear(32, 16, bias=False))
+    float8_linears([linear], "fp8", "cuda")
+    cast = cast_of(linear)
+    assert cast is not None and rowwise_of(linear[0]) is not None
+    part = cast(DTensor.from_local(whole.chunk(2, 1)[rank], mesh, [Shard(1)], run_check=False)).to_local()
+    other = cast(whole)
+    assert torch.equal(part._data.float(), other._data.chunk(2, 1)[rank].float()) and part._scale == other._scale
+    float8_linears([emulated := torch.nn.Sequential(torch.nn.Linear(32, 16))], "fp8", "cpu")
+    assert cast_of(emulated) is None and rowwise_of(emulated[0]) is None

@@ -12,8 +12,9 @@ from nemo_like._util.console import examples
 GROUPS = {
     "model": """model init dtype layers scope lora qlora lora_rank lora_alpha lora_dropout lora_targets train
         tokenizer trust_remote_code vocab_size input_shape images image_size audio_seconds""",
-    "parallelism": """gpus world_size gpu device strategy dp_replicate dp_shard tp sequence_parallel loss_parallel cp
-        cp_method ep imbalance pp pp_schedule stages_per_rank balance reshard_after_forward prefetch threads calibrate""",
+    "parallelism": """gpus world_size gpu device strategy dp_replicate dp_shard tp sequence_parallel loss_parallel
+        async_tp cp cp_method ep imbalance pp pp_schedule stages_per_rank balance reshard_after_forward prefetch
+        threads calibrate""",
     "memory": """ac modes budget budgets memory fit fit_memory fit_host_memory loss offload cpu_offload host host_memory
         alloc_conf measure""",
     "training": """data eval_data pack skip_bad seq_len max_seq_len batch_size global_batch micro_batch

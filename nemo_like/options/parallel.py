@@ -143,7 +143,7 @@ class TensorParallel:
     """Split each large weight over `size` ranks. ``tp=2`` means the defaults.
 
     >>> TensorParallel.of(2)
-    TensorParallel(size=2, plan=None, sequence_parallel=False, loss_parallel=False)
+    TensorParallel(size=2, plan=None, sequence_parallel=False, loss_parallel=False, asynchronous=False)
     """
 
     size: int = 1
@@ -157,13 +157,22 @@ class TensorParallel:
     loss_parallel: bool = False
     """The logits stay split by vocabulary. Forward and backward go under
     `torch.distributed.tensor.parallel.loss_parallel`."""
+    asynchronous: bool = False
+    """Each gather and each reduce-scatter of sequences runs in pieces, overlapped with the matmul that reads or makes its
+    data (Inductor's ``_micro_pipeline_tp``, over symmetric memory). It needs `sequence_parallel`, ``compile="inductor"`` and
+    GPUs that NVLink joins. Such a step has not run here; its seconds are predicted."""
 
     def __post_init__(self) -> None:
         check_whole("tp", self.size, 1, "ranks")
         if self.plan is not None and not isinstance(self.plan, Mapping):
             raise TypeError(f"TensorParallel.plan is {self.plan!r}; it must map name patterns to styles.")
-        for name in ("sequence_parallel", "loss_parallel"):
+        for name in ("sequence_parallel", "loss_parallel", "asynchronous"):
             check_bool(f"TensorParallel.{name}", getattr(self, name))
+        if self.asynchronous and not self.sequence_parallel:
+            raise ValueError(
+                "TensorParallel.asynchronous is True without sequence_parallel, and gathers and reduce-scatters of "
+                "sequences are what it overlaps with matmuls. Set sequence_parallel=True too."
+            )
 
     @property
     def sequence_ranks(self) -> int:

@@ -66,7 +66,7 @@ TABLE = Format(
         ),
         "distributed.reshard_after_forward": ("reshard_after_forward", switch("yes", "no")),
         "distributed.enable_compile": ("compile", switch("inductor", None)),
-        "distributed.enable_async_tensor_parallel": ("", only(False)),
+        "distributed.enable_async_tensor_parallel": ("async_tp", switch()),
         "distributed.enable_fsdp2_prefetch": ("", only(False)),
         f"{_POLICY}param_dtype": ("precision", DTYPE),
         f"{_POLICY}reduce_dtype": ("reduce_dtype", DTYPE),

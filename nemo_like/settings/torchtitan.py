@@ -122,7 +122,7 @@ TABLE = Format(
         ),
         f"{_AXIS}tensor_parallel_degree": ("tp", WHOLE),
         f"{_AXIS}disable_loss_parallel": ("_whole_logits", switch()),
-        f"{_AXIS}enable_async_tensor_parallel": ("", only(False)),
+        f"{_AXIS}enable_async_tensor_parallel": ("async_tp", switch()),
         f"{_AXIS}enable_compiled_autograd": ("", only(False)),
         f"{_STAGES}degree": ("pp", WHOLE),
         f"{_STAGES}schedule": ("pp_schedule", SCHEDULE),

@@ -7,15 +7,19 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
+from nemo_like import Job
 from nemo_like._util.live_bytes import LiveBytes
 from nemo_like._util.module_tree import bare
 from nemo_like.activation_checkpointing.engine import run_region
 from nemo_like.activation_checkpointing.policy import DecisionTable
 from nemo_like.layers import find
+from nemo_like.options import TensorParallel
 from nemo_like.planning import devices
+from nemo_like.planning.answers.seconds import Links, shown_seconds
 from nemo_like.planning.choose import closure, solver
 from nemo_like.planning.choose.layer import BlockProblem
 from nemo_like.planning.model import capture
+from nemo_like.planning.roofline import gather_seconds
 from nemo_like.planning.trace import block
 from tests.planning.brute_force import at_budget
 
@@ -189,3 +193,19 @@ def test_trace_is_the_op_sequence_of_the_real_forward(name):
         )  # fmt: skip
         kind.trace.check(real)
         assert kind.trace.flops == real.flops > 0
+
+
+def test_asynchronous_tensor_parallelism_shows_what_is_longer_and_a_piece() -> None:
+    links = Links.of(Job.of(world_size=4, tp=4), devices.resolve_device("h100"))
+    sending = gather_seconds(1 << 30, links.tensor, links.device)
+    for beside, shown in ((0.0, sending), (3 * sending, sending / 4), (sending / 2, 0.625 * sending)):
+        assert shown_seconds(1 << 30, beside, links) == pytest.approx(shown)
+
+
+def test_asynchronous_tensor_parallelism_needs_what_it_fuses() -> None:
+    with pytest.raises(ValueError, match=r"asynchronous is True without sequence_parallel.*sequence_parallel=True"):
+        TensorParallel(2, asynchronous=True)
+    tp = TensorParallel(2, sequence_parallel=True, asynchronous=True)
+    with pytest.raises(ValueError, match=r"compile is None.*Inductor.*compile='inductor'"):
+        Job.of(world_size=2, tp=tp)
+    assert Job.of(world_size=2, tp=tp, compile="inductor").tp.asynchronous

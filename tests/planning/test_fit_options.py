@@ -50,7 +50,7 @@ OPTIONS: dict[type, dict[str, Any]] = {
         "ends": "root",
         "timeout_seconds": 60.0,
     },
-    TensorParallel: {"size": 2, "plan": PLAN, "sequence_parallel": True, "loss_parallel": True},
+    TensorParallel: {"size": 2, "plan": PLAN, "sequence_parallel": True, "loss_parallel": True, "asynchronous": True},
     ContextParallel: {"size": 2, "method": "ulysses", "loss_mean": "rows"},
     ExpertParallel: {
         "size": 2,
@@ -140,7 +140,7 @@ def test_every_field_of_a_job_is_known_here():
 
 
 ALONE = {
-    "strategy.cpu_offload", "tp.plan", "tp.sequence_parallel", "ep.plan", "pp.schedule", "search.measure",
+    "strategy.cpu_offload", "tp.plan", "tp.sequence_parallel", "tp.asynchronous", "ep.plan", "pp.schedule", "search.measure",
 }  # fmt: skip
 """Fields that are not asked for beside the others of their option."""
 
@@ -154,7 +154,8 @@ def _cases() -> list[Any]:
         cases.append(pytest.param(field, made, id=f"{field}: {', '.join(together)}"))
         for name, value in given.items():
             marks = [] if f"{field}.{name}" in ALONE else [pytest.mark.long]
-            made = holder(**(WITH.get(holder, {}) | {name: value}))
+            needed = {"sequence_parallel": True} if name == "asynchronous" else {}
+            made = holder(**(WITH.get(holder, {}) | needed | {name: value}))
             cases.append(pytest.param(field, made, id=f"{field}.{name}", marks=marks))
     return cases
 

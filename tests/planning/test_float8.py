@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_like import Job, parallelize
+from nemo_like import Job, dry_run, parallelize
 from nemo_like._util.extras import MissingExtraError
 from nemo_like.activation_checkpointing.plan import Plan, PlanError
-from nemo_like.options import MemoryBudget, Precision
+from nemo_like.options import MemoryBudget, Precision, TensorParallel
 from nemo_like.planning.answers.rank import peak_of
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.fit import fit
@@ -179,3 +179,17 @@ def test_fit_compares_precisions() -> None:
     assert "fp8" in report.table().text()
     split = fit(llama(1), precision=words, tp=2, sequence_parallel=False, **asked)
     assert {c.job.precision.matmuls for c in split.candidates} == {"fp8", None}
+
+
+def test_sequences_are_gathered_in_float8() -> None:
+    """On a GPU. A forward has two gathers of sequences and two reduce-scatters of bfloat16, with tp=2."""
+    tp, sizes = TensorParallel(2, sequence_parallel=True), {}
+    model = transformers.AutoModelForCausalLM.from_config(_small(hidden_size=64, intermediate_size=128, vocab_size=512))
+    for word in ("bf16", "fp8", "fp8-rowwise"):
+        job = Job.of(gpu="h100", world_size=2, tp=tp, precision=word, ac="full")
+        query = PlanQuery.of(model, _sample(), job)
+        sizes[word] = [size for size, _ in query.stages[0].part.block(0, compiled=False).pieces]
+        assert peak_of(query, query.uniform("full")).total == dry_run(model, job, _sample()).peak_bytes
+    hidden = 4 * 64 * 64 * 2
+    assert sizes["bf16"] == sizes["fp8-rowwise"] == [hidden] * 4
+    assert sizes["fp8"] == [hidden // 2, hidden] * 2

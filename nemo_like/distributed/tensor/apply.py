@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,6 +31,7 @@ from nemo_like.distributed.tensor.row_lookup import look_up_own_rows
 from nemo_like.distributed.tensor.shared_random import SharedRandom
 from nemo_like.layers import Layer, find_layers
 from nemo_like.losses.model_loss import computes_in_chunks
+from nemo_like.precision import cast_of, rowwise_of
 from nemo_like.torch_compat import loss_is_parallel
 
 _MARK = "_nemo_like_tensor_parallel"
@@ -155,7 +156,8 @@ def _apply_rule(rule: Rule, mesh: DeviceMesh, cut_output: bool) -> None:
         style.shard(rule.module, rule.parameter, mesh)
         return
     if cut_output and isinstance(style, RowwiseParallel):  # the sum goes out cut along the sequence: reduce-scatter
-        style = RowwiseParallel(input_layouts=style.input_layouts[0], output_layouts=Shard(1))
+        rowwise = rowwise_of(rule.module) or RowwiseParallel
+        style = rowwise(input_layouts=style.input_layouts[0], output_layouts=Shard(1))
     if cut_output and rule.adapted is not None and isinstance(style, Untouched):
         style = SummedGradients()  # it reads what the linear above returns: this rank's part of the sequence
     # No rank sends its weights: all hold the same, as FSDP2 assumes too.
@@ -290,7 +292,7 @@ def _cut_sequences(model: nn.Module, places: SequencePlaces, mesh: DeviceMesh, w
     """
     for name, of_linears in places.owners.items():
         owner = model.get_submodule(name)
-        gather = on_first_tensor(_Gather(mesh, keep=of_linears))
+        gather = on_first_tensor(_Gather(mesh, keep=of_linears, cast=cast_of(owner) if of_linears else None))
         owner.register_forward_pre_hook(gather, with_kwargs=True, prepend=True)
         if not of_linears:
             owner.register_forward_hook(_on_output(_Cut(mesh)), with_kwargs=True)
@@ -374,10 +376,11 @@ class _Gather:
 
     `keep` hands it on as a DTensor. Where only cut linears read it, their gradients then stay partial sums until here
     and are reduced once, cut along the sequence; each of them would otherwise reduce its own over the whole sequence.
+    `cast` changes a part before it is sent.
     """
 
-    def __init__(self, mesh: DeviceMesh, keep: bool = False) -> None:
-        self.mesh, self.keep = mesh, keep
+    def __init__(self, mesh: DeviceMesh, keep: bool = False, cast: Callable[[DTensor], DTensor] | None = None) -> None:
+        self.mesh, self.keep, self.cast = mesh, keep, cast
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.dim() < 3:
@@ -385,7 +388,8 @@ class _Gather:
                 f"sequence_parallel=True, and a module is given hidden states of the shape {tuple(x.shape)}, without a "
                 "dimension of the sequence. Leave sequence_parallel off for this model."
             )
-        whole = DTensor.from_local(x, self.mesh, [Shard(1)], run_check=False).redistribute(placements=[Replicate()])
+        part = DTensor.from_local(x, self.mesh, [Shard(1)], run_check=False)
+        whole = (part if self.cast is None else self.cast(part)).redistribute(placements=[Replicate()])
         return whole if self.keep else whole.to_local()
 
 

@@ -56,6 +56,8 @@ class Links:
     expert_shards: RankGroup
     sequence_parallel: bool = False
     """Tensor parallelism gathers and scatters sequences."""
+    asynchronous: bool = False
+    """It does so in pieces, beside matmuls."""
 
     @classmethod
     def of(cls, job: Job, device: Device) -> Links:
@@ -71,6 +73,7 @@ class Links:
             group_of(ep, 1, host),
             group_of(max(1, inner // ep), ep, host),
             job.tp.sequence_parallel,
+            job.tp.asynchronous,
         )
 
 
@@ -291,11 +294,21 @@ def inside_seconds(run: LayerRun, links: Links) -> tuple[float, float, float]:
     They are a sum of tensor parallelism, a layer's gathers of keys and values, and its exchanges of experts' rows.
     """
     block, device = run.block, links.device
+    sums = roofline.reduce_seconds(block.boundary_bytes, links.tensor, device)
+    if links.asynchronous:
+        sums = sum(shown_seconds(size, beside, links) for size, beside in block.pieces) / 2
     return (
-        roofline.reduce_seconds(block.boundary_bytes, links.tensor, device),
+        sums,
         roofline.gather_seconds(block.sequence_bytes, links.sequence, device),
         roofline.exchange_seconds(block.expert_bytes, links.experts, device),
     )
+
+
+def shown_seconds(size: int, beside: float, links: Links) -> float:
+    """Return what shows of a collective of `size` bytes that runs in pieces, one a rank, together with a matmul of `beside`
+    seconds: what is longer of it than that, and a piece of the shorter one, as the first has nothing to run beside."""
+    sending = roofline.gather_seconds(size, links.tensor, links.device)
+    return max(0.0, sending - beside) + min(sending, beside) / links.tensor.ranks
 
 
 def regathered_seconds(run: LayerRun, links: Links) -> float:

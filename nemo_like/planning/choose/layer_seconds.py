@@ -6,12 +6,13 @@ input that needs a gradient.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from nemo_like.activation_checkpointing.ops import facts
 from nemo_like.planning.choose.layer import BlockProblem, Choice
-from nemo_like.planning.roofline import is_sequence_op, kernel_kind, kernel_seconds, wave_share
+from nemo_like.planning.roofline import is_sequence_op, kernel_kind, kernel_seconds
 from nemo_like.planning.sharding import UnitBytes
 from nemo_like.planning.trace.block import OpRecord
 
@@ -32,6 +33,11 @@ def backward_times(op: OpRecord) -> float:
 _NOT_OF_SEQUENCES = ("nemo_like::route", "nemo_like::rows_of_all")
 
 
+def _whole(gather: OpRecord) -> int:
+    """Return the bytes that a gather makes; a trace has none of a tensor in float8, which has one for each value."""
+    return gather.bytes or sum(map(math.prod, gather.shapes))
+
+
 def _summed(records: Sequence[OpRecord], hidden: int) -> int:
     """Return the bytes that ranks of ``tp`` sum up in a forward, behind attention and behind the FFN.
 
@@ -40,10 +46,33 @@ def _summed(records: Sequence[OpRecord], hidden: int) -> int:
     """
     sums = [op.bytes for op in records if op.op.name() == "_c10d_functional::all_reduce"]
     gathered = ("_c10d_functional::all_gather_into_tensor", "nemo_like::rows_of_all")
-    sums += [op.bytes // 2 for op in records if op.op.name() in gathered]
+    sums += [_whole(op) // 2 for op in records if op.op.name() in gathered]
     # A rank gives all of what is reduced and scattered, and gets its part.
     sums += [(op.moved - op.bytes) // 2 for op in records if op.op.name() == "_c10d_functional::reduce_scatter_tensor"]
     return sum(sums) + max(0, 2 - len(sums)) * hidden
+
+
+def _pieces(records: Sequence[OpRecord], kernels: Sequence[float]) -> tuple[tuple[int, float], ...]:
+    """Return whole bytes of each gather and reduce-scatter of sequences, and the seconds of the matmuls that it can run
+    beside: those that read what is gathered, up to attention, the next collective or the last product of an MLP, or the one
+    that makes what is scattered."""
+    last = max((k for k, op in enumerate(records) if op.flops and not facts(op.op).attention), default=0)
+    found = []
+    for k, op in enumerate(records):
+        gathers = op.op.name() == "_c10d_functional::all_gather_into_tensor"
+        if not gathers and op.op.name() != "_c10d_functional::reduce_scatter_tensor":
+            continue
+        beside = 0.0
+        for i in range(k + 1, len(records)) if gathers else range(k - 1, -1, -1):
+            other = facts(records[i].op)
+            if other.attention or other.collective or (gathers and i == last):
+                break
+            if records[i].flops:
+                beside += kernels[i]
+                if not gathers:
+                    break
+        found.append((_whole(op) if gathers else op.moved - op.bytes, beside))
+    return tuple(found)
 
 
 def fused(ops: Sequence[OpRecord]) -> tuple[OpRecord, ...]:
@@ -118,24 +147,17 @@ class BlockSeconds:
     """Operators of a forward that the host launches one by one, views included: none of a compiled layer."""
     products: int = 0
     """Matrix products among these."""
+    pieces: tuple[tuple[int, float], ...] = ()
+    """Bytes of each collective of sequence parallelism in a forward, and seconds of matmuls that it can run beside."""
 
     @classmethod
-    def of(cls, problem: BlockProblem, *, compiled: bool = False, fp8_flops: float = 0.0) -> BlockSeconds:
+    def of(cls, problem: BlockProblem, *, compiled: bool = False) -> BlockSeconds:
         """Return the seconds of a traced block at the rates of its device.
 
-        compiled: operators between matrix products are `fused`. fp8_flops: matrix products run at this rate, and their
-        operands are read once more to be cast; 0: they do not.
+        compiled: operators between matrix products are `fused`.
         """
         records, device = records_of(problem, compiled=compiled), problem.device
         kernels = problem.measured or tuple(kernel_seconds(op, device) for op in records)
-        if fp8_flops:
-            kernels = tuple(
-                max(op.flops / fp8_flops / wave_share(op.shapes, device.processors), op.moved / 2 / device.bandwidth)
-                + op.moved / device.bandwidth
-                if op.flops and op.half and not facts(op.op).attention
-                else seconds
-                for op, seconds in zip(records, kernels)
-            )
         times = tuple(map(backward_times, records))
         back = sum(seconds * more for seconds, more in zip(kernels, times))
         again = sum(op.gathered for op in records)
@@ -154,6 +176,7 @@ class BlockSeconds:
             times,
             0 if compiled else len(problem.trace.ops),
             0 if compiled else sum(bool(op.flops) and not facts(op.op).attention for op in records),
+            _pieces(records, kernels),
         )
 
     def replay(self, choice: Choice, reachable: int) -> float:

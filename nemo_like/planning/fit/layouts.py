@@ -124,6 +124,7 @@ def job_of(asked: Job, layout: Layout, limit: Callable[[Job], int], given: Job |
             size=layout.tp,
             sequence_parallel=layout.sequence_parallel,
             loss_parallel=layout.loss_parallel,
+            asynchronous=asked.tp.asynchronous and layout.tp > 1 and layout.sequence_parallel,
         ),
         cp=replace(asked.cp, size=layout.cp, method=layout.cp_method),
         ep=replace(asked.ep, size=layout.ep),

@@ -212,6 +212,8 @@ def read_question(job: Job | None, given: Mapping[str, Any]) -> tuple[list[Job],
     rest = {name: value for name, value in given.items() if name not in pins and value is not None}
     imbalance, host_memory, balance = (rest.pop(name, None) for name in ("imbalance", "host_memory", "balance"))
     chosen = {name: _several(name, rest.pop(name, None)) for name in ("precision", "optimizer", "compile")}
+    if getattr(rest.get("tp"), "asynchronous", False):  # which Inductor alone does
+        rest["compile"], chosen["compile"] = "inductor", ["inductor"]
     for name in rest:
         if name not in KEYWORDS:
             known = sorted({*PINS, *KEYWORDS, "imbalance", "host_memory", "balance"})

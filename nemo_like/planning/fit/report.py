@@ -26,8 +26,8 @@ from nemo_like.planning.fit.question import Question
 
 CHECKED = {
     "peak_bytes": "the CPU allocator's bytes of real steps on 1, 2 and 4 ranks (docs/evidence/plans.md)",
-    "reserved_bytes": "published steps of Llama 3 on H100 (docs/evidence/published.md)",
-    "step_seconds": "published steps of Llama 3 on H100 (docs/evidence/published.md)",
+    "reserved_bytes": "published steps (docs/evidence/public-numbers.md)",
+    "step_seconds": "published steps (docs/evidence/public-numbers.md)",
 }
 """References that predictions were compared with; none of them was measured on a GPU at hand."""
 

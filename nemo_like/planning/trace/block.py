@@ -273,7 +273,7 @@ class Recorder(TorchDispatchMode):
                 # A wrapper of other tensors has no bytes, so none is kept: torchao's `detach` loses what its scale is of.
                 bytes=0 if is_wrapped(map(type, outputs)) else sum(s.size[key] for key in new),
                 flops=0 if view else ops.kernel_flops(func, args, kwargs, out),
-                moved=0 if view else ops.moved_bytes(func, inputs, outputs),
+                moved=0 if view else ops.moved_bytes(func, *([parts[-1] for parts in each] for each in stored)),
                 reads=tuple(reads),
                 writes=tuple(writes),
                 view=view,

@@ -16,7 +16,6 @@ from tests.tools.benchmarks.check import CHECK
 from tests.tools.benchmarks.overhead import OVERHEAD
 from tests.tools.benchmarks.planning import PLANNING
 from tests.tools.benchmarks.public_numbers import PUBLIC
-from tests.tools.benchmarks.published import PUBLISHED
 from tests.tools.benchmarks.random_jobs import run as random_jobs
 from tests.tools.benchmarks.scale import SCALE
 from tests.tools.benchmarks.suite import markdown
@@ -26,7 +25,6 @@ PROGRAM = "python -m tests.tools.benchmarks"
 
 SUITES = {
     "public": PUBLIC,
-    "published": PUBLISHED,
     "planning": PLANNING,
     "check": CHECK,
     "scale": SCALE,
@@ -70,7 +68,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
         description=f"suites:\n{suites}",
-        epilog=examples(PROGRAM, ("published", "overhead")),
+        epilog=examples(PROGRAM, ("public", "overhead")),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("suite", choices=[*SUITES, RANDOM], help="what to measure")

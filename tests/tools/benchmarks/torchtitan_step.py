@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,16 +19,21 @@ from torch.distributed.tensor import DTensor
 
 from nemo_like.activation_checkpointing.ops import facts
 from nemo_like.distributed.pipeline.schedules import RESHARD, UNSHARD
-from nemo_like.options import StepSpec
-from nemo_like.options.memory import AllocatorConfig
 from nemo_like.planning.answers.reserved import Reserved, StepLogs, replay
 from nemo_like.planning.choose.layer import BlockProblem
 from nemo_like.planning.program.microbatch import LayerCall
 from nemo_like.planning.query import Choices, PlanQuery
 
-ALLOCATOR = AllocatorConfig(expandable_segments=True)
 _LAST_PRODUCT = -1
 """The number of a storage that no log of a layer has."""
+
+
+class Float32Head(nn.Linear):
+    """The head of its models until July 2024: ``self.output(h).float()``."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return logits in float32."""
+        return super().forward(input).float()
 
 
 def loop_loss(output: Any) -> torch.Tensor:
@@ -57,9 +61,6 @@ def compiled_loss(output: Any) -> torch.Tensor:
     return _CompiledCrossEntropy.apply(logits.to_local() if isinstance(logits, DTensor) else logits)
 
 
-STEP = StepSpec(keeps_output=False, optimizer="adamw", loss_fn=loop_loss)
-
-
 def kept_last_product(problem: BlockProblem) -> int:
     """Bytes of what their eager selective checkpointing keeps of a layer and nobody reads: the last product's output, if
     it is one of the kept ones (every other product is not)."""
@@ -79,21 +80,18 @@ def with_last_products(query: PlanQuery) -> PlanQuery:
     return replace(query, stages=(own,), peaks={})
 
 
-def reserved(query: PlanQuery, choices: Choices, *, eager_selective: bool) -> Reserved:
-    """What the allocator reserves for such a step."""
-    own = with_last_products(query) if eager_selective else query
-    return replay(StepLogs(own, 0, choices), query.device, ALLOCATOR)
-
-
-def reserved_on_rank(query: PlanQuery, rank: int, choices: Choices, kept_outputs: Sequence[int]) -> Reserved:
-    """The same of a rank of a pipeline. `kept_outputs`: bytes of what each stage returns for a microbatch, which PyTorch
-    kept of all stages and microbatches until the step ends (``output_chunks``, until May 2025). Of a stage, it gathered the
-    root alone beforehand (``stage.submod.unshard()``)."""
-    own = replace(query)
+def reserved_of_stages(query: PlanQuery, rank: int, choices: Choices) -> Reserved:
+    """Return what a rank of a pipeline of that time reserves. PyTorch kept what each stage returned for a microbatch until
+    the step ended (``output_chunks``, until May 2025). Of a stage, it gathered the root alone beforehand
+    (``stage.submod.unshard()``)."""
+    own, last = replace(query), query.stages[-1]
     own.__dict__["actions"] = tuple(
         tuple(each for each in actions if each.kind not in (UNSHARD, RESHARD)) for actions in query.actions
     )
-    return replay(StepLogs(own, rank, choices, kept_outputs=kept_outputs), query.device, ALLOCATOR)
+    head, job = last.part.model.get_submodule("lm_head"), query.job
+    tokens = query.hidden_bytes // head.in_features // 2 * (job.tp.size if job.tp.sequence_parallel else 1)
+    kept = [query.hidden_bytes] * (len(query.stages) - 1) + [tokens * head.out_features // job.tp.size * 2]
+    return replay(StepLogs(own, rank, choices, kept_outputs=kept), query.device, job.allocator)
 
 
 def _with(layer: LayerCall, size: int) -> LayerCall:
