@@ -289,15 +289,22 @@ class Stage:
         """
         part, known, layers = self.part, dict[Any, LayerCall](), []
         last = len(part.traced.calls) - 1
+        top = self._last_trained if halves else 0
         every = zip(part.traced.calls, choices, self._copies(choices), self.units)
         for position, (call, choice, copies, (unit, experts, number)) in enumerate(every):
             stays = received and position == last
-            key = (number, choice, copies, stays)
+            held = position < top
+            key = (number, choice, copies, stays, held)
             if key not in known:
                 trace, region = part.problems[call.kind].trace, bool(choice.decisions)
                 # On the CPU, a region that draws random numbers saves the generator's state among its tensors.
                 state = RNG_STATE if trace.draws and self.device.kind == "cpu" else 0
-                how: dict[str, Any] = {"received": stays, "halves": halves, "compiler": self.job.partitioner}
+                how: dict[str, Any] = {
+                    "received": stays,
+                    "halves": halves,
+                    "held": held,
+                    "compiler": self.job.partitioner,
+                }
                 events = part.memory(call.kind, choice, accumulate, loss=self.loss, **how)
                 by_compiler = events.kept_inputs is not None
                 known[key] = LayerCall(
@@ -312,6 +319,14 @@ class Stage:
                 )
             layers.append(known[key])
         return layers
+
+    @cached_property
+    def _last_trained(self) -> int:
+        """Position of the last layer call that trains a parameter; their number where a norm or head behind them does."""
+        calls = self.part.traced.calls
+        trains = [any(p.requires_grad for p in call.module.parameters()) for call in calls]
+        trains.append(bool(self.outside(halves=True).events.param_grads))
+        return max(position for position, each in enumerate(trains) if each or not position)
 
     def moved(self, choices: Sequence[Choice]) -> list[int]:
         """Return the bytes of each call that ``offload=`` moves to the host: of regions, and of all layers but the last.

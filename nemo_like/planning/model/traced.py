@@ -277,6 +277,7 @@ class TracedPart:
         loss: StepLoss | None = None,
         received: bool = False,
         halves: bool = False,
+        held: bool = False,
         compiler: str | None = None,
     ) -> BlockEvents:
         """Return what a block allocates under `choice`, run by the engine on fake tensors.
@@ -286,14 +287,16 @@ class TracedPart:
             accumulate, received: as for `block_memory`.
             loss: of the step; None: the traced one.
             halves: a pipeline's schedule cuts backward in two, and each half recomputes.
+            held: with `halves`, as for `halves_memory`.
             compiler: backend that compiles it, ``inductor`` or ``aot_eager``. Where its bytes are not known, they are
                 those of an eager one, which is said once.
         """
-        key = (self.block_number(kind, loss), choice, accumulate, received, halves, compiler)
+        key = (self.block_number(kind, loss), choice, accumulate, received, halves, held, compiler)
         known = self.known.blocks
         if key not in known:
             block, outside = self.traced.kinds[kind], self.outside(loss)
             how = (self.policy(kind, choice), self.traced.run, outside.used[kind])
+            apart = [each.module for each in self.experts]
             compiled = compiler and self._compiled(compiler, kind, choice, loss, accumulate, received, halves)
             if compiled:
                 known[key] = compiled
@@ -304,10 +307,12 @@ class TracedPart:
                     accumulate=accumulate,
                     layouts=outside.layouts[kind],
                     received=received,
-                    apart=[each.module for each in self.experts],
+                    apart=apart,
                 )
             else:
-                known[key] = halves_memory(block, *how, accumulate=accumulate, received=received)
+                known[key] = halves_memory(
+                    block, *how, accumulate=accumulate, received=received, held=held, apart=apart
+                )
         return known[key]
 
     def _compiled(
@@ -366,7 +371,7 @@ class TracedPart:
             halves: backward is cut in two.
         """
         loss = self.loss if loss is None else loss
-        regions = halves or choices is None or any(choice.decisions for choice in choices)
+        regions = choices is None or any(choice.decisions for choice in choices)
         regions |= all(kind.kept_at == kind.shared_at for kind in self.traced.kinds)
         key = (self._number, loss, accumulate, regions, halves)
         if key not in self.known.outside:

@@ -236,7 +236,8 @@ class GatheredOnce(Units):
             return
         for grad in grads:
             self.storages.relabel(grad, Part.GRADIENTS)
-        self.waiting.setdefault(key, []).extend(grads)
+        if grads:
+            self.waiting.setdefault(key, []).extend(grads)
 
     def add_waiting(self, key: Hashable, unit: UnitBytes | None) -> None:
         """Let FSDP2 see the gradients that wait."""

@@ -259,6 +259,8 @@ class Microbatch:
             self._run_outside(end)
         self._run_outside(events.backward_end)
         if self.around.halves:
+            for layer, run in zip(self.layers, self.inside):
+                storages.run_log(layer.events.running_released, run, Part.SAVED_ACTIVATIONS)
             self.units.add_waiting(ROOT, self.sharding.root)
 
     def _begin_backward(self, end: int) -> None:
@@ -291,13 +293,11 @@ class Microbatch:
         Free all storages of the micro-batch, but for what `take_ends` returns.
         """
         events, storages = self.events, self.storages
-        for i in reversed(range(len(self.layers))):
+        for i in range(len(self.layers) if self.around.halves else 0):  # in the order of the parameters
             layer, run = self.layers[i], self.inside[i]
-            if self.around.halves:
-                storages.mark(f"second half of backward of layer {i}")
-                storages.run_log(layer.events.running_weights, run, Part.SAVED_ACTIVATIONS)
-                self._reduce(i, layer, run)
-                self._drop_layer(i)
+            storages.mark(f"second half of backward of layer {i}")
+            storages.run_log(layer.events.running_weights, run, Part.SAVED_ACTIVATIONS)
+            self._reduce(i, layer, run)
         storages.mark("end of backward")
         self._run_outside(events.weights_end)
         if self.around.halves:
@@ -344,12 +344,15 @@ class Microbatch:
         for storage in self.inputs[i]:
             storages.relabel(storage, Part.RUNNING_LAYER)
         self._share_gradients(layer.events, back.grads, end, run.alive)
-        if layer.experts is None or self.around.halves:
+        if layer.experts is None:
             storages.run_log(layer.events.running_backward, run, Part.RUNNING_LAYER)
         else:
             until, rest = layer.events.running_apart
             storages.run_log(until, run, Part.RUNNING_LAYER)
-            self._reduce_experts(i, layer, run)
+            if self.around.halves:
+                units.add_waiting(("experts", i), layer.experts)
+            else:
+                self._reduce_experts(i, layer, run)
             storages.run_log(rest, run, Part.RUNNING_LAYER)
         storages.move_bytes(run.other_bytes, Part.RUNNING_LAYER, Part.SAVED_ACTIVATIONS)
         for place, number in layer.events.input_grads.items():

@@ -245,14 +245,20 @@ def halves_memory(
     *,
     accumulate: bool,
     received: bool = False,
+    held: bool = False,
+    apart: Collection[nn.Module] = (),
 ) -> BlockEvents:
     """Run a block forward and through both halves of its backward on fake tensors, as `block_memory` does in one piece.
 
     A checkpointed block is recomputed in each half.
+
+    held: the stage trains parameters behind the block, whose second half comes later and starts at nodes that have
+        references to the block's graph: what no half runs through stays till then, and is not freed in the logs.
     """
     state = leaves_of(kind.state)
     with needing_no_values(kind), with_state(kind.module, state):
-        return _run(kind, state, policy, run, used, accumulate=accumulate, received=received)
+        how = {"accumulate": accumulate, "received": received, "held": held}
+        return _run(kind, state, policy, run, used, apart, **how)
 
 
 def _run(
@@ -261,9 +267,11 @@ def _run(
     policy: Policy | None,
     run: FakeRun,
     used: Collection[int],
+    apart: Collection[nn.Module],
     *,
     accumulate: bool,
     received: bool,
+    held: bool,
 ) -> BlockEvents:
     replaced: dict[int, torch.Tensor] = {}
     leaves = list(dict.fromkeys(state.values()))
@@ -277,7 +285,9 @@ def _run(
     before = with_gradients(leaves, run) if accumulate else []
     meter = TracedBytes([*leaves, *replaced.values(), *before])
     inputs = [t for t in replaced.values() if t.requires_grad]
-    with run, meter, SumsInPlace():
+    ends: list[int] = []
+    marks = _backward_ends(kind.module, apart, lambda: ends.append(len(meter.log)))
+    with run, meter, SumsInPlace(), marks:
         with run.casting(), torch.set_grad_enabled(kind.grad):
             out = (
                 kind.run(*args, **kwargs)
@@ -292,15 +302,20 @@ def _run(
         stay: list[torch.Tensor] | None = [] if received else None
         gradients = OutputGradients.apply([None] * len(roots), stay, *roots)
         del out, roots
-        begun = len(meter.log)
+        begun, graph = len(meter.log), gradients.grad_fn
         rest = backward_of_inputs([gradients], [torch.empty_like(gradients)], inputs, leaves)
         ended = len(meter.log)
         to_inputs = {place: meter.number(grad) for place, grad in gradients_by_place(kind, replaced).items()}
         for tensor in inputs:
             tensor.grad = None
+        graph = graph if held else None
+        second = len(meter.log)
         rest()
         log, first = tuple(meter.log), tuple(meter.log[begun:ended])
+        released = tuple((n, size) for n, size in log[ended:second] if n not in to_inputs.values())
         of_outputs = dict(zip(places, (number for number, size in first if size)))
-        weights = tuple((n, size) for n, size in log[ended:] if size or n not in to_inputs.values())
+        weights = tuple((n, size) for n, size in log[second:] if size or n not in to_inputs.values())
         grads = numbers_of(meter, state)
-        return BlockEvents(log[:begun], first, outputs, of_outputs, to_inputs, grads, weights=weights)
+        del graph
+        at = ends[-1] - begun if ends else len(first)
+        return BlockEvents(log[:begun], first, outputs, of_outputs, to_inputs, grads, at, released, weights)

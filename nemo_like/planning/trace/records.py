@@ -97,6 +97,8 @@ class BlockEvents:
     """Gradients of its parameters by name, alive at its end, but for those that backward added to."""
     apart_end: int = 0
     """Position in `backward` at which the experts' backward has ended, where they are an FSDP2 unit of their own."""
+    released: Log = ()
+    """What is freed when all layers have gone through the first half of backward, where a schedule cuts it in two."""
     weights: Log = ()
     """The second half of backward, which makes `param_grads`, where a pipeline's schedule cuts it in two."""
     kept_inputs: frozenset[Place] | None = None
@@ -105,7 +107,7 @@ class BlockEvents:
     @cached_property
     def sizes(self) -> dict[int, int]:
         """Bytes of its storages."""
-        return {number: size for log in (self.forward, self.backward, self.weights) for number, size in log if size}
+        return {number: size for log in (self.until(True), self.weights) for number, size in log if size}
 
     @cached_property
     def held(self) -> int:
@@ -139,19 +141,19 @@ class BlockEvents:
     @property
     def between(self) -> int:
         """Bytes alive between the halves of its backward, but for gradients of its inputs."""
-        return self._bytes(_alive(self.forward + self.backward) - set(self.input_grads.values()))
+        return self._bytes(_alive(self.until(True)) - set(self.input_grads.values()))
 
     @property
     def output_grad_between(self) -> int:
         """Bytes of `between` that are gradients of its output."""
-        return self._bytes(_alive(self.forward + self.backward) & set(self.output_grads.values()))
+        return self._bytes(_alive(self.until(True)) & set(self.output_grads.values()))
 
     def _bytes(self, numbers: Iterable[int]) -> int:
         return sum(self.sizes.get(number, 0) for number in set(numbers))
 
     def until(self, halfway: bool) -> Log:
         """Return the log of its forward, and (`halfway`) of the first half of its backward."""
-        return self.forward + self.backward if halfway else self.forward
+        return self.forward + self.backward + self.released if halfway else self.forward
 
     @cached_property
     def _exposed(self) -> frozenset[int]:
@@ -174,6 +176,11 @@ class BlockEvents:
         logs = self.backward[: self.apart_end], self.backward[self.apart_end :]
         until, rest = (Recorded(log, self._exposed, self.sizes, frozenset()) for log in logs)
         return until, rest
+
+    @cached_property
+    def running_released(self) -> Recorded:
+        """Log of `released`."""
+        return Recorded(self.released, self._exposed, self.sizes, frozenset())
 
     @cached_property
     def running_weights(self) -> Recorded:
