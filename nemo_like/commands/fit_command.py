@@ -37,6 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what a step may take on each GPU (default: all but 5 %% and what is outside of torch's allocator)",
     )
     add("--dtype", default="fp32", help="parameters as stored (default: %(default)s)")
+    add(
+        "--lora",
+        type=int,
+        metavar="RANK",
+        help="adapters of this rank train, all else is frozen, in the dtype of --precision (peft)",
+    )
     add("--precision", type=_words, help="what to compute in (default: bf16 on CUDA); bf16,fp32: either")
     add(
         "--optimizer",
@@ -124,6 +130,7 @@ def run(args: argparse.Namespace) -> int:
             memory=args.memory,
             **_fields(args),
             dtype=parse_dtype("--dtype", args.dtype),
+            lora=args.lora,
             count=args.count,
             minutes=args.minutes,
             progress=say,

@@ -347,8 +347,6 @@ def _check(args: argparse.Namespace) -> None:
             )
     if args.cp == 1:
         refuse_unread(args, ["cp_method"], "without --cp above 1 every rank has whole sequences.")
-    if args.ep == 1:
-        refuse_unread(args, ["imbalance"], "without --ep above 1 every rank has all experts.")
     if not (args.host or args.cpu_offload) and args.offload == "none":
         refuse_unread(args, ["host_memory"], "that takes --host, --offload or --cpu-offload.")
     if args.input_shape:

@@ -275,6 +275,11 @@ def check_imbalance(name: str, imbalance: Any, ranks: int | None = None) -> None
     """Raise where `imbalance`, of the setting `name`, is not rows of the fullest rank over those of a balanced router:
     from 1 to `ranks` (None: how many share the experts is not known yet)."""
     number = isinstance(imbalance, int | float) and not isinstance(imbalance, bool)
+    if number and ranks == 1 and 1 < imbalance < math.inf:
+        raise ValueError(
+            f"{name} is {imbalance!r}, and ep is 1: every rank has all experts, so that none gets more rows than its share. "
+            "Leave it out, or use ep above 1."
+        )
     if not number or not 1 <= imbalance < math.inf or (ranks is not None and imbalance > ranks):
         most = (
             " (balanced) on" if ranks is None else f" (balanced) to the number of ranks that share the experts, {ranks}"

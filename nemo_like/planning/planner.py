@@ -15,6 +15,7 @@ from nemo_like.activation_checkpointing.transfer import Transfer
 from nemo_like.distributed.launch import pick_device_type, world_size
 from nemo_like.job import AllKeywords, Job, as_code
 from nemo_like.options import MemoryBudget, parse_ac
+from nemo_like.options.parallel import check_imbalance
 from nemo_like.planning.answers.rank import fullest_peaks, peak_of, peaks_of
 from nemo_like.planning.answers.reserved import reserved_on
 from nemo_like.planning.answers.seconds import step_seconds
@@ -76,8 +77,11 @@ def query_of(model: nn.Module, sample_input: Any, job: Job, mode: str = "full") 
     """Return the query of `job`, with layers divided for ``balance="memory"`` if it has that; `mode`: as for `balanced`.
 
     Raises:
-        ValueError: as `plan_for`, for models that cannot be traced or cut.
+        ValueError: as `plan_for`, for models that cannot be traced or cut; an imbalance above 1 of experts that all ranks
+            have.
     """
+    if job.ep.imbalance is not None:
+        check_imbalance("imbalance", job.ep.imbalance, job.ep.size)
     query = PlanQuery.of(model, sample_input, job)
     return balanced(query, mode) if query.is_pipeline and query.pp.balance == "memory" else query
 

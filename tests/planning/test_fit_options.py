@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,14 +13,17 @@ import torch
 
 from nemo_like import FSDP2, ChunkedLoss, ContextParallel, ExpertParallel, Job, OffloadConfig, PipelineParallel
 from nemo_like.cli import main
+from nemo_like.models import text_batch
 from nemo_like.options import PlanSearch, Precision, StepSpec, TensorParallel
 from nemo_like.options.memory import AllocatorConfig
 from nemo_like.planning.answers.rank import peak_of
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.fit import fit
 from nemo_like.planning.fit.fitting import make_search
-from nemo_like.planning.fit.question import Question, read_pins
+from nemo_like.planning.fit.layouts import Layout, job_of
+from nemo_like.planning.fit.question import _SEARCHED, Question, read_pins, read_question
 from nemo_like.planning.fit.report import recipe
+from nemo_like.planning.planner import query_of
 from nemo_like.planning.query import PlanQuery
 from tests.models.fit_models import llama, mixture
 from tests.planning.queries import Text, reserved
@@ -299,3 +305,55 @@ def test_on_the_cpu_it_changes_nothing_and_is_there_only_where_it_is_pinned(caps
     said = "--model tests.planning.queries:Text --gpus 2 --gpu cpu --seq-len 64 --micro-batch 1 --tp 1 --cp 1 --ac full"
     assert main(["fit", *said.split(), "--loss", "model", "--cpu-offload", "--host-memory", "1GiB"]) == 0
     assert "FSDP2(reshard_after_forward=False, cpu_offload=True)" in capsys.readouterr().out
+
+
+def test_fields_that_are_searched_are_those_of_the_docstring() -> None:
+    """Against what a layout changes in a job."""
+    listed = " ".join((fit.__doc__ or "").split()).partition("Of a job's fields, ")[2]
+    groups = [set(re.findall(r"``(\w+)``", re.sub(r"\(.*?\)", "", part))) for part in listed.split("; these", 3)]
+    whole, parts, follow, given = (names & {f.name for f in fields(Job)} for names in groups)
+    (asked,), _, _ = read_question(None, {"gpu": "cpu", "precision": "bf16"})
+    layout = Layout(
+        dp_replicate=2, dp_shard=2, tp=2, cp=2, ep=2, pp=2, ac="full", loss="chunked", offload="boundary", sync="last",
+        grad_accum=4, reshard_after_forward=True, cpu_offload=True,
+    )  # fmt: skip
+    other = job_of(asked, layout, lambda _: 1)
+    changed = {f.name for f in fields(Job) if getattr(other, f.name) != getattr(asked, f.name)} - {"asked"}
+    assert changed == whole | parts | {"world_size"}
+    assert whole == {*_SEARCHED} - {"planned_tokens"} and follow == {"world_size", "planned_tokens"}
+    assert given == {f.name for f in fields(Job)} - whole - parts - follow - {"asked"}
+
+
+def test_adapters_are_those_of_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`fit` that is pinned to one layout, against `plan` with the same flags."""
+    pytest.importorskip("peft")
+    config = {"model_type": "llama", "hidden_size": 48, "intermediate_size": 128, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config | heads))
+    both = f"--model {path} --gpus 2 --seq-len 64 --lora 4 --precision bf16 --optimizer adamw --json -".split()
+    pins = "--tp 1 --cp 1 --pp 1 --dp-replicate 1 --micro-batch 1 --grad-accum 1 --ac full --loss model --offload none"
+    assert main(["fit", *both, *pins.split(), "--no-cpu-offload", "--compile", "none", "--count", "9"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert main(["plan", *both, "--no-what-if"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    (full,) = (row for row in planned["rows"] if row["ac"] == "full")
+    best = found["candidates"][0]
+    assert (found["lora"], best["ac"], best["reshard_after_forward"]) == (4, "full", None)
+    assert best["peak_bytes"] == full["peak_bytes"] < 1_000_000 and best["step_seconds"] == full["step_seconds"]
+
+
+def test_adapters_that_fit_refuses() -> None:
+    with pytest.raises(ValueError, match="lora is 4, and model is a LlamaForCausalLM, not a name"):
+        fit(llama(), gpus=2, lora=4)
+    with pytest.raises(ValueError, match="lora is 4, and precision is one of several"):
+        fit("llama3-8b", gpus=2, lora=4, precision=["bf16", "fp32"])
+
+
+def test_an_imbalance_without_ep_is_refused_alike() -> None:
+    job = Job.of(ep=ExpertParallel(1, imbalance=2.0), gpu="cpu", world_size=2)
+    told = r"imbalance is 2.0, and ep is 1: every rank has all experts, .* Leave it out, or use ep above 1"
+    with pytest.raises(ValueError, match=told):
+        query_of(mixture(), text_batch(1, 16), job)
+    with pytest.raises(ValueError, match=told):
+        fit(mixture(), gpus=2, gpu="cpu", ep=1, imbalance=2.0)

@@ -26,6 +26,7 @@ from nemo_like.planning.fit.layouts import Layout, Room, job_of, layouts
 from nemo_like.planning.fit.question import FitKeywords, Question, read_question
 from nemo_like.planning.fit.report import FitReport
 from nemo_like.planning.fit.search import Ranking, Search, quietly
+from nemo_like.planning.model.quantised import with_adapters
 from nemo_like.planning.model.traced import Known
 from nemo_like.planning.query import PlanQuery, Traced
 from nemo_like.planning.sharding import same_on_all_ranks
@@ -40,6 +41,7 @@ def fit(
     global_batch: int | None = None,
     memory: int | str | None = None,
     dtype: Any = None,
+    lora: int | None = None,
     sample: Callable[[int], Any] | None = None,
     count: int = 8,
     minutes: float | None = None,
@@ -58,6 +60,8 @@ def fit(
             of torch's allocator. What counts:
             `nemo_like.planning.answers.verdict`.
         dtype: dtype of the parameters where `model` is a name. Default: float32.
+        lora: where `model` is a name, adapters of this rank train, and all else is frozen, in the dtype to compute in
+            (peft). None: all trains.
         sample: makes the input of one micro-batch of so many sequences. Default: token ids, and the same as labels.
         count: how many configurations to report.
         minutes: end the search after so many, with the best so far; None: when the fastest is known.
@@ -68,19 +72,33 @@ def fit(
             (``[None]``: FSDP2's default), ``cpu_offload``. Each is one value, or a list of allowed ones, also for
             ``precision`` and ``optimizer``. By default, ``precision`` is ``"bf16"`` on CUDA, and ``pp`` is 1 on one host.
 
+    Of a job's fields, these are searched where they are not pinned: ``ac``, ``loss``, ``offload``, ``dp_replicate``, ``pp``;
+    these in part, and the rest as given: ``tp``, ``cp``, ``ep`` (size, method, what is cut along the sequence),
+    ``strategy`` (``reshard_after_forward``, ``cpu_offload``), ``step`` (``microbatches``, ``sync``); these follow from
+    `gpus` and `seq_len`: ``world_size``, ``planned_tokens``; these are as given: ``ac_scope``, ``layers``, ``precision``,
+    ``compile``, ``device``, ``gpu``, ``allocator``, ``search``.
+
     Where a process group is up, rank 0 searches and the others receive its report.
 
     Raises:
         ValueError: no combination can be run on so many GPUs; an unknown device or pin; pins that contradict each other; a
-            model without repeated layers.
-        TypeError: a value of the wrong kind.
+            model without repeated layers; ``lora`` below 1, of a model that is there, or with several precisions.
+        TypeError: a value of the wrong kind. MissingExtraError: ``lora``, and peft is not installed.
     """
     if not isinstance(model, str):
         check_model(model)
+        if lora is not None:
+            raise ValueError(
+                f"lora is {lora}, and model is a {type(model).__name__}, not a name. Put adapters into it before (peft)."
+            )
     if minutes is not None and not (isinstance(minutes, int | float) and minutes > 0):
         raise ValueError(f"minutes is {minutes!r}; it must be a number above 0, or None.")
     until = math.inf if minutes is None else time.monotonic() + 60 * minutes
     jobs, pinned, asked = read_question(job, pins)
+    if lora is not None and len({each.param_dtype for each in jobs}) > 1:
+        raise ValueError(
+            f"lora is {lora}, and precision is one of several, in which frozen weights are stored. Give one."
+        )
     questions = [
         Question(
             each,
@@ -96,7 +114,7 @@ def fit(
     ]
 
     def search() -> FitReport:
-        report = _searched(model, questions, dtype, sample, count, progress, until)
+        report = _searched(model, questions, dtype, lora, sample, count, progress, until)
         if not report.candidates and report.nearest is None:
             raise ValueError(report.problem)
         return report
@@ -108,6 +126,7 @@ def _searched(
     model: nn.Module | str,
     questions: Sequence[Question],
     dtype: Any,
+    lora: int | None,
     sample: Callable[[int], Any] | None,
     count: int,
     say: Say,
@@ -120,6 +139,7 @@ def _searched(
     if isinstance(model, str):
         built, source = resolve_model(model).built("meta", dtype)
         sample = source.sample_of if sample is None and source.sample is not None else sample
+        built = built if lora is None else with_adapters(built.train(), lora, questions[0].job.param_dtype)
     assert isinstance(built, nn.Module)
     search = make_search(built, questions, sample, say, until, name)
     found = search.run(count)
@@ -142,6 +162,7 @@ def _searched(
             "seconds": round(time.perf_counter() - start, 2),
         },
         off=found.off,
+        lora=lora,
         interrupted=found.interrupted,
     )
 

@@ -127,7 +127,7 @@ def job_of(asked: Job, layout: Layout, limit: Callable[[Job], int], given: Job |
             asynchronous=asked.tp.asynchronous and layout.tp > 1 and layout.sequence_parallel,
         ),
         cp=replace(asked.cp, size=layout.cp, method=layout.cp_method),
-        ep=replace(asked.ep, size=layout.ep),
+        ep=replace(asked.ep, size=layout.ep, imbalance=asked.ep.imbalance if layout.ep > 1 else None),
         pp=stages,
         step=replace(asked.step, microbatches=accumulated, sync=layout.sync),
         ac=parse_ac("none" if layout.ac == "plan" else layout.ac),

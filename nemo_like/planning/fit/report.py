@@ -94,6 +94,8 @@ class FitReport:
     took."""
     off: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Share by which the formula was off for those that were planned: of ``seconds`` and of ``bytes``, median and worst."""
+    lora: int | None = None
+    """Rank of the adapters that alone train; None: what the model itself trains."""
     interrupted: bool = False
     """True if the search was interrupted: a faster configuration may be among those that it did not examine."""
 
@@ -160,9 +162,11 @@ class FitReport:
         batch = "" if question.global_batch is None else f", {question.global_batch} per step"
         names = {each.job.step.optimizer for each in self.candidates} or {question.job.step.optimizer}
         optimizer = f", {names.pop()}" if len(names) == 1 else ""
+        lora = "" if self.lora is None else f", of which adapters of rank {self.lora} train and all else is frozen,"
         return (
-            f"{self.model} ({parameters_word(self.parameters)} parameters) on {question.gpus} x {question.device.name}, "
-            f"sequences of {question.seq_len} tokens{batch}{optimizer}; rates of {question.device.rates}."
+            f"{self.model} ({parameters_word(self.parameters)} parameters){lora} on {question.gpus} x "
+            f"{question.device.name}, sequences of {question.seq_len} tokens{batch}{optimizer}; rates of "
+            f"{question.device.rates}."
         )
 
     def table(self) -> Table:
@@ -188,7 +192,8 @@ class FitReport:
         if not self.candidates:
             return f"{paragraph(self.problem, width)}\n\n{paragraph(self.about(), width)}"
         table = self.table()
-        lines = [f"{self.verdict()}\nPaste: {self.call()}\nTrain: {recipe(self, self.best)}"]
+        train = f"\nTrain: {recipe(self, self.best)}" if self.lora is None else ""
+        lines = [f"{self.verdict()}\nPaste: {self.call()}{train}"]
         lines.append(paragraph(f"{self.about()} Bound by {self.binds}.", width))
         if explain is None and self.best.need.bytes >= 0.9 * self.question.limit_of(self.best.job):
             lines.append(paragraph(self.best.outside.words(), width))
@@ -239,6 +244,7 @@ class FitReport:
             "verdict": self.verdict(),
             "model": self.model,
             "parameters": self.parameters,
+            "lora": self.lora,
             "gpus": question.gpus,
             "gpu": question.device.name,
             "seq_len": question.seq_len,

@@ -257,8 +257,7 @@ def halves_memory(
     """
     state = leaves_of(kind.state)
     with needing_no_values(kind), with_state(kind.module, state):
-        how = {"accumulate": accumulate, "received": received, "held": held}
-        return _run(kind, state, policy, run, used, apart, **how)
+        return _run(kind, state, policy, run, used, apart, accumulate=accumulate, received=received, held=held)
 
 
 def _run(
@@ -286,8 +285,7 @@ def _run(
     meter = TracedBytes([*leaves, *replaced.values(), *before])
     inputs = [t for t in replaced.values() if t.requires_grad]
     ends: list[int] = []
-    marks = _backward_ends(kind.module, apart, lambda: ends.append(len(meter.log)))
-    with run, meter, SumsInPlace(), marks:
+    with run, meter, SumsInPlace(), _backward_ends(kind.module, apart, lambda: ends.append(len(meter.log))):
         with run.casting(), torch.set_grad_enabled(kind.grad):
             out = (
                 kind.run(*args, **kwargs)
@@ -308,14 +306,21 @@ def _run(
         to_inputs = {place: meter.number(grad) for place, grad in gradients_by_place(kind, replaced).items()}
         for tensor in inputs:
             tensor.grad = None
-        graph = graph if held else None
+        graph = graph if held else None  # it stays until the logs are read
         second = len(meter.log)
         rest()
         log, first = tuple(meter.log), tuple(meter.log[begun:ended])
-        released = tuple((n, size) for n, size in log[ended:second] if n not in to_inputs.values())
         of_outputs = dict(zip(places, (number for number, size in first if size)))
         weights = tuple((n, size) for n, size in log[second:] if size or n not in to_inputs.values())
         grads = numbers_of(meter, state)
-        del graph
-        at = ends[-1] - begun if ends else len(first)
-        return BlockEvents(log[:begun], first, outputs, of_outputs, to_inputs, grads, at, released, weights)
+        return BlockEvents(
+            log[:begun],
+            first,
+            outputs,
+            of_outputs,
+            to_inputs,
+            grads,
+            apart_end=ends[-1] - begun if ends else len(first),
+            released=tuple((n, size) for n, size in log[ended:second] if n not in to_inputs.values()),
+            weights=weights,
+        )

@@ -98,7 +98,7 @@ class BlockEvents:
     apart_end: int = 0
     """Position in `backward` at which the experts' backward has ended, where they are an FSDP2 unit of their own."""
     released: Log = ()
-    """What is freed when all layers have gone through the first half of backward, where a schedule cuts it in two."""
+    """Entries when all layers have gone through the first half of backward, where a schedule cuts it in two."""
     weights: Log = ()
     """The second half of backward, which makes `param_grads`, where a pipeline's schedule cuts it in two."""
     kept_inputs: frozenset[Place] | None = None
