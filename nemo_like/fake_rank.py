@@ -40,7 +40,7 @@ from nemo_like.models import source_of
 from nemo_like.options import DDP, FSDP2, MemoryBudget, StepSpec
 from nemo_like.options.optimizers import OPTIMIZER_OBJECTS
 from nemo_like.parallelizer import parallelize
-from nemo_like.planning.devices import Device, resolve_device
+from nemo_like.planning.devices import Device, device_of, resolve_device
 from nemo_like.planning.model.capture import routing_of
 from nemo_like.planning.model.outside import loss_of
 from nemo_like.planning.planned_rank import PlannedRank, plan_rank
@@ -115,8 +115,8 @@ def dry_run(
 
     Raises:
         ValueError, TypeError: as `parallelize`; a rank that the job does not have; a model whose step depends on values.
-        NotImplementedError: what cannot be run so: stages of the caller's own, ``cp`` by ring, DDP, compilation, offloading,
-            a step with an optimizer that torch does not bring.
+        NotImplementedError: what cannot be run so: stages of the caller's own, ``cp`` by ring, DDP, compilation, offloading
+            (``cpu_offload`` of a GPU, too), a step with an optimizer that torch does not bring.
 
     >>> found = dry_run(model, Job.of(ac="full", tp=8, world_size=4096), batch)  # doctest: +SKIP
     >>> found.peak_bytes, found.at, found.parts, found.against  # doctest: +SKIP
@@ -331,6 +331,8 @@ def refuse_dry_run(job: Job) -> None:
         "strategy='ddp'": isinstance(job.strategy, DDP),
         f"compile={job.compile!r}": job.compile is not None,
         f"offload={job.offload.mode!r}": job.offload.mode != "none",
+        # What is in host memory would count as the GPU's: both are the CPU's fake tensors.
+        "FSDP2.cpu_offload": job.fsdp is not None and job.fsdp.cpu_offload and device_of(job).kind != "cpu",
         f"StepSpec.optimizer={job.step.optimizer!r}": OPTIMIZER_OBJECTS[job.step.optimizer].make is None,
     }
     for name, is_there in refused.items():
