@@ -323,8 +323,7 @@ class Stage:
     @cached_property
     def _last_trained(self) -> int:
         """Position of the last layer call that trains a parameter; their number where a norm or head behind them does."""
-        calls = self.part.traced.calls
-        trains = [any(p.requires_grad for p in call.module.parameters()) for call in calls]
+        trains = [any(p.requires_grad for p in call.module.parameters()) for call in self.part.traced.calls]
         trains.append(bool(self.outside(halves=True).events.param_grads))
         return max(position for position, each in enumerate(trains) if each or not position)
 

@@ -93,7 +93,9 @@ class Units:
             return
         part = _gathered(key)
         self.storages.mark("gathering")
-        cast = 0 if key in self.kept else self.storages.make(unit.gather_input, part, GATHER)
+        # Parts that wait are of the dtype to compute in, and are copied all the same where shards are cast.
+        copied = sum(unit.each_kept) if unit.gather_input and not unit.host_shard else 0
+        cast = self.storages.make(copied if key in self.kept else unit.gather_input, part, GATHER)
         self.flat[key] = self.storages.make(unit.flat, part, GATHER)
         self.storages.make_and_drop(self._copied_by_gloo(unit, unit.gathered), part)
         self.storages.drop(cast)
