@@ -42,6 +42,8 @@ if TYPE_CHECKING:  # what type checkers and editors see of the names below; "as"
     from nemo_like.distributed.context.sequence_ops import unshard_sequence as unshard_sequence
     from nemo_like.distributed.pipeline import Pipeline as Pipeline
     from nemo_like.distributed.shard import shard_layers as shard_layers
+    from nemo_like.distributed.update_in_backward import OptimizerInBackward as OptimizerInBackward
+    from nemo_like.distributed.update_in_backward import optimizer_in_backward as optimizer_in_backward
     from nemo_like.distributed.weights.materialize import materialize as materialize
     from nemo_like.fake_rank import DryRun as DryRun
     from nemo_like.fake_rank import dry_run as dry_run
@@ -112,6 +114,10 @@ _WHERE = {
     ),
     "distributed.pipeline": ("Pipeline",),
     "distributed.shard": ("shard_layers",),
+    "distributed.update_in_backward": (
+        "OptimizerInBackward",
+        "optimizer_in_backward",
+    ),
     "distributed.weights.materialize": ("materialize",),
     "fake_rank": (
         "DryRun",

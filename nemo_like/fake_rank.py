@@ -31,6 +31,7 @@ from nemo_like.activation_checkpointing.plan import Plan
 from nemo_like.distributed.gradients import set_gradient_sync
 from nemo_like.distributed.pipeline import Pipeline
 from nemo_like.distributed.pipeline.batches import repeated
+from nemo_like.distributed.update_in_backward import optimizer_in_backward
 from nemo_like.fake.model_copy import copy_on_meta
 from nemo_like.fake.reasons import without_values
 from nemo_like.fake.run import FakeRun
@@ -230,7 +231,14 @@ def _run(model: nn.Module, sample_input: object, job: Job, shortened: _Shortened
         go = _loop(parallelized, args, kwargs, loop, ledger, loss_parallel if split_loss else nullcontext)
     make = OPTIMIZER_OBJECTS[OPTIMIZER_OBJECTS[loop.optimizer].form_on(device.kind)].make
     assert make is not None  # `refuse_dry_run`
-    optimizer = make(list(parallelized.parameters()))
+    if loop.in_backward:
+        assert isinstance(parallelized, nn.Module)  # a rule of `Job`
+        optimizers = list(optimizer_in_backward(parallelized, make).optimizers.values())
+        for optimizer in optimizers:
+            optimizer.register_step_pre_hook(lambda *_: setattr(ledger, "phase", "optimizer step"))
+            optimizer.register_step_post_hook(lambda *_: setattr(ledger, "phase", "backward"))
+    else:
+        optimizers = [make(list(parallelized.parameters()))]
     with run.fake:
         averaged = {p: torch.empty_like(local_part(p), device="cpu") for p in parallelized.parameters() if loop.ema}
     told = without_values(f"{type(model).__name__} cannot be run without values: its step", model)
@@ -240,13 +248,15 @@ def _run(model: nn.Module, sample_input: object, job: Job, shortened: _Shortened
             gc.collect()
             ledger.own([*map(local_part, parallelized.parameters()), *averaged.values()], PARAMETERS)
             ledger.begin()
-            stretches = [_stretch(*gap, by_name, optimizer, averaged, ledger) for gap in shortened.gaps]
+            stretches = [_stretch(*gap, by_name, optimizers, averaged, ledger) for gap in shortened.gaps]
             go()
             ledger.phase = "optimizer step"
-            optimizer.step()
-            if device.kind == "cuda" and not optimizer.defaults.get("fused"):  # torch counts steps on the host
-                ledger.disown(state["step"] for state in optimizer.state.values() if "step" in state)
-            optimizer.zero_grad(set_to_none=loop.zero_grad == "free")
+            for optimizer in optimizers:
+                if not loop.in_backward:
+                    optimizer.step()
+                if device.kind == "cuda" and not optimizer.defaults.get("fused"):  # torch counts steps on the host
+                    ledger.disown(state["step"] for state in optimizer.state.values() if "step" in state)
+                optimizer.zero_grad(set_to_none=loop.zero_grad == "free")
         return whole_levels(ledger, stretches)
 
 
@@ -254,17 +264,20 @@ def _stretch(
     missing: int,
     around: tuple[tuple[str, ...], ...],
     layers: Mapping[str, nn.Module],
-    optimizer: torch.optim.Optimizer,
+    optimizers: Sequence[torch.optim.Optimizer],
     averaged: Mapping[torch.Tensor, torch.Tensor],
     ledger: StorageLedger,
 ) -> Stretch:
     """Return what is known of a stretch of layers when a step begins. `averaged`: weights, by their parameters."""
-    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    states = {parameter: state for optimizer in optimizers for parameter, state in optimizer.state.items()}
+    # What one optimizer makes for all of them is there for those that are left out, too.
+    groups = optimizers[0].param_groups if len(optimizers) == 1 else []
+    trained = [parameter for group in groups for parameter in group["params"]]
     here = [parameter for name in around[1] for parameter in layers[name].parameters()]
     tensors = (
         each
         for p in here
-        for each in (p, p.grad, averaged.get(p), *optimizer.state.get(p, {}).values())
+        for each in (p, p.grad, averaged.get(p), *states.get(p, {}).values())
         if torch.is_tensor(each)
     )
     numbers = {id(parameter): number for number, parameter in enumerate(trained)}

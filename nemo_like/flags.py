@@ -145,6 +145,7 @@ FLAGS: dict[str, Flag] = {
         ),
         Flag("zero_grad", "step.zero_grad", StepSpec.zero_grad, choices=("free", "zero"), on="plan fit"),
         Flag("ema", "step.ema", False, bool, on="plan fit"),
+        Flag("optimizer_in_backward", "step.in_backward", False, bool, on="plan fit"),
         Flag("compile", "compile", "none", choices=("none", *COMPILE_BACKENDS), on="plan"),
         Flag("offload", "offload", "none", choices=OFFLOADS, on="plan pins"),
         Flag("cpu_offload", "strategy.cpu_offload", False, bool, on="plan pins"),

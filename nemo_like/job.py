@@ -575,6 +575,22 @@ def _resharding_divides_the_shards(job: Job) -> str | None:
     return undivided_shards(job.strategy.reshard_after_forward, job.shard_ranks)
 
 
+def _update_in_backward_is_whole(job: Job) -> str | None:
+    if not job.step.in_backward:
+        return None
+    reasons = [
+        (f"pp={job.pp.size}", job.pp.size > 1, "a stage reduces its gradients behind its last micro-batch"),
+        (f"cp={job.cp.size}", job.cp.size > 1, "it was not tried with parts of sequences"),
+        (f"ep={job.ep.size}", job.ep.size > 1, "it was not tried with experts that are split"),
+        ("strategy='ddp'", isinstance(job.strategy, DDP), "gradients are summed over the ranks behind the hooks"),
+        ("cpu_offload=True", getattr(job.strategy, "cpu_offload", False), "backward would wait for steps on the host"),
+    ]
+    for what, is_asked, reason in reasons:
+        if is_asked:
+            return f"StepSpec.in_backward is True with {what}: {reason}. Leave one of the two out."
+    return None
+
+
 RULES: tuple[Callable[[Job], str | None], ...] = (
     _axes_need_fsdp2,
     _stages_need_fsdp2,
@@ -590,6 +606,7 @@ RULES: tuple[Callable[[Job], str | None], ...] = (
     _split_is_the_callers,
     _split_backward_stays_gathered,
     _resharding_divides_the_shards,
+    _update_in_backward_is_whole,
 )
 """Rules on what cannot be combined, whatever the model: each returns what is wrong, why and the way out, or None."""
 

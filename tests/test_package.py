@@ -32,6 +32,7 @@ PATHS = {
     ),
     "nemo_like.compile": ("compile_layers",),
     "nemo_like.distributed": ("materialize", "shard_layers", "shard_sequence", "unshard_sequence"),
+    "nemo_like.distributed.update_in_backward": ("OptimizerInBackward", "optimizer_in_backward"),
     "nemo_like.distributed.pipeline": ("Pipeline",),
     "nemo_like.integrations": (
         "ActivationOffloadingMixin",

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # imported where an optimizer is made
@@ -121,6 +121,24 @@ def optimizer_memory(trained: Sequence[TrainedParameter], name: str, *, device: 
         device: the kind that the parameters are on: on ``cuda``, torch steps with ``foreach`` where it is not set.
     """
     return OPTIMIZER_OBJECTS[name].memory(trained, device)
+
+
+@dataclass(frozen=True)
+class UpdateInBackward:
+    """The step of one parameter by an optimizer of its own (`StepSpec.in_backward`)."""
+
+    optimizer: str
+    device: str
+    """Kind of device that the parameter is on."""
+
+    def temporaries(self, param: TrainedParameter) -> int:
+        """Return the most bytes that the step of `param` makes and drops."""
+        return _temporaries_of_one(self, param)
+
+
+@cache
+def _temporaries_of_one(update: UpdateInBackward, param: TrainedParameter) -> int:
+    return optimizer_memory([param], update.optimizer, device=update.device).step
 
 
 def _adamw(passes: Callable[[Sequence[TrainedParameter]], tuple[StepTemporaries, ...]], fused: bool = False) -> Memory:

@@ -161,14 +161,25 @@ class StepSpec:
     float32 of its first tensor that has a gradient, shifted by one token."""
     ema: bool = False
     """The loop keeps an average of the parameters, sharded as they are (`torch.optim.swa_utils.AveragedModel`)."""
+    in_backward: bool = False
+    """Each parameter is stepped in backward, as soon as its gradient is there, and the gradient is freed
+    (`nemo_like.optimizer_in_backward`; torchtune's ``optimizer_in_bwd``, PyTorch's tutorial "How to save memory by fusing
+    the optimizer step into the backward pass"): the gradients of all parameters are never there together. A step has one
+    micro-batch then, and nothing can look at all gradients, so that they cannot be clipped by their global norm."""
 
     def __post_init__(self) -> None:
         check_whole("StepSpec.microbatches", self.microbatches, 1)
         for name, known in (("sync", SYNC), ("zero_grad", ZERO_GRAD)):
             _word(f"StepSpec.{name}", getattr(self, name), known)
-        for name in ("keeps_output", "ema"):
+        for name in ("keeps_output", "ema", "in_backward"):
             check_bool(f"StepSpec.{name}", getattr(self, name))
         _word("optimizer", self.optimizer, OPTIMIZERS)
+        if self.in_backward and self.accumulates:
+            raise ValueError(
+                f"in_backward is True with microbatches={self.microbatches} and zero_grad={self.zero_grad!r}: the first "
+                "backward steps with its gradients and frees them, so that none are left to add to. Use microbatches=1 and "
+                "zero_grad='free', or in_backward=False."
+            )
         if self.loss_fn is not None and not callable(self.loss_fn):
             raise TypeError(
                 f"StepSpec.loss_fn is {self.loss_fn!r}; it must be a function of the model's output, or None."

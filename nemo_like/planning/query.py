@@ -46,7 +46,7 @@ from nemo_like.job import Job
 from nemo_like.layers import find_layers
 from nemo_like.losses.model_loss import check_head
 from nemo_like.options import FSDP2, PipelineParallel, Precision
-from nemo_like.options.optimizers import OptimizerMemory, TrainedParameter, optimizer_memory
+from nemo_like.options.optimizers import OptimizerMemory, TrainedParameter, UpdateInBackward, optimizer_memory
 from nemo_like.planning.choose.layer import Choice, Stack
 from nemo_like.planning.choose.layer_seconds import LayerRun
 from nemo_like.planning.devices import Device
@@ -266,24 +266,33 @@ class Stage:
     # --- a step ---------------------------------------------------------------------------------------------------
 
     def outside(
-        self, accumulate: bool = False, choices: Sequence[Choice] | None = None, *, halves: bool = False
+        self,
+        accumulate: bool | UpdateInBackward = False,
+        choices: Sequence[Choice] | None = None,
+        *,
+        halves: bool = False,
     ) -> OuterMemory:
         """Return the memory that it allocates outside the layers; arguments as `TracedPart.outside`."""
         return self.part.outside(self.loss, accumulate=accumulate, choices=choices, halves=halves)
 
-    def around(self, choices: Sequence[Choice], accumulate: bool, *, halves: bool = False) -> Around:
+    def around(self, choices: Sequence[Choice], accumulate: bool | UpdateInBackward, *, halves: bool = False) -> Around:
         """Return `outside` for the writer of a step."""
         outside = self.outside(accumulate, choices, halves=halves)
         return Around(outside.events, outside.idle, outside.dropped, outside.in_chunks, halves)
 
     def layer_calls(
-        self, choices: Sequence[Choice], accumulate: bool, *, received: bool = False, halves: bool = False
+        self,
+        choices: Sequence[Choice],
+        accumulate: bool | UpdateInBackward,
+        *,
+        received: bool = False,
+        halves: bool = False,
     ) -> list[LayerCall]:
         """Return what each layer call allocates and frees, and what it saves.
 
         Args:
             choices: one for each.
-            accumulate: backward adds to existing gradients.
+            accumulate: backward adds to existing gradients, or steps with them.
             received: the gradient of the last call's output comes from a pipeline's next stage, into a buffer that stays.
             halves: as for `TracedPart.memory`.
         """

@@ -70,6 +70,8 @@ class UnitBytes:
     """Bytes of its parameters, where they are stored in host memory instead."""
     host_grad: int = 0
     """Bytes of its gradients once reduced, where they go to host memory: not in `grad` then."""
+    trained: tuple[TrainedParameter, ...] = ()
+    """This rank's share of each of its parameters that train."""
 
     @property
     def flat(self) -> int:
@@ -388,6 +390,10 @@ def _unit(
         shard_gathered=sum(n * size for n, size in compute),
         each_shard=tuple(stored),
         each_gathered=tuple(n * size * ranks for n, size in compute),
+        trained=tuple(
+            TrainedParameter(tuple(local_part(p).shape), n, p.element_size(), kind in ("layer", "experts"))
+            for n, p in trained
+        ),
     )
 
 

@@ -101,6 +101,7 @@ OPTIONS: dict[type, dict[str, Any]] = {
         "optimizer": "sgd",
         "loss_fn": rows_of,
         "ema": True,
+        "in_backward": True,
     },
     AllocatorConfig: {
         "expandable_segments": True,
@@ -147,6 +148,7 @@ def test_every_field_of_a_job_is_known_here():
 
 ALONE = {
     "strategy.cpu_offload", "tp.plan", "tp.sequence_parallel", "tp.asynchronous", "ep.plan", "pp.schedule", "search.measure",
+    "step.in_backward",
 }  # fmt: skip
 """Fields that are not asked for beside the others of their option."""
 

@@ -28,6 +28,7 @@ from nemo_like.distributed.pipeline.schedules import (
     WEIGHTS,
     Action,
 )
+from nemo_like.options.optimizers import UpdateInBackward
 from nemo_like.planning.choose.layer import Choice
 from nemo_like.planning.program.fsdp_units import EMBEDDING, ROOT, TAIL, GatheredOnce, GradientRule, Units, rules_of
 from nemo_like.planning.program.microbatch import Around, LayerCall, Microbatch, StageStep, without
@@ -54,7 +55,7 @@ class StageOfRank:
         )
         self.rules: Sequence[GradientRule] = ()
         """Rules of the gradients of each micro-batch, without a pipeline."""
-        self._calls: dict[tuple[bool, bool], list[LayerCall]] = {}
+        self._calls: dict[tuple[bool | UpdateInBackward, bool], list[LayerCall]] = {}
         self.running: dict[int, Microbatch] = {}
         self.going_back: dict[int, Microbatch] = {}
         self.first_done = self.fetched = False
@@ -237,7 +238,8 @@ class RankSteps:
     def _rules(self, *, first: bool) -> list[GradientRule]:
         """Return the rules of the gradients of a step's micro-batches, without a pipeline."""
         stage, job = self.stages[0].stage, self.query.job
-        return rules_of(job.step, sharded=stage.sharding.on, ddp=job.ddp is not None, cast=stage.casts, first=first)
+        how: dict[str, bool] = {"sharded": stage.sharding.on, "ddp": job.ddp is not None, "cast": stage.casts}
+        return rules_of(job.step, **how, first=first, device=stage.device.kind)
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
@@ -274,7 +276,8 @@ class RankSteps:
         if first:
             self._make_optimizer_state()
         for stage in self.stages.values():
-            storages.optimizer_step(stage.stage.optimizer)
+            if not self.query.job.step.in_backward:
+                storages.optimizer_step(stage.stage.optimizer)
             stage.stays, stage.rules = self.stay, ()
             if not self.stay:
                 stage.step.zero_grad()

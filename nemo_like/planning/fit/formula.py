@@ -684,7 +684,8 @@ def bytes_of(x: _Columns) -> Tensor:
     )
     # Whole gradients wait, where only the last micro-batch reduces; else this rank's share of them.
     grows = x.grad_accum > 1
-    here = x.gradients * (grows | ~x.sharded) * ~x.there
+    behind = not formula.query.job.step.in_backward  # else none are left for the optimizer
+    here = x.gradients * behind * (grows | ~x.sharded) * ~x.there
     waiting = torch.where(x.staged | (x.last & grows), x.all_grads, here)
     static = formula.workspaces + (x.parameters + x.state) * ~x.there + x.all_gathered * (x.stays & x.sharded)
     most: list[Tensor] = []
@@ -711,7 +712,7 @@ def bytes_of(x: _Columns) -> Tensor:
                 buffers = parts.get(Part.REDUCE_BUFFERS, 0) * x.unit_share * x.sharded
                 moving = head + layer + units + root + buffers
                 tops.append(static + waiting + saved[..., at : at + 1] + moving * (1 + formula.excess))
-            step = static + (x.gradients + x.temporaries) * ~x.there
+            step = static + (x.gradients + x.temporaries) * behind * ~x.there
             top = torch.maximum(torch.maximum(*tops), step)
             points.append(torch.where(where, top, torch.zeros_like(top)))
         most.append(torch.stack(points).sum(0))

@@ -328,6 +328,8 @@ def _pinned_by(job: Job) -> dict[str, Any]:
         pins["offload"] = job.offload.mode
     if "step" in fields and set(job.step.changed) != {"optimizer"}:
         pins["sync"] = job.step.sync
+    if job.step.in_backward:
+        pins |= dict.fromkeys(("grad_accum", "pp", "cp", "ep"), 1) | {"cpu_offload": False}
     return pins
 
 

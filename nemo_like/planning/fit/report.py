@@ -333,4 +333,5 @@ def recipe(report: FitReport, candidate: Candidate) -> str:
     begin = "python -m " if layout.gpus == 1 else start
     optimizer = job.step.optimizer
     note = "" if optimizer in ADAMW else f"  # it trains with AdamW, not {optimizer}"
+    note += "  # it steps behind backward, not in it" * job.step.in_backward
     return f"{begin}nemo_like.recipes.pretrain {' '.join(options)}{note}"

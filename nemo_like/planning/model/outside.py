@@ -24,6 +24,7 @@ from nemo_like.fake.reasons import in_a_line, without_values
 from nemo_like.fake.run import cache_off, replaced_forwards
 from nemo_like.losses.model_loss import chunked_calls
 from nemo_like.options import ChunkedLoss, StepSpec
+from nemo_like.options.optimizers import UpdateInBackward
 from nemo_like.planning.devices import Device
 from nemo_like.planning.roofline import OpSeconds
 from nemo_like.planning.trace.kinds import Kind, ModelTrace, record_again
@@ -69,7 +70,7 @@ def outer_memory(
     step: StepSpec = StepSpec(),
     chunks: ChunkedLoss | None = None,
     *,
-    accumulate: bool = False,
+    accumulate: bool | UpdateInBackward = False,
     device: Device | None = None,
     halves: bool = False,
     regions: bool = True,
@@ -81,7 +82,7 @@ def outer_memory(
         model, layers, traced: what runs, and how it was traced.
         step: the loss of the loop, and whether it keeps the output.
         chunks: compute the loss that the model computes in such chunks.
-        accumulate: parameters have gradients before, which are not counted, and backward adds to them.
+        accumulate: as for `nemo_like.planning.trace.layer_memory.block_memory`.
         device: the device whose roofline times it.
         halves: cut backward in two, as some schedules of pipelines do.
         regions: whether layers are checkpointed; without, they hold those of their shared inputs that autograd saves.
@@ -93,7 +94,7 @@ def outer_memory(
     timer = None if device is None else OpSeconds(device)
     state = leaves_of(traced.state)
     leaves = list(dict.fromkeys(state.values()))
-    before = with_gradients(leaves, traced.run) if accumulate else []
+    before = with_gradients(leaves, traced.run, accumulate, in_layer=False) if accumulate else []
     meter = TracedBytes([*leaves, *before, *tensors_in((traced.args, traced.kwargs))])
     used: list[set[int]] = [set() for _ in traced.kinds]
     layouts: list[dict[int, tuple[int, ...]]] = [{} for _ in traced.kinds]

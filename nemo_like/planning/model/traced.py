@@ -30,6 +30,7 @@ from nemo_like.job import Job
 from nemo_like.layers import find
 from nemo_like.losses.model_loss import find_head, say_whole_logits
 from nemo_like.options import ChunkedLoss, ExpertParallel, StepSpec
+from nemo_like.options.optimizers import UpdateInBackward
 from nemo_like.planning.choose.layer import BlockProblem, Choice, ChoiceGroup, Stack, as_choice, selective
 from nemo_like.planning.choose.layer_seconds import BlockSeconds
 from nemo_like.planning.devices import Device, device_of
@@ -272,7 +273,7 @@ class TracedPart:
         self,
         kind: int,
         choice: Choice,
-        accumulate: bool = False,
+        accumulate: bool | UpdateInBackward = False,
         *,
         loss: StepLoss | None = None,
         received: bool = False,
@@ -321,7 +322,7 @@ class TracedPart:
         kind: int,
         choice: Choice,
         loss: StepLoss | None,
-        accumulate: bool,
+        accumulate: bool | UpdateInBackward,
         received: bool,
         halves: bool,
     ) -> BlockEvents | None:
@@ -357,7 +358,7 @@ class TracedPart:
         self,
         loss: StepLoss | None = None,
         *,
-        accumulate: bool = False,
+        accumulate: bool | UpdateInBackward = False,
         choices: Sequence[Choice] | None = None,
         halves: bool = False,
     ) -> OuterMemory:

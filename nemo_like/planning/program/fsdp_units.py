@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from nemo_like.activation_checkpointing.plan import Part
 from nemo_like.options import StepSpec
+from nemo_like.options.optimizers import UpdateInBackward
 from nemo_like.planning.program.storages import GATHER, REDUCE, Storages
 from nemo_like.planning.sharding import Sharding, UnitBytes
 
@@ -24,19 +25,22 @@ ROOT, TAIL, EMBEDDING = "root", "tail", "embedding"
 class GradientRule:
     """Rule by which one micro-batch treats its gradients."""
 
-    accumulates: bool = False
-    """Autograd adds to a parameter's existing gradient, so that a layer's new gradients are never all alive."""
+    accumulates: bool | UpdateInBackward = False
+    """Autograd adds to a parameter's existing gradient, or steps with it, so that a layer's new gradients are never all
+    alive."""
     reduces: bool = True
     """FSDP2 reduces over the ranks; else each rank keeps whole gradients."""
-    adds: bool = False
-    """Reduced gradients are added to existing ones."""
+    adds: bool | UpdateInBackward = False
+    """Reduced gradients are added to existing ones, or stepped with."""
     frees: bool = False
     """Under DDP, whole gradients exist; each is freed once it is in its bucket."""
     waits: bool = False
     """Gradients of a second half of backward, which FSDP2 does not see: it casts them in the next first half."""
 
 
-def rules_of(step: StepSpec, *, sharded: bool, ddp: bool, cast: bool, first: bool) -> list[GradientRule]:
+def rules_of(
+    step: StepSpec, *, sharded: bool, ddp: bool, cast: bool, first: bool, device: str = "cpu"
+) -> list[GradientRule]:
     """Return the rules of the micro-batches of a step. After the third they repeat.
 
     Args:
@@ -45,7 +49,11 @@ def rules_of(step: StepSpec, *, sharded: bool, ddp: bool, cast: bool, first: boo
         ddp: gradients are views of buckets that stay, whatever `step` frees.
         cast: FSDP2 computes in another dtype than it reduces in, so that gradients are added up outside of autograd.
         first: the first step of all.
+        device: the kind of device that parameters are on.
     """
+    if step.in_backward:
+        update = UpdateInBackward(step.optimizer, device)
+        return [GradientRule(adds=update) if sharded else GradientRule(accumulates=update)]
     count = min(step.microbatches, 3)
     stays = step.zero_grad == "zero" and not first
     once = step.sync == "last" and count > 1
@@ -170,6 +178,9 @@ class Units:
             storages.drop(out)
             out = cast
         storages.drop(copy)
+        if isinstance(rule.adds, UpdateInBackward):  # `foreach_reduce` calls the hooks
+            for param in unit.trained:
+                storages.make_and_drop(rule.adds.temporaries(param), Part.OPTIMIZER_STEP, REDUCE)
         storages.drop_all(held)
         if rule.adds or not unit.grad:  # or it is copied to the host
             storages.drop(out)

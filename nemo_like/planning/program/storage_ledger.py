@@ -264,7 +264,9 @@ class StorageLedger(TracedBytes):
         more = size - self.sizes.get(number, 0)
         if number not in self._storages:
             position = self._position if part == OPTIMIZER else -1
-            self._storages[number] = Storage(part if part == PARAMETERS else _part_of_fsdp() or part, position)
+            self._storages[number] = Storage(
+                part if part in (PARAMETERS, OPTIMIZER) else _part_of_fsdp() or part, position
+            )
         super().changed(number, size)
         self.events.append(Event(self._storages[number], more, where, op if more > 0 or op == _RESIZE else ""))
 

@@ -26,6 +26,7 @@ from nemo_like.activation_checkpointing.ops import facts
 from nemo_like.activation_checkpointing.policy import Policy
 from nemo_like.fake.model_copy import leaves_of, with_state
 from nemo_like.fake.run import FakeRun
+from nemo_like.options.optimizers import TrainedParameter, UpdateInBackward
 from nemo_like.planning.trace.kinds import Kind
 from nemo_like.planning.trace.layer_memory import needing_no_values
 from nemo_like.planning.trace.records import BlockEvents
@@ -180,7 +181,9 @@ def _tag(graph: fx.Graph) -> None:
             node.meta.pop(tag, None)
 
 
-def compiled_memory(block: CompiledBlock, *, around: bool, accumulate: bool, received: bool = False) -> BlockEvents:
+def compiled_memory(
+    block: CompiledBlock, *, around: bool, accumulate: bool | UpdateInBackward, received: bool = False
+) -> BlockEvents:
     """Return what a compiled block allocates in forward and backward, as `block_memory` does of an eager one.
 
     Args:
@@ -223,7 +226,12 @@ def compiled_memory(block: CompiledBlock, *, around: bool, accumulate: bool, rec
             elif which is not None:
                 input_grads[which] = grad
     if accumulate:  # the graph has made all of them before autograd adds the first
-        backward += [(grad, 0) for grad in dict.fromkeys(param_grads.values())]
+        made_of = dict(entry for entry in backward if entry[1])
+        for grad in dict.fromkeys(param_grads.values()):
+            if isinstance(accumulate, UpdateInBackward) and (size := made_of.get(grad, 0)):
+                step = accumulate.temporaries(TrainedParameter((size,), size, 1))
+                backward += [(number, each) for number in [next(numbers)] for each in (step, 0) if step]
+            backward.append((grad, 0))
         param_grads = {}
     inputs = (block.places.get(made.root[n].name) for n in saved)
     places = frozenset(place for place in inputs if place is not None)

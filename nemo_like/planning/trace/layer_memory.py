@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from nemo_like.activation_checkpointing.policy import Policy
 from nemo_like.fake.model_copy import leaves_of, with_state
 from nemo_like.fake.reasons import without_values
 from nemo_like.fake.run import FakeRun
+from nemo_like.options.optimizers import TrainedParameter, UpdateInBackward
 from nemo_like.planning.trace.kinds import Kind
 from nemo_like.planning.trace.meter import SumsInPlace, TracedBytes
 from nemo_like.planning.trace.records import BlockEvents
@@ -27,7 +29,7 @@ def block_memory(
     run: FakeRun,
     used: Collection[int] | None = None,
     *,
-    accumulate: bool = False,
+    accumulate: bool | UpdateInBackward = False,
     layouts: Mapping[int, tuple[int, ...]] | None = None,
     received: bool = False,
     apart: Collection[nn.Module] = (),
@@ -42,7 +44,8 @@ def block_memory(
         run: the run that fakes tensors.
         used: positions of the tensors of its output that get a gradient (`OuterMemory.used`); None: all.
         layouts: strides of those of these gradients that are not in rows (`OuterMemory.layouts`).
-        accumulate: its parameters have gradients before, which are not counted, and backward adds to them.
+        accumulate: its parameters have gradients before, which are not counted, and backward adds to them; or backward
+            steps with each gradient, and frees it.
         received: the gradients of its output stay, as a pipeline's receiving buffers do: nothing is added into them. They
             are counted all the time.
         apart: modules of the model that are FSDP2 units inside of a layer (experts).
@@ -63,7 +66,7 @@ def block_memory(
     def call(*a: Any, **k: Any) -> Any:  # not the module, whose buffers the region would copy
         return kind.run(*a, **k)
 
-    before = with_gradients(leaves, run) if accumulate else []
+    before = with_gradients(leaves, run, accumulate) if accumulate else []
     meter = TracedBytes([*leaves, *replaced.values(), *before])
     ends: list[int] = []
     with (
@@ -192,15 +195,27 @@ def needing_no_values(kind: Kind) -> AbstractContextManager[None]:
     return without_values(f"{name} cannot be planned: its step", kind.module)
 
 
-def with_gradients(params: Iterable[torch.Tensor], run: FakeRun) -> list[torch.Tensor]:
-    """Give each of `params` that trains a gradient, and return these."""
-    grads = []
+def with_gradients(
+    params: Iterable[torch.Tensor], run: FakeRun, accumulate: bool | UpdateInBackward, *, in_layer: bool = True
+) -> list[torch.Tensor]:
+    """Give each of `params` that trains a gradient, and return these; or let backward step with it."""
+    grads: list[torch.Tensor] = []
     for param in params:
-        if param.requires_grad and param.is_leaf:
+        if not param.requires_grad or not param.is_leaf:
+            continue
+        if isinstance(accumulate, UpdateInBackward):
+            param.register_post_accumulate_grad_hook(functools.partial(_step_with, accumulate, in_layer))
+        else:
             with run.fake:
                 param.grad = torch.empty_like(param)
             grads.append(param.grad)
     return grads
+
+
+def _step_with(update: UpdateInBackward, in_layer: bool, param: torch.Tensor) -> None:
+    described = TrainedParameter(tuple(param.shape), param.numel(), param.element_size(), in_layer)
+    torch.empty(update.temporaries(described), dtype=torch.uint8)
+    param.grad = None
 
 
 class OutputGradients(torch.autograd.Function):
@@ -243,7 +258,7 @@ def halves_memory(
     run: FakeRun,
     used: Collection[int],
     *,
-    accumulate: bool,
+    accumulate: bool | UpdateInBackward,
     received: bool = False,
     held: bool = False,
     apart: Collection[nn.Module] = (),
@@ -268,7 +283,7 @@ def _run(
     used: Collection[int],
     apart: Collection[nn.Module],
     *,
-    accumulate: bool,
+    accumulate: bool | UpdateInBackward,
     received: bool,
     held: bool,
 ) -> BlockEvents:
@@ -281,7 +296,7 @@ def _run(
     args, kwargs = map_tensors(stand_in, (kind.args, kind.kwargs))
     for tensor in leaves:
         tensor.grad = None
-    before = with_gradients(leaves, run) if accumulate else []
+    before = with_gradients(leaves, run, accumulate) if accumulate else []
     meter = TracedBytes([*leaves, *replaced.values(), *before])
     inputs = [t for t in replaced.values() if t.requires_grad]
     ends: list[int] = []

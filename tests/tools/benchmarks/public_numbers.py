@@ -376,6 +376,11 @@ def _from(row: Row, word: str) -> bool:
     return mine >= _TUNE.index(word)
 
 
+def _in_backward(row: Row) -> bool:
+    """Return whether `row` is torchtune's with ``optimizer_in_bwd``; of adapters nothing is said of it."""
+    return _from(row, "activation offloading") and not row.precision.startswith("lora")
+
+
 def _precision(row: Row) -> Any:
     if _in_bf16(row) and row.precision == "bf16":
         # FSDP2 reduces in float32 in KempnerForge's policy.
@@ -401,10 +406,11 @@ def _step_of(row: Row) -> StepSpec:
         return StepSpec(turns, keeps_output=kept, optimizer="adamw" if early else "adamw-fused", loss_fn=loss)
     if row.project == "KempnerForge":
         return StepSpec(turns, sync="last", optimizer="adamw-fused", loss_fn=loop_loss_as_it_is)
-    if row.project == "unsloth" or _from(row, "8-bit AdamW"):
+    if row.project == "unsloth":
         return StepSpec(turns, keeps_output=False, optimizer="adamw-8bit")
     if row.project == "tune":  # the peaks of its own rows leave no room for copies of foreach
-        return StepSpec(turns, keeps_output=False, optimizer="adamw-fused")
+        optimizer = "adamw-8bit" if _from(row, "8-bit AdamW") else "adamw-fused"
+        return StepSpec(turns, keeps_output=False, optimizer=optimizer, in_backward=_in_backward(row))
     return StepSpec(turns, keeps_output=False, optimizer="adamw")
 
 
@@ -434,8 +440,6 @@ def differs(row: Row) -> list[str]:
         words += ["7 stages a rank taken", "own kernels"]
     if row.project == "tune":
         words.append("fused AdamW taken")
-    if row.project == "tune" and row.ac == "full" and _from(row, "activation offloading"):
-        words.append("optimizer not in backward")
     if row.project == "KempnerForge" and row.tp > 1:
         words.append("each projection gathers its input by itself")
     return words
