@@ -7,6 +7,7 @@ a user would ask it. Where a source ran something that it has no option for, the
 from __future__ import annotations
 
 import csv
+import importlib
 import itertools
 import re
 import statistics
@@ -265,7 +266,12 @@ def source_of_row(row: Row) -> ModelSource:
 
 def model_of(row: Row) -> nn.Module:
     """Return the model of `row` on the meta device, with parameters as its loop stores them."""
-    model, _ = source_of_row(row).built("meta", torch.bfloat16 if _in_bf16(row) else None)
+    source = source_of_row(row)
+    if row.project == "tune":  # its attention repeats keys and values for all heads, which backward then has
+        transformers: Any = importlib.import_module("transformers")
+        transformers.AttentionInterface.register("repeated", repeated_keys)
+        source.config._attn_implementation = "repeated"
+    model, _ = source.built("meta", torch.bfloat16 if _in_bf16(row) else None)
     if row.precision.startswith("lora"):
         from peft import LoraConfig, get_peft_model
 
@@ -277,6 +283,16 @@ def model_of(row: Row) -> nn.Module:
     if "qlora" not in row.precision:
         return model
     raise ValueError(f"Row {row.id} has weights in 4 bits, of which no plan is made.")
+
+
+def repeated_keys(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+) -> Any:
+    """Return causal attention to keys and values that were repeated for all heads, and no weights."""
+    again = module.num_key_value_groups
+    keys, values = (states.repeat_interleave(again, 1) for states in (key, value))
+    out = nn.functional.scaled_dot_product_attention(query, keys, values, is_causal=True)
+    return out.transpose(1, 2).contiguous(), None
 
 
 def _in_bf16(row: Row) -> bool:
