@@ -37,7 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         in_options = arguments.own.in_options
         if is_rank_zero() and (line := arguments.first_line(arguments)):
             print(line, file=sys.stderr, flush=True)
-        start_logging()
+        if command not in _WITHOUT_TORCH:
+            start_logging()
         with _rare_collections() if command in _TRACING else nullcontext():
             return arguments.run(arguments)
     except KeyboardInterrupt:
@@ -57,6 +58,7 @@ def command() -> int:
 
 
 _TRACING = ("fit", "plan")
+_WITHOUT_TORCH = ("explain",)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from nemo_like.recipes import JOBS
 
 COMMANDS = {
     "bench": "run all modes of checkpointing side by side on a model: time, bytes, FLOPs, gradients",
+    "explain": "name the parts of a GPU's memory at its peak, and those that should not be there, by a snapshot of PyTorch",
     "finetune": JOBS["finetune"],
     "fit": "find the fastest configuration that fits on a number of GPUs, without one",
     "layers": "print the layers of a model: its groups, the units to shard and to checkpoint, their parameters and bytes",

@@ -1,0 +1,261 @@
+"""Find the part of a step, the layer and the step of each block of memory, by stacks, order and lifetimes alone.
+
+A block has the part of the phase that made it, and of how long it lived: what backward makes and leaves is a gradient, what
+the optimizer makes and leaves is its state. Of a layer are the blocks that come from one place in the source as often in a
+forward as there are layers. A block from before the recording has a part by evidence alone: its own stack, the one that
+freed it, or sizes equal to those of gradients or states that were recorded.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from nemo_like.explaining.snapshot import BEFORE, Block, Timeline
+from nemo_like.explaining.stacks import Phase, phase_of, signature, text_of
+
+
+class Kind(StrEnum):
+    """A part of a step's memory."""
+
+    WEIGHTS = "weights"
+    MORE_WEIGHTS = "a further copy of weights"
+    GRADIENTS = "gradients"
+    OLD_GRADIENTS = "last step's gradients"
+    STATE = "optimizer state"
+    STEP = "optimizer step's temporaries"
+    ACTIVATIONS = "activations"
+    RECOMPUTED = "recomputed activations"
+    OF_FORWARD = "forward's temporaries"
+    OF_BACKWARD = "backward's temporaries"
+    LOSS = "loss"
+    CLIPPING = "gradient clipping"
+    COMMUNICATION = "gathered weights and communication"
+    SAVED_STATE = "saving or loading"
+    SCRIPT = "made by the script"
+    OLD = "from before the recording"
+
+
+_BY_PHASE = {
+    Phase.BUILD: Kind.WEIGHTS,
+    Phase.LOSS: Kind.LOSS,
+    Phase.RECOMPUTATION: Kind.RECOMPUTED,
+    Phase.CLIPPING: Kind.CLIPPING,
+    Phase.FSDP: Kind.COMMUNICATION,
+    Phase.COLLECTIVE: Kind.COMMUNICATION,
+    Phase.STATE: Kind.SAVED_STATE,
+    Phase.SCRIPT: Kind.SCRIPT,
+    Phase.UNKNOWN: Kind.OLD,
+}
+_BACK = {Phase.BACKWARD, Phase.RECOMPUTATION, Phase.FSDP, Phase.COLLECTIVE}
+"""Phases that alternate within a backward."""
+_ROUND = 512
+"""Bytes to which the allocator rounds."""
+_ALIKE = 0.8
+"""Share of recorded gradients, or states, whose sizes must be found among the blocks from before, to name those by them."""
+
+
+@dataclass(frozen=True)
+class Named:
+    """A block's part, phase, step and layer."""
+
+    kind: Kind
+    phase: Phase
+    step: int = BEFORE
+    """The forward that it belongs to, from 0; `BEFORE`: none that was recorded."""
+    layer: int | None = None
+    """The layer in whose forward, or recomputation, it was allocations."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of all blocks of a timeline."""
+
+    named: dict[Block, Named]
+    layers: dict[int, int]
+    """Layers of each forward of which they are known."""
+
+    @property
+    def layer_count(self) -> int | None:
+        """Return the layers that the largest number of forwards agree on, or None where none is known."""
+        return max(Counter(self.layers.values()).items(), key=lambda pair: pair[1])[0] if self.layers else None
+
+
+def parts_of(timeline: Timeline) -> Parts:
+    """Return what each block is."""
+    allocations = sorted((block for block in timeline.blocks if block.born > BEFORE), key=lambda block: block.born)
+    recorded = any(block.frames for block in allocations)
+    phase_of_stack: dict[int, Phase] = {}
+    phases = [_phase(block, recorded, phase_of_stack) for block in allocations]
+    ends = _stretches(allocations, phases, len(timeline.trace))
+    steps = _steps(phases)
+    layer_of, layers = _layers(allocations, phases, steps)
+    named: dict[Block, Named] = {}
+    for number, (block, phase) in enumerate(zip(allocations, phases)):
+        named[block] = Named(_kind(block, phase, ends[number]), phase, steps[number], layer_of.get(number))
+    old = [block for block in timeline.blocks if block.born == BEFORE]
+    by_size = _by_size(old, named)
+    for block in old:
+        named[block] = _of_before(block, recorded, by_size)
+    return Parts(named, layers)
+
+
+def _phase(block: Block, recorded: bool, phase_of_stack: dict[int, Phase]) -> Phase:
+    """Return the phase of a block; those of one stack share its list, by whose id they are in `phase_of_stack`."""
+    if not block.frames:
+        return phase_of((), recorded=recorded)
+    if id(block.frames) not in phase_of_stack:
+        phase_of_stack[id(block.frames)] = phase_of(block.frames, recorded=recorded)
+    return phase_of_stack[id(block.frames)]
+
+
+def _stretches(allocations: Sequence[Block], phases: Sequence[Phase], events: int) -> list[int]:
+    """Return for each allocation the event at which its phase ends."""
+    ends, end = [0] * len(allocations), events
+    for number in range(len(allocations) - 1, -1, -1):
+        behind = number + 1
+        if behind < len(allocations) and _group(phases[behind]) is not _group(phases[number]):
+            end = allocations[behind].born
+        ends[number] = end
+    return ends
+
+
+def _group(phase: Phase) -> Phase:
+    return Phase.BACKWARD if phase in _BACK else phase
+
+
+def _steps(phases: Iterable[Phase]) -> list[int]:
+    """Return the forward that each allocation belongs to: one begins where forward follows backward or the optimizer."""
+    steps, step, forward = list[int](), BEFORE, False
+    for phase in phases:
+        if phase is Phase.FORWARD and not forward:
+            step, forward = step + 1, True
+        elif phase in (Phase.BACKWARD, Phase.OPTIMIZER, Phase.RECOMPUTATION, Phase.CLIPPING):
+            forward = False
+        steps.append(step)
+    return steps
+
+
+def _kind(block: Block, phase: Phase, end: int) -> Kind:
+    """Return the part of a block that `phase`, which ends at event `end`, has allocations."""
+    stays = block.died is None or block.died > end
+    if phase is Phase.OPTIMIZER:
+        return Kind.STATE if stays else Kind.STEP
+    if phase is Phase.BACKWARD:
+        return Kind.GRADIENTS if stays else Kind.OF_BACKWARD
+    if phase is Phase.FORWARD:
+        # What backward needs lives until then; what is freed in the first half of what is left of forward was passing.
+        short = block.died is not None and block.died - block.born < 0.5 * max(1, end - block.born)
+        return Kind.OF_FORWARD if short else Kind.ACTIVATIONS
+    return _BY_PHASE[phase]
+
+
+# --- layers -----------------------------------------------------------------------------------------------------------
+
+
+def _layers(
+    allocations: Sequence[Block], phases: Sequence[Phase], steps: Sequence[int]
+) -> tuple[dict[int, int], dict[int, int]]:
+    """Return the layer of each allocation that has one, and the layers of each forward.
+
+    A forward that began again without a backward has none: where one ends and the next begins is not recorded.
+    """
+    places: dict[tuple[Phase, int], dict[tuple[tuple[str, int], ...], list[int]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    first: dict[int, tuple[tuple[str, int], ...]] = {}
+    for number, (block, phase) in enumerate(zip(allocations, phases)):
+        if phase in (Phase.FORWARD, Phase.RECOMPUTATION) and block.frames:
+            mark = signature(block.frames)
+            places[phase, steps[number]][mark].append(number)
+            if phase is Phase.FORWARD:
+                first.setdefault(steps[number], mark)
+    layer_of: dict[int, int] = {}
+    counts: dict[int, int] = {}
+    for (phase, step), marks in places.items():
+        if phase is Phase.FORWARD and len(marks[first[step]]) > 1:
+            continue
+        count = _count(marks.values(), allocations)
+        if count is None:
+            continue
+        if phase is Phase.FORWARD:
+            counts[step] = count
+        for numbers in marks.values():
+            if len(numbers) % count == 0:
+                layer_of |= {number: k * count // len(numbers) for k, number in enumerate(numbers)}
+    return layer_of, counts
+
+
+def _count(places: Iterable[Sequence[int]], allocations: Sequence[Block]) -> int | None:
+    """Return how many layers there are: the number of times that most bytes' places occur.
+
+    A place that occurs so often several times in a layer counts a little less. There is none where such places make less
+    than half of the bytes: compiled code has a line of its own for each layer.
+    """
+    weight: Counter[int] = Counter()
+    for numbers in places:
+        weight[len(numbers)] += sum(allocations[number].size for number in numbers)
+
+    def share(count: int) -> float:
+        several = sum(size * (1.0 if times == count else 0.8) for times, size in weight.items() if times % count == 0)
+        return several * (1 - 1 / count)
+
+    best = max(weight, key=lambda count: (share(count), count), default=1)
+    inside = sum(size for times, size in weight.items() if times % best == 0)
+    return best if best > 1 and 2 * inside >= weight.total() else None
+
+
+# --- blocks from before the recording -----------------------------------------------------------------------------------
+
+
+def _of_before(block: Block, recorded: bool, by_size: dict[Block, Kind]) -> Named:
+    phase = phase_of(block.frames, recorded=recorded) if block.frames else Phase.UNKNOWN
+    if _is_zeroed(block):
+        return Named(Kind.OLD_GRADIENTS, phase)
+    if phase is Phase.UNKNOWN:
+        return Named(by_size.get(block, Kind.OLD), phase)
+    kinds = {Phase.OPTIMIZER: Kind.STATE, Phase.FORWARD: Kind.ACTIVATIONS, Phase.BACKWARD: Kind.GRADIENTS}
+    return Named(kinds.get(phase) or _BY_PHASE[phase], phase)
+
+
+def _is_zeroed(block: Block) -> bool:
+    return any(text_of(frame, "name") == "zero_grad" for frame in block.freed)
+
+
+def _by_size(old: Iterable[Block], named: dict[Block, Named]) -> dict[Block, Kind]:
+    """Return which blocks without a stack are weights, states or a further copy, by the sizes that a step has recorded.
+
+    Each weight has a gradient of its size, and as a rule two states. Without as many recorded gradients or states
+    none is named: how often sizes occur does not tell weights from states.
+    """
+    silent = [block for block in old if not block.frames and not _is_zeroed(block)]
+    sizes = Counter(map(_rounded, silent))
+    gradients, states = (
+        Counter(_rounded(block) for block, each in named.items() if each.kind is kind)
+        for kind in (Kind.GRADIENTS, Kind.STATE)
+    )
+    wanted = gradients if 3 * _bytes(gradients) >= _bytes(states) else states
+    if not wanted or _bytes(sizes & wanted) < _ALIKE * _bytes(wanted):
+        return {}
+    if wanted is states:  # two for each weight, if all large sizes come in pairs
+        pairs = all(times % 2 == 0 for size, times in states.items() if size > 1 << 16)
+        wanted = Counter({size: max(1, times // (1 + pairs)) for size, times in states.items()})
+    kind_of: dict[Block, Kind] = {}
+    taken: Counter[int] = Counter()
+    for block in sorted(silent, key=lambda block: (block.died is not None, block.address)):
+        size = _rounded(block)
+        if times := wanted[size]:
+            taken[size] += 1
+            weights, state = taken[size] <= times, taken[size] <= 3 * times
+            kind_of[block] = Kind.WEIGHTS if weights else Kind.STATE if state else Kind.MORE_WEIGHTS
+    return kind_of
+
+
+def _rounded(block: Block) -> int:
+    return max(_ROUND, -(-block.requested // _ROUND) * _ROUND)
+
+
+def _bytes(sizes: Counter[int]) -> int:
+    return sum(size * times for size, times in sizes.items())

@@ -1,0 +1,247 @@
+"""Read a memory snapshot of PyTorch without running anything that is in it, and put its events in order.
+
+``torch.cuda.memory._dump_snapshot`` writes a pickle of plain values: segments of the caching allocator with their blocks as
+they are at the end, and for each device the last events before. From both follows what was alive at any of these events.
+"""
+
+from __future__ import annotations
+
+import gzip
+import pickle
+import zlib
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+Frames = Sequence[Mapping[str, Any]]
+"""A stack: dicts with `name`, `filename` and `line`, the innermost first."""
+BEFORE = -1
+"""The number of the event that made a block from before the recording."""
+_LARGEST = 4 << 30
+"""Bytes of a file, unpacked, that are read at most: a snapshot of 1,000,000 events has some 0.3 GB."""
+_DAMAGED = (
+    *(pickle.UnpicklingError, EOFError, zlib.error, gzip.BadGzipFile, ValueError, TypeError, LookupError),
+    *(AttributeError, OverflowError, MemoryError, RecursionError),
+)
+"""Errors that a damaged pickle ends in."""
+_FREED, _ASKED = "free_completed", "free_requested"
+_GROWS = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
+
+
+class SnapshotError(ValueError):
+    """A file is not a memory snapshot, or a damaged one."""
+
+
+class _PlainValues(pickle.Unpickler):
+    """Unpickles dicts, lists, tuples, numbers and text, which takes no name of a module."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise SnapshotError(f"it wants to build {module}.{name}, and a snapshot has plain values alone")
+
+    def persistent_load(self, pid: object) -> Any:
+        raise SnapshotError("it refers to something outside of the file")
+
+
+def read_snapshot(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
+    """Return the dict of a snapshot: of a file, also a gzipped one, or as ``torch.cuda.memory._snapshot()`` returns it.
+
+    Raises:
+        SnapshotError: it is not a snapshot, it is damaged, or it has values that are not plain; in a line.
+        OSError: the file cannot be read.
+    """
+    if isinstance(source, Mapping):
+        return _checked(dict(source))
+    path = Path(source)
+    try:
+        with open(path, "rb") as file:
+            packed = file.read(2) == b"\x1f\x8b"
+            if not packed and path.stat().st_size > _LARGEST:
+                raise SnapshotError(f"it has {path.stat().st_size:,} bytes, and {_LARGEST:,} are read at most")
+            file.seek(0)
+            return _checked(_PlainValues(gzip.GzipFile(fileobj=file) if packed else file).load())
+    except SnapshotError as error:
+        raise SnapshotError(f"{path.name} was not read: {error}.") from None
+    except _DAMAGED as error:
+        what = " ".join(str(error).split())[:60]
+        raise SnapshotError(f"{path.name} was not read: it is cut, damaged or no pickle ({what}).") from None
+
+
+def _checked(value: Any) -> dict[str, Any]:
+    """Return `value` where it has the form of a snapshot, whatever torch wrote it."""
+    if isinstance(value, list):  # torch 2.0: segments alone
+        value = {"segments": value}
+    if not isinstance(value, dict) or not isinstance(value.get("segments"), list):
+        has = f"a dict of {', '.join(map(str, list(value)[:4]))}" if isinstance(value, dict) else type(value).__name__
+        raise SnapshotError(f"it has {has}, and a snapshot has segments")
+    for segment in value["segments"]:
+        _numbers(segment, "segment", "address", "total_size")
+        if not isinstance(segment.get("blocks"), list):
+            raise SnapshotError("a segment has no list of blocks")
+        for block in segment["blocks"]:
+            _numbers(block, "block", "size")
+            if not isinstance(block.get("state"), str):
+                raise SnapshotError("a block has no state")
+    traces = value.setdefault("device_traces", [])
+    if not isinstance(traces, list) or not all(isinstance(trace, list) for trace in traces):
+        raise SnapshotError("its device_traces are not lists of events")
+    for event in (event for trace in traces for event in trace):
+        _numbers(event, "event", "size")
+        if not isinstance(event.get("action"), str):
+            raise SnapshotError("an event has no action")
+    return value
+
+
+def _numbers(part: Any, what: str, *names: str) -> None:
+    if not isinstance(part, dict) or not all(isinstance(part.get(name), int) and part[name] >= 0 for name in names):
+        raise SnapshotError(f"a {what} without {' and '.join(names)}")
+    if not isinstance(part.get("frames") or [], list):
+        raise SnapshotError(f"the frames of a {what} are not a list")
+
+
+@dataclass(eq=False, slots=True)
+class Block:
+    """One allocation."""
+
+    address: int
+    size: int
+    """Bytes, rounded by the allocator where the snapshot has that size."""
+    stream: int
+    frames: Frames
+    born: int = BEFORE
+    """The number of the event that made it."""
+    died: int | None = None
+    """The number of the event that freed it; None: alive at the end."""
+    asked: int | None = None
+    """The number of the event that asked to free it, which other streams may delay."""
+    requested: int = 0
+    """Bytes that were asked for."""
+    freed: Frames = ()
+    """The stack that freed it."""
+
+
+@dataclass
+class Timeline:
+    """The memory of a device after each event of its trace."""
+
+    device: int
+    trace: list[dict[str, Any]]
+    segments: list[dict[str, Any]]
+    blocks: list[Block]
+    active: array[int]
+    """Bytes in blocks, at the start and after each event: one more than there are events."""
+    reserved: array[int]
+    """Bytes in segments, likewise."""
+    notes: list[str] = field(default_factory=list)
+    """Doubts about the file, a line each."""
+
+    @property
+    def peak_at(self) -> int:
+        """Return the number of the event after which most is active; `BEFORE`: at the start."""
+        return max(range(len(self.active)), key=self.active.__getitem__) - 1
+
+    @property
+    def out_of_memory(self) -> dict[str, Any] | None:
+        """Return the first event of memory that ran out."""
+        return next((event for event in self.trace if event["action"] == "oom"), None)
+
+    def alive(self, at: int) -> list[Block]:
+        """Return the blocks after event `at`, the largest first."""
+        alive = [block for block in self.blocks if block.born <= at and (block.died is None or block.died > at)]
+        return sorted(alive, key=lambda block: -block.size)
+
+    def peak_without(self, blocks: Mapping[Block, int]) -> int:
+        """Return the most active bytes, had each of `blocks` been gone from an event on; `BEFORE`: from the start."""
+        less = array("q", bytes(8 * (len(self.active) + 1)))
+        for block, since in blocks.items():
+            less[max(block.born, since) + 1] -= block.size
+            if block.died is not None:
+                less[block.died + 1] += block.size
+        return max(size + gone for size, gone in zip(self.active, accumulate(less)))
+
+
+def timelines(snapshot: Mapping[str, Any]) -> Iterator[Timeline]:
+    """Yield the timeline of each device of which the snapshot has anything."""
+    traces, segments = snapshot["device_traces"], snapshot["segments"]
+    numbers = {segment.get("device", 0) for segment in segments} | {k for k, trace in enumerate(traces) if trace}
+    for device in sorted(numbers):
+        own = [segment for segment in segments if segment.get("device", 0) == device]
+        yield timeline(own, traces[device] if device < len(traces) else [], device)
+
+
+def timeline(segments: list[dict[str, Any]], trace: list[dict[str, Any]], device: int = 0) -> Timeline:
+    """Return what a device held, from its blocks at the end back through the events of its `trace`."""
+    notes = _overlaps(segments)
+    alive = {block.address: block for block in _blocks_at_the_end(segments)}
+    done: list[Block] = []
+    missing = 0
+    for number in range(len(trace) - 1, -1, -1):
+        event = trace[number]
+        action, address = event["action"], event.get("addr", 0)
+        if action == "alloc":
+            block = alive.pop(address, None)
+            if block is None:
+                missing += 1
+                continue
+            block.born, block.requested = number, event["size"]
+            block.frames, block.stream = event.get("frames") or block.frames, event.get("stream", block.stream)
+            done.append(block)
+        elif action == _FREED:
+            missing += address in alive
+            stack = event.get("frames") or ()
+            alive[address] = Block(
+                address, event["size"], event.get("stream", 0), (), died=number, asked=number, freed=stack
+            )
+            alive[address].requested = event["size"]
+        elif action == _ASKED and address in alive:
+            alive[address].asked = number
+            alive[address].freed = event.get("frames") or alive[address].freed
+    if missing:
+        notes.append(f"{missing:,} of {len(trace):,} events do not fit together: some are lost.")
+    blocks = [*alive.values(), *done]
+    change = array("q", bytes(8 * (len(trace) + 1)))
+    for block in blocks:
+        change[block.born + 1] += block.size
+        if block.died is not None:
+            change[block.died + 1] -= block.size
+    grown = [_GROWS.get(event["action"], 0) * event["size"] for event in trace]
+    start = sum(segment["total_size"] for segment in segments) - sum(grown)
+    if start < 0:
+        notes.append("The trace gives segments back that it never took: its beginning is lost.")
+    reserved = array("q", accumulate(grown, initial=start))
+    return Timeline(device, trace, segments, blocks, array("q", accumulate(change)), reserved, notes)
+
+
+def _blocks_at_the_end(segments: list[dict[str, Any]]) -> Iterator[Block]:
+    for segment in segments:
+        address = segment["address"]
+        for block in segment["blocks"]:
+            at = block.get("address", address)
+            if block["state"] != "inactive":
+                yield Block(
+                    at,
+                    block["size"],
+                    segment.get("stream", 0),
+                    _frames_of(block),
+                    requested=block.get("requested_size", block["size"]),
+                )
+            address = at + block["size"]
+
+
+def _frames_of(block: Mapping[str, Any]) -> Frames:
+    """Return the stack of a block; torch 2.0 has it in a ``history``."""
+    if "frames" in block:
+        return block["frames"] or ()
+    history = block.get("history") or [{}]
+    frames = history[0].get("frames") if isinstance(history, list) and isinstance(history[0], dict) else None
+    return frames if isinstance(frames, list) else ()
+
+
+def _overlaps(segments: list[dict[str, Any]]) -> list[str]:
+    """Return a line where blocks reach out of their segment or segments into each other."""
+    ends = sorted((segment["address"], segment["address"] + segment["total_size"]) for segment in segments)
+    crossed = sum(end > start for (_, end), (start, _) in pairwise(ends))
+    crossed += sum(sum(block["size"] for block in each["blocks"]) > each["total_size"] for each in segments)
+    return [f"{crossed} segments overlap or are overfull: the file is damaged."] if crossed else []

@@ -1,0 +1,223 @@
+"""Read a stack of an allocation: the phase of the step, the operator, the place in the source.
+
+Only names and lines are read. A source file that is at hand is parsed for the class around a line, never imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+Frames = Sequence[Mapping[str, Any]]
+
+
+class Phase(StrEnum):
+    """The phase of a step."""
+
+    BUILD = "build"
+    FORWARD = "forward"
+    LOSS = "loss"
+    RECOMPUTATION = "recomputation"
+    BACKWARD = "backward"
+    CLIPPING = "gradient clipping"
+    OPTIMIZER = "optimizer"
+    FSDP = "FSDP"
+    COLLECTIVE = "collective"
+    STATE = "saving or loading"
+    SCRIPT = "script"
+    UNKNOWN = "unknown"
+
+
+_PACKAGE = re.compile(r".*?(?:site|dist)-packages/(.*)$")
+_RECOMPUTES = {"recompute_fn", "unpack_hook", "backward", "_recompute", "recompute"}
+_BUILDS = {
+    *("_apply", "convert", "cuda", "from_pretrained", "load_state_dict", "_load_pretrained_model", "to_empty"),
+    *(
+        "reset_parameters",
+        "_init_weights",
+        "set_module_tensor_to_device",
+        "_load_state_dict_into_meta_model",
+        "__init__",
+    ),
+}
+"""Functions that make or move weights."""
+_FIRST = (
+    *(Phase.RECOMPUTATION, Phase.OPTIMIZER, Phase.CLIPPING, Phase.FSDP, Phase.COLLECTIVE, Phase.BACKWARD),
+    *(Phase.FORWARD, Phase.BUILD, Phase.STATE),
+)
+"""The phase of a stack with several of them is the first of these."""
+_PASSED = (
+    *("torch/nn/modules/module.py", "torch/utils/_contextlib.py", "contextlib.py", "torch/_dynamo", "runpy"),
+    *("functools.py", "threading.py", "torch/_compile.py", "torch/amp/", "torch/utils/_device.py"),
+    *("accelerate/utils/operations.py", "torch/autograd/function.py"),
+)
+"""Files that pass a call on."""
+_ALLOCATES = {
+    *("empty_memory_format", "empty_strided", "empty_like", "empty", "resize_"),
+    *("to_copy", "_to_copy", "clone", "contiguous"),
+}
+"""Operators that others call for their result."""
+
+
+@functools.cache
+def in_package(filename: str) -> str:
+    """Return a path from the folder of packages on, such as ``torch/nn/modules/module.py``; another one as it is."""
+    inside = _PACKAGE.match(filename.replace("\\", "/"))
+    return inside[1] if inside else filename.replace("\\", "/")
+
+
+@functools.cache
+def _is_python(filename: str) -> bool:
+    return filename.endswith((".py", ".pyx")) or filename.startswith("<")
+
+
+def text_of(frame: Any, key: str) -> str:
+    """Return the text of a frame; what a file has there instead counts as none."""
+    value = frame.get(key) if isinstance(frame, Mapping) else None
+    return value if isinstance(value, str) else ""
+
+
+def line_of(frame: Any) -> int:
+    """Return the line of a frame, or 0."""
+    value = frame.get("line") if isinstance(frame, Mapping) else None
+    return value if isinstance(value, int) else 0
+
+
+def python_frames(frames: Frames) -> list[Mapping[str, Any]]:
+    """Return the frames of Python, the innermost first."""
+    return [frame for frame in frames if _is_python(text_of(frame, "filename"))]
+
+
+def signature(frames: Frames) -> tuple[tuple[str, int], ...]:
+    """Return files and lines of Python, the outermost first: equal for what equal layers make at one place."""
+    return tuple((text_of(frame, "filename"), line_of(frame)) for frame in reversed(python_frames(frames)))
+
+
+@functools.cache
+def _phase_of_function(filename: str, name: str) -> Phase | None:
+    """Return the phase that a function of Python belongs to, if any."""
+    path = in_package(filename)
+    if path.startswith("torch/optim/lr_scheduler"):
+        return None
+    if path.startswith("torch/optim/") or (name == "step" and "optim" in path.lower()):
+        return Phase.OPTIMIZER
+    if "clip_grad" in path or "clip_grad" in name:
+        return Phase.CLIPPING
+    if path == "torch/utils/checkpoint.py" and name in _RECOMPUTES:
+        return Phase.RECOMPUTATION
+    if path.startswith(("torch/distributed/fsdp", "torch/distributed/_composable")):
+        return Phase.FSDP
+    if path.startswith("torch/distributed/") and not path.startswith("torch/distributed/tensor"):
+        return Phase.COLLECTIVE
+    if path.startswith("torch/autograd/graph.py") or path == "torch/autograd/__init__.py":
+        return Phase.BACKWARD
+    if path == "torch/_tensor.py" and name == "backward":
+        return Phase.BACKWARD
+    if name == "forward":
+        return Phase.FORWARD
+    if name in _BUILDS:
+        return Phase.BUILD
+    return Phase.STATE if "state_dict" in name else None
+
+
+def phase_of(frames: Frames, *, recorded: bool) -> Phase:
+    """Return the phase of the step that allocated.
+
+    CUDA's backward runs in a thread of its own, so that its stacks have no frame of Python.
+
+    Args:
+        frames: the stack, the innermost first.
+        recorded: whether stacks were recorded at all: then an empty one is that of backward's thread.
+    """
+    python = python_frames(frames)
+    phases = {_phase_of_function(text_of(frame, "filename"), text_of(frame, "name")) for frame in python}
+    for phase in _FIRST:
+        if phase in phases:
+            return phase
+    if not python:
+        threaded = any("autograd" in text_of(frame, "name") for frame in frames)
+        return Phase.BACKWARD if threaded or recorded else Phase.UNKNOWN
+    names = " ".join(text_of(frame, "name") for frame in python).lower()
+    return Phase.LOSS if any(word in names for word in ("loss", "cross_entropy", "softmax")) else Phase.SCRIPT
+
+
+class Sources:
+    """Classes around lines of source files.
+
+    Args:
+        roots: folders in which files are looked for that are not at the path of a stack.
+    """
+
+    def __init__(self, roots: Sequence[str | Path] = ()) -> None:
+        self.roots = tuple(map(Path, roots))
+        self._spans: dict[str, list[tuple[int, int, str]]] = {}
+
+    def class_at(self, filename: str, line: int) -> str:
+        """Return the name of the innermost class whose function has `line`, or nothing."""
+        if filename not in self._spans:
+            self._spans[filename] = list(_functions(self._tree(filename)))
+        inside = [name for first, last, name in self._spans[filename] if first <= line <= last]
+        return inside[-1] if inside else ""
+
+    def _tree(self, filename: str) -> ast.AST:
+        parts = Path(filename).parts
+        tries = [Path(filename), *(root.joinpath(*parts[-k:]) for root in self.roots for k in (4, 3, 2, 1))]
+        for path in tries:
+            if path.suffix == ".py" and path.is_file():
+                try:
+                    return ast.parse(path.read_text(encoding="utf-8", errors="replace"))
+                except (SyntaxError, ValueError, RecursionError):
+                    break
+        return ast.Module([], [])
+
+
+def _functions(node: ast.AST, name: str = "") -> Any:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) and name:
+            yield child.lineno, child.end_lineno or child.lineno, name
+        yield from _functions(child, child.name if isinstance(child, ast.ClassDef) else name)
+
+
+_OPERATOR = re.compile(r"at::_ops::(\w+?)::(?:call|redispatch)")
+_BACKWARD = re.compile(r"torch::autograd::generated::(?:\(anonymous namespace\)::)?(\w+?)Backward\d*")
+
+
+def operator_of(frames: Frames) -> str:
+    """Return the operator that allocated, as ATen names it, or the function of Python."""
+    inner = ""
+    for frame in frames:
+        name = text_of(frame, "name")
+        if operator := _OPERATOR.search(name):
+            if operator[1] not in _ALLOCATES:
+                return operator[1]
+            inner = inner or operator[1]
+        elif node := _BACKWARD.search(name):
+            return inner if inner and inner not in _ALLOCATES else f"backward of {node[1]}"
+    names = (text_of(frame, "name") for frame in _telling(frames))
+    return inner or next((name for name in names if name not in ("forward", "<module>")), "")
+
+
+def place_of(frames: Frames, sources: Sources | None = None) -> str:
+    """Return the file and line of what called PyTorch, with its class where the source is at hand."""
+    telling = _telling(frames)
+    mine = (f for f in telling if not in_package(text_of(f, "filename")).startswith("torch/"))
+    frame = next(mine, telling[0] if telling else None)
+    if frame is None:
+        return ""
+    filename, line = text_of(frame, "filename"), line_of(frame)
+    inside = "" if sources is None else sources.class_at(filename, line)
+    return f"{inside} {in_package(filename).rpartition('/')[2]}:{line}".strip()
+
+
+def _telling(frames: Frames) -> list[Mapping[str, Any]]:
+    return [
+        frame
+        for frame in python_frames(frames)
+        if not in_package(text_of(frame, "filename")).startswith(_PASSED)
+        and not any(word in text_of(frame, "filename") for word in ("runpy", "contextlib.py", "threading.py"))
+    ]

@@ -1,0 +1,153 @@
+"""Find memory at the peak that should not be there: each cause with its bytes, and the peak without it, exactly."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from nemo_like.explaining.parts import Kind, Parts
+from nemo_like.explaining.snapshot import BEFORE, Block, Timeline
+from nemo_like.explaining.stacks import Phase, place_of
+
+_LEAST = 0.005
+"""Share of the peak below which a cause is left out."""
+_FREE = 0.10
+"""Share of reserved bytes that must be free to be called fragmentation."""
+_STEPS = 3
+"""Steps that must leave something behind, to be called growth."""
+_FORWARD = {Kind.ACTIVATIONS, Kind.LOSS, Kind.OF_FORWARD}
+_LEFT = {Kind.SCRIPT, Kind.OF_BACKWARD, Kind.RECOMPUTED, Kind.COMMUNICATION, Kind.SAVED_STATE, Kind.CLIPPING}
+"""Parts of which a step should leave nothing behind."""
+
+
+@dataclass(frozen=True)
+class Unexpected:
+    """Memory that should not be there."""
+
+    kind: str
+    size: int
+    """Bytes at the peak."""
+    peak_after: int
+    """Active bytes of the peak without them."""
+    words: str
+    """The cause, in words."""
+    change: str = ""
+    """The line to write, or the setting."""
+
+    def to_dict(self) -> dict[str, object]:
+        """Return it for JSON."""
+        return {"kind": self.kind, "bytes": self.size, "peak_after": self.peak_after, "words": self.words}
+
+
+def unexpected_at_peak(timeline: Timeline, parts: Parts) -> list[Unexpected]:
+    """Return what should not be alive at the peak, the largest first."""
+    begins: dict[int, int] = {}
+    updates = []
+    for block, each in parts.named.items():
+        if each.phase is Phase.FORWARD and block.born > BEFORE:
+            begins[each.step] = min(block.born, begins.get(each.step, block.born))
+        elif each.phase is Phase.OPTIMIZER:
+            updates.append(block.born)
+    causes = [
+        _old_gradients(timeline, parts, begins, updates),
+        _old_outputs(timeline, parts, begins),
+        _copies(timeline, parts),
+        _waiting(timeline),
+        *_growth(timeline, parts, begins),
+        _fragments(timeline),
+    ]
+    least = _LEAST * timeline.active[timeline.peak_at + 1]
+    return sorted((each for each in causes if each and each.size >= least), key=lambda each: -each.size)
+
+
+def _cause(
+    timeline: Timeline, kind: str, blocks: Mapping[Block, int], words: str, change: str = ""
+) -> Unexpected | None:
+    """Return a cause: `blocks` should be gone from an event on, each; None where none is there at the peak."""
+    at = timeline.peak_at
+    here = [b for b, since in blocks.items() if max(b.born, since) <= at and (b.died is None or b.died > at)]
+    size = sum(block.size for block in here)
+    return Unexpected(kind, size, timeline.peak_without(blocks), words, change) if here else None
+
+
+def _old_gradients(
+    timeline: Timeline, parts: Parts, begins: Mapping[int, int], updates: Sequence[int]
+) -> Unexpected | None:
+    """Gradients that an optimizer has used, from where the next forward begins."""
+    gone_from = {}
+    for block, each in parts.named.items():
+        if each.kind not in (Kind.GRADIENTS, Kind.OLD_GRADIENTS):
+            continue
+        next_forward = begins.get(each.step + 1)
+        if next_forward is None or (block.died is not None and block.died <= next_forward):
+            continue
+        if each.kind is Kind.OLD_GRADIENTS or any(block.born < update < next_forward for update in updates):
+            gone_from[block] = next_forward
+    return _cause(
+        timeline,
+        "gradients of the last step",
+        gone_from,
+        "last step's gradients lie under the forward, since zero_grad() comes after it",
+        "optimizer.zero_grad()   before   model(...)",
+    )
+
+
+def _old_outputs(timeline: Timeline, parts: Parts, begins: Mapping[int, int]) -> Unexpected | None:
+    """Activations, outputs or losses, from where the next forward begins."""
+    gone_from = {
+        block: begins[each.step + 1]
+        for block, each in parts.named.items()
+        if each.kind in _FORWARD and each.step > BEFORE and each.step + 1 in begins
+        if block.died is None or block.died > begins[each.step + 1]
+    }
+    largest = max(gone_from, key=lambda block: block.size, default=None)
+    place = "" if largest is None else place_of(largest.frames)
+    return _cause(
+        timeline,
+        "outputs of an earlier step",
+        gone_from,
+        f"what an earlier forward has made is still referenced, most of it from {place or 'an unknown place'}",
+        "del outputs, loss   behind   optimizer.step(); keep loss.item() or loss.detach()",
+    )
+
+
+def _copies(timeline: Timeline, parts: Parts) -> Unexpected | None:
+    gone_from = {block: BEFORE for block, each in parts.named.items() if each.kind is Kind.MORE_WEIGHTS}
+    words = "blocks of the sizes of all weights are there once more: a second model, or an average of weights"
+    return _cause(timeline, "a further copy of weights", gone_from, words)
+
+
+def _waiting(timeline: Timeline) -> Unexpected | None:
+    """Blocks whose free was asked for and waits, since another stream has used them (``record_stream``)."""
+    gone_from = {
+        block: block.asked for block in timeline.blocks if block.asked is not None and block.asked != block.died
+    }
+    words = "they were freed, and wait for another stream that used them (record_stream)"
+    return _cause(timeline, "frees that wait for streams", gone_from, words)
+
+
+def _growth(timeline: Timeline, parts: Parts, begins: Mapping[int, int]) -> Iterable[Unexpected | None]:
+    """Blocks that each step leaves behind, by their place in the source."""
+    places: dict[str, dict[Block, int]] = defaultdict(dict)
+    for block, each in parts.named.items():
+        since = begins.get(each.step + 1)
+        if since is None or each.step == BEFORE or each.kind not in _LEFT:
+            continue
+        if block.died is None or block.died > since:
+            places[place_of(block.frames)][block] = since
+    for place, blocks in places.items():
+        if len({parts.named[block].step for block in blocks}) >= _STEPS:
+            yield _cause(timeline, "growth", blocks, f"each step leaves some behind, made at {place}")
+
+
+def _fragments(timeline: Timeline) -> Unexpected | None:
+    """Reserved bytes beyond the most that was ever active: pieces of segments that no request could use."""
+    reserved, active = max(timeline.reserved), max(timeline.active)
+    if reserved - active <= _FREE * reserved:
+        return None
+    words = (
+        f"of {reserved / 2**30:.1f} GiB reserved, so much was free in {len(timeline.segments):,} segments at the peak"
+    )
+    change = "PYTORCH_ALLOC_CONF=expandable_segments:True"
+    return Unexpected("fragmentation", reserved - active, active, words, change)

@@ -1,0 +1,124 @@
+"""Files of others: nothing in them runs, and each has one line that says what is wrong."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_like.cli import main
+from nemo_like.explaining.explanation import explain
+from nemo_like.explaining.snapshot import SnapshotError, read_snapshot, timelines
+from tests.explaining.made import Recording, real
+
+
+class _Runs:
+    def __init__(self, function: Any, *args: Any) -> None:
+        self.call = function, args
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+def _hostile(tmp_path: Path) -> list[bytes]:
+    mark = str(tmp_path / "ran")
+    run = _Runs(os.system, f"touch {mark}")
+    block = {"address": 1, "size": 1, "state": "active_allocated"}
+    segment = {"address": 1, "total_size": 1, "blocks": [block]}
+    values: list[Any] = [
+        run,
+        {"segments": [run]},
+        {"segments": [], "device_traces": [[run]]},
+        {"segments": [segment | {"blocks": [run]}]},
+        _Runs(eval, f"open({mark!r}, 'w')"),
+        _Runs(getattr, 3, "real"),
+        {"segments": Path(mark)},
+        {"segments": {1: 2}},
+        {"segments": [{"address": "1", "total_size": 2, "blocks": []}]},
+        {"segments": [{"address": -1, "total_size": 2, "blocks": []}]},
+        {"segments": [segment | {"blocks": 3}]},
+        {"segments": [segment | {"blocks": [{"size": 1}]}]},
+        {"segments": [], "device_traces": {}},
+        {"segments": [], "device_traces": [[{"action": 3, "size": 1}]]},
+        {"segments": [], "device_traces": [[{"action": "alloc", "size": None}]]},
+        {"segments": [], "device_traces": [[{"action": "alloc", "size": 1, "frames": 7}]]},
+        {"weights": 1, "bias": 2},
+        7,
+        "text",
+    ]
+    texts = [pickle.dumps(value) for value in values]
+    return [*texts, b"cos\nsystem\n(S'touch /tmp/x'\ntR.", b"\x80\x04Pabc\n.", b"", b"\x1f\x8bnot gzip"]
+
+
+def test_hostile_files_run_nothing_and_get_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number, text in enumerate(_hostile(tmp_path)):
+        path = tmp_path / f"{number}.pickle"
+        path.write_bytes(text)
+        assert main(["explain", str(path)]) == 2, number
+        said = capsys.readouterr().err
+        assert said.startswith(f"nemo-like explain: {path.name} was not read: ") and said.count("\n") == 1, said
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_cut_file_gets_a_line(tmp_path: Path) -> None:
+    made = Recording()
+    made.free(made.make(1 << 20, "forward"))
+    made.make(1 << 20, "build")
+    text, path = pickle.dumps(made.snapshot()), tmp_path / "cut.pickle"
+    for number in range(60):
+        path.write_bytes(text[: number * len(text) // 60])
+        with pytest.raises(SnapshotError, match=r"^cut\.pickle was not read: it is cut, damaged or no pickle"):
+            read_snapshot(path)
+
+
+def test_a_gzipped_file_and_a_dict_say_the_same(tmp_path: Path) -> None:
+    snapshot = real("four-layers-100-three-steps")
+    (tmp_path / "s.gz").write_bytes(gzip.compress(pickle.dumps(snapshot)))
+    assert explain(tmp_path / "s.gz").to_dict() == explain(snapshot).to_dict()
+
+
+def test_the_first_form_has_segments_alone(tmp_path: Path) -> None:
+    """Torch 2.0."""
+    frames = [{"name": "forward", "filename": "model.py", "line": 3}]
+    block = {"size": 512, "state": "active_allocated", "history": [{"addr": 8, "real_size": 500, "frames": frames}]}
+    free = {"size": 512, "state": "inactive"}
+    (tmp_path / "s").write_bytes(pickle.dumps([{"address": 8, "total_size": 1024, "blocks": [block, free]}]))
+    made = explain(tmp_path / "s")
+    assert (made.peak_bytes, made.reserved_bytes, dict(made.parts)) == (512, 1024, {"activations": 512})
+    assert any("No allocation was recorded" in line for line in made.notes)
+
+
+def test_a_trace_without_its_beginning_says_so() -> None:
+    made = Recording()
+    made.free(made.make(1 << 20, "forward"))
+    snapshot = made.snapshot()
+    snapshot["device_traces"][0] = snapshot["device_traces"][0][1:]  # the segment was taken before
+    (only,) = timelines(read_snapshot(snapshot))
+    assert only.notes == ["The trace gives segments back that it never took: its beginning is lost."] or not only.notes
+    overfull = {"address": 0, "total_size": 1, "blocks": [{"size": 5, "state": "active_allocated"}]}
+    (only,) = timelines(read_snapshot({"segments": [overfull]}))
+    assert only.notes == ["1 segments overlap or are overfull: the file is damaged."]
+
+
+def test_a_device_that_is_not_there() -> None:
+    with pytest.raises(SnapshotError, match="it has device 0"):
+        explain(real("state-only-2"), device=3)
+    with pytest.raises(SnapshotError, match="it has no memory of any device"):
+        explain({"segments": []})
+
+
+def test_a_file_needs_no_torch(tmp_path: Path) -> None:
+    made = Recording()
+    made.make(1 << 20, "build")
+    (tmp_path / "s.pickle").write_bytes(pickle.dumps(made.snapshot()))
+    code = "import sys; from nemo_like.cli import main; main(['explain', 's.pickle']); sys.exit('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=os.environ | {"PYTHONPATH": os.getcwd()}, timeout=60
+    )
+    assert done.returncode == 0
