@@ -32,7 +32,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class OutOfMemory:
+class FailedRequest:
     """The request that failed."""
 
     device: int
@@ -60,7 +60,7 @@ class Explanation:
     """Bytes at the peak of each layer; empty where layers are not known."""
     rows: tuple[Row, ...] = ()
     unexpected: tuple[Unexpected, ...] = ()
-    out_of_memory: OutOfMemory | None = None
+    out_of_memory: FailedRequest | None = None
     notes: tuple[str, ...] = ()
     """Doubts about the file, a line each."""
     cures: tuple[tuple[str, int], ...] = ()
@@ -136,7 +136,7 @@ def explained(timeline: Timeline) -> Explanation:
         unexpected=tuple(unexpected_at_peak(timeline, parts)),
         out_of_memory=None
         if failed is None
-        else OutOfMemory(
+        else FailedRequest(
             timeline.device,
             _stack_words(failed.get("frames") or (), sources),
             failed["size"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import os
 import pickle
 import subprocess
@@ -122,3 +123,12 @@ def test_a_file_needs_no_torch(tmp_path: Path) -> None:
         [sys.executable, "-c", code], cwd=tmp_path, env=os.environ | {"PYTHONPATH": os.getcwd()}, timeout=60
     )
     assert done.returncode == 0
+
+
+def test_a_log_with_a_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = json.loads((Path(__file__).with_name("oom_messages.json")).read_text(encoding="utf-8"))[0]["text"]
+    log, out = tmp_path / "train.log", tmp_path / "out.json"
+    log.write_text(f"step 1\n{text}\n", encoding="utf-8")
+    assert main(["explain", str(log), "--json", str(out)]) == 0
+    assert capsys.readouterr().out.startswith("GPU 2 had 6.87 of 79.19GiB free for 7.65GiB")
+    assert json.loads(out.read_text(encoding="utf-8"))["causes"][0]["kind"] == "live tensors"
