@@ -57,7 +57,7 @@ def command() -> int:
         gc.freeze()
 
 
-_TRACING = ("fit", "plan")
+_TRACING = ("explain", "fit", "plan")
 _WITHOUT_TORCH = ("explain",)
 
 

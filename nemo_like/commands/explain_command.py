@@ -13,7 +13,7 @@ from nemo_like.explaining.explanation import explain
 from nemo_like.explaining.messages import OutOfMemory, causes, read_message, words
 from nemo_like.explaining.snapshot import SnapshotError
 
-EXAMPLES = ("memory_snapshot.pickle", "memory_snapshot.pickle --device 3 --json explained.json", "- < train.log")
+EXAMPLES = ("memory_snapshot.pickle", "memory_snapshot.pickle --device 3 --json explained.json", "train.log")
 _LONGEST = 64 << 20
 """Bytes of a log that are looked through for a message, its last ones."""
 

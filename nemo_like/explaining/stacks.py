@@ -78,14 +78,14 @@ def _is_python(filename: str) -> bool:
 
 def text_of(frame: Any, key: str) -> str:
     """Return the text of a frame; what a file has there instead counts as none."""
-    value = frame.get(key) if isinstance(frame, Mapping) else None
-    return value if isinstance(value, str) else ""
+    value = frame.get(key) if type(frame) is dict else None
+    return value if type(value) is str else ""
 
 
 def line_of(frame: Any) -> int:
     """Return the line of a frame, or 0."""
-    value = frame.get("line") if isinstance(frame, Mapping) else None
-    return value if isinstance(value, int) else 0
+    value = frame.get("line") if type(frame) is dict else None
+    return value if type(value) is int else 0
 
 
 def python_frames(frames: Frames) -> list[Mapping[str, Any]]:
