@@ -18,5 +18,7 @@ COMMANDS = {
 }
 """The commands there are, by name, and what each is for."""
 
+LORA = "adapters of this rank train, all else is frozen, in the dtype of --precision (peft)"
+"""The help of ``--lora``."""
 VOCAB_SIZE = "for a module:function that takes token ids and states no vocab_size"
 """The help of ``--vocab-size``."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from nemo_like._util.json_file import write_json
 from nemo_like.explaining.explanation import explain
 from nemo_like.explaining.messages import OutOfMemory, causes, read_message, words
 from nemo_like.explaining.snapshot import SnapshotError
@@ -29,15 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the parts at the peak, or the causes of a message; return 2 where the file has neither."""
-    try:
-        lines, numbers = _explained(args)
-    except (SnapshotError, OSError) as error:
-        print(f"nemo-like explain: {error}", file=sys.stderr)
-        return 2
+    """Print the parts at the peak, or the causes of a message."""
+    lines, numbers = _explained(args)
     print(lines)
     if args.json:
-        Path(args.json).write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
+        write_json(args.json, numbers)
     return 0
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from nemo_like._util.console import check_writable, refuse_unread
 from nemo_like._util.progress import progress
 from nemo_like._util.table import screen_width
+from nemo_like.commands import LORA
 from nemo_like.commands.settings_options import add_settings, check_settings_to, read_from, write_to
 from nemo_like.flags import add_flags, add_pins, balance_of, flags_on, job_of
 from nemo_like.options import COMPILE_BACKENDS, OPTIMIZERS, Precision, StepSpec, normalise, parse_dtype
@@ -37,12 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what a step may take on each GPU (default: all but 5 %% and what is outside of torch's allocator)",
     )
     add("--dtype", default="fp32", help="parameters as stored (default: %(default)s)")
-    add(
-        "--lora",
-        type=int,
-        metavar="RANK",
-        help="adapters of this rank train, all else is frozen, in the dtype of --precision (peft)",
-    )
+    add("--lora", type=int, metavar="RANK", help=LORA)
     add("--precision", type=_words, help="what to compute in (default: bf16 on CUDA); bf16,fp32: either")
     add(
         "--optimizer",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from nemo_like._util.console import check_writable, refuse_unread, whole_or
 from nemo_like._util.table import paragraph, screen_width
 from nemo_like._util.words import GIB
+from nemo_like.commands import LORA, VOCAB_SIZE
 from nemo_like.commands.settings_options import add_settings, check_settings_to, read_from, write_to
 from nemo_like.flags import FLAGS, add_flags, flags_on, job_of
 from nemo_like.options import FLOAT8, MemoryBudget, parse_bytes, parse_dtype
@@ -76,14 +77,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of a sound per sequence, for a model that takes some (default: what its config "
         "has positions for, or 30); 0: none",
     )
-    add("--vocab-size", type=int, help="for a module:function that takes token ids and states no vocab_size")
+    add("--vocab-size", type=int, help=VOCAB_SIZE)
     add("--dtype", default="fp32", help="parameters as stored (default: %(default)s)")
-    add(
-        "--lora",
-        type=int,
-        metavar="RANK",
-        help="adapters of this rank train, all else is frozen, in the dtype of --precision (peft)",
-    )
+    add("--lora", type=int, metavar="RANK", help=LORA)
     add(
         "--budget",
         action="append",

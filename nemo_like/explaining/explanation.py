@@ -9,12 +9,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from nemo_like._util.table import ByteUnit, Column, Table
 from nemo_like.explaining.parts import Kind, Parts, parts_of
 from nemo_like.explaining.snapshot import BEFORE, Block, SnapshotError, Timeline, read_snapshot, timelines
 from nemo_like.explaining.stacks import Sources, operator_of, place_of
 from nemo_like.explaining.unexpected import Unexpected, unexpected_at_peak
 
-_GIB, _MIB = 2**30, 2**20
+_MIB = 2**20
 _PLACES = 3
 """Places in the source that are named for each part."""
 _ALIKE = 0.02
@@ -122,7 +123,7 @@ def explained(timeline: Timeline) -> Explanation:
     if not any(block.born > BEFORE for block in timeline.blocks):
         notes.append("No allocation was recorded: this is what was there when it was written. Record with")
         notes.append("torch.cuda.memory._record_memory_history() before the first step.")
-    peak = timeline.active[at + 1]
+    peak, layers = timeline.active[at + 1], _by_layer(parts, alive)
     failed = timeline.out_of_memory
     return Explanation(
         device=timeline.device,
@@ -131,8 +132,8 @@ def explained(timeline: Timeline) -> Explanation:
         named_bytes=peak - sizes[Kind.OLD],
         where=_where(timeline, parts, sources, at),
         parts={kind.value: size for kind, size in sizes.most_common()},
-        layers=tuple(_by_layer(parts, alive)),
-        rows=tuple(_rows(parts, sources, alive, sizes)),
+        layers=layers,
+        rows=tuple(_rows(parts, sources, alive, sizes, layers)),
         unexpected=tuple(unexpected_at_peak(timeline, parts)),
         out_of_memory=None
         if failed is None
@@ -158,30 +159,30 @@ def _stack_words(frames: Any, sources: Sources) -> str:
     return f"{operator} ({place})" if operator and place else operator or place
 
 
-def _by_layer(parts: Parts, alive: Iterable[Block]) -> list[int]:
+def _by_layer(parts: Parts, alive: Iterable[Block]) -> tuple[int, ...]:
     count = parts.layer_count
     sizes = Counter[int]()
     for block in alive:
         if (layer := parts.named[block].layer) is not None:
             sizes[layer] += block.size
-    return [sizes[layer] for layer in range(count)] if count and sizes else []
+    return tuple(sizes[layer] for layer in range(count)) if count and sizes else ()
 
 
-def _rows(parts: Parts, sources: Sources, alive: Sequence[Block], sizes: Counter[Kind]) -> Iterable[Row]:
-    layers = _by_layer(parts, alive)
+def _rows(
+    parts: Parts, sources: Sources, alive: Iterable[Block], sizes: Counter[Kind], layers: Sequence[int]
+) -> Iterable[Row]:
+    places_of: dict[Kind, dict[str, list[Block]]] = defaultdict(lambda: defaultdict(list))
+    for block in alive:
+        places_of[parts.named[block].kind][_stack_words(block.frames, sources)].append(block)
     for kind, size in sizes.most_common():
-        blocks = [block for block in alive if parts.named[block].kind is kind]
-        places: dict[str, list[Block]] = defaultdict(list)
-        for block in blocks:
-            places[_stack_words(block.frames, sources)].append(block)
-        where = ""
+        where, places = "", places_of[kind]
         if kind is Kind.ACTIVATIONS and layers:
             alike = max(layers) - min(layers) <= _ALIKE * max(layers)
             words = "all alike" if alike else f"{min(layers) / _MIB:,.0f} to {max(layers) / _MIB:,.0f} MiB"
             where = f"{len(layers)} layers of {sum(layers) / len(layers) / _MIB:,.0f} MiB, {words}"
         elif len(places) == 1:
             where = next(iter(places))
-        yield Row(kind.value, size, len(blocks), where)
+        yield Row(kind.value, size, sum(map(len, places.values())), where)
         ranked = sorted(places.items(), key=lambda pair: -sum(block.size for block in pair[1]))
         if len(places) > 1:
             for place, own in ranked[:_PLACES]:
@@ -189,23 +190,23 @@ def _rows(parts: Parts, sources: Sources, alive: Sequence[Block], sizes: Counter
                     yield Row(f"  {place}", sum(block.size for block in own), len(own))
 
 
-def _gib(size: float) -> str:
-    return f"{size / _GIB:.1f} GiB" if size >= 0.1 * _GIB else f"{size / _MIB:,.0f} MiB"
+def _word(size: int) -> str:
+    return ByteUnit.of([size]).word(size)
 
 
 def _lines(explanation: Explanation) -> Iterable[str]:
     if explanation.out_of_memory is not None:
         failed = explanation.out_of_memory
-        yield f"Out of memory: {_gib(failed.asked_bytes)} asked, {_gib(failed.free_bytes)} free, in {failed.where}."
-    yield f"Peak {_gib(explanation.peak_bytes)} ({_gib(explanation.reserved_bytes)} reserved), in {explanation.where}."
+        yield f"Out of memory: {_word(failed.asked_bytes)} asked, {_word(failed.free_bytes)} free, in {failed.where}."
+    yield f"Peak {_word(explanation.peak_bytes)} ({_word(explanation.reserved_bytes)} reserved), in {explanation.where}."
     for each in explanation.unexpected:
-        yield f"{_gib(each.size)} should not be there: {each.words}."
+        yield f"{_word(each.size)} should not be there: {each.words}."
         if each.change:
-            yield f"Paste:  {each.change}   (peak {_gib(each.peak_after)})"
+            yield f"Paste:  {each.change}   (peak {_word(each.peak_after)})"
     yield ""
-    yield f"{'what':<40} {'MiB':>8} {'blocks':>7}  where"
-    for row in explanation.rows:
-        yield f"{row.what[:40]:<40} {row.size / _MIB:>8,.0f} {row.blocks:>7,}  {row.where}".rstrip()
+    columns = Column("what", left=True), Column("MiB"), Column("blocks"), Column("where", left=True)
+    rows = ((row.what[:40], f"{row.size / _MIB:,.0f}", f"{row.blocks:,}", row.where) for row in explanation.rows)
+    yield Table(columns, tuple(rows)).text()
     if explanation.named_bytes < explanation.peak_bytes:
         yield f"{explanation.named_bytes / max(1, explanation.peak_bytes):.1%} of the bytes have a name."
     yield from explanation.notes

@@ -66,7 +66,7 @@ class Named:
     step: int = BEFORE
     """The forward that it belongs to, from 0; `BEFORE`: none that was recorded."""
     layer: int | None = None
-    """The layer in whose forward, or recomputation, it was allocations."""
+    """The layer in whose forward, or recomputation, it was made."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Parts:
     @property
     def layer_count(self) -> int | None:
         """Return the layers that the largest number of forwards agree on, or None where none is known."""
-        return max(Counter(self.layers.values()).items(), key=lambda pair: pair[1])[0] if self.layers else None
+        return Counter(self.layers.values()).most_common(1)[0][0] if self.layers else None
 
 
 def parts_of(timeline: Timeline) -> Parts:
@@ -139,8 +139,8 @@ def _steps(phases: Iterable[Phase]) -> list[int]:
 
 
 def _kind(block: Block, phase: Phase, end: int) -> Kind:
-    """Return the part of a block that `phase`, which ends at event `end`, has allocations."""
-    stays = block.died is None or block.died > end
+    """Return the part of a block that `phase`, which ends at event `end`, has made."""
+    stays = block.outlives(end)
     if phase is Phase.OPTIMIZER:
         return Kind.STATE if stays else Kind.STEP
     if phase is Phase.BACKWARD:

@@ -12,6 +12,7 @@ import zlib
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
 from types import NoneType
@@ -125,6 +126,10 @@ class Block:
     freed: Frames = ()
     """The stack that freed it."""
 
+    def outlives(self, event: int) -> bool:
+        """Return whether it is freed after `event`, or not at all."""
+        return self.died is None or self.died > event
+
 
 @dataclass
 class Timeline:
@@ -141,7 +146,7 @@ class Timeline:
     notes: list[str] = field(default_factory=list)
     """Doubts about the file, a line each."""
 
-    @property
+    @cached_property
     def peak_at(self) -> int:
         """Return the number of the event after which most is active; `BEFORE`: at the start."""
         return max(range(len(self.active)), key=self.active.__getitem__) - 1
@@ -153,7 +158,7 @@ class Timeline:
 
     def alive(self, at: int) -> list[Block]:
         """Return the blocks after event `at`, the largest first."""
-        alive = [block for block in self.blocks if block.born <= at and (block.died is None or block.died > at)]
+        alive = [block for block in self.blocks if block.born <= at and block.outlives(at)]
         return sorted(alive, key=lambda block: -block.size)
 
     def peak_without(self, blocks: Mapping[Block, int]) -> int:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-Frames = Sequence[Mapping[str, Any]]
+from nemo_like.explaining.snapshot import Frames
 
 
 class Phase(StrEnum):
@@ -52,11 +53,12 @@ _FIRST = (
 )
 """The phase of a stack with several of them is the first of these."""
 _PASSED = (
-    *("torch/nn/modules/module.py", "torch/utils/_contextlib.py", "contextlib.py", "torch/_dynamo", "runpy"),
-    *("functools.py", "threading.py", "torch/_compile.py", "torch/amp/", "torch/utils/_device.py"),
-    *("accelerate/utils/operations.py", "torch/autograd/function.py"),
+    *("torch/nn/modules/module.py", "torch/utils/_contextlib.py", "torch/_dynamo", "torch/_compile.py", "torch/amp/"),
+    *("torch/utils/_device.py", "accelerate/utils/operations.py", "torch/autograd/function.py", "functools.py"),
 )
-"""Files that pass a call on."""
+"""Files of packages that pass a call on."""
+_PASSED_BY_PYTHON = ("runpy", "contextlib.py", "threading.py")
+"""Files of Python's own that do."""
 _ALLOCATES = {
     *("empty_memory_format", "empty_strided", "empty_like", "empty", "resize_"),
     *("to_copy", "_to_copy", "clone", "contiguous"),
@@ -147,33 +149,25 @@ def phase_of(frames: Frames, *, recorded: bool) -> Phase:
 
 
 class Sources:
-    """Classes around lines of source files.
+    """Classes around lines of source files."""
 
-    Args:
-        roots: folders in which files are looked for that are not at the path of a stack.
-    """
-
-    def __init__(self, roots: Sequence[str | Path] = ()) -> None:
-        self.roots = tuple(map(Path, roots))
+    def __init__(self) -> None:
         self._spans: dict[str, list[tuple[int, int, str]]] = {}
 
     def class_at(self, filename: str, line: int) -> str:
         """Return the name of the innermost class whose function has `line`, or nothing."""
         if filename not in self._spans:
-            self._spans[filename] = list(_functions(self._tree(filename)))
+            self._spans[filename] = list(_functions(_tree(filename)))
         inside = [name for first, last, name in self._spans[filename] if first <= line <= last]
         return inside[-1] if inside else ""
 
-    def _tree(self, filename: str) -> ast.AST:
-        parts = Path(filename).parts
-        tries = [Path(filename), *(root.joinpath(*parts[-k:]) for root in self.roots for k in (4, 3, 2, 1))]
-        for path in tries:
-            if path.suffix == ".py" and path.is_file():
-                try:
-                    return ast.parse(path.read_text(encoding="utf-8", errors="replace"))
-                except (SyntaxError, ValueError, RecursionError):
-                    break
-        return ast.Module([], [])
+
+def _tree(filename: str) -> ast.AST:
+    path = Path(filename)
+    if path.suffix == ".py" and path.is_file():
+        with suppress(SyntaxError, ValueError, RecursionError):
+            return ast.parse(path.read_text(encoding="utf-8", errors="replace"))
+    return ast.Module([], [])
 
 
 def _functions(node: ast.AST, name: str = "") -> Any:
@@ -219,5 +213,5 @@ def _telling(frames: Frames) -> list[Mapping[str, Any]]:
         frame
         for frame in python_frames(frames)
         if not in_package(text_of(frame, "filename")).startswith(_PASSED)
-        and not any(word in text_of(frame, "filename") for word in ("runpy", "contextlib.py", "threading.py"))
+        and not any(word in text_of(frame, "filename") for word in _PASSED_BY_PYTHON)
     ]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect, bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
+from nemo_like._util.table import ByteUnit
 from nemo_like.explaining.parts import Kind, Parts
 from nemo_like.explaining.snapshot import BEFORE, Block, Timeline
 from nemo_like.explaining.stacks import Phase, place_of
@@ -43,14 +45,11 @@ class Unexpected:
 def unexpected_at_peak(timeline: Timeline, parts: Parts) -> list[Unexpected]:
     """Return what should not be alive at the peak, the largest first."""
     begins: dict[int, int] = {}
-    updates = []
     for block, each in parts.named.items():
         if each.phase is Phase.FORWARD and block.born > BEFORE:
             begins[each.step] = min(block.born, begins.get(each.step, block.born))
-        elif each.phase is Phase.OPTIMIZER:
-            updates.append(block.born)
     causes = [
-        _old_gradients(timeline, parts, begins, updates),
+        _old_gradients(timeline, parts, begins),
         _old_outputs(timeline, parts, begins),
         _copies(timeline, parts),
         _waiting(timeline),
@@ -66,24 +65,32 @@ def _cause(
 ) -> Unexpected | None:
     """Return a cause: `blocks` should be gone from an event on, each; None where none is there at the peak."""
     at = timeline.peak_at
-    here = [b for b, since in blocks.items() if max(b.born, since) <= at and (b.died is None or b.died > at)]
-    size = sum(block.size for block in here)
-    return Unexpected(kind, size, timeline.peak_without(blocks), words, change) if here else None
+    size = sum(b.size for b, since in blocks.items() if max(b.born, since) <= at and b.outlives(at))
+    return Unexpected(kind, size, timeline.peak_without(blocks), words, change) if size else None
 
 
-def _old_gradients(
-    timeline: Timeline, parts: Parts, begins: Mapping[int, int], updates: Sequence[int]
-) -> Unexpected | None:
+def _left_behind(parts: Parts, begins: Mapping[int, int], kinds: Collection[Kind]) -> dict[Block, int]:
+    """Return the blocks of these kinds that outlive the beginning of the next forward, and that event; `begins`: by step."""
+    return {
+        block: begins[each.step + 1]
+        for block, each in parts.named.items()
+        if each.kind in kinds and each.step + 1 in begins and block.outlives(begins[each.step + 1])
+    }
+
+
+def _of_steps(parts: Parts, blocks: Mapping[Block, int]) -> dict[Block, int]:
+    """Return those of `blocks` that a recorded step has made."""
+    return {block: since for block, since in blocks.items() if parts.named[block].step > BEFORE}
+
+
+def _old_gradients(timeline: Timeline, parts: Parts, begins: Mapping[int, int]) -> Unexpected | None:
     """Gradients that an optimizer has used, from where the next forward begins."""
-    gone_from = {}
-    for block, each in parts.named.items():
-        if each.kind not in (Kind.GRADIENTS, Kind.OLD_GRADIENTS):
-            continue
-        next_forward = begins.get(each.step + 1)
-        if next_forward is None or (block.died is not None and block.died <= next_forward):
-            continue
-        if each.kind is Kind.OLD_GRADIENTS or any(block.born < update < next_forward for update in updates):
-            gone_from[block] = next_forward
+    updates = sorted(block.born for block, each in parts.named.items() if each.phase is Phase.OPTIMIZER)
+    gone_from = {
+        block: since
+        for block, since in _left_behind(parts, begins, (Kind.GRADIENTS, Kind.OLD_GRADIENTS)).items()
+        if parts.named[block].kind is Kind.OLD_GRADIENTS or bisect(updates, block.born) < bisect_left(updates, since)
+    }
     return _cause(
         timeline,
         "gradients of the last step",
@@ -95,12 +102,7 @@ def _old_gradients(
 
 def _old_outputs(timeline: Timeline, parts: Parts, begins: Mapping[int, int]) -> Unexpected | None:
     """Activations, outputs or losses, from where the next forward begins."""
-    gone_from = {
-        block: begins[each.step + 1]
-        for block, each in parts.named.items()
-        if each.kind in _FORWARD and each.step > BEFORE and each.step + 1 in begins
-        if block.died is None or block.died > begins[each.step + 1]
-    }
+    gone_from = _of_steps(parts, _left_behind(parts, begins, _FORWARD))
     largest = max(gone_from, key=lambda block: block.size, default=None)
     place = "" if largest is None else place_of(largest.frames)
     return _cause(
@@ -130,12 +132,8 @@ def _waiting(timeline: Timeline) -> Unexpected | None:
 def _growth(timeline: Timeline, parts: Parts, begins: Mapping[int, int]) -> Iterable[Unexpected | None]:
     """Blocks that each step leaves behind, by their place in the source."""
     places: dict[str, dict[Block, int]] = defaultdict(dict)
-    for block, each in parts.named.items():
-        since = begins.get(each.step + 1)
-        if since is None or each.step == BEFORE or each.kind not in _LEFT:
-            continue
-        if block.died is None or block.died > since:
-            places[place_of(block.frames)][block] = since
+    for block, since in _of_steps(parts, _left_behind(parts, begins, _LEFT)).items():
+        places[place_of(block.frames)][block] = since
     for place, blocks in places.items():
         if len({parts.named[block].step for block in blocks}) >= _STEPS:
             yield _cause(timeline, "growth", blocks, f"each step leaves some behind, made at {place}")
@@ -146,8 +144,7 @@ def _fragments(timeline: Timeline) -> Unexpected | None:
     reserved, active = max(timeline.reserved), max(timeline.active)
     if reserved - active <= _FREE * reserved:
         return None
-    words = (
-        f"of {reserved / 2**30:.1f} GiB reserved, so much was free in {len(timeline.segments):,} segments at the peak"
-    )
+    whole, segments = ByteUnit.of([reserved]).word(reserved), len(timeline.segments)
+    words = f"of {whole} reserved, so much was free in {segments:,} segments at the peak"
     change = "PYTORCH_ALLOC_CONF=expandable_segments:True"
     return Unexpected("fragmentation", reserved - active, active, words, change)

@@ -238,8 +238,14 @@ class RankSteps:
     def _rules(self, *, first: bool) -> list[GradientRule]:
         """Return the rules of the gradients of a step's micro-batches, without a pipeline."""
         stage, job = self.stages[0].stage, self.query.job
-        how: dict[str, bool] = {"sharded": stage.sharding.on, "ddp": job.ddp is not None, "cast": stage.casts}
-        return rules_of(job.step, **how, first=first, device=stage.device.kind)
+        return rules_of(
+            job.step,
+            sharded=stage.sharding.on,
+            ddp=job.ddp is not None,
+            cast=stage.casts,
+            first=first,
+            device=stage.device.kind,
+        )
 
     # --- a step -------------------------------------------------------------------------------------------------------
 

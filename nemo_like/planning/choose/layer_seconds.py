@@ -30,6 +30,7 @@ def backward_times(op: OpRecord) -> float:
     return float(min(2, op.grads)) if op.flops else OTHER_BACKWARD
 
 
+_GATHER, _SCATTER = "_c10d_functional::all_gather_into_tensor", "_c10d_functional::reduce_scatter_tensor"
 _NOT_OF_SEQUENCES = ("nemo_like::route", "nemo_like::rows_of_all")
 
 
@@ -45,10 +46,10 @@ def _summed(records: Sequence[OpRecord], hidden: int) -> int:
     sums that the trace does not have: that of experts that are split inside is in place.
     """
     sums = [op.bytes for op in records if op.op.name() == "_c10d_functional::all_reduce"]
-    gathered = ("_c10d_functional::all_gather_into_tensor", "nemo_like::rows_of_all")
+    gathered = (_GATHER, "nemo_like::rows_of_all")
     sums += [_whole(op) // 2 for op in records if op.op.name() in gathered]
     # A rank gives all of what is reduced and scattered, and gets its part.
-    sums += [(op.moved - op.bytes) // 2 for op in records if op.op.name() == "_c10d_functional::reduce_scatter_tensor"]
+    sums += [(op.moved - op.bytes) // 2 for op in records if op.op.name() == _SCATTER]
     return sum(sums) + max(0, 2 - len(sums)) * hidden
 
 
@@ -59,8 +60,8 @@ def _pieces(records: Sequence[OpRecord], kernels: Sequence[float]) -> tuple[tupl
     last = max((k for k, op in enumerate(records) if op.flops and not facts(op.op).attention), default=0)
     found = []
     for k, op in enumerate(records):
-        gathers = op.op.name() == "_c10d_functional::all_gather_into_tensor"
-        if not gathers and op.op.name() != "_c10d_functional::reduce_scatter_tensor":
+        gathers = op.op.name() == _GATHER
+        if not gathers and op.op.name() != _SCATTER:
             continue
         beside = 0.0
         for i in range(k + 1, len(records)) if gathers else range(k - 1, -1, -1):

@@ -229,8 +229,9 @@ def compiled_memory(
         made_of = dict(entry for entry in backward if entry[1])
         for grad in dict.fromkeys(param_grads.values()):
             if isinstance(accumulate, UpdateInBackward) and (size := made_of.get(grad, 0)):
+                temporary = next(numbers)
                 step = accumulate.temporaries(TrainedParameter((size,), size, 1))
-                backward += [(number, each) for number in [next(numbers)] for each in (step, 0) if step]
+                backward += [(temporary, step), (temporary, 0)] if step else []
             backward.append((grad, 0))
         param_grads = {}
     inputs = (block.places.get(made.root[n].name) for n in saved)
