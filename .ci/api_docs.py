@@ -44,6 +44,7 @@ FIRST = (
     "plan_for",
     "fit",
     "dry_run",
+    "explain",
     "Plan",
     "CheckpointConfig",
     "materialize",

@@ -20,6 +20,7 @@ from nemo_like._util.field_docs import described
 from nemo_like._util.log import is_rank_zero, say_once, warn_once
 from nemo_like._util.module_tree import bare, bare_modules, check_model
 from nemo_like._util.words import parse_dtype
+from nemo_like.activation_checkpointing import kv_sharing
 from nemo_like.activation_checkpointing.apply import apply_specs, check_specs
 from nemo_like.activation_checkpointing.plan import Plan
 from nemo_like.activation_checkpointing.spec import CheckpointSpec, keep_routing
@@ -240,6 +241,9 @@ def _make_ready(model: nn.Module, job: Job, mesh: DeviceMesh | None, sample_inpu
         split_experts(model, experts, expert_mesh)
         specs = keep_routing(specs, [each.fqn for each in experts])
     apply_specs(model, specs, compile=job.compile is not None)
+    if not specs and not kv_sharing.needs_cache(model):
+        # As with checkpointing: a cache of keys and values takes memory that no plan has, and training never reads it.
+        kv_sharing.call_without_cache(model, [layer.module for layer in find_layers(model, names)])
     cut_outside_of_regions(model)
     if job.chunks is not None:
         chunk_model_loss(model, job.chunks)

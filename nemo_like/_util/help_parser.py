@@ -21,7 +21,7 @@ GROUPS = {
         grad_accum steps epochs precision reduce_dtype compile optimizer lr schedule warmup_steps lr_floor
         weight_decay beta1 beta2 clip sync drop_output zero_grad ema optimizer_in_backward seed eval_every eval_samples""",
     "output": """config settings_file settings_to runs repeats warmup no_peers count limit explain what_if check
-        minutes calibrate_from ran_with gpu_file all_ops log_every wide json save
+        minutes used strip calibrate_from ran_with gpu_file all_ops log_every wide json save
         checkpoint_dir save_every keep resume sync_save output
         export merge sample sample_every sample_tokens tensorboard wandb""",
 }

@@ -84,7 +84,7 @@ def apply_specs(
     if compile and any(spec.keeps_something for spec in specs):
         disable_dynamo_lru_cache()
     if without_cache and wrappers and not kv_sharing.needs_cache(model):
-        kv_sharing.call_without_cache(model)
+        kv_sharing.call_without_cache(model, wrappers.values())
     if wrappers:
         watch_for_others(model)
     return {name: tree.find(name) for spec in specs for name in spec.members}

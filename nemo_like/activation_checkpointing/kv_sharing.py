@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from nemo_like._util.module_tree import every_module
-from nemo_like.torch_compat import CheckpointWrapper as TorchCheckpointWrapper
 from nemo_like.transformers_compat import SHARED_STATES, USE_CACHE, parameter_names
 
 
@@ -69,16 +68,15 @@ def disable_cache(model: nn.Module) -> None:
         changed.append((config, before))
 
 
-def call_without_cache(model: nn.Module) -> None:
-    """Have the modules of `model` that hold regions called with ``use_cache=False`` where gradients are on.
+def call_without_cache(model: nn.Module, layers: Iterable[nn.Module]) -> None:
+    """Have the modules of `model` that are around `layers` called with ``use_cache=False`` where gradients are on.
 
-    Put on after checkpointing, as a forward pre-hook of every module around a region whose forward takes
-    ``use_cache``. A caller's own ``use_cache`` counts, and without gradients (`generate`) nothing is changed.
+    Put on after checkpointing, as a forward pre-hook of every such module whose forward takes ``use_cache``. A caller's
+    own ``use_cache`` counts, and without gradients (`generate`) nothing is changed.
     """
+    inside = {id(layer) for layer in layers}
     for module in model.modules():
-        if isinstance(module, TorchCheckpointWrapper) or not any(
-            isinstance(inner, TorchCheckpointWrapper) for inner in every_module(module)
-        ):
+        if id(module) in inside or not any(id(inner) in inside for inner in every_module(module)):
             continue
         names = parameter_names(module.forward)
         if USE_CACHE in names:

@@ -1,60 +1,95 @@
-"""``nemo-like explain``: the parts of a GPU's memory, by a recorded snapshot, or the causes that a message shows."""
+"""``nemo-like explain``: what is in a GPU's memory, by a recorded snapshot, a message or the number of nvidia-smi."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
+from nemo_like._util.console import check_writable, refuse_unread, start_logging
 from nemo_like._util.json_file import write_json
-from nemo_like.explaining.explanation import explain
-from nemo_like.explaining.messages import OutOfMemory, causes, read_message, words
-from nemo_like.explaining.snapshot import SnapshotError
+from nemo_like.commands.step_options import add_step_options, asked_job, check_step_options, traced_step
+from nemo_like.explaining.explain import explained_source
+from nemo_like.explaining.messages import read_message
+from nemo_like.explaining.snapshot import SnapshotError, read_snapshot
+from nemo_like.explaining.strip import write_stripped
+from nemo_like.options import parse_bytes
 
-EXAMPLES = ("memory_snapshot.pickle", "memory_snapshot.pickle --device 3 --json explained.json", "train.log")
+if TYPE_CHECKING:  # a file alone needs no torch
+    from nemo_like.explaining.planned import PlannedJob
+
+EXAMPLES = (
+    "memory_snapshot.pickle",
+    "memory_snapshot.pickle --device 3 --json explained.json",
+    "memory_snapshot.pickle --model llama3-8b --gpus 8 --ac full",
+    "--used 71GiB --model llama3-8b --gpus 8",
+    "train.log",
+    "memory_snapshot.pickle --strip to_send.pickle",
+)
+_OWN = ("file", "used", "device", "json", "strip", "model", "help")
 _LONGEST = 64 << 20
-"""Bytes of a log that are looked through for a message, its last ones."""
+"""Characters of standard input that are looked through for a message, its last ones."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    """Add the options of the command."""
+    add = parser.add_argument
+    add(
         "file",
+        nargs="?",
         help="what torch.cuda.memory._dump_snapshot wrote, also gzipped, or a text with an out-of-memory message (-: "
         "standard input)",
     )
-    parser.add_argument("--device", type=int, metavar="N", help="the number of the GPU (default: the one with most)")
-    parser.add_argument("--json", metavar="PATH", help="write the bytes there as JSON")
+    add("--used", help="memory in use by nvidia-smi (71GiB): with a file, or with --model alone")
+    add("--device", type=int, metavar="N", help="the number of the GPU (default: the one with most)")
+    add("--json", metavar="PATH", help="write the bytes there as JSON")
+    add(
+        "--strip", metavar="PATH", help="write the snapshot there without paths and text, for sending, and nothing else"
+    )
+    add("--ac", default="none", help="checkpointing that ran: none, full, selective or a budget (default: %(default)s)")
+    add_step_options(parser, required=False)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the parts at the peak, or the causes of a message."""
-    lines, numbers = _explained(args)
-    print(lines)
+    check_writable("--json", args.json)
+    check_writable("--strip", args.strip)
+    used = None if args.used is None else parse_bytes(args.used, "--used")
+    if args.file is None and (used is None or args.model is None):
+        raise ValueError("There is nothing to explain. Give a file, or --used with --model.")
+    if args.strip:
+        if args.file in (None, "-"):
+            raise ValueError("--strip writes a snapshot without names. Give the file of one.")
+        write_stripped(read_snapshot(args.file), args.strip)
+        print(f"Written to {args.strip}: sizes, order, functions, and files of packages alone.")
+        return 0
+    planned = _planned(args)
+    source = used if args.file is None else args.file
+    if source == "-":
+        source = sys.stdin.read()[-_LONGEST:]
+        if read_message(source) is None:
+            raise SnapshotError("Standard input has no out-of-memory message. Give the file of a snapshot, or a log.")
+    assert source is not None
+    explanation = explained_source(source, planned, device=args.device, used=used)
+    print(explanation)
     if args.json:
-        write_json(args.json, numbers)
+        write_json(args.json, explanation.to_dict())
     return 0
 
 
-def _explained(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
-    """Return the lines to print, and the numbers for JSON."""
-    if args.file == "-":
-        message = read_message(sys.stdin.read()[-_LONGEST:])
-        if message is None:
-            raise SnapshotError("Standard input has no out-of-memory message. Give the file of a snapshot, or a log.")
-        return _of_message(message)
-    try:
-        explanation = explain(args.file, device=args.device)
-    except SnapshotError:
-        with open(args.file, "rb") as file:
-            file.seek(max(0, Path(args.file).stat().st_size - _LONGEST))
-            message = read_message(file.read().decode(errors="replace"))
-        if message is None:
-            raise
-        return _of_message(message)
-    return str(explanation), explanation.to_dict()
+def _planned(args: argparse.Namespace) -> PlannedJob | None:
+    """Return the job that ``--model`` and the options of a plan state; None: there is no ``--model``."""
+    if args.model is None:
+        options = [action.dest for action in args.own._actions if action.dest not in _OWN]
+        refuse_unread(args, options, "it is of a plan, which takes --model.")
+        return None
+    for name in ("world_size", "seq_len", "batch_size"):
+        if not isinstance(getattr(args, name), int):
+            raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)!r}. Give the number that ran.")
+    check_step_options(args)
+    start_logging()
+    from nemo_like.explaining.planned import PlannedJob
+    from nemo_like.models import resolve_model
 
-
-def _of_message(message: OutOfMemory) -> tuple[str, dict[str, Any]]:
-    return "\n".join(words(message)), asdict(message) | {"causes": [asdict(cause) for cause in causes(message)]}
+    query, step, _ = traced_step(args, resolve_model(args.model), asked_job(args).change(ac=args.ac))
+    return PlannedJob(step, query)

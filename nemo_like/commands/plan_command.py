@@ -10,13 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_like._util.console import check_writable, refuse_unread, whole_or
+from nemo_like._util.console import check_writable, refuse_unread
 from nemo_like._util.table import paragraph, screen_width
 from nemo_like._util.words import GIB
-from nemo_like.commands import LORA, VOCAB_SIZE
 from nemo_like.commands.settings_options import add_settings, check_settings_to, read_from, write_to
-from nemo_like.flags import FLAGS, add_flags, flags_on, job_of
-from nemo_like.options import FLOAT8, MemoryBudget, parse_bytes, parse_dtype
+from nemo_like.commands.step_options import add_step_options, asked_job, check_step_options, traced_step
+from nemo_like.options import MemoryBudget, parse_bytes
 
 if TYPE_CHECKING:  # the command imports torch and the planner only when it runs
     import torch
@@ -33,53 +32,12 @@ EXAMPLES = (
     "--model llama3-70b --gpus 64 --pp 4 --tp 4 --grad-accum 8",
     "--model llama3-8b --gpus 512 --tp 8 --check",
 )
-JOB_FLAGS = tuple(name for name in flags_on("plan") if name != "world_size")
-_NOT_IN_STAGES = ("host", "measure", "sync", "drop_output", "cpu_offload")
-"""Flags that no plan of a pipeline's stages knows."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     add = parser.add_argument
-    add("--model", required=True, help="a preset (llama3-8b, ...), a config.json, or module:function")
-    add_flags(parser, JOB_FLAGS, precision="bf16")
-    add(
-        "--gpus",
-        "--world-size",
-        dest="world_size",
-        type=whole_or("min"),
-        default=1,
-        help="how many there are; min: the fewest that fit (default: %(default)s)",
-    )
-    add(
-        "--seq-len",
-        type=whole_or("max"),
-        default=4096,
-        help="tokens per sequence; max: the most that fit (default: %(default)s)",
-    )
-    add(
-        "--batch-size",
-        type=whole_or("max"),
-        default=1,
-        help="sequences per rank and micro-batch; max: the most that fit (default: %(default)s)",
-    )
-    add("--input-shape", help="shape of a float input, such as 2,3,224,224, for a model that takes no tokens")
-    add(
-        "--images",
-        type=int,
-        default=1,
-        help="pictures per sequence, for a model that takes some (default: %(default)s)",
-    )
-    add("--image-size", type=int, help="pixels per side of a picture (default: the config's, or 448)")
-    add(
-        "--audio-seconds",
-        type=float,
-        help="of a sound per sequence, for a model that takes some (default: what its config "
-        "has positions for, or 30); 0: none",
-    )
-    add("--vocab-size", type=int, help=VOCAB_SIZE)
-    add("--dtype", default="fp32", help="parameters as stored (default: %(default)s)")
-    add("--lora", type=int, metavar="RANK", help=LORA)
+    add_step_options(parser, required=True)
     add(
         "--budget",
         action="append",
@@ -122,10 +80,8 @@ def first_line(args: argparse.Namespace) -> str:
 
 def run(args: argparse.Namespace) -> int:
     """Trace, choose, predict, report. Returns 0; 1 where nothing fits."""
-    from nemo_like.commands import plan_inputs
     from nemo_like.models import most_positions, resolve_model
     from nemo_like.planning.devices import device_of
-    from nemo_like.planning.planner import query_of
     from nemo_like.planning.predict import Question, answered
     from nemo_like.planning.report import WhatIf
     from nemo_like.planning.what_if import what_if
@@ -142,15 +98,12 @@ def run(args: argparse.Namespace) -> int:
     if job.fsdp is not None and job.fsdp.cpu_offload:
         device_of(job).check_host_rates("--cpu-offload")
     start = time.perf_counter()
-    model, source = source.built("meta", parse_dtype("--dtype", args.dtype))
-    model = _frozen(model, args, job)
     limit = parse_bytes(args.memory, "--memory") if args.memory else None
-    query, inputs = plan_inputs.query_with_inputs(lambda sample: query_of(model, sample, job), model, source, args)
+    query, step, inputs = traced_step(args, source, job)
     if args.calibrate_from is not None:
         if question != Question():
             raise ValueError("--calibrate-from is of a job that ran, and min or max searches for one. Give numbers.")
         return run(_calibrated(args, query))
-    step = plan_inputs.step_of(query, model, source, args, inputs.words)
     step, query, report = answered(step, question, args.model, args.budget, limit, query)
     say = args.json != "-"
     width = None if args.wide else screen_width()
@@ -169,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
     if say and report.best is None:
         print(f"\n{paragraph(WAYS_OUT, width)}")
     ac = None if report.best is None else report.best.ac
-    check = _check_rank(args, step.job, model, step.input[0], ac) if args.check else None
+    check = _check_rank(args, step.job, step.model, step.input[0], ac) if args.check else None
     if say:
         print(f"\nPlanned in {time.perf_counter() - start:.1f} s.")
     head = {
@@ -251,26 +204,6 @@ def _left_out(query: PlanQuery, inputs: ModelInput, width: int | None) -> str:
     )
 
 
-def asked_job(args: argparse.Namespace) -> Job:
-    """Return the job that the flags ask about.
-
-    Raises:
-        ValueError: a wrong value, or a flag that a pipeline's plans do not know.
-    """
-    for name in ("seq_len", "batch_size"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be >= 1.")
-    flags = {name: getattr(args, name) for name in (*JOB_FLAGS, "world_size")}
-    if args.pp > 1:
-        for name in _NOT_IN_STAGES:
-            if flags[name] != FLAGS[name].default:
-                raise ValueError(f"{FLAGS[name].word} with --pp is not planned. Leave one of the two out.")
-    stored, compute = parse_dtype("--dtype", args.dtype), flags["precision"]
-    if compute not in FLOAT8 and parse_dtype("--precision", compute) == stored and flags["reduce_dtype"] is None:
-        flags["precision"] = None  # a dtype that the parameters have anyway is not a cast
-    return job_of(flags, ac="none")
-
-
 def _check_rank(
     args: argparse.Namespace, job: Job, model: torch.nn.Module, sample: object, ac: str | None
 ) -> dict[str, Any]:
@@ -331,29 +264,4 @@ def _check(args: argparse.Namespace) -> None:
         )
     else:
         check_writable("--gpu-file", args.gpu_file)
-    if args.pp == 1:
-        refuse_unread(args, ["pp_schedule", "stages_per_rank", "balance"], "without --pp above 1 there is no pipeline.")
-        if args.grad_accum == 1:
-            refuse_unread(args, ["sync"], "of one micro-batch there is no other. Give --grad-accum too.")
-        if args.world_size == 1:
-            refuse_unread(
-                args,
-                ["reshard_after_forward", "prefetch", "cpu_offload"],
-                "one rank keeps the model whole. Give --world-size too.",
-            )
-    if args.cp == 1:
-        refuse_unread(args, ["cp_method"], "without --cp above 1 every rank has whole sequences.")
-    if not (args.host or args.cpu_offload) and args.offload == "none":
-        refuse_unread(args, ["host_memory"], "that takes --host, --offload or --cpu-offload.")
-    if args.input_shape:
-        sizes = ["batch_size", "seq_len", "images", "image_size", "audio_seconds", "vocab_size"]
-        refuse_unread(args, sizes, "--input-shape is the whole input.")
-
-
-def _frozen(model: torch.nn.Module, args: argparse.Namespace, job: Job) -> torch.nn.Module:
-    """The model with --lora applied."""
-    from nemo_like.planning.model.quantised import with_adapters
-
-    if args.lora is None:
-        return model
-    return with_adapters(model.train(), args.lora, job.param_dtype or parse_dtype("--dtype", args.dtype))
+    check_step_options(args)

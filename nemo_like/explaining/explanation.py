@@ -1,25 +1,18 @@
-"""Explanation of a snapshot, in words and as JSON."""
+"""Explanation of a recorded peak, in words and as JSON."""
 
 from __future__ import annotations
 
 import html
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from nemo_like._util.table import ByteUnit, Column, Table
-from nemo_like.explaining.parts import Kind, Parts, parts_of
-from nemo_like.explaining.snapshot import BEFORE, Block, SnapshotError, Timeline, read_snapshot, timelines
-from nemo_like.explaining.stacks import Sources, operator_of, place_of
-from nemo_like.explaining.unexpected import Unexpected, unexpected_at_peak
+from nemo_like._util.table import ByteUnit, Column, Table, paragraph
+from nemo_like.explaining.cures import Cure
+from nemo_like.explaining.unexpected import Unexpected
 
 _MIB = 2**20
-_PLACES = 3
-"""Places in the source that are named for each part."""
-_ALIKE = 0.02
-"""Share by which layers may differ and are called alike."""
+_WIDTH = 80
 
 
 @dataclass(frozen=True)
@@ -43,8 +36,24 @@ class FailedRequest:
 
 
 @dataclass(frozen=True)
+class Comparison:
+    """A peak compared with the planned one."""
+
+    peak_bytes: int
+    """Bytes of the planned peak."""
+    where: str
+    """Stretch of the step that has it."""
+    parts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Recorded and planned bytes by part, where the recorded peak is."""
+    layers: tuple[str, ...] = ()
+    """Layers that differ from their plan, a line for each group of neighbours."""
+    refusal: str = ""
+    """The reason why nothing is compared."""
+
+
+@dataclass(frozen=True)
 class Explanation:
-    """The parts of a device's memory at its peak; `explain` makes it."""
+    """The parts of a device's memory at its peak; `nemo_like.explain` makes it."""
 
     device: int
     peak_bytes: int
@@ -64,8 +73,14 @@ class Explanation:
     out_of_memory: FailedRequest | None = None
     notes: tuple[str, ...] = ()
     """Doubts about the file, a line each."""
-    cures: tuple[tuple[str, int], ...] = ()
+    cures: tuple[Cure, ...] = ()
     """Changes that lower the peak, each with the bytes of the peak after it."""
+    comparison: Comparison | None = None
+    """The planned peak, where a model was given."""
+    lines: tuple[str, ...] = ()
+    """The answer for a message or a number of bytes, in place of where the peak is."""
+    message: Mapping[str, Any] | None = None
+    """Numbers of an out-of-memory message."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return it for JSON; bytes are whole numbers."""
@@ -78,8 +93,10 @@ class Explanation:
             "parts": dict(self.parts),
             "layers": [{"index": index, "bytes": size} for index, size in enumerate(self.layers)],
             "unexpected": [each.to_dict() for each in self.unexpected],
-            "cures": [{"change": change, "peak_after": size} for change, size in self.cures],
+            "cures": [asdict(cure) for cure in self.cures],
             "oom": None if failed is None else asdict(failed),
+            "plan": None if self.comparison is None else asdict(self.comparison),
+            "message": self.message,
         }
 
     def __str__(self) -> str:
@@ -89,124 +106,45 @@ class Explanation:
         return f"<pre>{html.escape(str(self))}</pre>"
 
 
-def explain(source: str | Path | Mapping[str, Any], *, device: int | None = None) -> Explanation:
-    """Return the parts of a GPU's memory at the peak of a recorded run, and those that should not have been there.
-
-    Args:
-        source: the path of a snapshot (``torch.cuda.memory._dump_snapshot``), also gzipped, or the dict of ``_snapshot()``.
-        device: the number of the GPU; None: the one with the highest peak.
-
-    Raises:
-        SnapshotError: the file is not a snapshot, or of another device.
-        OSError: it cannot be read.
-    """
-    devices = {each.device: each for each in timelines(read_snapshot(source))}
-    if not devices or device not in (None, *devices):
-        has = (
-            f"it has {', '.join(f'device {number}' for number in devices)}"
-            if devices
-            else "it has no memory of any device"
-        )
-        raise SnapshotError(f"There is nothing to explain: {has}.")
-    timeline = max(devices.values(), key=lambda each: max(each.active)) if device is None else devices[device]
-    return explained(timeline)
-
-
-def explained(timeline: Timeline) -> Explanation:
-    """Return the explanation of a device's timeline."""
-    parts, sources, at = parts_of(timeline), Sources(), timeline.peak_at
-    alive = timeline.alive(at)
-    sizes = Counter[Kind]()
-    for block in alive:
-        sizes[parts.named[block].kind] += block.size
-    notes = list(timeline.notes)
-    if not any(block.born > BEFORE for block in timeline.blocks):
-        notes.append("No allocation was recorded: this is what was there when it was written. Record with")
-        notes.append("torch.cuda.memory._record_memory_history() before the first step.")
-    peak, layers = timeline.active[at + 1], _by_layer(parts, alive)
-    failed = timeline.out_of_memory
-    return Explanation(
-        device=timeline.device,
-        peak_bytes=peak,
-        reserved_bytes=max(timeline.reserved),
-        named_bytes=peak - sizes[Kind.OLD],
-        where=_where(timeline, parts, sources, at),
-        parts={kind.value: size for kind, size in sizes.most_common()},
-        layers=layers,
-        rows=tuple(_rows(parts, sources, alive, sizes, layers)),
-        unexpected=tuple(unexpected_at_peak(timeline, parts)),
-        out_of_memory=None
-        if failed is None
-        else FailedRequest(
-            timeline.device,
-            _stack_words(failed.get("frames") or (), sources),
-            failed["size"],
-            failed.get("device_free", 0),
-        ),
-        notes=tuple(notes),
-    )
-
-
-def _where(timeline: Timeline, parts: Parts, sources: Sources, at: int) -> str:
-    last = next((block for block in timeline.blocks if block.born == at), None)
-    if last is None:
-        return "before the recording" if at == BEFORE else "at the end of a free"
-    return f"{parts.named[last].phase}, {_stack_words(last.frames, sources)}".rstrip(", ")
-
-
-def _stack_words(frames: Any, sources: Sources) -> str:
-    operator, place = operator_of(frames), place_of(frames, sources)
-    return f"{operator} ({place})" if operator and place else operator or place
-
-
-def _by_layer(parts: Parts, alive: Iterable[Block]) -> tuple[int, ...]:
-    count = parts.layer_count
-    sizes = Counter[int]()
-    for block in alive:
-        if (layer := parts.named[block].layer) is not None:
-            sizes[layer] += block.size
-    return tuple(sizes[layer] for layer in range(count)) if count and sizes else ()
-
-
-def _rows(
-    parts: Parts, sources: Sources, alive: Iterable[Block], sizes: Counter[Kind], layers: Sequence[int]
-) -> Iterable[Row]:
-    places_of: dict[Kind, dict[str, list[Block]]] = defaultdict(lambda: defaultdict(list))
-    for block in alive:
-        places_of[parts.named[block].kind][_stack_words(block.frames, sources)].append(block)
-    for kind, size in sizes.most_common():
-        where, places = "", places_of[kind]
-        if kind is Kind.ACTIVATIONS and layers:
-            alike = max(layers) - min(layers) <= _ALIKE * max(layers)
-            words = "all alike" if alike else f"{min(layers) / _MIB:,.0f} to {max(layers) / _MIB:,.0f} MiB"
-            where = f"{len(layers)} layers of {sum(layers) / len(layers) / _MIB:,.0f} MiB, {words}"
-        elif len(places) == 1:
-            where = next(iter(places))
-        yield Row(kind.value, size, sum(map(len, places.values())), where)
-        ranked = sorted(places.items(), key=lambda pair: -sum(block.size for block in pair[1]))
-        if len(places) > 1:
-            for place, own in ranked[:_PLACES]:
-                if place:
-                    yield Row(f"  {place}", sum(block.size for block in own), len(own))
-
-
 def _word(size: int) -> str:
     return ByteUnit.of([size]).word(size)
 
 
 def _lines(explanation: Explanation) -> Iterable[str]:
-    if explanation.out_of_memory is not None:
-        failed = explanation.out_of_memory
+    peak, comparison, failed = explanation.peak_bytes, explanation.comparison, explanation.out_of_memory
+    yield from explanation.lines
+    if failed is not None and not explanation.lines:
         yield f"Out of memory: {_word(failed.asked_bytes)} asked, {_word(failed.free_bytes)} free, in {failed.where}."
-    yield f"Peak {_word(explanation.peak_bytes)} ({_word(explanation.reserved_bytes)} reserved), in {explanation.where}."
-    for each in explanation.unexpected:
-        yield f"{_word(each.size)} should not be there: {each.words}."
-        if each.change:
-            yield f"Paste:  {each.change}   (peak {_word(each.peak_after)})"
-    yield ""
-    columns = Column("what", left=True), Column("MiB"), Column("blocks"), Column("where", left=True)
-    rows = ((row.what[:40], f"{row.size / _MIB:,.0f}", f"{row.blocks:,}", row.where) for row in explanation.rows)
-    yield Table(columns, tuple(rows)).text()
-    if explanation.named_bytes < explanation.peak_bytes:
-        yield f"{explanation.named_bytes / max(1, explanation.peak_bytes):.1%} of the bytes have a name."
+    if not explanation.lines:
+        yield f"Peak {_word(peak)} ({_word(explanation.reserved_bytes)} reserved), in {explanation.where}."
+        if comparison is not None and not comparison.refusal:
+            more = comparison.peak_bytes / max(1, peak) - 1
+            yield f"Plan {_word(comparison.peak_bytes)} ({more:+.1%}), in {comparison.where}."
+        for each in explanation.unexpected:
+            yield paragraph(f"{_word(each.size)} should not be there: {each.words}.", _WIDTH)
+            if each.change:
+                yield f"Paste:  {each.change}   (peak {_word(each.peak_after)})"
+    if explanation.rows:
+        rows = ((row.what[:40], _mib(row.size), f"{row.blocks:,}", row.where) for row in explanation.rows)
+        yield _table("what", "MiB", "blocks", "where", rows=rows)
+    if explanation.rows and explanation.named_bytes < peak:
+        yield f"{explanation.named_bytes / max(1, peak):.1%} of the bytes have a name."
+    if comparison is not None and comparison.parts:
+        sizes = comparison.parts.items()
+        rows = ((part, _mib(real), _mib(plan), _mib(real - plan)) for part, (real, plan) in sizes)
+        yield _table("compared with the plan", "MiB", "planned", "more", rows=rows)
+    if comparison is not None:
+        yield from (*comparison.layers, *filter(None, [paragraph(comparison.refusal, _WIDTH)]))
+    if explanation.cures:
+        lower = ((cure.change, _mib(cure.peak_after - peak), _mib(cure.peak_after)) for cure in explanation.cures)
+        yield _table("what else lowers the peak", "MiB", "peak", rows=lower)
     yield from explanation.notes
+
+
+def _table(*names: str, rows: Iterable[tuple[str, ...]]) -> str:
+    columns = (Column(name, left=name in (names[0], "where")) for name in names)
+    return f"\n{Table(tuple(columns), tuple(rows)).text()}"
+
+
+def _mib(size: int) -> str:
+    return f"{size / _MIB:,.0f}"

@@ -9,9 +9,10 @@ freed it, or sizes equal to those of gradients or states that were recorded.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import pairwise
 
 from nemo_like.explaining.snapshot import BEFORE, Block, Timeline
 from nemo_like.explaining.stacks import Phase, phase_of, signature, text_of
@@ -99,6 +100,8 @@ def parts_of(timeline: Timeline) -> Parts:
     by_size = _by_size(old, named)
     for block in old:
         named[block] = _of_before(block, recorded, by_size)
+    for block in _further_copies(named):
+        named[block] = replace(named[block], kind=Kind.MORE_WEIGHTS)
     return Parts(named, layers)
 
 
@@ -175,10 +178,10 @@ def _layers(
     layer_of: dict[int, int] = {}
     counts: dict[int, int] = {}
     for (phase, step), marks in places.items():
-        if phase is Phase.FORWARD and len(marks[first[step]]) > 1:
-            continue
         count = _count(marks.values(), allocations)
-        if count is None:
+        if count is None or (
+            phase is Phase.FORWARD and _begins_again(len(marks[first[step]]), count, marks, allocations)
+        ):
             continue
         if phase is Phase.FORWARD:
             counts[step] = count
@@ -186,6 +189,23 @@ def _layers(
             if len(numbers) % count == 0:
                 layer_of |= {number: k * count // len(numbers) for k, number in enumerate(numbers)}
     return layer_of, counts
+
+
+def _begins_again(
+    times: int, count: int, marks: Mapping[tuple[tuple[str, int], ...], list[int]], allocations: Sequence[Block]
+) -> bool:
+    """Return whether a forward began several times: its first place occurs `times` times, and not for the layers' sake.
+
+    A model may begin with its first layer. Then backward frees in the reverse order what the layers made at one place.
+    """
+    if times == 1 or times != count:
+        return times > 1
+
+    def reversed_by_backward(numbers: Sequence[int]) -> bool:
+        died = [allocations[number].died for number in numbers]
+        return all(one is not None and other is not None and one > other for one, other in pairwise(died))
+
+    return not any(len(numbers) == count and reversed_by_backward(numbers) for numbers in marks.values())
 
 
 def _count(places: Iterable[Sequence[int]], allocations: Sequence[Block]) -> int | None:
@@ -231,11 +251,8 @@ def _by_size(old: Iterable[Block], named: dict[Block, Named]) -> dict[Block, Kin
     none is named: how often sizes occur does not tell weights from states.
     """
     silent = [block for block in old if not block.frames and not _is_zeroed(block)]
-    sizes = Counter(map(_rounded, silent))
-    gradients, states = (
-        Counter(_rounded(block) for block, each in named.items() if each.kind is kind)
-        for kind in (Kind.GRADIENTS, Kind.STATE)
-    )
+    sizes = Counter(map(rounded, silent))
+    gradients, states = (_sizes_in_a_step(named, kind) for kind in (Kind.GRADIENTS, Kind.STATE))
     wanted = gradients if 3 * _bytes(gradients) >= _bytes(states) else states
     if not wanted or _bytes(sizes & wanted) < _ALIKE * _bytes(wanted):
         return {}
@@ -245,7 +262,7 @@ def _by_size(old: Iterable[Block], named: dict[Block, Named]) -> dict[Block, Kin
     kind_of: dict[Block, Kind] = {}
     taken: Counter[int] = Counter()
     for block in sorted(silent, key=lambda block: (block.died is not None, block.address)):
-        size = _rounded(block)
+        size = rounded(block)
         if times := wanted[size]:
             taken[size] += 1
             weights, state = taken[size] <= times, taken[size] <= 3 * times
@@ -253,8 +270,43 @@ def _by_size(old: Iterable[Block], named: dict[Block, Named]) -> dict[Block, Kin
     return kind_of
 
 
-def _rounded(block: Block) -> int:
-    return max(_ROUND, -(-block.requested // _ROUND) * _ROUND)
+def _sizes_in_a_step(named: dict[Block, Named], kind: Kind) -> Counter[int]:
+    """Return how often each size occurs among what one step makes of a kind, at most."""
+    steps: dict[int, Counter[int]] = defaultdict(Counter)
+    for block, each in named.items():
+        if each.kind is kind:
+            steps[each.step][rounded(block)] += 1
+    most: Counter[int] = Counter()
+    for sizes in steps.values():
+        most |= sizes
+    return most
+
+
+def _further_copies(named: dict[Block, Named]) -> Iterator[Block]:
+    """Yield the weights beyond one for each gradient, where all weights that have gradients are there once more."""
+    gradients = _sizes_in_a_step(named, Kind.GRADIENTS)
+    weights = [block for block, each in named.items() if each.kind is Kind.WEIGHTS and block.born > BEFORE]
+    left = Counter(map(rounded, weights))
+    left.subtract(gradients)
+    if 10 * _bytes(gradients) < sum(block.size for block in weights) or any(
+        left[size] < times for size, times in gradients.items()
+    ):
+        return
+    seen: Counter[int] = Counter()
+    for block in sorted(weights, key=lambda block: block.born):
+        seen[rounded(block)] += 1
+        if 0 < gradients[rounded(block)] < seen[rounded(block)]:
+            yield block
+
+
+def rounded(block: Block) -> int:
+    """Return the bytes that the allocator takes for a block."""
+    return round_up(block.requested)
+
+
+def round_up(size: int) -> int:
+    """Return the bytes that the allocator takes for `size`."""
+    return max(_ROUND, -(-size // _ROUND) * _ROUND)
 
 
 def _bytes(sizes: Counter[int]) -> int:

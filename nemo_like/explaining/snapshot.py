@@ -161,13 +161,19 @@ class Timeline:
         alive = [block for block in self.blocks if block.born <= at and block.outlives(at)]
         return sorted(alive, key=lambda block: -block.size)
 
-    def peak_without(self, blocks: Mapping[Block, int]) -> int:
-        """Return the most active bytes, had each of `blocks` been gone from an event on; `BEFORE`: from the start."""
+    def peak_without(self, blocks: Mapping[Block, int], back: Mapping[Block, int] | None = None) -> int:
+        """Return the most active bytes, had each of `blocks` been gone from an event on; `BEFORE`: from the start.
+
+        `back`: the event at which it is there again; default: never.
+        """
         less = array("q", bytes(8 * (len(self.active) + 1)))
         for block, since in blocks.items():
-            less[max(block.born, since) + 1] -= block.size
-            if block.died is not None:
-                less[block.died + 1] += block.size
+            until = (back or {}).get(block, block.died)
+            since = max(block.born, since)
+            if until is None or until > since:
+                less[since + 1] -= block.size
+                if until is not None:
+                    less[until + 1] += block.size
         return max(size + gone for size, gone in zip(self.active, accumulate(less)))
 
 

@@ -122,7 +122,7 @@ def _phase_of_function(filename: str, name: str) -> Phase | None:
         return Phase.BACKWARD
     if name == "forward":
         return Phase.FORWARD
-    if name in _BUILDS:
+    if name in _BUILDS or (path == "torch/nn/parameter.py" and name == "__deepcopy__"):
         return Phase.BUILD
     return Phase.STATE if "state_dict" in name else None
 

@@ -8,14 +8,17 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from nemo_like._util.table import ByteUnit
+from nemo_like.explaining.cures import EXPANDABLE, reserved_if_expandable
 from nemo_like.explaining.parts import Kind, Parts
 from nemo_like.explaining.snapshot import BEFORE, Block, Timeline
-from nemo_like.explaining.stacks import Phase, place_of
+from nemo_like.explaining.stacks import Phase, place_of, text_of
 
 _LEAST = 0.005
 """Share of the peak below which a cause is left out."""
 _FREE = 0.10
 """Share of reserved bytes that must be free to be called fragmentation."""
+_IDLE = 0.5
+"""A stream is idle that has allocated nothing in the second half of the recording."""
 _STEPS = 3
 """Steps that must leave something behind, to be called growth."""
 _FORWARD = {Kind.ACTIVATIONS, Kind.LOSS, Kind.OF_FORWARD}
@@ -31,7 +34,7 @@ class Unexpected:
     size: int
     """Bytes at the peak."""
     peak_after: int
-    """Active bytes of the peak without them."""
+    """Active bytes of the peak without them; of fragmentation, reserved bytes after the change."""
     words: str
     """The cause, in words."""
     change: str = ""
@@ -53,7 +56,9 @@ def unexpected_at_peak(timeline: Timeline, parts: Parts) -> list[Unexpected]:
         _old_outputs(timeline, parts, begins),
         _copies(timeline, parts),
         _waiting(timeline),
+        _saving(timeline, parts),
         *_growth(timeline, parts, begins),
+        _idle_stream(timeline),
         _fragments(timeline),
     ]
     least = _LEAST * timeline.active[timeline.peak_at + 1]
@@ -129,6 +134,40 @@ def _waiting(timeline: Timeline) -> Unexpected | None:
     return _cause(timeline, "frees that wait for streams", gone_from, words)
 
 
+def _saving(timeline: Timeline, parts: Parts) -> Unexpected | None:
+    """Blocks that ``state_dict()`` has made: gathered or copied weights, and states of an optimizer's empty step."""
+    gone_from = {
+        block: BEFORE for block in parts.named if parts.named[block].kind is not Kind.WEIGHTS and _saves(block)
+    }
+    words = "state_dict() has made it, for a checkpoint, and it is still there"
+    return _cause(
+        timeline, "made while saving", gone_from, words, "StateDictOptions(full_state_dict=True, cpu_offload=True)"
+    )
+
+
+def _saves(block: Block) -> bool:
+    names = (text_of(frame, "name") for frame in block.frames)
+    return any(("state_dict" in name and "load" not in name) or name == "_init_optim_state" for name in names)
+
+
+def _idle_stream(timeline: Timeline) -> Unexpected | None:
+    """Free bytes in segments of streams that allocate no longer, which serve no other stream."""
+    last: dict[int, int] = {}
+    for number, event in enumerate(timeline.trace):
+        if event["action"] == "alloc":
+            last[event.get("stream", 0)] = number
+    idle = {stream for stream, number in last.items() if number < _IDLE * len(timeline.trace)}
+    free = 0
+    for segment in timeline.segments:
+        if segment.get("stream", 0) in idle:
+            free += segment["total_size"] - sum(b["size"] for b in segment["blocks"] if b["state"] != "inactive")
+    if not free or len(idle) == len(last):  # where none allocates, the recording goes on behind the last step
+        return None
+    words = f"segments of {'a stream' if len(idle) == 1 else f'{len(idle)} streams'} that no longer allocate"
+    change = "torch.cuda.empty_cache()   once, behind what ran on that stream"
+    return Unexpected("idle streams", free, max(timeline.reserved) - free, f"it is free in {words}", change)
+
+
 def _growth(timeline: Timeline, parts: Parts, begins: Mapping[int, int]) -> Iterable[Unexpected | None]:
     """Blocks that each step leaves behind, by their place in the source."""
     places: dict[str, dict[Block, int]] = defaultdict(dict)
@@ -136,7 +175,15 @@ def _growth(timeline: Timeline, parts: Parts, begins: Mapping[int, int]) -> Iter
         places[place_of(block.frames)][block] = since
     for place, blocks in places.items():
         if len({parts.named[block].step for block in blocks}) >= _STEPS:
-            yield _cause(timeline, "growth", blocks, f"each step leaves some behind, made at {place}")
+            which = "micro-batch" if _accumulates(parts, blocks) else "step"
+            yield _cause(timeline, "growth", blocks, f"each {which} leaves some behind, made at {place}")
+
+
+def _accumulates(parts: Parts, blocks: Iterable[Block]) -> bool:
+    """Return whether no optimizer ran between these blocks, of which each forward made some."""
+    born = sorted(block.born for block in blocks)
+    updates = (block.born for block, each in parts.named.items() if each.phase is Phase.OPTIMIZER)
+    return not any(born[0] < update < born[-1] for update in updates)
 
 
 def _fragments(timeline: Timeline) -> Unexpected | None:
@@ -145,6 +192,21 @@ def _fragments(timeline: Timeline) -> Unexpected | None:
     if reserved - active <= _FREE * reserved:
         return None
     whole, segments = ByteUnit.of([reserved]).word(reserved), len(timeline.segments)
-    words = f"of {whole} reserved, so much was free in {segments:,} segments at the peak"
-    change = "PYTORCH_ALLOC_CONF=expandable_segments:True"
-    return Unexpected("fragmentation", reserved - active, active, words, change)
+    words = f"of {whole} reserved, so much was free in {segments:,} segments at the peak{_pins(timeline)}"
+    failed = timeline.out_of_memory or {}
+    after = reserved_if_expandable(timeline, reserved + int(failed.get("device_free", 0)))
+    if after is None or after > (1 - _LEAST) * reserved:
+        return Unexpected("fragmentation", reserved - active, active, words)
+    return Unexpected("fragmentation", reserved - active, after, words, EXPANDABLE)
+
+
+def _pins(timeline: Timeline) -> str:
+    """Return, in words, the place of the blocks that hold most of the segments that are half empty or more; empty: none."""
+    held: dict[str, int] = defaultdict(int)
+    for segment in timeline.segments:
+        used = [block for block in segment["blocks"] if block["state"] != "inactive"]
+        if used and 2 * sum(block["size"] for block in used) <= segment["total_size"]:
+            largest = max(used, key=lambda block: block["size"])
+            held[place_of(largest.get("frames") or ())] += segment["total_size"]
+    place = max(held, key=lambda place: held[place], default="")
+    return f"; segments stay for blocks of {place}" if place else ""

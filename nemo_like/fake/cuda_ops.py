@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -195,6 +196,28 @@ _NAMES: dict[Any, str] = {
     for owner in (torch, Tensor, F)
     if (function := getattr(owner, name, None)) is not None
 } | {Tensor.__pow__: "pow"}
+
+
+@contextmanager
+def autocast_of_cuda_on_cpu() -> Iterator[None]:
+    """Let ``torch.autocast("cuda")`` of a model's own code cast the CPU tensors that are in the place of CUDA's.
+
+    Without a GPU torch turns it off, and all that the model casts would be planned in float32.
+    """
+    before = torch.autocast.__init__
+
+    def init(
+        self: torch.autocast, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any
+    ) -> None:
+        if device_type == "cuda":
+            device_type, dtype = "cpu", torch.get_autocast_dtype("cuda") if dtype is None else dtype
+        before(self, device_type, dtype, *args, **kwargs)
+
+    torch.autocast.__init__ = init  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.autocast.__init__ = before  # type: ignore[method-assign]
 
 
 def _autocast_is_on() -> bool:

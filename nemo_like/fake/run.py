@@ -20,7 +20,7 @@ from nemo_like._util.module_tree import bare
 from nemo_like._util.op_lookup import packet_name
 from nemo_like._util.tensors import STANDS_FOR_CUDA, describe, is_wrapped, map_tensors, tensors_in
 from nemo_like.activation_checkpointing import kv_sharing, ops
-from nemo_like.fake.cuda_ops import CudaOps
+from nemo_like.fake.cuda_ops import CudaOps, autocast_of_cuda_on_cpu
 from nemo_like.fake.model_copy import SMALL, call_with, random_numbers_put_back
 from nemo_like.fake.outside_state import RememberedTables, context_variables_put_back
 from nemo_like.fake.ranks import ranks_of
@@ -81,6 +81,7 @@ class FakeRun(TorchDispatchMode):
         self.tables.__enter__()
         STANDS_FOR_CUDA.set(self.cuda is not None)  # which is put back with the others
         if self.cuda is not None:
+            self._put_back[-1].enter_context(autocast_of_cuda_on_cpu())
             self.cuda.__enter__()
         return super().__enter__()
 

@@ -145,7 +145,7 @@ def _parts(totals: Mapping[str, float], rows: Sequence[Row], word: Callable[[flo
             continue
         lines.append(f"  {word(total)}  {part}")
         for row in (row for row in rows if row.part == part and row.what):
-            hidden = f" (and {word(row.hidden).strip()} that computing hides)" if row.hidden else ""
+            hidden = f", {word(row.hidden).strip()} hidden" if row.hidden else ""
             lines.append(f"    {word(row.amount)}  {row.what}{hidden}")
     return lines
 
@@ -307,7 +307,7 @@ def _static_rows(stage: Stage) -> dict[str, list[Row]]:
         f"{len(sharding.units)} layers": sum(unit.shard for unit in sharding.units),
         "their experts": sum(unit.shard for unit in sharding.experts.values()),
         "head and last norm" if sharding.tail else "": sharding.tail.shard if sharding.tail else 0,
-        "embedding and what else is around the layers": sharding.root.shard
+        "embedding and last norm": sharding.root.shard
         + (sharding.embedding.shard if sharding.embedding else 0),
         "whole on every rank": sharding.replicated,
     }
@@ -510,7 +510,7 @@ def _unit_rows(run: LayerRun, links: Links, count: int, reductions: int, summed:
 def _end_rows(unit: UnitBytes, links: Links, gathers: int, reductions: int, summed: int) -> Iterator[Row]:
     gather, reduce = unit_seconds(unit, links.shards, links)
     replicas = roofline.reduce_seconds(unit.reduce_output, links.replicas, links.device)
-    name = "head" if unit.kind == "tail" else "embedding and what else is around the layers"
+    name = "head" if unit.kind == "tail" else "embedding and last norm"
     over, replicated = ranks("dp_shard", links.shards), ranks("dp_replicate", links.replicas)
     fetch, store = copy_seconds((unit,), links.device)
     yield Row("parameter gathers", f"all-gather of {name} ({over})", gathers * gather)

@@ -11,10 +11,11 @@ from nemo_like.activation_checkpointing.plan import LayerPlan, Plan
 from nemo_like.job import Job
 from nemo_like.options import MemoryBudget, parse_ac
 from nemo_like.planning.answers.rank import rank_peak
+from nemo_like.planning.answers.within import choose
 from nemo_like.planning.choose.layer import BlockProblem, Choice, as_choice
 from nemo_like.planning.model.traced import MODES
 from nemo_like.planning.planner import planned, query_of
-from nemo_like.planning.query import PlanQuery, Stage
+from nemo_like.planning.query import Choices, PlanQuery, Stage
 from nemo_like.planning.trace.kinds import ModelTrace
 
 
@@ -41,11 +42,24 @@ def plan_rank(model: nn.Module, sample_input: Any, job: Job, rank: int) -> Plann
         job = replace(job, ac=plan)
     else:
         query = _under_plan(model, sample_input, job)
-    chosen = [choices_of(stage, job) for stage in query.stages]
+    chosen = choices_under(query)
     peak = None
-    if not (query.is_pipeline and job.ac_scope != "all") and None not in chosen:
-        peak = rank_peak(query, rank * job.pp.size // job.ranks, [each for each in chosen if each is not None]).total
+    if not (query.is_pipeline and job.ac_scope != "all") and chosen is not None:
+        peak = rank_peak(query, rank * job.pp.size // job.ranks, chosen).total
     return PlannedRank(job, None if query.is_pipeline else query.stages[0].part.traced, peak)
+
+
+def choices_under(query: PlanQuery) -> Choices | None:
+    """Return the choices of each layer call under the ``ac`` of the job of `query`; None: it is not one that is predicted.
+
+    Raises:
+        BudgetError: no plan fits its budget.
+    """
+    if isinstance(query.job.ac, MemoryBudget):
+        return choose(query, query.job.ac)[0]
+    chosen = [choices_of(stage, query.job) for stage in query.stages]
+    known = [each for each in chosen if each is not None]
+    return known if len(known) == len(chosen) else None
 
 
 def _under_plan(model: nn.Module, sample_input: Any, job: Job) -> PlanQuery:

@@ -82,20 +82,14 @@ def predict(
             check_whole(size_of, size, 1)
     if sample_input is not None and batch_size == "max":
         raise ValueError("sample_input has a size of its own. For batch_size='max', leave it out.")
-    built, source = (model, None) if isinstance(model, nn.Module) else resolve_model(model).built("meta", dtype)
-    name = type(built).__name__ if source is None else source.name
-    fixed_input = sample_input if source is None or sample_input is not None else source.sample
-
-    own_length = 0 if fixed_input is not None else START if seq_len == "max" else seq_len
-
-    def given(batch: int, length: int) -> tuple[Any, str]:
-        if fixed_input is not None:
-            sample = source.sample_of(batch) if source is not None and fixed_input is source.sample else fixed_input
-            return sample, describe(*split_sample(sample))
-        predicted = name if length <= own_length else ""  # longer ones of `what_if` are not
-        return text_of(built, batch, length, predicted), f"{batch} x {length} tokens"
-
-    step = Step(built, job, given, 1 if batch_size == "max" else batch_size, own_length)
+    step, name = step_of(
+        model,
+        job,
+        START if seq_len == "max" else seq_len,
+        1 if batch_size == "max" else batch_size,
+        sample_input,
+        dtype,
+    )
     question = Question.of(gpus, seq_len, batch_size)
     limit = None if memory is None else step_limit(device_of(job), memory)
 
@@ -104,6 +98,30 @@ def predict(
         return replace(report, what_if=tuple(changes(asked_step, query, report))) if what_if else report
 
     return same_on_all_ranks(make)
+
+
+def step_of(
+    model: nn.Module | str,
+    job: Job,
+    seq_len: int = START,
+    batch_size: int = 1,
+    sample_input: Any = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[Step, str]:
+    """Return a step of `model`, and the model's name; arguments as for `predict`."""
+    built, source = (model, None) if isinstance(model, nn.Module) else resolve_model(model).built("meta", dtype)
+    name = type(built).__name__ if source is None else source.name
+    fixed_input = sample_input if source is None or sample_input is not None else source.sample
+    own_length = 0 if fixed_input is not None else seq_len
+
+    def given(batch: int, length: int) -> tuple[Any, str]:
+        if fixed_input is not None:
+            sample = source.sample_of(batch) if source is not None and fixed_input is source.sample else fixed_input
+            return sample, describe(*split_sample(sample))
+        predicted = name if length <= own_length else ""  # longer ones of `what_if` are not
+        return text_of(built, batch, length, predicted), f"{batch} x {length} tokens"
+
+    return Step(built, job, given, batch_size, own_length), name
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from nemo_like.flags import changed_flags
 from nemo_like.options import ADAMW, MemoryBudget, parse_ac, parse_dtype
 from nemo_like.planning.advise import changes, helping
 from nemo_like.planning.answers.rank import peak_of
-from nemo_like.planning.answers.within import choose
 from nemo_like.planning.devices import Device, device_at_hand
+from nemo_like.planning.planned_rank import choices_under
 from nemo_like.planning.query import PlanQuery
 from nemo_like.recipes.agree import Ranks
 from nemo_like.recipes.options import RunOptions
@@ -102,11 +102,7 @@ class PlannedStep:
         job = options.job(world_size=ranks.world_size, gpu=self._device)
         sample = options.planned_input(options.rows(ranks.data_ranks), self._width)
         query = PlanQuery.of(self._build(options), sample, job)
-        if isinstance(job.ac, MemoryBudget):
-            choices, _ = choose(query, job.ac, options.ac)
-        else:
-            choices = query.uniform(options.ac if options.ac in ("full", "selective") else "none")
-        return peak_of(query, choices).total
+        return peak_of(query, choices_under(query) or query.uniform("none")).total
 
     def _changes(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield what to write on the command line, and the same as options."""

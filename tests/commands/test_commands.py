@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from nemo_like import Job, cli, fake_rank
 from nemo_like.cli import main, make_parser
 from nemo_like.commands.layers_command import describe, to_text
-from nemo_like.commands.plan_command import asked_job
+from nemo_like.commands.step_options import asked_job
 from nemo_like.options import Precision
 from tests.models.families import FAMILIES
 from tests.models.tiny import Block, llama

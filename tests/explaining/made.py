@@ -66,10 +66,20 @@ class Recording:
         self.alive: dict[int, tuple[int, list[dict[str, Any]], int]] = {}
         self._next = 1 << 30
 
-    def make(self, size: int, phase: str, line: int = 0, *, stream: int = 0, recorded: bool = True) -> int:
-        """Allocate; return the address."""
+    def make(
+        self,
+        size: int,
+        phase: str,
+        line: int = 0,
+        *,
+        stream: int = 0,
+        recorded: bool = True,
+        frames: list[dict[str, Any]] | None = None,
+    ) -> int:
+        """Allocate; return the address. `frames`: the stack, in place of that of `phase`."""
         at, self._next = self._next, self._next + (1 << 30)
-        frames = stack(phase, line) if recorded else []
+        if frames is None:
+            frames = stack(phase, line) if recorded else []
         self.alive[at] = (size, frames, stream)
         if recorded:
             self._event("segment_alloc", at, size, frames, stream)
@@ -80,16 +90,22 @@ class Recording:
         """Ask to free what other streams still use."""
         self._event("free_requested", at, self.alive[at][0], stack(phase), self.alive[at][2])
 
-    def free(self, *addresses: int, phase: str = "script") -> None:
+    def free(self, *addresses: int, phase: str = "script", frames: list[dict[str, Any]] | None = None) -> None:
         """Free blocks, with their segments."""
+        freed = stack(phase) if frames is None else frames
         for at in addresses:
-            self.ask(at, phase)
             size, frames, stream = self.alive.pop(at)
-            self._event("free_completed", at, size, stack(phase), stream)
+            self._event("free_requested", at, size, freed, stream)
+            self._event("free_completed", at, size, freed, stream)
             self._event("segment_free", at, size, frames, stream)
 
     def _event(self, action: str, at: int, size: int, frames: Any, stream: int) -> None:
         self.trace.append({"action": action, "addr": at, "size": size, "stream": stream, "frames": frames})
+
+    def begin(self) -> None:
+        """Forget what was recorded so far: what is alive was there before."""
+        self.trace.clear()
+        self.alive = {at: (size, [], stream) for at, (size, _, stream) in self.alive.items()}
 
     def snapshot(self) -> dict[str, Any]:
         """Return it as PyTorch writes it."""

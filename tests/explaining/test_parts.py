@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from nemo_like.explaining.explanation import Explanation, explain
+from nemo_like.explaining.explain import explain
+from nemo_like.explaining.explanation import Explanation
 from nemo_like.explaining.parts import parts_of
 from nemo_like.explaining.snapshot import read_snapshot, timelines
 from tests.explaining.made import Recording, real
@@ -89,6 +91,45 @@ def _growing_script() -> Recording:
         made.free(made.make(8 * MIB, "forward"), phase="backward")
         made.free(made.make(4 * MIB, "backward"), phase="zero_grad")
     return made
+
+
+def _half_empty(stream: int) -> dict[str, Any]:
+    """Return a segment of 64 MiB, of which 16 are free."""
+    blocks = [(48 * MIB, "active_allocated"), (16 * MIB, "inactive")]
+    return {
+        "device": 0, "address": (1 << 40) + (stream << 32), "total_size": 64 * MIB, "stream": stream,
+        "blocks": [{"size": size, "requested_size": size, "state": state} for size, state in blocks],
+    }  # fmt: skip
+
+
+def test_free_bytes_of_a_stream_that_allocates_no_longer() -> None:
+    made = Recording()
+    made.free(made.make(4 * MIB, "forward", stream=7))
+    for _ in range(4):
+        made.free(made.make(400 * MIB, "forward"), phase="backward")
+    snapshot = made.snapshot()
+    snapshot["segments"].append(_half_empty(7))
+    (found,) = explain(snapshot).unexpected
+    assert (found.kind, found.size) == ("idle streams", 16 * MIB) and "empty_cache" in found.change
+
+
+def test_fragments_are_said_with_what_growing_segments_would_reserve() -> None:
+    made = Recording()
+    made.free(made.make(8 * MIB, "forward"))
+    snapshot = made.snapshot()
+    snapshot["segments"] += [_half_empty(0)]
+    (found,) = explain(snapshot).unexpected
+    # The peak is at the 8 MiB, and 64 are reserved at the end; in growing segments of 2 or 20 MiB they are 60.
+    assert (found.kind, found.size, found.peak_after) == ("fragmentation", 16 * MIB, 60 * MIB)
+    assert found.change == "PYTORCH_ALLOC_CONF=expandable_segments:True"
+
+
+def test_what_is_in_use_beside_the_allocator() -> None:
+    made = Recording()
+    made.make(8 * MIB, "build")
+    (found,) = explain(made.snapshot(), used=3000 * MIB).unexpected
+    assert (found.kind, found.size) == ("outside of the allocator", 2992 * MIB) and "set_device" in found.words
+    assert not explain(made.snapshot(), used=1000 * MIB).unexpected  # a context and NCCL take as much
 
 
 @pytest.mark.parametrize(

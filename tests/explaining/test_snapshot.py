@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from nemo_like.cli import main
-from nemo_like.explaining.explanation import explain
+from nemo_like.explaining.explain import explain
 from nemo_like.explaining.snapshot import SnapshotError, read_snapshot, timelines
 from tests.explaining.made import Recording, real
 
@@ -131,4 +131,21 @@ def test_a_log_with_a_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     log.write_text(f"step 1\n{text}\n", encoding="utf-8")
     assert main(["explain", str(log), "--json", str(out)]) == 0
     assert capsys.readouterr().out.startswith("GPU 2 had 6.87 of 79.19GiB free for 7.65GiB")
-    assert json.loads(out.read_text(encoding="utf-8"))["causes"][0]["kind"] == "live tensors"
+    assert json.loads(out.read_text(encoding="utf-8"))["unexpected"][0]["kind"] == "live tensors"
+
+
+def test_a_stripped_snapshot_tells_the_same_without_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    snapshot = real("tinyllama-8bit-lora") | {"external_annotations": [{"name": "secret"}]}
+    snapshot["device_traces"][0][0] |= {"user_metadata": "secret", "compile_context": "secret"}
+    whole, stripped = tmp_path / "whole.pickle", tmp_path / "stripped.pickle"
+    whole.write_bytes(pickle.dumps(snapshot))
+    assert main(["explain", str(whole), "--strip", str(stripped)]) == 0
+    assert "sizes" in capsys.readouterr().out
+    text = stripped.read_bytes()
+    assert b"secret" not in text and b"3105878423.py" not in text
+    before, after = explain(whole), explain(stripped)
+    assert (before.parts, before.layers, before.peak_bytes) == (after.parts, after.layers, after.peak_bytes)
+    filenames = {
+        frame["filename"] for event in read_snapshot(stripped)["device_traces"][0] for frame in event["frames"]
+    }
+    assert all(name.startswith(("site-packages/", "python3", "script", "??")) for name in filenames), filenames

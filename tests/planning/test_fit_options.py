@@ -223,7 +223,7 @@ def test_gradients_of_several_microbatches_are_copied_and_summed_up_on_the_host(
     sums = sum(
         seconds
         for what, seconds in rows.items()
-        if what in ("of head", "of embedding and what else is around the layers")
+        if what in ("of head", "of embedding and last norm")
     )
     assert sums == pytest.approx(2 * 3 * around / 2e6)
     assert "gradient sums on the host" not in once.seconds.parts

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from nemo_like.cli import main, make_parser
-from nemo_like.commands.plan_command import asked_job
+from nemo_like.commands.step_options import asked_job
 from nemo_like.job import Job
 from nemo_like.options import ContextParallel, Precision, TensorParallel
 from nemo_like.settings import Settings, read_settings, write_settings

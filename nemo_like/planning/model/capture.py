@@ -35,6 +35,7 @@ from nemo_like.planning.trace.kinds import (
     TracedCall,
     attributes_of,
     attributes_with_gradient,
+    autocast_now,
     call_key,
     changed_since,
     contents_of,
@@ -134,7 +135,7 @@ class _Watcher:
             self._refuse_hidden_graph(layer.fqn, (args, kwargs))
             before, history = every_attribute(module), attributes_with_gradient(module)
             given = {place: value for place, value in history.items() if not any(value is own for own in self._own)}
-            key = (settings, call_key(args), call_key(kwargs), call_key([*given.values()]), grad)
+            key = (settings, call_key(args), call_key(kwargs), call_key([*given.values()]), grad, autocast_now())
             for tensor in tensors_in((args, kwargs, [*given.values()])):
                 storage = tensor.untyped_storage()
                 self._held.append(storage)
@@ -187,6 +188,7 @@ class _Watcher:
                         left=left,
                         before=at_start,
                         given=read,
+                        autocast=autocast_now(),
                     )
                 )
             self.calls[position] = TracedCall(layer.fqn, module, kind)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,12 +57,15 @@ class Kind:
     """Attributes that its forward sets or fills, as a run finds them: `left` as before it, others as the next pass does."""
     given: tuple[tuple[str, str], ...] = ()
     """Attributes that the model sets to such tensors, and that it reads. Their values are in `kwargs`, under `GIVEN`."""
+    autocast: torch.dtype | None = None
+    """Dtype of the autocast that it is called in, which may be the model's own; None: in none."""
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the block returns, and with it what it leaves in `left`, if anything: both get gradients."""
         # A recomputation may leave placeholders in attributes, and in lists: each run begins with the same values.
         set_attributes(self.module, copied(self.before | dict(zip(self.given, kwargs.pop(GIVEN, ())))))
-        output = self.module(*args, **kwargs)
+        with _autocast_to(self.autocast):
+            output = self.module(*args, **kwargs)
         return (output, attributes_of(self.module, self.left)) if self.left else output
 
     def call_of(self, module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -88,6 +91,17 @@ class Kind:
             return inputs[self.passed[position]] if position in self.passed else make(tensor)
 
         return map_tensors(one, self.output)
+
+
+def autocast_now() -> torch.dtype | None:
+    """Return the dtype of the autocast that runs; None: none does."""
+    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+
+
+def _autocast_to(dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    if dtype == autocast_now():
+        return nullcontext()
+    return torch.autocast("cpu", dtype, enabled=dtype is not None, cache_enabled=False)
 
 
 @dataclass(frozen=True)

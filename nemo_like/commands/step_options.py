@@ -1,0 +1,121 @@
+"""The options of a step that is planned: the model, the job, the input; and the trace of it."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from nemo_like._util.console import refuse_unread, whole_or
+from nemo_like.commands import LORA, VOCAB_SIZE
+from nemo_like.flags import FLAGS, add_flags, flags_on, job_of
+from nemo_like.options import FLOAT8, parse_dtype
+
+if TYPE_CHECKING:  # the options are needed without torch and the planner
+    from nemo_like.job import Job
+    from nemo_like.models import ModelSource
+    from nemo_like.planning.model.inputs import ModelInput
+    from nemo_like.planning.query import PlanQuery
+    from nemo_like.planning.what_if import Step
+
+JOB_FLAGS = tuple(name for name in flags_on("plan") if name != "world_size")
+_NOT_IN_STAGES = ("host", "measure", "sync", "drop_output", "cpu_offload")
+"""Flags that no plan of a pipeline's stages knows."""
+
+
+def add_step_options(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    """Add the options of a step; `required`: there must be a model."""
+    add = parser.add_argument
+    add("--model", required=required, help="a preset (llama3-8b, ...), a config.json, or module:function")
+    add_flags(parser, JOB_FLAGS, precision="bf16")
+    add(
+        "--gpus",
+        "--world-size",
+        dest="world_size",
+        type=whole_or("min"),
+        default=1,
+        help="how many there are; min: the fewest that fit (default: %(default)s)",
+    )
+    add(
+        "--seq-len",
+        type=whole_or("max"),
+        default=4096,
+        help="tokens per sequence; max: the most that fit (default: %(default)s)",
+    )
+    add(
+        "--batch-size",
+        type=whole_or("max"),
+        default=1,
+        help="sequences per rank and micro-batch; max: the most that fit (default: %(default)s)",
+    )
+    add("--input-shape", help="shape of a float input, such as 2,3,224,224, for a model that takes no tokens")
+    add(
+        "--images",
+        type=int,
+        default=1,
+        help="pictures per sequence, for a model that takes some (default: %(default)s)",
+    )
+    add("--image-size", type=int, help="pixels per side of a picture (default: the config's, or 448)")
+    add(
+        "--audio-seconds",
+        type=float,
+        help="of a sound per sequence, for a model that takes some (default: what its config "
+        "has positions for, or 30); 0: none",
+    )
+    add("--vocab-size", type=int, help=VOCAB_SIZE)
+    add("--dtype", default="fp32", help="parameters as stored (default: %(default)s)")
+    add("--lora", type=int, metavar="RANK", help=LORA)
+
+
+def check_step_options(args: argparse.Namespace) -> None:
+    """Raise ValueError for an option that nothing reads."""
+    if args.pp == 1:
+        refuse_unread(args, ["pp_schedule", "stages_per_rank", "balance"], "without --pp above 1 there is no pipeline.")
+        if args.grad_accum == 1:
+            refuse_unread(args, ["sync"], "of one micro-batch there is no other. Give --grad-accum too.")
+        if args.world_size == 1:
+            refuse_unread(
+                args,
+                ["reshard_after_forward", "prefetch", "cpu_offload"],
+                "one rank keeps the model whole. Give --world-size too.",
+            )
+    if args.cp == 1:
+        refuse_unread(args, ["cp_method"], "without --cp above 1 every rank has whole sequences.")
+    if not (args.host or args.cpu_offload) and args.offload == "none":
+        refuse_unread(args, ["host_memory"], "that takes --host, --offload or --cpu-offload.")
+    if args.input_shape:
+        sizes = ["batch_size", "seq_len", "images", "image_size", "audio_seconds", "vocab_size"]
+        refuse_unread(args, sizes, "--input-shape is the whole input.")
+
+
+def asked_job(args: argparse.Namespace) -> Job:
+    """Return the job that the flags ask about.
+
+    Raises:
+        ValueError: a wrong value, or a flag that a pipeline's plans do not know.
+    """
+    for name in ("seq_len", "batch_size"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be >= 1.")
+    flags = {name: getattr(args, name) for name in (*JOB_FLAGS, "world_size")}
+    if args.pp > 1:
+        for name in _NOT_IN_STAGES:
+            if flags[name] != FLAGS[name].default:
+                raise ValueError(f"{FLAGS[name].word} with --pp is not planned. Leave one of the two out.")
+    stored, compute = parse_dtype("--dtype", args.dtype), flags["precision"]
+    if compute not in FLOAT8 and parse_dtype("--precision", compute) == stored and flags["reduce_dtype"] is None:
+        flags["precision"] = None  # a dtype that the parameters have anyway is not a cast
+    return job_of(flags, ac="none")
+
+
+def traced_step(args: argparse.Namespace, source: ModelSource, job: Job) -> tuple[PlanQuery, Step, ModelInput]:
+    """Return the query of `job`, the step that it is of, and its input, for the model of `source`."""
+    from nemo_like.commands import plan_inputs
+    from nemo_like.planning.model.quantised import with_adapters
+    from nemo_like.planning.planner import query_of
+
+    dtype = parse_dtype("--dtype", args.dtype)
+    model, source = source.built("meta", dtype)
+    if args.lora is not None:
+        model = with_adapters(model.train(), args.lora, job.param_dtype or dtype)
+    query, inputs = plan_inputs.query_with_inputs(lambda sample: query_of(model, sample, job), model, source, args)
+    return query, plan_inputs.step_of(query, model, source, args, inputs.words), inputs

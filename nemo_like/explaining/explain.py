@@ -1,0 +1,182 @@
+"""`explain`: what is in a GPU's memory, of a snapshot, a message or a number of bytes; compared with the plan of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nemo_like._util.table import ByteUnit
+from nemo_like.explaining.explanation import Explanation, FailedRequest
+from nemo_like.explaining.messages import OutOfMemory, causes, read_message, words
+from nemo_like.explaining.recorded import explained
+from nemo_like.explaining.snapshot import SnapshotError, read_snapshot, timelines
+from nemo_like.explaining.unexpected import Unexpected
+
+if TYPE_CHECKING:  # a file alone needs no torch
+    from torch import nn
+
+    from nemo_like.explaining.planned import PlannedJob
+    from nemo_like.job import Job
+
+_LONGEST = 64 << 20
+"""Bytes of a log that are looked through for a message, its last ones."""
+_OUTSIDE = 1.5 * 2**30
+"""Bytes outside of torch's allocator that a process of one GPU has no use for."""
+_SAME = 0.03
+"""Share by which a change may miss the bytes that were measured, and be named as the reason."""
+
+
+def explain(
+    source: str | Path | Mapping[str, Any] | int,
+    *,
+    model: nn.Module | str | None = None,
+    job: Job | None = None,
+    sample_input: Any = None,
+    device: int | None = None,
+    used: int | None = None,
+) -> Explanation:
+    """Return the parts of a GPU's memory at its peak, those that should not be there, and what lowers it.
+
+    Args:
+        source: the path of a snapshot (``torch.cuda.memory._dump_snapshot``), also gzipped, or of a log with an
+            out-of-memory message; the dict of ``torch.cuda.memory._snapshot()``; the message itself; or the bytes that
+            nvidia-smi shows, which take a model.
+        model: a module on any device, ``meta`` included, or what ``nemo-like plan --model`` takes: the peak is then
+            compared with the planned one.
+        job: the job that ran (`nemo_like.Job.of`), with its ``ac`` and ``gpu``. Default: one GPU without checkpointing.
+        sample_input: one micro-batch as the model is called with it.
+        device: the number of the GPU; None: the one with the highest peak.
+        used: bytes that nvidia-smi shows for the process that wrote the snapshot.
+
+    Raises:
+        SnapshotError: (a ValueError) the file is neither a snapshot nor a log with a message, or of another device.
+        ValueError: a number of bytes without a model; as `nemo_like.plan_for`.
+        OSError: the file cannot be read.
+    """
+    planned = None
+    if model is not None:
+        from nemo_like.explaining.planned import PlannedJob
+        from nemo_like.job import Job
+
+        planned = PlannedJob.of(model, Job.of(ac="none") if job is None else job, sample_input)
+    elif job is not None or sample_input is not None:
+        raise ValueError("job and sample_input are of a model. Give model=, too.")
+    return explained_source(source, planned, device=device, used=used)
+
+
+def explained_source(
+    source: str | Path | Mapping[str, Any] | int,
+    planned: PlannedJob | None = None,
+    *,
+    device: int | None = None,
+    used: int | None = None,
+) -> Explanation:
+    """Return the explanation of `source`, compared with a plan where there is one; arguments as for `explain`."""
+    if isinstance(source, int):
+        if planned is None:
+            raise ValueError(f"{source} is a number of bytes, which alone has no parts. Give model= and job=, too.")
+        return _of_bytes(source, planned)
+    if isinstance(source, str) and (message := read_message(source)) is not None:
+        return _of_message(message, planned)
+    try:
+        snapshot = read_snapshot(source)
+    except SnapshotError:
+        message = None if isinstance(source, Mapping) else read_message(_end_of(Path(source)))
+        if message is None:
+            raise
+        return _of_message(message, planned)
+    explanation = _of_snapshot(snapshot, planned, device)
+    return explanation if used is None else _with_outside(explanation, used)
+
+
+def _end_of(path: Path) -> str:
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _LONGEST))
+        return file.read().decode(errors="replace")
+
+
+def _of_snapshot(snapshot: Mapping[str, Any], planned: PlannedJob | None, device: int | None) -> Explanation:
+    devices = {each.device: each for each in timelines(snapshot)}
+    if not devices or device not in (None, *devices):
+        has = (
+            f"it has {', '.join(f'device {number}' for number in devices)}"
+            if devices
+            else "it has no memory of any device"
+        )
+        raise SnapshotError(f"There is nothing to explain: {has}.")
+    timeline = max(devices.values(), key=lambda each: max(each.active)) if device is None else devices[device]
+    return explained(timeline, planned)
+
+
+def _with_outside(explanation: Explanation, used: int) -> Explanation:
+    """Return it with what `used` has beyond the allocator, where that is more than a context and NCCL take."""
+    outside = used - explanation.reserved_bytes
+    if outside < _OUTSIDE:
+        return explanation
+    reason = (
+        f"of {_word(used)} in use, so much is not torch's: the context, NCCL, or contexts of other ranks, which "
+        "torch.cuda.set_device(local_rank) before the first CUDA call keeps away"
+    )
+    found = Unexpected("outside of the allocator", outside, explanation.peak_bytes, reason)
+    return replace(explanation, unexpected=(*explanation.unexpected, found))
+
+
+def _of_message(message: OutOfMemory, planned: PlannedJob | None) -> Explanation:
+    lines = words(message)
+    peak = message.allocated_bytes or 0
+    if planned is not None:
+        lines += [f"It may have been {reading.words}." for reading in planned.readings_of(message)]
+    sizes = {
+        "tensors": message.allocated_bytes,
+        "reserved, not used": message.unallocated_bytes,
+        "other processes": message.elsewhere_bytes,
+        "outside of the allocator": message.outside_bytes,
+    }
+    return Explanation(
+        device=message.device or 0,
+        peak_bytes=peak,
+        reserved_bytes=message.reserved_bytes or peak,
+        named_bytes=0,
+        where="",
+        parts={name: size for name, size in sizes.items() if size},
+        unexpected=tuple(Unexpected(cause.kind, 0, peak, cause.words) for cause in causes(message)),
+        out_of_memory=FailedRequest(message.device or 0, "", message.asked_bytes or 0, message.free_bytes or 0),
+        cures=() if planned is None else tuple(planned.cures(peak)),
+        lines=tuple(lines),
+        message=asdict(message),
+    )
+
+
+def _of_bytes(used: int, planned: PlannedJob) -> Explanation:
+    need, peak = planned.need(planned.query), planned.peak(planned.query)
+    return Explanation(
+        device=0,
+        peak_bytes=peak,
+        reserved_bytes=need,
+        named_bytes=peak,
+        where="the plan",
+        parts=planned.parts(),
+        cures=tuple(planned.cures(peak)),
+        lines=tuple(_compared(used, need, planned)),
+    )
+
+
+def _compared(used: int, need: int, planned: PlannedJob) -> Iterator[str]:
+    """Yield the lines that state which single change makes the plan take the `used` bytes."""
+    yield f"In use {_word(used)}; the plan takes {_word(need)} of the GPU, {_word(used - need)} less."
+    if abs(used - need) <= _SAME * used:
+        yield "That is what was planned."
+        return
+    tried = sorted((abs(size - used), size, change) for change, size in planned.deviations())
+    reasons = [(change, size) for off, size, change in tried if off <= _SAME * used][:3]
+    for change, size in reasons:
+        yield f"With {change} it would be {_word(size)}: check that the job ran as planned."
+    if not reasons:
+        nearest = f" The nearest is {tried[0][2]}, {_word(tried[0][1])}." if tried else ""
+        yield f"No single change of the job takes as much.{nearest} Record a snapshot for the parts."
+
+
+def _word(size: int) -> str:
+    return ByteUnit.of([abs(size)]).word(size)

@@ -1,0 +1,360 @@
+"""A recorded step compared with the planned one: the same parts, block by block."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+from torch import nn
+
+from nemo_like._util.words import write_bytes
+from nemo_like.activation_checkpointing.plan import STAYING, Part
+from nemo_like.explaining.cures import Cure
+from nemo_like.explaining.explanation import Comparison
+from nemo_like.explaining.messages import ModelSizes, OutOfMemory, Reading, readings
+from nemo_like.explaining.parts import Kind, Parts, round_up, rounded
+from nemo_like.explaining.snapshot import BEFORE, Block
+from nemo_like.explaining.stacks import Phase
+from nemo_like.job import Job
+from nemo_like.options import OPTIMIZERS, parse_ac
+from nemo_like.planning.advise import Change, changes
+from nemo_like.planning.answers.outside_allocator import outside_of
+from nemo_like.planning.answers.rank import RankSteps, peak_of, peaks_of
+from nemo_like.planning.model.traced import MODES
+from nemo_like.planning.planned_rank import choices_under
+from nemo_like.planning.predict import step_of, tokens_of
+from nemo_like.planning.program.storages import Allocations
+from nemo_like.planning.query import Choices, PlanQuery
+from nemo_like.planning.report import row_of
+from nemo_like.planning.what_if import Step
+
+GROUPS: Mapping[str, tuple[Kind, ...]] = {
+    "weights": (Kind.WEIGHTS, Kind.MORE_WEIGHTS),
+    "gradients": (Kind.GRADIENTS, Kind.OLD_GRADIENTS),
+    "optimizer state": (Kind.STATE,),
+    "optimizer step's temporaries": (Kind.STEP, Kind.CLIPPING),
+    "activations": (Kind.ACTIVATIONS, Kind.OF_FORWARD, Kind.LOSS),
+    "backward's temporaries": (Kind.OF_BACKWARD, Kind.RECOMPUTED),
+    "gathered weights and communication": (Kind.COMMUNICATION,),
+    "not planned": (Kind.SAVED_STATE, Kind.SCRIPT, Kind.OLD),
+}
+"""Parts that a plan and a recording are compared by. Between the kinds of one, the two draw the line differently."""
+_KINDS = dict.fromkeys(STAYING, Kind.WEIGHTS) | {
+    Part.OPTIMIZER_STATE: Kind.STATE,
+    Part.OPTIMIZER_STEP: Kind.STEP,
+    Part.GRADIENTS: Kind.GRADIENTS,
+    Part.GATHERED_LAYERS: Kind.COMMUNICATION,
+    Part.GATHERED_ROOT: Kind.COMMUNICATION,
+    Part.REDUCE_BUFFERS: Kind.COMMUNICATION,
+    Part.RECEIVE_BUFFERS: Kind.COMMUNICATION,
+    Part.SENT_TENSORS: Kind.COMMUNICATION,
+}
+_GROUP_OF = {kind: group for group, kinds in GROUPS.items() for kind in kinds}
+_LAYER = re.compile(r"(?:forward|backward) of layer (\d+)")
+_WEIGHTS_MATCH = 0.95
+"""Share of the plan's weights that must be found in a recording, by size, for the two to be compared."""
+_SAVES = 0.01
+"""Share of the peak that a change must save to be named."""
+_AS_HIGH = 0.005
+"""Share below the planned peak within which moments are as high."""
+_HALF_BITS = (1, 8, 16, 32, 64)
+"""Widths of a number of a weight, in half bits: of a 4-bit weight's scales, 4, 8, 16 and 32 bits."""
+_LAYERS_ALIKE = 0.02
+"""Share by which a layer may differ from its plan and not be named."""
+
+
+@dataclass(frozen=True)
+class PlannedBlock:
+    """A tensor of the planned step."""
+
+    size: int
+    kind: Kind
+    layer: int | None
+    """The layer in whose forward or backward it was made."""
+
+
+class PlannedStep(Allocations):
+    """A step after the first, on the rank with the highest peak: its tensors, each with its part and its layer."""
+
+    def __init__(self, query: PlanQuery, choices: Choices) -> None:
+        super().__init__()
+        peaks = peaks_of(query, choices)
+        rank = max(range(len(peaks)), key=lambda number: peaks[number].total)
+        self.peak = peaks[rank]
+        self._stretch = ""
+        self._made: dict[int, tuple[int, str]] = {}
+        """Bytes of each storage, and the stretch of the step that made it."""
+        self._part: dict[int, Part] = {}
+        self._stretches: list[str] = []
+        """Stretch of each event."""
+        steps = RankSteps(query, rank, choices, self)
+        steps.run(first=True)
+        self.log, self._stretches, self._before = [], [], dict(self.sizes)
+        steps.run()
+        self.blocks = {number: self._block(number) for number in self._made}
+
+    def _alloc(self, number: int, size: int, part: Part, stream: str) -> None:
+        super()._alloc(number, size, part, stream)
+        self._made[number], self._part[number] = (size, self._stretch), part
+        self._stretches.append(self._stretch)
+
+    def _free(self, number: int, size: int) -> None:
+        super()._free(number, size)
+        self._stretches.append(self._stretch)
+
+    def mark(self, where: str) -> None:
+        """Note the stretch that follows."""
+        self._stretch = where
+
+    def relabel(self, storage: int, part: Part) -> None:
+        """Count a storage as another part."""
+        if storage:
+            self._part[storage] = part
+
+    def _block(self, number: int) -> PlannedBlock:
+        size, stretch = self._made[number]
+        layer = _LAYER.search(stretch)
+        kind = {_BACKWARD: Kind.OF_BACKWARD, _OPTIMIZER: Kind.STEP}.get(_phase(stretch), Kind.ACTIVATIONS)
+        return PlannedBlock(size, _KINDS.get(self._part[number], kind), int(layer[1]) if layer else None)
+
+    def alive_like(self, recorded: Mapping[str, int], phase: str) -> list[PlannedBlock]:
+        """Return the tensors at the highest moment of a phase, in the order in which they were made.
+
+        Of moments that are as high but for half a percent, the one whose parts are most like the `recorded` bytes.
+        """
+        now: Counter[str] = Counter()
+        for number in self._before:
+            now[_GROUP_OF[self.blocks[number].kind]] += self.blocks[number].size
+        moments: list[tuple[int, int, int]] = []
+        for at, (number, size, _) in enumerate(self.log):
+            block = self.blocks[number]
+            now[_GROUP_OF[block.kind]] += block.size if size else -block.size
+            if phase in ("", _phase(self._stretches[at])):
+                off = sum(abs(recorded.get(group, 0) - now[group]) for group in GROUPS)
+                moments.append((now.total(), -off, at))
+        most = max(moments, default=(0, 0, -1))[0]
+        _, _, highest = max((each for each in moments if each[0] >= most * (1 - _AS_HIGH)), key=lambda each: each[1])
+        alive = set(self._before)
+        for number, size, _ in self.log[: highest + 1]:
+            if size:
+                alive.add(number)
+            else:
+                alive.remove(number)
+        return [self.blocks[number] for number in sorted(alive)]
+
+
+@dataclass(frozen=True)
+class PlannedJob:
+    """A job that ran, as a plan sees it."""
+
+    step: Step
+    query: PlanQuery
+
+    @classmethod
+    def of(cls, model: nn.Module | str, job: Job, sample_input: Any) -> PlannedJob:
+        """Trace a model for `job`, whose ``ac`` is the checkpointing that ran.
+
+        Raises:
+            ValueError: as `nemo_like.plan_for`; a model that is a name without a sample input has 4,096 tokens.
+        """
+        step, _ = step_of(model, job, sample_input=sample_input)
+        return cls(step, step.query())
+
+    def compare(self, blocks: Sequence[Block], parts: Parts) -> tuple[Parts, Comparison]:
+        """Return `parts` with more names, and the peak with these `blocks` compared with the planned one."""
+        parts, compared = compare(blocks, parts, PlannedStep(self.query, _choices(self.query)))
+        return weights_by_model(blocks, parts, self.step.model), compared
+
+    def cures(self, peak: int) -> Iterator[Cure]:
+        """Yield the changes that lower the peak, the strongest first; each saves of `peak` what it saves in the plan."""
+        now = self.peak(self.query)
+        after = sorted(
+            (peak - now + self.peak(query), words) for words, query in self._changed(changes(self.query.job))
+        )
+        yield from (Cure(words, size) for size, words in after if size <= (1 - _SAVES) * peak)
+
+    def readings_of(self, message: OutOfMemory) -> list[Reading]:
+        """Return the tensors of the model that may have been requested."""
+        sizes = _sizes_of(self.step)
+        return [] if sizes is None else readings(message, sizes)
+
+    def need(self, query: PlanQuery) -> int:
+        """Return the bytes of the GPU that a step takes: reserved, and outside of torch's allocator."""
+        limit = query.device.memory_bytes
+        return row_of("", query, _choices(query), limit).need.bytes + outside_of(query.job, query.device).total
+
+    @staticmethod
+    def peak(query: PlanQuery) -> int:
+        """Return the bytes of tensors at the peak."""
+        return peak_of(query, _choices(query)).total
+
+    def parts(self) -> dict[str, int]:
+        """Return the bytes of the planned peak by part, the largest first."""
+        return dict(sorted(peak_of(self.query, _choices(self.query)).parts.items(), key=lambda part: -part[1]))
+
+    def deviations(self) -> Iterator[tuple[str, int]]:
+        """Yield what may have run instead of the job, by one change each, with the bytes of the GPU that it takes."""
+        job, step = self.query.job, self.query.job.step
+        tried = [Change(f"ac={mode!r}", job.change(ac=mode)) for mode in MODES if parse_ac(mode) != job.ac]
+        tried += [Change(f"precision={word!r}", job.change(precision=word)) for word in (None, "bf16")]
+        tried += [Change(f"loss={word!r}", job.change(loss=word)) for word in ("model", "chunked")]
+        tried += [Change(f"optimizer={name!r}", job.change(step=replace(step, optimizer=name))) for name in OPTIMIZERS]
+        tried += [Change(f"strategy={name!r}", job.change(strategy=name)) for name in ("ddp", "fsdp2") if job.ranks > 1]
+        kept = replace(step, zero_grad="zero")
+        tried += [Change("zero_grad(set_to_none=False)", job.change(step=kept))]
+        tried += [Change("the output kept", job.change(step=replace(step, keeps_output=True)))]
+        tried = [change for change in tried if change.job != job]
+        yield from ((words, self.need(query)) for words, query in self._changed(tried))
+        for words, batch, length in (("twice the micro-batch", 2, 1), ("twice the sequence", 1, 2)):
+            with suppress(ValueError, NotImplementedError):  # more positions than the model has
+                if self.step.seq_len:
+                    query = self.step.query(batch=batch * self.step.batch, seq_len=length * self.step.seq_len)
+                    yield words, self.need(query)
+
+    def _changed(self, tried: Iterable[Change]) -> Iterator[tuple[str, PlanQuery]]:
+        """Yield the changes that can be planned."""
+        for change in tried:
+            with suppress(ValueError, NotImplementedError):  # a rule of the job, or a part that is not planned
+                query = self.query.changed(change.job)
+                if query is not None:
+                    yield change.words, query
+
+
+def _choices(query: PlanQuery) -> Choices:
+    choices = choices_under(query)
+    if choices is None:
+        raise ValueError(f"ac={query.job.ac} is not planned. Give none, full, selective or a budget.")
+    return choices
+
+
+def _sizes_of(step: Step) -> ModelSizes | None:
+    """Return the sizes that the config of a transformer states; None: it has none, or lacks one."""
+    config: Any = getattr(step.model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    heads = getattr(config, "num_attention_heads", None)
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+    sizes: list[Any] = [getattr(config, name, None) for name in names]
+    if not heads or None in sizes:
+        return None
+    vocabulary, hidden, intermediate, layers = sizes
+    return ModelSizes(
+        vocabulary,
+        hidden,
+        intermediate,
+        layers,
+        heads,
+        getattr(config, "num_key_value_heads", None) or heads,
+        getattr(config, "head_dim", None) or hidden // heads,
+        tokens_of(step.input[0]),
+    )
+
+
+_FORWARD, _BACKWARD, _OPTIMIZER = "forward", "backward", "optimizer"
+_PHASES = dict.fromkeys((Phase.FORWARD, Phase.LOSS), _FORWARD) | {
+    Phase.BACKWARD: _BACKWARD,
+    Phase.RECOMPUTATION: _BACKWARD,
+    Phase.OPTIMIZER: _OPTIMIZER,
+}
+"""Phases of a recording that a plan has, too."""
+
+
+def _phase(stretch: str) -> str:
+    return next((phase for phase in (_BACKWARD, _OPTIMIZER) if phase in stretch), _FORWARD)
+
+
+def weights_by_model(blocks: Iterable[Block], parts: Parts, model: nn.Module) -> Parts:
+    """Return `parts` with the blocks named that were there before the recording and have the size of a weight of `model`.
+
+    A quantised model has weights of several widths, and of 4 bits one float32 for each 64 numbers (QLoRA, arXiv:2305.14314).
+    """
+    silent = [block for block in blocks if parts.named[block].kind is Kind.OLD and block.born == BEFORE]
+    sizes = Counter(map(rounded, silent))
+    numbers = [tensor.numel() for tensor in (*model.parameters(), *model.buffers())]
+    of_widths = [Counter(round_up(number * bits // 16) for number in numbers) for bits in _HALF_BITS]
+    left: Counter[int] = Counter()
+    for wanted in sorted(of_widths, key=lambda wanted: _bytes(wanted & sizes), reverse=True):
+        left = (left + wanted) & sizes
+    named = dict(parts.named)
+    for block in sorted(silent, key=lambda block: block.died is not None):
+        if left[rounded(block)]:
+            left[rounded(block)] -= 1
+            named[block] = replace(named[block], kind=Kind.WEIGHTS)
+    return replace(parts, named=named)
+
+
+def _bytes(sizes: Counter[int]) -> int:
+    return sum(size * times for size, times in sizes.items())
+
+
+def compare(blocks: Sequence[Block], parts: Parts, planned: PlannedStep) -> tuple[Parts, Comparison]:
+    """Compare a recorded peak with the planned one; also return `parts` with names by it for blocks without a stack.
+
+    Args:
+        blocks: those at the recorded peak.
+    """
+    at, total = planned.peak.at, planned.peak.total
+    weights = Counter(round_up(each.size) for each in planned.blocks.values() if each.kind is Kind.WEIGHTS)
+    has, wants = _bytes(weights & Counter(map(rounded, blocks))), _bytes(weights)
+    if has < _WEIGHTS_MATCH * wants:
+        reason = (
+            f"Not compared with the plan: blocks of the recording have the sizes of {write_bytes(has)} of its "
+            f"{write_bytes(wants)} of weights. Give the --model, --dtype, --precision and --gpus that ran."
+        )
+        return parts, Comparison(total, at, refusal=reason)
+    last = max(blocks, key=lambda block: block.born)
+    phase = _PHASES.get(parts.named[last].phase, "")
+    tensors = planned.alive_like(_recorded(blocks, parts), phase)
+    parts = _named_alike(blocks, parts, tensors)
+    plan: Counter[str] = Counter()
+    for each in tensors:
+        plan[_GROUP_OF[each.kind]] += each.size
+    real = _recorded(blocks, parts)
+    compared = {group: (real[group], plan[group]) for group in GROUPS if real[group] or plan[group]}
+    return parts, Comparison(total, at, compared, tuple(_layers(blocks, parts, tensors)))
+
+
+def _recorded(blocks: Iterable[Block], parts: Parts) -> Counter[str]:
+    sizes: Counter[str] = Counter()
+    for block in blocks:
+        sizes[_GROUP_OF[parts.named[block].kind]] += block.size
+    return sizes
+
+
+def _named_alike(blocks: Iterable[Block], parts: Parts, tensors: Iterable[PlannedBlock]) -> Parts:
+    """Return `parts` with the blocks named whose stack tells nothing: by a tensor of the size, in the same order."""
+    waiting: dict[int, list[PlannedBlock]] = defaultdict(list)
+    for each in tensors:
+        waiting[round_up(each.size)].append(each)
+    named = dict(parts.named)
+    for block in sorted(blocks, key=lambda block: block.born):
+        same, known = waiting[rounded(block)], named[block]
+        if known.kind is Kind.OLD and same:
+            each = same.pop(0)
+            named[block] = replace(known, kind=each.kind, layer=each.layer)
+        elif same:
+            same.remove(next((each for each in same if each.kind is known.kind), same[0]))
+    return replace(parts, named=named)
+
+
+def _layers(blocks: Iterable[Block], parts: Parts, tensors: Iterable[PlannedBlock]) -> Iterator[str]:
+    """Yield a line for each group of neighbouring layers whose activations differ from their plan alike."""
+    real, plan = Counter[int](), Counter[int]()
+    for block in blocks:
+        if (layer := parts.named[block].layer) is not None and parts.named[block].kind is Kind.ACTIVATIONS:
+            real[layer] += block.size
+    for each in tensors:
+        if each.layer is not None and each.kind is Kind.ACTIVATIONS:
+            plan[each.layer] += each.size
+    if not real or max(real) != max(plan, default=-1):
+        return  # layers of the recording are not known, or they are others
+    off = ((real[layer] - plan[layer], layer) for layer in range(max(real) + 1))
+    different = [(size, layer) for size, layer in off if abs(size) > _LAYERS_ALIKE * plan[layer]]
+    for size, group in groupby(different, key=lambda pair: round(pair[0] / 2**20)):
+        numbers = [layer for _, layer in group]
+        which = f"Layer {numbers[0]}" if len(numbers) == 1 else f"Layers {numbers[0]} to {numbers[-1]}"
+        yield f"{which}: {size:+,} MiB each more than planned."

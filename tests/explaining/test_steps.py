@@ -1,0 +1,151 @@
+"""Steps that ran here, recorded: their parts, their layers, and causes that were planted in them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nemo_like import Job, dry_run, explain
+from nemo_like.explaining.explanation import Explanation
+from nemo_like.models import resolve_model
+from tests.explaining.taped import Taped, dry_runs_taped
+
+WIDTH, LAYERS = 32, 3
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = torch.relu(self.up(x))
+        out = self.down(inner)
+        return x + out
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Loop:
+    """A loop with one thing wrong, by its name."""
+
+    def __init__(self, wrong: str) -> None:
+        self.wrong, self.model = wrong, Plain()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, foreach=False)
+        self.kept: list[Any] = []
+
+    def step(self, x: torch.Tensor) -> None:
+        if self.wrong != "zero_grad late":
+            self.optimizer.zero_grad()
+        loss = self.loss(x)
+        if self.wrong == "zero_grad late":
+            self.optimizer.zero_grad()
+        loss.backward()
+        if self.wrong != "accumulates":
+            self.optimizer.step()
+        if self.wrong == "loss kept":
+            self.kept.append(loss)
+        if self.wrong in ("metrics kept", "accumulates"):
+            self.kept.append(self.metric(x))
+        if self.wrong == "state kept":
+            self.kept = [self.state_dict_of()]
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.model(x)
+        if self.wrong == "outputs kept":
+            self.kept.append(out)
+        return out.square().mean()
+
+    def metric(self, x: torch.Tensor) -> torch.Tensor:
+        return x.abs().repeat(4, 1)
+
+    def state_dict_of(self) -> Any:
+        return copy.deepcopy(self.optimizer.state_dict())
+
+
+def explained(wrong: str, steps: int = 4, rows: int = 64) -> Explanation:
+    torch.manual_seed(0)
+    with Taped() as tape:
+        job = Loop(wrong)
+        x = torch.randn(rows, WIDTH)
+        second = copy.deepcopy(job.model) if wrong == "second model" else None
+        for _ in range(steps):
+            job.step(x)
+        made = explain(tape.made.snapshot())
+        del second
+    return made
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind"),
+    [
+        ("zero_grad late", "gradients of the last step"),
+        ("outputs kept", "outputs of an earlier step"),
+        ("metrics kept", "growth"),
+        ("accumulates", "growth"),
+        ("state kept", "made while saving"),
+        ("second model", "a further copy of weights"),
+    ],
+)
+def test_a_cause_planted_in_a_loop_is_the_first_that_is_said(wrong: str, kind: str) -> None:
+    made = explained(wrong)
+    assert made.unexpected and made.unexpected[0].kind == kind, (made.unexpected, str(made))
+    assert not explained("").unexpected
+
+
+def test_a_plain_model_has_its_parts_and_layers() -> None:
+    made = explained("", steps=2, rows=512)
+    weights = 4 * sum(p.numel() for p in Plain().parameters())
+    steps = 4 * len(list(Plain().parameters()))
+    assert (made.parts["weights"], made.parts["optimizer state"]) == (weights, 2 * weights + steps)
+    inner, out = 4 * 512 * 4 * WIDTH, 4 * 512 * WIDTH  # of a layer: what relu returned, and its output
+    assert made.layers == (*[inner + out] * (LAYERS - 1), inner)  # backward of the loss has freed the last one
+    # One kept tensor a layer remains.
+    cure = next(cure for cure in made.cures if cure.change.startswith("ac='full'"))
+    assert cure.peak_after < made.peak_bytes
+
+
+def test_a_transformers_model_has_its_parts_and_layers() -> None:
+    model, source = resolve_model("llama-tiny").built("cpu", torch.float32)
+    batch = source.sample_input(2, 128)
+    with Taped() as tape:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+        for _ in range(2):
+            loss = model(**batch, use_cache=False).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            del loss
+    made = explain(tape.made.snapshot())
+    assert len(made.layers) == model.config.num_hidden_layers
+    assert max(made.layers) < 1.05 * min(made.layers)
+    # In this loop zero_grad() comes after the forward, so that the gradients lie under it.
+    assert made.unexpected[0].kind == "gradients of the last step"
+    assert made.unexpected[0].size == pytest.approx(4 * model.num_parameters(), rel=0.01)  # tied weights have one
+
+
+def test_a_rank_of_eight_under_fsdp2_has_its_parts_and_layers() -> None:
+    model, source = resolve_model("llama-tiny").built("meta")
+    job = Job.of(gpu="h100-80gb", ac="none", world_size=8)
+    with dry_runs_taped() as tapes:
+        run = dry_run(model, job, source.sample_input(2, 128), layers=None)
+    made = explain(tapes[-1].snapshot())
+    counters = 4 * len(list(model.parameters()))  # of steps, which are on the host
+    assert made.peak_bytes == run.peak_bytes + counters
+    gathered, reduced = run.parts["gathered"], run.parts["gradients"]
+    assert gathered < made.parts["gathered weights and communication"] <= gathered + reduced
+    assert made.parts["optimizer state"] == run.parts["optimizer"] + counters
+    assert len(made.layers) == model.config.num_hidden_layers and not made.unexpected
