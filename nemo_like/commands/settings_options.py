@@ -64,8 +64,9 @@ def take_settings(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
     if "dp_shard" not in actions or given & _AXES:
         values.pop("dp_shard", None)  # the number of ranks and the other axes decide it
     for axis, names in _DEPEND_ON.items():
-        for name in names if getattr(known, axis) == "1" else ():
-            values.pop(name, None)
+        if str(getattr(known, axis) or values.get(axis, 1)) == "1":
+            for name in names:
+                values.pop(name, None)
     read, unused = [], []
     for name, value in values.items():
         action = actions.get(name) or actions.get(_OTHER_NAMES.get(name, ""))

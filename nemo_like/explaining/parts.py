@@ -52,6 +52,8 @@ _BY_PHASE = {
 }
 _BACK = {Phase.BACKWARD, Phase.RECOMPUTATION, Phase.FSDP, Phase.COLLECTIVE}
 """Phases that alternate within a backward."""
+Mark = tuple[tuple[str, int], ...]
+"""Files and lines of a stack, the outermost first."""
 _ROUND = 512
 """Bytes to which the allocator rounds."""
 _ALIKE = 0.8
@@ -88,11 +90,11 @@ def parts_of(timeline: Timeline) -> Parts:
     """Return what each block is."""
     allocations = sorted((block for block in timeline.blocks if block.born > BEFORE), key=lambda block: block.born)
     recorded = any(block.frames for block in allocations)
-    phase_of_stack: dict[int, Phase] = {}
-    phases = [_phase(block, recorded, phase_of_stack) for block in allocations]
+    stacks = _Stacks(recorded=recorded)
+    phases = [stacks.phase(block) for block in allocations]
     ends = _stretches(allocations, phases, len(timeline.trace))
     steps = _steps(phases)
-    layer_of, layers = _layers(allocations, phases, steps)
+    layer_of, layers = _layers(allocations, phases, steps, stacks)
     named: dict[Block, Named] = {}
     for number, (block, phase) in enumerate(zip(allocations, phases)):
         named[block] = Named(_kind(block, phase, ends[number]), phase, steps[number], layer_of.get(number))
@@ -105,13 +107,27 @@ def parts_of(timeline: Timeline) -> Parts:
     return Parts(named, layers)
 
 
-def _phase(block: Block, recorded: bool, phase_of_stack: dict[int, Phase]) -> Phase:
-    """Return the phase of a block; those of one stack share its list, by whose id they are in `phase_of_stack`."""
-    if not block.frames:
-        return phase_of((), recorded=recorded)
-    if id(block.frames) not in phase_of_stack:
-        phase_of_stack[id(block.frames)] = phase_of(block.frames, recorded=recorded)
-    return phase_of_stack[id(block.frames)]
+class _Stacks:
+    """Phases and signatures of stacks: a file has each frame once, and each of its stacks many times."""
+
+    def __init__(self, *, recorded: bool) -> None:
+        self.recorded = recorded
+        self._phases: dict[tuple[int, ...], Phase] = {}
+        self._marks: dict[tuple[int, ...], Mark] = {}
+
+    def phase(self, block: Block) -> Phase:
+        """Return the phase of the stack that made a block."""
+        key = tuple(map(id, block.frames))
+        if key not in self._phases:
+            self._phases[key] = phase_of(block.frames, recorded=self.recorded)
+        return self._phases[key]
+
+    def mark(self, block: Block) -> Mark:
+        """Return the places of that stack; the same object for the same stack."""
+        key = tuple(map(id, block.frames))
+        if key not in self._marks:
+            self._marks[key] = signature(block.frames)
+        return self._marks[key]
 
 
 def _stretches(allocations: Sequence[Block], phases: Sequence[Phase], events: int) -> list[int]:
@@ -159,19 +175,17 @@ def _kind(block: Block, phase: Phase, end: int) -> Kind:
 
 
 def _layers(
-    allocations: Sequence[Block], phases: Sequence[Phase], steps: Sequence[int]
+    allocations: Sequence[Block], phases: Sequence[Phase], steps: Sequence[int], stacks: _Stacks
 ) -> tuple[dict[int, int], dict[int, int]]:
     """Return the layer of each allocation that has one, and the layers of each forward.
 
     A forward that began again without a backward has none: where one ends and the next begins is not recorded.
     """
-    places: dict[tuple[Phase, int], dict[tuple[tuple[str, int], ...], list[int]]] = defaultdict(
-        lambda: defaultdict(list)
-    )
-    first: dict[int, tuple[tuple[str, int], ...]] = {}
+    places: dict[tuple[Phase, int], dict[Mark, list[int]]] = defaultdict(lambda: defaultdict(list))
+    first: dict[int, Mark] = {}
     for number, (block, phase) in enumerate(zip(allocations, phases)):
         if phase in (Phase.FORWARD, Phase.RECOMPUTATION) and block.frames:
-            mark = signature(block.frames)
+            mark = stacks.mark(block)
             places[phase, steps[number]][mark].append(number)
             if phase is Phase.FORWARD:
                 first.setdefault(steps[number], mark)
@@ -191,9 +205,7 @@ def _layers(
     return layer_of, counts
 
 
-def _begins_again(
-    times: int, count: int, marks: Mapping[tuple[tuple[str, int], ...], list[int]], allocations: Sequence[Block]
-) -> bool:
+def _begins_again(times: int, count: int, marks: Mapping[Mark, list[int]], allocations: Sequence[Block]) -> bool:
     """Return whether a forward began several times: its first place occurs `times` times, and not for the layers' sake.
 
     A model may begin with its first layer. Then backward frees in the reverse order what the layers made at one place.

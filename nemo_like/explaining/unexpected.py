@@ -136,13 +136,11 @@ def _waiting(timeline: Timeline) -> Unexpected | None:
 
 def _saving(timeline: Timeline, parts: Parts) -> Unexpected | None:
     """Blocks that ``state_dict()`` has made: gathered or copied weights, and states of an optimizer's empty step."""
-    gone_from = {
-        block: BEFORE for block in parts.named if parts.named[block].kind is not Kind.WEIGHTS and _saves(block)
-    }
+    alive = timeline.alive(timeline.peak_at)
+    gone_from = {block: BEFORE for block in alive if parts.named[block].kind is not Kind.WEIGHTS and _saves(block)}
     words = "state_dict() has made it, for a checkpoint, and it is still there"
-    return _cause(
-        timeline, "made while saving", gone_from, words, "StateDictOptions(full_state_dict=True, cpu_offload=True)"
-    )
+    change = "StateDictOptions(full_state_dict=True, cpu_offload=True)"
+    return _cause(timeline, "made while saving", gone_from, words, change)
 
 
 def _saves(block: Block) -> bool:

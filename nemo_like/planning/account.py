@@ -307,8 +307,7 @@ def _static_rows(stage: Stage) -> dict[str, list[Row]]:
         f"{len(sharding.units)} layers": sum(unit.shard for unit in sharding.units),
         "their experts": sum(unit.shard for unit in sharding.experts.values()),
         "head and last norm" if sharding.tail else "": sharding.tail.shard if sharding.tail else 0,
-        "embedding and last norm": sharding.root.shard
-        + (sharding.embedding.shard if sharding.embedding else 0),
+        "embedding and last norm": sharding.root.shard + (sharding.embedding.shard if sharding.embedding else 0),
         "whole on every rank": sharding.replicated,
     }
     memory = stage.optimizer
@@ -476,7 +475,7 @@ def fsdp_rows(
 
 def ranks(axis: str, group: RankGroup) -> str:
     """Return an axis in words."""
-    return f"{axis}, {group.ranks} ranks" + (f" on {group.hosts} hosts" if group.hosts > 1 else "")
+    return f"{axis}={group.ranks}" + (f" on {group.hosts} hosts" if group.hosts > 1 else "")
 
 
 def _unit_rows(run: LayerRun, links: Links, count: int, reductions: int, summed: int) -> Iterator[Row]:
@@ -498,7 +497,7 @@ def _unit_rows(run: LayerRun, links: Links, count: int, reductions: int, summed:
     # The replicas' sum comes after the reduce-scatter, so what is hidden is that one first.
     late = min(replicas, waits.reduction)
     first, hiding = waits.reduction - late, reductions - (summed if waits.summing else 0)
-    scatter = f"reduce-scatter of layers' gradients ({over})"
+    scatter = f"reduce-scatter of layers ({over})"
     total = f"all-reduce of layers' gradients ({ranks('dp_replicate', links.replicas)})"
     yield Row("gradient reductions", scatter, reductions * first, hiding * (waits.reduce - replicas - first))
     yield Row("gradient reductions", total, reductions * late, hiding * (replicas - late))
