@@ -51,6 +51,8 @@ FIRST = (
 )
 """The names that people need, in the order of a first job."""
 
+INTEGRATIONS = ("transformers", "lightning", "torchtitan")
+
 MADE = "Made by `python .ci/api_docs.py`: change the {source}, then run that."
 SECTION = re.compile(r"^(Args|Returns|Raises|Yields|Attributes|Examples?|Shapes?|Notes?):$")
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -80,18 +82,28 @@ def room_page(room: ModuleType, seen: dict[Any, str]) -> str:
     """Return the page of one module; `seen`: the names on pages before it, which are not described again."""
     parts = [f"# `{room.__name__}`\n\n{first_paragraph(room)}\n"]
     again = []
-    names = [*(name for name in FIRST if room.__name__ == "nemo_like"), *room.__all__]
-    for name in dict.fromkeys(names):
-        value = getattr(room, name)
-        key = id(value) if inspect.isclass(value) or inspect.isroutine(value) else (room.__name__, name)
+    for module, name in public_names(room):
+        value = getattr(module, name)
+        key = id(value) if inspect.isclass(value) or inspect.isroutine(value) else (module.__name__, name)
         if key in seen:
             again.append(f"`{name}`")
             continue
         seen[key] = name
-        parts.append(f"\n## `{name}`\n\n{entry(room, name, value)}")
+        title = f"{module.__name__.rpartition('.')[2]}.{name}" if module is not room else name
+        parts.append(f"\n## `{title}`\n\n{entry(module, name, value)}")
     if again:
         parts.append(textwrap.fill(f"\nAlso importable from here: {', '.join(again)}.", 120) + "\n")
     return "".join(parts)
+
+
+def public_names(room: ModuleType) -> list[tuple[ModuleType, str]]:
+    """Return the names of a page, each with its module: the integrations are modules that are imported one by one."""
+    first = [name for name in FIRST if room.__name__ == "nemo_like"]
+    names = [(room, name) for name in dict.fromkeys([*first, *room.__all__])]
+    if room.__name__ == "nemo_like.integrations":
+        modules = [importlib.import_module(f"{room.__name__}.{each}") for each in INTEGRATIONS]
+        names = [(module, name) for module in modules for name in module.__all__] + names
+    return names
 
 
 def summary(value: Any) -> str:

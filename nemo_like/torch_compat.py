@@ -1229,3 +1229,11 @@ def two_graphs(joint: GraphModule, outputs: int, fake: Any) -> tuple[GraphModule
     with guards.tracing(guards.TracingContext(fake)):
         forward, backward = partition(joint, None, num_fwd_outputs=outputs)
     return forward, backward
+
+
+def recorded_snapshot() -> Mapping[str, Any] | None:
+    """Return the snapshot of CUDA's allocator; None: no allocation was recorded (``_record_memory_history``)."""
+    if not torch.cuda.is_available():
+        return None
+    snapshot: Mapping[str, Any] = torch.cuda.memory._snapshot()
+    return snapshot if any(snapshot["device_traces"]) else None

@@ -25,13 +25,17 @@ _LIBRARIES = ("torch", "transformers", "peft", "nemo_like")
 """Their hooks are part of what a model computes: old weight norms, `enable_input_require_grads`."""
 
 
-def model_copy(model: nn.Module, *, runs_kernels: bool = False) -> nn.Module:
+def model_copy(model: nn.Module, *, runs_kernels: bool = False, keeps_mark: bool = True) -> nn.Module:
     """A copy of `model` to run; a copy that was made here is returned as it is.
 
     Modules, attributes, generators and configs are new objects, tied and shared ones once. Parameters are new ones with the
     old memory. So are large tensors, which a run on fake tensors does not write to; with `runs_kernels`, all tensors but
     parameters have memory of their own. Hooks that callers have put on are left off. What cannot be copied (a lock, a
     process group) is shared.
+
+    Args:
+        runs_kernels: see above.
+        keeps_mark: False: the copy is for keeping, and is copied again to run.
 
     Raises:
         ValueError: a module has a generator as an attribute, which a run would advance.
@@ -48,7 +52,8 @@ def model_copy(model: nn.Module, *, runs_kernels: bool = False) -> nn.Module:
         fresh = memo[id(module)]
         fresh.__dict__.update({name: _attribute(module, name, value, memo) for name, value in vars(module).items()})
     copied: nn.Module = memo[id(model)]
-    copied.__dict__[_MARK] = True
+    if keeps_mark:
+        copied.__dict__[_MARK] = True
     return copied
 
 

@@ -20,6 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from nemo_like.distributed.weights.materialize import materialize
 from nemo_like.parallelizer import is_parallelized, parallelize
 
+__all__ = ["parallelize_fn"]
+
 _AXES = {"data_parallel": "dp_shard", "tensor_parallel": "tp"}
 """Lightning's names for the axes of its mesh, and ours."""
 

@@ -18,6 +18,8 @@ from torch import nn
 
 from nemo_like._util.extras import require
 from nemo_like.activation_checkpointing.plan import Plan
+
+__all__ = ["activation_checkpoint"]
 from nemo_like.parallelizer import apply_activation_checkpointing
 
 

@@ -12,10 +12,7 @@ or, without a class of your own, ``Trainer(model, args, callbacks=[Checkpointing
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import random
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,10 +28,23 @@ from nemo_like.distributed.agreement import compare_batches
 from nemo_like.distributed.context import apply_context_parallel, check_context_parallel
 from nemo_like.distributed.documents import keep_documents_apart
 from nemo_like.distributed.launch import world_size
+from nemo_like.integrations.accelerate_settings import accelerate_settings
 from nemo_like.integrations.activation_offloading import ActivationOffloadingMixin
+from nemo_like.integrations.trainer_job import (
+    call_of_model,
+    copy_for_plans,
+    job_of_trainer,
+    largest_batch,
+    plan_trainer,
+)
+from nemo_like.integrations.trainer_memory import advice_where_memory_runs_out, try_largest_batch, ways_out
+from nemo_like.job import Job
 from nemo_like.losses.model_loss import chunk_model_loss
 from nemo_like.options import CheckpointConfig, ChunkedLoss, ContextParallel, MemoryBudget, parse_ac
 from nemo_like.parallelizer import apply_activation_checkpointing
+from nemo_like.planning.planner import plan_for
+
+__all__ = ["CheckpointingArguments", "CheckpointingCallback", "CheckpointingMixin", "plan_trainer"]
 
 _transformers = require("transformers", "hf", "for the Trainer integration")
 
@@ -49,7 +59,9 @@ class CheckpointingArguments:
 
     ac: str = field(
         default="none",
-        metadata={"help": "activation checkpointing: none, full, selective, submodule, sequential, '40GiB', '50%'"},
+        metadata={
+            "help": "activation checkpointing: none, full, selective, submodule, sequential, auto, '40GiB', '50%'"
+        },
     )
     ac_scope: str = field(
         default="all", metadata={"help": "layers to checkpoint: all, language, vision, audio, multimodal"}
@@ -63,6 +75,13 @@ class CheckpointingArguments:
     offload: str = field(
         default="none",
         metadata={"help": "what waits in host memory: none, boundary, saved, all; ActivationOffloadingMixin"},
+    )
+    check_memory: bool | None = field(
+        default=None,
+        metadata={
+            "help": "run forward and backward of the largest batch before the first step (default: on an accelerator); "
+            "CheckpointingMixin"
+        },
     )
 
     def __init_subclass__(cls, **kwargs: object) -> None:
@@ -157,8 +176,9 @@ class CheckpointingMixin:
     The settings are the keywords ``ac``, ``ac_scope``, ``loss`` and ``cp``, else the trainer's arguments of these names. A
     trainer with a ``loss`` of its own (sentence-transformers) is given that keyword; ours is read of its arguments then.
     With ``cp``, groups of that many ranks share each batch and split its sequences (`nemo_like.parallelize`). A budget
-    is planned for one batch of the training set (or ``ac_sample_input``). Works with ``model_init`` and with PEFT models.
-    With ``loss="chunked"``, `output.logits` is None in training and whole in evaluation, as `compute_metrics` needs them.
+    is planned for the largest batch of the training set (or ``ac_sample_input``), as accelerate shards and casts it. Works
+    with ``model_init`` and with PEFT models. With ``loss="chunked"``, `output.logits` is None in training and whole in
+    evaluation, as `compute_metrics` needs them. Where memory runs out in a step, the error has what lowers the peak.
 
     Raises:
         ValueError, TypeError: in the constructor, as `checkpoint_for_trainer`.
@@ -179,6 +199,8 @@ class CheckpointingMixin:
         self._ac_given = (ac, ac_scope, ac_sample_input, loss)
         self._cp_given = cp
         self._ac_ready = False
+        self._bare: nn.Module | None = None
+        self._memory_checked = False
         arguments = kwargs.get("args", args[1] if len(args) > 1 else None)
         if not isinstance(self, ActivationOffloadingMixin):
             _refuse_unread(arguments, "offload", "none", "ActivationOffloadingMixin among the trainer's bases")
@@ -192,27 +214,70 @@ class CheckpointingMixin:
         model = super().call_model_init(trial)  # type: ignore[misc]
         return self._checkpointed(model) if self._ac_ready else model
 
+    def planned_job(self) -> tuple[nn.Module, Job]:
+        """Return the trainer's model on the meta device, as it came, and the job that it runs."""
+        trainer: Any = self
+        if self._bare is None:
+            raise ValueError(f"{type(trainer.model).__name__} cannot be copied, so no plan is made of it.")
+        ac, _, loss = self._settings()
+        offload = getattr(self, "_offloading_setting", None)
+        mode = offload if isinstance(offload, str) and offload else "all" if offload is True else "none"
+        return self._bare, job_of_trainer(trainer, ac=ac, loss=loss, cp=self._cp(), offload=mode)
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        """The trainer's own; before the first one, with ``check_memory``, the largest batch is tried."""
+        trainer: Any = self
+        own = super().training_step  # type: ignore[misc]
+        with advice_where_memory_runs_out(lambda: ways_out(trainer, *self.planned_job())):
+            if not self._memory_checked:
+                self._memory_checked = True
+                if self._checks_memory():
+                    try_largest_batch(trainer, model, lambda batch: own(model, batch, num_items_in_batch))
+            return own(model, inputs, num_items_in_batch)
+
+    def _checks_memory(self) -> bool:
+        trainer: Any = self
+        wanted = getattr(trainer.args, "check_memory", None)
+        streams = isinstance(trainer.train_dataset, torch.utils.data.IterableDataset)
+        if wanted is None:
+            return trainer.args.device.type != "cpu" and not streams
+        return bool(wanted)
+
+    def _settings(self) -> tuple[Any, Any, Any]:
+        """Return ``ac``, ``ac_scope`` and ``loss``."""
+        trainer: Any = self
+        ac, scope, _, loss = self._ac_given
+        return (
+            getattr(trainer.args, "ac", "none") if ac is None else ac,
+            getattr(trainer.args, "ac_scope", "all") if scope is None else scope,
+            getattr(trainer.args, "loss", "model") if loss is None else loss,
+        )
+
     def _checkpointed(self, model: nn.Module) -> nn.Module:
         trainer: Any = self
-        ac, scope, sample, loss = self._ac_given
-        ac = getattr(trainer.args, "ac", "none") if ac is None else ac
-        scope = getattr(trainer.args, "ac_scope", "all") if scope is None else scope
-        loss = getattr(trainer.args, "loss", "model") if loss is None else loss
+        ac, scope, loss = self._settings()
+        sample = self._ac_given[2]
         if ChunkedLoss.of(loss) is not None and getattr(trainer, "compute_loss_func", None) is not None:
             raise ValueError(
                 "compute_loss_func= computes the loss from whole logits, which loss='chunked' is to avoid. Drop one, or "
                 "call nemo_like.losses.chunked_cross_entropy in the model's forward."
             )
+        self._bare = copy_for_plans(model)
+        if _needs_sample(ac):
+            ac = self._planned(ac, sample)
         cp = self._cp()
         if cp.size > 1:
-            if _needs_sample(ac):
-                raise ValueError(
-                    f"ac is {ac!r} with cp={cp.size}: in a Trainer, a budget plans for whole sequences. Use a mode."
-                )
             split_for_trainer(model, trainer, cp)
-        if sample is None and _needs_sample(ac):
-            sample = first_batch(trainer)
         return checkpoint_for_trainer(model, trainer.args, ac, scope, sample, loss)
+
+    def _planned(self, budget: Any, sample: Any) -> Plan:
+        """Return the plan within a budget, for the largest batch of the training set or for `sample`."""
+        trainer: Any = self
+        refuse_two_kinds_of_checkpointing(trainer.args)
+        model, job = self.planned_job()
+        if sample is None:
+            sample = call_of_model(trainer, largest_batch(trainer))
+        return plan_for(model, job.change(ac=budget, ac_scope=self._settings()[1]), sample_input=sample)
 
     def _cp(self) -> ContextParallel:
         trainer: Any = self
@@ -334,78 +399,6 @@ def _refuse_unread(args: object, name: str, off: object, reader: str) -> None:
 def _needs_sample(ac: object) -> bool:
     """Return whether `ac` is a plan to be made: a budget."""
     return not isinstance(ac, Plan) and isinstance(parse_ac(ac), MemoryBudget)
-
-
-def first_batch(trainer: Any) -> dict[str, Any]:
-    """One training batch of `trainer`, as the model gets it. Leaves the random states as they were.
-
-    Raises:
-        ValueError: the training set is a stream, of which a sample would be lost; or its batches are not what the model
-            gets.
-    """
-    if isinstance(trainer.train_dataset, torch.utils.data.IterableDataset):
-        raise ValueError(
-            "A memory budget needs a sample batch, and the training set is a stream: taking one would lose it. Pass "
-            "ac_sample_input= to the trainer."
-        )
-    python_state = random.getstate()
-    with torch.random.fork_rng():
-        batch = next(iter(trainer.get_train_dataloader()))
-    random.setstate(python_state)
-    if not isinstance(batch, Mapping):
-        raise ValueError(
-            f"A memory budget needs what the model is called with, and a batch of {type(trainer).__name__} is a "
-            f"{type(batch).__name__}, of which it makes that later. Pass ac_sample_input= to the trainer."
-        )
-    return dict(batch)
-
-
-# What accelerate has been told, by whichever way: its config file, its plugins, the trainer's arguments.
-#
-# `accelerate launch` hands its config file on in the environment; an `Accelerator` reads it there. Trainers make one.
-
-
-@dataclass(frozen=True)
-class AccelerateSettings:
-    """The settings of this process's `Accelerator` that checkpointing and the loss meet; the defaults: there is none."""
-
-    checkpoints: bool = False
-    """It will put PyTorch's checkpoint wrapper around each layer (``fsdp_activation_checkpointing``)."""
-    compiler: str | None = None
-    """The back end that it compiles with (``dynamo_backend``); None: it does not."""
-    by_regions: bool = False
-    """It compiles each layer, and what is outside the layers, instead of the whole model."""
-    precision: str | None = None
-    """``"bf16"`` or ``"fp16"``: the autocast that it runs the model's forward under."""
-
-    @property
-    def compiles_model(self) -> bool:
-        """Return whether the whole model becomes one compiled function."""
-        return self.compiler is not None and not self.by_regions
-
-
-def accelerate_settings() -> AccelerateSettings:
-    """Return what this process's `Accelerator` will do; the defaults before one is made, or without accelerate."""
-    state = _state()
-    if state is None:
-        return AccelerateSettings()
-    dynamo = state.dynamo_plugin
-    backend = str(getattr(dynamo.backend, "value", dynamo.backend)).lower()
-    return AccelerateSettings(
-        # Read only where FSDP runs: elsewhere accelerate makes no use of it.
-        checkpoints=bool(getattr(getattr(state, "fsdp_plugin", None), "activation_checkpointing", False)),
-        compiler=None if backend == "no" else backend,
-        by_regions=bool(getattr(dynamo, "use_regional_compilation", False)),
-        precision=state.mixed_precision if state.mixed_precision in ("bf16", "fp16") else None,
-    )
-
-
-def _state() -> Any:
-    try:
-        module = importlib.import_module("accelerate.state")
-    except ImportError:
-        return None
-    return module.AcceleratorState() if module.is_initialized() else None
 
 
 # What TRL's trainers do to a model before it is checkpointed.

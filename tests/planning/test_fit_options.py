@@ -220,11 +220,7 @@ def test_gradients_of_several_microbatches_are_copied_and_summed_up_on_the_host(
     around = sum(p.numel() * 4 for name, p in Text(2).named_parameters() if not name.startswith("layers.")) // 2
     copied = sum(seconds for what, seconds in rows.items() if what.startswith(("parameters of", "gradients of")))
     assert copied == pytest.approx(3 * 2 * around / 1e6)
-    sums = sum(
-        seconds
-        for what, seconds in rows.items()
-        if what in ("of head", "of embedding and last norm")
-    )
+    sums = sum(seconds for what, seconds in rows.items() if what in ("of head", "of embedding and last norm"))
     assert sums == pytest.approx(2 * 3 * around / 2e6)
     assert "gradient sums on the host" not in once.seconds.parts
     assert thrice.seconds.parts["gradient sums on the host"] == pytest.approx(2 * 3 * parameters / 2e6)

@@ -1,0 +1,69 @@
+"""Settings of this process's `Accelerator`, by whichever way accelerate was told: its config file, plugins, arguments.
+
+`accelerate launch` hands its config file on in the environment; an `Accelerator` reads it there. Trainers make one.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class AccelerateSettings:
+    """The settings of this process's `Accelerator` that checkpointing and the loss meet; the defaults: there is none."""
+
+    checkpoints: bool = False
+    """It will put PyTorch's checkpoint wrapper around each layer (``fsdp_activation_checkpointing``)."""
+    compiler: str | None = None
+    """The back end that it compiles with (``dynamo_backend``); None: it does not."""
+    by_regions: bool = False
+    """It compiles each layer, and what is outside the layers, instead of the whole model."""
+    precision: str | None = None
+    """``"bf16"`` or ``"fp16"``: the autocast that it runs the model's forward under."""
+    shards: bool = False
+    """It shards the model by FSDP2."""
+    reshards: bool | int = True
+    """FSDP2's ``reshard_after_forward``."""
+    offloads_params: bool = False
+    """FSDP2's parameters wait in CPU memory."""
+    other_sharding: str = ""
+    """Name of another way to shard: DeepSpeed, FSDP1, Megatron-LM."""
+
+    @property
+    def compiles_model(self) -> bool:
+        """Return whether the whole model becomes one compiled function."""
+        return self.compiler is not None and not self.by_regions
+
+
+def accelerate_settings() -> AccelerateSettings:
+    """Return what this process's `Accelerator` will do; the defaults before one is made, or without accelerate."""
+    state = _state()
+    if state is None:
+        return AccelerateSettings()
+    dynamo = state.dynamo_plugin
+    backend = str(getattr(dynamo.backend, "value", dynamo.backend)).lower()
+    plugin: Any = getattr(state, "fsdp_plugin", None)
+    kind = str(getattr(state.distributed_type, "value", ""))
+    shards = plugin is not None and kind == "FSDP" and getattr(plugin, "fsdp_version", 1) == 2
+    others = {"DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM", "FSDP": "" if shards else "FSDP1"}
+    return AccelerateSettings(
+        # Read only where FSDP runs: elsewhere accelerate makes no use of it.
+        checkpoints=bool(getattr(plugin, "activation_checkpointing", False)),
+        compiler=None if backend == "no" else backend,
+        by_regions=bool(getattr(dynamo, "use_regional_compilation", False)),
+        precision=state.mixed_precision if state.mixed_precision in ("bf16", "fp16") else None,
+        shards=shards,
+        reshards=plugin.reshard_after_forward if shards else True,
+        offloads_params=shards and type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy",
+        other_sharding=others.get(kind, ""),
+    )
+
+
+def _state() -> Any:
+    try:
+        module = importlib.import_module("accelerate.state")
+    except ImportError:
+        return None
+    return module.AcceleratorState() if module.is_initialized() else None

@@ -1,0 +1,232 @@
+"""The job of a `transformers.Trainer`, or of one of TRL's: its options as a `Job`, its largest batch, its plan."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from nemo_like._util.log import say_once
+from nemo_like.distributed.launch import world_size
+from nemo_like.fake.model_copy import model_copy, random_numbers_put_back
+from nemo_like.integrations.accelerate_settings import AccelerateSettings, accelerate_settings
+from nemo_like.job import Job
+from nemo_like.options import DDP, FSDP2, Precision, Single, StepSpec
+from nemo_like.planning.predict import predict
+from nemo_like.planning.report import PlanReport
+
+OPTIMIZERS = {
+    "adamw_torch": "adamw",
+    "adamw_torch_fused": "adamw-fused",
+    "adamw_bnb_8bit": "adamw-8bit",
+    "adamw_8bit": "adamw-8bit",
+    "paged_adamw_8bit": "adamw-8bit",
+    "sgd": "sgd",
+}
+"""Names of `TrainingArguments.optim` that a plan has by another one."""
+_FEW_ROWS = 2000
+"""Rows of a data set without columns that are all made, to measure them."""
+
+
+def job_of_trainer(trainer: Any, **asked: Any) -> Job:
+    """Return the job that a trainer runs: what it and accelerate do, and what `asked` adds.
+
+    Args:
+        trainer: as its constructor leaves it.
+        asked: keywords of `Job.of`: ``ac``, ``loss``, ``cp``, ``offload``.
+
+    Raises:
+        NotImplementedError: DeepSpeed, FSDP1 or another way to shard, of which no plan is made.
+    """
+    args, told = trainer.args, accelerate_settings()
+    optimizer = str(getattr(args.optim, "value", args.optim))
+    if optimizer not in OPTIMIZERS:
+        say_once(f"A plan has no optim={optimizer!r}: planned with torch's AdamW, whose state is as large or larger.")
+    passes = args.gradient_accumulation_steps
+    step = StepSpec(
+        microbatches=passes,
+        sync="last" if passes > 1 else "every",
+        keeps_output=False,  # compute_loss returns the loss alone
+        optimizer=OPTIMIZERS.get(optimizer, "adamw"),
+    )
+    ranks = world_size()
+    return Job.of(
+        strategy=_strategy(told, ranks),
+        world_size=ranks,
+        step=step,
+        precision=_precision(told) if told.shards else told.precision,
+        **asked,
+    )
+
+
+def _strategy(told: AccelerateSettings, ranks: int) -> Any:
+    if told.other_sharding:
+        raise NotImplementedError(f"{told.other_sharding} shards this job, and a plan knows FSDP2 alone.")
+    if told.shards:
+        return FSDP2(reshard_after_forward=told.reshards, cpu_offload=told.offloads_params)
+    return Single() if ranks == 1 else DDP()
+
+
+def _precision(told: AccelerateSettings) -> Precision | None:
+    if told.precision is None:
+        return None
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[told.precision]
+    return Precision(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype)
+
+
+def copy_for_plans(model: nn.Module) -> nn.Module | None:
+    """Return `planned_model`; None, which is logged: the model has something that cannot be copied."""
+    try:
+        return planned_model(model)
+    except (TypeError, RuntimeError, NotImplementedError, AttributeError) as error:
+        say_once(f"{type(model).__name__} cannot be copied ({error}): no plan is made of this job.")
+        return None
+
+
+def _on_meta(model: nn.Module) -> nn.Module:
+    """Put the parameters of a copy on the meta device, tied ones once; those of other classes (4 bits) stay as they are."""
+    moved: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if type(parameter) is nn.Parameter:
+                fresh = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+                module._parameters[name] = moved.setdefault(id(parameter), fresh)
+    return model
+
+
+def planned_model(model: nn.Module) -> nn.Module:
+    """Return a copy of a trainer's model on the meta device, called and cast as accelerate will do it.
+
+    Take it before anything checkpoints or shards the model.
+    """
+    copied, told = _on_meta(model_copy(model, keeps_mark=False)), accelerate_settings()
+    if not told.shards:
+        return copied
+    if told.precision is not None:
+        for parameter in copied.parameters():
+            if parameter.requires_grad and parameter.is_floating_point():
+                parameter.data = parameter.data.float()  # accelerate: optimizers work on float32
+        forward, dtype = copied.forward, {"bf16": torch.bfloat16, "fp16": torch.float16}[told.precision]
+
+        @functools.wraps(forward)
+        def cast(*args: Any, **kwargs: Any) -> Any:
+            with torch.autocast("cpu", dtype):
+                return forward(*args, **kwargs)
+
+        copied.forward = cast
+    return copied
+
+
+# --- the largest batch ------------------------------------------------------------------------------------------------
+
+
+def largest_batch(trainer: Any, rows: int | None = None) -> Any:
+    """Return the largest training batch that a trainer's data and collator can make. Leaves random states as they are.
+
+    The longest rows of the data are collated, as many as a batch has: by the lengths of columns of lists, or of the rows
+    themselves where the data is a list or has few of them. Of other data sets it is the first batch, which is logged.
+
+    Args:
+        rows: rows of the batch; default: the trainer's.
+
+    Raises:
+        ValueError: the training set is a stream, of which a batch would be lost.
+    """
+    if isinstance(trainer.train_dataset, torch.utils.data.IterableDataset):
+        raise ValueError(
+            "The largest batch is made of the training set, and that is a stream: taking a batch would lose it. Pass "
+            "ac_sample_input= to the trainer."
+        )
+    with random_numbers_put_back():
+        loader = trainer.get_train_dataloader()
+        data, rows = loader.dataset, rows or trainer.args.train_batch_size
+        lengths = _lengths(data)
+        if lengths is None:
+            say_once("The rows of the training set have no lengths that are read at once: planned for its first batch.")
+            return next(iter(loader))
+        longest = sorted(range(len(lengths)), key=lambda row: -lengths[row])[:rows]
+        return loader.collate_fn([data[row] for row in longest])
+
+
+def _lengths(data: Any) -> Sequence[int] | None:
+    """Return the length of each row; None: they are not known without making each row."""
+    if isinstance(data, Sequence):
+        return [_length(row) for row in data]
+    names = getattr(data, "column_names", None)
+    if not names:
+        few = hasattr(data, "__len__") and len(data) <= _FEW_ROWS
+        return [_length(data[row]) for row in range(len(data))] if few else None
+    columns = [column for name in names if (column := _list_lengths(data, name)) is not None]
+    return [sum(lengths) for lengths in zip(*columns)] if columns else None
+
+
+def _list_lengths(data: Any, name: str) -> Sequence[int] | None:
+    """Return the lengths of a column of lists of a `datasets.Dataset`; None: it has none."""
+    lengths: list[int] = []
+    for batch in data.with_format("arrow").select_columns([name]).iter(10_000):
+        column = batch.column(name)
+        if "list" not in str(column.type):
+            return None
+        lengths += column.combine_chunks().value_lengths().to_pylist()
+    return [length or 0 for length in lengths]
+
+
+def _length(row: Any) -> int:
+    values: Iterable[Any] = row.values() if isinstance(row, Mapping) else [row]
+    return sum(len(value) for value in values if hasattr(value, "__len__") and not isinstance(value, str))
+
+
+class _ModelCalledError(Exception):
+    """Ends a step where it calls the model."""
+
+
+def call_of_model(trainer: Any, batch: Any) -> dict[str, Any]:
+    """Return the keywords that a trainer calls its model with for a batch. The model does not run."""
+    if not isinstance(batch, Mapping):
+        raise ValueError(
+            f"A plan needs what the model is called with, and a batch of {type(trainer).__name__} is a "
+            f"{type(batch).__name__}, of which it makes that later. Pass ac_sample_input= to the trainer."
+        )
+    seen: dict[str, Any] = {}
+    model = trainer.model
+
+    def stop(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        seen.update(kwargs)
+        raise _ModelCalledError
+
+    handle = model.register_forward_pre_hook(stop, prepend=True, with_kwargs=True)
+    was_training = model.training
+    try:
+        with random_numbers_put_back():
+            model.train()
+            trainer.compute_loss(model, trainer._prepare_inputs(batch), num_items_in_batch=None)
+    except _ModelCalledError:
+        return seen
+    finally:
+        handle.remove()
+        model.train(was_training)
+    raise ValueError(f"{type(trainer).__name__} does not call its model for a batch. Pass ac_sample_input=.")
+
+
+def plan_trainer(trainer: Any, *, memory: int | str | None = None, what_if: bool = True) -> PlanReport:
+    """Return the plan of a trainer's job: whether its step fits, the fastest ``ac`` that does, and its cost.
+
+    The step has the largest batch that the trainer's data and collator can make. Runs nothing on a GPU.
+
+    Args:
+        trainer: a `transformers.Trainer` or one of TRL's, before ``train()``, with `CheckpointingMixin` or without.
+        memory: as for `nemo_like.predict`.
+        what_if: also report the effects of single changes.
+
+    Raises:
+        ValueError, NotImplementedError: as `nemo_like.predict`; a training set that is a stream; sharding by others.
+
+    >>> print(plan_trainer(trainer).verdict())  # doctest: +SKIP
+    """
+    planned = getattr(trainer, "planned_job", None)
+    model, job = (planned_model(trainer.model), job_of_trainer(trainer)) if planned is None else planned()
+    sample = call_of_model(trainer, largest_batch(trainer))
+    return predict(model, job, sample_input=sample, memory=memory, what_if=what_if)

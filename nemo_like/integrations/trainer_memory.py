@@ -1,0 +1,169 @@
+"""Memory of a Trainer's job: the largest batch before the first step, and what lowers the peak where memory runs out."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from nemo_like._util.log import say_once
+from nemo_like._util.plain import is_plain_value
+from nemo_like._util.words import write_bytes
+from nemo_like.fake.model_copy import random_numbers_put_back
+from nemo_like.integrations.trainer_job import OPTIMIZERS, call_of_model, largest_batch
+from nemo_like.job import Job
+from nemo_like.options.optimizers import TrainedParameter, optimizer_memory
+from nemo_like.planning.advise import changes, helping
+from nemo_like.planning.answers.rank import peak_of
+from nemo_like.planning.planned_rank import choices_under
+from nemo_like.planning.planner import query_of
+from nemo_like.torch_compat import local_part, recorded_snapshot, without_dispatch_modes
+
+_MOST_CHANGES = 3
+
+
+# --- the largest batch first --------------------------------------------------------------------------------------------
+
+
+def try_largest_batch(trainer: Any, model: nn.Module, step: Callable[[Any], Any]) -> None:
+    """Run forward and backward of a trainer's largest batch, so that memory runs out now rather than in hours.
+
+    The optimizer's state, which its first step makes, is in memory meanwhile. With gradient accumulation a second pass finds
+    the gradients of the first. Weights, buffers, random states and what the trainer counts are afterwards as before.
+
+    Args:
+        model: as accelerate prepared it.
+        step: the trainer's step on a batch.
+    """
+    batch = largest_batch(trainer)
+    kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    counts = {name: copy.deepcopy(value) for name, value in vars(trainer).items() if name[0] == "_" and _counts(value)}
+    passes = min(2, trainer.args.gradient_accumulation_steps)
+    state = _state_to_come(trainer.optimizer)
+    with random_numbers_put_back(trainer.args.device):
+        for number in range(passes):
+            last = number == passes - 1
+            context: AbstractContextManager[Any] = nullcontext() if last else trainer.accelerator.no_sync(model=model)
+            with context:
+                step(copy.copy(batch))
+    del state
+    model.zero_grad(set_to_none=True)
+    vars(trainer).update(counts)
+    with torch.no_grad():
+        for buffer, value in kept:
+            buffer.copy_(value)
+    rows = max((len(value) for value in _tensors(batch)), default=0)
+    say_once(f"The largest batch, {rows} x {_width(batch)}, fits: forward, backward and the optimizer's state.")
+
+
+def _counts(value: Any) -> bool:
+    """Return whether a value is numbers and text, or containers of these, as trainers count metrics in."""
+    if isinstance(value, Mapping):
+        return all(map(_counts, value.values()))
+    if isinstance(value, list | tuple | deque):
+        return all(map(_counts, value))
+    return is_plain_value(value) and not callable(value)
+
+
+def _tensors(batch: Any) -> Iterator[torch.Tensor]:
+    values = batch.values() if isinstance(batch, Mapping) else []
+    yield from (value for value in values if isinstance(value, torch.Tensor) and value.dim() > 0)
+
+
+def _width(batch: Any) -> int:
+    return max((value.shape[1] for value in _tensors(batch) if value.dim() > 1), default=1)
+
+
+def _state_to_come(optimizer: Any) -> list[torch.Tensor]:
+    """Return memory as large as the state that the optimizer's first step will make; empty: it is there."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    if inner is None or inner.state:
+        return []
+    params = [local_part(p) for group in inner.param_groups for p in group["params"] if p.requires_grad]
+    name = type(inner).__name__.lower()
+    word = "sgd" if name.startswith("sgd") else "adamw-8bit" if "8bit" in name else "adamw"
+    device = params[0].device.type if params else "cpu"
+    trained = [TrainedParameter(tuple(p.shape), p.numel(), p.element_size()) for p in params]
+    sizes = optimizer_memory(trained, word, device=device).states
+    return [
+        torch.empty(size, dtype=torch.uint8, device=param.device)
+        for param, states in zip(params, sizes)
+        for size in states
+    ]
+
+
+# --- advice where memory runs out -----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def advice_where_memory_runs_out(advice: Callable[[], list[str]]) -> Iterator[None]:
+    """Add `advice` to the error of memory that runs out inside. It keeps its type."""
+    try:
+        yield
+    except RuntimeError as error:
+        # The CPU's allocator has no error class of its own.
+        text = str(error)
+        if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator: can't allocate memory" not in text:
+            raise
+        try:
+            with without_dispatch_modes():  # what a caller's mode counts is the step, not its plan
+                lines = advice()
+        except (ValueError, NotImplementedError, TypeError, RuntimeError) as problem:
+            lines = [f"No plan can be made of this job ({problem}). Try ac='full' and a smaller micro-batch."]
+        error.args = ("\n".join([text, *lines]), *error.args[1:])
+        raise
+
+
+def ways_out(trainer: Any, model: nn.Module, job: Job) -> list[str]:
+    """Return what a step needs by its plan, and the changes that lower it, as arguments of the trainer.
+
+    Args:
+        trainer: the trainer, whose largest batch is planned.
+        model: its model on the meta device, as before it was checkpointed and sharded.
+        job: what it runs.
+    """
+    sample = call_of_model(trainer, largest_batch(trainer))
+    query = query_of(model, sample, job)
+    peak = peak_of(query, choices_under(query) or query.uniform("none"))
+    tried: list[tuple[str, int]] = []
+    for change in changes(job):
+        words = _arguments(job, change.job)
+        other = query.changed(change.job) if words else None
+        if other is not None:
+            tried.append((words, peak_of(other, choices_under(other) or other.uniform("none")).total))
+    rows, passes = trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps
+    if rows > 1 and trainer.args.n_gpu <= 1:
+        half = call_of_model(trainer, largest_batch(trainer, rows=rows // 2))
+        fewer = job.change(step=replace(job.step, microbatches=2 * passes, sync="last"))
+        other = query_of(model, half, fewer)
+        words = f"per_device_train_batch_size={rows // 2}, gradient_accumulation_steps={2 * passes}"
+        tried.append((words, peak_of(other, choices_under(other) or other.uniform("none")).total))
+    _, lowering = helping(peak.total, 0, tried)
+    lines = [f"A step of its largest batch takes {write_bytes(peak.total)} of tensors by its plan, {peak.at}."]
+    lines += [f"Lower it by {words}" for words in lowering[:_MOST_CHANGES]] or ["Shorten the rows, or use more GPUs."]
+    snapshot = recorded_snapshot()
+    if snapshot is not None:
+        from nemo_like.explaining.explain import explain
+
+        lines += str(explain(snapshot)).splitlines()[:3]
+    return lines
+
+
+def _arguments(job: Job, changed: Job) -> str:
+    """Return a change as arguments of a trainer; empty: it has none for it."""
+    if changed.ac != job.ac:
+        return f"ac={getattr(changed.ac, 'mode', str(changed.ac))!r}"
+    if changed.loss != job.loss:
+        return "loss='chunked'"
+    if changed.offload != job.offload:
+        return f"offload={changed.offload.mode!r}"
+    if changed.step.optimizer != job.step.optimizer:
+        names = {word: name for name, word in OPTIMIZERS.items()} | {"adamw-8bit": "adamw_bnb_8bit"}
+        return f"optim={names[changed.step.optimizer]!r}" if changed.step.optimizer in names else ""
+    return ""

@@ -1,0 +1,255 @@
+"""The largest batch of a Trainer's job, tried before the first step; its plan; and advice where memory runs out."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nemo_like._util.live_bytes import LiveBytes
+from nemo_like.activation_checkpointing.plan import Plan
+from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
+from tests.checks import assert_bitwise
+from tests.models import decoders
+
+trl = pytest.importorskip("trl", reason="the extra 'hosts' is not installed")
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+from nemo_like.integrations.transformers import (  # noqa: E402
+    CheckpointingArguments,
+    CheckpointingMixin,
+    plan_trainer,
+)
+from tests.integrations.test_trl_trainers import _tokenizer as tokenizer  # noqa: E402
+
+
+@dataclass
+class Arguments(CheckpointingArguments, transformers.TrainingArguments):
+    pass
+
+
+@dataclass
+class SFTArguments(CheckpointingArguments, trl.SFTConfig):
+    pass
+
+
+@dataclass
+class DPOArguments(CheckpointingArguments, trl.DPOConfig):
+    pass
+
+
+class Trainer(CheckpointingMixin, transformers.Trainer):
+    pass
+
+
+class SFTTrainer(CheckpointingMixin, trl.SFTTrainer):
+    pass
+
+
+class DPOTrainer(CheckpointingMixin, trl.DPOTrainer):
+    pass
+
+
+def _collated(rows: Sequence[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    width = max(len(row["input_ids"]) for row in rows)
+
+    def padded(name: str, fill: int) -> torch.Tensor:
+        return torch.tensor([row[name] + [fill] * (width - len(row[name])) for row in rows])
+
+    return {"input_ids": padded("input_ids", 2), "labels": padded("labels", -100)}
+
+
+def _rows(lengths: Sequence[int]) -> list[dict[str, list[int]]]:
+    draw = torch.Generator().manual_seed(0)
+    ids = [torch.randint(4, decoders.VOCAB, (length,), generator=draw).tolist() for length in lengths]
+    return [{"input_ids": row, "labels": list(row)} for row in ids]
+
+
+def _texts(lengths: Sequence[int], columns: Sequence[str]) -> Any:
+    import datasets
+
+    draw = torch.Generator().manual_seed(0)
+
+    def words(count: int) -> str:
+        return " ".join(f"w{i}" for i in torch.randint(4, decoders.VOCAB, (count,), generator=draw).tolist())
+
+    return datasets.Dataset.from_list([{name: words(length) for name in columns} for length in lengths])
+
+
+LENGTHS = (5, 9, 24, 7, 31, 6, 8, 28, 5, 12, 11, 30)
+
+
+def made_trainer(
+    kind: str, folder: Path, lengths: Sequence[int] = LENGTHS, model: Callable[[], nn.Module] | None = None, **more: Any
+) -> Any:
+    common: dict[str, Any] = dict(
+        output_dir=str(folder), per_device_train_batch_size=2, max_steps=3, learning_rate=1e-2, save_strategy="no",
+        report_to=[], use_cpu=True, disable_tqdm=True, logging_steps=1, bf16=False, seed=5, optim="adamw_torch",
+    ) | more  # fmt: skip
+    torch.manual_seed(0)
+    built = decoders.build("llama") if model is None else model()
+    if kind == "trainer":
+        return Trainer(built, Arguments(**common), train_dataset=_rows(lengths), data_collator=_collated)
+    common["activation_checkpointing"] = False
+    if kind == "sft":
+        return SFTTrainer(
+            model=built, args=SFTArguments(**common), train_dataset=_texts(lengths, ["text"]),
+            processing_class=tokenizer(),
+            peft_config=peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"], lora_dropout=0.1),
+        )  # fmt: skip
+    return DPOTrainer(
+        model=built, args=DPOArguments(**common), ref_model=decoders.build("llama", seed=1),
+        train_dataset=_texts(lengths, ["prompt", "chosen", "rejected"]), processing_class=tokenizer(),
+    )  # fmt: skip
+
+
+def _trained(trainer: Any) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
+    trainer.train()
+    timed = ("train_runtime", "train_samples_per_second", "train_steps_per_second")
+    log = [{name: value for name, value in entry.items() if name not in timed} for entry in trainer.state.log_history]
+    return {name: value.detach() for name, value in trainer.model.state_dict().items()}, log
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+@pytest.mark.parametrize("kind", ["trainer", "sft", "dpo"])
+def test_the_largest_batch_first_changes_nothing(tmp_path: Path, kind: str, accumulated: int) -> None:
+    widths: list[int] = []
+
+    def watched(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        widths.append(kwargs["input_ids"].shape[1])
+
+    runs = []
+    for check in (False, True):
+        trainer = made_trainer(kind, tmp_path, check_memory=check, gradient_accumulation_steps=accumulated)
+        trainer.model.register_forward_pre_hook(watched, with_kwargs=True)
+        runs.append(_trained(trainer))
+        if not check:
+            widths.clear()
+    assert_bitwise(runs[1][0], runs[0][0])
+    assert runs[1][1] == runs[0][1]
+    # The first passes, one for each of two micro-batches, have the longest rows.
+    assert set(widths[:accumulated]) == {max(widths)} and len(widths) >= 3 * accumulated + min(2, accumulated)
+
+
+@contextmanager
+def counted(trainer: Any) -> Iterator[LiveBytes]:
+    """Count a trainer's bytes, its weights included."""
+    tensors = {t.untyped_storage() for t in itertools.chain(trainer.model.parameters(), trainer.model.buffers())}
+    with LiveBytes() as counter:
+        yield counter
+    counter.peak += sum(storage.nbytes() for storage in tensors)
+
+
+def wide() -> nn.Module:
+    config = transformers.LlamaConfig(
+        vocab_size=decoders.VOCAB, hidden_size=64, intermediate_size=160, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+JOBS: dict[str, dict[str, Any]] = {
+    "trainer": {},
+    "trainer full": {"ac": "full"},
+    "trainer bf16": {"bf16": True},
+    "trainer accumulating": {"gradient_accumulation_steps": 2},
+    "sft": {},
+    "sft full": {"ac": "full"},
+    "dpo": {},
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_the_plan_of_a_trainer_is_what_is_counted(tmp_path: Path, name: str) -> None:
+    options = JOBS[name]
+    trainer = made_trainer(name.split()[0], tmp_path, [400] * 12, wide, check_memory=True, **options)
+    report = plan_trainer(trainer, what_if=False)
+    row = next(row for row in report.rows if row.ac == options.get("ac", "none"))
+    with counted(trainer) as counter:
+        trainer.train()
+    assert counter.peak == pytest.approx(row.plan.peak_bytes, rel=0.01)
+
+
+class _Limited(LiveBytes):
+    """Memory of so many bytes."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.limit = limit
+
+    def changed(self, number: int, size: int) -> None:
+        super().changed(number, size)
+        if size and self.live > self.limit:
+            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size} bytes.")
+
+
+def test_memory_that_runs_out_is_said_before_the_first_step_with_what_to_paste(tmp_path: Path) -> None:
+    def run(limit: int, **options: Any) -> Any:
+        trainer = made_trainer("trainer", tmp_path, [40] * 11 + [400], wide, check_memory=True, **options)
+        with _Limited(limit):
+            trainer.train()
+        return trainer
+
+    trainer = made_trainer("trainer", tmp_path, [40] * 11 + [400], wide)
+    none, _, full = (row.plan.peak_bytes for row in plan_trainer(trainer, what_if=False).rows[:3])
+    weights = sum(p.nbytes for p in trainer.model.parameters())
+    limit = (none + full) // 2 - weights
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate") as error:
+        run(limit)
+    lines = str(error.value).splitlines()
+    assert lines[1].startswith("A step of its largest batch takes ") and lines[2].startswith("Lower it by ac='full' (")
+    pasted = eval(f"dict({lines[2].removeprefix('Lower it by ').partition(' (')[0]})")
+    assert run(limit, **pasted).state.global_step == 3
+
+
+@pytest.mark.parametrize("kind", ["trainer", "sft", "dpo"])
+def test_a_budget_is_planned_for_the_largest_batch(tmp_path: Path, kind: str) -> None:
+    trainer = made_trainer(kind, tmp_path, ac="60%")
+    wrapped = [module for module in trainer.model.modules() if isinstance(module, CheckpointWrapper)]
+    assert wrapped and trainer.train().global_step == 3
+
+
+def test_the_plan_of_a_budget_has_the_longest_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nemo_like.integrations import transformers as integration
+
+    plans: list[Plan] = []
+    before = integration.plan_for
+
+    def planned(*args: Any, **kwargs: Any) -> Plan:
+        plans.append(before(*args, **kwargs))
+        return plans[-1]
+
+    monkeypatch.setattr(integration, "plan_for", planned)
+    made_trainer("trainer", tmp_path, ac="60%")
+    assert "(2, 31)" in plans[0].step["sample"]
+
+
+def test_the_program_of_the_page_runs_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "trainers.md").read_text(encoding="utf-8")
+    program = page.partition("```python\n")[2].partition("```")[0]
+    monkeypatch.chdir(tmp_path)
+    decoders.build("llama").save_pretrained("my-model")
+    words = tokenizer()
+    words.chat_template = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
+    words.save_pretrained("my-model")
+    turns = [{"role": "user", "content": "w5 w6"}, {"role": "assistant", "content": "w7 w8 w9"}]
+    Path("chat.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 4, encoding="utf-8")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    for fields in (transformers.TrainingArguments.__dataclass_fields__, trl.SFTConfig.__dataclass_fields__):
+        monkeypatch.setattr(fields["use_cpu"], "default", True)  # as where there is a GPU, the page has no word of it
+    module = types.ModuleType("program")
+    monkeypatch.setitem(sys.modules, "program", module)  # where a dataclass looks for its annotations
+    exec(compile(program, "program.py", "exec"), module.__dict__)
+    assert (tmp_path / "adapter" / "adapter_config.json").is_file()
+    peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained("my-model"), "adapter")

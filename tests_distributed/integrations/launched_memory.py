@@ -1,0 +1,70 @@
+"""What test_trainer_memory_fsdp.py starts with `accelerate launch`: trainers under FSDP2, their plans and their memory.
+
+accelerate offers FSDP on accelerators alone. Its own code is what runs here; only the kind of job that it has found is
+renamed before it chooses.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.state import AcceleratorState, DistributedType, PartialState
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from nemo_like._util.live_bytes import LiveBytes
+from nemo_like.distributed.launch import shutdown
+from nemo_like.integrations.transformers import plan_trainer
+from nemo_like.torch_compat import local_part
+from tests.integrations.test_trainer_memory import LENGTHS, made_trainer, wide
+
+
+def trainer_of(kind: str, folder: Path, **options: Any) -> Any:
+    """Return a trainer of a model of four layers, as one of two ranks."""
+    AcceleratorState._reset_state()
+    PartialState()
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    lengths = [length * 6 for length in LENGTHS]
+    return made_trainer(kind, folder, lengths, wide, max_grad_norm=0.5, **options)
+
+
+def trained(trainer: Any) -> dict[str, Any]:
+    """Return digests of the whole weights, the losses, and the most bytes that this rank had."""
+    with LiveBytes() as counter:
+        trainer.train()
+    weights = sum(local_part(p).nbytes for p in trainer.model.parameters())
+    whole = get_model_state_dict(trainer.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    return dict(
+        counted=counter.peak,
+        weights=weights,
+        losses=[entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        digests={
+            name: sha256(value.contiguous().view(torch.uint8).numpy()).hexdigest() for name, value in whole.items()
+        },
+    )
+
+
+def main(folder: Path) -> None:
+    """Train each kind without a check, with one, and within a budget."""
+    results: dict[str, Any] = {}
+    for kind in ("trainer", "sft", "dpo"):
+        plain = trained(trainer_of(kind, folder, check_memory=False))
+        trainer = trainer_of(kind, folder, check_memory=True)
+        rows = plan_trainer(trainer, what_if=False).rows
+        planned = {row.ac: row.plan.peak_bytes for row in rows}
+        checked = trained(trainer)
+        budget = (planned["none"] + planned["full"]) // 2
+        within = trained(trainer_of(kind, folder, check_memory=True, ac=f"{budget}B"))
+        results[kind] = dict(plain=plain, checked=checked, planned=planned, budget=budget, within=within)
+    if os.environ["RANK"] == "0":
+        (folder / "memory.json").write_text(json.dumps(results), encoding="utf-8")
+    shutdown()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
