@@ -138,8 +138,19 @@ def _values(job: Job) -> dict[str, Any]:
 
 
 def _tree(path: Path, text: str) -> dict[str, Any]:
+    tree = _parsed(path, text)
+    if not isinstance(tree, dict):
+        raise ValueError(f"{path} has no keys: it is {type(tree).__name__}. Give a settings file.")
+    return tree
+
+
+def _parsed(path: Path, text: str) -> Any:
     if path.suffix == ".json":
-        return _with_keys(path, _parsed_json(path, text))
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError as error:
+            where = f"(at line {error.lineno}, column {error.colno})"
+            raise ValueError(f"{path} is not valid JSON: {error.msg} {where}. Correct that line.") from None
     first = next((line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")), "")
     if re.match(r"\s*(\[[\w.\"-]+\]|[\w.-]+\s*=)", first):
         try:
@@ -148,28 +159,13 @@ def _tree(path: Path, text: str) -> dict[str, Any]:
             raise ValueError(f"{path} is not valid TOML: {error}. Correct that line.") from None
     yaml = require("yaml", "yaml", f"to read {path}")
     try:
-        tree = yaml.safe_load(text)
+        return yaml.safe_load(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = "" if mark is None else f" (at line {mark.line + 1}, column {mark.column + 1})"
         raise ValueError(
             f"{path} is not valid YAML: {getattr(error, 'problem', error)}{where}. Correct that line."
         ) from None
-    return _with_keys(path, tree)
-
-
-def _parsed_json(path: Path, text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        where = f"(at line {error.lineno}, column {error.colno})"
-        raise ValueError(f"{path} is not valid JSON: {error.msg} {where}. Correct that line.") from None
-
-
-def _with_keys(path: Path, tree: Any) -> dict[str, Any]:
-    if not isinstance(tree, dict):
-        raise ValueError(f"{path} has no keys: it is {type(tree).__name__}. Give a settings file.")
-    return tree
 
 
 def _toml(tables: Mapping[str, Mapping[str, Any]]) -> str:
@@ -192,8 +188,22 @@ def _yaml(tables: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _json(tables: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return tables of plain values as JSON."""
-    return json.dumps({**tables[""], **{name: table for name, table in tables.items() if name}}, indent=2) + "\n"
+    return json.dumps(nested(tables), indent=2) + "\n"
+
+
+def nested(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return one tree of tables whose names are dotted.
+
+    >>> nested({"": {"a": 1}, "b.c": {"d": 2}})
+    {'a': 1, 'b': {'c': {'d': 2}}}
+    """
+    tree = dict[str, Any]()
+    for path, table in tables.items():
+        inner = tree
+        for name in path.split(".") if path else ():
+            inner = inner.setdefault(name, {})
+        inner.update(table)
+    return tree
 
 
 _WRITTEN = {

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_like._util.table import paragraph
 from nemo_like.settings import trainer
-from nemo_like.settings.files import settings_of
+from nemo_like.settings.files import nested, settings_of
 
 if TYPE_CHECKING:
     from nemo_like.job import Job
@@ -20,7 +20,7 @@ def trainer_call(job: Job, **more: Any) -> str:
         job, more: as for `nemo_like.settings.write_settings`.
     """
     tables, left = settings_of(trainer.TABLE, job, **more)
-    keywords = tables.pop("") | tables
+    keywords = nested(tables)
     ours, trls = ({name: keywords.pop(name) for name in names if name in keywords} for names in _OTHERS)
     lines = [f"Trainer: TrainingArguments({_written(keywords)})"]
     lines += [f"CheckpointingArguments: {_written(ours)}"] if ours else []

@@ -14,7 +14,21 @@ OURS = ("ac", "ac_scope", "loss", "cp", "offload")
 """Fields of `CheckpointingArguments`."""
 TRLS = ("max_length", "gradient_checkpointing")
 """Fields that only TRL's classes have, or that have another default there."""
+AXES = ("dp_replicate", "dp_shard", "tp", "cp")
 OFFLOADS = ("boundary", "saved", "all")
+HARMLESS_IF_OFF = """label_smoothing_factor use_liger_kernel auto_find_batch_size activation_offloading use_cache
+    full_determinism load_in_4bit load_in_8bit fsdp_config.xla fsdp_config.min_num_params fsdp_config.forward_prefetch
+    accelerator_config.split_batches"""
+NO_EFFECT = """fsdp_config.xla_* fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap accelerator_config.* ddp_*
+    parallelism_config.*_backend parallelism_config.*_handler* liger_kernel_config.* peft_config.* *_strategy *eval*
+    log* save* hub_* push_* load_best_* metric_for_* greater_is_better prediction_* include_* report_to run_name project
+    trackio_* disable_tqdm output_dir overwrite_* do_* num_train_epochs max_steps learning_rate lr_* warmup_* adam_*
+    weight_decay max_grad_norm average_tokens_* tf32 seed data_seed use_cpu no_cuda use_mps_device dataloader_* use_ipex
+    enable_jit_* remove_unused_columns label_names group_by_length length_column_name ignore_data_skip debug local_rank
+    restore_callback_* resume_from_* skip_memory_metrics tpu_* past_index mp_parameters ray_scope fp16_* _n_gpu
+    half_precision_backend trust_remote_code model_revision chat_template_path dataset_* eos_token pad_token packing*
+    padding_free pad_to_* truncation_mode shuffle_dataset completion_only_loss assistant_only_loss"""
+"""Patterns of keys that change neither memory nor speed of a step."""
 
 
 def _fsdp_words(value: Any) -> tuple[str, ...] | None:
@@ -53,6 +67,8 @@ def _finish(values: dict[str, Any]) -> Iterator[str]:
         yield from (f"fsdp = {word}" for word in sharding if word not in FSDP_WORDS)
     if checkpoints != {None}:
         values.setdefault("ac", "full" if "full" in checkpoints else "none")
+    if values.get("grad_accum", 1) > 1:
+        values.setdefault("sync", "last")  # `Trainer` enters accelerate's `no_sync` for the others
 
 
 def _prepare(values: dict[str, Any]) -> None:
@@ -74,10 +90,18 @@ def _prepare(values: dict[str, Any]) -> None:
         del values["dp_shard"]  # all ranks, as the launcher starts them
     if values["loss"] == "chunked" and values["compile"] != "none":
         values["compile (of each layer)"] = values.pop("compile")  # `torch_compile` is of the whole model and its loss
+    if values["sync"] == "last" or 1 in (ranks, values["grad_accum"]):
+        del values["sync"]
     if values["optimizer"] == "adamw-foreach":
         values["optimizer"] = "adamw"
 
 
+ACCUMULATION = "accelerator_config.gradient_accumulation_kwargs"
+OPTIMIZER = words(
+    {"adamw_torch": "adamw", "adamw_torch_fused": "adamw-fused", "sgd": "sgd"}
+    | dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "adamw_torch_8bit"), "adamw-8bit")
+)
+RESHARD = words({True: "yes", False: "no", "full_shard": "yes", "shard_grad_op": "no"})
 TABLE = Format(
     framework="transformers.Trainer",
     marks=("per_device_train_batch_size", "gradient_accumulation_steps"),
@@ -87,17 +111,7 @@ TABLE = Format(
         "max_length": ("seq_len", WHOLE),
         "bf16": ("_bf16", switch()),
         "fp16": ("_fp16", switch()),
-        "optim": (
-            "optimizer",
-            words(
-                {
-                    "adamw_torch": "adamw",
-                    "adamw_torch_fused": "adamw-fused",
-                    **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "adamw_torch_8bit"), "adamw-8bit"),
-                    "sgd": "sgd",
-                }
-            ),
-        ),
+        "optim": ("optimizer", OPTIMIZER),
         "torch_compile": ("compile", switch("inductor", None)),
         "torch_compile_backend": ("compile", _read_only(words({"inductor": "inductor"}))),
         "torch_compile_mode": ("", only("default")),
@@ -105,20 +119,11 @@ TABLE = Format(
         "activation_checkpointing_kwargs.use_reentrant": ("", only(True, False)),
         "fsdp": ("_fsdp", Kind(_fsdp_words)),
         "fsdp_config.version": ("_version", Kind(only(2, "2").read)),
-        "fsdp_config.reshard_after_forward": (
-            "reshard_after_forward",
-            words({True: "yes", False: "no", "full_shard": "yes", "shard_grad_op": "no"}),
-        ),
+        "fsdp_config.reshard_after_forward": ("reshard_after_forward", RESHARD),
         "fsdp_config.cpu_offload": ("cpu_offload", Kind(switch().read, _unless(False).write)),
         "fsdp_config.activation_checkpointing": ("_fsdp_checkpoints", switch("full", "none")),
         "fsdp_config.auto_wrap_policy": ("", only("TRANSFORMER_BASED_WRAP")),
-        "fsdp_config.min_num_params": ("", only(0)),
-        "fsdp_config.forward_prefetch": ("", only(False, "false")),
-        "fsdp_config.xla": ("", only(False)),
-        **{
-            f"parallelism_config.{axis}_size": (axis, _read_only(WHOLE))
-            for axis in ("dp_replicate", "dp_shard", "tp", "cp")
-        },
+        **{f"parallelism_config.{axis}_size": (axis, _read_only(WHOLE)) for axis in AXES},
         "parallelism_config.sp_size": ("", only(1)),
         "ac": ("ac", _unless("none")),
         "ac_scope": ("scope", _unless("all")),
@@ -130,47 +135,10 @@ TABLE = Format(
         "model_name_or_path": ("model", _read_only(Kind(preset))),
         "model_init_kwargs.dtype": ("dtype", _read_only(DTYPE)),
         "model_init_kwargs.attn_implementation": ("", only("flash_attention_2", "flash_attention_3", "sdpa")),
-        "accelerator_config.split_batches": ("", only(False)),
-        **{
-            name: ("", only(False))
-            for name in (
-                *("label_smoothing_factor", "use_liger_kernel", "auto_find_batch_size", "activation_offloading"),
-                *("use_cache", "full_determinism", "load_in_4bit", "load_in_8bit"),
-            )
-        },
+        f"{ACCUMULATION}.sync_each_batch": ("sync", switch("every", "last")),
+        **{name: ("", only(False)) for name in HARMLESS_IF_OFF.split()},
     },
-    ignored=(
-        *(pattern.replace("config.fsdp_", "config.") for pattern in NOT_READ),
-        *("fsdp_config.xla_*", "fsdp_min_num_params", "fsdp_transformer_layer_cls_to_wrap", "accelerator_config.*"),
-        *("parallelism_config.*_backend", "parallelism_config.*_handler*", "liger_kernel_config.*", "peft_config.*"),
-        *("*_strategy", "*eval*", "log*", "save*", "hub_*", "push_*", "adam_*", "lr_*", "warmup_*", "ddp_*", "do_*"),
-        *("report_to", "run_name", "project", "trackio_*", "disable_tqdm", "include_*", "output_dir", "overwrite_*"),
-        *(
-            "num_train_epochs",
-            "max_steps",
-            "learning_rate",
-            "weight_decay",
-            "max_grad_norm",
-            "average_tokens_*",
-            "tf32",
-        ),
-        *(
-            "load_best_*",
-            "metric_for_*",
-            "greater_is_better",
-            "prediction_*",
-            "seed",
-            "data_seed",
-            "use_cpu",
-            "no_cuda",
-        ),
-        *("use_mps_device", "dataloader_*", "enable_jit_*", "remove_unused_columns", "label_names", "group_by_length"),
-        *("length_column_name", "ignore_data_skip", "restore_callback_*", "resume_from_*", "skip_memory_metrics"),
-        *("debug", "local_rank", "tpu_*", "past_index", "mp_parameters", "ray_scope", "use_ipex", "fp16_*", "_n_gpu"),
-        *("half_precision_backend", "trust_remote_code", "chat_template_path", "dataset_*", "eos_token", "pad_token"),
-        *("truncation_mode", "shuffle_dataset", "packing*", "padding_free", "pad_to_*", "model_revision"),
-        *("completion_only_loss", "assistant_only_loss"),
-    ),
+    ignored=(*(pattern.replace("config.fsdp_", "config.") for pattern in NOT_READ), *NO_EFFECT.split()),
     implied={"per_device_train_batch_size": 8, "optim": "adamw_torch_fused"},
     renamed=(
         (r"^gradient_checkpointing", "activation_checkpointing"),

@@ -10,7 +10,7 @@ import pytest
 
 from nemo_like.cli import main
 from nemo_like.job import Job
-from nemo_like.options import FSDP2, Precision
+from nemo_like.options import FSDP2, Precision, StepSpec
 from nemo_like.settings import Settings, read_settings, write_settings
 from nemo_like.settings.paste import trainer_call
 
@@ -43,7 +43,7 @@ def test_arguments_that_a_person_wrote(tmp_path: Path) -> None:
     settings = _read(tmp_path, **FULL)
     assert settings.framework == "transformers.Trainer"
     assert settings.not_understood == ("load_in_4bit = True", "deepspeed = zero3.json")
-    batch = dict(batch_size=2, grad_accum=4, seq_len=2048, lora=16)
+    batch = dict(batch_size=2, grad_accum=4, sync="last", seq_len=2048, lora=16)
     step = dict(optimizer="adamw-8bit", precision="bf16", reduce_dtype="bf16", compile="inductor", ac="full")
     sharding = dict(strategy="fsdp2", reshard_after_forward="no", cpu_offload=True)
     assert dict(settings.values) == batch | step | sharding
@@ -66,6 +66,7 @@ def test_arguments_that_a_person_wrote(tmp_path: Path) -> None:
         ),
         ({"fsdp": [], "fsdp_config": {"min_num_params": 0, "xla": False, "cpu_offload": True}}, {}, ()),
         ({"fsdp": ""}, {}, ()),
+        ({"gradient_accumulation_steps": 2}, dict(grad_accum=2, sync="last"), ()),
         ({"gradient_checkpointing": True, "ac": "40GiB", "offload": "none"}, dict(ac="40GiB"), ()),
         ({"gradient_checkpointing": True, "ac": "none", "loss": "model", "cp": 1}, dict(ac="full"), ()),
         (
@@ -187,6 +188,16 @@ def test_what_a_trainer_does_not_have_is_named(tmp_path: Path) -> None:
     written = json.loads(path.read_text())
     assert (written["ac"], written["cp"], written["optim"]) == ("full", 2, "adamw_torch")
     assert "bf16" not in written and "torch_compile" not in written
+
+
+@pytest.mark.parametrize("sync", ["every", "last"])
+def test_rounds_that_reduce_gradients_read_back(sync: str, tmp_path: Path) -> None:
+    job = Job.of(ac="none", world_size=2, step=StepSpec(microbatches=4, sync=sync))
+    assert write_settings(tmp_path / "out.json", job) == ("world_size = 2",)
+    written = json.loads((tmp_path / "out.json").read_text())
+    every = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+    assert written.get("accelerator_config") == (every if sync == "every" else None)
+    assert read_settings(tmp_path / "out.json").values["sync"] == sync
 
 
 def test_one_gpu_is_not_sharded(tmp_path: Path) -> None:
