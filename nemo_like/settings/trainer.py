@@ -35,6 +35,8 @@ def _fsdp_words(value: Any) -> tuple[str, ...] | None:
     """Read ``fsdp``: a yes, which transformers 5 writes, or words; None: the Trainer does not shard."""
     if isinstance(value, bool):
         return () if value else None
+    if not isinstance(value, str | list):
+        raise ValueError("it must be true, false, or words such as full_shard")
     return tuple(str(word).lower() for word in (value.split() if isinstance(value, str) else value)) or None
 
 

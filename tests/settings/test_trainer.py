@@ -66,6 +66,7 @@ def test_arguments_that_a_person_wrote(tmp_path: Path) -> None:
         ),
         ({"fsdp": [], "fsdp_config": {"min_num_params": 0, "xla": False, "cpu_offload": True}}, {}, ()),
         ({"fsdp": ""}, {}, ()),
+        ({"parallelism_config": {"tp_size": 2, "dp_shard_size": 4}}, dict(tp=2, dp_shard=4, world_size=8), ()),
         ({"gradient_accumulation_steps": 2}, dict(grad_accum=2, sync="last"), ()),
         ({"gradient_checkpointing": True, "ac": "40GiB", "offload": "none"}, dict(ac="40GiB"), ()),
         ({"gradient_checkpointing": True, "ac": "none", "loss": "model", "cp": 1}, dict(ac="full"), ()),
@@ -116,10 +117,10 @@ def test_a_dump_of_sharded_arguments(tmp_path: Path) -> None:
 
 def test_a_dump_of_trl_has_no_unknown_defaults(tmp_path: Path) -> None:
     trl = pytest.importorskip("trl")
-    args = trl.SFTConfig(output_dir=str(tmp_path / "out"), use_cpu=True, bf16=False, gradient_checkpointing=False)
+    args = trl.SFTConfig(output_dir=str(tmp_path / "out"), use_cpu=True, bf16=False)
     settings = _read(tmp_path, **json.loads(args.to_json_string()))
     assert settings.not_understood == ()
-    usual = dict(batch_size=8, grad_accum=1, optimizer="adamw-fused", precision="fp32", seq_len=1024, ac="none")
+    usual = dict(batch_size=8, grad_accum=1, optimizer="adamw-fused", precision="fp32", seq_len=1024, ac="full")
     assert dict(settings.values) == usual
 
 
@@ -129,6 +130,7 @@ def test_a_dump_of_trl_has_no_unknown_defaults(tmp_path: Path) -> None:
         ('{"gradient_accumulation_steps": 0}', "gradient_accumulation_steps is 0; it must be a whole number >= 1"),
         ('{"gradient_accumulation_steps": 1,}', "is not valid JSON: "),
         ('{"gradient_accumulation_steps": 1, "loss": "big"}', "loss is 'big'; it must be model or chunked"),
+        ('{"gradient_accumulation_steps": 1, "fsdp": 3}', "fsdp is 3; it must be true, false, or words such as full"),
         ("[1]", "has no keys: it is list. Give a settings file."),
     ],
 )
