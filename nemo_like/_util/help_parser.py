@@ -20,7 +20,7 @@ GROUPS = {
     "training": """data eval_data pack skip_bad seq_len max_seq_len batch_size global_batch micro_batch
         grad_accum steps epochs precision reduce_dtype compile optimizer lr schedule warmup_steps lr_floor
         weight_decay beta1 beta2 clip sync drop_output zero_grad ema optimizer_in_backward seed eval_every eval_samples""",
-    "output": """config settings_file settings_to runs repeats warmup no_peers count limit explain what_if check
+    "output": """config settings_file settings_to paste_as runs repeats warmup no_peers count limit explain what_if check
         minutes used strip calibrate_from ran_with gpu_file all_ops log_every wide json save
         checkpoint_dir save_every keep resume sync_save output
         export merge sample sample_every sample_tokens tensorboard wandb""",

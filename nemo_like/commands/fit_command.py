@@ -7,7 +7,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_like._util.console import check_writable, refuse_unread
 from nemo_like._util.progress import progress
@@ -15,7 +15,11 @@ from nemo_like._util.table import screen_width
 from nemo_like.commands import LORA
 from nemo_like.commands.settings_options import add_settings, check_settings_to, read_from, write_to
 from nemo_like.flags import add_flags, add_pins, balance_of, flags_on, job_of
-from nemo_like.options import COMPILE_BACKENDS, OPTIMIZERS, Precision, StepSpec, normalise, parse_dtype
+from nemo_like.options import COMPILE_BACKENDS, OPTIMIZERS, Precision, StepSpec, dtype_word, normalise, parse_dtype
+
+if TYPE_CHECKING:
+    from nemo_like.job import Job
+    from nemo_like.planning.fit.report import FitReport
 
 EXAMPLES = (
     "--model llama3-70b --gpus 256 --gpu h100-80gb --seq-len 8192 --global-batch 512",
@@ -75,6 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="first measure what the device at hand reaches, and keep it for later plans; alone: nothing else",
     )
     add_settings(parser)
+    add("--as", dest="paste_as", choices=("trainer",), help="also print the best as arguments of transformers.Trainer")
     add("--json", metavar="PATH", help="write everything here ('-': standard output)")
     add("--save", metavar="PATH", help="write the best one's plan here, where it has one")
 
@@ -133,7 +138,7 @@ def run(args: argparse.Namespace) -> int:
             **pins,
         )
     if args.json != "-":
-        print(report.text(None if args.wide else screen_width(), args.explain), flush=True)
+        print(report.text(None if args.wide else screen_width(), args.explain, _paste(args, report)), flush=True)
     if args.json:
         text = json.dumps(report.to_dict(), indent=1) + "\n"
         if args.json == "-":
@@ -142,8 +147,8 @@ def run(args: argparse.Namespace) -> int:
             Path(args.json).write_text(text, encoding="utf-8")
     if not report.candidates:
         return 1
-    best = report.best
-    write_to(args, best.job.change(world_size=args.gpus), ac=best.ac, batch_size=best.layout.micro_batch)
+    job, more = _best(args, report)
+    write_to(args, job, **more)
     if not args.save:
         return 0
     if report.best.plan is None:
@@ -155,6 +160,23 @@ def run(args: argparse.Namespace) -> int:
         return 1
     report.best.plan.save(args.save)
     return 0
+
+
+def _best(args: argparse.Namespace, report: FitReport) -> tuple[Job, dict[str, Any]]:
+    """Return the fastest as a job on all GPUs, and what settings have that a job does not."""
+    best = report.best
+    return best.job.change(world_size=args.gpus), {"ac": best.ac, "batch_size": best.layout.micro_batch}
+
+
+def _paste(args: argparse.Namespace, report: FitReport) -> str:
+    """Return the lines of ``--as``; empty without it, and where nothing fits."""
+    if args.paste_as is None or not report.candidates:
+        return ""
+    from nemo_like.settings.paste import trainer_call
+
+    job, more = _best(args, report)
+    dtype = dtype_word(parse_dtype("--dtype", args.dtype))
+    return trainer_call(job, **more, seq_len=args.seq_len, lora=args.lora, dtype=dtype)
 
 
 def _fields(args: argparse.Namespace) -> dict[str, Any]:
@@ -183,6 +205,8 @@ def _check_files(args: argparse.Namespace) -> None:
     check_writable("--json", args.json)
     check_writable("--save", args.save)
     check_settings_to(args)
+    if args.paste_as and args.json == "-":
+        raise ValueError("--as prints arguments, and --json - prints JSON alone. Give --json a file.")
     if args.save and args.ac is not None and "plan" not in map(normalise, args.ac):
         raise ValueError(f"--save writes a plan, and --ac is {' '.join(args.ac)}, which makes none. Add plan to --ac.")
     if args.cpu_offload is False and args.offload is not None and {*map(normalise, args.offload)} == {"none"}:

@@ -28,13 +28,13 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         "--from",
         dest="settings_file",
         metavar="FILE",
-        help="settings of accelerate, axolotl, torchtitan or NeMo Automodel, which options given here override",
+        help="settings of accelerate, axolotl, torchtitan, NeMo Automodel or a Trainer, which options given here override",
     )
     parser.add_argument(
         "--to",
         dest="settings_to",
         metavar="FILE",
-        help="write settings here: .toml for torchtitan, .yaml or .yml for accelerate",
+        help="write settings here: .toml for torchtitan, .yaml or .yml for accelerate, .json for a Trainer",
     )
 
 

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_like._util.extras import require
-from nemo_like.settings import accelerate, automodel, axolotl, torchtitan
-from nemo_like.settings.formats import flat
+from nemo_like.settings import accelerate, automodel, axolotl, torchtitan, trainer
+from nemo_like.settings.formats import Format, flat
 
 if TYPE_CHECKING:
     from nemo_like.job import Job
 
-FORMATS = (torchtitan.TABLE, accelerate.TABLE, automodel.TABLE, axolotl.TABLE)
+FORMATS = (torchtitan.TABLE, accelerate.TABLE, automodel.TABLE, axolotl.TABLE, trainer.TABLE)
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class Settings:
 
 
 def read_settings(path: str | Path) -> Settings:
-    """Read a file of accelerate, axolotl, torchtitan or NeMo Automodel.
+    """Read a file of accelerate, axolotl, torchtitan, NeMo Automodel or transformers.Trainer (JSON).
 
     Raises:
         OSError: it can't be read.
-        ValueError: it is neither TOML nor YAML, of none of the four, or has a value that its key can't have.
+        ValueError: it is not TOML, YAML or JSON, of none of the five, or has a value that its key can't have.
         MissingExtraError: it is YAML, and PyYAML is not installed.
     """
     path = Path(path)
@@ -57,7 +57,9 @@ def read_settings(path: str | Path) -> Settings:
 
 
 def write_settings(path: str | Path, job: Job, **more: Any) -> tuple[str, ...]:
-    """Write `job` to a file and return what its format can't state; ``.toml``: torchtitan's, ``.yaml``: accelerate's.
+    """Write `job` to a file and return what its format can't state.
+
+    ``.toml``: torchtitan's; ``.yaml``: accelerate's; ``.json``: arguments of transformers.Trainer.
 
     Args:
         job: the job. Its number of ranks must be set.
@@ -68,18 +70,25 @@ def write_settings(path: str | Path, job: Job, **more: Any) -> tuple[str, ...]:
         ValueError: another suffix.
     """
     path = check_suffix(path)
-    table, to_text = (torchtitan.TABLE, _toml) if path.suffix == ".toml" else (accelerate.TABLE, _yaml)
+    table, to_text = _WRITTEN[path.suffix]
+    tables, left = settings_of(table, job, **more)
+    path.write_text(to_text(tables), encoding="utf-8")
+    return left
+
+
+def settings_of(table: Format, job: Job, **more: Any) -> tuple[dict[str, dict[str, Any]], tuple[str, ...]]:
+    """Return the tables of a file for `job`, and what its format can't state; see `write_settings`."""
     values = _values(job) | {name: value for name, value in more.items() if value not in (None, False)}
     for name in ("precision", "reduce_dtype"):
         values.setdefault(name, values.get("dtype", "fp32"))
     notes = []
-    if values["ac"] not in ("none", "full", *(("selective",) if table is torchtitan.TABLE else ())):
+    budgets = table is trainer.TABLE and job.cp.size == 1
+    if not budgets and values["ac"] not in ("none", "full", *(() if table is accelerate.TABLE else ("selective",))):
         notes.append(f"ac = {values['ac']} (written as full, which needs least)")
         values["ac"] = "full"
     tables, left = table.write(values)
-    path.write_text(to_text(tables), encoding="utf-8")
     usual = _plain() | {"dtype": "fp32", "cp_method": "all_gather", "batch_size": 1}
-    return (*notes, *(f"{name} = {value}" for name, value in left.items() if value != usual.get(name)))
+    return tables, (*notes, *(f"{name} = {value}" for name, value in left.items() if value != usual.get(name)))
 
 
 def check_suffix(path: str | Path) -> Path:
@@ -89,10 +98,10 @@ def check_suffix(path: str | Path) -> Path:
         ValueError: another suffix.
     """
     path = Path(path)
-    if path.suffix not in (".toml", ".yaml", ".yml"):
+    if path.suffix not in _WRITTEN:
         raise ValueError(
             f"--to is {str(path)!r}, whose suffix is of no format that is written here. Give a name that ends with .toml "
-            "(torchtitan), .yaml or .yml (accelerate)."
+            "(torchtitan), .yaml or .yml (accelerate), or .json (transformers.Trainer)."
         )
     return path
 
@@ -129,6 +138,19 @@ def _values(job: Job) -> dict[str, Any]:
 
 
 def _tree(path: Path, text: str) -> dict[str, Any]:
+    tree = _parsed(path, text)
+    if not isinstance(tree, dict):
+        raise ValueError(f"{path} has no keys: it is {type(tree).__name__}. Give a settings file.")
+    return tree
+
+
+def _parsed(path: Path, text: str) -> Any:
+    if path.suffix == ".json":
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError as error:
+            where = f"(at line {error.lineno}, column {error.colno})"
+            raise ValueError(f"{path} is not valid JSON: {error.msg} {where}. Correct that line.") from None
     first = next((line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")), "")
     if re.match(r"\s*(\[[\w.\"-]+\]|[\w.-]+\s*=)", first):
         try:
@@ -137,16 +159,13 @@ def _tree(path: Path, text: str) -> dict[str, Any]:
             raise ValueError(f"{path} is not valid TOML: {error}. Correct that line.") from None
     yaml = require("yaml", "yaml", f"to read {path}")
     try:
-        tree = yaml.safe_load(text)
+        return yaml.safe_load(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = "" if mark is None else f" (at line {mark.line + 1}, column {mark.column + 1})"
         raise ValueError(
             f"{path} is not valid YAML: {getattr(error, 'problem', error)}{where}. Correct that line."
         ) from None
-    if not isinstance(tree, dict):
-        raise ValueError(f"{path} has no keys: it is {type(tree).__name__}. Give a settings file.")
-    return tree
 
 
 def _toml(tables: Mapping[str, Mapping[str, Any]]) -> str:
@@ -166,3 +185,31 @@ def _yaml(tables: Mapping[str, Mapping[str, Any]]) -> str:
         lines += [f"{name}:"] if name else []
         lines += [f"{'  ' if name else ''}{key}: {json.dumps(value)}" for key, value in table.items()]
     return "\n".join(lines) + "\n"
+
+
+def _json(tables: Mapping[str, Mapping[str, Any]]) -> str:
+    return json.dumps(nested(tables), indent=2) + "\n"
+
+
+def nested(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return one tree of tables whose names are dotted.
+
+    >>> nested({"": {"a": 1}, "b.c": {"d": 2}})
+    {'a': 1, 'b': {'c': {'d': 2}}}
+    """
+    tree = dict[str, Any]()
+    for path, table in tables.items():
+        inner = tree
+        for name in path.split(".") if path else ():
+            inner = inner.setdefault(name, {})
+        inner.update(table)
+    return tree
+
+
+_WRITTEN = {
+    ".toml": (torchtitan.TABLE, _toml),
+    ".yaml": (accelerate.TABLE, _yaml),
+    ".yml": (accelerate.TABLE, _yaml),
+    ".json": (trainer.TABLE, _json),
+}
+"""By suffix: the format that is written, and the function that makes its text."""

@@ -211,7 +211,7 @@ def test_an_absent_file_and_an_absent_package_are_named(
     (tmp_path / "a").write_text(ACCELERATE)
     assert main(["plan", "--from", str(tmp_path / "a")]) == 2
     assert "pip install pyyaml" in capsys.readouterr().err
-    assert main(["plan", "--model", "llama-tiny", "--to", str(tmp_path / "a.json")]) == 2
+    assert main(["plan", "--model", "llama-tiny", "--to", str(tmp_path / "a.ini")]) == 2
     assert "whose suffix is of no format that is written here" in capsys.readouterr().err
 
 

@@ -183,17 +183,18 @@ class FitReport:
     def _unit(self) -> ByteUnit:
         return ByteUnit.of([candidate.need.bytes for candidate in self.candidates])
 
-    def text(self, width: int | None = None, explain: int | None = None) -> str:
+    def text(self, width: int | None = None, explain: int | None = None, paste: str = "") -> str:
         """Return the report for a screen of `width` columns (None: as wide as it gets).
 
         Args:
             explain: number of a configuration, to report also where its bytes and milliseconds come from.
+            paste: further lines to train with the best, printed below its call.
         """
         if not self.candidates:
             return f"{paragraph(self.problem, width)}\n\n{paragraph(self.about(), width)}"
         table = self.table()
         train = f"\nTrain: {recipe(self, self.best)}" if self.lora is None else ""
-        lines = [f"{self.verdict()}\nPaste: {self.call()}{train}"]
+        lines = [f"{self.verdict()}\nPaste: {self.call()}{train}" + (f"\n{paste}" if paste else "")]
         lines.append(paragraph(f"{self.about()} Bound by {self.binds}.", width))
         if explain is None and self.best.need.bytes >= 0.9 * self.question.limit_of(self.best.job):
             lines.append(paragraph(self.best.outside.words(), width))
