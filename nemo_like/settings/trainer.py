@@ -27,7 +27,7 @@ NO_EFFECT = """fsdp_config.xla_* fsdp_min_num_params fsdp_transformer_layer_cls_
     enable_jit_* remove_unused_columns label_names group_by_length length_column_name ignore_data_skip debug local_rank
     restore_callback_* resume_from_* skip_memory_metrics tpu_* past_index mp_parameters ray_scope fp16_* _n_gpu
     half_precision_backend trust_remote_code model_revision chat_template_path dataset_* eos_token pad_token packing*
-    padding_free pad_to_* truncation_mode shuffle_dataset completion_only_loss assistant_only_loss"""
+    check_memory padding_free pad_to_* truncation_mode shuffle_dataset completion_only_loss assistant_only_loss"""
 """Patterns of keys that change neither memory nor speed of a step."""
 
 
@@ -71,6 +71,7 @@ def _finish(values: dict[str, Any]) -> Iterator[str]:
         values.setdefault("ac", "full" if "full" in checkpoints else "none")
     if values.get("grad_accum", 1) > 1:
         values.setdefault("sync", "last")  # `Trainer` enters accelerate's `no_sync` for the others
+    values["drop_output"] = True  # `compute_loss` returns the loss alone
 
 
 def _prepare(values: dict[str, Any]) -> None:
@@ -94,6 +95,7 @@ def _prepare(values: dict[str, Any]) -> None:
         values["compile (of each layer)"] = values.pop("compile")  # `torch_compile` is of the whole model and its loss
     if values["sync"] == "last" or 1 in (ranks, values["grad_accum"]):
         del values["sync"]
+    values.pop("drop_output", None)
     if values["optimizer"] == "adamw-foreach":
         values["optimizer"] = "adamw"
 
