@@ -14,7 +14,7 @@ from nemo_like.distributed.launch import world_size
 from nemo_like.fake.model_copy import model_copy, random_numbers_put_back
 from nemo_like.integrations.accelerate_settings import AccelerateSettings, accelerate_settings
 from nemo_like.job import Job
-from nemo_like.options import DDP, FSDP2, Precision, Single, StepSpec
+from nemo_like.options import DDP, FSDP2, ContextParallel, Precision, Single, StepSpec
 from nemo_like.planning.predict import predict
 from nemo_like.planning.report import PlanReport
 
@@ -39,7 +39,7 @@ def job_of_trainer(trainer: Any, **asked: Any) -> Job:
         asked: keywords of `Job.of`: ``ac``, ``loss``, ``cp``, ``offload``.
 
     Raises:
-        NotImplementedError: DeepSpeed, FSDP1 or another way to shard, of which no plan is made.
+        NotImplementedError: DeepSpeed, FSDP1 or another way to shard, and ``cp`` without FSDP2: no plan is made of these.
     """
     args, told = trainer.args, accelerate_settings()
     optimizer = str(getattr(args.optim, "value", args.optim))
@@ -54,7 +54,7 @@ def job_of_trainer(trainer: Any, **asked: Any) -> Job:
     )
     ranks = world_size()
     return Job.of(
-        strategy=_strategy(told, ranks),
+        strategy=_strategy(told, ranks, ContextParallel.of(asked.get("cp") or 1).size),
         world_size=ranks,
         step=step,
         precision=_precision(told) if told.shards else told.precision,
@@ -62,11 +62,16 @@ def job_of_trainer(trainer: Any, **asked: Any) -> Job:
     )
 
 
-def _strategy(told: AccelerateSettings, ranks: int) -> Any:
+def _strategy(told: AccelerateSettings, ranks: int, cp: int) -> Any:
     if told.other_sharding:
         raise NotImplementedError(f"{told.other_sharding} shards this job, and a plan knows FSDP2 alone.")
     if told.shards:
         return FSDP2(reshard_after_forward=told.reshards, cpu_offload=told.offloads_params)
+    if cp > 1:
+        raise NotImplementedError(
+            f"cp={cp} without FSDP2 leaves whole weights on each GPU, of which no plan is made. Shard by accelerate's FSDP2 "
+            "(fsdp_version: 2), or use a mode such as ac='selective'."
+        )
     return Single() if ranks == 1 else DDP()
 
 

@@ -238,10 +238,16 @@ class CheckpointingMixin:
     def _checks_memory(self) -> bool:
         trainer: Any = self
         wanted = getattr(trainer.args, "check_memory", None)
-        streams = isinstance(trainer.train_dataset, torch.utils.data.IterableDataset)
-        if wanted is None:
-            return trainer.args.device.type != "cpu" and not streams
-        return bool(wanted)
+        cannot = (
+            "its training set is a stream"
+            if isinstance(trainer.train_dataset, torch.utils.data.IterableDataset)
+            else "it makes its batches by generating"
+            if hasattr(self, "_buffered_inputs")  # TRL's GRPO and RLOO
+            else ""
+        )
+        if wanted and cannot:
+            say_once(f"check_memory=True, but {type(self).__name__} has no largest batch to try: {cannot}.")
+        return not cannot and (trainer.args.device.type != "cpu" if wanted is None else bool(wanted))
 
     def _settings(self) -> tuple[Any, Any, Any]:
         """Return ``ac``, ``ac_scope`` and ``loss``."""

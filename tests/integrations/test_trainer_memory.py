@@ -91,25 +91,33 @@ LENGTHS = (5, 9, 24, 7, 31, 6, 8, 28, 5, 12, 11, 30)
 
 
 def made_trainer(
-    kind: str, folder: Path, lengths: Sequence[int] = LENGTHS, model: Callable[[], nn.Module] | None = None, **more: Any
+    kind: str,
+    folder: Path,
+    lengths: Sequence[int] = LENGTHS,
+    model: Callable[[], nn.Module] | None = None,
+    ready: Callable[[], None] = lambda: None,
+    **more: Any,
 ) -> Any:
+    """Return a trainer. `ready`: called between its arguments and itself."""
     common: dict[str, Any] = dict(
         output_dir=str(folder), per_device_train_batch_size=2, max_steps=3, learning_rate=1e-2, save_strategy="no",
         report_to=[], use_cpu=True, disable_tqdm=True, logging_steps=1, bf16=False, seed=5, optim="adamw_torch",
     ) | more  # fmt: skip
     torch.manual_seed(0)
     built = decoders.build("llama") if model is None else model()
+    if kind != "trainer":
+        common["activation_checkpointing"] = False
+    arguments = {"trainer": Arguments, "sft": SFTArguments, "dpo": DPOArguments}[kind](**common)
+    ready()
     if kind == "trainer":
-        return Trainer(built, Arguments(**common), train_dataset=_rows(lengths), data_collator=_collated)
-    common["activation_checkpointing"] = False
+        return Trainer(built, arguments, train_dataset=_rows(lengths), data_collator=_collated)
     if kind == "sft":
         return SFTTrainer(
-            model=built, args=SFTArguments(**common), train_dataset=_texts(lengths, ["text"]),
-            processing_class=tokenizer(),
+            model=built, args=arguments, train_dataset=_texts(lengths, ["text"]), processing_class=tokenizer(),
             peft_config=peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"], lora_dropout=0.1),
         )  # fmt: skip
     return DPOTrainer(
-        model=built, args=DPOArguments(**common), ref_model=decoders.build("llama", seed=1),
+        model=built, args=arguments, ref_model=decoders.build("llama", seed=1),
         train_dataset=_texts(lengths, ["prompt", "chosen", "rejected"]), processing_class=tokenizer(),
     )  # fmt: skip
 

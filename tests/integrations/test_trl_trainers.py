@@ -156,6 +156,15 @@ def test_a_chunked_loss_is_left_to_trl_which_has_one(tmp_path: Path, caplog: pyt
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
+def test_a_trainer_that_generates_its_batches_tries_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    forget_announcements()
+    caplog.set_level("INFO", "nemo_like")
+    _, expected = _train(tmp_path / "bare", "grpo", bare=True)
+    _, actual = _train(tmp_path / "ours", "grpo", bare=False, ac="full", check_memory=True)
+    assert_bitwise(actual, expected)
+    assert "no largest batch to try: it makes its batches by generating" in caplog.text
+
+
 def test_a_budget_of_what_the_trainer_does_not_hand_to_the_model(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"a batch of GRPOTrainer is a list.*Pass ac_sample_input="):
         _train(tmp_path, "grpo", bare=False, ac="50%")

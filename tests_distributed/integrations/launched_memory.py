@@ -11,7 +11,7 @@ import os
 import sys
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from accelerate.state import AcceleratorState, DistributedType, PartialState
@@ -26,16 +26,40 @@ from tests.integrations.test_trainer_memory import LENGTHS, made_trainer, wide
 
 def trainer_of(kind: str, folder: Path, **options: Any) -> Any:
     """Return a trainer of a model of four layers, as one of two ranks."""
+
+    def rename() -> None:
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
     AcceleratorState._reset_state()
-    PartialState()
-    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     lengths = [length * 6 for length in LENGTHS]
-    return made_trainer(kind, folder, lengths, wide, max_grad_norm=0.5, **options)
+    trainer = made_trainer(kind, folder, lengths, wide, rename, max_grad_norm=0.5, **options)
+    assert trainer.accelerator.is_fsdp2
+    return trainer
+
+
+class Counted(LiveBytes):
+    """Counts also what FSDP2 frees and allocates again through `UntypedStorage.resize_`."""
+
+    def __enter__(self) -> Self:
+        resize = self._resize = torch.UntypedStorage.resize_
+
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+            result, number = resize(storage, size), self.numbers.get(storage)
+            if number and number > 0 and size != self.sizes.get(number, 0):
+                self.changed(number, size)
+            return result
+
+        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign,assignment]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*error)
 
 
 def trained(trainer: Any) -> dict[str, Any]:
     """Return digests of the whole weights, the losses, and the most bytes that this rank had."""
-    with LiveBytes() as counter:
+    with Counted() as counter:
         trainer.train()
     weights = sum(local_part(p).nbytes for p in trainer.model.parameters())
     whole = get_model_state_dict(trainer.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
@@ -61,6 +85,9 @@ def main(folder: Path) -> None:
         budget = (planned["none"] + planned["full"]) // 2
         within = trained(trainer_of(kind, folder, check_memory=True, ac=f"{budget}B"))
         results[kind] = dict(plain=plain, checked=checked, planned=planned, budget=budget, within=within)
+    trainer = trainer_of("trainer", folder, check_memory=True, ac="50%", cp=2)
+    rows = {row.ac: row.plan.peak_bytes for row in plan_trainer(trainer, what_if=False).rows}
+    results["cp"] = dict(planned=rows["50%"], counted=trained(trainer)["counted"])
     if os.environ["RANK"] == "0":
         (folder / "memory.json").write_text(json.dumps(results), encoding="utf-8")
     shutdown()

@@ -32,7 +32,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return loaded
 
 
-@pytest.mark.long  # nine trainings of three trainers on two ranks, 46 s in all
+@pytest.mark.long  # ten trainings of three trainers on two ranks, 45 s in all
 @pytest.mark.parametrize("kind", ["trainer", "sft", "dpo"])
 def test_the_largest_batch_first_and_the_plan(results: dict[str, Any], kind: str) -> None:
     made = results[kind]
@@ -43,3 +43,8 @@ def test_the_largest_batch_first_and_the_plan(results: dict[str, Any], kind: str
     # What is counted has the batch and its masks, which a plan leaves out.
     assert checked["counted"] == pytest.approx(made["planned"]["none"], rel=0.01)
     assert within["counted"] == pytest.approx(made["budget"], rel=0.01)
+
+
+@pytest.mark.long  # as above
+def test_a_budget_with_sequences_that_ranks_share(results: dict[str, Any]) -> None:
+    assert results["cp"]["counted"] == pytest.approx(results["cp"]["planned"], rel=0.01)
