@@ -86,7 +86,7 @@ def copy_for_plans(model: nn.Module) -> nn.Module | None:
     """Return `planned_model`; None, which is logged: the model has something that cannot be copied."""
     try:
         return planned_model(model)
-    except (TypeError, RuntimeError, NotImplementedError, AttributeError) as error:
+    except (ValueError, TypeError, RuntimeError, NotImplementedError, AttributeError) as error:
         say_once(f"{type(model).__name__} cannot be copied ({error}): no plan is made of this job.")
         return None
 

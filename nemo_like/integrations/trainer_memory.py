@@ -43,7 +43,8 @@ def try_largest_batch(trainer: Any, model: nn.Module, step: Callable[[Any], Any]
     """
     batch = largest_batch(trainer)
     kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    counts = {name: copy.deepcopy(value) for name, value in vars(trainer).items() if name[0] == "_" and _counts(value)}
+    attributes = vars(trainer).items()
+    counts = {name: copy.deepcopy(value) for name, value in attributes if _is_count(name, value)}
     passes = min(2, trainer.args.gradient_accumulation_steps)
     state = _state_to_come(trainer.optimizer)
     with random_numbers_put_back(trainer.args.device):
@@ -60,6 +61,11 @@ def try_largest_batch(trainer: Any, model: nn.Module, step: Callable[[Any], Any]
             buffer.copy_(value)
     rows = max((len(value) for value in _tensors(batch)), default=0)
     say_once(f"The largest batch, {rows} x {_width(batch)}, fits: forward, backward and the optimizer's state.")
+
+
+def _is_count(name: str, value: Any) -> bool:
+    """Return whether an attribute of a trainer is a number, or metrics; a data set of plain lists is none."""
+    return type(value) in (int, float) or (name.startswith("_") and _counts(value))
 
 
 def _counts(value: Any) -> bool:

@@ -115,7 +115,9 @@ class RunOptions:
         const="all",
     )
     fit_memory: str | None = option(
-        None, "bytes of each device that --fit may use (default: all but a tenth)", needs="--fit"
+        None,
+        "bytes of each device that --fit may use (default: all but 5 % and what is outside of torch's allocator)",
+        needs="--fit",
     )
     fit_host_memory: str | None = option(
         None,
