@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_like._util.console import check_writable, refuse_unread, start_logging
@@ -55,11 +56,16 @@ def run(args: argparse.Namespace) -> int:
     check_writable("--json", args.json)
     check_writable("--strip", args.strip)
     used = None if args.used is None else parse_bytes(args.used, "--used")
-    if args.file is None and (used is None or args.model is None):
-        raise ValueError("There is nothing to explain. Give a file, or --used with --model.")
+    if args.file is None:
+        if used is None or args.model is None:
+            raise ValueError("There is nothing to explain. Give a file, or --used with --model.")
+        refuse_unread(args, ["device", "strip"], "it is of a file.")
+    elif args.file != "-" and not Path(args.file).is_file():
+        raise ValueError(f"{args.file!r} is no file. Give what torch.cuda.memory._dump_snapshot wrote, or a log.")
     if args.strip:
-        if args.file in (None, "-"):
+        if args.file == "-":
             raise ValueError("--strip writes a snapshot without names. Give the file of one.")
+        refuse_unread(args, ["json", "device", "used", "model"], "--strip writes the file, and nothing else.")
         write_stripped(read_snapshot(args.file), args.strip)
         print(f"Written to {args.strip}: sizes, order, functions, and files of packages alone.")
         return 0

@@ -120,7 +120,8 @@ def _with_outside(explanation: Explanation, used: int) -> Explanation:
         "torch.cuda.set_device(local_rank) before the first CUDA call keeps away"
     )
     found = Unexpected("outside of the allocator", outside, explanation.peak_bytes, reason)
-    return replace(explanation, unexpected=(*explanation.unexpected, found))
+    every = sorted((*explanation.unexpected, found), key=lambda each: -each.size)
+    return replace(explanation, unexpected=tuple(every))
 
 
 def _of_message(message: OutOfMemory, planned: PlannedJob | None) -> Explanation:

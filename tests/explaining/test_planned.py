@@ -204,7 +204,7 @@ def test_bytes_in_use_name_the_change_that_they_fit(capsys: pytest.CaptureFixtur
     assert f"With ac='none' it would be {planned[1]} GiB" in capsys.readouterr().out
     assert main(["explain", "--used", "2GiB"]) == 2
     assert "--used with --model" in capsys.readouterr().err
-    assert main(["explain", "train.log", "--gpus", "8"]) == 2
+    assert main(["explain", "-", "--gpus", "8"]) == 2
     assert "--model" in capsys.readouterr().err
 
 
