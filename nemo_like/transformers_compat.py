@@ -163,3 +163,17 @@ def layers_dropped_in_vain(model: Any) -> float | None:
         if shares:
             return max(shares)
     return None
+
+
+_PREPARE, _BUFFERED = "_prepare_inputs", "_buffered_inputs"
+"""A Trainer's method that its step prepares a batch with; what TRL's GRPO, RLOO and distillation keep of generated ones."""
+
+
+def prepared_inputs(trainer: Any, batch: Any) -> Any:
+    """Return a batch as the step of a `transformers.Trainer` uses it, on its device."""
+    return getattr(trainer, _PREPARE)(batch)
+
+
+def generates_batches(trainer: Any) -> bool:
+    """Return whether a trainer makes what its model is called with by generating."""
+    return hasattr(trainer, _BUFFERED)

@@ -143,7 +143,7 @@ class ActivationOffloadingMixin:
                 "what waits in host memory. Set one of the two."
             )
         wanted = theirs or ours
-        self._offloading_setting = wanted if activation_offloading is None else activation_offloading
+        self.offloading_setting = wanted if activation_offloading is None else activation_offloading
         if theirs:
             # TRL's trainers read the same setting and would put an offloader of their own inside ours.
             arguments.activation_offloading = False  # type: ignore[union-attr]
@@ -158,7 +158,7 @@ class ActivationOffloadingMixin:
     def _prepare_offloading(self) -> None:
         model = getattr(self, "model", None)
         self._offloaded_model = model
-        self.activation_offload_context = offloading_context(model, self._offloading_setting)
+        self.activation_offload_context = offloading_context(model, self.offloading_setting)
 
     def training_step(self, *args: object, **kwargs: object) -> Any:
         """The trainer's own step, inside the context."""

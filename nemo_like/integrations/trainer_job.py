@@ -17,6 +17,7 @@ from nemo_like.job import Job
 from nemo_like.options import DDP, FSDP2, ContextParallel, Precision, Single, StepSpec
 from nemo_like.planning.predict import predict
 from nemo_like.planning.report import PlanReport
+from nemo_like.transformers_compat import prepared_inputs
 
 OPTIMIZERS = {
     "adamw_torch": "adamw",
@@ -207,7 +208,7 @@ def call_of_model(trainer: Any, batch: Any) -> dict[str, Any]:
     try:
         with random_numbers_put_back():
             model.train()
-            trainer.compute_loss(model, trainer._prepare_inputs(batch), num_items_in_batch=None)
+            trainer.compute_loss(model, prepared_inputs(trainer, batch), num_items_in_batch=None)
     except _ModelCalledError:
         return seen
     finally:

@@ -43,6 +43,7 @@ from nemo_like.losses.model_loss import chunk_model_loss
 from nemo_like.options import CheckpointConfig, ChunkedLoss, ContextParallel, MemoryBudget, parse_ac
 from nemo_like.parallelizer import apply_activation_checkpointing
 from nemo_like.planning.planner import plan_for
+from nemo_like.transformers_compat import generates_batches
 
 __all__ = ["CheckpointingArguments", "CheckpointingCallback", "CheckpointingMixin", "plan_trainer"]
 
@@ -220,7 +221,7 @@ class CheckpointingMixin:
         if self._bare is None:
             raise ValueError(f"{type(trainer.model).__name__} cannot be copied, so no plan is made of it.")
         ac, _, loss = self._settings()
-        offload = getattr(self, "_offloading_setting", None)
+        offload = getattr(self, "offloading_setting", None)
         mode = offload if isinstance(offload, str) and offload else "all" if offload is True else "none"
         return self._bare, job_of_trainer(trainer, ac=ac, loss=loss, cp=self._cp(), offload=mode)
 
@@ -242,7 +243,7 @@ class CheckpointingMixin:
             "its training set is a stream"
             if isinstance(trainer.train_dataset, torch.utils.data.IterableDataset)
             else "it makes its batches by generating"
-            if hasattr(self, "_buffered_inputs")  # TRL's GRPO and RLOO
+            if generates_batches(self)
             else ""
         )
         if wanted and cannot:
