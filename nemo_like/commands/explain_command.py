@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError("There is nothing to explain. Give a file, or --used with --model.")
         refuse_unread(args, ["device", "strip"], "it is of a file.")
     elif args.file != "-" and not Path(args.file).is_file():
-        raise ValueError(f"{args.file!r} is no file. Give what torch.cuda.memory._dump_snapshot wrote, or a log.")
+        raise ValueError(f"{args.file!r} is not a file. Give what torch.cuda.memory._dump_snapshot wrote, or a log.")
     if args.strip:
         if args.file == "-":
             raise ValueError("--strip writes a snapshot without names. Give the file of one.")
