@@ -141,7 +141,7 @@ def largest_batch(trainer: Any, rows: int | None = None) -> Any:
     Raises:
         ValueError: the training set is a stream, of which a batch would be lost.
     """
-    if isinstance(trainer.train_dataset, torch.utils.data.IterableDataset):
+    if is_stream(trainer.train_dataset):
         raise ValueError(
             "The largest batch is made of the training set, and that is a stream: taking a batch would lose it. Pass "
             "ac_sample_input= to the trainer."
@@ -155,6 +155,11 @@ def largest_batch(trainer: Any, rows: int | None = None) -> Any:
             return next(iter(loader))
         longest = sorted(range(len(lengths)), key=lambda row: -lengths[row])[:rows]
         return loader.collate_fn([data[row] for row in longest])
+
+
+def is_stream(data: Any) -> bool:
+    """Return whether a data set is read once from front to back, as those of ``datasets`` with ``streaming=True``."""
+    return isinstance(data, torch.utils.data.IterableDataset) or not (data is None or hasattr(data, "__getitem__"))
 
 
 def _lengths(data: Any) -> Sequence[int] | None:

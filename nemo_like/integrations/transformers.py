@@ -16,7 +16,6 @@ import inspect
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -33,6 +32,7 @@ from nemo_like.integrations.activation_offloading import ActivationOffloadingMix
 from nemo_like.integrations.trainer_job import (
     call_of_model,
     copy_for_plans,
+    is_stream,
     job_of_trainer,
     largest_batch,
     plan_trainer,
@@ -241,7 +241,7 @@ class CheckpointingMixin:
         wanted = getattr(trainer.args, "check_memory", None)
         cannot = (
             "its training set is a stream"
-            if isinstance(trainer.train_dataset, torch.utils.data.IterableDataset)
+            if is_stream(trainer.train_dataset)
             else "it makes its batches by generating"
             if generates_batches(self)
             else ""

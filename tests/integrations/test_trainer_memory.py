@@ -26,6 +26,7 @@ trl = pytest.importorskip("trl", reason="the extra 'hosts' is not installed")
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
+from nemo_like.integrations.trainer_job import is_stream  # noqa: E402
 from nemo_like.integrations.transformers import (  # noqa: E402
     CheckpointingArguments,
     CheckpointingMixin,
@@ -148,6 +149,12 @@ def test_the_largest_batch_first_changes_nothing(tmp_path: Path, kind: str, accu
     assert runs[1][1] == runs[0][1]
     # The first passes, one for each of two micro-batches, have the longest rows.
     assert set(widths[:accumulated]) == {max(widths)} and len(widths) >= 3 * accumulated + min(2, accumulated)
+
+
+def test_a_stream_is_not_read_to_its_end() -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_list(_rows([5, 6]))
+    assert not is_stream(rows) and not is_stream(_rows([5])) and is_stream(rows.to_iterable_dataset())
 
 
 @contextmanager
