@@ -10,11 +10,14 @@ import torch
 from torch import nn
 
 from nemo_like._util.log import say_once
+from nemo_like._util.words import write_bytes
 from nemo_like.distributed.launch import world_size
 from nemo_like.fake.model_copy import model_copy, random_numbers_put_back
 from nemo_like.integrations.accelerate_settings import AccelerateSettings, accelerate_settings
 from nemo_like.job import Job
-from nemo_like.options import DDP, FSDP2, ContextParallel, Precision, Single, StepSpec
+from nemo_like.options import DDP, FSDP2, ContextParallel, MemoryBudget, Precision, Single, StepSpec
+from nemo_like.planning.answers.outside_allocator import default_limit
+from nemo_like.planning.devices import Device, device_of, step_limit
 from nemo_like.planning.predict import predict
 from nemo_like.planning.report import PlanReport
 from nemo_like.transformers_compat import prepared_inputs
@@ -124,6 +127,31 @@ def planned_model(model: nn.Module) -> nn.Module:
 
         copied.forward = cast
     return copied
+
+
+def reference_bytes(trainer: Any) -> int:
+    """Return the bytes of a reference model that a trainer keeps on this rank (TRL's DPO), which no plan has."""
+    reference = getattr(trainer, "ref_model", None)
+    if not isinstance(reference, nn.Module):
+        return 0
+    return sum(p.nbytes for p in reference.parameters()) // (world_size() if accelerate_settings().shards else 1)
+
+
+def without_reference(trainer: Any, budget: MemoryBudget, device: Device) -> MemoryBudget:
+    """Return what a budget leaves to the model that trains.
+
+    Raises:
+        ValueError: the reference model takes all of it.
+    """
+    taken = reference_bytes(trainer)
+    if not taken or budget.fraction is not None:
+        return budget
+    size = budget.peak_bytes or int(device.memory_bytes * (budget.device_share or 0.0))
+    if size <= taken:
+        raise ValueError(
+            f"ac={str(budget)!r}: the reference model alone takes {write_bytes(taken)}. Give a larger budget."
+        )
+    return MemoryBudget(peak_bytes=size - taken)
 
 
 # --- the largest batch ------------------------------------------------------------------------------------------------
@@ -240,4 +268,8 @@ def plan_trainer(trainer: Any, *, memory: int | str | None = None, what_if: bool
     planned = getattr(trainer, "planned_job", None)
     model, job = (planned_model(trainer.model), job_of_trainer(trainer)) if planned is None else planned()
     sample = call_of_model(trainer, largest_batch(trainer))
+    if taken := reference_bytes(trainer):
+        device = device_of(job)
+        memory = (default_limit(job, device) if memory is None else step_limit(device, memory)) - taken
+        say_once(f"The reference model's {write_bytes(taken)} are not in the plan: its limit is lower by them.")
     return predict(model, job, sample_input=sample, memory=memory, what_if=what_if)

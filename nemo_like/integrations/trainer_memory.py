@@ -16,7 +16,7 @@ from nemo_like._util.log import say_once
 from nemo_like._util.plain import is_plain_value
 from nemo_like._util.words import write_bytes
 from nemo_like.fake.model_copy import random_numbers_put_back
-from nemo_like.integrations.trainer_job import OPTIMIZERS, call_of_model, largest_batch
+from nemo_like.integrations.trainer_job import OPTIMIZERS, call_of_model, largest_batch, reference_bytes
 from nemo_like.job import Job
 from nemo_like.options.optimizers import TrainedParameter, optimizer_memory
 from nemo_like.planning.advise import changes, helping
@@ -151,7 +151,11 @@ def ways_out(trainer: Any, model: nn.Module, job: Job) -> list[str]:
         words = f"per_device_train_batch_size={rows // 2}, gradient_accumulation_steps={2 * passes}"
         tried.append((words, peak_of(other, choices_under(other) or other.uniform("none")).total))
     _, lowering = helping(peak.total, 0, tried)
-    lines = [f"A step of its largest batch takes {write_bytes(peak.total)} of tensors by its plan, {peak.at}."]
+    taken = reference_bytes(trainer)
+    reference = f", and its reference model {write_bytes(taken)}" if taken else ""
+    lines = [
+        f"A step of its largest batch takes {write_bytes(peak.total)} of tensors by its plan, {peak.at}{reference}."
+    ]
     lines += [f"Lower it by {words}" for words in lowering[:_MOST_CHANGES]] or ["Shorten the rows, or use more GPUs."]
     snapshot = recorded_snapshot()
     if snapshot is not None:

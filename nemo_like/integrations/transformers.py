@@ -36,12 +36,14 @@ from nemo_like.integrations.trainer_job import (
     job_of_trainer,
     largest_batch,
     plan_trainer,
+    without_reference,
 )
 from nemo_like.integrations.trainer_memory import advice_where_memory_runs_out, try_largest_batch, ways_out
 from nemo_like.job import Job
 from nemo_like.losses.model_loss import chunk_model_loss
 from nemo_like.options import CheckpointConfig, ChunkedLoss, ContextParallel, MemoryBudget, parse_ac
 from nemo_like.parallelizer import apply_activation_checkpointing
+from nemo_like.planning.devices import device_of
 from nemo_like.planning.planner import plan_for
 from nemo_like.transformers_compat import generates_batches
 
@@ -284,7 +286,10 @@ class CheckpointingMixin:
         model, job = self.planned_job()
         if sample is None:
             sample = call_of_model(trainer, largest_batch(trainer))
-        return plan_for(model, job.change(ac=budget, ac_scope=self._settings()[1]), sample_input=sample)
+        wanted = parse_ac(budget)
+        assert isinstance(wanted, MemoryBudget)  # `_needs_sample`
+        left = without_reference(trainer, wanted, device_of(job))
+        return plan_for(model, job.change(ac=left, ac_scope=self._settings()[1]), sample_input=sample)
 
     def _cp(self) -> ContextParallel:
         trainer: Any = self

@@ -235,19 +235,37 @@ def test_a_budget_is_planned_for_the_largest_batch(tmp_path: Path, kind: str) ->
     assert wrapped and trainer.train().global_step == 3
 
 
-def test_the_plan_of_a_budget_has_the_longest_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
+    """Plans that trainers have made."""
     from nemo_like.integrations import transformers as integration
 
-    plans: list[Plan] = []
+    every: list[Plan] = []
     before = integration.plan_for
 
     def planned(*args: Any, **kwargs: Any) -> Plan:
-        plans.append(before(*args, **kwargs))
-        return plans[-1]
+        every.append(before(*args, **kwargs))
+        return every[-1]
 
     monkeypatch.setattr(integration, "plan_for", planned)
+    return every
+
+
+def test_the_plan_of_a_budget_has_the_longest_rows(tmp_path: Path, plans: list[Plan]) -> None:
     made_trainer("trainer", tmp_path, ac="60%")
     assert "(2, 31)" in plans[0].step["sample"]
+
+
+def test_a_budget_leaves_room_for_a_reference_model(tmp_path: Path, plans: list[Plan]) -> None:
+    trainer = made_trainer("dpo", tmp_path, model=wide)
+    reference = sum(p.nbytes for p in trainer.ref_model.parameters())
+    report = plan_trainer(trainer, what_if=False)
+    full, none = (next(row.plan.peak_bytes for row in report.rows if row.ac == ac) for ac in ("full", "none"))
+    assert report.limit == plan_trainer(made_trainer("trainer", tmp_path, model=wide), what_if=False).limit - reference
+    made_trainer("dpo", tmp_path, model=wide, ac=f"{full + reference}B")
+    assert full <= plans[0].peak_bytes <= full + 4096 < none
+    with pytest.raises(ValueError, match="the reference model alone takes"):
+        made_trainer("dpo", tmp_path, model=wide, ac=f"{reference}B")
 
 
 def test_the_program_of_the_page_runs_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
