@@ -25,6 +25,7 @@ from nemo_like._util.log import warn_once
 from nemo_like._util.tensors import map_tensors, tensors_in
 from nemo_like._util.words import a_or_an
 from nemo_like.options import did_you_mean
+from nemo_like.transformers_compat import text_config
 
 
 def _llama(
@@ -190,7 +191,7 @@ class ModelSource:
     @property
     def vocab_size(self) -> int | None:
         """Return the number of token ids; None where the model does not state it."""
-        return getattr(_text_config(self.config), "vocab_size", None)
+        return getattr(text_config(self.config), "vocab_size", None)
 
     def sample_input(
         self, batch_size: int, seq_len: int, device: str | torch.device = "cpu", *, predicted: bool = False
@@ -238,7 +239,7 @@ def resolve_model(spec: str) -> ModelSource:
 
 def most_positions(config: object) -> int | None:
     """Return the tokens of the longest sequence that a model of `config` takes; None: the config does not state it."""
-    text = _text_config(config)
+    text = text_config(config)
     positions = getattr(text, "max_position_embeddings", None)
     if isinstance(positions, bool) or not isinstance(positions, int) or positions < 1:
         return None
@@ -274,7 +275,7 @@ def check_positions(config: object, option: str, tokens: int, predicted: str = "
 
 def _rotates(config: object) -> bool:
     """Return whether positions are rotary embeddings, which have no weights."""
-    text = _text_config(config)
+    text = text_config(config)
     return any(getattr(text, name, None) for name in ("rope_parameters", "rope_theta", "rope_scaling"))
 
 
@@ -282,10 +283,6 @@ def text_batch(sequences: int, tokens: int) -> dict[str, torch.Tensor]:
     """Return token ids and labels, both (sequences, tokens) of zeros: what a planner reads of them is their shape."""
     ids = torch.zeros(sequences, tokens, dtype=torch.long)
     return {"input_ids": ids, "labels": ids.clone()}
-
-
-def _text_config(config: object) -> Any:
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -118,6 +118,11 @@ def rope_follows_length(module: object) -> bool:
 # --- Key/value caches -------------------------------------------------------------------------------------------------
 
 
+def text_config(config: Any) -> Any:
+    """Return the config of a model's text part, or the config itself where that is its only part."""
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
 def parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:
     """The arguments that `function` takes, in order, through its decorators."""
     return tuple(inspect.signature(function).parameters)

@@ -146,6 +146,11 @@ class ByteUnit:
         return f"{self.number(size)} {self.name}"
 
 
+def byte_word(size: int) -> str:
+    """Return `size` bytes in the unit that suits it: ``"53.7 GiB"``."""
+    return ByteUnit.of([size]).word(size)
+
+
 _UNITS = (*(ByteUnit(name, size) for size, name in UNITS), ByteUnit("B", 1))
 
 

@@ -30,7 +30,7 @@ _DTYPES = {
 
 UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 """Bytes of each unit, and its name; the largest first."""
-GIB = UNITS[0][0]
+GIB, MIB = UNITS[0][0], UNITS[1][0]
 
 
 def normalise(word: str) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from nemo_like._util.console import check_writable, refuse_unread, start_logging
 from nemo_like._util.json_file import write_json
 from nemo_like.commands.step_options import add_step_options, asked_job, check_step_options, traced_step
-from nemo_like.explaining.explain import explained_source
+from nemo_like.explaining.explain import LONGEST, explained_message, explained_source
 from nemo_like.explaining.messages import read_message
 from nemo_like.explaining.snapshot import SnapshotError, read_snapshot
 from nemo_like.explaining.strip import write_stripped
@@ -28,8 +28,6 @@ EXAMPLES = (
     "memory_snapshot.pickle --strip to_send.pickle",
 )
 _OWN = ("file", "used", "device", "json", "strip", "model", "help")
-_LONGEST = 64 << 20
-"""Characters of standard input that are looked through for a message, its last ones."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,13 +68,15 @@ def run(args: argparse.Namespace) -> int:
         print(f"Written to {args.strip}: sizes, order, functions, and files of packages alone.")
         return 0
     planned = _planned(args)
-    source = used if args.file is None else args.file
-    if source == "-":
-        source = sys.stdin.read()[-_LONGEST:]
-        if read_message(source) is None:
+    if args.file == "-":
+        message = read_message(sys.stdin.read()[-LONGEST:])
+        if message is None:
             raise SnapshotError("Standard input has no out-of-memory message. Give the file of a snapshot, or a log.")
-    assert source is not None
-    explanation = explained_source(source, planned, device=args.device, used=used)
+        explanation = explained_message(message, planned)
+    else:
+        source = used if args.file is None else Path(args.file)
+        assert source is not None
+        explanation = explained_source(source, planned, device=args.device, used=used)
     print(explanation)
     if args.json:
         write_json(args.json, explanation.to_dict())

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from nemo_like._util.console import refuse_unread
-from nemo_like._util.table import ByteUnit, Column, Table, paragraph, parameters_word, screen_width
+from nemo_like._util.table import ByteUnit, Column, Table, byte_word, paragraph, parameters_word, screen_width
 from nemo_like.options import parse_dtype
 
 if TYPE_CHECKING:  # the command imports torch only when it runs
@@ -168,7 +168,7 @@ def to_text(report: LayersReport, width: int | None = None) -> str:
     counts = {group: sum(i.count for i in report.runs if i.group == group) for group in (i.group for i in report.runs)}
     first = (
         f"{report.model_class}: {parameters_word(report.parameters)} parameters, "
-        f"{ByteUnit.of([report.bytes]).word(report.bytes)}; layers: "
+        f"{byte_word(report.bytes)}; layers: "
         f"{', '.join(f'{count} {group}' for group, count in counts.items())}."
     )
     below = [table.with_note(width=width)]

@@ -72,8 +72,8 @@ def reserved_if_expandable(timeline: Timeline, memory: int) -> int | None:
     held: dict[Block, MemoryBlock] = {}
     try:
         for events in at_event:
-            for made, block in sorted(events, key=lambda event: event[1].address):
-                if made:
+            for is_made, block in sorted(events, key=lambda event: event[1].address):
+                if is_made:
                     held[block] = allocator.allocate(max(1, block.requested), str(block.stream))
                 else:
                     allocator.free(held.pop(block))

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_like._util.table import ByteUnit
+from nemo_like._util.table import byte_word
 from nemo_like.explaining.explanation import Explanation, FailedRequest
 from nemo_like.explaining.messages import OutOfMemory, causes, read_message, words
 from nemo_like.explaining.recorded import explained
@@ -20,8 +20,8 @@ if TYPE_CHECKING:  # a file alone needs no torch
     from nemo_like.explaining.planned import PlannedJob
     from nemo_like.job import Job
 
-_LONGEST = 64 << 20
-"""Bytes of a log that are looked through for a message, its last ones."""
+LONGEST = 64 << 20
+"""Bytes of a log, or characters of a text, that are looked through for a message, its last ones."""
 _OUTSIDE = 1.5 * 2**30
 """Bytes outside of torch's allocator that a process of one GPU has no use for."""
 _SAME = 0.03
@@ -79,21 +79,21 @@ def explained_source(
             raise ValueError(f"{source} is a number of bytes, which alone has no parts. Give model= and job=, too.")
         return _of_bytes(source, planned)
     if isinstance(source, str) and (message := read_message(source)) is not None:
-        return _of_message(message, planned)
+        return explained_message(message, planned)
     try:
         snapshot = read_snapshot(source)
     except SnapshotError:
         message = None if isinstance(source, Mapping) else read_message(_end_of(Path(source)))
         if message is None:
             raise
-        return _of_message(message, planned)
+        return explained_message(message, planned)
     explanation = _of_snapshot(snapshot, planned, device)
     return explanation if used is None else _with_outside(explanation, used)
 
 
 def _end_of(path: Path) -> str:
     with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - _LONGEST))
+        file.seek(max(0, path.stat().st_size - LONGEST))
         return file.read().decode(errors="replace")
 
 
@@ -116,15 +116,16 @@ def _with_outside(explanation: Explanation, used: int) -> Explanation:
     if outside < _OUTSIDE:
         return explanation
     reason = (
-        f"of {_word(used)} in use, so much is not torch's: the context, NCCL, or contexts of other ranks, which "
+        f"of {byte_word(used)} in use, so much is not torch's: the context, NCCL, or contexts of other ranks, which "
         "torch.cuda.set_device(local_rank) before the first CUDA call keeps away"
     )
-    found = Unexpected("outside of the allocator", outside, explanation.peak_bytes, reason)
-    every = sorted((*explanation.unexpected, found), key=lambda each: -each.size)
+    outsider = Unexpected("outside of the allocator", outside, explanation.peak_bytes, reason)
+    every = sorted((*explanation.unexpected, outsider), key=lambda each: -each.size)
     return replace(explanation, unexpected=tuple(every))
 
 
-def _of_message(message: OutOfMemory, planned: PlannedJob | None) -> Explanation:
+def explained_message(message: OutOfMemory, planned: PlannedJob | None = None) -> Explanation:
+    """Return the explanation of an out-of-memory message, with what a plan adds to it."""
     lines = words(message)
     peak = message.allocated_bytes or 0
     if planned is not None:
@@ -166,18 +167,14 @@ def _of_bytes(used: int, planned: PlannedJob) -> Explanation:
 
 def _compared(used: int, need: int, planned: PlannedJob) -> Iterator[str]:
     """Yield the lines that state which single change makes the plan take the `used` bytes."""
-    yield f"In use {_word(used)}; the plan takes {_word(need)} of the GPU, {_word(used - need)} less."
+    yield f"In use {byte_word(used)}; the plan takes {byte_word(need)} of the GPU, {byte_word(used - need)} less."
     if abs(used - need) <= _SAME * used:
         yield "That is what was planned."
         return
     tried = sorted((abs(size - used), size, change) for change, size in planned.deviations())
     reasons = [(change, size) for off, size, change in tried if off <= _SAME * used][:3]
     for change, size in reasons:
-        yield f"With {change} it would be {_word(size)}: check that the job ran as planned."
+        yield f"With {change} it would be {byte_word(size)}: check that the job ran as planned."
     if not reasons:
-        nearest = f" The nearest is {tried[0][2]}, {_word(tried[0][1])}." if tried else ""
+        nearest = f" The nearest is {tried[0][2]}, {byte_word(tried[0][1])}." if tried else ""
         yield f"No single change of the job takes as much.{nearest} Record a snapshot for the parts."
-
-
-def _word(size: int) -> str:
-    return ByteUnit.of([abs(size)]).word(size)

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from nemo_like._util.table import ByteUnit, Column, Table, paragraph
+from nemo_like._util.table import Column, Table, byte_word, paragraph
+from nemo_like._util.words import MIB
 from nemo_like.explaining.cures import Cure
 from nemo_like.explaining.unexpected import Unexpected
 
-_MIB = 2**20
 _WIDTH = 80
 
 
@@ -106,24 +106,21 @@ class Explanation:
         return f"<pre>{html.escape(str(self))}</pre>"
 
 
-def _word(size: int) -> str:
-    return ByteUnit.of([size]).word(size)
-
-
 def _lines(explanation: Explanation) -> Iterable[str]:
     peak, comparison, failed = explanation.peak_bytes, explanation.comparison, explanation.out_of_memory
     yield from explanation.lines
     if failed is not None and not explanation.lines:
-        yield f"Out of memory: {_word(failed.asked_bytes)} asked, {_word(failed.free_bytes)} free, in {failed.where}."
+        request, free = byte_word(failed.asked_bytes), byte_word(failed.free_bytes)
+        yield f"Out of memory: {request} asked, {free} free, in {failed.where}."
     if not explanation.lines:
-        yield f"Peak {_word(peak)} ({_word(explanation.reserved_bytes)} reserved), in {explanation.where}."
+        yield f"Peak {byte_word(peak)} ({byte_word(explanation.reserved_bytes)} reserved), in {explanation.where}."
         if comparison is not None and not comparison.refusal:
             more = comparison.peak_bytes / max(1, peak) - 1
-            yield f"Plan {_word(comparison.peak_bytes)} ({more:+.1%}), in {comparison.where}."
+            yield f"Plan {byte_word(comparison.peak_bytes)} ({more:+.1%}), in {comparison.where}."
         for each in explanation.unexpected:
-            yield paragraph(f"{_word(each.size)} should not be there: {each.words}.", _WIDTH)
+            yield paragraph(f"{byte_word(each.size)} should not be there: {each.words}.", _WIDTH)
             if each.change:
-                yield f"Paste:  {each.change}   (peak {_word(each.peak_after)})"
+                yield f"Paste:  {each.change}   (peak {byte_word(each.peak_after)})"
     if explanation.rows:
         rows = ((row.what[:40], _mib(row.size), f"{row.blocks:,}", row.where) for row in explanation.rows)
         yield _table("what", "MiB", "blocks", "where", rows=rows)
@@ -147,4 +144,4 @@ def _table(*names: str, rows: Iterable[tuple[str, ...]]) -> str:
 
 
 def _mib(size: int) -> str:
-    return f"{size / _MIB:,.0f}"
+    return f"{size / MIB:,.0f}"

@@ -8,9 +8,8 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from nemo_like._util.words import GIB, UNITS, write_bytes
+from nemo_like._util.words import GIB, MIB, UNITS, write_bytes
 
-_MIB = 1 << 20
 _SIZE = r"(\d{1,15}(?:\.\d{1,9})?)(bytes?|[KMGT]iB|[KMGT]B)"  # bounded: a log may have long runs of digits
 _UNIT_BYTES = {name: unit for unit, name in UNITS} | {
     "TiB": 1 << 40,
@@ -338,9 +337,9 @@ _LEAST_BITS = 5.0
 
 def _window(requested: int, error: int) -> tuple[int, int]:
     """Return the sizes between which the tensor is: torch requests 2 MiB up to 1 MiB, 20 MiB up to 10, else whole 2 MiB."""
-    if requested <= 2 * _MIB:
-        return 0, _MIB
-    return (_MIB if requested == 20 * _MIB else max(0, requested - error - 2 * _MIB)), requested + error
+    if requested <= 2 * MIB:
+        return 0, MIB
+    return (MIB if requested == 20 * MIB else max(0, requested - error - 2 * MIB)), requested + error
 
 
 def _fixed_tensors(sizes: ModelSizes) -> Iterator[tuple[str, int]]:

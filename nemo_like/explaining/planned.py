@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from nemo_like._util.words import write_bytes
+from nemo_like._util.words import MIB, write_bytes
 from nemo_like.activation_checkpointing.plan import STAYING, Part
 from nemo_like.explaining.cures import Cure
 from nemo_like.explaining.explanation import Comparison
@@ -32,6 +32,7 @@ from nemo_like.planning.program.storages import Allocations
 from nemo_like.planning.query import Choices, PlanQuery
 from nemo_like.planning.report import row_of
 from nemo_like.planning.what_if import Step
+from nemo_like.transformers_compat import text_config
 
 GROUPS: Mapping[str, tuple[Kind, ...]] = {
     "weights": (Kind.WEIGHTS, Kind.MORE_WEIGHTS),
@@ -235,7 +236,7 @@ def _choices(query: PlanQuery) -> Choices:
 def _sizes_of(step: Step) -> ModelSizes | None:
     """Return the sizes that the config of a transformer states; None: it has none, or lacks one."""
     config: Any = getattr(step.model, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    config = text_config(config)
     heads = getattr(config, "num_attention_heads", None)
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
     sizes: list[Any] = [getattr(config, name, None) for name in names]
@@ -354,7 +355,7 @@ def _layers(blocks: Iterable[Block], parts: Parts, tensors: Iterable[PlannedBloc
         return  # layers of the recording are not known, or they are others
     off = ((real[layer] - plan[layer], layer) for layer in range(max(real) + 1))
     different = [(size, layer) for size, layer in off if abs(size) > _LAYERS_ALIKE * plan[layer]]
-    for size, group in groupby(different, key=lambda pair: round(pair[0] / 2**20)):
+    for size, group in groupby(different, key=lambda pair: round(pair[0] / MIB)):
         numbers = [layer for _, layer in group]
         which = f"Layer {numbers[0]}" if len(numbers) == 1 else f"Layers {numbers[0]} to {numbers[-1]}"
         yield f"{which}: {size:+,} MiB each more than planned."

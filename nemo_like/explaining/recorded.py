@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from nemo_like._util.words import MIB
 from nemo_like.explaining.cures import cures_of
 from nemo_like.explaining.explanation import Explanation, FailedRequest, Row
 from nemo_like.explaining.parts import Kind, Parts, parts_of
@@ -16,7 +17,6 @@ from nemo_like.explaining.unexpected import unexpected_at_peak
 if TYPE_CHECKING:  # a plan takes torch, which a file alone does not
     from nemo_like.explaining.planned import PlannedJob
 
-_MIB = 2**20
 _PLACES = 3
 """Places in the source that are named for each part."""
 _ALIKE = 0.02
@@ -27,11 +27,13 @@ def explained(timeline: Timeline, planned: PlannedJob | None = None) -> Explanat
     """Return the explanation of a device's timeline, compared with a plan where there is one."""
     parts, sources, at = parts_of(timeline), Sources(), timeline.peak_at
     alive = timeline.alive(at)
-    comparison, cures = None, tuple(cures_of(timeline, parts))
-    peak = timeline.active[at + 1]
+    comparison, peak = None, timeline.active[at + 1]
     if planned is not None:
         parts, comparison = planned.compare(alive, parts)
-        cures = tuple(planned.cures(peak)) if not comparison.refusal else cures
+    if planned is None or comparison is None or comparison.refusal:
+        cures = tuple(cures_of(timeline, parts))
+    else:
+        cures = tuple(planned.cures(peak))
     sizes = Counter[Kind]()
     for block in alive:
         sizes[parts.named[block].kind] += block.size
@@ -95,13 +97,13 @@ def _rows(
         where, places = "", places_of[kind]
         if kind is Kind.ACTIVATIONS and layers:
             alike = max(layers) - min(layers) <= _ALIKE * max(layers)
-            words = "all alike" if alike else f"{min(layers) / _MIB:,.0f} to {max(layers) / _MIB:,.0f} MiB"
-            where = f"{len(layers)} layers of {sum(layers) / len(layers) / _MIB:,.0f} MiB, {words}"
+            words = "all alike" if alike else f"{min(layers) / MIB:,.0f} to {max(layers) / MIB:,.0f} MiB"
+            where = f"{len(layers)} layers of {sum(layers) / len(layers) / MIB:,.0f} MiB, {words}"
         elif len(places) == 1:
             where = next(iter(places))
         yield Row(kind.value, size, sum(map(len, places.values())), where)
         ranked = sorted(places.items(), key=lambda pair: -sum(block.size for block in pair[1]))
         if len(places) > 1:
-            for place, own in ranked[:_PLACES]:
+            for place, blocks in ranked[:_PLACES]:
                 if place:
-                    yield Row(f"  {place}", sum(block.size for block in own), len(own))
+                    yield Row(f"  {place}", sum(block.size for block in blocks), len(blocks))

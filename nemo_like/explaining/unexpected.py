@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from nemo_like._util.table import ByteUnit
+from nemo_like._util.table import byte_word
 from nemo_like.explaining.cures import EXPANDABLE, reserved_if_expandable
 from nemo_like.explaining.parts import Kind, Parts
 from nemo_like.explaining.snapshot import BEFORE, Block, Timeline
@@ -189,7 +189,7 @@ def _fragments(timeline: Timeline) -> Unexpected | None:
     reserved, active = max(timeline.reserved), max(timeline.active)
     if reserved - active <= _FREE * reserved:
         return None
-    whole, segments = ByteUnit.of([reserved]).word(reserved), len(timeline.segments)
+    whole, segments = byte_word(reserved), len(timeline.segments)
     words = f"of {whole} reserved, so much was free in {segments:,} segments at the peak{_pins(timeline)}"
     failed = timeline.out_of_memory or {}
     after = reserved_if_expandable(timeline, reserved + int(failed.get("device_free", 0)))

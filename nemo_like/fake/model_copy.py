@@ -25,17 +25,13 @@ _LIBRARIES = ("torch", "transformers", "peft", "nemo_like")
 """Their hooks are part of what a model computes: old weight norms, `enable_input_require_grads`."""
 
 
-def model_copy(model: nn.Module, *, runs_kernels: bool = False, keeps_mark: bool = True) -> nn.Module:
+def model_copy(model: nn.Module, *, runs_kernels: bool = False) -> nn.Module:
     """A copy of `model` to run; a copy that was made here is returned as it is.
 
     Modules, attributes, generators and configs are new objects, tied and shared ones once. Parameters are new ones with the
     old memory. So are large tensors, which a run on fake tensors does not write to; with `runs_kernels`, all tensors but
     parameters have memory of their own. Hooks that callers have put on are left off. What cannot be copied (a lock, a
     process group) is shared.
-
-    Args:
-        runs_kernels: see above.
-        keeps_mark: False: the copy is for keeping, and is copied again to run.
 
     Raises:
         ValueError: a module has a generator as an attribute, which a run would advance.
@@ -52,8 +48,7 @@ def model_copy(model: nn.Module, *, runs_kernels: bool = False, keeps_mark: bool
         fresh = memo[id(module)]
         fresh.__dict__.update({name: _attribute(module, name, value, memo) for name, value in vars(module).items()})
     copied: nn.Module = memo[id(model)]
-    if keeps_mark:
-        copied.__dict__[_MARK] = True
+    copied.__dict__[_MARK] = True
     return copied
 
 
@@ -63,6 +58,22 @@ def copy_on_meta(model: nn.Module) -> nn.Module:
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
     return copy.deepcopy(model, memo)
+
+
+def copy_to_keep(model: nn.Module) -> nn.Module:
+    """A `model_copy` to plan from later, whatever becomes of `model`; it is copied again each time.
+
+    Its parameters are on the meta device, tied ones once. Those of other classes (4 bits) are the model's.
+    """
+    copied = model_copy(model)
+    del copied.__dict__[_MARK]
+    moved: dict[int, nn.Parameter] = {}
+    for module in copied.modules():
+        for name, parameter in module._parameters.items():
+            if type(parameter) is nn.Parameter:
+                fresh = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+                module._parameters[name] = moved.setdefault(id(parameter), fresh)
+    return copied
 
 
 @contextmanager

@@ -10,27 +10,21 @@ import torch
 from torch import nn
 
 from nemo_like._util.log import say_once
-from nemo_like._util.words import write_bytes
+from nemo_like._util.words import parse_dtype, write_bytes
 from nemo_like.distributed.launch import world_size
-from nemo_like.fake.model_copy import model_copy, random_numbers_put_back
+from nemo_like.fake.model_copy import copy_to_keep, random_numbers_put_back
 from nemo_like.integrations.accelerate_settings import AccelerateSettings, accelerate_settings
 from nemo_like.job import Job
 from nemo_like.options import DDP, FSDP2, ContextParallel, MemoryBudget, Precision, Single, StepSpec
+from nemo_like.options.optimizers import TRAINER_OPTIMIZERS
 from nemo_like.planning.answers.outside_allocator import default_limit
 from nemo_like.planning.devices import Device, device_of, step_limit
 from nemo_like.planning.predict import predict
 from nemo_like.planning.report import PlanReport
 from nemo_like.transformers_compat import prepared_inputs
 
-OPTIMIZERS = {
-    "adamw_torch": "adamw",
-    "adamw_torch_fused": "adamw-fused",
-    "adamw_bnb_8bit": "adamw-8bit",
-    "adamw_8bit": "adamw-8bit",
-    "paged_adamw_8bit": "adamw-8bit",
-    "sgd": "sgd",
-}
-"""Names of `TrainingArguments.optim` that a plan has by another one."""
+_OPTIMIZERS = TRAINER_OPTIMIZERS | {"paged_adamw_8bit": "adamw-8bit"}
+"""Names of `TrainingArguments.optim` that are planned by another one."""
 _FEW_ROWS = 2000
 """Rows of a data set without columns that are all made, to measure them."""
 
@@ -47,14 +41,14 @@ def job_of_trainer(trainer: Any, **asked: Any) -> Job:
     """
     args, told = trainer.args, accelerate_settings()
     optimizer = str(getattr(args.optim, "value", args.optim))
-    if optimizer not in OPTIMIZERS:
+    if optimizer not in _OPTIMIZERS:
         say_once(f"A plan has no optim={optimizer!r}: planned with torch's AdamW, whose state is as large or larger.")
     passes = args.gradient_accumulation_steps
     step = StepSpec(
         microbatches=passes,
         sync="last" if passes > 1 else "every",
         keeps_output=False,  # compute_loss returns the loss alone
-        optimizer=OPTIMIZERS.get(optimizer, "adamw"),
+        optimizer=_OPTIMIZERS.get(optimizer, "adamw"),
     )
     ranks = world_size()
     return Job.of(
@@ -82,7 +76,7 @@ def _strategy(told: AccelerateSettings, ranks: int, cp: int) -> Any:
 def _precision(told: AccelerateSettings) -> Precision | None:
     if told.precision is None:
         return None
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[told.precision]
+    dtype = parse_dtype("precision", told.precision)
     return Precision(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype)
 
 
@@ -95,30 +89,19 @@ def copy_for_plans(model: nn.Module) -> nn.Module | None:
         return None
 
 
-def _on_meta(model: nn.Module) -> nn.Module:
-    """Put the parameters of a copy on the meta device, tied ones once; those of other classes (4 bits) stay as they are."""
-    moved: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if type(parameter) is nn.Parameter:
-                fresh = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-                module._parameters[name] = moved.setdefault(id(parameter), fresh)
-    return model
-
-
 def planned_model(model: nn.Module) -> nn.Module:
     """Return a copy of a trainer's model on the meta device, called and cast as accelerate will do it.
 
     Take it before anything checkpoints or shards the model.
     """
-    copied, told = _on_meta(model_copy(model, keeps_mark=False)), accelerate_settings()
+    copied, told = copy_to_keep(model), accelerate_settings()
     if not told.shards:
         return copied
     if told.precision is not None:
         for parameter in copied.parameters():
             if parameter.requires_grad and parameter.is_floating_point():
                 parameter.data = parameter.data.float()  # accelerate: optimizers work on float32
-        forward, dtype = copied.forward, {"bf16": torch.bfloat16, "fp16": torch.float16}[told.precision]
+        forward, dtype = copied.forward, parse_dtype("precision", told.precision)
 
         @functools.wraps(forward)
         def cast(*args: Any, **kwargs: Any) -> Any:

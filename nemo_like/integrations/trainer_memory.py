@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from nemo_like._util.device_work import is_out_of_memory
 from nemo_like._util.log import say_once
 from nemo_like._util.plain import is_plain_value
 from nemo_like._util.words import write_bytes
 from nemo_like.fake.model_copy import random_numbers_put_back
-from nemo_like.integrations.trainer_job import OPTIMIZERS, call_of_model, largest_batch, reference_bytes
+from nemo_like.integrations.trainer_job import call_of_model, largest_batch, reference_bytes
 from nemo_like.job import Job
-from nemo_like.options.optimizers import TrainedParameter, optimizer_memory
+from nemo_like.options.optimizers import TRAINER_OPTIMIZERS, TrainedParameter, optimizer_memory
 from nemo_like.planning.advise import changes, helping
-from nemo_like.planning.answers.rank import peak_of
-from nemo_like.planning.planned_rank import choices_under
+from nemo_like.planning.planned_rank import peak_under
 from nemo_like.planning.planner import query_of
 from nemo_like.torch_compat import local_part, recorded_snapshot, without_dispatch_modes
 
@@ -43,8 +43,7 @@ def try_largest_batch(trainer: Any, model: nn.Module, step: Callable[[Any], Any]
     """
     batch = largest_batch(trainer)
     kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    attributes = vars(trainer).items()
-    counts = {name: copy.deepcopy(value) for name, value in attributes if _is_count(name, value)}
+    counts = {name: copy.deepcopy(value) for name, value in vars(trainer).items() if _is_count(name, value)}
     passes = min(2, trainer.args.gradient_accumulation_steps)
     state = _state_to_come(trainer.optimizer)
     with random_numbers_put_back(trainer.args.device):
@@ -113,16 +112,14 @@ def advice_where_memory_runs_out(advice: Callable[[], list[str]]) -> Iterator[No
     try:
         yield
     except RuntimeError as error:
-        # The CPU's allocator has no error class of its own.
-        text = str(error)
-        if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator: can't allocate memory" not in text:
+        if not is_out_of_memory(error):
             raise
         try:
             with without_dispatch_modes():  # what a caller's mode counts is the step, not its plan
                 lines = advice()
         except (ValueError, NotImplementedError, TypeError, RuntimeError) as problem:
             lines = [f"No plan can be made of this job ({problem}). Try ac='full' and a smaller micro-batch."]
-        error.args = ("\n".join([text, *lines]), *error.args[1:])
+        error.args = ("\n".join([str(error), *lines]), *error.args[1:])
         raise
 
 
@@ -136,20 +133,19 @@ def ways_out(trainer: Any, model: nn.Module, job: Job) -> list[str]:
     """
     sample = call_of_model(trainer, largest_batch(trainer))
     query = query_of(model, sample, job)
-    peak = peak_of(query, choices_under(query) or query.uniform("none"))
+    peak = peak_under(query)
     tried: list[tuple[str, int]] = []
     for change in changes(job):
         words = _arguments(job, change.job)
         other = query.changed(change.job) if words else None
         if other is not None:
-            tried.append((words, peak_of(other, choices_under(other) or other.uniform("none")).total))
+            tried.append((words, peak_under(other).total))
     rows, passes = trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps
     if rows > 1 and trainer.args.n_gpu <= 1:
         half = call_of_model(trainer, largest_batch(trainer, rows=rows // 2))
         fewer = job.change(step=replace(job.step, microbatches=2 * passes, sync="last"))
-        other = query_of(model, half, fewer)
         words = f"per_device_train_batch_size={rows // 2}, gradient_accumulation_steps={2 * passes}"
-        tried.append((words, peak_of(other, choices_under(other) or other.uniform("none")).total))
+        tried.append((words, peak_under(query_of(model, half, fewer)).total))
     _, lowering = helping(peak.total, 0, tried)
     taken = reference_bytes(trainer)
     reference = f", and its reference model {write_bytes(taken)}" if taken else ""
@@ -174,6 +170,6 @@ def _arguments(job: Job, changed: Job) -> str:
     if changed.offload != job.offload:
         return f"offload={changed.offload.mode!r}"
     if changed.step.optimizer != job.step.optimizer:
-        names = {word: name for name, word in OPTIMIZERS.items()} | {"adamw-8bit": "adamw_bnb_8bit"}
-        return f"optim={names[changed.step.optimizer]!r}" if changed.step.optimizer in names else ""
+        name = next((name for name, word in TRAINER_OPTIMIZERS.items() if word == changed.step.optimizer), None)
+        return "" if name is None else f"optim={name!r}"
     return ""

@@ -248,3 +248,14 @@ OPTIMIZER_OBJECTS: dict[str, OptimizerFacts] = {
         OptimizerFacts("sgd-momentum", _of_states(lambda p: (p.size,)), passes=5.0, make=_torch_sgd(0.9)),
     )
 }
+
+TRAINER_OPTIMIZERS = {
+    "adamw_torch": "adamw",
+    "adamw_torch_fused": "adamw-fused",
+    "sgd": "sgd",
+    "adamw_bnb_8bit": "adamw-8bit",
+    "adamw_8bit": "adamw-8bit",
+    "adamw_torch_8bit": "adamw-8bit",
+}
+"""Names of ``optim`` in transformers' training arguments, by which `OPTIMIZER_OBJECTS` has them; of several, the first is
+written."""

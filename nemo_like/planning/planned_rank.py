@@ -10,11 +10,12 @@ from torch import nn
 from nemo_like.activation_checkpointing.plan import LayerPlan, Plan
 from nemo_like.job import Job
 from nemo_like.options import MemoryBudget, parse_ac
-from nemo_like.planning.answers.rank import rank_peak
+from nemo_like.planning.answers.rank import peak_of, rank_peak
 from nemo_like.planning.answers.within import choose
 from nemo_like.planning.choose.layer import BlockProblem, Choice, as_choice
 from nemo_like.planning.model.traced import MODES
 from nemo_like.planning.planner import planned, query_of
+from nemo_like.planning.program.storages import Peak
 from nemo_like.planning.query import Choices, PlanQuery, Stage
 from nemo_like.planning.trace.kinds import ModelTrace
 
@@ -60,6 +61,15 @@ def choices_under(query: PlanQuery) -> Choices | None:
     chosen = [choices_of(stage, query.job) for stage in query.stages]
     known = [each for each in chosen if each is not None]
     return known if len(known) == len(chosen) else None
+
+
+def peak_under(query: PlanQuery) -> Peak:
+    """Return the highest peak under the ``ac`` of the job of `query`; where that is not predicted, without checkpointing.
+
+    Raises:
+        BudgetError: no plan fits its budget.
+    """
+    return peak_of(query, choices_under(query) or query.uniform("none"))
 
 
 def _under_plan(model: nn.Module, sample_input: Any, job: Job) -> PlanQuery:

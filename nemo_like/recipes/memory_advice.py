@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from nemo_like._util.console import as_flag
+from nemo_like._util.device_work import is_out_of_memory
 from nemo_like._util.words import write_bytes
 from nemo_like.activation_checkpointing.plan import BudgetError
 from nemo_like.flags import changed_flags
 from nemo_like.options import ADAMW, MemoryBudget, parse_ac, parse_dtype
 from nemo_like.planning.advise import changes, helping
-from nemo_like.planning.answers.rank import peak_of
 from nemo_like.planning.devices import Device, device_at_hand
-from nemo_like.planning.planned_rank import choices_under
+from nemo_like.planning.planned_rank import peak_under
 from nemo_like.planning.query import PlanQuery
 from nemo_like.recipes.agree import Ranks
 from nemo_like.recipes.options import RunOptions
@@ -37,10 +37,9 @@ def advice_on_memory(step: PlannedStep) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        reason = str(error).strip().splitlines()[0]
-        # The CPU's allocator has no error class of its own.
-        if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator: can't allocate memory" not in reason:
+        if not is_out_of_memory(error):
             raise
+        reason = str(error).strip().splitlines()[0]
         try:
             ways = step.ways_out()
         except (ValueError, NotImplementedError, RuntimeError) as problem:
@@ -102,7 +101,7 @@ class PlannedStep:
         job = options.job(world_size=ranks.world_size, gpu=self._device)
         sample = options.planned_input(options.rows(ranks.data_ranks), self._width)
         query = PlanQuery.of(self._build(options), sample, job)
-        return peak_of(query, choices_under(query) or query.uniform("none")).total
+        return peak_under(query).total
 
     def _changes(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield what to write on the command line, and the same as options."""

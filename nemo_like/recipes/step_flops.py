@@ -21,6 +21,7 @@ from nemo_like.layers.structure import is_list_of_experts
 from nemo_like.options import Precision
 from nemo_like.planning.devices import Device
 from nemo_like.recipes.quantised import PackedLinear
+from nemo_like.transformers_compat import text_config
 
 _WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 """Kinds of attention in a config's ``layer_types`` that do not see all tokens: where the config has how many."""
@@ -93,7 +94,7 @@ def _experts(model: nn.Module) -> tuple[set[nn.Module], list[str], float]:
 
 def _attention(model: nn.Module) -> Iterator[tuple[int | None, int]]:
     config: Any = getattr(model, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    config = text_config(config)
     heads, hidden = (getattr(config, name, None) for name in ("num_attention_heads", "hidden_size"))
     if not isinstance(heads, int) or not isinstance(hidden, int):
         raise ValueError(f"{type(model).__name__} has no config with one num_attention_heads and hidden_size")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from nemo_like.options.optimizers import TRAINER_OPTIMIZERS
 from nemo_like.settings.accelerate import NOT_READ, reduce_alike
 from nemo_like.settings.formats import DTYPE, UNKNOWN, WHOLE, Format, Kind, only, preset, switch, whole, words
 
@@ -101,10 +102,7 @@ def _prepare(values: dict[str, Any]) -> None:
 
 
 ACCUMULATION = "accelerator_config.gradient_accumulation_kwargs"
-OPTIMIZER = words(
-    {"adamw_torch": "adamw", "adamw_torch_fused": "adamw-fused", "sgd": "sgd"}
-    | dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "adamw_torch_8bit"), "adamw-8bit")
-)
+OPTIMIZER = words(TRAINER_OPTIMIZERS)
 RESHARD = words({True: "yes", False: "no", "full_shard": "yes", "shard_grad_op": "no"})
 TABLE = Format(
     framework="transformers.Trainer",

@@ -12,6 +12,7 @@ from torch import nn
 from nemo_like._util.module_tree import bare, bare_modules, glob_to_regex
 from nemo_like._util.words import a_or_an
 from nemo_like.layers.structure import is_list_of_experts
+from nemo_like.transformers_compat import text_config
 
 ROUTED, EVERY = "routed", "every"
 _DISPATCHED = "ep_dispatch_experts"  # what plans of transformers call a module that is called with the routing
@@ -105,7 +106,7 @@ def _lists(model: nn.Module, plan: Mapping[str, str] | None) -> Iterator[tuple[s
 def experts_per_token(model: nn.Module) -> int | None:
     """Experts that a token goes to, by the model's config; None: it is not there."""
     config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = text_config(config)
     chosen = getattr(text, "num_experts_per_tok", None)
     return int(chosen) if chosen else None
 

@@ -23,14 +23,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from nemo_like._util.table import ByteUnit
+from nemo_like._util.table import ByteUnit, byte_word
+from nemo_like._util.words import MIB
 from nemo_like.job import Job
 from nemo_like.planning.answers.seconds import Links
 from nemo_like.planning.devices import MARGIN, Device, step_limit
 from nemo_like.planning.roofline import RankGroup, group_of
 
 CONTEXT, NCCL = "CUDA context", "NCCL"
-_MIB = 1 << 20
 _NVLINK = 100e9
 """Bytes per second above which GPUs of a host are taken to have NVLink."""
 
@@ -61,7 +61,7 @@ class Outside:
         unit = ByteUnit.of([self.total])
         parts = ", ".join(f"{name} {unit.number(size)}" for name, size in self.parts.items() if size)
         return (
-            f"Of the GPU's {ByteUnit.of([self.memory]).word(self.memory)}, {unit.word(self.total)} are outside of torch's "
+            f"Of the GPU's {byte_word(self.memory)}, {unit.word(self.total)} are outside of torch's "
             f"allocator ({parts}); torch.cuda.set_per_process_memory_fraction({self.fraction:.2f}) leaves them room. By "
             f"default {100 * MARGIN:.0f} % stay free, because predictions are off; --memory changes it."
         )
@@ -118,4 +118,4 @@ def communicator_bytes(group: RankGroup, peers: int, collects: bool, device: Dev
     if collects:
         size += channels * (20 if near == 1 else 12 if group.ranks == 2 else 18)
         size += 32 * near if fast and near > 2 and device.capability >= (9, 0) else 0
-    return size * _MIB
+    return size * MIB

@@ -30,6 +30,7 @@ from nemo_like.planning.model.quantised import with_adapters
 from nemo_like.planning.model.traced import Known
 from nemo_like.planning.query import PlanQuery, Traced
 from nemo_like.planning.sharding import same_on_all_ranks
+from nemo_like.transformers_compat import text_config
 
 
 def fit(
@@ -316,7 +317,7 @@ def _splits(model: nn.Module, size: int, whole: Collection[str] = ()) -> bool:
 def _heads(model: nn.Module) -> int:
     """Return the heads of keys and values; 0: not known."""
     config: Any = getattr(model, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    config = text_config(config)
     return getattr(config, "num_key_value_heads", 0) or getattr(config, "num_attention_heads", 0) or 0
 
 
