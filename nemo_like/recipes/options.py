@@ -35,8 +35,6 @@ _READ_WITH: dict[str, Callable[[Any], bool]] = {
     "--pp above 1": lambda options: options.pp > 1,
     "--tp above 1": lambda options: options.tp > 1,
     "--cp above 1": lambda options: options.cp > 1,
-    "--lora": lambda options: options.lora or options.qlora,
-    "--sample": lambda options: options.sample is not None,
     "--eval-samples above 0": lambda options: options.eval_samples > 0,
 }
 """Conditions under which an option with ``needs`` is read at all, by what has to be on the command line."""
@@ -457,140 +455,12 @@ class PretrainOptions(RunOptions):
             raise ValueError(f"--pp, --pp-schedule and --grad-accum: {error}") from error
 
 
-@dataclass(frozen=True, kw_only=True)
-class FinetuneOptions(RunOptions):
-    """Options of fine-tuning. Each is a command-line option of the same name, ``_`` written as ``-``.
-
-    Raises:
-        ValueError: a value is wrong; the message has the option, the value, the reason and what is accepted.
-    """
-
-    model: str = option("", "folder of a Hugging Face model: config.json, safetensors and a tokenizer")
-    data: str = option(
-        "",
-        "JSONL file, or folder of them, whose lines have messages, or prompt and completion, or text; Parquet, or a "
-        "folder that datasets saved, with the extra 'finetune'",
-    )
-    output: str = option("finetuned", "folder for the result, the log and, without --checkpoint-dir, checkpoints")
-    tokenizer: str | None = option(None, "folder of the tokenizer (default: the model's)")
-    trust_remote_code: bool = option(False, "run Python code that is in the model's folder")
-    skip_bad: bool = option(False, "leave out lines that cannot be used, and print how many")
-    pack: bool = option(
-        False, "fill each row of --seq-len tokens with several samples, apart from each other in attention and loss"
-    )
-    eval_data: str | None = option(
-        None,
-        "held-out samples (default: up to --eval-samples, and at most a tenth, of --data)",
-        needs="--eval-samples above 0",
-    )
-    export: str = option(
-        "last", "which weights are the result: last | best (of the evaluations)", choices=("last", "best")
-    )
-    lora: bool = option(False, "train adapters on frozen weights (peft)")
-    qlora: bool = option(False, "--lora on frozen weights of 4 bits (bitsandbytes)")
-    lora_rank: int = option(16, "rank of the adapters", least=1, needs="--lora")
-    lora_alpha: float = option(32.0, "the adapters' output is scaled by this over the rank", needs="--lora")
-    lora_dropout: float = option(0.0, "dropout before the adapters", least=0, below=1, needs="--lora")
-    lora_targets: str = option(
-        "all-linear",
-        "which linears get adapters: all-linear (but the head), or names' ends with commas",
-        needs="--lora",
-    )
-    train: str | None = option(
-        None, "train the parameters whose names match this glob (several with commas), and freeze the others"
-    )
-    merge: bool = option(False, "with --lora: write the whole model with the adapters added to its weights, too")
-    epochs: float = option(1.0, "passes over the data, where --steps is 0", least=0)
-    sample: str | None = option(None, "a prompt to continue every --sample-every steps, printed and logged")
-    sample_every: int = option(50, "steps between samples; 0: only after the last step", least=0, needs="--sample")
-    sample_tokens: int = option(48, "most tokens of a sample", least=1, needs="--sample")
-    tensorboard: bool = option(False, "log for TensorBoard, too, in --output")
-    wandb: str | None = option(None, "log to this project of Weights & Biases, too")
-
-    # Other defaults than pretraining's.
-    steps: int = option(
-        0, "steps of the whole run, those before a resume included; 0: as many as --epochs take", least=0
-    )
-    precision: str = job_option("precision", "bfloat16", alias="--dtype")
-    loss: str = job_option("loss", "chunked")
-    seq_len: int = option(1024, "longest sample, in tokens; what is longer is cut at its end", least=1)
-    lr: float = option(2e-4, "peak learning rate of AdamW; a tenth of it is usual without --lora", least=0)
-    warmup_steps: int | None = option(
-        None, "steps of linear warm-up (default: 10, or all of fewer --steps)", int, least=0
-    )
-    weight_decay: float = option(0.0, "AdamW's weight decay, on parameters with two dims or more", least=0)
-
-    fixed = (*RunOptions.fixed, "lora", "qlora", "lora_rank", "lora_alpha", "lora_targets", "train")
-    usual_warmup = 10
-
-    def __post_init__(self) -> None:
-        for name in ("model", "data"):
-            if not getattr(self, name):
-                raise ValueError(f"{flag(name)} is needed: --model DIR --data FILE.jsonl.")
-        if self.checkpoint_dir is None:
-            object.__setattr__(self, "checkpoint_dir", self._own_checkpoints)
-        super().__post_init__()
-        if self.steps == 0 and self.epochs == 0:
-            raise ValueError("--steps and --epochs are both 0: nothing would be trained.")
-        if self.qlora:
-            object.__setattr__(self, "lora", True)
-        if self.lora and self.train is not None:
-            raise ValueError(
-                "--train names parameters of the model, and --lora freezes all of them. Give one of the two."
-            )
-        if self.merge and not self.lora:
-            raise ValueError("--merge adds adapters to the weights, and without --lora there are none.")
-        if not 0 < self.lora_alpha < math.inf:
-            raise ValueError(f"--lora-alpha is {self.lora_alpha}; it scales what the adapters give, and must be > 0.")
-        if self.export == "best" and self.eval_samples == 0:
-            raise ValueError("--export best takes the best of the evaluations, and --eval-samples 0 makes none.")
-        if self.float8 and self.lora:
-            raise ValueError(
-                f"--precision is {self.precision!r} with adapters, whose frozen weights stay bfloat16. Use bf16."
-            )
-
-    def _check_precision(self) -> None:
-        if not self.float8:
-            parse_dtype("--precision", self.precision, FLOAT8)
-            super()._check_precision()
-
-    @property
-    def _own_checkpoints(self) -> str:
-        return str(Path(self.output) / "checkpoints")
-
-    @property
-    def elsewhere(self) -> str:
-        return "--output" if self.checkpoint_dir == self._own_checkpoints else super().elsewhere
-
-    def in_full(self) -> dict[str, Any]:
-        # Else a run from another's file would write into its checkpoints, whatever --output is.
-        return super().in_full() | ({"checkpoint_dir": None} if self.elsewhere == "--output" else {})
-
-    @property
-    def float8(self) -> bool:
-        """Return whether matmuls of the layers run in float8."""
-        return self.precision in FLOAT8
-
-    @property
-    def compute(self) -> str:
-        return "bfloat16" if self.float8 else self.precision
-
-    @property
-    def trains_less(self) -> Mapping[str, dict[str, Any]]:
-        return {} if self.lora or self.float8 else {"--lora": {"lora": True, "train": None}}
-
-
-KINDS: dict[str, type[RunOptions]] = {"pretrain": PretrainOptions, "finetune": FinetuneOptions}
+KINDS: dict[str, type[RunOptions]] = {"pretrain": PretrainOptions}
 """The options of each of `JOBS`."""
 EXAMPLES = {
     "pretrain": (
         "--steps 200",
         "--model llama-small --data corpus.txt --ac selective --checkpoint-dir run --resume=auto",
         "--model llama3-8b --init sharded --precision bfloat16 --tp 2 --ac 40GiB --fit",
-    ),
-    "finetune": (
-        "--model my-model --data samples.jsonl --lora",
-        "--model my-model --data samples.jsonl --qlora --pack --seq-len 2048 --sample 'What is 1 and 2?'",
-        "--model my-model --data samples.jsonl --lr 2e-5 --ac 40GiB --output tuned --resume=auto",
     ),
 }

@@ -20,7 +20,6 @@ from nemo_like.layers import find_layers
 from nemo_like.layers.structure import is_list_of_experts
 from nemo_like.options import Precision
 from nemo_like.planning.devices import Device
-from nemo_like.recipes.quantised import PackedLinear
 from nemo_like.transformers_compat import text_config
 
 _WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
@@ -71,9 +70,7 @@ def _matrices(model: nn.Module) -> Iterator[int]:
             if parameter is None:
                 continue
             if parameter.dim() >= rank and not isinstance(module, nn.Embedding):
-                size = (
-                    module.in_features * module.out_features if isinstance(module, PackedLinear) else parameter.numel()
-                )
+                size = parameter.numel()
                 passes = 1 + parameter.requires_grad + trains_before
                 routed = module in fused or any(name.startswith(f"{experts}.") for experts in listed)
                 yield round(2 * size * passes * (share if routed else 1.0))
