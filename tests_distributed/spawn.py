@@ -84,7 +84,7 @@ PRELOAD = (
     "nemo_like",
     "transformers.models.llama.modeling_llama",
     "peft",
-    "nemo_like.recipes.finetune",
+    "nemo_like.recipes.pretrain",
 )
 
 

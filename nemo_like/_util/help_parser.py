@@ -17,13 +17,13 @@ GROUPS = {
         threads calibrate""",
     "memory": """ac modes budget budgets memory fit fit_memory fit_host_memory loss offload cpu_offload host host_memory
         alloc_conf measure""",
-    "training": """data eval_data pack skip_bad seq_len max_seq_len batch_size global_batch micro_batch
+    "training": """data eval_data pack train_on seq_len max_seq_len batch_size global_batch micro_batch
         grad_accum steps epochs precision reduce_dtype compile optimizer lr schedule warmup_steps lr_floor
         weight_decay beta1 beta2 clip sync drop_output zero_grad ema optimizer_in_backward seed eval_every eval_samples""",
     "output": """config settings_file settings_to paste_as runs repeats warmup no_peers count limit explain what_if check
-        minutes used strip calibrate_from ran_with gpu_file all_ops log_every wide json save
+        minutes used strip check_memory calibrate_from ran_with gpu_file all_ops log_every wide json save
         checkpoint_dir save_every keep resume sync_save output
-        export merge sample sample_every sample_tokens tensorboard wandb""",
+        export merge tensorboard wandb""",
 }
 """The options of each group in the help, by the attribute that they set."""
 _GROUP_OF = {option: title for title, options in GROUPS.items() for option in options.split()}
@@ -38,6 +38,10 @@ class HelpParser(argparse.ArgumentParser):
         if purpose:
             self.description = f"{purpose}\n\n{examples(self.prog, lines)}"
             self.usage = f"{self.prog} [options]"
+
+    def option_names(self) -> list[str]:
+        """Return the options that there are, as Python names."""
+        return [word.lstrip("-").replace("-", "_") for action in self._actions for word in action.option_strings]
 
     def in_options(self, message: str) -> str:
         """Return an error's message with its keywords as the command line has them: ``--tp 3`` for ``tp=3``.

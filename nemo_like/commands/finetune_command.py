@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import argparse
 
-from nemo_like.recipes import options
-from nemo_like.recipes.command_line import add_arguments as add_options
-from nemo_like.recipes.command_line import read_options
+from nemo_like._util.option_fields import add_arguments as add_options
+from nemo_like._util.option_fields import read_options
+from nemo_like.recipes.options import FinetuneOptions
 
-EXAMPLES = options.EXAMPLES["finetune"]
+EXAMPLES = FinetuneOptions.examples
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    add_options(parser, options.FinetuneOptions)
+    add_options(parser, FinetuneOptions)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the job on this rank; its exit code."""
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    from nemo_like.recipes.finetune import FineTuning
-    from nemo_like.recipes.loop import run_on_ranks
+    from nemo_like.recipes.finetune import run as run_job
 
-    return record(run_on_ranks)(read_options(options.FinetuneOptions, args), FineTuning) or 0
+    return record(run_job)(read_options(FinetuneOptions, args)) or 0

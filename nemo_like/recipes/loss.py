@@ -1,9 +1,8 @@
-"""The loss of predicting the next token: of a batch, on held-out rows, and over the steps of a run."""
+"""The loss of predicting the next token: of a batch, on held-out windows, and as a plan counts it."""
 
 from __future__ import annotations
 
 import inspect
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +15,8 @@ from nemo_like.distributed import shard_sequence
 from nemo_like.distributed.pipeline import Pipeline
 from nemo_like.losses.model_loss import chunked_in_evaluation
 from nemo_like.losses.rows import IGNORED, predicts_next_token
-from nemo_like.recipes.agree import Ranks
-from nemo_like.recipes.rows import Batch, HeldOut
-
-
-class DivergedError(RuntimeError):
-    """The loss or the gradient is no longer finite."""
+from nemo_like.recipes.data import Batch, HeldOutText
+from nemo_like.recipes.ranks import Ranks
 
 
 def check_own_loss(model: nn.Module, wish: str, way_out: str) -> None:
@@ -84,7 +79,7 @@ class MeanLoss:
         return target if self.mesh is None else shard_sequence({"labels": target}, self.mesh)["labels"]
 
 
-def evaluate(model: nn.Module | Pipeline, rows: HeldOut, ranks: Ranks, size: int, mean: MeanLoss) -> float:
+def evaluate(model: nn.Module | Pipeline, rows: HeldOutText, ranks: Ranks, size: int, mean: MeanLoss) -> float:
     """Mean loss over all `rows`, nats per token, `size` rows at a time on each rank. A collective."""
     total = torch.zeros((), dtype=torch.float64)
     model.eval()
@@ -117,35 +112,3 @@ def planned_loss(output: Any) -> torch.Tensor:
     """The loss of `MeanLoss` for what the model returned, with targets of the right shape: what a budget counts."""
     logits = output if isinstance(output, torch.Tensor) else output.logits
     return _cross_entropy(output, torch.zeros(logits.shape[:-1], dtype=torch.long), "mean")
-
-
-class LossLog:
-    """The mean loss over all ranks of every step. Losses stay on the device until they are read."""
-
-    def __init__(self, ranks: Ranks, first_step: int):
-        self.losses: list[float] = []
-        """Nats per token, one per step, from the step numbered `first_step` on."""
-        self.first_step = first_step
-        self._ranks = ranks
-        self._unread: list[torch.Tensor] = []
-
-    def add(self, loss: torch.Tensor, norm: torch.Tensor) -> None:
-        """One step's mean loss on this rank's samples and gradient norm, 0-dim; does not wait for the device."""
-        self._unread.append(torch.stack([loss, norm.to(loss.device)]))
-
-    def read(self) -> None:
-        """Bring what was added from the device and take the mean over ranks. A collective.
-
-        Raises:
-            DivergedError: a loss or norm is infinite or NaN; on every rank.
-        """
-        if not self._unread:
-            return
-        unread, self._unread = torch.stack(self._unread).double(), []  # (steps, 2)
-        for loss, norm in (self._ranks.sum(unread) / self._ranks.world_size).tolist():
-            if not (math.isfinite(loss) and math.isfinite(norm)):
-                raise DivergedError(
-                    f"Step {self.first_step + len(self.losses) + 1}: the loss is {loss}, the gradient's norm {norm}. "
-                    "Lower --lr, lengthen --warmup-steps or clip more; checkpoints from before are untouched."
-                )
-            self.losses.append(loss)

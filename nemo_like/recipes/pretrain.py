@@ -9,134 +9,138 @@ uninterrupted one to the bit where the device's kernels are deterministic, as th
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
+import math
+import shutil
+import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from nemo_like.distributed.weights.materialize import materialize
+from nemo_like._util.console import start_logging
+from nemo_like._util.extras import MissingExtraError, require
+from nemo_like._util.json_file import write_json
+from nemo_like._util.option_fields import parse_options
+from nemo_like.distributed import get_model_state, launch
+from nemo_like.distributed.weights.sources import CheckpointUnreadableError
 from nemo_like.models import ModelSource, resolve_model
-from nemo_like.recipes.agree import Ranks
-from nemo_like.recipes.command_line import parse_options
-from nemo_like.recipes.loop import TrainingJob, run_on_ranks, seed_all
+from nemo_like.recipes.auto import MemoryRanOutError
+from nemo_like.recipes.checkpoint import CheckpointError, writing
+from nemo_like.recipes.data import END, VOCABULARY, as_tokens, load_text, train_bpe
+from nemo_like.recipes.log import DivergedError, memory_peak
+from nemo_like.recipes.loop import Pretraining, seed_all
 from nemo_like.recipes.options import PretrainOptions
-from nemo_like.recipes.progress import Progress
-from nemo_like.recipes.result import save_model
-from nemo_like.recipes.text import (
-    END,
-    VOCABULARY,
-    HeldOutText,
-    TextData,
-    TextRows,
-    as_tokens,
-    for_transformers,
-    load_text,
-    train_bpe,
+from nemo_like.recipes.ranks import OtherRankError, Ranks, let_segments_grow
+
+BAD_INPUT = 2
+"""Exit code for options, data or checkpoints that cannot be used, for a loss that is no longer finite, and where
+memory runs out."""
+_REPORTED = (
+    *(ValueError, MissingExtraError, CheckpointError, CheckpointUnreadableError),
+    *(DivergedError, OtherRankError, MemoryRanOutError),
 )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the job; the process's exit code, see `run_on_ranks`."""
-    return run_on_ranks(parse_options("pretrain", arguments), Pretraining)
+    """Run the job; the process's exit code, see `run`."""
+    return run(parse_options(PretrainOptions, arguments))
 
 
-class Pretraining(TrainingJob):
-    """A decoder trained on windows of a text, from weights that are drawn."""
+def run(options: PretrainOptions) -> int:
+    """Run the job on this rank; the process's exit code: 0, `BAD_INPUT`, or 128 + the signal that stopped it."""
+    start_logging()
+    try:
+        # An error leaves through `joined`, which then waits for no other rank, and is reported outside of it.
+        with joined(options) as ranks:
+            return run_job(options.on(ranks.device.type), ranks)
+    except _REPORTED as error:
+        print(f"[rank {launch.rank()}] error: {error}", file=sys.stderr, flush=True)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        print(f"[rank {launch.rank()}] interrupted outside of training", file=sys.stderr, flush=True)
+        return 128 + signal.SIGINT
 
-    options: PretrainOptions
 
-    def read(self) -> int:
-        options, ranks = self.options, self.ranks
+@contextlib.contextmanager
+def joined(options: PretrainOptions) -> Iterator[Ranks]:
+    """This process's `Ranks`, with the process group where a launcher started more than one rank."""
+    let_segments_grow(launch.pick_device_type() if options.device == "auto" else options.device)
+    device = launch.init_distributed(None if options.device == "auto" else options.device)
+    world_size, axes = launch.world_size(), {"tp": options.tp, "cp": options.cp, "pp": options.pp}
+    try:
+        sizes = {f"--{axis}": size for axis, size in axes.items()}
+        sizes["--pp times --cp times --tp"] = math.prod(axes.values())
+        for name, size in sizes.items():
+            if world_size % size:
+                raise ValueError(f"{name} is {size}, which does not divide the {world_size} rank(s).")
+        control = dist.new_group(backend="gloo") if world_size > 1 else None
+        yield Ranks(launch.rank(), world_size, device, **axes, control=control)
+    finally:
+        launch.shutdown()
+
+
+def run_job(options: PretrainOptions, ranks: Ranks) -> int:
+    """Train, and write the result, unless a signal stopped the run, and the summary; the exit code. A collective.
+
+    Raises (every rank alike):
+        ValueError: an option does not fit the data, the model or the number of ranks.
+        CheckpointError: there are checkpoints to resume from, and none can be read.
+    """
+    job = prepare(options, ranks)
+    job.run()
+    peaks = ranks.gather(memory_peak(ranks.device))
+    if job.options.export is not None and not job.interrupted:
+        _export(job)
+    if options.json is not None:
+        with ranks.together("writing the summary"), writing(options.json):
+            if ranks.rank == 0:
+                write_json(options.json, job.summary(peaks))
+    return 128 + job.interrupted if job.interrupted else 0
+
+
+def prepare(options: PretrainOptions, ranks: Ranks) -> Pretraining:
+    """Return the job with its text and its model, ready to run. A collective; raises as `run_job`."""
+    tokenizer = ""
+    with ranks.together("reading the training text"):
+        text = load_text(options.data)
+    if options.tokenizer == "bpe":
+        with ranks.together("training the tokenizer"):
+            trained = train_bpe(text.train, options.vocab_size) if ranks.rank == 0 else ""
+        tokenizer = ranks.from_first(trained)
         with ranks.together("reading the training text"):
-            self.text, self.tokenizer = load_text(options.data), ""
-        self.unit = "byte"
-        if options.tokenizer == "bpe":
-            self.tokenizer = _train_tokenizer(self.text, options, ranks)
-            self.unit = "token"
-        with ranks.together("reading the training text"):
-            if self.tokenizer:
-                self.text = as_tokens(self.text, self.tokenizer)
-            text, shape = self.text, (options.seq_len, options.batch_size, options.seed)
-            self.rows = TextRows(text.train, *shape, packed=options.pack, fingerprint=text.fingerprint)
-            self.held_out: HeldOutText | None = None
-            if options.eval_samples:
-                self.held_out = HeldOutText(text.held_out, options.seq_len, options.eval_samples, packed=options.pack)
-        if not ranks.same(int(text.fingerprint[:15], 16)):
-            raise ValueError(
-                f"The ranks see different training texts: {text.name} differs between hosts. Give all of them the same "
-                "files with --data."
-            )
-        self.unigram_entropy = None if self.held_out is None else self.held_out.entropy()
-        return options.seq_len
-
-    def bare(self, options: PretrainOptions) -> nn.Module:
-        return _without_cache(self.source.build("meta", torch.float32))
-
-    def build(self) -> nn.Module:
-        options = self.options
-        self.source = resolve_model(options.model)
-        if self.tokenizer:
-            _set_vocabulary(self.source, json.loads(self.tokenizer))
-        if self.source.vocab_size is not None and self.source.vocab_size < VOCABULARY:
-            raise ValueError(
-                f"Model {self.source.name!r} has {self.source.vocab_size} tokens; bytes need a vocab_size >= {VOCABULARY}."
-            )
-        # On the CPU, whatever the device: the same seed gives the same weights on each strategy and number of ranks.
-        seed_all(options.seed)
-        model = _without_cache(self.source.build("meta" if options.init == "sharded" else "cpu", torch.float32))
-        if options.export is not None and not hasattr(model, "save_pretrained"):
-            raise ValueError(
-                f"--export writes a folder of transformers, and {type(model).__name__} is not a model of it."
-            )
-        if options.pack and "position_ids" not in inspect.signature(model.forward).parameters:
-            raise ValueError(
-                f"--pack tells documents apart by position_ids, which {type(model).__name__} does not take."
-            )
-        return model
-
-    def made_ready(self, model: nn.Module, make_ready: Callable[[nn.Module], Any]) -> Any:
-        ready = make_ready(model)
-        if self.options.init == "sharded":
-            materialize(ready, seed=self.options.seed)
-        return ready
-
-    def introduce(self, progress: Progress) -> None:
-        options, text = self.options, self.text
-        progress.say(
-            f"{self.source.name}: {self.trained:,} parameters, {self.strategy} on {self.ranks.world_size} rank(s), "
-            f"ac={options.ac}, {options.precision}"
+            text = as_tokens(text, tokenizer)
+    if ranks.any(ranks.from_first(text.fingerprint) != text.fingerprint):
+        raise ValueError(
+            f"The ranks see different training texts: {text.name} differs between hosts. Give all of them the same "
+            "files with --data."
         )
-        sizes = f"{text.train.size:,} {self.unit}s to train on, {text.held_out.size:,} held out"
-        progress.say(f"text: {text.name}, {sizes}")
-        if self.unigram_entropy is not None:
-            entropy = f"{self.unigram_entropy:.4f} nats per {self.unit}"
-            progress.say(f"{self.unit}-unigram entropy of the held-out samples: {entropy}")
-
-    def facts(self) -> dict[str, Any]:
-        return {"unigram_entropy": self.unigram_entropy}
-
-    def save_result(self) -> None:
-        """Write the folder of ``--export``."""
-        if self.options.export is not None:
-            tokenizer = for_transformers(self.tokenizer) if self.tokenizer else None
-            state = None if self.pipeline is None else self.pipeline.full_state_dict()
-            model = self.model if self.pipeline is None else self.source.build("meta", torch.float32)
-            save_model(model, Path(self.options.export), self.ranks, tokenizer, None, state)
+    with ranks.together("building the model"):
+        source = resolve_model(options.model)
+        model = _build(source, options, tokenizer)
+    return Pretraining(options, ranks, text, source, model, tokenizer)
 
 
-def _train_tokenizer(text: TextData, options: PretrainOptions, ranks: Ranks) -> str:
-    """Rank 0's tokenizer, as JSON, on every rank."""
-    trained = ""
-    with ranks.together("training the tokenizer"):
-        if ranks.rank == 0:
-            trained = train_bpe(text.train, options.vocab_size)
-    return ranks.text_from_first(trained)
+def _build(source: ModelSource, options: PretrainOptions, tokenizer: str) -> nn.Module:
+    """Return the model, with weights on the CPU, whatever the device: the same on each strategy and number of ranks."""
+    if tokenizer:
+        _set_vocabulary(source, json.loads(tokenizer))
+    if source.vocab_size is not None and source.vocab_size < VOCABULARY:
+        raise ValueError(f"Model {source.name!r} has {source.vocab_size} tokens; bytes need a vocab_size >= {VOCABULARY}.")
+    seed_all(options.seed)
+    model = source.build("meta" if options.init == "sharded" else "cpu", torch.float32)
+    if options.export is not None and not hasattr(model, "save_pretrained"):
+        raise ValueError(f"--export writes a folder of transformers, and {type(model).__name__} is not a model of it.")
+    if options.pack and "position_ids" not in inspect.signature(model.forward).parameters:
+        raise ValueError(f"--pack tells documents apart by position_ids, which {type(model).__name__} does not take.")
+    return model
 
 
 def _set_vocabulary(source: ModelSource, tokenizer: dict[str, Any]) -> None:
@@ -145,18 +149,31 @@ def _set_vocabulary(source: ModelSource, tokenizer: dict[str, Any]) -> None:
         raise ValueError(
             f"--tokenizer bpe sets the model's vocabulary, and {source.name!r} has no config to set it in."
         )
-    end = next(token["id"] for token in tokenizer["added_tokens"] if token["content"] == END)
     config = source.config.get_text_config()
     config.vocab_size = len(tokenizer["model"]["vocab"])
+    end = next(token["id"] for token in tokenizer["added_tokens"] if token["content"] == END)
     config.eos_token_id = config.pad_token_id = end
     config.bos_token_id = None
 
 
-def _without_cache(model: nn.Module) -> nn.Module:
-    config: Any = getattr(model, "config", None)
-    if hasattr(config, "use_cache"):
-        config.use_cache = False  # a cache of keys and values is of no use in training
-    return model
+def _export(job: Pretraining) -> None:
+    """Write the folder of ``--export``, which gets its name when it is complete. A collective."""
+    options, pipeline = job.options, job.pipeline
+    state = get_model_state(job.model, full=True) if pipeline is None else pipeline.full_state_dict()
+    with job.ranks.together(f"writing {options.export}"), writing(str(options.export)):
+        if job.ranks.rank:
+            return
+        model: Any = job.source.build("meta", torch.float32)
+        folder = Path(str(options.export))
+        target = folder.with_name(f".writing-{folder.name}")
+        shutil.rmtree(target, ignore_errors=True)
+        model.save_pretrained(str(target), state_dict=state)
+        if job.tokenizer:
+            rebuilt = require("tokenizers", "finetune", "for --tokenizer bpe").Tokenizer.from_str(job.tokenizer)
+            make = require("transformers", "finetune", "to export a tokenizer").PreTrainedTokenizerFast
+            make(tokenizer_object=rebuilt, eos_token=END, pad_token=END).save_pretrained(str(target))
+        shutil.rmtree(folder, ignore_errors=True)
+        target.rename(folder)
 
 
 if __name__ == "__main__":

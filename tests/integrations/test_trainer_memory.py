@@ -196,7 +196,7 @@ def test_the_plan_of_a_trainer_is_what_is_counted(tmp_path: Path, name: str) -> 
     assert counter.peak == pytest.approx(row.plan.peak_bytes, rel=0.01)
 
 
-class _Limited(LiveBytes):
+class Limited(LiveBytes):
     """Memory of so many bytes."""
 
     def __init__(self, limit: int) -> None:
@@ -212,7 +212,7 @@ class _Limited(LiveBytes):
 def test_memory_that_runs_out_is_said_before_the_first_step_with_what_to_paste(tmp_path: Path) -> None:
     def run(limit: int, **options: Any) -> Any:
         trainer = made_trainer("trainer", tmp_path, [40] * 11 + [400], wide, check_memory=True, **options)
-        with _Limited(limit):
+        with Limited(limit):
             trainer.train()
         return trainer
 

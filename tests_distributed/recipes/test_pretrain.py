@@ -173,7 +173,7 @@ def _torchrun(arguments: list[str]) -> Iterator[subprocess.Popen[str]]:
         process.communicate(timeout=60)
 
 
-def _wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
     deadline = time.monotonic() + 120
     while not condition():
         assert process.poll() is None, process.communicate(timeout=60)[0]
@@ -181,7 +181,7 @@ def _wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> 
         time.sleep(0.005)
 
 
-def _ranks_of(process: subprocess.Popen[str]) -> list[int]:
+def ranks_of(process: subprocess.Popen[str]) -> list[int]:
     """Process ids of the launcher's children, by rank."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     environments = {int(pid): Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in children}
@@ -206,8 +206,8 @@ def test_a_killed_rank_and_ctrl_c_lose_nothing(base: list[str], tmp_path: Path):
     ]
 
     with _torchrun(arguments) as killed:
-        _wait_for(lambda: _newest(run) >= 5, killed)
-        os.kill(_ranks_of(killed)[1], signal.SIGKILL)
+        wait_for(lambda: _newest(run) >= 5, killed)
+        os.kill(ranks_of(killed)[1], signal.SIGKILL)
         output, _ = killed.communicate(timeout=60)
     assert killed.returncode != 0, output
     reached = _newest(run)
@@ -215,7 +215,7 @@ def test_a_killed_rank_and_ctrl_c_lose_nothing(base: list[str], tmp_path: Path):
     assert not (tmp_path / "summary").exists()
 
     with _torchrun([*arguments, "--resume"]) as stopped:
-        _wait_for(lambda: _newest(run) >= reached + 10, stopped)
+        wait_for(lambda: _newest(run) >= reached + 10, stopped)
         stopped.send_signal(signal.SIGINT)
         output, _ = stopped.communicate(timeout=60)
     assert stopped.returncode != 0 and "Stopped by SIGINT after step" in output, output

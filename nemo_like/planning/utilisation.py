@@ -1,14 +1,13 @@
-"""Count what a step has to compute, and what share of the device's speed that is: model FLOPs utilisation (MFU).
+"""Count what a step of a language model has to compute, and against which speed: model FLOPs utilisation (MFU).
 
-As in PaLM (arXiv 2204.02311, appendix B), what the model needs counts, not what checkpointing recomputes nor what fills
-rows up. A token attends to all tokens of its sample or document (of its window, where a layer has one). The planner
-counts it the same way, without halving for the causal mask.
+As in PaLM (arXiv 2204.02311, appendix B), what the model needs counts, not what checkpointing recomputes. A token attends
+to all tokens of its row (of its window, where a layer has one). The planner counts it the same way, without halving for the
+causal mask.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +27,7 @@ _WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attenti
 
 @dataclass(frozen=True)
 class StepFlops:
-    """FLOPs of forward and backward of a causal language model, by the lengths of its samples."""
+    """FLOPs of forward and backward of a causal language model, by the length of its rows."""
 
     per_token: int
     """FLOPs of matrices. A matrix of N numbers takes 2 N forward, and 2 N for its own gradient if it trains. It takes 2
@@ -38,17 +37,14 @@ class StepFlops:
     """FLOPs of attention, for each layer: the window (None: all tokens), and FLOPs for each pair of a token and one it
     sees."""
 
-    def of(self, lengths: Iterable[int]) -> int:
-        """Return the FLOPs of samples, or documents of packed rows, of so many tokens each.
+    def of(self, length: int) -> int:
+        """Return the FLOPs of a row of so many tokens.
 
-        >>> StepFlops(6, ((None, 4), (2, 4))).of([3])
+        >>> StepFlops(6, ((None, 4), (2, 4))).of(3)
         78
         """
-        total = 0
-        for length in lengths:
-            total += self.per_token * length
-            total += sum(flops * length * min(length, window or length) for window, flops in self.per_pair)
-        return total
+        pairs = sum(flops * min(length, window or length) for window, flops in self.per_pair)
+        return length * (self.per_token + pairs)
 
     @classmethod
     def count(cls, model: nn.Module) -> StepFlops:
@@ -143,26 +139,3 @@ class Utilisation:
         except ValueError as error:
             return cls(None, 0.0, f"MFU is left out: {error}.")
         return cls(flops, peak, f"MFU is of the {peak / 1e12:,.4g} TFLOP/s {words}.")
-
-
-class Speed:
-    """Tokens and FLOPs per second. The first step allocates and compiles; it is left out unless it is the only one."""
-
-    def __init__(self) -> None:
-        self._tokens, self._flops, self._seconds = 0, 0, 0.0
-        self._only_first = False
-
-    def add(self, seconds: float, lengths: Sequence[int], flops: StepFlops | None, *, first: bool) -> None:
-        """Note a step on samples of so many tokens each."""
-        if self._only_first:
-            self._tokens, self._flops, self._seconds = 0, 0, 0.0
-        self._only_first = first
-        self._tokens += sum(lengths)
-        self._flops += 0 if flops is None else flops.of(lengths)
-        self._seconds += seconds
-
-    @property
-    def per_second(self) -> tuple[float, float]:
-        """Return the tokens and the FLOPs per second."""
-        seconds = self._seconds or math.inf
-        return self._tokens / seconds, self._flops / seconds

@@ -1,16 +1,22 @@
-"""Agreement between the ranks of one job: who failed, who was interrupted, and the mean of what each computed.
-
-Every method is a collective: all ranks call it in the same order. With one rank they are plain functions.
-"""
+"""The ranks of a job: who failed, who was interrupted, and the mean of what each computed."""
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from nemo_like._util.log import say_once, warn_once
+from nemo_like.flags import ALLOCATOR_VARIABLES
 
 
 class OtherRankError(RuntimeError):
@@ -19,7 +25,7 @@ class OtherRankError(RuntimeError):
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's place in the job."""
+    """This process's place in the job. Every method is a collective: all ranks call it in the same order."""
 
     rank: int
     """From 0 to `world_size` - 1."""
@@ -79,21 +85,12 @@ class Ranks:
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.control)
         return int(tensor)
 
-    def from_first(self, value: int) -> int:
-        """Rank 0's value."""
-        if self.control is None:
-            return value
-        tensor = torch.tensor(value)
-        dist.broadcast(tensor, 0, group=self.control)
-        return int(tensor)
-
-    def text_from_first(self, text: str) -> str:
-        """Rank 0's text."""
-        if self.control is None:
-            return text
-        texts = [text]
-        dist.broadcast_object_list(texts, 0, group=self.control)
-        return texts[0]
+    def from_first(self, value: Any) -> Any:
+        """Rank 0's value: a number or text."""
+        values = [value]
+        if self.control is not None:
+            dist.broadcast_object_list(values, 0, group=self.control)
+        return values[0]
 
     def gather(self, value: int) -> list[int]:
         """Every rank's value, in order."""
@@ -108,7 +105,49 @@ class Ranks:
             dist.all_reduce(values, group=self.control)
         return values
 
-    def same(self, value: int) -> bool:
-        """Return whether every rank has the same value."""
-        largest, smallest = self.largest(value), -self.largest(-value)  # both, always: each is a collective
-        return largest == smallest
+
+class Interrupt:
+    """A context manager in which the first SIGINT or SIGTERM only sets `requested`; a later one acts as usual.
+
+    The job then finishes the step and saves. torchrun gives its ranks 30 s for that. Outside of the main thread, where Ray
+    Train runs a job and Python handles no signal, none is caught.
+    """
+
+    def __init__(self) -> None:
+        self.requested: int = 0
+        """The signal's number, or 0."""
+        self._since = 0.0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Interrupt:
+        if threading.current_thread() is not threading.main_thread():
+            warn_once(
+                "The training job runs outside of the main thread, where Python handles no signal: SIGTERM and Ctrl-C do "
+                "as set by whoever started it, and save nothing. The last complete checkpoint stays."
+            )
+            return self
+        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if not self.requested:
+            self.requested, self._since = number, now
+        # A launcher passes one Ctrl-C on to ranks that got it from the terminal already: within two seconds it is one wish.
+        elif now - self._since > 2:
+            signal.signal(number, self._before[number])
+            signal.raise_signal(number)
+
+
+def let_segments_grow(device_type: str) -> None:
+    """Set ``PYTORCH_ALLOC_CONF`` for a CUDA device where it is unset, before the first allocation reads it."""
+    if device_type == "cuda" and not os.environ.keys() & {*ALLOCATOR_VARIABLES}:
+        os.environ[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
+        say_once(
+            "PYTORCH_ALLOC_CONF is unset, so this job sets expandable_segments:True, with which less memory is lost between "
+            "blocks. To keep PyTorch's default, set PYTORCH_ALLOC_CONF=expandable_segments:False."
+        )

@@ -1,0 +1,172 @@
+"""Options of a job, each written once: a dataclass's field is a flag, a key of a YAML file, checks and help."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self, TypeVar
+
+from nemo_like._util.console import as_flag, flag
+from nemo_like._util.extras import require
+from nemo_like._util.help_parser import HelpParser
+from nemo_like._util.words import a_or_an, did_you_mean, normalise
+
+AnyOptions = TypeVar("AnyOptions", bound="Options")
+
+
+@dataclass(frozen=True)
+class Need:
+    """A condition under which an option is read at all."""
+
+    words: str
+    """What has to be on the command line."""
+    holds: Callable[[Any], bool]
+
+
+def option(
+    default: Any,
+    help: str,
+    kind: Callable[[str], Any] | None = None,
+    *,
+    least: float | None = None,
+    below: float = math.inf,
+    choices: Sequence[str] = (),
+    needs: Need | None = None,
+    trainer: str = "",
+    **argument: object,
+) -> Any:
+    """A field of an options class.
+
+    Args:
+        default: the value where it is not given.
+        help: what it does, for the command line.
+        kind: makes its value of a word. None: the type of `default`, or str where that is None.
+        least, below: the smallest number that it may be, and one that is too large.
+        choices: the words that it may be; none: any.
+        needs: the condition without which the option is refused.
+        trainer: the argument of `transformers.TrainingArguments`, or of TRL's, that has its value.
+        argument: more for argparse.
+    """
+    kind = kind or (str if default is None else type(default))
+    facts = {"help": help, "kind": kind, "least": least, "below": below, "choices": choices, "needs": needs}
+    facts["trainer"] = trainer
+    return dataclasses.field(default=default, metadata=facts | {"argument": argument})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of a job. Each field is a command-line option of the same name, ``_`` written as ``-``.
+
+    Raises:
+        ValueError: a value is wrong; the message has the option, the value, the reason and what is accepted.
+    """
+
+    job_name: ClassVar[str]
+    """Module of `nemo_like.recipes` with the job, and its command."""
+    purpose: ClassVar[str]
+    examples: ClassVar[tuple[str, ...]]
+    """Lines of options, for the help."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            self._check_field(field.name, field.metadata)
+        for field in dataclasses.fields(self):
+            need, value = field.metadata["needs"], getattr(self, field.name)
+            if need is not None and value != field.default and not need.holds(self):
+                raise ValueError(
+                    f"{flag(field.name)} is {value!r}, and without {need.words} nothing reads it. Add that, or leave "
+                    f"{flag(field.name)} out."
+                )
+
+    def _check_field(self, name: str, facts: Mapping[str, Any]) -> None:
+        value, known, least, below = getattr(self, name), facts["choices"], facts["least"], facts["below"]
+        if known:
+            spelled = {normalise(each): each for each in known}
+            word = spelled.get(normalise(value)) if isinstance(value, str) else value
+            if word not in known:
+                raise ValueError(
+                    f"{flag(name)} is {value!r}; it must be one of {', '.join(known)}."
+                    + did_you_mean(str(value), known)
+                )
+            object.__setattr__(self, name, word)
+        if least is not None and value is not None:
+            if isinstance(value, bool) or not math.isfinite(value) or value < least:
+                raise ValueError(f"{flag(name)} is {value!r}; it must be a finite number >= {least}.")
+            if value >= below:
+                raise ValueError(f"{flag(name)} is {value!r}; it must be less than {below}.")
+
+    def given(self, names: Sequence[str]) -> Self:
+        """Return the options, where those of these names were given and the others were not."""
+        return self
+
+
+# --- from a command line or a file ------------------------------------------------------------------------------------
+
+
+def add_arguments(parser: argparse.ArgumentParser, kind_of_options: type[Options]) -> None:
+    """Add ``--config`` and each option to `parser`; an option that is not given is left out of the namespace."""
+    parser.add_argument(
+        "--config", action=_FromFile, metavar="FILE", help="YAML file with the same options, by name; both spellings"
+    )
+    for field in dataclasses.fields(kind_of_options):
+        kind, text, argument = field.metadata["kind"], field.metadata["help"], dict(field.metadata["argument"])
+        names = [flag(field.name), *([argument.pop("alias")] if "alias" in argument else [])]
+        if field.default not in (None, "") and kind is not bool:
+            text += f" (default: {field.default})"
+        argument |= {"dest": field.name, "default": argparse.SUPPRESS, "help": text.replace("%", "%%")}
+        if kind is bool:
+            parser.add_argument(*names, **{"action": "store_true", **argument})
+        else:
+            parser.add_argument(*names, type=kind, **argument)
+
+
+def read_options(kind_of_options: type[AnyOptions], namespace: argparse.Namespace) -> AnyOptions:
+    """The options that a parser with `add_arguments` has read.
+
+    Raises:
+        ValueError: a wrong one.
+    """
+    fields = {field.name for field in dataclasses.fields(kind_of_options)}
+    values = {name: value for name, value in vars(namespace).items() if name in fields}
+    return kind_of_options(**values).given(tuple(values))
+
+
+def parse_options(kind_of_options: type[AnyOptions], arguments: Sequence[str] | None = None) -> AnyOptions:
+    """The options of a job on its own command line.
+
+    A wrong option ends the process with code 2 and one line that tells why.
+    """
+    program = f"python -m nemo_like.recipes.{kind_of_options.job_name}"
+    parser = HelpParser(prog=program, purpose=kind_of_options.purpose, lines=kind_of_options.examples)
+    add_arguments(parser, kind_of_options)
+    try:
+        return read_options(kind_of_options, parser.parse_args(arguments))
+    except (ValueError, TypeError, ImportError) as error:
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
+
+
+class _FromFile(argparse.Action):
+    """Options in a YAML file. What is on the command line wins over the file."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        yaml = require("yaml", "yaml", "to read --config")
+        try:
+            loaded = yaml.safe_load(Path(values).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise ValueError(f"--config {values}: {' '.join(str(error).split())}") from error
+        if not isinstance(loaded, dict):
+            raise ValueError(f"--config {values} must have one 'option: value' a line; it is {a_or_an(loaded)}.")
+        given, known = dict(vars(namespace)), parser.option_names()
+        words = []
+        for key, value in loaded.items():
+            name = str(key).replace("-", "_")
+            if name not in known:
+                raise ValueError(f"--config {values} has {key!r}, which is not an option.{did_you_mean(name, known)}")
+            off = value is None or (value is False and f"no_{name}" not in known)
+            words += [] if off else [as_flag(name, value) if isinstance(value, bool) else f"{flag(name)}={value}"]
+        parser.parse_args(words, namespace)
+        vars(namespace).update(given)

@@ -1,0 +1,368 @@
+"""Text to pretrain on: which documents, which of them are held out, and which window of text each sample reads.
+
+One token is one byte (0 to 255), or one of a tokenizer that is trained on the text. The tokens stay in memory.
+
+The order of the samples is a pure function of (seed, sample index), and the sample index one of (step, place in the
+global batch). It does not depend on the number of ranks. So a run that resumes on another number of ranks sees the same
+global batches, and no state has to be saved.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import os
+import sysconfig
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nemo_like._util.extras import require
+from nemo_like._util.shuffled import mix, shuffled
+from nemo_like.distributed.document_numbers import since_start
+from nemo_like.losses.rows import IGNORED
+
+VOCABULARY = 256
+"""Number of different bytes, and so of tokens."""
+HELD_OUT_SHARE = 0.05
+"""At most this share of the bytes is held out for evaluation."""
+END = "<|endoftext|>"
+"""The token after each document, with a tokenizer."""
+_TRAINED_ON = 64 * 2**20  # bytes: more text hardly changes which pairs are frequent
+_PART = 1 << 16  # characters that are encoded at once, up to the next end of a line
+_PASSED_OVER = {"__pycache__", "site-packages", "dist-packages"}
+# The standard library's own tests hold badly encoded text on purpose, and many distributions leave them out.
+_STDLIB_PASSED_OVER = _PASSED_OVER | {"test", "tests"}
+_STDLIB_SUFFIXES = (".py", ".txt", ".rst")
+
+
+class Corpus:
+    """Documents read as one string of tokens, in their order, with nothing between them."""
+
+    def __init__(self, tokens: torch.Tensor, starts: Sequence[int]):
+        self.tokens, self.starts, self.size = tokens, list(starts), len(tokens)
+
+    @classmethod
+    def of(cls, documents: Sequence[bytes]) -> Corpus:
+        """The bytes of documents."""
+        joined = bytearray().join(documents)
+        tokens = torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.zeros(0, dtype=torch.uint8)
+        return cls(tokens, list(itertools.accumulate(map(len, documents), initial=0))[:-1])
+
+    def read(self, start: int, length: int) -> torch.Tensor:
+        """The tokens from `start` on, (length,) int64."""
+        return self.tokens[start : start + length].long()
+
+    def documents(self, start: int, length: int) -> torch.Tensor:
+        """The number of the document that each token from `start` on is of, (length,) int64."""
+        return torch.bucketize(torch.arange(start, start + length), torch.tensor(self.starts), right=True)
+
+    def texts(self) -> Iterator[Iterator[str]]:
+        """Each document of bytes as text in parts that end with a line, whatever is not UTF-8 replaced."""
+        for start, end in zip(self.starts, [*self.starts[1:], self.size]):
+            yield _parts(bytes(self.tokens[start:end].tolist()).decode("utf-8", errors="replace"))
+
+
+@dataclass(frozen=True)
+class TextData:
+    """A text, split by document into what is trained on and what is held out."""
+
+    train: Corpus
+    held_out: Corpus
+    name: str
+    """Origin of the text, for people."""
+    fingerprint: str
+    """Changes with the contents, and with which are held out: recognises the data when a run resumes."""
+
+
+def load_text(data: str | os.PathLike[str] | None = None) -> TextData:
+    """The text at `data`; None: the running Python's standard library, sources and documents.
+
+    That is a file, or a folder of which every file counts that has text in it (no NUL in its first 8 KiB), hidden ones left
+    out, in the order of their names; or what `open_samples` reads with a column ``text``. Held out are whole documents,
+    chosen by a hash of their names, up to 5 % of the bytes; of a single file, its last 5 %.
+
+    Raises:
+        ValueError: nothing is there, it cannot be read, or it has no text in it.
+    """
+    root = Path(sysconfig.get_path("stdlib")) if data is None else Path(data)
+    if not root.exists():
+        hint = "give a text that exists with --data FILE or --data FOLDER"
+        if data is None:
+            raise ValueError(f"This Python has no standard library at {root} to read as text; {hint}.")
+        raise ValueError(f"--data is {os.fspath(data)!r}, and nothing exists there; {hint}.")
+    name = f"the standard library's text in {root}" if data is None else str(root)
+    if root.suffix in (".jsonl", ".parquet") or (root / "state.json").exists():
+        rows = open_samples("--data", str(root), [{"text"}])["text"]
+        documents = [(str(number), row.encode()) for number, row in enumerate(rows)]
+    else:
+        documents = list(_read_files(root, stdlib=data is None))
+    documents = [(name, content) for name, content in documents if content]
+    if not documents:
+        raise ValueError(f"--data is {str(root)!r}, which holds no text: every file is empty or binary.")
+    train, held_out = _split(documents)
+    digest = hashlib.sha256()
+    for part in (train, held_out):
+        digest.update(f"{len(part)}\0".encode())
+        for content in part:
+            digest.update(f"{len(content)}\0".encode() + content)
+    return TextData(Corpus.of(train), Corpus.of(held_out), name, digest.hexdigest()[:16])
+
+
+def _read_files(root: Path, *, stdlib: bool) -> Iterator[tuple[str, bytes]]:
+    """Yield the name and content of each file that has text in it."""
+    passed_over = _STDLIB_PASSED_OVER if stdlib else _PASSED_OVER
+    for folder, folders, files in os.walk(root) if root.is_dir() else [(root.parent, [], [root.name])]:
+        # Sorted in place: os.walk goes down in this order, and the file system's own order differs between machines.
+        folders[:] = sorted(f for f in folders if f not in passed_over and not f.startswith("."))
+        for file in sorted(files):
+            path = Path(folder, file)
+            if path != root and (file.startswith(".") or (stdlib and not file.endswith(_STDLIB_SUFFIXES))):
+                continue
+            try:
+                content = path.read_bytes()
+            except OSError as error:
+                raise ValueError(f"Cannot read {path} of the training text: {error}.") from error
+            if b"\0" not in content[:8192]:
+                yield file if path == root else path.relative_to(root).as_posix(), content
+
+
+def open_samples(option: str, path: str, forms: Iterable[set[str]]) -> Any:
+    """Return the data set at `path`, by datasets: JSON lines or Parquet, a folder of such files, or one that it saved.
+
+    Raises:
+        ValueError: it cannot be read, or has the columns of none of `forms`.
+    """
+    datasets, place = require("datasets", "finetune", f"to read {option} {path}"), Path(path)
+    if not place.exists():
+        raise ValueError(f"{option} is {path!r}, and nothing exists there.")
+    try:
+        if (place / "state.json").exists():
+            data = datasets.load_from_disk(path)
+        else:
+            inside = [*place.rglob("*.parquet"), *place.rglob("*.json*")]
+            files = sorted(map(str, inside)) if place.is_dir() else [path]
+            kind = "parquet" if files and files[0].endswith(".parquet") else "json"
+            data = datasets.load_dataset(kind, data_files=files, split="train")
+    except Exception as error:  # pyarrow, datasets and the file system each have errors of their own
+        reason = " ".join(str(error.__cause__ or error).split())[:300]
+        raise ValueError(f"{option} is {path!r}, which datasets cannot read: {reason}") from error
+    columns = getattr(data, "column_names", [])
+    if not len(data) or not any(form <= set(columns) for form in forms):
+        found = f"{len(data)} samples with {', '.join(columns) or 'nothing'}"
+        needed = ", or ".join(" and ".join(sorted(form, reverse=True)) for form in forms)
+        raise ValueError(f"{option} is {path!r}: {found}; each must have {needed}.")
+    return data
+
+
+def _split(documents: Sequence[tuple[str, bytes]]) -> tuple[list[bytes], list[bytes]]:
+    """Return what is trained on and what is held out; both keep the order."""
+    if len(documents) == 1:
+        whole = documents[0][1]
+        cut = len(whole) - math.ceil(len(whole) * HELD_OUT_SHARE)
+        return [whole[:cut]], [whole[cut:]]
+    room = HELD_OUT_SHARE * sum(len(content) for _, content in documents)
+    chosen: set[str] = set()
+    for name, content in sorted(documents, key=lambda item: _hash_name(item[0])):
+        if len(content) <= room:
+            chosen.add(name)
+            room -= len(content)
+    if not chosen:  # a few large files: hold out the smallest
+        chosen.add(min(documents, key=lambda item: (len(item[1]), item[0]))[0])
+    return [c for n, c in documents if n not in chosen], [c for n, c in documents if n in chosen]
+
+
+def _parts(text: str) -> Iterator[str]:
+    at = 0
+    while at < len(text):
+        cut = text.find("\n", at + _PART) + 1 or len(text)
+        yield text[at:cut]
+        at = cut
+
+
+def _hash_name(name: str) -> bytes:
+    return hashlib.sha256(name.encode(errors="surrogateescape")).digest()
+
+
+# --- a tokenizer --------------------------------------------------------------------------------------------------------
+
+
+def train_bpe(corpus: Corpus, vocab_size: int) -> str:
+    """A byte-level BPE tokenizer of up to `vocab_size` tokens, trained on the corpus's first 64 MiB, as JSON.
+
+    Raises:
+        ValueError: `vocab_size` is too small for the 256 bytes and the end token.
+        MissingExtraError: `tokenizers` is not installed.
+    """
+    if vocab_size < 257:
+        raise ValueError(f"--vocab-size is {vocab_size}; a byte-level tokenizer has 256 bytes and {END}: 257 or more.")
+    tokenizers = require("tokenizers", "finetune", "for --tokenizer bpe")
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+    )
+    most = Corpus(corpus.tokens[:_TRAINED_ON], [start for start in corpus.starts if start < _TRAINED_ON])
+    bpe.train_from_iterator(itertools.chain.from_iterable(most.texts()), trainer)
+    return str(bpe.to_str())
+
+
+def as_tokens(text: TextData, tokenizer: str) -> TextData:
+    """`text` as tokens of the tokenizer with this JSON, each document followed by the end token."""
+    bpe = require("tokenizers", "finetune", "for --tokenizer bpe").Tokenizer.from_str(tokenizer)
+
+    def encoded(corpus: Corpus) -> Corpus:
+        tokens, starts = array("i"), []
+        for document in corpus.texts():
+            starts.append(len(tokens))
+            for part in document:
+                tokens.extend(bpe.encode(part, add_special_tokens=False).ids)
+            tokens.append(bpe.token_to_id(END))
+        return Corpus(torch.tensor(tokens, dtype=torch.int32), starts)
+
+    fingerprint = hashlib.sha256(f"{text.fingerprint}{tokenizer}".encode()).hexdigest()[:16]
+    return TextData(encoded(text.train), encoded(text.held_out), text.name, fingerprint)
+
+
+# --- windows ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The inputs that a model is called with, and what it is to predict."""
+
+    inputs: torch.Tensor
+    """(B, T) int64."""
+    targets: torch.Tensor
+    """(B, T) int64: what follows each input; -100 where it does not count."""
+    positions: torch.Tensor | None = None
+    """(B, T) int64, restarting at each document of a packed row; None: every row is one."""
+
+    @property
+    def extra(self) -> dict[str, torch.Tensor]:
+        """Return what the model is given in addition to its inputs."""
+        return {} if self.positions is None else {"position_ids": self.positions}
+
+    def with_labels(self) -> dict[str, torch.Tensor]:
+        """Return what a model is called with that computes its loss by itself, by name."""
+        return {"input_ids": self.inputs, "labels": self.targets, "shift_labels": self.targets, **self.extra}
+
+    def to(self, device: torch.device) -> Batch:
+        """The same on `device`. The host does not wait for an accelerator: it copies from page-locked memory later on."""
+
+        def sent(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+        return Batch(sent(self.inputs), sent(self.targets), None if self.positions is None else sent(self.positions))
+
+
+class Windows:
+    """Windows of a text as batches. `packed`: documents are apart, and the first token of each counts for nothing."""
+
+    def __init__(self, corpus: Corpus, seq_len: int, packed: bool):
+        self.corpus, self.seq_len, self.packed = corpus, seq_len, packed
+
+    def at(self, starts: Sequence[int]) -> Batch:
+        """Predict each token after the first of the windows that begin at `starts`."""
+        tokens = torch.stack([self.corpus.read(start, self.seq_len + 1) for start in starts])
+        targets = tokens[:, 1:].contiguous()
+        if not self.packed:
+            return Batch(tokens[:, :-1], targets)
+        documents = torch.stack([self.corpus.documents(start, self.seq_len + 1) for start in starts])
+        begins = documents[:, 1:] != documents[:, :-1]
+        positions = since_start(torch.cat([torch.ones_like(begins[:, :1]), begins[:, :-1]], 1))
+        return Batch(tokens[:, :-1], targets.masked_fill(begins, IGNORED), positions)
+
+
+class TextRows(Windows):
+    """Windows to train on, by step. Every window is used once per epoch, in an order shuffled anew each epoch.
+
+    Args:
+        corpus: what is trained on.
+        seq_len: tokens that the model sees per sample; a sample reads one more, the last target.
+        batch_size: samples per step over all ranks and micro-batches.
+        seed: of the order.
+
+    Raises:
+        ValueError: the text has fewer windows than one batch.
+    """
+
+    def __init__(self, corpus: Corpus, seq_len: int, batch_size: int, seed: int, *, packed: bool = False):
+        super().__init__(corpus, seq_len, packed)
+        self._batch_size, self._seed = batch_size, seed
+        # Each epoch moves the windows' borders by less than one window, hence the one less.
+        self.windows = (corpus.size - 1) // seq_len - 1
+        """Windows per epoch."""
+        if self.windows < batch_size:
+            raise ValueError(
+                f"The training text has {corpus.size} bytes, {max(0, self.windows)} windows of {seq_len} "
+                f"tokens: too few for one batch of {batch_size}. Give more text (--data), a shorter --seq-len or "
+                "a smaller --batch-size."
+            )
+
+    def start_of(self, sample: int) -> int:
+        """The first token's place of the sample numbered `sample` since step 0."""
+        epoch, place = divmod(sample, self.windows)
+        shift = mix(self._seed, epoch, 1) % self.seq_len
+        return shift + self.seq_len * shuffled(place, self.windows, mix(self._seed, epoch, 2))
+
+    def batch(self, step: int, part: int = 0, parts: int = 1) -> Batch:
+        """Part `part` of `parts` equal ones of the global batch of `step`."""
+        size = self._batch_size // parts
+        first = step * self._batch_size + part * size
+        return self.at([self.start_of(first + i) for i in range(size)])
+
+    def targets(self, step: int) -> int | None:
+        """Targets that count in the global batch of `step`; None: all do."""
+        return int((self.batch(step).targets != IGNORED).sum()) if self.packed else None
+
+
+class HeldOutText(Windows):
+    """A fixed choice of held-out windows, the same for every run and number of ranks: spread evenly, without overlap.
+
+    Raises:
+        ValueError: the text is shorter than one window.
+    """
+
+    def __init__(self, corpus: Corpus, seq_len: int, samples: int, *, packed: bool = False):
+        super().__init__(corpus, seq_len, packed)
+        windows = (corpus.size - 1) // seq_len
+        if windows < 1:
+            raise ValueError(
+                f"The held-out text has {corpus.size} bytes, less than one window of {seq_len} tokens. Give more text "
+                "(--data), a shorter --seq-len, or --eval-samples 0."
+            )
+        count = min(samples, windows)
+        self.starts = [i * windows // count * seq_len for i in range(count)]
+        """The first token's place of each."""
+        self.targets = int((self.batch(range(count)).targets != IGNORED).sum())
+        """Targets that count in all windows."""
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def batch(self, numbers: Sequence[int]) -> Batch:
+        """The windows with these numbers."""
+        return self.at([self.starts[i] for i in numbers])
+
+    def entropy(self) -> float:
+        """Unigram entropy of what is to be predicted, nats: a model that ignores context gets no lower loss."""
+        return unigram_entropy(self.batch(range(len(self))).targets)
+
+
+def unigram_entropy(tokens: torch.Tensor) -> float:
+    """Entropy of the tokens' own frequencies, nats per token; a negative token does not count.
+
+    >>> round(unigram_entropy(torch.tensor([0, 0, 1, 1])), 4)
+    0.6931
+    """
+    counts = torch.bincount(tokens[tokens >= 0], minlength=1).double()
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * shares.log()).sum())

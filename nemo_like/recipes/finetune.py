@@ -1,0 +1,270 @@
+"""Fine-tune a Hugging Face model: options for TRL's `SFTTrainer`, with our mixins. Also under torchrun:
+
+    torchrun --nproc-per-node 2 -m nemo_like.recipes.finetune --model DIR --data FILE.jsonl --lora
+
+Data sets, chat templates, packing, steps, checkpoints and logs are TRL's and the Trainer's (docs/how-to/fine-tune.md).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nemo_like._util.console import as_flag, flag, start_logging
+from nemo_like._util.device_work import is_out_of_memory
+from nemo_like._util.extras import require
+from nemo_like._util.log import is_rank_zero
+from nemo_like._util.option_fields import parse_options
+from nemo_like.distributed import launch
+from nemo_like.integrations.activation_offloading import ActivationOffloadingMixin
+from nemo_like.integrations.trainer_job import call_of_model, largest_batch
+from nemo_like.integrations.transformers import CheckpointingArguments, CheckpointingMixin
+from nemo_like.options.optimizers import TRAINER_OPTIMIZERS
+from nemo_like.planning.devices import device_at_hand
+from nemo_like.planning.fit import fit
+from nemo_like.recipes.data import open_samples
+from nemo_like.recipes.options import FinetuneOptions
+from nemo_like.recipes.ranks import let_segments_grow
+
+transformers = require("transformers", "finetune", "to fine-tune")
+trl = require("trl", "finetune", "to fine-tune")
+datasets = require("datasets", "finetune", "to fine-tune")
+peft = require("peft", "finetune", "to fine-tune")
+
+FORMS = ({"messages"}, {"prompt", "completion"}, {"text"})
+"""Columns that samples have."""
+_SAME = {f.metadata["trainer"]: f.name for f in fields(FinetuneOptions) if f.metadata["trainer"]}
+"""Arguments of the trainer that have the value of an option, and that option."""
+
+
+@dataclass
+class TrainerArguments(CheckpointingArguments, trl.SFTConfig):  # type: ignore[name-defined]
+    """The arguments of `Trainer`."""
+
+
+class Trainer(CheckpointingMixin, ActivationOffloadingMixin, trl.SFTTrainer):  # type: ignore[misc,name-defined]
+    """TRL's trainer, with checkpointing, offloading and what keeps a step within memory."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the job; the process's exit code, see `run`."""
+    return run(parse_options(FinetuneOptions, arguments))
+
+
+def run(options: FinetuneOptions) -> int:
+    """Train, and write the result; the process's exit code: 0, 2 for bad input and where memory runs out, 130."""
+    code = 2
+    start_logging()
+    datasets.disable_progress_bars()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        train(options)
+        return 0
+    except (ValueError, ImportError, OSError, NotImplementedError) as error:
+        text = f"error: {error}"
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        # The mixin's advice is in the trainer's words.
+        text = "error: " + re.sub(r"\b(\w+)=('[^']*'|\d+)", _as_option, str(error))
+    except KeyboardInterrupt:
+        text, code = "interrupted; go on from the last checkpoint with --resume", 130
+    finally:
+        launch.shutdown()
+    print(f"[rank {launch.rank()}] {text}", file=sys.stderr, flush=True)
+    return code
+
+
+def _as_option(found: re.Match[str]) -> str:
+    """Return an argument of the trainer as an option, where it is one."""
+    name, value = _SAME.get(found[1]), found[2].strip("'")
+    return found[0] if name is None else f"{flag(name)} {TRAINER_OPTIMIZERS.get(value, value)}"
+
+
+def train(options: FinetuneOptions) -> None:
+    """Read, train and write. A collective.
+
+    Raises:
+        ValueError: an option does not fit the model or the data, or one of these cannot be read.
+        MissingExtraError: a package is not installed.
+    """
+    checkpoint = _checkpoint(options)
+    data = open_samples("--data", options.data, FORMS)
+    held_out = None if options.eval_data is None else open_samples("--eval-data", options.eval_data, FORMS)
+    held = min(options.eval_samples, len(data) // 10)
+    if held_out is None and held:
+        parts = data.train_test_split(held, seed=options.seed)
+        data, held_out = parts["train"], parts["test"]
+    trainer = make_trainer(options, data, held_out)
+    if options.fit:
+        options, ac = _fitted(options, trainer)
+        trainer = make_trainer(options, data, held_out, trainer.model, ac)
+    trainer.train(resume_from_checkpoint=checkpoint)
+    save_result(trainer, options)
+
+
+def _checkpoint(options: FinetuneOptions) -> str | None:
+    """Return the last complete checkpoint of an earlier run; None: the run begins."""
+    output = Path(options.output)
+    there = [path for path in output.glob("checkpoint-*") if path.name[11:].isdecimal()]
+    # The Trainer writes its state last; its own mark is there while a signal's checkpoint is being written.
+    whole = [p for p in there if (p / "trainer_state.json").exists() and not list(p.glob("*is-incomplete*"))]
+    if options.resume == "no" and (there or (output / "adapter").exists() or (output / "model").exists()):
+        raise ValueError(f"--output {options.output!r} has a run already. Go on with --resume, or give another folder.")
+    if options.resume == "must" and not whole:
+        raise ValueError(f"--resume finds no checkpoint in {options.output!r}. Write --resume=auto to start anew.")
+    return str(max(whole, key=lambda path: int(path.name[11:]))) if whole and options.resume != "no" else None
+
+
+def _arguments(options: FinetuneOptions, held_out: Any, conversations: bool) -> Any:
+    """Return the options as arguments of `SFTTrainer`, with our own."""
+    loggers = ["tensorboard"] * options.tensorboard + ["wandb"] * (options.wandb is not None)
+    for name in loggers:
+        require(name, name, f"for {flag(name)}")
+    os.environ |= {} if options.wandb is None else {"WANDB_PROJECT": options.wandb}
+    cpu, ranks = options.device == "cpu" or not torch.cuda.is_available(), launch.world_size()
+    let_segments_grow("cpu" if cpu else "cuda")
+    given = {theirs: getattr(options, ours) for theirs, ours in _SAME.items()}
+    given["optim"] = next(name for name, word in TRAINER_OPTIMIZERS.items() if word == options.optimizer)
+    if ranks > 1 and not cpu:  # accelerate has FSDP2 on accelerators; on CPUs it is DDP
+        sharding = {"version": 2, "reshard_after_forward": options.reshard_after_forward}
+        given |= {"fsdp": True, "fsdp_config": sharding}
+    return TrainerArguments(
+        **given,
+        per_device_eval_batch_size=options.batch_size,
+        use_cpu=cpu,
+        ddp_backend="gloo" if cpu and ranks > 1 else None,
+        ddp_find_unused_parameters=False,
+        bf16=options.precision == "bfloat16",
+        activation_checkpointing=False,
+        assistant_only_loss=conversations and options.train_on == "assistant",
+        max_steps=options.steps or -1,
+        warmup_steps=min(options.warmup_steps, options.steps or options.warmup_steps),
+        lr_scheduler_type="constant_with_warmup" if options.schedule == "constant" else options.schedule,
+        eval_strategy="no" if held_out is None else "steps",
+        enable_jit_checkpoint=True,  # SIGTERM saves
+        disable_tqdm=True,
+        report_to=loggers,
+    )
+
+
+def make_trainer(options: FinetuneOptions, data: Any, held_out: Any, model: Any = None, ac: Any = None) -> Any:
+    """Return the trainer of these options; `model`: one that is there already, with its adapters; `ac`: a plan.
+
+    Raises:
+        ValueError: model, tokenizer or data cannot be used.
+    """
+    arguments = _arguments(options, held_out, "messages" in data.column_names)
+    how = {"trust_remote_code": options.trust_remote_code}
+    try:
+        model, adapters = _load_model(options, **how) if model is None else (model, None)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(options.model, **how)
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(f"--model is {options.model!r}, which transformers cannot open: {reason}") from error
+    try:
+        given = {"train_dataset": data, "eval_dataset": held_out, "processing_class": tokenizer}
+        return Trainer(model=model, args=arguments, peft_config=adapters, ac=ac, **given)
+    except ValueError as error:
+        way_out = " Or give --train-on all, or samples with prompt and completion."
+        raise ValueError(f"{error}{way_out if 'template' in str(error) else ''}") from error
+    except Exception as error:  # a chat template is a program: it raises what it likes
+        reason = " ".join(str(error).split())
+        raise ValueError(f"--data is {options.data!r}, which TRL cannot prepare: {reason}") from error
+
+
+def _load_model(options: FinetuneOptions, **how: Any) -> tuple[Any, Any]:
+    """Return the model, with what trains chosen, and the adapters to put into it."""
+    half = options.precision == "bfloat16"
+    if options.qlora:
+        require("bitsandbytes", "qlora", "for --qlora")
+        stored = torch.bfloat16 if half else torch.float32  # FSDP2 shards only what has the dtype of the rest
+        how["quantization_config"] = transformers.BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=stored, bnb_4bit_quant_storage=stored
+        )
+    # What trains is float32, which the optimizer works on; what is frozen has the dtype to compute in.
+    dtype = torch.bfloat16 if half and options.lora else torch.float32
+    model = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype, **how)
+    if not options.lora:
+        return model, None
+    names = [name.strip() for name in options.lora_targets.split(",")]
+    shape = {"r": options.lora_rank, "lora_alpha": options.lora_alpha, "lora_dropout": options.lora_dropout}
+    targets = "all-linear" if names == ["all-linear"] else names
+    return model, peft.LoraConfig(target_modules=targets, task_type="CAUSAL_LM", **shape)
+
+
+def _fitted(options: FinetuneOptions, trainer: Any) -> tuple[FinetuneOptions, Any]:
+    """Return the options that are the fastest by prediction for the same samples a step, and the plan of ``ac``."""
+    (model, job), ranks = trainer.planned_job(), launch.world_size()
+    asked: dict[str, Any] = dict(gpus=ranks, gpu=device_at_hand(trainer.args.device.type), memory=options.fit_memory)
+    asked |= dict(
+        tp=1, cp=options.cp, ep=1, pp=1, cpu_offload=False, reshard_after_forward=options.reshard_after_forward
+    )
+    asked |= dict(precision=job.precision, step=job.step, optimizer=job.step.optimizer, compile="none", loss="model")
+    asked["offload"] = options.offload
+    report = fit(
+        model,
+        seq_len=largest_batch(trainer, 1)["input_ids"].shape[1],
+        global_batch=options.batch_size * options.grad_accum * ranks // options.cp,
+        sample=lambda rows: call_of_model(trainer, largest_batch(trainer, rows)),
+        count=1,
+        **asked,
+    )
+    if not report.candidates:
+        raise ValueError(f"--fit: {report.problem}")
+    best = report.best
+    sizes: dict[str, Any] = {"batch_size": best.layout.micro_batch, "grad_accum": best.layout.grad_accum}
+    chosen = replace(options, **sizes, ac=best.ac if best.plan is None else options.ac)
+    if is_rank_zero():
+        print("--fit chose", f"--ac {best.ac}", *(as_flag(name, size) for name, size in sizes.items()), flush=True)
+    return chosen, best.plan
+
+
+def save_result(trainer: Any, options: FinetuneOptions) -> None:
+    """Write what was trained, whole, to ``OUTPUT/adapter`` or ``OUTPUT/model``. A collective."""
+    state, output = trainer.accelerator.get_state_dict(trainer.model), Path(options.output)
+    if not trainer.is_world_process_zero():
+        return
+    how = {"trust_remote_code": options.trust_remote_code}
+    stored = None if options.lora else transformers.AutoConfig.from_pretrained(options.model, **how).dtype
+    model, folder = trainer.accelerator.unwrap_model(trainer.model), output / ("adapter" if options.lora else "model")
+    model.config.use_cache = True  # what training switched off
+
+    def write(target: Path) -> None:
+        if stored is None:
+            model.save_pretrained(target, state_dict=state)
+        else:
+            model.save_pretrained(target, state_dict={name: tensor.to(stored) for name, tensor in state.items()})
+            model.config.dtype = stored  # else it names that of training
+            model.config.save_pretrained(target)
+
+    _write(folder, trainer, write)
+    if options.merge:
+        base = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype="auto", **how)
+        merged, folder = peft.PeftModel.from_pretrained(base, str(folder)).merge_and_unload(), output / "model"
+        _write(folder, trainer, merged.save_pretrained)
+    print(f"The result is in {folder}.", flush=True)
+
+
+def _write(folder: Path, trainer: Any, write: Any) -> None:
+    """Have `write` fill a new folder, which gets its name when it is complete."""
+    target = folder.with_name(f".writing-{folder.name}")
+    for rest in (target, folder):
+        shutil.rmtree(rest, ignore_errors=True)
+    write(target)
+    trainer.processing_class.save_pretrained(target)
+    target.rename(folder)
+
+
+if __name__ == "__main__":
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    sys.exit(record(main)())  # torchrun then shows the first failing rank's traceback in its own summary

@@ -1,0 +1,146 @@
+"""What a run shows and keeps of its steps: lines with loss, speed and memory, the losses, and a summary's figures."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import resource
+import sys
+from importlib import metadata
+
+import torch
+
+from nemo_like import __version__
+from nemo_like._util.log import is_rank_zero
+from nemo_like._util.table import paragraph, screen_width
+from nemo_like._util.words import GIB
+from nemo_like.recipes.ranks import Ranks
+
+
+class DivergedError(RuntimeError):
+    """The loss or the gradient is no longer finite."""
+
+
+def memory_kind(device: torch.device) -> str:
+    """Return the kind of memory that `memory_used` and `memory_peak` count on `device`."""
+    if device.type != "cpu":
+        return f"bytes of tensors in the {device.type.upper()} caching allocator"
+    return "resident bytes of the whole process, interpreter and libraries included"
+
+
+def memory_used(device: torch.device) -> int:
+    """Bytes in use now on this rank; see `memory_kind`. On a system without /proc it is the peak."""
+    if device.type != "cpu":
+        return torch.get_device_module(device).memory_allocated(device)
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * resource.getpagesize()
+    except OSError:  # macOS has no /proc
+        return memory_peak(device)
+
+
+def memory_peak(device: torch.device) -> int:
+    """The most bytes in use so far on this rank; see `memory_kind`."""
+    if device.type != "cpu":
+        return torch.get_device_module(device).max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB, macOS in bytes
+
+
+class Progress:
+    """Lines with steps, loss, speed and memory on rank 0; nothing on the others."""
+
+    def __init__(self, steps: int, device: torch.device):
+        self._steps, self._device, self._shown = steps, device, is_rank_zero()
+        self._width = screen_width() if sys.stdout.isatty() or "COLUMNS" in os.environ else None
+
+    def step(
+        self, done: int, loss: float, learning_rate: float, tokens_per_second: float, mfu: float | None = None
+    ) -> None:
+        """Report after `done` steps; `loss` in nats per token, `mfu` a share of 1, left out where it is None."""
+        if not self._shown:
+            return
+        sizes = {"memory": (5, memory_used(self._device)), "peak": (2, memory_peak(self._device))}
+        if self._device.type != "cpu":
+            sizes["reserved"] = (6, torch.get_device_module(self._device).max_memory_reserved(self._device))
+        fields = [(0, f"loss {loss:.4f}"), (3, f"lr {learning_rate:.2e}"), (1, f"{tokens_per_second:,.0f} tokens/s")]
+        fields += [] if mfu is None else [(4, f"MFU {mfu:.1%}")]
+        fields += [(keep, f"{word} {size / GIB:.2f} GiB") for word, (keep, size) in sizes.items()]
+        word = "" if self._width is not None and self._width < 80 else "step "
+        step = f"{word}{done:>{len(str(self._steps))}}/{self._steps}"
+        print(f"{step}  {_fitting(fields, None if self._width is None else self._width - len(step) - 2)}", flush=True)
+
+    def say(self, line: str) -> None:
+        """Print one line."""
+        if self._shown:
+            print("\n".join(paragraph(part, self._width) for part in line.split("\n")), flush=True)
+
+
+def _fitting(fields: list[tuple[int, str]], width: int | None) -> str:
+    """Return `fields` in a line of at most `width`; those of the largest numbers are left out first, and 0 never.
+
+    >>> _fitting([(0, "loss 2.5"), (3, "lr 0.1"), (1, "90 tokens/s")], 22)
+    'loss 2.5  90 tokens/s'
+    """
+    kept = list(fields)
+    while width is not None and len("  ".join(text for _, text in kept)) > width and any(keep for keep, _ in kept):
+        kept.remove(max(kept))
+    return "  ".join(text for _, text in kept)
+
+
+class LossLog:
+    """The mean loss over all ranks of every step. Losses stay on the device until they are read."""
+
+    def __init__(self, ranks: Ranks, first_step: int):
+        self.losses: list[float] = []
+        """Nats per token, one per step, from the step numbered `first_step` on."""
+        self.first_step, self._ranks = first_step, ranks
+        self._unread: list[torch.Tensor] = []
+
+    def add(self, loss: torch.Tensor, norm: torch.Tensor) -> None:
+        """One step's mean loss on this rank's samples and gradient norm, 0-dim; does not wait for the device."""
+        self._unread.append(torch.stack([loss, norm.to(loss.device)]))
+
+    def read(self) -> None:
+        """Bring what was added from the device and take the mean over ranks. A collective.
+
+        Raises:
+            DivergedError: a loss or norm is infinite or NaN; on every rank.
+        """
+        if not self._unread:
+            return
+        unread, self._unread = torch.stack(self._unread).double(), []  # (steps, 2)
+        for loss, norm in (self._ranks.sum(unread) / self._ranks.world_size).tolist():
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                raise DivergedError(
+                    f"Step {self.first_step + len(self.losses) + 1}: the loss is {loss}, the gradient's norm {norm}. "
+                    "Lower --lr, lengthen --warmup-steps or clip more; checkpoints from before are untouched."
+                )
+            self.losses.append(loss)
+
+
+class Speed:
+    """Tokens per second. The first step allocates and compiles; it is left out unless it is the only one."""
+
+    def __init__(self) -> None:
+        self._tokens, self._seconds, self._steps = 0, 0.0, 0
+
+    def add(self, seconds: float, tokens: int) -> None:
+        """Note a step on so many tokens."""
+        if self._steps == 1:
+            self._tokens, self._seconds = 0, 0.0
+        self._tokens, self._seconds, self._steps = self._tokens + tokens, self._seconds + seconds, self._steps + 1
+
+    @property
+    def per_second(self) -> float:
+        """Return the tokens per second."""
+        return self._tokens / (self._seconds or math.inf)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what the run ran on."""
+    installed = {"nemo_like": __version__, "python": platform.python_version()}
+    installed |= {"torch": torch.__version__, "cuda": str(torch.version.cuda)}
+    there = {dist.metadata["Name"] for dist in metadata.distributions()}
+    return installed | {name: metadata.version(name) for name in ("transformers", "tokenizers") if name in there}
