@@ -46,15 +46,21 @@ from nemo_like.parallelizer import parallelize
 from nemo_like.planning.devices import device_at_hand
 from nemo_like.profiling.larger_batch import most_elements
 from nemo_like.recipes.agree import OtherRankError, Ranks
+from nemo_like.recipes.checkpoint import (
+    CheckpointError,
+    CheckpointStore,
+    about_run,
+    check_same_run,
+    gather_state,
+    writing,
+)
 from nemo_like.recipes.fitted import Fitted, choose
 from nemo_like.recipes.interrupt import Interrupt
-from nemo_like.recipes.job_checkpoint import CheckpointError, CheckpointStore, writing
 from nemo_like.recipes.loss import DivergedError, LossLog, MeanLoss, evaluate
 from nemo_like.recipes.memory_advice import MemoryRanOutError, PlannedStep, advice_on_memory
 from nemo_like.recipes.options import RunOptions
 from nemo_like.recipes.progress import Progress, memory_kind, memory_peak
 from nemo_like.recipes.rows import Batch, HeldOut, Rows
-from nemo_like.recipes.run_state import about_run, check_same_run, gather_state, make_optimizer
 from nemo_like.recipes.step_flops import Speed, Utilisation
 
 BAD_INPUT = 2
@@ -189,8 +195,6 @@ class TrainingJob:
         """Return what the summary has of this kind of job in addition to what it has of every one; JSON values."""
         return {}
 
-    saves_frozen = True
-    """Checkpoints have the weights that do not train, too."""
     unit = "token"
     """Unit that losses are per."""
 
@@ -333,7 +337,7 @@ class TrainingJob:
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint holds, the tensors themselves."""
-        return gather_state(self.model, self.optimizer, frozen=self.saves_frozen)
+        return gather_state(self.model, self.optimizer)
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
@@ -584,3 +588,19 @@ class LearningRate:
         done = min(1.0, (step - self.warmup + 1) / max(1, self.steps - self.warmup))
         shape = 0.5 * (1 + math.cos(math.pi * done)) if self.kind == "cosine" else 1 - done
         return self.peak * (self.floor + (1 - self.floor) * shape)
+
+
+def make_optimizer(model: nn.Module, options: RunOptions) -> torch.optim.AdamW:
+    """AdamW over what trains; weight decay on matrices only, not on norms and biases."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if not trained:
+        raise ValueError("The model has no parameter that trains: every requires_grad is False.")
+    groups = [
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": options.weight_decay},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    forms = {"adamw-loop": {"foreach": False}, "adamw-foreach": {"foreach": True}, "adamw-fused": {"fused": True}}
+    how: dict[str, Any] = forms.get(options.optimizer, {})
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]], lr=options.lr, betas=(options.beta1, options.beta2), **how
+    )
