@@ -227,8 +227,9 @@ def gather_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> di
             if id(parameter) not in optimized:
                 raise RuntimeError(f"The optimizer does not know {name}: it was made before the model was sharded.")
             kept = optimizer.state[parameter]
-            if not kept:  # not made yet: as AdamW begins
-                kept.update({m: torch.zeros_like(parameter) for m in ("exp_avg", "exp_avg_sq")}, step=torch.tensor(0.0))
+            if not kept:  # not made yet: as AdamW begins, and in its order, which is that of the file
+                zeros = {moment: torch.zeros_like(parameter) for moment in ("exp_avg", "exp_avg_sq")}
+                kept |= {"step": torch.tensor(0.0), **zeros}
             moments[name] = {key: in_boxes(value) for key, value in kept.items()}
     return {"model": weights, "optimizer": moments}
 

@@ -13,7 +13,7 @@ import torch
 
 from nemo_like._util.log import forget_announcements
 from nemo_like.recipes.agree import Ranks
-from nemo_like.recipes.checkpoint import CheckpointError, CheckpointStore
+from nemo_like.recipes.checkpoint import CheckpointError, CheckpointStore, copied_bytes
 
 pytestmark = pytest.mark.compat
 
@@ -165,6 +165,11 @@ def test_a_failed_write_is_reported_by_the_next_wait_and_harms_nothing(two: Path
     store.save(6, _state(6), {})  # and the store goes on
     store.wait()
     assert _load(two)[0] == 6
+
+
+def test_copies_of_tied_weights_count_once():
+    numbers = torch.ones(3)
+    assert copied_bytes({"model": {"a": numbers, "tied": numbers}}) == 12
 
 
 def test_a_file_where_the_folder_should_be_is_an_error(tmp_path: Path):
