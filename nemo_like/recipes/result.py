@@ -20,7 +20,7 @@ from nemo_like.distributed import get_model_state
 from nemo_like.distributed.weights.slots import find_slots, show_shards
 from nemo_like.distributed.weights.state_dict import whole_on_first
 from nemo_like.recipes.agree import Ranks
-from nemo_like.recipes.job_checkpoint import CheckpointError
+from nemo_like.recipes.checkpoint import CheckpointError
 
 
 def save_adapter(model: nn.Module, folder: Path, ranks: Ranks) -> None:

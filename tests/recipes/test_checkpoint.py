@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 
 from nemo_like._util.log import forget_announcements
 from nemo_like.recipes.agree import Ranks
-from nemo_like.recipes.job_checkpoint import CheckpointError, CheckpointStore
+from nemo_like.recipes.checkpoint import CheckpointError, CheckpointStore, copied_bytes
 
 pytestmark = pytest.mark.compat
 
@@ -78,35 +77,6 @@ def test_round_trip_is_bitwise_and_only_the_newest_are_kept(tmp_path: Path, back
     state = _state(99)
     assert store.load(state, about.append) == 12
     assert _same(state, _state(12)) and about == [{"seed": 12}]
-
-
-def test_the_best_checkpoint_is_kept_until_another_one_is_complete(tmp_path: Path):
-    store = _store(tmp_path, keep=1, background=False)
-    for step, best in ((1, 1), (2, 1), (3, 1), (4, 4), (5, 4)):
-        store.best = best
-        store.save(step, _state(step), {"best": best})
-        assert store.steps() == sorted({step, best}, reverse=True)
-    state = _state(99)
-    store.load_step(4, state)
-    assert _same(state, _state(4))
-
-
-def test_a_save_in_the_background_knows_the_best_of_its_own_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A step is the best one before its checkpoint is on disk: the one before stays, and no manifest names it yet."""
-    store, complete, go = _store(tmp_path, keep=1), CheckpointStore._complete, threading.Event()
-    about, store.best = {"best": 1}, 1
-    store.save(1, _state(1), about)
-    store.wait()
-    monkeypatch.setattr(CheckpointStore, "_complete", lambda *given: go.wait(10) and complete(*given))
-    store.save(2, _state(2), about)
-    about["best"] = store.best = 3
-    go.set()
-    store.wait()
-    assert store.steps() == [2, 1]
-    assert json.loads((store.path(2) / "manifest.json").read_text())["about"] == {"best": 1}
-    store.save(3, _state(3), about)
-    store.wait()
-    assert store.steps() == [3]
 
 
 def _flip(path: Path) -> None:
@@ -197,7 +167,12 @@ def test_a_failed_write_is_reported_by_the_next_wait_and_harms_nothing(two: Path
     assert _load(two)[0] == 6
 
 
+def test_copies_of_tied_weights_count_once():
+    numbers = torch.ones(3)
+    assert copied_bytes({"model": {"a": numbers, "tied": numbers}}) == 12
+
+
 def test_a_file_where_the_folder_should_be_is_an_error(tmp_path: Path):
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match=r"--checkpoint-dir '.*file' cannot be a folder"):
+    with pytest.raises(CheckpointError, match=r"Writing to --checkpoint-dir '.*file' failed: FileExistsError"):
         _store(tmp_path / "file")

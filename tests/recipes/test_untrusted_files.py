@@ -18,7 +18,7 @@ import nemo_like
 from nemo_like.distributed import materialize
 from nemo_like.distributed.weights.checked_files import CheckedPlanner, CheckedReader, CheckpointUnreadableError
 from nemo_like.recipes.agree import Ranks
-from nemo_like.recipes.job_checkpoint import CheckpointError, CheckpointStore, _describe
+from nemo_like.recipes.checkpoint import CheckpointError, CheckpointStore, _size_and_sum
 
 pytestmark = [pytest.mark.compat, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
@@ -147,7 +147,7 @@ def test_a_job_does_not_resume_from_a_hostile_checkpoint(tmp_path: Path, hostile
     if hostile == "metadata":
         (folder / ".metadata").write_bytes(HOSTILE["a function of the stranger"])
     manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["files"] = _describe([path for path in folder.iterdir() if path.name != "manifest.json"])
+    manifest["files"] = {p.name: _size_and_sum(p) for p in folder.iterdir() if p.name != "manifest.json"}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError, match="refers to" if hostile == "metadata" else "cannot be read") as info:
         store.load({"weight": torch.zeros(2)}, lambda about: None)

@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import contextlib
+import io
+import json
 import os
 import resource
-import shutil
 import signal
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.staging import DefaultStager
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nemo_like.recipes.agree import OtherRankError, Ranks
-from nemo_like.recipes.command_line import parse_options
-from nemo_like.recipes.finetune import FineTuning, main
-from nemo_like.recipes.job_checkpoint import CheckpointError, CheckpointStore, copied_bytes
-from nemo_like.recipes.loop import run_job
+from nemo_like.recipes.checkpoint import CheckpointError, CheckpointStore
+from nemo_like.recipes.pretrain import main
 from nemo_like.recipes.result import _replace
-from tests_distributed.recipes.finetune_job import make_model, questions, run_finetune, write_lines
+from tests_distributed.recipes.pretrain_job import LLAMA, run_job, run_main
 from tests_distributed.spawn import RankDiedError, on_ranks, run_ranks
 
-transformers = pytest.importorskip("transformers")
-pytest.importorskip("peft")
+pytest.importorskip("transformers")
 ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
@@ -36,31 +35,29 @@ ALONE = Ranks(0, 1, torch.device("cpu"))
 def base(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Options of a small job."""
     folder = tmp_path_factory.mktemp("job")
-    make_model(folder / "model", max_position_embeddings=2048)
-    write_lines(folder / "data.jsonl", questions())
-    line = f"--model {folder / 'model'} --data {folder / 'data.jsonl'} --steps 4 --batch-size 4 --seq-len 32 --save-every 2"
-    line += " --eval-samples 0 --warmup-steps 1 --lr 1e-2 --device cpu --precision float32 --sync-save"
-    return line.split()
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    (folder / "text.txt").write_text("".join(f"{i} bottles of beer on the wall.\n" for i in range(200)))
+    line = f"--model {folder / 'config.json'} --data {folder / 'text.txt'} --steps 4 --batch-size 4 --seq-len 16"
+    return f"{line} --eval-samples 0 --warmup-steps 1 --device cpu --precision float32".split()
 
 
 def _killed_in_a_step(rank: int, world_size: int, arguments: list[str]) -> None:
-    train = FineTuning._forward_and_backward
+    left = iter(range(3))
 
-    def killed(self: FineTuning) -> torch.Tensor:
-        if self.step == 3 and self.ranks.rank == world_size - 1:
+    def count(*_: object) -> None:
+        if next(left, None) is None and rank == world_size - 1:  # in the fourth step: nothing ends the save of step 2
             os.kill(os.getpid(), signal.SIGKILL)
-        return train(self)
 
-    FineTuning._forward_and_backward = killed  # type: ignore[method-assign]
+    register_optimizer_step_pre_hook(count)
     main(arguments)
 
 
 def test_a_run_killed_in_a_step_goes_on_from_the_last_checkpoint(base: list[str], tmp_path: Path) -> None:
-    line = [*base, "--lora", "--output", str(tmp_path / "killed")]
+    line = [*base, "--save-every", "2", "--sync-save", "--checkpoint-dir", str(tmp_path / "killed")]
     with pytest.raises(RankDiedError):
-        run_ranks(2, _killed_in_a_step, line, init_group=False, timeout=100)
-    whole = run_finetune(2, [*base, "--lora", "--output", str(tmp_path / "whole")], tmp_path / "whole.json")
-    resumed = run_finetune(2, [*line, "--resume"], tmp_path / "resumed.json")
+        run_ranks(2, _killed_in_a_step, line, init_group=False)
+    whole = run_job(2, base, tmp_path / "whole.json")
+    resumed = run_job(2, [*line, "--resume"], tmp_path / "resumed.json")
     assert resumed["first_step"] == 2 and resumed["losses"] == whole["losses"][2:]
 
 
@@ -94,65 +91,44 @@ def test_a_result_killed_in_its_writing_leaves_the_one_before(tmp_path: Path, fi
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def _without_disk(rank: int, world_size: int, arguments: list[str], checkpoints: bool) -> str:
-    """The error where a file can have no more than 20 kB, in the checkpoints or only in the result."""
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    full = (20_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
-    job = FineTuning(parse_options("finetune", arguments), ALONE)
-    if checkpoints:
-        resource.setrlimit(resource.RLIMIT_FSIZE, full)
-    save_result = job.save_result
-
-    def save_without_disk() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, full)
-        save_result()
-
-    job.save_result = save_without_disk  # type: ignore[method-assign]
-    try:
-        run_job(job)
-    except CheckpointError as error:
-        return str(error)
-    return "no error"
+def _without_disk(rank: int, world_size: int, arguments: list[str]) -> str:
+    """The error of the job where a file can have no more than 20 kB."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        assert main(arguments) == 2
+    return said.getvalue()
 
 
 def test_a_full_disk_is_said_and_loses_nothing(base: list[str], tmp_path: Path) -> None:
-    line = [*base, "--output", str(tmp_path / "run")]
-    (said,) = run_ranks(1, _without_disk, line, False, init_group=False, timeout=100)
-    assert f"Writing {tmp_path / 'run' / 'model'} failed:" in said and "run again with --resume" in said
-    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == [
-        "step-00000002",
-        "step-00000004",
-    ]
-    assert not (tmp_path / "run" / "model").exists()
-    run_finetune(1, [*line, "--resume"], tmp_path / "on.json")
-    transformers.AutoModelForCausalLM.from_pretrained(str(tmp_path / "run" / "model"))
-
-    shutil.rmtree(tmp_path / "run" / "model")
-    more = [*line, "--steps", "6", "--resume"]
-    (said,) = run_ranks(1, _without_disk, more, True, init_group=False, timeout=100)
+    run, model = tmp_path / "run", tmp_path / "model"
+    line = [*base, "--save-every", "2", "--checkpoint-dir", str(run), "--resume=auto"]
+    run_job(1, line, tmp_path / "summary")
+    kept = {"step-00000002", "step-00000004"}
+    (said,) = run_ranks(1, _without_disk, [*line, "--export", str(model)], init_group=False)
+    assert f"Writing {model} failed:" in said and "run again with --resume" in said and not model.exists()
+    (said,) = run_ranks(1, _without_disk, [*line, "--steps", "6"], init_group=False)
     assert "Writing the checkpoint of step 6" in said and "Checkpoints before it are untouched" in said
-    assert run_finetune(1, more, tmp_path / "on.json")["first_step"] == 4
+    assert kept < {path.name for path in run.iterdir()} and not (run / "step-00000006").exists()
+    more = run_job(1, [*line, "--steps", "6", "--export", str(model)], tmp_path / "summary")
+    assert more["first_step"] == 4 and (model / "model.safetensors").exists()
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="writes to a full device (Linux)")
 def test_a_summary_that_finds_no_room_is_said_after_the_result(
     base: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    summary, model = tmp_path / "run.json", tmp_path / "model"
     (tmp_path / f"run.json.{os.getpid()}.partial").symlink_to("/dev/full")
-    line = [*base, "--lora", "--steps", "1", "--output", str(tmp_path / "run"), "--json", str(tmp_path / "run.json")]
-    assert main(line) == 2
+    assert main([*base, "--steps", "1", "--export", str(model), "--json", str(summary)]) == 2
     said = capsys.readouterr().err
-    assert f"Writing {tmp_path / 'run.json'} failed: [Errno 28] No space left" in said and "--resume" in said
-    assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").exists()
+    assert f"Writing {summary} failed: OSError: [Errno 28] No space left" in said and "--resume" in said
+    assert (model / "model.safetensors").exists()
 
 
 def test_a_folder_that_may_not_be_written_is_refused_at_once(base: list[str]) -> None:
-    codes = run_ranks(1, _code, [*base, "--output", "/proc/tuned"], init_group=False)  # not even root may
+    codes = run_ranks(1, run_main, [*base, "--checkpoint-dir", "/proc/run"], init_group=False)  # not even root may
     assert codes == [2]
-
-
-def _code(rank: int, world_size: int, arguments: list[str]) -> int:
-    return main(arguments)
 
 
 def _ranks(rank: int, world_size: int) -> Ranks:
@@ -169,8 +145,8 @@ def _state(seed: float, world_size: int = 1) -> dict[str, Any]:
     return {"model": {"matrix": matrix}, "optimizer": {"matrix": {"step": torch.tensor(seed)}}}
 
 
-def _save_step(rank: int, world_size: int, folder: str, step: int, **how: bool) -> None:
-    store = CheckpointStore(folder, _ranks(rank, world_size), **how)
+def _save_step(rank: int, world_size: int, folder: str, step: int) -> None:
+    store = CheckpointStore(folder, _ranks(rank, world_size))
     store.save(step, _state(step, world_size), {"writers": world_size})
     store.wait()
 
@@ -211,45 +187,34 @@ def test_damage_seen_by_one_rank_sends_all_ranks_to_the_checkpoint_before(tmp_pa
 def test_a_write_that_fails_on_one_rank_is_an_error_on_all_and_harms_nothing(
     rank: int, world_size: int, tmp_path: Path
 ) -> None:
-    folder = str(tmp_path)
-    _save_step(rank, world_size, folder, 1, process=True)
-    writers = [os.getpid(), *(process.pid for process in multiprocessing.active_children() if process.pid)]
-    assert len(writers) == 2
-    errors = []
-    for how in ({"background": True}, {"process": True}, {"background": False}):
-        store = CheckpointStore(folder, _ranks(rank, world_size), **how)
-        for pid in writers if rank == 1 else ():  # a real full disk, as far as these processes can tell
-            resource.prlimit(pid, resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
-        try:
+    folder, unlimited = str(tmp_path), (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    _save_step(rank, world_size, folder, 1)
+    for background in (True, False):
+        store = CheckpointStore(folder, _ranks(rank, world_size), background=background)
+        if rank == 1:  # a real full disk, as far as this process can tell
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+        with pytest.raises(CheckpointError, match=r"^Writing the checkpoint of step 2 .*File too large"):
             store.save(2, _state(2, world_size), {})
             store.wait()
-        except (CheckpointError, OtherRankError) as error:
-            errors.append(f"{type(error).__name__}: {error}")
-        for pid in writers:
-            resource.prlimit(pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    _save_step(rank, world_size, folder, 3, process=True)
-    assert len(errors) == 3
-    for text in errors:
-        assert text.startswith("CheckpointError: Writing the checkpoint of step 2") and "File too large" in text
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    _save_step(rank, world_size, folder, 3)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000003"]
-    assert os.getpgid(writers[1]) == writers[1]  # a signal to the group of its rank does not end a save
     step, matrix, scalar = _load_step(rank, world_size, folder)
     assert (step, scalar) == (3, 3) and torch.equal(matrix, torch.arange(30.0).view(10, 3) + 3)
 
 
 @on_ranks(2)
-def test_without_room_for_shared_memory_a_thread_writes_and_it_is_said(
+def test_what_one_rank_cannot_copy_or_another_cannot_see_is_an_error_on_all(
     rank: int, world_size: int, tmp_path: Path
 ) -> None:
-    numbers = torch.ones(3)
-    assert copied_bytes({"model": {"a": numbers, "tied": numbers}}) == 12
-    messages: list[str] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=10 if rank else 10**9))
-        patch.setattr("nemo_like.recipes.job_checkpoint.warn_once", messages.append)
-        _save_step(rank, world_size, str(tmp_path), 1, process=True)
-    assert not multiprocessing.active_children() and _load_step(rank, world_size, str(tmp_path))[0] == 1
-    assert "/dev/shm has 10B free" in messages[0] and "a thread of the training process writes" in messages[0]
+    own = (OtherRankError, CheckpointError)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises((OtherRankError, MemoryError)):
+        if rank:
+            patch.setattr(DefaultStager, "stage", lambda *given: (_ for _ in ()).throw(MemoryError("full")))
+        _save_step(rank, world_size, str(tmp_path / "one"), 1)
+    # Folders that are not shared.
+    with pytest.raises(own[rank == 0], match="does not see __1_0.distcp: .* shared" if rank == 0 else "Another rank"):
+        _save_step(rank, world_size, str(tmp_path / f"of-{rank}"), 1)
 
 
 def _save_until_killed(rank: int, world_size: int, folder: str, delay: float) -> None:

@@ -22,7 +22,7 @@ from nemo_like.distributed.mesh import build_mesh
 from nemo_like.distributed.tensor.plan import InstalledStyle, installed_styles
 from nemo_like.distributed.weights.slots import in_boxes
 from nemo_like.options import FSDP2, PipelineParallel, TensorParallel
-from nemo_like.recipes.run_state import gather_state
+from nemo_like.recipes.checkpoint import gather_state
 from tests.checks import whole
 from tests_distributed.small_model import WIDTH, SmallModel
 from tests_distributed.spawn import on_ranks, run_ranks
