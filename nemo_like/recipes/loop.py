@@ -46,11 +46,10 @@ from nemo_like.parallelizer import parallelize
 from nemo_like.planning.devices import device_at_hand
 from nemo_like.profiling.larger_batch import most_elements
 from nemo_like.recipes.agree import OtherRankError, Ranks
-from nemo_like.recipes.fitted import Fitted, choose
+from nemo_like.recipes.auto import Fitted, MemoryRanOutError, PlannedStep, advice_on_memory, choose
 from nemo_like.recipes.interrupt import Interrupt
 from nemo_like.recipes.job_checkpoint import CheckpointError, CheckpointStore, writing
 from nemo_like.recipes.loss import DivergedError, LossLog, MeanLoss, evaluate
-from nemo_like.recipes.memory_advice import MemoryRanOutError, PlannedStep, advice_on_memory
 from nemo_like.recipes.options import RunOptions
 from nemo_like.recipes.progress import Progress, memory_kind, memory_peak
 from nemo_like.recipes.rows import Batch, HeldOut, Rows

@@ -329,11 +329,6 @@ class RunOptions:
         return self.precision
 
     @property
-    def trains_less(self) -> Mapping[str, dict[str, Any]]:
-        """Options that leave weights as they are, where the job has any: by what to write on the command line."""
-        return {}
-
-    @property
     def elsewhere(self) -> str:
         """The option that gives a run other checkpoints."""
         return "--checkpoint-dir"
