@@ -11,7 +11,7 @@ from nemo_like._util.device_work import is_out_of_memory
 from nemo_like._util.words import write_bytes
 from nemo_like.flags import changed_flags
 from nemo_like.job import Job
-from nemo_like.options import CheckpointConfig, MemoryBudget
+from nemo_like.options import FSDP2, CheckpointConfig, MemoryBudget
 from nemo_like.options.optimizers import OPTIMIZER_OBJECTS
 from nemo_like.planning.devices import Device, device_of
 from nemo_like.torch_compat import without_dispatch_modes
@@ -58,7 +58,11 @@ def changes(job: Job) -> Iterator[Change]:
 def flag_changes(job: Job, names: Collection[str]) -> Iterator[tuple[dict[str, Any], Job]]:
     """Yield those `changes` of `job` that are made by the flags `names`: their values, and the changed job."""
     for change in changes(job):
-        values = changed_flags(job, change.job)
+        # Only FSDP2 has all flags, and no change goes from one strategy to another.
+        before, after = (
+            each if each.fsdp is not None else replace(each, strategy=FSDP2()) for each in (job, change.job)
+        )
+        values = {name: value for name, value in changed_flags(before, after).items() if name != "strategy"}
         if values and values.keys() <= set(names):
             yield values, change.job
 

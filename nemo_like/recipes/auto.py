@@ -115,8 +115,7 @@ def best_of(options: RunOptions, ranks: Ranks, model: nn.Module, width: int, dev
     pins: dict[str, Any] = {name: getattr(options, name) for name in options.searched if name not in options.free}
     schedule, pins["memory"] = pins.pop("pp_schedule", None), options.fit_memory
     if "reshard_after_forward" in pins:
-        # In a list, since None alone pins nothing.
-        pins["reshard_after_forward"] = [RESHARD[options.reshard_after_forward]]
+        pins["reshard_after_forward"] = [RESHARD[options.reshard_after_forward]]  # None alone would pin nothing
     if "ac" in pins:
         budget = parse_ac(options.ac)
         pins["ac"] = getattr(budget, "mode", "plan")
