@@ -35,7 +35,7 @@ from nemo_like.planning.fit.question import PINS, FitKeywords
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.report import make_report
 from nemo_like.recipes.agree import Ranks
-from nemo_like.recipes.fitted import best_of
+from nemo_like.recipes.auto import best_of
 from nemo_like.recipes.options import PretrainOptions
 from tests.models.decoders import PlainDecoder, batch, build, loss_of
 from tests.models.tiny import llama
@@ -341,7 +341,7 @@ def _chosen(options: PretrainOptions, job: Job, limit: int) -> tuple[Any, ...]:
     ranks = Ranks(0, job.ranks, torch.device("cpu"), options.tp, options.cp, options.pp)
     asked = replace(options, fit="ep", fit_memory=f"{limit}B")  # the model has no experts: all is as the options say
     try:
-        best, _ = best_of(asked, ranks, _model(), TOKENS, resolve_device(GPU), 64 << 30)
+        best = best_of(asked, ranks, _model(), TOKENS, resolve_device(GPU), 64 << 30).best
     except ValueError as error:
         assert "--fit: " in str(error), error
         return (None, None, None, False)

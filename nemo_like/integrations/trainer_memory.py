@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from nemo_like._util.device_work import is_out_of_memory
 from nemo_like._util.log import say_once
 from nemo_like._util.plain import is_plain_value
 from nemo_like._util.words import write_bytes
@@ -20,10 +19,11 @@ from nemo_like.fake.model_copy import random_numbers_put_back
 from nemo_like.integrations.trainer_job import call_of_model, largest_batch, reference_bytes
 from nemo_like.job import Job
 from nemo_like.options.optimizers import TRAINER_OPTIMIZERS, TrainedParameter, optimizer_memory
-from nemo_like.planning.advise import changes, helping
-from nemo_like.planning.planned_rank import peak_under
+from nemo_like.planning.advise import flag_changes, saving, where_memory_runs_out
+from nemo_like.planning.planned_rank import lower_peaks, peak_under
 from nemo_like.planning.planner import query_of
-from nemo_like.torch_compat import local_part, recorded_snapshot, without_dispatch_modes
+from nemo_like.planning.query import PlanQuery
+from nemo_like.torch_compat import local_part, recorded_snapshot
 
 _MOST_CHANGES = 3
 
@@ -106,21 +106,15 @@ def _state_to_come(optimizer: Any) -> list[torch.Tensor]:
 # --- advice where memory runs out -----------------------------------------------------------------------------------------
 
 
-@contextmanager
-def advice_where_memory_runs_out(advice: Callable[[], list[str]]) -> Iterator[None]:
+def advice_where_memory_runs_out(advice: Callable[[], list[str]]) -> AbstractContextManager[None]:
     """Add `advice` to the error of memory that runs out inside. It keeps its type."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        try:
-            with without_dispatch_modes():  # what a caller's mode counts is the step, not its plan
-                lines = advice()
-        except (ValueError, NotImplementedError, TypeError, RuntimeError) as problem:
-            lines = [f"No plan can be made of this job ({problem}). Try ac='full' and a smaller micro-batch."]
+
+    def told(error: RuntimeError, lines: list[str]) -> RuntimeError:
         error.args = ("\n".join([str(error), *lines]), *error.args[1:])
-        raise
+        return error
+
+    otherwise = "No plan can be made of this job ({}). Try ac='full' and a smaller micro-batch."
+    return where_memory_runs_out(advice, otherwise, told)
 
 
 def ways_out(trainer: Any, model: nn.Module, job: Job) -> list[str]:
@@ -134,25 +128,25 @@ def ways_out(trainer: Any, model: nn.Module, job: Job) -> list[str]:
     sample = call_of_model(trainer, largest_batch(trainer))
     query = query_of(model, sample, job)
     peak = peak_under(query)
-    tried: list[tuple[str, int]] = []
-    for change in changes(job):
-        words = _arguments(job, change.job)
-        other = query.changed(change.job) if words else None
-        if other is not None:
-            tried.append((words, peak_under(other).total))
-    rows, passes = trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps
-    if rows > 1 and trainer.args.n_gpu <= 1:
-        half = call_of_model(trainer, largest_batch(trainer, rows=rows // 2))
-        fewer = job.change(step=replace(job.step, microbatches=2 * passes, sync="last"))
-        words = f"per_device_train_batch_size={rows // 2}, gradient_accumulation_steps={2 * passes}"
-        tried.append((words, peak_under(query_of(model, half, fewer)).total))
-    _, lowering = helping(peak.total, 0, tried)
+
+    def tried() -> Iterator[tuple[str, PlanQuery | None]]:
+        for values, changed in flag_changes(job, ("ac", "loss", "offload", "optimizer")):
+            if words := " ".join(map(_argument, values, values.values())):
+                yield words, query.changed(changed)
+        rows, passes = trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps
+        if rows > 1 and trainer.args.n_gpu <= 1:
+            half = call_of_model(trainer, largest_batch(trainer, rows=rows // 2))
+            fewer = job.change(step=replace(job.step, microbatches=2 * passes, sync="last"))
+            words = f"per_device_train_batch_size={rows // 2}, gradient_accumulation_steps={2 * passes}"
+            yield words, query_of(model, half, fewer)
+
+    lowering = [f"Lower it by {saving(*each)}" for each in lower_peaks(peak.total, tried())]
     taken = reference_bytes(trainer)
     reference = f", and its reference model {write_bytes(taken)}" if taken else ""
     lines = [
         f"A step of its largest batch takes {write_bytes(peak.total)} of tensors by its plan, {peak.at}{reference}."
     ]
-    lines += [f"Lower it by {words}" for words in lowering[:_MOST_CHANGES]] or ["Shorten the rows, or use more GPUs."]
+    lines += lowering[:_MOST_CHANGES] or ["Shorten the rows, or use more GPUs."]
     snapshot = recorded_snapshot()
     if snapshot is not None:
         from nemo_like.explaining.explain import explain
@@ -161,15 +155,8 @@ def ways_out(trainer: Any, model: nn.Module, job: Job) -> list[str]:
     return lines
 
 
-def _arguments(job: Job, changed: Job) -> str:
-    """Return a change as arguments of a trainer; empty: it has none for it."""
-    if changed.ac != job.ac:
-        return f"ac={getattr(changed.ac, 'mode', str(changed.ac))!r}"
-    if changed.loss != job.loss:
-        return "loss='chunked'"
-    if changed.offload != job.offload:
-        return f"offload={changed.offload.mode!r}"
-    if changed.step.optimizer != job.step.optimizer:
-        name = next((name for name, word in TRAINER_OPTIMIZERS.items() if word == changed.step.optimizer), None)
-        return "" if name is None else f"optim={name!r}"
-    return ""
+def _argument(name: str, value: str) -> str:
+    """Return the value of a flag as an argument of a trainer; empty: it has none for it."""
+    if name != "optimizer":
+        return f"{name}={value!r}"
+    return next((f"optim={own!r}" for own, word in TRAINER_OPTIMIZERS.items() if word == value), "")

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
+from nemo_like._util.device_work import is_out_of_memory
 from nemo_like._util.words import write_bytes
+from nemo_like.flags import changed_flags
 from nemo_like.job import Job
-from nemo_like.options import CheckpointConfig
+from nemo_like.options import FSDP2, CheckpointConfig, MemoryBudget
 from nemo_like.options.optimizers import OPTIMIZER_OBJECTS
-from nemo_like.planning.devices import device_of
+from nemo_like.planning.devices import Device, device_of
+from nemo_like.torch_compat import without_dispatch_modes
+
+Each = TypeVar("Each")
 
 
 @dataclass(frozen=True)
@@ -48,23 +55,51 @@ def changes(job: Job) -> Iterator[Change]:
         yield Change("PYTORCH_ALLOC_CONF=expandable_segments:True", job.change(allocator=growing))
 
 
+def flag_changes(job: Job, names: Collection[str]) -> Iterator[tuple[dict[str, Any], Job]]:
+    """Yield those `changes` of `job` that are made by the flags `names`: their values, and the changed job."""
+    for change in changes(job):
+        # Only FSDP2 has all flags, and no change goes from one strategy to another.
+        before, after = (
+            each if each.fsdp is not None else replace(each, strategy=FSDP2()) for each in (job, change.job)
+        )
+        values = {name: value for name, value in changed_flags(before, after).items() if name != "strategy"}
+        if values and values.keys() <= set(names):
+            yield values, change.job
+
+
 def _change(job: Job, changed: Job) -> Change:
     before = job.words()
     changed_words = {name: text for name, text in changed.words().items() if before.get(name) != text}
     return Change(", ".join(f"{name}={text}" for name, text in changed_words.items()), changed)
 
 
+def lowering(now: int, tried: Iterable[tuple[Each, int]]) -> list[tuple[Each, int]]:
+    """Return changes with the bytes that each saves of `now`, the largest saving first, without those below a hundredth.
+
+    tried: changes, with the bytes that are needed then.
+    """
+    saved = ((change, now - size) for change, size in tried)
+    return sorted((each for each in saved if each[1] >= now / 100), key=lambda each: -each[1])
+
+
+def saving(words: str, saved: int) -> str:
+    """Return a change in words with the bytes that it saves.
+
+    >>> saving("--ac full", 3 << 30)
+    '--ac full (3.00GiB less)'
+    """
+    return f"{words} ({write_bytes(saved)} less)"
+
+
 def helping(now: int, limit: int, tried: Iterable[tuple[str, int]]) -> tuple[list[str], list[str]]:
     """Return the changes that make a job fit that needs the bytes `now`, and the changes that are not enough alone.
 
-    Each is given with the bytes that it saves. Changes that save less than a hundredth are left out.
+    Each is given with the bytes that it saves; `tried` and what is left out: as in `lowering`.
 
     Args:
         limit: bytes that fit.
-        tried: changes in words, with the bytes that are needed then.
     """
-    lower = sorted(((words, size) for words, size in tried if now - size >= now / 100), key=lambda change: change[1])
-    described = [(f"{words} ({write_bytes(now - size)} less)", size <= limit) for words, size in lower]
+    described = [(saving(words, saved), now - saved <= limit) for words, saved in lowering(now, tried)]
     return [words for words, fits in described if fits], [words for words, fits in described if not fits]
 
 
@@ -72,3 +107,35 @@ def in_words(fitting: Iterable[str], lowering: Iterable[str]) -> list[str]:
     """Return both lists of `helping` as one, whose last entry names all changes that are not enough."""
     words = ", ".join(lowering)
     return [*fitting, *([f"not enough alone: {words}"] if words else [])]
+
+
+@contextmanager
+def where_memory_runs_out(
+    ways: Callable[[], list[str]], otherwise: str, told: Callable[[RuntimeError, list[str]], RuntimeError]
+) -> Iterator[None]:
+    """Raise the error that `told` makes, where memory runs out inside, of that error and of what `ways` returns.
+
+    otherwise: in the place of `ways` where no plan can be made, with the reason for ``{}``.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        try:
+            with without_dispatch_modes():  # what a caller's mode counts is the step, not its plan
+                lines = ways()
+        except (ValueError, TypeError, RuntimeError) as problem:
+            lines = [otherwise.format(problem)]
+        if (new := told(error, lines)) is error:
+            raise
+        raise new from error
+
+
+def smaller_budget(budget: object, device: Device) -> str | None:
+    """Return the budget to try next on `device`, where `budget` was too much; None: it is none."""
+    if not isinstance(budget, MemoryBudget):
+        return None
+    if budget.fraction is not None:
+        return f"{budget.fraction * 100 / 2:g}%"
+    return write_bytes(int(0.9 * (budget.peak_bytes or device.memory_bytes * (budget.device_share or 1.0))))

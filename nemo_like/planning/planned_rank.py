@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
-from nemo_like.activation_checkpointing.plan import LayerPlan, Plan
+from nemo_like.activation_checkpointing.plan import BudgetError, LayerPlan, Plan
 from nemo_like.job import Job
 from nemo_like.options import MemoryBudget, parse_ac
+from nemo_like.planning.advise import Each, lowering
 from nemo_like.planning.answers.rank import peak_of, rank_peak
 from nemo_like.planning.answers.within import choose
 from nemo_like.planning.choose.layer import BlockProblem, Choice, as_choice
@@ -70,6 +73,19 @@ def peak_under(query: PlanQuery) -> Peak:
         BudgetError: no plan fits its budget.
     """
     return peak_of(query, choices_under(query) or query.uniform("none"))
+
+
+def lower_peaks(now: int, tried: Iterable[tuple[Each, PlanQuery | None]]) -> list[tuple[Each, int]]:
+    """Return the changes that lower the peak `now`, as `lowering` does.
+
+    tried: changes, with the query of each; None: it cannot be had. One whose budget no plan fits is left out.
+    """
+    peaks = list[tuple[Each, int]]()
+    for change, query in tried:
+        with suppress(BudgetError):
+            if query is not None:
+                peaks.append((change, peak_under(query).total))
+    return lowering(now, peaks)
 
 
 def _under_plan(model: nn.Module, sample_input: Any, job: Job) -> PlanQuery:

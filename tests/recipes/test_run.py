@@ -1,4 +1,4 @@
-"""A run of the training job: its options, what it shows, its log, its signals, and the host memory that it counts on."""
+"""A run of the training job: its options, what it shows, and its signals."""
 
 from __future__ import annotations
 
@@ -23,15 +23,12 @@ from nemo_like.planning.devices import resolve_device
 from nemo_like.recipes import loop
 from nemo_like.recipes.agree import Ranks
 from nemo_like.recipes.command_line import changed_options, config_text, parse_options
-from nemo_like.recipes.fitted import host_bytes
 from nemo_like.recipes.interrupt import Interrupt
 from nemo_like.recipes.loop import TrainingJob, let_segments_grow
-from nemo_like.recipes.options import FinetuneOptions, PretrainOptions
+from nemo_like.recipes.options import PretrainOptions
 from nemo_like.recipes.progress import Progress, memory_peak, memory_used
 from nemo_like.recipes.rows import Batch
-from nemo_like.recipes.run_log import RunLog, read_log
 from nemo_like.recipes.run_state import make_optimizer
-from tests.said import said
 
 WRONG = {
     "--strategy fsdp1": r"--strategy is 'fsdp1'; it must be one of fsdp2, ddp, single\. Did you mean 'fsdp2'\?",
@@ -200,115 +197,33 @@ def test_in_another_thread_none_is_caught_and_it_is_said(caplog: pytest.LogCaptu
     assert "outside of the main thread" in caplog.text
 
 
-def _steps(log: RunLog, numbers: range) -> None:
-    for step in numbers:
-        log.add(step, loss=1.0 / step)
-    log.close()
-
-
-def test_a_resumed_run_goes_on_after_its_first_step(tmp_path: Path) -> None:
-    _steps(RunLog(tmp_path, 0, active=True), range(1, 6))
-    path = tmp_path / "log.jsonl"
-    path.write_text(path.read_text() + '{"step": 6, "lo')  # killed in writing
-    assert [record["step"] for record in read_log(path)] == [1, 2, 3, 4, 5]
-    _steps(RunLog(tmp_path, 3, active=True), range(4, 6))
-    assert [record["step"] for record in read_log(path)] == [1, 2, 3, 4, 5]
-    _steps(RunLog(tmp_path / "nowhere", 0, active=False), range(1, 3))  # another rank writes nothing
-    _steps(RunLog(tmp_path, 0, active=True), range(1, 2))
-    assert read_log(path) == [{"step": 1, "loss": 1.0}]
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="writes to a full device (Linux)")
-def test_a_full_disk_costs_records_and_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    forget_announcements()
-    (tmp_path / "log.jsonl").symlink_to("/dev/full")
-    log = RunLog(tmp_path, 0, active=True)
-    _steps(log, range(3, 5))
-    (record,) = said(caplog)
-    message = record.getMessage()
-    assert "log.jsonl cannot be written" in message and "No space left" in message and "missing from step 3." in message
-    (tmp_path / "log.jsonl").unlink()
-    (tmp_path / "log.jsonl").write_text('{"step": 1}\n{"step": 2, "lo{"step": 3}\n{"step": 4}\n')
-    assert [record["step"] for record in read_log(tmp_path / "log.jsonl")] == [1, 4], "what was cut is left out"
-
-
-def test_tensorboard_gets_the_same(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    log = RunLog(tmp_path, 0, active=True, tensorboard=True)
-    log.add(1, sample="and so on")
-    _steps(log, range(1, 4))
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert [event.step for event in events.Scalars("loss")] == [1, 2, 3]
-
-
-def test_weights_and_biases_gets_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    log = RunLog(tmp_path, 0, active=True, wandb="project", options={"lr": 0.1})
-    _steps(log, range(1, 4))
-    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
-
-
-def test_what_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, asked in (("tensorboard", {"tensorboard": True}), ("wandb", {"wandb": "project"})):
-        monkeypatch.setitem(__import__("sys").modules, name, None)
-        with pytest.raises(ImportError, match=rf"pip install {name} "):
-            RunLog(tmp_path, 0, active=True, **asked)  # type: ignore[arg-type]
-
-
 def test_what_differs_from_the_defaults_is_written_as_flags() -> None:
-    options = FinetuneOptions(model="m: #1", data="d", lora=True, lr=1e-5, reshard_after_forward=False)
-    assert changed_options(options) == "--no-reshard-after-forward --lr 1e-05 --model 'm: #1' --data d --lora"
+    options = PretrainOptions(model="m: #1", data="d", pack=True, lr=1e-5, reshard_after_forward="no")
+    assert changed_options(options) == "--reshard-after-forward no --pack --lr 1e-05 --model 'm: #1' --data d"
 
 
 def test_the_options_in_full_are_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("yaml")
-    options = FinetuneOptions(model="m: #1", data='a "b"', lora=True, lr=1e-5, wandb=None, sample="so\nit is")
+    options = PretrainOptions(model="m: #1", data='a "b"', pack=True, lr=1e-5, json=None)
     path = tmp_path / "options.yaml"
     path.write_text(config_text(options))
-    assert parse_options("finetune", ["--config", str(path)]) == options
-    assert parse_options("finetune", ["--config", str(path), "--lr", "0.5"]) == dataclasses.replace(options, lr=0.5)
+    assert parse_options("pretrain", ["--config", str(path)]) == options
+    assert parse_options("pretrain", ["--config", str(path), "--lr", "0.5"]) == dataclasses.replace(options, lr=0.5)
     wrong = {
-        "lora-ranks: 4": "has 'lora-ranks', which is not an option. Did you mean 'lora_rank'?",
+        "batch-sizes: 4": "has 'batch-sizes', which is not an option. Did you mean 'batch_size'?",
         "steps: many": "steps is 'many'; it must be of type int",
         "steps: 1.5": "steps is 1.5; it must be a whole number",
-        "lora: 3": "lora is 3; it must be of type bool",
+        "pack: 3": "pack is 3; it must be of type bool",
         "- steps": "must have one 'option: value' a line; it is a list",
         "steps: [": "while parsing",
     }
     for text, reason in wrong.items():
         path.write_text(text)
         with pytest.raises(SystemExit):
-            parse_options("finetune", ["--config", str(path)])
+            parse_options("pretrain", ["--config", str(path)])
         assert reason in capsys.readouterr().err
     path.write_text("model: m\ndata: d\nlr: 1e-4\nmax: 1\n".replace("max: 1\n", ""))
-    assert parse_options("finetune", ["--config", str(path)]).lr == 1e-4
-
-
-@pytest.mark.parametrize(
-    ("own", "files", "limit"),
-    [
-        ("0::/job/step\n", {"memory.max": "max", "job/memory.max": "5000000", "job/step/memory.max": "max"}, 5000000),
-        ("0::/\n", {"memory.max": "3000000"}, 3000000),
-        ("4:memory:/job\n2:cpu,cpuacct:/job\n", {"memory/job/memory.limit_in_bytes": "2000000"}, 2000000),
-        ("0::/job\n", {"job/memory.max": "max"}, None),
-        ("", {}, None),
-    ],
-)
-def test_it_is_nine_tenths_of_what_host_or_control_group_has_by_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str, files: dict[str, str], limit: int | None
-) -> None:
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text + "\n")
-    (tmp_path / "own").write_text(own)
-    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if limit is None else limit
-    for ranks in (1, 4):
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-        assert host_bytes(tmp_path, tmp_path / "own") == whole * 9 // 10 // ranks
+    assert parse_options("pretrain", ["--config", str(path)]).lr == 1e-4
 
 
 def test_a_run_on_cuda_has_a_fused_optimizer_and_growing_segments_and_so_has_its_plan(

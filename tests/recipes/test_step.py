@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,16 +20,17 @@ from nemo_like.losses.model_loss import loss_hooks
 from nemo_like.losses.rows import IGNORED
 from nemo_like.models import resolve_model
 from nemo_like.options import ChunkedLoss, MemoryBudget, Precision
+from nemo_like.planning.advise import smaller_budget
 from nemo_like.planning.devices import device_at_hand, rates_file, resolve_device
+from nemo_like.planning.planned_rank import peak_under
 from nemo_like.planning.planner import plan_for
 from nemo_like.recipes.agree import Ranks
+from nemo_like.recipes.auto import MemoryRanOutError, PlannedStep, advice_on_memory
 from nemo_like.recipes.command_line import parse_options
 from nemo_like.recipes.loop import run_job
 from nemo_like.recipes.loss import MeanLoss
-from nemo_like.recipes.memory_advice import MemoryRanOutError, PlannedStep, advice_on_memory, smaller_budget
 from nemo_like.recipes.options import PretrainOptions
 from nemo_like.recipes.pretrain import Pretraining
-from nemo_like.recipes.quantised import quantise_layers
 from nemo_like.recipes.rows import Batch
 from nemo_like.recipes.step_flops import StepFlops, Utilisation
 from tests.models.blocks import Operators
@@ -78,14 +80,6 @@ def test_adapters_leave_out_the_gradients_of_frozen_weights() -> None:
     first, second = 2 * 32, 2 * 64  # A's input needs no gradient: nothing before it trains
     expected = 2 * (attention + gate + up) + 4 * (first + down + head) + 6 * second
     assert StepFlops.count(model) == StepFlops(expected, ((None, 12 * 32),))
-
-
-def test_weights_of_four_bits_count_as_the_numbers_they_are() -> None:
-    pytest.importorskip("bitsandbytes")
-    with torch.device("meta"):
-        model = _llama(hidden_size=64).requires_grad_(False)
-    before = StepFlops.count(model)
-    assert quantise_layers(model, torch.bfloat16) == 14 and StepFlops.count(model) == before
 
 
 def test_a_token_goes_through_the_experts_that_are_chosen() -> None:
@@ -230,6 +224,10 @@ def _step(options: PretrainOptions, ranks: Ranks) -> PlannedStep:
     return PlannedStep(build, options, ranks, options.seq_len, CPU)
 
 
+def _total(step: PlannedStep, options: PretrainOptions) -> int:
+    return peak_under(step.query(options)).total
+
+
 def _peak(options: PretrainOptions, budget: str) -> int:
     """What `parallelize` would plan for one rank."""
     sample = options.planned_input(options.rows(1), options.seq_len)
@@ -245,8 +243,8 @@ def test_a_budget_counts_as_what_it_was_planned_to(model: str, budget: str, monk
     said = {"loss": "chunked", "precision": "bfloat16", "batch_size": 8, "grad_accum": 8}
     options = PretrainOptions(model=model, ac=budget, seq_len=128, **said)
     step = _step(options, Ranks(0, 1, torch.device("cpu")))
-    monkeypatch.setattr(step, "peak", functools.cache(step.peak))
-    now, full = step.peak(options), step.peak(replace(options, ac="full"))
+    monkeypatch.setattr(step, "query", functools.cache(step.query))
+    now, full = _total(step, options), _total(step, replace(options, ac="full"))
     assert full < now
     ways = step.ways_out()
     assert ways[0] == f"--ac full ({write_bytes(now - full)} less)"
@@ -254,8 +252,20 @@ def test_a_budget_counts_as_what_it_was_planned_to(model: str, budget: str, monk
         assert now == _peak(options, budget) and len(ways) == 1
     else:
         smaller = _peak(options, "30%")
-        assert smaller == step.peak(replace(options, ac="30%")) < now
+        assert smaller == _total(step, replace(options, ac="30%")) < now
         assert ways[1:] == [f"--ac 30% ({write_bytes(now - smaller)} less)"]
+
+
+def test_the_changes_are_flags_that_can_be_given_and_are_tried_together(model: str) -> None:
+    options = PretrainOptions(model=model, ac="none", seq_len=128, batch_size=8)
+    step = _step(options, Ranks(0, 1, torch.device("cpu")))
+    *alone, together = step.ways_out()
+    flags = [way.partition(" (")[0] for way in alone]
+    assert {"--ac full", "--loss chunked", "--grad-accum 2"} <= {*flags}
+    assert all(re.fullmatch(r"--[a-z-]+( \S+)? \(\S+ less\)", way) for way in alone)
+    changed = parse_options("pretrain", f"--model {model} --ac none --seq-len 128 {' '.join(flags[::-1])}".split())
+    now, best = (write_bytes(_total(step, each)) for each in (options, changed))
+    assert together.startswith(f"a peak of {best} in place of {now} with --")
 
 
 def test_the_budget_to_try_next() -> None:
@@ -266,8 +276,8 @@ def test_the_budget_to_try_next() -> None:
 def test_ranks_and_axes_of_the_job_are_those_of_the_plan(model: str) -> None:
     options = PretrainOptions(model=model, ac="full", seq_len=64, batch_size=8, tp=2, cp=2)
     alone = PretrainOptions(model=model, ac="full", seq_len=64, batch_size=8)
-    one = _step(alone, Ranks(0, 1, torch.device("cpu"))).peak(alone)
-    split = _step(options, Ranks(0, 8, torch.device("cpu"), tp=2, cp=2)).peak(options)
+    one = _total(_step(alone, Ranks(0, 1, torch.device("cpu"))), alone)
+    split = _total(_step(options, Ranks(0, 8, torch.device("cpu"), tp=2, cp=2)), options)
     assert split < one / 3, "half of the rows, half of their tokens, a quarter of the weights"
 
 

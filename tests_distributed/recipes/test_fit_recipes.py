@@ -1,4 +1,4 @@
-"""``--fit`` in the training jobs: chosen once, the same on every rank, kept by a resumed run, and as predicted."""
+"""``--fit`` in the training job: chosen once, the same on every rank, kept by a resumed run, and as predicted."""
 
 from __future__ import annotations
 
@@ -13,16 +13,14 @@ import torch
 from nemo_like.distributed.weights.slots import CPU_OFFLOAD_MARK
 from nemo_like.models import resolve_model
 from nemo_like.planning.devices import Device, resolve_device
-from nemo_like.recipes import fitted, pretrain
+from nemo_like.recipes import auto, pretrain
 from nemo_like.recipes.agree import Ranks
+from nemo_like.recipes.auto import FILE
 from nemo_like.recipes.command_line import parse_options
-from nemo_like.recipes.finetune import FineTuning
-from nemo_like.recipes.fitted import FILE
 from nemo_like.recipes.loop import TrainingJob, joined
-from nemo_like.recipes.options import FinetuneOptions, PretrainOptions
+from nemo_like.recipes.options import PretrainOptions
 from nemo_like.recipes.pretrain import Pretraining
 from tests_distributed.allocated import step_peak_bytes
-from tests_distributed.recipes.finetune_job import make_model, questions, write_lines
 from tests_distributed.recipes.pretrain_job import LLAMA
 from tests_distributed.spawn import run_ranks
 
@@ -114,7 +112,7 @@ def _run_on_host(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     (Path(folder) / "config.json").write_text(json.dumps(LLAMA | WIDE))
     own = asked | {"fit": "no", "fit_memory": None, "steps": 6} | UNSAVED
     with joined(PretrainOptions(**asked)) as ranks, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fitted, "device_at_hand", _small_gpu)
+        patch.setattr(auto, "device_at_hand", _small_gpu)
         job = Pretraining(PretrainOptions(**asked), ranks)
         found["first"], found["words"] = vars(job.fitted), job.fitted.words()
         job.run()
@@ -124,7 +122,7 @@ def _run_on_host(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         found["kept"], found["losses"] = vars(resumed.fitted), job.log.losses + resumed.log.losses
         more = Pretraining(PretrainOptions(**asked | {"steps": 6, "resume": "must", "fit_memory": "1GiB"}), ranks)
         found["more"] = vars(more.fitted)
-        patch.setattr(fitted, "host_bytes", lambda: 1 << (9 if rank else 40))
+        patch.setattr(auto, "host_bytes", lambda ranks: 1 << (9 if rank else 40))
         found["refused"] = []
         for changed in (UNSAVED, {"resume": "must"}):
             with pytest.raises(ValueError) as refused:
@@ -156,53 +154,10 @@ def test_state_goes_to_the_host_where_that_alone_fits_and_trains_the_same(tmp_pa
     # With more memory on the device it stays there; what the host has counts, on the rank with the least.
     assert one["more"]["options"]["cpu_offload"] is False and not one["more"]["kept"]
     assert all("Nothing fits in 200.00MiB" in words for words in one["refused"]) and len(one["refused"]) == 2
-    assert one["enough"]["options"] == chosen["options"] and one["enough"]["asked"]["host_memory"] == "1GiB"
+    assert one["enough"]["options"] == chosen["options"] and one["enough"]["asked"]["fit_host_memory"] == "1GiB"
     there, losses, peak = one["pinned"]
     assert "cpu_offload" not in there["options"] and losses == one["plain"][:4]
     assert peak == pytest.approx(there["predicted"]["peak_bytes"], rel=0.01) and peak < 128 << 20
-
-
-@pytest.mark.long
-def test_fine_tuning_fits_its_longest_rows_and_says_so_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("peft")
-    monkeypatch.delenv("COLUMNS", raising=False)  # which processes of pytest-xdist have, and lines are cut by
-    make_model(tmp_path / "model")
-    write_lines(tmp_path / "data.jsonl", questions())
-    options = FinetuneOptions(
-        model=str(tmp_path / "model"), data=str(tmp_path / "data.jsonl"), output=str(tmp_path / "out"), lora=True, steps=1,
-        batch_size=8, eval_samples=0, device="cpu", precision="float32",
-        fit="ac", fit_memory="1MiB",
-    )  # fmt: skip
-    job = FineTuning(options, ALONE)
-    assert job.fitted is not None and job.fitted.predicted["width"] == max(job.rows.samples.lengths)
-    assert _peak(job) == pytest.approx(job.fitted.predicted["peak_bytes"], rel=0.01)
-    job.run()
-    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("--fit chose ")]
-    assert len(said) == 1 and "predicted peak" in said[0] and f"x {job.fitted.predicted['width']} tokens" in said[0]
-
-
-@pytest.mark.long
-def test_fine_tuning_fits_weights_of_four_bits_and_packed_rows(tmp_path: Path) -> None:
-    pytest.importorskip("bitsandbytes")
-    pytest.importorskip("peft")
-    make_model(tmp_path / "model", hidden_size=64, intermediate_size=128)
-    write_lines(tmp_path / "data.jsonl", questions(120))
-    options: dict[str, Any] = dict(
-        model=str(tmp_path / "model"), data=str(tmp_path / "data.jsonl"), steps=2, batch_size=4, eval_samples=0,
-        device="cpu", precision="float32", log_every=1, qlora=True, pack=True, seq_len=128,
-    )  # fmt: skip
-    free = {"fit": "ac", "fit_memory": "5MiB", "output": str(tmp_path / "out")}
-    job = FineTuning(FinetuneOptions(**options | free), ALONE)
-    plain = FineTuning(FinetuneOptions(**options | {"ac": "none", "output": str(tmp_path / "plain")}), ALONE)
-    assert job.fitted is not None and job.fitted.predicted["width"] == 128
-    assert job.fitted.plan is not None, "neither none nor full, and with the mask of the packed rows"
-    job.run()
-    plain.run()
-    assert job.log.losses == plain.log.losses
-    peak = _peak(job)
-    assert peak == pytest.approx(job.fitted.predicted["peak_bytes"], rel=0.01) and peak < 5 * 2**20 < _peak(plain)
 
 
 @pytest.mark.long
@@ -254,24 +209,23 @@ def test_what_fit_cannot_do_is_refused(asked: dict[str, str], message: str) -> N
 @pytest.mark.parametrize(
     ("world_size", "device", "message"),
     [
-        (1, "h100-80gb", "--cpu-offload with --fit, and one rank was started.*Start more ranks, or leave"),
-        (2, "rtx-4090", "--cpu-offload with --fit.*next to rtx-4090 is not known.*Leave one of the two out"),
+        (
+            1,
+            "h100-80gb",
+            "--fit: cpu_offload is FSDP2's, gpus is 1, and one rank keeps the model whole.*or leave it out",
+        ),
+        (
+            2,
+            "rtx-4090",
+            "--fit: cpu_offload runs the optimizer in host memory.*beside rtx-4090 is not known.*or leave it out",
+        ),
     ],
 )
 def test_state_on_the_host_is_refused_where_it_cannot_be_or_nobody_knows_its_seconds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int, device: str, message: str
 ) -> None:
-    monkeypatch.setattr(fitted, "device_at_hand", lambda kind: resolve_device(device))
+    monkeypatch.setattr(auto, "device_at_hand", lambda kind: resolve_device(device))
     options = PretrainOptions(**_job(tmp_path) | {"fit": "ac", "cpu_offload": True})
     model = resolve_model(options.model).build("meta")
     with pytest.raises(ValueError, match=message):
-        fitted.choose(options, replace(ALONE, world_size=world_size), model, 64)
-
-
-def test_weights_gathered_in_float8_are_no_plans_and_fit_says_so(tmp_path: Path) -> None:
-    pytest.importorskip("torchao.float8")
-    options = FinetuneOptions(model="model", data="data.jsonl", precision="fp8-gather", fit="ac", output=str(tmp_path))
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    model = resolve_model(str(tmp_path / "config.json")).build("meta")
-    with pytest.raises(ValueError, match=r"--fit: No combination can be run on 2 GPU.*gathers in float8 are not known"):
-        fitted.choose(options, replace(ALONE, world_size=2), model, 32)
+        auto.choose(options, replace(ALONE, world_size=world_size), model, 64)
