@@ -1,7 +1,9 @@
-"""torch's generators of random numbers: that of the CPU, and that of the accelerator that this process uses."""
+"""Generators of random numbers: torch's of the CPU and of the accelerator in use, and those that models draw from."""
 
 from __future__ import annotations
 
+import random
+import sys
 from functools import cache
 
 import torch
@@ -41,3 +43,20 @@ def set_rng_state(state: RngState) -> None:
     torch.set_rng_state(cpu)
     if device is not None and on_device is not None:
         torch.get_device_module(device).set_rng_state(on_device)
+
+
+def seed_all(seed: int, step: int = 0, data_rank: int = 0, tp_group: int = 0) -> None:
+    """Seed every generator that a model may draw from.
+
+    Args:
+        seed, step: of the run, and the number of the step plus one; 0: before training.
+        data_rank: ranks of one number read the same samples, and draw alike from Python and NumPy, of which models make
+            choices (what to mask, which layer to leave out).
+        tp_group: ranks of one number compute the same, and draw alike from torch. Others have other tokens or layers.
+    """
+    start = (seed * 1_000_003 + step) * 1_000_003
+    torch.manual_seed((start + tp_group) % 2**63)
+    mixed = start + data_rank
+    random.seed(mixed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(mixed % 2**32)

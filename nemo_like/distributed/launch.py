@@ -26,7 +26,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from nemo_like._util.log import warn_once
+from nemo_like._util.log import say_once, warn_once
+from nemo_like.flags import ALLOCATOR_VARIABLES
 from nemo_like.options.parallel import BACKENDS
 
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -252,3 +253,13 @@ def _environment_number(name: str, default: int) -> int:
     if number < 0 or (name == "WORLD_SIZE" and number < 1):
         raise ValueError(f"The environment variable {name} is {text!r}; it must be a whole number set by the launcher.")
     return number
+
+
+def let_segments_grow(device_type: str) -> None:
+    """Set ``PYTORCH_ALLOC_CONF`` for a CUDA device where it is unset, before the first allocation reads it."""
+    if device_type == "cuda" and not os.environ.keys() & {*ALLOCATOR_VARIABLES}:
+        os.environ[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
+        say_once(
+            "PYTORCH_ALLOC_CONF is unset, so this job sets expandable_segments:True, with which less memory is lost between "
+            "blocks. To keep PyTorch's default, set PYTORCH_ALLOC_CONF=expandable_segments:False."
+        )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from nemo_like._util.console import as_flag
@@ -19,7 +19,9 @@ from nemo_like._util.log import say_once
 from nemo_like._util.words import write_bytes
 from nemo_like.activation_checkpointing.plan import FORMAT, Plan, layer_signature
 from nemo_like.distributed.launch import local_world_size
+from nemo_like.distributed.ranks import Ranks
 from nemo_like.flags import RESHARD, reshard_word
+from nemo_like.models import ModelSource
 from nemo_like.options import ADAMW, parse_ac, parse_bytes
 from nemo_like.planning.advise import flag_changes, saving, smaller_budget, where_memory_runs_out
 from nemo_like.planning.devices import Device, device_at_hand
@@ -27,11 +29,10 @@ from nemo_like.planning.fit import FitReport, fit
 from nemo_like.planning.planned_rank import lower_peaks, peak_under
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.sharding import same_on_all_ranks
-from nemo_like.recipes.agree import Ranks
-from nemo_like.recipes.options import RunOptions
+from nemo_like.recipes.options import PretrainOptions
 
 FILE = "fit.json"  # in the folder of checkpoints
-_CONDITIONS = ("fit_memory", "fit_host_memory", "batch_size", "precision", "compile")
+_CONDITIONS = ("seq_len", "fit_memory", "fit_host_memory", "batch_size", "precision", "compile")
 _FIGURES = ("peak_bytes", "host_bytes", "step_seconds", "tokens_per_second_per_gpu", "mfu")
 
 
@@ -66,8 +67,8 @@ class Fitted:
         write_json(folder / FILE, vars(self))
 
 
-def choose(options: RunOptions, ranks: Ranks, model: nn.Module, width: int) -> tuple[RunOptions, Ranks, Fitted]:
-    """Return the options with what ``--fit`` chose for rows of `width` tokens, and the ranks as these divide them.
+def choose(options: PretrainOptions, ranks: Ranks, model: nn.Module) -> tuple[PretrainOptions, Ranks, Fitted]:
+    """Return the options with what ``--fit`` chose, and the ranks as these divide them.
 
     A collective: all ranks decide by the device and the file of rank 0, and by the least host memory of any. Raises
     ValueError where nothing fits, or nothing can be run so, with what needs least and what would help.
@@ -77,22 +78,25 @@ def choose(options: RunOptions, ranks: Ranks, model: nn.Module, width: int) -> t
     host = -ranks.largest(-host_bytes(local_world_size())) if given is None else parse_bytes(given)
     named = (*(name for name in options.searched if name not in free), *_CONDITIONS)
     asked = {name: getattr(options, name) for name in named} | {"free": list(free), "ranks": ranks.world_size}
-    asked |= {"pp": ranks.pp, "width": width, "device": device.name, "model": layer_signature(model), "format": FORMAT}
+    asked |= {"pp": ranks.pp, "device": device.name, "model": layer_signature(model), "format": FORMAT}
     fitted = same_on_all_ranks(lambda: _kept(options, asked, host))
     if fitted is None:
-        report = best_of(options, ranks, model, width, device, host)
+        report = best_of(options, ranks, model, device, host)
         best, layout = report.best, report.best.layout
         found = vars(layout) | {"ac": best.ac, "pp_schedule": layout.schedule}
         found["reshard_after_forward"] = reshard_word(layout.reshard_after_forward)
         chosen = {name: found[name] for name in options.searched if name in free and found[name] is not None}
-        figures = {name: getattr(best, name) for name in _FIGURES} | {"rows": layout.micro_batch, "width": width}
+        figures = {name: getattr(best, name) for name in _FIGURES} | {
+            "rows": layout.micro_batch,
+            "width": options.seq_len,
+        }
         figures |= {"limit_bytes": report.question.limit_of(best.job), "rates": device.rates}
         fitted = Fitted(asked, chosen, None if best.plan is None else best.plan.as_json(), figures)
     options = replace(options, **fitted.options)
-    return options, replace(ranks, **dict[str, Any](options.axes)), fitted
+    return options, replace(ranks, tp=options.tp, cp=options.cp, pp=options.pp), fitted
 
 
-def _kept(options: RunOptions, asked: Mapping[str, Any], host: int) -> Fitted | None:
+def _kept(options: PretrainOptions, asked: Mapping[str, Any], host: int) -> Fitted | None:
     """Return the choice of a run that is resumed, if it was made for the same and takes no more than `host` bytes there."""
     path = Path(options.checkpoint_dir or "") / FILE
     if options.resume == "no" or not path.exists():
@@ -110,7 +114,7 @@ def _kept(options: RunOptions, asked: Mapping[str, Any], host: int) -> Fitted | 
     return None
 
 
-def best_of(options: RunOptions, ranks: Ranks, model: nn.Module, width: int, device: Device, host: int) -> FitReport:
+def best_of(options: PretrainOptions, ranks: Ranks, model: nn.Module, device: Device, host: int) -> FitReport:
     """Search what `options` leave free, for a `device` and `host` bytes of host memory; ValueError: nothing fits."""
     pins: dict[str, Any] = {name: getattr(options, name) for name in options.searched if name not in options.free}
     schedule, pins["memory"] = pins.pop("pp_schedule", None), options.fit_memory
@@ -122,13 +126,13 @@ def best_of(options: RunOptions, ranks: Ranks, model: nn.Module, width: int, dev
         pins["memory"] = getattr(budget, "peak_bytes", None) or options.fit_memory
     job, problems, reports = options.job(), list[str](), list[FitReport]()
     pins |= {"schedule": schedule if ranks.pp > 1 else None, "pp": ranks.pp, "precision": job.precision, "gpu": device}
-    pins |= {"sequence_parallel": getattr(options, "sequence_parallel", None), "compile": "none", "host_memory": host}
+    pins |= {"sequence_parallel": options.sequence_parallel, "compile": "none", "host_memory": host}
     for loss in ("model", "chunked") if "loss" in options.free else (options.loss,):
         try:
             options.check_model_loss(model, loss)
             one_pass = replace(options, loss=loss, grad_accum=1, sync="auto")
-            pins |= {"step": replace(one_pass.job().step, sync=job.step.sync), "loss": loss, "seq_len": width}
-            pins |= {"sample": partial(one_pass.planned_input, width=width), "global_batch": options.batch_size}
+            pins |= {"step": replace(one_pass.job().step, sync=job.step.sync), "loss": loss, "seq_len": options.seq_len}
+            pins |= {"sample": one_pass.planned_input, "global_batch": options.batch_size}
             reports.append(fit(model, gpus=ranks.world_size, count=1, **pins))
         except ValueError as error:  # the model has no such loss, or no layout can be run with it
             problems.append(str(error))
@@ -157,19 +161,20 @@ def advice_on_memory(step: PlannedStep) -> AbstractContextManager[None]:
 class PlannedStep:
     """A step of a job, as the planner sees it under any of its options."""
 
-    build: Callable[[Any], nn.Module]  # the bare model of options, on the meta device
-    options: RunOptions
+    source: ModelSource
+    options: PretrainOptions
     ranks: Ranks
-    width: int  # tokens of the longest row
     device: Device | None = None  # default: the one that `ranks` train on
 
-    def query(self, options: RunOptions) -> PlanQuery:
+    def query(self, options: PretrainOptions) -> PlanQuery:
         """Return the question of what a rank needs."""
         if self.ranks.pp > 1:
             raise ValueError("peaks of a pipeline's stages are what nemo-like plan --pp predicts")
         device = self.device or device_at_hand(self.ranks.device.type)
-        sample = options.planned_input(options.rows(self.ranks.data_ranks), self.width)
-        return PlanQuery.of(self.build(options), sample, options.job(world_size=self.ranks.world_size, gpu=device))
+        sample = options.planned_input(options.rows(self.ranks.data_ranks))
+        return PlanQuery.of(
+            self.source.build("meta", torch.float32), sample, options.job(world_size=self.ranks.world_size, gpu=device)
+        )
 
     def ways_out(self) -> list[str]:
         """Return the changes of options that lower the peak of a rank, the largest first; then all of them together."""

@@ -24,8 +24,6 @@ import torch
 
 from nemo_like._util.extras import require
 from nemo_like._util.shuffled import mix, shuffled
-from nemo_like.distributed.document_numbers import since_start
-from nemo_like.losses.rows import IGNORED
 
 VOCABULARY = 256
 """Number of different bytes, and so of tokens."""
@@ -57,10 +55,6 @@ class Corpus:
     def read(self, start: int, length: int) -> torch.Tensor:
         """The tokens from `start` on, (length,) int64."""
         return self.tokens[start : start + length].long()
-
-    def documents(self, start: int, length: int) -> torch.Tensor:
-        """The number of the document that each token from `start` on is of, (length,) int64."""
-        return torch.bucketize(torch.arange(start, start + length), torch.tensor(self.starts), right=True)
 
     def texts(self) -> Iterator[Iterator[str]]:
         """Each document of bytes as text in parts that end with a line, whatever is not UTF-8 replaced."""
@@ -117,7 +111,8 @@ def load_text(data: str | os.PathLike[str] | None = None) -> TextData:
 def _read_files(root: Path, *, stdlib: bool) -> Iterator[tuple[str, bytes]]:
     """Yield the name and content of each file that has text in it."""
     passed_over = _STDLIB_PASSED_OVER if stdlib else _PASSED_OVER
-    for folder, folders, files in os.walk(root) if root.is_dir() else [(root.parent, [], [root.name])]:
+    alone: list[Any] = [(root.parent, [], [root.name])]
+    for folder, folders, files in os.walk(root) if root.is_dir() else alone:
         # Sorted in place: os.walk goes down in this order, and the file system's own order differs between machines.
         folders[:] = sorted(f for f in folders if f not in passed_over and not f.startswith("."))
         for file in sorted(files):
@@ -241,47 +236,26 @@ class Batch:
     inputs: torch.Tensor
     """(B, T) int64."""
     targets: torch.Tensor
-    """(B, T) int64: what follows each input; -100 where it does not count."""
-    positions: torch.Tensor | None = None
-    """(B, T) int64, restarting at each document of a packed row; None: every row is one."""
-
-    @property
-    def extra(self) -> dict[str, torch.Tensor]:
-        """Return what the model is given in addition to its inputs."""
-        return {} if self.positions is None else {"position_ids": self.positions}
+    """(B, T) int64: what follows each input."""
 
     def with_labels(self) -> dict[str, torch.Tensor]:
         """Return what a model is called with that computes its loss by itself, by name."""
-        return {"input_ids": self.inputs, "labels": self.targets, "shift_labels": self.targets, **self.extra}
+        return {"input_ids": self.inputs, "labels": self.targets, "shift_labels": self.targets}
 
     def to(self, device: torch.device) -> Batch:
         """The same on `device`. The host does not wait for an accelerator: it copies from page-locked memory later on."""
-
-        def sent(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
-
-        return Batch(sent(self.inputs), sent(self.targets), None if self.positions is None else sent(self.positions))
+        if device.type == "cpu":
+            return self
+        return Batch(*(t.pin_memory().to(device, non_blocking=True) for t in (self.inputs, self.targets)))
 
 
-class Windows:
-    """Windows of a text as batches. `packed`: documents are apart, and the first token of each counts for nothing."""
-
-    def __init__(self, corpus: Corpus, seq_len: int, packed: bool):
-        self.corpus, self.seq_len, self.packed = corpus, seq_len, packed
-
-    def at(self, starts: Sequence[int]) -> Batch:
-        """Predict each token after the first of the windows that begin at `starts`."""
-        tokens = torch.stack([self.corpus.read(start, self.seq_len + 1) for start in starts])
-        targets = tokens[:, 1:].contiguous()
-        if not self.packed:
-            return Batch(tokens[:, :-1], targets)
-        documents = torch.stack([self.corpus.documents(start, self.seq_len + 1) for start in starts])
-        begins = documents[:, 1:] != documents[:, :-1]
-        positions = since_start(torch.cat([torch.ones_like(begins[:, :1]), begins[:, :-1]], 1))
-        return Batch(tokens[:, :-1], targets.masked_fill(begins, IGNORED), positions)
+def read_windows(corpus: Corpus, starts: Sequence[int], seq_len: int) -> Batch:
+    """Predict each token after the first of the windows that begin at `starts`."""
+    tokens = torch.stack([corpus.read(start, seq_len + 1) for start in starts])
+    return Batch(tokens[:, :-1], tokens[:, 1:].contiguous())
 
 
-class TextRows(Windows):
+class TextRows:
     """Windows to train on, by step. Every window is used once per epoch, in an order shuffled anew each epoch.
 
     Args:
@@ -294,75 +268,65 @@ class TextRows(Windows):
         ValueError: the text has fewer windows than one batch.
     """
 
-    def __init__(self, corpus: Corpus, seq_len: int, batch_size: int, seed: int, *, packed: bool = False):
-        super().__init__(corpus, seq_len, packed)
-        self._batch_size, self._seed = batch_size, seed
+    def __init__(self, corpus: Corpus, seq_len: int, batch_size: int, seed: int):
+        self._corpus, self._seq_len, self._batch_size, self._seed = corpus, seq_len, batch_size, seed
         # Each epoch moves the windows' borders by less than one window, hence the one less.
         self.windows = (corpus.size - 1) // seq_len - 1
         """Windows per epoch."""
         if self.windows < batch_size:
             raise ValueError(
-                f"The training text has {corpus.size} bytes, {max(0, self.windows)} windows of {seq_len} "
-                f"tokens: too few for one batch of {batch_size}. Give more text (--data), a shorter --seq-len or "
-                "a smaller --batch-size."
+                f"The training text has {corpus.size} tokens, {max(0, self.windows)} windows of {seq_len}: too few for one "
+                f"batch of {batch_size}. Give more text (--data), a shorter --seq-len or a smaller --batch-size."
             )
 
     def start_of(self, sample: int) -> int:
         """The first token's place of the sample numbered `sample` since step 0."""
         epoch, place = divmod(sample, self.windows)
-        shift = mix(self._seed, epoch, 1) % self.seq_len
-        return shift + self.seq_len * shuffled(place, self.windows, mix(self._seed, epoch, 2))
+        shift = mix(self._seed, epoch, 1) % self._seq_len
+        return shift + self._seq_len * shuffled(place, self.windows, mix(self._seed, epoch, 2))
 
     def batch(self, step: int, part: int = 0, parts: int = 1) -> Batch:
         """Part `part` of `parts` equal ones of the global batch of `step`."""
         size = self._batch_size // parts
         first = step * self._batch_size + part * size
-        return self.at([self.start_of(first + i) for i in range(size)])
-
-    def targets(self, step: int) -> int | None:
-        """Targets that count in the global batch of `step`; None: all do."""
-        return int((self.batch(step).targets != IGNORED).sum()) if self.packed else None
+        return read_windows(self._corpus, [self.start_of(first + i) for i in range(size)], self._seq_len)
 
 
-class HeldOutText(Windows):
+class HeldOutText:
     """A fixed choice of held-out windows, the same for every run and number of ranks: spread evenly, without overlap.
 
     Raises:
         ValueError: the text is shorter than one window.
     """
 
-    def __init__(self, corpus: Corpus, seq_len: int, samples: int, *, packed: bool = False):
-        super().__init__(corpus, seq_len, packed)
+    def __init__(self, corpus: Corpus, seq_len: int, samples: int):
         windows = (corpus.size - 1) // seq_len
         if windows < 1:
             raise ValueError(
-                f"The held-out text has {corpus.size} bytes, less than one window of {seq_len} tokens. Give more text "
-                "(--data), a shorter --seq-len, or --eval-samples 0."
+                f"The held-out text has {corpus.size} tokens, less than one window of {seq_len}. Give more text (--data), a "
+                "shorter --seq-len, or --eval-samples 0."
             )
-        count = min(samples, windows)
+        self._corpus, self._seq_len, count = corpus, seq_len, min(samples, windows)
         self.starts = [i * windows // count * seq_len for i in range(count)]
         """The first token's place of each."""
-        self.targets = int((self.batch(range(count)).targets != IGNORED).sum())
-        """Targets that count in all windows."""
-
-    def __len__(self) -> int:
-        return len(self.starts)
+        self.targets = count * seq_len
+        """Targets in all windows."""
 
     def batch(self, numbers: Sequence[int]) -> Batch:
         """The windows with these numbers."""
-        return self.at([self.starts[i] for i in numbers])
+        return read_windows(self._corpus, [self.starts[i] for i in numbers], self._seq_len)
 
     def entropy(self) -> float:
         """Unigram entropy of what is to be predicted, nats: a model that ignores context gets no lower loss."""
-        return unigram_entropy(self.batch(range(len(self))).targets)
+        return unigram_entropy(self.batch(range(len(self.starts))).targets)
 
 
 def unigram_entropy(tokens: torch.Tensor) -> float:
-    """Entropy of the tokens' own frequencies, nats per token; a negative token does not count.
+    """Entropy of the tokens' own frequencies, nats per token.
 
     >>> round(unigram_entropy(torch.tensor([0, 0, 1, 1])), 4)
     0.6931
     """
-    counts = torch.bincount(tokens[tokens >= 0], minlength=1).double()
+    counts = torch.bincount(tokens.flatten(), minlength=1).double()
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * shares.log()).sum())

@@ -32,7 +32,6 @@ from nemo_like.planning.devices import device_at_hand
 from nemo_like.planning.fit import fit
 from nemo_like.recipes.data import open_samples
 from nemo_like.recipes.options import FinetuneOptions
-from nemo_like.recipes.ranks import let_segments_grow
 
 transformers = require("transformers", "finetune", "to fine-tune")
 trl = require("trl", "finetune", "to fine-tune")
@@ -131,7 +130,7 @@ def _arguments(options: FinetuneOptions, held_out: Any, conversations: bool) -> 
         require(name, name, f"for {flag(name)}")
     os.environ |= {} if options.wandb is None else {"WANDB_PROJECT": options.wandb}
     cpu, ranks = options.device == "cpu" or not torch.cuda.is_available(), launch.world_size()
-    let_segments_grow("cpu" if cpu else "cuda")
+    launch.let_segments_grow("cpu" if cpu else "cuda")
     given = {theirs: getattr(options, ours) for theirs, ours in _SAME.items()}
     given["optim"] = next(name for name, word in TRAINER_OPTIMIZERS.items() if word == options.optimizer)
     if ranks > 1 and not cpu:  # accelerate has FSDP2 on accelerators; on CPUs it is DDP

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import random
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -19,12 +17,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from nemo_like._util.interrupt import Interrupt
 from nemo_like._util.log import say_once
+from nemo_like._util.memory_used import memory_kind
+from nemo_like._util.rng import seed_all
 from nemo_like._util.tensors import tensors_in
 from nemo_like.distributed.gradients import clip_grad_norm_, set_gradient_sync
 from nemo_like.distributed.mesh import build_mesh
 from nemo_like.distributed.pipeline import Pipeline
+from nemo_like.distributed.ranks import Ranks
 from nemo_like.distributed.tensor.apply import cuts_sequences
+from nemo_like.distributed.weights.checkpoints import CheckpointStore
 from nemo_like.distributed.weights.materialize import materialize
 from nemo_like.models import ModelSource, check_positions
 from nemo_like.parallelizer import parallelize
@@ -32,12 +35,11 @@ from nemo_like.planning.devices import device_at_hand
 from nemo_like.planning.utilisation import Utilisation
 from nemo_like.profiling.larger_batch import most_elements
 from nemo_like.recipes.auto import Fitted, PlannedStep, advice_on_memory, choose
-from nemo_like.recipes.checkpoint import CheckpointStore, about_run, check_same_run, gather_state
+from nemo_like.recipes.checkpoint import about_run, check_same_run, gather_state
 from nemo_like.recipes.data import Batch, HeldOutText, TextData, TextRows
-from nemo_like.recipes.log import DivergedError, LossLog, Progress, Speed, memory_kind, versions
+from nemo_like.recipes.log import DivergedError, LossLog, Progress, Speed, versions
 from nemo_like.recipes.loss import MeanLoss, evaluate
 from nemo_like.recipes.options import PretrainOptions
-from nemo_like.recipes.ranks import Interrupt, Ranks
 
 
 class Pretraining:
@@ -74,17 +76,17 @@ class Pretraining:
         self._speed = Speed()
         self._ahead: Future[Batch] | None = None
         with ranks.together("cutting the text into samples"):
-            self.rows = TextRows(text.train, options.seq_len, options.batch_size, options.seed, packed=options.pack)
+            self.rows = TextRows(text.train, options.seq_len, options.batch_size, options.seed)
             self.held_out: HeldOutText | None = None
             if options.eval_samples:
-                self.held_out = HeldOutText(text.held_out, options.seq_len, options.eval_samples, packed=options.pack)
+                self.held_out = HeldOutText(text.held_out, options.seq_len, options.eval_samples)
         self.unigram_entropy = None if self.held_out is None else self.held_out.entropy()
         check_positions(getattr(model, "config", None), "--seq-len", options.seq_len)
         device = device_at_hand(ranks.device.type)
-        self.utilisation = Utilisation.of(model, device, options.job().precision, packed=options.pack)
+        self.utilisation = Utilisation.of(model, device, options.job().precision)
         self.options = options = with_sync(options, model, device.memory_bytes)
         if options.free:
-            self.options, self.ranks, self.fitted = choose(options, ranks, model, options.seq_len)
+            self.options, self.ranks, self.fitted = choose(options, ranks, model)
             _check_ranks(self.options, self.ranks)
         with self._advice():
             self._make_ready(model)
@@ -158,8 +160,8 @@ class Pretraining:
             newest = self.ranks.largest(max(store.steps(), default=-1))
             if newest >= 0:
                 raise ValueError(
-                    f"{folder!r} has checkpoints up to step {newest} already. Go on from them with --resume, or give another "
-                    "--checkpoint-dir."
+                    f"{folder!r} has checkpoints up to step {newest} already. Go on from them with --resume, or give "
+                    "another --checkpoint-dir."
                 )
             return
         way_out = "Give the same again, or start anew with another --checkpoint-dir."
@@ -263,16 +265,12 @@ class Pretraining:
         """All micro-batches of this rank; their mean loss, 0-dim, whose mean over the ranks is the step's."""
         ranks, passes = self.ranks, self.options.passes
         total = torch.zeros((), device=ranks.device)
-        parts = passes * ranks.data_ranks
-        targets = self.rows.targets(self.step)
         for micro, batch in enumerate(self._batches()):
             if self.pipeline is not None:
                 total = self.pipeline.step(**batch.with_labels())
                 continue
             with synced_only_if(self.model, self.options.sync == "every" or micro == passes - 1):
-                # Divided by the average count of a part, so that every target of the step weighs the same; DDP and FSDP2
-                # take the mean over the ranks.
-                loss = self._loss(self.model, batch, None if targets is None else targets / parts) / passes
+                loss = self._loss(self.model, batch) / passes  # DDP and FSDP2 take the mean over the ranks
                 loss.backward()
             total += loss.detach()
         return total
@@ -357,7 +355,8 @@ def with_sync(options: PretrainOptions, model: nn.Module, memory_bytes: int) -> 
     if options.sync != "auto" or options.strategy != "fsdp2" or not options.accumulates:
         return options
     counted = sum(p.numel() for p in model.parameters() if p.requires_grad) // (options.tp * options.pp)
-    whole = counted * (options.job().precision.reduce_dtype or torch.float32).itemsize
+    dtype = options.job().precision.reduce_dtype
+    whole = counted * (dtype.itemsize if isinstance(dtype, torch.dtype) else 4)
     return dataclasses.replace(options, sync="last" if 4 * whole <= memory_bytes else "every")
 
 
@@ -384,23 +383,6 @@ def make_optimizer(model: nn.Module, options: PretrainOptions) -> torch.optim.Ad
     return torch.optim.AdamW(
         [group for group in groups if group["params"]], lr=options.lr, betas=(options.beta1, options.beta2), **how
     )
-
-
-def seed_all(seed: int, step: int = 0, data_rank: int = 0, tp_group: int = 0) -> None:
-    """Seed every generator that a model may draw from.
-
-    Args:
-        seed, step: of the run, and the number of the step plus one; 0: before training.
-        data_rank: ranks of one number read the same samples, and draw alike from Python and NumPy, of which models make
-            choices (what to mask, which layer to leave out).
-        tp_group: ranks of one number compute the same, and draw alike from torch. Others have other tokens or layers.
-    """
-    start = (seed * 1_000_003 + step) * 1_000_003
-    torch.manual_seed((start + tp_group) % 2**63)
-    mixed = start + data_rank
-    random.seed(mixed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(mixed % 2**32)
 
 
 @contextlib.contextmanager

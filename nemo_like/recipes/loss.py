@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from nemo_like.distributed import shard_sequence
 from nemo_like.distributed.pipeline import Pipeline
+from nemo_like.distributed.ranks import Ranks
 from nemo_like.losses.model_loss import chunked_in_evaluation
-from nemo_like.losses.rows import IGNORED, predicts_next_token
+from nemo_like.losses.rows import predicts_next_token
 from nemo_like.recipes.data import Batch, HeldOutText
-from nemo_like.recipes.ranks import Ranks
 
 
 def check_own_loss(model: nn.Module, wish: str, way_out: str) -> None:
@@ -39,24 +39,16 @@ class MeanLoss:
     mesh: DeviceMesh | None = None
     """With a ``cp`` axis, where sequences are cut: the model then returns logits of a part."""
 
-    def __call__(self, model: nn.Module, batch: Batch, counted: float | None = None) -> torch.Tensor:
-        """Nats per token; its mean over the ranks is the loss of the batch.
-
-        counted: targets that count in this micro-batch of one rank, where they are not all: the average over micro-batches
-        and ranks, so that every target of the step weighs the same.
-        """
+    def __call__(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Nats per token; its mean over the ranks is the loss of the batch."""
         target = batch.targets
         if self.own:
-            extra: dict[str, Any] = dict(batch.extra)
-            if counted is not None:
-                extra["num_items_in_batch"] = torch.tensor(counted, device=target.device)
-            loss: torch.Tensor = model(batch.inputs, labels=target, shift_labels=target, **extra).loss
+            loss: torch.Tensor = model(batch.inputs, labels=target, shift_labels=target).loss
             return loss
-        output = model(batch.inputs, **batch.extra)
-        if self.mesh is None and counted is None:
+        output = model(batch.inputs)
+        if self.mesh is None:
             return _cross_entropy(output, target, "mean")
-        counted = target.numel() if counted is None else counted
-        return _cross_entropy(output, self._part(target), "sum") * self._ranks / counted
+        return _cross_entropy(output, self._part(target), "sum") * self._ranks / target.numel()
 
     def total(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """The sum over the targets of this rank's part, 0-dim float64, nats. In evaluation; every rank calls the model.
@@ -64,12 +56,9 @@ class MeanLoss:
         In chunks where training has them, so that whole logits are never there.
         """
         if not self.own:
-            output = model(batch.inputs, **batch.extra)
-            return _cross_entropy(output, self._part(batch.targets), "none").double().sum()
-        counted = int((batch.targets != IGNORED).sum())
+            return _cross_entropy(model(batch.inputs), self._part(batch.targets), "none").double().sum()
         with chunked_in_evaluation(model):
-            loss = self(model, batch, counted or None)
-        return loss.double() * counted / self._ranks if counted else torch.zeros_like(loss, dtype=torch.float64)
+            return self(model, batch).double() * batch.targets.numel() / self._ranks
 
     @property
     def _ranks(self) -> int:
@@ -84,16 +73,13 @@ def evaluate(model: nn.Module | Pipeline, rows: HeldOutText, ranks: Ranks, size:
     total = torch.zeros((), dtype=torch.float64)
     model.eval()
     with torch.no_grad():
-        for first in range(0, len(rows), size * ranks.data_ranks):
+        for first in range(0, len(rows.starts), size * ranks.data_ranks):
             begin = first + ranks.data_rank * size
-            numbers = range(begin, min(begin + size, len(rows)))
+            numbers = range(begin, min(begin + size, len(rows.starts)))
             # A rank without rows left runs the forward too (FSDP2's ranks gather together) and counts nothing.
             batch = rows.batch(numbers or [0]).to(ranks.device)
-            if isinstance(model, Pipeline):
-                counted = int((batch.targets != IGNORED).sum())
-                loss = (
-                    model.eval_step(**batch.with_labels()).double() * counted / ranks.cp
-                )  # each of a group has it whole
+            if isinstance(model, Pipeline):  # each of a group has it whole
+                loss = model.eval_step(**batch.with_labels()).double() * batch.targets.numel() / ranks.cp
             else:
                 loss = mean.total(model, batch)
             if numbers:

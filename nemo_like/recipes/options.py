@@ -53,10 +53,6 @@ class PretrainOptions(Options):
         least=1,
         needs=Need("--tokenizer bpe", lambda options: options.tokenizer == "bpe"),
     )
-    pack: bool = option(
-        False,
-        "the files of the text are documents: packed into samples, apart from each other in attention and loss",
-    )
     export: str | None = option(
         None,
         "at the end, write a folder here that transformers' from_pretrained opens, with --tokenizer bpe's tokenizer",
@@ -173,7 +169,7 @@ class PretrainOptions(Options):
         *("tp", "cp", "ep", "pp_schedule"),
     )
     """Options that ``--fit`` can choose."""
-    fixed: ClassVar[tuple[str, ...]] = ("seq_len", "batch_size", "seed", "pack", "tokenizer", "vocab_size")
+    fixed: ClassVar[tuple[str, ...]] = ("seq_len", "batch_size", "seed", "tokenizer", "vocab_size")
     """Options without which a checkpoint's weights or place in the data would mean nothing: a resumed run has them."""
 
     def __post_init__(self) -> None:
@@ -239,7 +235,7 @@ class PretrainOptions(Options):
             )
 
     def _check_pipeline(self) -> None:
-        for name, off in (("pack", False), ("init", "host"), ("cpu_offload", False)):
+        for name, off in (("init", "host"), ("cpu_offload", False)):
             if getattr(self, name) != off:
                 raise ValueError(
                     f"{flag(name)} is {getattr(self, name)!r} with --pp {self.pp}, which it cannot be yet."
@@ -257,6 +253,15 @@ class PretrainOptions(Options):
         return replace(self, fit=",".join(name for name in self.searched if name not in names) or "no")
 
     # --- what follows from them ---------------------------------------------------------------------------------------
+
+    def on(self, device_type: str) -> Self:
+        """Return the options of a run on such a device: on an accelerator AdamW is fused, unless another form is named.
+
+        A fused step reads and writes each tensor once and has no temporaries; torch's own choice there, ``foreach``, takes
+        as many bytes again as the largest group of gradients and about four times as long.
+        """
+        fused = device_type != "cpu" and self.optimizer == ADAMW[0]
+        return replace(self, optimizer="adamw-fused") if fused else self
 
     @property
     def _of_job(self) -> tuple[str, ...]:
@@ -309,22 +314,13 @@ class PretrainOptions(Options):
             check_own_loss(model, "--loss is 'chunked'", "Use --loss model.")
 
     def planned_input(self, rows: int) -> Any:
-        """The shapes of a micro-batch of so many rows, as the model is called with it.
-
-        Of packed rows each has two documents: the mask that keeps them apart is stored as well.
-        """
+        """The shapes of a micro-batch of so many rows, as the model is called with it."""
         import torch
 
         ids = torch.zeros(rows, self.seq_len, dtype=torch.int64)
-        inputs = {"input_ids": ids}
         if self.pp > 1:
-            return inputs | {"labels": ids}  # the last stage computes the loss
-        if self.loss != "model":
-            inputs |= {"labels": ids, "shift_labels": ids}
-        if self.pack:
-            positions = torch.arange(self.seq_len) % -(-self.seq_len // 2)
-            inputs["position_ids"] = positions.expand(rows, self.seq_len).contiguous()
-        return inputs if len(inputs) > 1 else ids
+            return {"input_ids": ids, "labels": ids}  # the last stage computes the loss
+        return ids if self.loss == "model" else {"input_ids": ids, "labels": ids, "shift_labels": ids}
 
 
 # --- fine-tuning ------------------------------------------------------------------------------------------------------

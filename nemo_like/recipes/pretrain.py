@@ -10,7 +10,6 @@ uninterrupted one to the bit where the device's kernels are deterministic, as th
 from __future__ import annotations
 
 import contextlib
-import inspect
 import json
 import math
 import shutil
@@ -21,24 +20,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from nemo_like._util.console import start_logging
 from nemo_like._util.extras import MissingExtraError, require
 from nemo_like._util.json_file import write_json
+from nemo_like._util.memory_used import memory_peak
 from nemo_like._util.option_fields import parse_options
+from nemo_like._util.rng import seed_all
 from nemo_like.distributed import get_model_state, launch
+from nemo_like.distributed.ranks import OtherRankError, Ranks
+from nemo_like.distributed.weights.checkpoints import CheckpointError, writing
 from nemo_like.distributed.weights.sources import CheckpointUnreadableError
 from nemo_like.models import ModelSource, resolve_model
 from nemo_like.recipes.auto import MemoryRanOutError
-from nemo_like.recipes.checkpoint import CheckpointError, writing
 from nemo_like.recipes.data import END, VOCABULARY, as_tokens, load_text, train_bpe
-from nemo_like.recipes.log import DivergedError, memory_peak
-from nemo_like.recipes.loop import Pretraining, seed_all
+from nemo_like.recipes.log import DivergedError
+from nemo_like.recipes.loop import Pretraining
 from nemo_like.recipes.options import PretrainOptions
-from nemo_like.recipes.ranks import OtherRankError, Ranks, let_segments_grow
 
 BAD_INPUT = 2
 """Exit code for options, data or checkpoints that cannot be used, for a loss that is no longer finite, and where
@@ -72,7 +72,7 @@ def run(options: PretrainOptions) -> int:
 @contextlib.contextmanager
 def joined(options: PretrainOptions) -> Iterator[Ranks]:
     """This process's `Ranks`, with the process group where a launcher started more than one rank."""
-    let_segments_grow(launch.pick_device_type() if options.device == "auto" else options.device)
+    launch.let_segments_grow(launch.pick_device_type() if options.device == "auto" else options.device)
     device = launch.init_distributed(None if options.device == "auto" else options.device)
     world_size, axes = launch.world_size(), {"tp": options.tp, "cp": options.cp, "pp": options.pp}
     try:
@@ -81,8 +81,7 @@ def joined(options: PretrainOptions) -> Iterator[Ranks]:
         for name, size in sizes.items():
             if world_size % size:
                 raise ValueError(f"{name} is {size}, which does not divide the {world_size} rank(s).")
-        control = dist.new_group(backend="gloo") if world_size > 1 else None
-        yield Ranks(launch.rank(), world_size, device, **axes, control=control)
+        yield Ranks.of_process(device, **axes)
     finally:
         launch.shutdown()
 
@@ -133,13 +132,13 @@ def _build(source: ModelSource, options: PretrainOptions, tokenizer: str) -> nn.
     if tokenizer:
         _set_vocabulary(source, json.loads(tokenizer))
     if source.vocab_size is not None and source.vocab_size < VOCABULARY:
-        raise ValueError(f"Model {source.name!r} has {source.vocab_size} tokens; bytes need a vocab_size >= {VOCABULARY}.")
+        raise ValueError(
+            f"Model {source.name!r} has {source.vocab_size} tokens; bytes need a vocab_size >= {VOCABULARY}."
+        )
     seed_all(options.seed)
     model = source.build("meta" if options.init == "sharded" else "cpu", torch.float32)
     if options.export is not None and not hasattr(model, "save_pretrained"):
         raise ValueError(f"--export writes a folder of transformers, and {type(model).__name__} is not a model of it.")
-    if options.pack and "position_ids" not in inspect.signature(model.forward).parameters:
-        raise ValueError(f"--pack tells documents apart by position_ids, which {type(model).__name__} does not take.")
     return model
 
 

@@ -1,22 +1,16 @@
-"""The ranks of a job: who failed, who was interrupted, and the mean of what each computed."""
+"""Agreement between the ranks of one job: who failed, and the sum of what each computed."""
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 
-from nemo_like._util.log import say_once, warn_once
-from nemo_like.flags import ALLOCATOR_VARIABLES
+from nemo_like.distributed import launch
 
 
 class OtherRankError(RuntimeError):
@@ -40,6 +34,12 @@ class Ranks:
     """Ranks that hold a pipeline's stages, and so read the same samples; furthest apart in rank."""
     control: dist.ProcessGroup | None = None
     """A group of all ranks over CPU tensors, so that agreeing never waits for the accelerator; None with one rank."""
+
+    @classmethod
+    def of_process(cls, device: torch.device, tp: int = 1, cp: int = 1, pp: int = 1) -> Self:
+        """This process's ranks, after `nemo_like.distributed.init_distributed`."""
+        control = dist.new_group(backend="gloo") if launch.world_size() > 1 else None
+        return cls(launch.rank(), launch.world_size(), device, tp, cp, pp, control)
 
     @property
     def data_rank(self) -> int:
@@ -86,7 +86,7 @@ class Ranks:
         return int(tensor)
 
     def from_first(self, value: Any) -> Any:
-        """Rank 0's value: a number or text."""
+        """Rank 0's value, which can be pickled."""
         values = [value]
         if self.control is not None:
             dist.broadcast_object_list(values, 0, group=self.control)
@@ -104,50 +104,3 @@ class Ranks:
         if self.control is not None:
             dist.all_reduce(values, group=self.control)
         return values
-
-
-class Interrupt:
-    """A context manager in which the first SIGINT or SIGTERM only sets `requested`; a later one acts as usual.
-
-    The job then finishes the step and saves. torchrun gives its ranks 30 s for that. Outside of the main thread, where Ray
-    Train runs a job and Python handles no signal, none is caught.
-    """
-
-    def __init__(self) -> None:
-        self.requested: int = 0
-        """The signal's number, or 0."""
-        self._since = 0.0
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> Interrupt:
-        if threading.current_thread() is not threading.main_thread():
-            warn_once(
-                "The training job runs outside of the main thread, where Python handles no signal: SIGTERM and Ctrl-C do "
-                "as set by whoever started it, and save nothing. The last complete checkpoint stays."
-            )
-            return self
-        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if not self.requested:
-            self.requested, self._since = number, now
-        # A launcher passes one Ctrl-C on to ranks that got it from the terminal already: within two seconds it is one wish.
-        elif now - self._since > 2:
-            signal.signal(number, self._before[number])
-            signal.raise_signal(number)
-
-
-def let_segments_grow(device_type: str) -> None:
-    """Set ``PYTORCH_ALLOC_CONF`` for a CUDA device where it is unset, before the first allocation reads it."""
-    if device_type == "cuda" and not os.environ.keys() & {*ALLOCATOR_VARIABLES}:
-        os.environ[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
-        say_once(
-            "PYTORCH_ALLOC_CONF is unset, so this job sets expandable_segments:True, with which less memory is lost between "
-            "blocks. To keep PyTorch's default, set PYTORCH_ALLOC_CONF=expandable_segments:False."
-        )
