@@ -27,6 +27,7 @@ from nemo_like import Job, apply_activation_checkpointing, fit, flags, paralleli
 from nemo_like._util.log import forget_announcements
 from nemo_like.activation_checkpointing import CheckpointWrapper, SelectivePolicy, unwrap_checkpoint_wrapper
 from nemo_like.activation_checkpointing.policy import TorchPolicy
+from nemo_like.distributed.ranks import Ranks
 from nemo_like.job import KEYWORDS, AllKeywords, JobKeywords
 from nemo_like.models import text_batch
 from nemo_like.options import FSDP2, CheckpointConfig, ChunkedLoss, PipelineParallel, Precision, StepSpec
@@ -34,7 +35,6 @@ from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.fit.question import PINS, FitKeywords
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.report import make_report
-from nemo_like.recipes.agree import Ranks
 from nemo_like.recipes.auto import best_of
 from nemo_like.recipes.options import PretrainOptions
 from tests.models.decoders import PlainDecoder, batch, build, loss_of

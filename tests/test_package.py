@@ -191,7 +191,7 @@ def test_the_command_says_it(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_summaries_of_runs_name_it() -> None:
-    from nemo_like.recipes.loop import versions
+    from nemo_like.recipes.log import versions
 
     assert versions()["nemo_like"] == nemo_like.__version__
 

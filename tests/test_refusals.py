@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from nemo_like import MemoryProfiler, SelectiveCheckpointer, apply_activation_checkpointing, materialize, parallelize
+from nemo_like._util.option_fields import parse_options
 from nemo_like.activation_checkpointing import CheckpointWrapper
 from nemo_like.cli import main, make_parser
 from nemo_like.distributed import get_model_state, get_optimizer_state, set_gradient_sync, set_model_state
@@ -25,7 +26,7 @@ from nemo_like.options import ExpertParallel
 from nemo_like.planning import Plan, plan_for
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.fit import fit
-from nemo_like.recipes.command_line import parse_options
+from nemo_like.recipes.options import FinetuneOptions, PretrainOptions
 from tests.models.decoders import DecoderWithLoss, PlainDecoder, batch, build
 
 
@@ -362,12 +363,11 @@ _JOBS = {
     "finetune --lora-alpha 8": "--lora-alpha is 8.0, and without --lora",
     "finetune --lora-dropout 0.5": "--lora-dropout is 0.5, and without --lora",
     "finetune --lora-targets q_proj": "--lora-targets is 'q_proj', and without --lora",
-    "finetune --lora --lora-alpha 0": "--lora-alpha is 0.0; it scales what the adapters give, and must be > 0",
-    "finetune --sample-tokens 3": "--sample-tokens is 3, and without --sample nothing reads it",
-    "finetune --eval-data x --eval-samples 0": "--eval-data is 'x', and without --eval-samples above 0",
-    "finetune --precision fp4": "--precision is 'fp4'; it must be a torch dtype or one of float32, fp32, bfloat16, bf16, "
-    "float16, fp16, fp8, fp8-rowwise, fp8-gather",
-    "finetune --warmup-steps 500 --steps 10": "--warmup-steps is 500, and the run has 10 steps",
+    "finetune --lora --lora-alpha -1": "--lora-alpha is -1.0; it must be a finite number >= 0",
+    "finetune --merge": "--merge is True, and without --lora nothing reads it",
+    "finetune --fit-memory 1GiB": "--fit-memory is '1GiB', and without --fit nothing reads it",
+    "finetune --precision fp4": "--precision is 'fp4'; it must be one of bfloat16, float32",
+    "finetune --epochs 0": "--steps and --epochs are both 0: nothing would be trained",
 }
 
 
@@ -375,18 +375,19 @@ _JOBS = {
 def test_a_job_refuses_it_before_any_work(line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job, *options = line.format(folder=tmp_path).split()
     more = ["--model", "m", "--data", "d"] if job == "finetune" else []
+    kind = FinetuneOptions if job == "finetune" else PretrainOptions
     with pytest.raises(SystemExit) as ended:
-        parse_options(job, [*options, *more])
+        parse_options(kind, [*options, *more])
     assert ended.value.code == 2
     said = capsys.readouterr().err
     assert _JOBS[line].format(folder=tmp_path) in said and len(said.splitlines()) == 1
 
 
 def test_a_short_run_warms_up_within_its_steps() -> None:
-    assert parse_options("pretrain", []).warmup == 20 and parse_options("pretrain", ["--steps", "4"]).warmup == 4
-    assert parse_options("pretrain", ["--steps", "4", "--warmup-steps", "3"]).warmup == 3
-    tuned = parse_options("finetune", ["--model", "m", "--data", "d", "--steps", "50"])
-    assert tuned.warmup == 10
+    assert (
+        parse_options(PretrainOptions, []).warmup == 20 and parse_options(PretrainOptions, ["--steps", "4"]).warmup == 4
+    )
+    assert parse_options(PretrainOptions, ["--steps", "4", "--warmup-steps", "3"]).warmup == 3
 
 
 def test_fit_says_where_its_fastest_has_no_plan_to_save(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -86,16 +86,16 @@ def load_text(data: str | os.PathLike[str] | None = None) -> TextData:
     """
     root = Path(sysconfig.get_path("stdlib")) if data is None else Path(data)
     if not root.exists():
-        hint = "give a text that exists with --data FILE or --data FOLDER"
-        if data is None:
-            raise ValueError(f"This Python has no standard library at {root} to read as text; {hint}.")
-        raise ValueError(f"--data is {os.fspath(data)!r}, and nothing exists there; {hint}.")
+        raise ValueError(f"--data is {str(root)!r}, and nothing exists there; give a text with --data FILE or FOLDER.")
     name = f"the standard library's text in {root}" if data is None else str(root)
     if root.suffix in (".jsonl", ".parquet") or (root / "state.json").exists():
         rows = open_samples("--data", str(root), [{"text"}])["text"]
         documents = [(str(number), row.encode()) for number, row in enumerate(rows)]
     else:
-        documents = list(_read_files(root, stdlib=data is None))
+        try:
+            documents = list(_read_files(root, stdlib=data is None))
+        except OSError as error:
+            raise ValueError(f"The training text cannot be read: {error}.") from error
     documents = [(name, content) for name, content in documents if content]
     if not documents:
         raise ValueError(f"--data is {str(root)!r}, which holds no text: every file is empty or binary.")
@@ -119,10 +119,7 @@ def _read_files(root: Path, *, stdlib: bool) -> Iterator[tuple[str, bytes]]:
             path = Path(folder, file)
             if path != root and (file.startswith(".") or (stdlib and not file.endswith(_STDLIB_SUFFIXES))):
                 continue
-            try:
-                content = path.read_bytes()
-            except OSError as error:
-                raise ValueError(f"Cannot read {path} of the training text: {error}.") from error
+            content = path.read_bytes()
             if b"\0" not in content[:8192]:
                 yield file if path == root else path.relative_to(root).as_posix(), content
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -23,6 +22,7 @@ from nemo_like._util.device_work import is_out_of_memory
 from nemo_like._util.extras import require
 from nemo_like._util.log import is_rank_zero
 from nemo_like._util.option_fields import parse_options
+from nemo_like._util.replaced_folder import replace_folder
 from nemo_like.distributed import launch
 from nemo_like.integrations.activation_offloading import ActivationOffloadingMixin
 from nemo_like.integrations.trainer_job import call_of_model, largest_batch
@@ -232,7 +232,7 @@ def save_result(trainer: Any, options: FinetuneOptions) -> None:
     state, output = trainer.accelerator.get_state_dict(trainer.model), Path(options.output)
     if not trainer.is_world_process_zero():
         return
-    how = {"trust_remote_code": options.trust_remote_code}
+    how, tokenizer = {"trust_remote_code": options.trust_remote_code}, trainer.processing_class
     stored = None if options.lora else transformers.AutoConfig.from_pretrained(options.model, **how).dtype
     model, folder = trainer.accelerator.unwrap_model(trainer.model), output / ("adapter" if options.lora else "model")
     model.config.use_cache = True  # what training switched off
@@ -244,23 +244,14 @@ def save_result(trainer: Any, options: FinetuneOptions) -> None:
             model.save_pretrained(target, state_dict={name: tensor.to(stored) for name, tensor in state.items()})
             model.config.dtype = stored  # else it names that of training
             model.config.save_pretrained(target)
+        tokenizer.save_pretrained(target)
 
-    _write(folder, trainer, write)
+    replace_folder(folder, write)
     if options.merge:
         base = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype="auto", **how)
         merged, folder = peft.PeftModel.from_pretrained(base, str(folder)).merge_and_unload(), output / "model"
-        _write(folder, trainer, merged.save_pretrained)
+        replace_folder(folder, lambda target: (merged.save_pretrained(target), tokenizer.save_pretrained(target)))
     print(f"The result is in {folder}.", flush=True)
-
-
-def _write(folder: Path, trainer: Any, write: Any) -> None:
-    """Have `write` fill a new folder, which gets its name when it is complete."""
-    target = folder.with_name(f".writing-{folder.name}")
-    for rest in (target, folder):
-        shutil.rmtree(rest, ignore_errors=True)
-    write(target)
-    trainer.processing_class.save_pretrained(target)
-    target.rename(folder)
 
 
 if __name__ == "__main__":

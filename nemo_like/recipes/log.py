@@ -94,24 +94,6 @@ class LossLog:
             self.losses.append(loss)
 
 
-class Speed:
-    """Tokens per second. The first step allocates and compiles; it is left out unless it is the only one."""
-
-    def __init__(self) -> None:
-        self._tokens, self._seconds, self._steps = 0, 0.0, 0
-
-    def add(self, seconds: float, tokens: int) -> None:
-        """Note a step on so many tokens."""
-        if self._steps == 1:
-            self._tokens, self._seconds = 0, 0.0
-        self._tokens, self._seconds, self._steps = self._tokens + tokens, self._seconds + seconds, self._steps + 1
-
-    @property
-    def per_second(self) -> float:
-        """Return the tokens per second."""
-        return self._tokens / (self._seconds or math.inf)
-
-
 def versions() -> dict[str, str]:
     """Return the versions of what the run ran on."""
     installed = {"nemo_like": __version__, "python": platform.python_version()}

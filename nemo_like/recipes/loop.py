@@ -37,7 +37,7 @@ from nemo_like.profiling.larger_batch import most_elements
 from nemo_like.recipes.auto import Fitted, PlannedStep, advice_on_memory, choose
 from nemo_like.recipes.checkpoint import about_run, check_same_run, gather_state
 from nemo_like.recipes.data import Batch, HeldOutText, TextData, TextRows
-from nemo_like.recipes.log import DivergedError, LossLog, Progress, Speed, versions
+from nemo_like.recipes.log import DivergedError, LossLog, Progress, versions
 from nemo_like.recipes.loss import MeanLoss, evaluate
 from nemo_like.recipes.options import PretrainOptions
 
@@ -59,7 +59,7 @@ class Pretraining:
         model: nn.Module,
         tokenizer: str = "",
     ) -> None:
-        """`model`: of `source`, with weights on the CPU, or on the meta device. `tokenizer`: its JSON; empty: bytes."""
+        """`model`: of `source`, with weights or on the meta device. `tokenizer`: its JSON; empty: bytes."""
         if not options.free:
             _check_ranks(options, ranks)
         self.options, self.ranks, self.text, self.source, self.tokenizer = options, ranks, text, source, tokenizer
@@ -73,7 +73,7 @@ class Pretraining:
         self.store: CheckpointStore | None = None
         self.fitted: Fitted | None = None
         """Choice of ``--fit``, which `options` has, too."""
-        self._speed = Speed()
+        self._seconds: list[float] = []
         self._ahead: Future[Batch] | None = None
         with ranks.together("cutting the text into samples"):
             self.rows = TextRows(text.train, options.seq_len, options.batch_size, options.seed)
@@ -99,7 +99,12 @@ class Pretraining:
         self.options = options = with_sequences(self.options, model)
         options.check_model_loss(model, options.loss)
         self.parameters = sum(p.numel() for p in model.parameters())
-        mesh = self._sequence_mesh()
+        mesh: DeviceMesh | None = (
+            None  # for a loss that cuts its targets: where sequences are cut, and no stage has the loss
+        )
+        if options.cp > 1 and options.pp == 1:
+            sizes = {"dp_replicate": options.dp_replicate, "cp": options.cp, "tp": options.tp}
+            mesh = build_mesh(**sizes, device_type=self.ranks.device.type)
         ready = self._parallelized(model, mesh)
         if options.init == "sharded":
             materialize(ready, seed=options.seed)
@@ -110,14 +115,6 @@ class Pretraining:
         self.about = about_run(options, self.text.fingerprint, whole)
         """Facts that a resumed run must share."""
         self._loss = MeanLoss(options.loss == "chunked", mesh)
-
-    def _sequence_mesh(self) -> DeviceMesh | None:
-        """The mesh that the loss cuts its targets over; None where sequences are whole, or the last stage has the loss."""
-        options = self.options
-        if options.cp == 1 or options.pp > 1:
-            return None
-        sizes = {"dp_replicate": options.dp_replicate, "cp": options.cp, "tp": options.tp}
-        return build_mesh(**sizes, device_type=self.ranks.device.type)
 
     def _parallelized(self, model: nn.Module, mesh: DeviceMesh | None) -> Any:
         options = self.options
@@ -165,17 +162,15 @@ class Pretraining:
                 )
             return
         way_out = "Give the same again, or start anew with another --checkpoint-dir."
-        step = store.load(self.state(), lambda about: check_same_run(about, self.about, way_out))
+        step = store.load(
+            gather_state(self.model, self.optimizer), lambda about: check_same_run(about, self.about, way_out)
+        )
         if step is None and resume == "must":
             raise ValueError(
                 f"--resume finds no checkpoint in {folder!r}. Check --checkpoint-dir, or write --resume=auto to start anew "
                 "where there is none."
             )
         self.step = step or 0
-
-    def state(self) -> dict[str, Any]:
-        """Return what a checkpoint holds, the tensors themselves."""
-        return gather_state(self.model, self.optimizer)
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
@@ -237,17 +232,17 @@ class Pretraining:
             # After the first step, which is not timed, so that none of its work is left for the second; before a save,
             # because a diverged state must not become the newest checkpoint.
             self.log.read()
-        self._speed.add(time.perf_counter() - start, options.batch_size * options.seq_len)
+        self._seconds.append(time.perf_counter() - start)
         if report:
             rate = learning_rate(options, self.step - 1)
-            progress.step(self.step, self.log.losses[-1], rate, self._speed.per_second, self.mfu)
+            progress.step(self.step, self.log.losses[-1], rate, self.tokens_per_second, self.mfu)
         if self.held_out is not None and evaluates and not self.interrupted:
             size = options.rows(self.ranks.data_ranks)
             loss = evaluate(self.pipeline or self.model, self.held_out, self.ranks, size, self._loss)
             self.eval_losses.append({"step": self.step, "loss": loss})
             progress.say(f"step {self.step}: held-out loss {loss:.4f} nats per {self.unit}")
         if self.store is not None and (save or self.interrupted):
-            self.store.save(self.step, self.state(), self.about)
+            self.store.save(self.step, gather_state(self.model, self.optimizer), self.about)
 
     def _train_step(self) -> None:
         # Seeded per step: the random numbers of a step depend on nothing before it, so no state has to be saved.
@@ -304,13 +299,18 @@ class Pretraining:
         return str(self.options.strategy) if self.ranks.world_size > 1 else "single"
 
     @property
+    def tokens_per_second(self) -> float:
+        """Over all ranks; without evaluations, checkpoints and the first step, which allocates and compiles."""
+        timed = self._seconds[1:] or self._seconds
+        return len(timed) * self.options.batch_size * self.options.seq_len / (sum(timed) or math.inf)
+
+    @property
     def mfu(self) -> float | None:
-        """Share of the devices' FLOP/s that the model needed, without the first step, evaluations and checkpoints; None
-        where `utilisation` has a reason."""
+        """Share of the devices' FLOP/s that the model needed; None where `utilisation` has a reason."""
         if self.utilisation.flops is None:
             return None
         per_token = self.utilisation.flops.of(self.options.seq_len) / self.options.seq_len
-        return self._speed.per_second * per_token / (self.utilisation.peak * self.ranks.world_size)
+        return self.tokens_per_second * per_token / (self.utilisation.peak * self.ranks.world_size)
 
     def summary(self, peak_bytes: list[int]) -> dict[str, Any]:
         """The run as JSON values. Losses are nats per token (or byte); `peak_bytes` has one number per rank."""
@@ -321,7 +321,7 @@ class Pretraining:
             "unigram_entropy": self.unigram_entropy,
             "peak_bytes": peak_bytes,
             "peak_bytes_are": memory_kind(self.ranks.device),
-            "tokens_per_second": self._speed.per_second,
+            "tokens_per_second": self.tokens_per_second,
             "mfu": self.mfu,
             "mfu_is": self.utilisation.words,
             "ac": self.options.ac,

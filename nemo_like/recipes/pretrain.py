@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import shutil
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -28,6 +27,7 @@ from nemo_like._util.extras import MissingExtraError, require
 from nemo_like._util.json_file import write_json
 from nemo_like._util.memory_used import memory_peak
 from nemo_like._util.option_fields import parse_options
+from nemo_like._util.replaced_folder import replace_folder
 from nemo_like._util.rng import seed_all
 from nemo_like.distributed import get_model_state, launch
 from nemo_like.distributed.ranks import OtherRankError, Ranks
@@ -163,16 +163,15 @@ def _export(job: Pretraining) -> None:
         if job.ranks.rank:
             return
         model: Any = job.source.build("meta", torch.float32)
-        folder = Path(str(options.export))
-        target = folder.with_name(f".writing-{folder.name}")
-        shutil.rmtree(target, ignore_errors=True)
-        model.save_pretrained(str(target), state_dict=state)
-        if job.tokenizer:
-            rebuilt = require("tokenizers", "finetune", "for --tokenizer bpe").Tokenizer.from_str(job.tokenizer)
-            make = require("transformers", "finetune", "to export a tokenizer").PreTrainedTokenizerFast
-            make(tokenizer_object=rebuilt, eos_token=END, pad_token=END).save_pretrained(str(target))
-        shutil.rmtree(folder, ignore_errors=True)
-        target.rename(folder)
+
+        def write(folder: Path) -> None:
+            model.save_pretrained(str(folder), state_dict=state)
+            if job.tokenizer:
+                rebuilt = require("tokenizers", "finetune", "for --tokenizer bpe").Tokenizer.from_str(job.tokenizer)
+                make = require("transformers", "finetune", "to export a tokenizer").PreTrainedTokenizerFast
+                make(tokenizer_object=rebuilt, eos_token=END, pad_token=END).save_pretrained(str(folder))
+
+        replace_folder(Path(str(options.export)), write)
 
 
 if __name__ == "__main__":

@@ -17,12 +17,12 @@ import pytest
 
 from nemo_like import commands
 from nemo_like._util.console import start_logging
+from nemo_like._util.option_fields import parse_options
 from nemo_like.cli import main, make_parser
 from nemo_like.commands import COMMANDS
 from nemo_like.job import Job
 from nemo_like.options import ChunkedLoss, MemoryBudget
-from nemo_like.recipes.command_line import parse_options
-from nemo_like.recipes.options import EXAMPLES
+from nemo_like.recipes.options import FinetuneOptions, PretrainOptions
 
 
 def _help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -52,17 +52,18 @@ def test_the_overview_has_every_command_with_its_purpose(capsys: pytest.CaptureF
     assert modules == {f"{name}_command" for name in COMMANDS}
 
 
-@pytest.mark.parametrize("job", ["pretrain", "finetune"])
-def test_a_job_is_the_same_as_a_command_and_as_a_module(job: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("kind", [PretrainOptions, FinetuneOptions])
+def test_a_job_is_the_same_as_a_command_and_as_a_module(kind: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    job = kind.job_name
     with pytest.raises(SystemExit):
-        parse_options(job, ["--help"])
+        parse_options(kind, ["--help"])
     alone, command = capsys.readouterr().out, _help([job], capsys)
     options = re.compile(r"^  (?:-\w, )?(--[a-z0-9-]+)", re.MULTILINE)
     assert options.findall(alone) == options.findall(command)
-    for example in EXAMPLES[job]:
+    for example in kind.examples:
         assert f"  nemo-like {job} {example}\n" in command and f" -m nemo_like.recipes.{job} {example}\n" in alone
     with pytest.raises(SystemExit):
-        parse_options(job, ["--steps", "-1", "--model", "m", "--data", "d"])
+        parse_options(kind, ["--steps", "-1", "--model", "m", "--data", "d"])
     said = capsys.readouterr().err
     assert main([job, "--steps", "-1", "--model", "m", "--data", "d"]) == 2
     assert capsys.readouterr().err.partition(": ")[2] == said.partition("error: ")[2] != ""

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from nemo_like._util.log import forget_announcements
-from nemo_like.recipes.agree import Ranks
-from nemo_like.recipes.checkpoint import CheckpointError, CheckpointStore, copied_bytes
+from nemo_like.distributed.ranks import Ranks
+from nemo_like.distributed.weights.checkpoints import CheckpointError, CheckpointStore, copied_bytes
 
 pytestmark = pytest.mark.compat
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -11,19 +12,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_like.recipes.loop import LearningRate
-from nemo_like.recipes.text import (
+from nemo_like.recipes.data import (
     END,
     Corpus,
     HeldOutText,
-    Piece,
     TextRows,
     as_tokens,
-    for_transformers,
     load_text,
     train_bpe,
     unigram_entropy,
 )
+from nemo_like.recipes.loop import learning_rate
+from nemo_like.recipes.options import PretrainOptions
 
 pytest.importorskip("tokenizers")
 pytest.importorskip("transformers")
@@ -41,23 +41,16 @@ def _bytes_of(corpus: Corpus) -> bytes:
     return bytes(corpus.read(0, corpus.size).tolist())
 
 
-def test_corpus_reads_across_files_and_offsets(tmp_path: Path):
-    _write(tmp_path, a=b"abcdef", b=b"gh", c=b"ijklm")
-    corpus = Corpus([Piece(tmp_path / "a", 2, 4), Piece(tmp_path / "b", 0, 2), Piece(tmp_path / "c", 1, 3)])
+def test_corpus_reads_across_documents():
+    corpus = Corpus.of([b"cdef", b"", b"gh", b"jkl"])
     whole = b"cdefghjkl"
-    assert corpus.size == len(whole)
+    assert corpus.size == len(whole) and corpus.starts == [0, 4, 4, 6]
     for start in range(len(whole)):
         for length in range(1, len(whole) - start + 1):
             tokens = corpus.read(start, length)
             assert tokens.dtype == torch.int64
             assert bytes(tokens.tolist()) == whole[start : start + length]
-
-
-def test_a_file_cut_short_in_mid_run_is_an_error(tmp_path: Path):
-    corpus = Corpus([Piece(_write(tmp_path, a=b"abcdef") / "a", 0, 6)])
-    (tmp_path / "a").write_bytes(b"abc")
-    with pytest.raises(RuntimeError, match="became shorter"):
-        corpus.read(0, 6)
+    assert ["".join(parts) for parts in corpus.texts()] == ["cdef", "", "gh", "jkl"]
 
 
 def test_folder_is_read_in_name_order_without_binaries_hidden_and_empty_files(tmp_path: Path):
@@ -107,10 +100,25 @@ def test_fingerprint_knows_what_is_held_out_sizes_and_contents(tmp_path: Path):
 
 def test_default_text_is_the_standard_library_without_its_tests():
     text = load_text()
-    parts = [piece.path.parts for piece in (*text.train.pieces, *text.held_out.pieces)]
-    assert not any({"test", "tests", "site-packages", "__pycache__"} & set(p) for p in parts)
-    assert any(p[-1] == "argparse.py" for p in parts) and any(p[-2:] == ("pydoc_data", "topics.py") for p in parts)
+    read = bytes(text.train.tokens.tolist()) + bytes(text.held_out.tokens.tolist())
+    for name, inside in (("argparse.py", True), ("pydoc_data/topics.py", True), ("test/test_argparse.py", False)):
+        path = Path(sysconfig.get_path("stdlib"), name)
+        assert not path.exists() or (path.read_bytes() in read) is inside
     assert text.train.size > 5_000_000 and 0.03 < text.held_out.size / text.train.size < 0.06
+
+
+@pytest.mark.parametrize("kind", ["lines.jsonl", "rows.parquet", "saved"])
+def test_samples_with_text_are_documents(tmp_path: Path, kind: str):
+    datasets = pytest.importorskip("datasets", reason="the extra 'finetune' is not installed")
+    samples = datasets.Dataset.from_dict({"text": [f"text {i}" * 9 for i in range(30)] + [""]})
+    write = {"lines.jsonl": samples.to_json, "rows.parquet": samples.to_parquet, "saved": samples.save_to_disk}
+    write[kind](str(tmp_path / kind))
+    text = load_text(tmp_path / kind)
+    found = ["".join(parts) for corpus in (text.train, text.held_out) for parts in corpus.texts()]
+    assert sorted(found) == sorted(f"text {i}" * 9 for i in range(30)) and len(text.held_out.starts) == 1
+    (tmp_path / "other.jsonl").write_text('{"question": "a"}\n')
+    with pytest.raises(ValueError, match="1 samples with question; each must have text"):
+        load_text(tmp_path / "other.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -125,15 +133,14 @@ def test_unusable_data_is_an_error(tmp_path: Path, make, message: str):
         load_text(make(tmp_path))
 
 
-def _corpus_of(folder: Path, size: int) -> Corpus:
-    (folder / "text").write_bytes(bytes(i % 251 for i in range(size)))
-    return Corpus([Piece(folder / "text", 0, size)])
+def _corpus_of(size: int) -> Corpus:
+    return Corpus.of([bytes(i % 251 for i in range(size))])
 
 
 @settings(max_examples=60, deadline=None)
 @given(size=st.integers(20, 2000), seq_len=st.integers(1, 9), seed=st.integers(0, 2**40), epoch=st.integers(0, 3))
 def test_every_epoch_reads_every_window_once(size: int, seq_len: int, seed: int, epoch: int):
-    sampler = TextRows(Corpus([Piece(Path("unread"), 0, size)]), seq_len, 1, seed)
+    sampler = TextRows(Corpus(torch.zeros(size, dtype=torch.uint8), [0]), seq_len, 1, seed)
     n = sampler.windows
     starts = sorted(sampler.start_of(epoch * n + i) for i in range(n))
     assert starts == list(range(starts[0], starts[0] + n * seq_len, seq_len))
@@ -141,7 +148,7 @@ def test_every_epoch_reads_every_window_once(size: int, seq_len: int, seed: int,
 
 
 def test_order_is_shuffled_and_depends_on_seed_and_epoch(tmp_path: Path):
-    corpus = _corpus_of(tmp_path, 10_000)
+    corpus = _corpus_of(10_000)
     samplers = [TextRows(corpus, 8, 4, seed) for seed in (0, 1)]
     orders = [[s.start_of(first + i) for i in range(200)] for s in samplers for first in (0, s.windows)]
     assert len({tuple(order) for order in orders}) == 4
@@ -151,7 +158,7 @@ def test_order_is_shuffled_and_depends_on_seed_and_epoch(tmp_path: Path):
 
 @pytest.mark.parametrize("parts", [1, 2, 4, 8])
 def test_global_batch_does_not_depend_on_the_number_of_ranks(tmp_path: Path, parts: int):
-    sampler = TextRows(_corpus_of(tmp_path, 3000), 16, 8, seed=5)
+    sampler = TextRows(_corpus_of(3000), 16, 8, seed=5)
     for step in (0, 7, 100):
         whole, cut = sampler.batch(step), [sampler.batch(step, part, parts) for part in range(parts)]
         assert whole.inputs.shape == whole.targets.shape == (8, 16)
@@ -160,37 +167,18 @@ def test_global_batch_does_not_depend_on_the_number_of_ranks(tmp_path: Path, par
         assert torch.equal(torch.cat([part.targets for part in cut]), whole.targets)
 
 
-def test_documents_of_a_packed_sample_are_counted_apart(tmp_path: Path):
-    (tmp_path / "text").write_bytes(bytes(range(40)))
-    corpus = Corpus([Piece(tmp_path / "text", begin, length) for begin, length in ((0, 7), (7, 20), (27, 13))])
-    rows = TextRows(corpus, 8, 2, seed=0, packed=True)
-    starts = [rows.start_of(i) for i in range(2)]
-    inside = [[border for border in (7, 27) if start < border < start + 8] for start in starts]
-    assert sum(map(len, inside)) > 0
-    wanted = []
-    for start, borders in zip(starts, inside):
-        at = [start, *borders, start + 8]
-        wanted += [end - begin for begin, end in itertools.pairwise(at)]
-    assert rows.lengths(0) == wanted
-    batch = rows.batch(0)
-    assert rows.targets(0) == int((batch.targets != -100).sum()) < 16
-    assert batch.positions is not None and [int((row == 0).sum()) for row in batch.positions] == [
-        1 + len(borders) for borders in inside
-    ]
-
-
 def test_too_little_text_is_an_error(tmp_path: Path):
-    corpus = _corpus_of(tmp_path, 100)
-    with pytest.raises(ValueError, match=r"5 windows of 16 tokens: too few for one batch of 6.*--batch-size"):
+    corpus = _corpus_of(100)
+    with pytest.raises(ValueError, match=r"100 tokens, 5 windows of 16: too few for one batch of 6.*--batch-size"):
         TextRows(corpus, 16, 6, 0)
     TextRows(corpus, 16, 5, 0)
-    with pytest.raises(ValueError, match=r"100 bytes, less than one window of 100 tokens"):
+    with pytest.raises(ValueError, match=r"100 tokens, less than one window of 100"):
         HeldOutText(corpus, 100, 1)
 
 
 @given(size=st.integers(2, 500), seq_len=st.integers(1, 20), count=st.integers(1, 40))
 def test_held_out_windows_are_apart_and_inside(size: int, seq_len: int, count: int):
-    corpus = Corpus([Piece(Path("unread"), 0, size)])
+    corpus = Corpus(torch.zeros(size, dtype=torch.uint8), [0])
     if size <= seq_len:
         with pytest.raises(ValueError, match="less than one window"):
             HeldOutText(corpus, seq_len, count)
@@ -206,19 +194,22 @@ def test_unigram_entropy_of_known_frequencies():
     assert unigram_entropy(torch.zeros(5, dtype=torch.int64)) == 0
 
 
+def _rates(kind: str, lr: float, warmup: int, steps: int, floor: float, count: int) -> list[float]:
+    options = PretrainOptions(schedule=kind, lr=lr, warmup_steps=warmup, steps=steps, lr_floor=floor)
+    return [round(learning_rate(options, step), 12) for step in range(count)]
+
+
 def test_schedules():
-    cosine = LearningRate("cosine", peak=2.0, warmup=4, steps=12, floor=0.1)
-    assert [cosine.at(step) for step in range(4)] == [0.5, 1.0, 1.5, 2.0]
-    assert cosine.at(7) == pytest.approx(2.0 * (0.1 + 0.9 / 2))  # half way down
-    assert cosine.at(11) == pytest.approx(0.2) and cosine.at(1000) == pytest.approx(0.2)
-    linear = LearningRate("linear", peak=1.0, warmup=0, steps=10, floor=0.0)
-    assert [round(linear.at(step), 12) for step in range(10)] == [0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0]
-    constant = LearningRate("constant", peak=1.0, warmup=2, steps=5)
-    assert [constant.at(step) for step in range(6)] == [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]
-    assert LearningRate("linear", peak=1.0, warmup=9, steps=5).at(4) == pytest.approx(5 / 9)  # still warming up
+    cosine = _rates("cosine", 2.0, 4, 12, 0.1, 20)
+    assert cosine[:4] == [0.5, 1.0, 1.5, 2.0] and cosine[11:] == [0.2] * 9
+    assert cosine[7] == pytest.approx(2.0 * (0.1 + 0.9 / 2))  # half way down
+    assert _rates("linear", 1.0, 0, 10, 0.0, 10) == [0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0]
+    assert _rates("constant", 1.0, 2, 5, 0.1, 6) == [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]
 
 
 def test_tokens_are_the_text_and_training_repeats_itself(tmp_path: Path) -> None:
+    import tokenizers
+
     texts = {f"{i}.txt": f"file {i}: ".encode() + b"the same line again\n" * (9 + i) for i in range(5)}
     texts["4.txt"] += b"\xff not UTF-8"
     for name, text in texts.items():
@@ -228,13 +219,12 @@ def test_tokens_are_the_text_and_training_repeats_itself(tmp_path: Path) -> None
     assert train_bpe(text.train, 300) == tokenizer
     tokens = as_tokens(text, tokenizer)
     assert tokens.fingerprint != text.fingerprint
-    decode = for_transformers(tokenizer).decode
-    for corpus, pieces in ((tokens.train, text.train.pieces), (tokens.held_out, text.held_out.pieces)):
-        whole = [texts[piece.path.name].decode(errors="replace") for piece in pieces]
-        assert decode(corpus.read(0, corpus.size)) == "".join(one + END for one in whole)
-        documents = corpus.documents(0, corpus.size)
-        for number, one in enumerate(whole):  # each with its end token
-            assert decode(corpus.read(0, corpus.size)[documents == number + 1]) == one + END
+    decode = tokenizers.Tokenizer.from_str(tokenizer).decode
+    for corpus, of_bytes in ((tokens.train, text.train), (tokens.held_out, text.held_out)):
+        whole = ["".join(parts) for parts in of_bytes.texts()]
+        ids = corpus.read(0, corpus.size).tolist()
+        for start, end, one in zip(corpus.starts, [*corpus.starts[1:], corpus.size], whole, strict=True):
+            assert decode(ids[start:end], skip_special_tokens=False) == one + END  # each with its end token
     assert tokens.train.size < text.train.size / 3
     assert TextRows(tokens.train, 8, 2, 0).batch(0).inputs.shape == (2, 8)
     with pytest.raises(ValueError, match="--vocab-size is 256; a byte-level tokenizer has 256 bytes"):

@@ -18,17 +18,16 @@ import pytest
 import torch
 from torch import nn
 
+from nemo_like._util.interrupt import Interrupt
 from nemo_like._util.log import forget_announcements
-from nemo_like.planning.devices import resolve_device
-from nemo_like.recipes import loop
-from nemo_like.recipes.agree import Ranks
-from nemo_like.recipes.command_line import changed_options, config_text, parse_options
-from nemo_like.recipes.interrupt import Interrupt
-from nemo_like.recipes.loop import TrainingJob, let_segments_grow
+from nemo_like._util.memory_used import memory_peak, memory_used
+from nemo_like._util.option_fields import parse_options
+from nemo_like.distributed.launch import let_segments_grow
+from nemo_like.distributed.ranks import Ranks
+from nemo_like.recipes.data import Batch
+from nemo_like.recipes.log import Progress
+from nemo_like.recipes.loop import Pretraining, make_optimizer, with_sync
 from nemo_like.recipes.options import PretrainOptions
-from nemo_like.recipes.progress import Progress, memory_peak, memory_used
-from nemo_like.recipes.rows import Batch
-from nemo_like.recipes.run_state import make_optimizer
 
 WRONG = {
     "--strategy fsdp1": r"--strategy is 'fsdp1'; it must be one of fsdp2, ddp, single\. Did you mean 'fsdp2'\?",
@@ -55,7 +54,7 @@ WRONG = {
 @pytest.mark.parametrize("line", WRONG)
 def test_wrong_option_ends_with_code_2_and_says_why(line: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as ended:
-        parse_options("pretrain", line.split())
+        parse_options(PretrainOptions, line.split())
     assert ended.value.code == 2
     written = capsys.readouterr()
     assert written.out == ""
@@ -63,17 +62,17 @@ def test_wrong_option_ends_with_code_2_and_says_why(line: str, capsys: pytest.Ca
 
 
 def test_command_line_and_dataclass_are_the_same_options(tmp_path: Path):
-    assert parse_options("pretrain", []) == PretrainOptions()
+    assert parse_options(PretrainOptions, []) == PretrainOptions()
     given = PretrainOptions(
         strategy="ddp", ac="40GiB", steps=7, lr=0.5, sync_save=True, checkpoint_dir=str(tmp_path), resume="must"
     )
     line = f"--strategy DDP --ac 40GiB --steps 7 --lr .5 --sync-save --checkpoint-dir {tmp_path} --resume"
-    assert parse_options("pretrain", line.split()) == given
+    assert parse_options(PretrainOptions, line.split()) == given
 
 
 def test_every_option_is_explained(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as ended:
-        parse_options("pretrain", ["--help"])
+        parse_options(PretrainOptions, ["--help"])
     assert ended.value.code == 0
     text = capsys.readouterr().out
     for field in dataclasses.fields(PretrainOptions):
@@ -101,14 +100,11 @@ CPU = torch.device("cpu")
     ],
 )
 def test_whole_gradients_are_kept_where_they_are_a_quarter_of_the_device(
-    monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], memory: int, reduces: str
-):
-    device = dataclasses.replace(resolve_device("cpu"), memory_bytes=memory)
-    monkeypatch.setattr(loop, "device_at_hand", lambda _: device)
+    given: dict[str, Any], memory: int, reduces: str
+) -> None:
     options = PretrainOptions(**({"strategy": "fsdp2", "grad_accum": 2} | given))
-    job = SimpleNamespace(options=options, ranks=SimpleNamespace(device=CPU))
     model = nn.Sequential(nn.Linear(6, 4, bias=False), nn.Linear(4, 2).requires_grad_(False))
-    chosen = TrainingJob._with_sync(job, model)
+    chosen = with_sync(options, model, memory)
     assert chosen.sync == reduces
     if reduces != "auto":
         assert chosen.job().step.sync == reduces
@@ -197,33 +193,31 @@ def test_in_another_thread_none_is_caught_and_it_is_said(caplog: pytest.LogCaptu
     assert "outside of the main thread" in caplog.text
 
 
-def test_what_differs_from_the_defaults_is_written_as_flags() -> None:
-    options = PretrainOptions(model="m: #1", data="d", pack=True, lr=1e-5, reshard_after_forward="no")
-    assert changed_options(options) == "--reshard-after-forward no --pack --lr 1e-05 --model 'm: #1' --data d"
-
-
-def test_the_options_in_full_are_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_has_the_options_and_the_command_line_wins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("yaml")
-    options = PretrainOptions(model="m: #1", data='a "b"', pack=True, lr=1e-5, json=None)
-    path = tmp_path / "options.yaml"
-    path.write_text(config_text(options))
-    assert parse_options("pretrain", ["--config", str(path)]) == options
-    assert parse_options("pretrain", ["--config", str(path), "--lr", "0.5"]) == dataclasses.replace(options, lr=0.5)
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "model: 'm: #1'\nseq-len: 64\ncpu_offload: false\nsync_save: false\ndata: null\nlr: 1e-4\nsteps: 9\n"
+    )
+    expected = PretrainOptions(model="m: #1", seq_len=64, lr=1e-4, steps=9)
+    assert parse_options(PretrainOptions, ["--config", str(path)]) == expected
+    for line in (["--config", str(path), "--lr", "0.5"], ["--lr", "0.5", "--config", str(path)]):
+        assert parse_options(PretrainOptions, line) == dataclasses.replace(expected, lr=0.5)
+    path.write_text("fit: ac\nsync_save: true\ncheckpoint_dir: run\n")
+    assert parse_options(PretrainOptions, ["--config", str(path)]).sync_save
     wrong = {
         "batch-sizes: 4": "has 'batch-sizes', which is not an option. Did you mean 'batch_size'?",
-        "steps: many": "steps is 'many'; it must be of type int",
-        "steps: 1.5": "steps is 1.5; it must be a whole number",
-        "pack: 3": "pack is 3; it must be of type bool",
+        "steps: many": "argument --steps: invalid int value: 'many'",
+        "steps: 1.5": "argument --steps: invalid int value: '1.5'",
+        "sync_save: 3": "argument --sync-save: ignored explicit argument '3'",
         "- steps": "must have one 'option: value' a line; it is a list",
         "steps: [": "while parsing",
     }
     for text, reason in wrong.items():
         path.write_text(text)
         with pytest.raises(SystemExit):
-            parse_options("pretrain", ["--config", str(path)])
+            parse_options(PretrainOptions, ["--config", str(path)])
         assert reason in capsys.readouterr().err
-    path.write_text("model: m\ndata: d\nlr: 1e-4\nmax: 1\n".replace("max: 1\n", ""))
-    assert parse_options("pretrain", ["--config", str(path)]).lr == 1e-4
 
 
 def test_a_run_on_cuda_has_a_fused_optimizer_and_growing_segments_and_so_has_its_plan(
@@ -264,7 +258,7 @@ def test_batches_are_made_one_ahead_and_sent_without_waiting() -> None:
             raise RuntimeError("a file changed")
         return Batch(torch.tensor(part), torch.tensor(step))
 
-    job: Any = object.__new__(TrainingJob)
+    job: Any = object.__new__(Pretraining)
     job.options, job.ranks = PretrainOptions(grad_accum=2, steps=2), Ranks(0, 1, torch.device("cpu"))
     job.rows, job.step, job._ahead = SimpleNamespace(batch=rows), 0, None
     assert [int(batch.inputs) for batch in job._batches()] == [0, 1]
@@ -274,5 +268,5 @@ def test_batches_are_made_one_ahead_and_sent_without_waiting() -> None:
     assert int(next(batches).targets) == 1
     with pytest.raises(RuntimeError, match="a file changed"):
         next(batches)
-    sent: Any = Batch(*(_Sent() for _ in range(3)))  # type: ignore[arg-type]
-    assert sent.to(torch.device("cuda")).positions == ("cuda", True, True)
+    sent: Any = Batch(_Sent(), _Sent())  # type: ignore[arg-type]
+    assert sent.to(torch.device("cuda")).targets == ("cuda", True, True)

@@ -11,28 +11,25 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from nemo_like import parallelize
+from nemo_like._util.option_fields import parse_options
 from nemo_like._util.words import write_bytes
+from nemo_like.distributed.ranks import Ranks
 from nemo_like.losses.model_loss import loss_hooks
-from nemo_like.losses.rows import IGNORED
 from nemo_like.models import resolve_model
 from nemo_like.options import ChunkedLoss, MemoryBudget, Precision
 from nemo_like.planning.advise import smaller_budget
 from nemo_like.planning.devices import device_at_hand, rates_file, resolve_device
 from nemo_like.planning.planned_rank import peak_under
 from nemo_like.planning.planner import plan_for
-from nemo_like.recipes.agree import Ranks
+from nemo_like.planning.utilisation import StepFlops, Utilisation
 from nemo_like.recipes.auto import MemoryRanOutError, PlannedStep, advice_on_memory
-from nemo_like.recipes.command_line import parse_options
-from nemo_like.recipes.loop import run_job
+from nemo_like.recipes.data import Batch
 from nemo_like.recipes.loss import MeanLoss
 from nemo_like.recipes.options import PretrainOptions
-from nemo_like.recipes.pretrain import Pretraining
-from nemo_like.recipes.rows import Batch
-from nemo_like.recipes.step_flops import StepFlops, Utilisation
+from nemo_like.recipes.pretrain import run_job
 from tests.models.blocks import Operators
 from tests.models.tiny import llama
 
@@ -64,13 +61,13 @@ def test_a_step_that_trains_everything_has_the_flops_that_pytorch_counts(tied: b
     flops = StepFlops.count(model)
     matrices = 2 * (32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 64) + 32 * 48
     assert flops == StepFlops(6 * matrices, ((None, 12 * 32),) * 2)  # 12 L H Q T, as PaLM has it
-    assert flops.of([TOKENS] * 2) == _counted(model)
+    assert 2 * flops.of(TOKENS) == _counted(model)
 
 
 def test_frozen_layers_before_what_trains_run_forward_alone() -> None:
     model = _llama().requires_grad_(False)
     model.get_output_embeddings().requires_grad_(True)
-    assert StepFlops.count(model).of([TOKENS] * 2) == _counted(model)
+    assert 2 * StepFlops.count(model).of(TOKENS) == _counted(model)
 
 
 def test_adapters_leave_out_the_gradients_of_frozen_weights() -> None:
@@ -95,7 +92,10 @@ def test_a_window_bounds_what_a_token_sees() -> None:
     )
     flops = StepFlops.count(transformers.Gemma3ForCausalLM(config))
     assert flops.per_pair == ((4, 12 * 32), (None, 12 * 32))
-    assert flops.of([10, 3]) == flops.per_token * 13 + 12 * 32 * (40 + 100 + 9 + 9)
+    assert (
+        flops.of(10) == flops.per_token * 10 + 12 * 32 * (40 + 100)
+        and flops.of(3) == flops.per_token * 3 + 12 * 32 * 18
+    )
 
 
 def test_what_has_other_flops_is_not_counted() -> None:
@@ -138,9 +138,9 @@ def test_a_run_says_its_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
         f"--model {tmp_path}/config.json --data {tmp_path}/text.txt --steps 3 --batch-size 2 --seq-len 16 --device cpu"
     )
     line += f" --eval-samples 0 --log-every 1 --json {tmp_path}/run.json"
-    assert run_job(Pretraining(parse_options("pretrain", line.split()), Ranks(0, 1, torch.device("cpu")))) == 0
+    assert run_job(parse_options(PretrainOptions, line.split()), Ranks(0, 1, torch.device("cpu"))) == 0
     run, said = json.loads((tmp_path / "run.json").read_text()), capsys.readouterr().out
-    flops = StepFlops.count(_llama(vocab_size=256)).of([16])
+    flops = StepFlops.count(_llama(vocab_size=256)).of(16)
     assert run["mfu"] == pytest.approx(run["tokens_per_second"] / 16 * flops / 2e9, rel=1e-9)
     assert f"MFU {run['mfu']:.1%}" in said and "MFU is of the 0.002 TFLOP/s of large matrix products" in said
 
@@ -157,31 +157,24 @@ def _model(loss: Any) -> torch.nn.Module:
     return parallelize(transformers.LlamaForCausalLM(config).train(), ac="full", loss=loss, device="cpu")
 
 
-def _batch(rows: int | None = None) -> Batch:
-    """rows: how many count, from the first; None: all."""
+def _batch() -> Batch:
     ids = torch.randint(VOCABULARY, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(1))
-    target = ids[:, 1:].clone()
-    target[0, :5] = IGNORED
-    if rows is not None:
-        target[rows:] = IGNORED
-    return Batch(ids[:, :-1], target)
+    return Batch(ids[:, :-1], ids[:, 1:].clone())
 
 
-def _evaluated(loss: Any, rows: int | None = None) -> tuple[torch.Tensor, int]:
+def _evaluated(loss: Any) -> tuple[torch.Tensor, int]:
     model = _model(loss).eval()
     with torch.no_grad(), Operators() as largest:
-        total = MeanLoss(own=loss != "model").total(model, _batch(rows))
+        total = MeanLoss(own=loss != "model").total(model, _batch())
     assert not model.training
     return total, largest.most
 
 
-@pytest.mark.parametrize("rows", [None, 2, 0])
-def test_the_sum_of_a_chunked_loss_is_that_of_whole_logits_and_no_more_than_a_chunk_is_there(rows: int | None) -> None:
-    whole, all_logits = _evaluated("model", rows)
-    chunked, largest = _evaluated(ChunkedLoss(chunk_tokens=CHUNK), rows)
+def test_the_sum_of_a_chunked_loss_is_that_of_whole_logits_and_no_more_than_a_chunk_is_there() -> None:
+    whole, all_logits = _evaluated("model")
+    chunked, largest = _evaluated(ChunkedLoss(chunk_tokens=CHUNK))
     assert whole.dtype == chunked.dtype == torch.float64
     torch.testing.assert_close(chunked, whole, rtol=1e-6, atol=0)
-    assert (rows == 0) == (float(whole) == 0)
     assert all_logits == ROWS * LENGTH * VOCABULARY * 4
     assert largest == CHUNK * VOCABULARY * 4 == all_logits // 4
 
@@ -218,10 +211,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def _step(options: PretrainOptions, ranks: Ranks) -> PlannedStep:
-    def build(options: PretrainOptions) -> nn.Module:
-        return resolve_model(options.model).build("meta", torch.float32)
-
-    return PlannedStep(build, options, ranks, options.seq_len, CPU)
+    return PlannedStep(resolve_model(options.model), options, ranks, CPU)
 
 
 def _total(step: PlannedStep, options: PretrainOptions) -> int:
@@ -230,7 +220,7 @@ def _total(step: PlannedStep, options: PretrainOptions) -> int:
 
 def _peak(options: PretrainOptions, budget: str) -> int:
     """What `parallelize` would plan for one rank."""
-    sample = options.planned_input(options.rows(1), options.seq_len)
+    sample = options.planned_input(options.rows(1))
     bare = resolve_model(options.model).build("meta", torch.float32)
     step, loss = options.job().step, options.loss
     return plan_for(bare, ac=budget, sample_input=sample, gpu=CPU, step=step, precision="bf16", loss=loss).peak_bytes
@@ -263,7 +253,7 @@ def test_the_changes_are_flags_that_can_be_given_and_are_tried_together(model: s
     flags = [way.partition(" (")[0] for way in alone]
     assert {"--ac full", "--loss chunked", "--grad-accum 2"} <= {*flags}
     assert all(re.fullmatch(r"--[a-z-]+( \S+)? \(\S+ less\)", way) for way in alone)
-    changed = parse_options("pretrain", f"--model {model} --ac none --seq-len 128 {' '.join(flags[::-1])}".split())
+    changed = parse_options(PretrainOptions, f"--model {model} --ac none --seq-len 128 {' '.join(flags[::-1])}".split())
     now, best = (write_bytes(_total(step, each)) for each in (options, changed))
     assert together.startswith(f"a peak of {best} in place of {now} with --")
 

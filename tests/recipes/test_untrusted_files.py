@@ -16,9 +16,9 @@ from torch import nn
 
 import nemo_like
 from nemo_like.distributed import materialize
+from nemo_like.distributed.ranks import Ranks
 from nemo_like.distributed.weights.checked_files import CheckedPlanner, CheckedReader, CheckpointUnreadableError
-from nemo_like.recipes.agree import Ranks
-from nemo_like.recipes.checkpoint import CheckpointError, CheckpointStore, _size_and_sum
+from nemo_like.distributed.weights.checkpoints import CheckpointError, CheckpointStore, _size_and_sum
 
 pytestmark = [pytest.mark.compat, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 

@@ -33,15 +33,15 @@ def _worker(config: dict[str, str]) -> None:
 
     killed = Path(config["folder"]) / "killed"
     if ray.train.get_context().get_world_rank() == 1 and not killed.exists():
-        before = job.TrainingJob._train_step
+        before = job.Pretraining._train_step
 
-        def train_step(self: job.TrainingJob) -> None:
+        def train_step(self: job.Pretraining) -> None:
             if self.step >= 3:
                 killed.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
             before(self)
 
-        job.TrainingJob._train_step = train_step
+        job.Pretraining._train_step = train_step
     code = main(json.loads(config["arguments"]))
     if code:
         raise RuntimeError(f"the training job ended with code {code}")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,3 +28,20 @@ def run_job(world_size: int, arguments: list[str], summary: Path) -> dict[str, A
     codes = run_ranks(world_size, run_main, [*arguments, "--json", str(summary)], init_group=False, timeout=200)
     assert codes == [0] * world_size
     return json.loads(summary.read_text())
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    """Return once the condition holds; fail where the process ends before."""
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert process.poll() is None, process.communicate(timeout=60)[0]
+        assert time.monotonic() < deadline, "torchrun is too slow"
+        time.sleep(0.005)
+
+
+def ranks_of(process: subprocess.Popen[str]) -> list[int]:
+    """Process ids of the launcher's children, by rank."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    environments = {int(pid): Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in children}
+    ranks = {pid: next((v[5:] for v in env if v.startswith(b"RANK=")), None) for pid, env in environments.items()}
+    return sorted((pid for pid, rank in ranks.items() if rank is not None), key=lambda pid: int(ranks[pid]))

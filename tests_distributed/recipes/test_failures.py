@@ -20,10 +20,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from nemo_like.recipes.agree import OtherRankError, Ranks
-from nemo_like.recipes.checkpoint import CheckpointError, CheckpointStore
+from nemo_like._util.replaced_folder import replace_folder
+from nemo_like.distributed.ranks import OtherRankError, Ranks
+from nemo_like.distributed.weights.checkpoints import CheckpointError, CheckpointStore
 from nemo_like.recipes.pretrain import main
-from nemo_like.recipes.result import _replace
 from tests_distributed.recipes.pretrain_job import LLAMA, run_job, run_main
 from tests_distributed.spawn import RankDiedError, on_ranks, run_ranks
 
@@ -69,14 +69,14 @@ def _killed_in_the_result(rank: int, world_size: int, folder: str, finished: boo
 
     if finished:
         Path.rename = lambda self, to: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,method-assign]
-    _replace(Path(folder), write, ALONE)
+    replace_folder(Path(folder), write)
 
 
 def _write(folder: Path, content: bytes) -> None:
     def write(target: Path) -> None:
         (target / "model.safetensors").write_bytes(content)
 
-    _replace(folder, write, ALONE)
+    replace_folder(folder, write)
 
 
 @pytest.mark.parametrize("finished", [False, True])

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from tests.recipes.finetune_files import make_model, questions, write_lines
 from tests_distributed.integrations.test_trainer_fsdp import CONFIG
-from tests_distributed.recipes.test_pretrain import ranks_of, wait_for
+from tests_distributed.recipes.pretrain_job import ranks_of, wait_for
 
 pytest.importorskip("trl", reason="the extra 'finetune' is not installed")
 pytest.importorskip("peft")

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
+from nemo_like._util.option_fields import parse_options
+from nemo_like.distributed.ranks import Ranks
 from nemo_like.distributed.weights.slots import CPU_OFFLOAD_MARK
 from nemo_like.models import resolve_model
 from nemo_like.planning.devices import Device, resolve_device
 from nemo_like.recipes import auto, pretrain
-from nemo_like.recipes.agree import Ranks
 from nemo_like.recipes.auto import FILE
-from nemo_like.recipes.command_line import parse_options
-from nemo_like.recipes.loop import TrainingJob, joined
+from nemo_like.recipes.loop import Pretraining
 from nemo_like.recipes.options import PretrainOptions
-from nemo_like.recipes.pretrain import Pretraining
+from nemo_like.recipes.pretrain import joined, prepare
 from tests_distributed.allocated import step_peak_bytes
 from tests_distributed.recipes.pretrain_job import LLAMA
 from tests_distributed.spawn import run_ranks
@@ -29,7 +29,7 @@ ALONE = Ranks(0, 1, torch.device("cpu"))
 FREE = "ac"
 
 
-def _peak(job: TrainingJob) -> int:
+def _peak(job: Pretraining) -> int:
     """Bytes that the allocator says a step peaks at."""
 
     def step() -> None:
@@ -59,20 +59,20 @@ def _run(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     asked = _job(Path(folder)) | {"fit": FREE, "fit_memory": "2MiB"}
     with joined(PretrainOptions(**asked)) as ranks:
-        job = Pretraining(PretrainOptions(**asked), ranks)
+        job = prepare(PretrainOptions(**asked), ranks)
         found["first"] = vars(job.fitted), job.options
         job.run()
         found["losses"], found["peak"] = job.log.losses, _peak(job)
         again = PretrainOptions(**asked | {"steps": 6, "resume": "must"})
-        resumed = Pretraining(again, ranks)
+        resumed = prepare(again, ranks)
         resumed.run()
         found["kept"], found["resumed"] = vars(resumed.fitted), (resumed.first_step, resumed.log.losses)
-        other = Pretraining(
+        other = prepare(
             PretrainOptions(**asked | {"steps": 6, "resume": "must", "fit": "ac", "fit_memory": "1GiB"}), ranks
         )
         found["other"] = vars(other.fitted)
         own = asked | {"fit": "no", "fit_memory": None, "steps": 6} | UNSAVED
-        plain = Pretraining(PretrainOptions(**own), ranks)
+        plain = prepare(PretrainOptions(**own), ranks)
         plain.run()
         found["plain"] = plain.log.losses
     return found
@@ -113,29 +113,29 @@ def _run_on_host(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     own = asked | {"fit": "no", "fit_memory": None, "steps": 6} | UNSAVED
     with joined(PretrainOptions(**asked)) as ranks, pytest.MonkeyPatch.context() as patch:
         patch.setattr(auto, "device_at_hand", _small_gpu)
-        job = Pretraining(PretrainOptions(**asked), ranks)
+        job = prepare(PretrainOptions(**asked), ranks)
         found["first"], found["words"] = vars(job.fitted), job.fitted.words()
         job.run()
         found["on"] = {str(p.to_local().device) for p in job.model.parameters()}, hasattr(job.model, CPU_OFFLOAD_MARK)
-        resumed = Pretraining(PretrainOptions(**asked | {"steps": 6, "resume": "must"}), ranks)
+        resumed = prepare(PretrainOptions(**asked | {"steps": 6, "resume": "must"}), ranks)
         resumed.run()
         found["kept"], found["losses"] = vars(resumed.fitted), job.log.losses + resumed.log.losses
-        more = Pretraining(PretrainOptions(**asked | {"steps": 6, "resume": "must", "fit_memory": "1GiB"}), ranks)
+        more = prepare(PretrainOptions(**asked | {"steps": 6, "resume": "must", "fit_memory": "1GiB"}), ranks)
         found["more"] = vars(more.fitted)
         patch.setattr(auto, "host_bytes", lambda ranks: 1 << (9 if rank else 40))
         found["refused"] = []
         for changed in (UNSAVED, {"resume": "must"}):
             with pytest.raises(ValueError) as refused:
-                Pretraining(PretrainOptions(**asked | changed), ranks)
+                prepare(PretrainOptions(**asked | changed), ranks)
             found["refused"].append(str(refused.value))
-        enough = Pretraining(PretrainOptions(**asked | {"fit_host_memory": "1GiB"} | UNSAVED), ranks)
+        enough = prepare(PretrainOptions(**asked | {"fit_host_memory": "1GiB"} | UNSAVED), ranks)
         found["enough"] = vars(enough.fitted)
-        plain = Pretraining(PretrainOptions(**own), ranks)
+        plain = prepare(PretrainOptions(**own), ranks)
         plain.run()
         found["plain"] = plain.log.losses
         patch.undo()
         pinned = asked | {"fit": "ac", "cpu_offload": True, "fit_memory": "128MiB"} | UNSAVED
-        here = Pretraining(PretrainOptions(**pinned), ranks)
+        here = prepare(PretrainOptions(**pinned), ranks)
         here.run()
         found["pinned"] = vars(here.fitted), here.log.losses, _peak(here)
     return found
@@ -160,27 +160,15 @@ def test_state_goes_to_the_host_where_that_alone_fits_and_trains_the_same(tmp_pa
     assert peak == pytest.approx(there["predicted"]["peak_bytes"], rel=0.01) and peak < 128 << 20
 
 
-@pytest.mark.long
-def test_pretraining_counts_the_mask_of_packed_documents(tmp_path: Path) -> None:
-    said = _job(tmp_path) | {"data": str(tmp_path / "texts"), "pack": True, "seq_len": 128} | UNSAVED
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"max_position_embeddings": 128}))
-    (tmp_path / "texts").mkdir()
-    for number in range(40):
-        (tmp_path / "texts" / f"{number}.txt").write_text("a text that is learned, " * 5)
-    job = Pretraining(PretrainOptions(**said | {"fit": "ac", "fit_memory": "6MiB", "loss": "chunked"}), ALONE)
-    assert job.fitted is not None and job.fitted.plan is not None
-    assert _peak(job) == pytest.approx(job.fitted.predicted["peak_bytes"], rel=0.01)
-
-
 def test_what_is_given_is_left_alone_and_what_cannot_fit_ends_with_the_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = _job(tmp_path)
     line = [f"--{name.replace('_', '-')}={value}" for name, value in job.items() if not isinstance(value, bool)]
-    options = parse_options("pretrain", [*line, "--fit", "--ac", "full", "--tp", "1"])
+    options = parse_options(PretrainOptions, [*line, "--fit", "--ac", "full", "--tp", "1"])
     assert set(options.free) == set(PretrainOptions().searched) - {"ac", "tp"} and "cpu_offload" in options.free
     for said in ("--cpu-offload", "--no-cpu-offload"):
-        given = parse_options("pretrain", [*line, "--fit", said])
+        given = parse_options(PretrainOptions, [*line, "--fit", said])
         assert "cpu_offload" not in given.free and given.cpu_offload is (said == "--cpu-offload")
     assert pretrain.main([*line, "--fit=grad_accum", "--fit-memory", "200KiB", "--ac", "full"]) == 2
     said = capsys.readouterr().err
@@ -228,4 +216,4 @@ def test_state_on_the_host_is_refused_where_it_cannot_be_or_nobody_knows_its_sec
     options = PretrainOptions(**_job(tmp_path) | {"fit": "ac", "cpu_offload": True})
     model = resolve_model(options.model).build("meta")
     with pytest.raises(ValueError, match=message):
-        auto.choose(options, replace(ALONE, world_size=world_size), model, 64)
+        auto.choose(options, replace(ALONE, world_size=world_size), model)

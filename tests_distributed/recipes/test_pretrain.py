@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,12 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 
-from nemo_like.recipes.agree import Ranks
-from nemo_like.recipes.loop import run_job as run_loop
+from nemo_like.distributed.ranks import Ranks
 from nemo_like.recipes.options import PretrainOptions
-from nemo_like.recipes.pretrain import Pretraining, main
-from nemo_like.recipes.text import TextRows, load_text
+from nemo_like.recipes.pretrain import main
+from nemo_like.recipes.pretrain import run_job as run_loop
 from tests.models.tiny import Block
-from tests_distributed.recipes.pretrain_job import LLAMA, run_job, run_main
+from tests_distributed.recipes.pretrain_job import LLAMA, ranks_of, run_job, run_main, wait_for
 from tests_distributed.spawn import run_ranks
 
 transformers = pytest.importorskip("transformers")
@@ -173,22 +172,6 @@ def _torchrun(arguments: list[str]) -> Iterator[subprocess.Popen[str]]:
         process.communicate(timeout=60)
 
 
-def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert process.poll() is None, process.communicate(timeout=60)[0]
-        assert time.monotonic() < deadline, "torchrun is too slow"
-        time.sleep(0.005)
-
-
-def ranks_of(process: subprocess.Popen[str]) -> list[int]:
-    """Process ids of the launcher's children, by rank."""
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    environments = {int(pid): Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in children}
-    ranks = {pid: next((v[5:] for v in env if v.startswith(b"RANK=")), None) for pid, env in environments.items()}
-    return sorted((pid for pid, rank in ranks.items() if rank is not None), key=lambda pid: int(ranks[pid]))
-
-
 @pytest.mark.long
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="finds the ranks' processes in /proc (Linux)")
 def test_a_killed_rank_and_ctrl_c_lose_nothing(base: list[str], tmp_path: Path):
@@ -238,7 +221,7 @@ def _errors(rank: int, world_size: int, cases: list[dict[str, Any]]) -> list[str
         case = {name: value[rank] if isinstance(value, list) else value for name, value in case.items()}
         with contextlib.redirect_stdout(io.StringIO()):
             try:
-                run_loop(Pretraining(PretrainOptions(**case), ranks))
+                run_loop(PretrainOptions(**case), ranks)
                 found.append("no error")
             except (ValueError, RuntimeError) as error:
                 found.append(f"{type(error).__name__}: {error}")
@@ -396,7 +379,7 @@ def test_stages_train_as_one_process_and_resume_on_another_number_of_them(staged
     ("line", "message"),
     [
         ("--pp 3", "--pp is 3, which does not divide the 2 rank"),
-        ("--pp 2 --grad-accum 1 --batch-size 8 --pack", "--pack is True with --pp 2"),
+        ("--pp 2 --grad-accum 1 --batch-size 8 --init sharded", "--init is 'sharded' with --pp 2"),
         ("--pp 2 --pp-schedule dualpipev --grad-accum 2", "--pp, --pp-schedule and --grad-accum: microbatches is 2"),
         ("--pp 2 --strategy ddp", "--strategy is 'ddp' with --pp 2"),
     ],
@@ -416,35 +399,3 @@ def _refused(rank: int, world_size: int, arguments: list[str], folder: str) -> i
             code = int(ended.code or 0)
     (Path(folder) / f"said-{rank}").write_text(said.getvalue())
     return code
-
-
-# ------------------------------------------------------------------------------------------------------ packed documents
-
-
-@pytest.fixture(scope="module")
-def files(base: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The same on many short files; its samples of 22 tokens are no multiple of 4."""
-    folder = tmp_path_factory.mktemp("texts")
-    for i in range(150):
-        text = f"{i} bottles of beer on the wall, {i} bottles of beer.\n"
-        (folder / f"{i:03}.txt").write_text(text[: 20 + 7 * (i % 5)])
-    return [*_plain(base), *f"--seq-len 22 --eval-every 0 --data {folder}".split()]
-
-
-@pytest.mark.long
-def test_packed_files_are_the_same_on_parts(files: list[str], tmp_path: Path) -> None:
-    arguments = [*files, "--pack"]
-    whole, unpacked = (run_job(1, line, tmp_path / "whole") for line in (arguments, files))
-    assert whole["losses"][0] != unpacked["losses"][0]
-    for line in ("--grad-accum 2", "--cp 2", "--cp 2 --loss chunked --ac full", "--loss chunked"):
-        _assert_close(run_job(2, [*arguments, *line.split()], tmp_path / "found"), whole)
-
-
-def test_documents_of_a_batch_are_the_files_of_its_bytes(files: list[str]) -> None:
-    text = load_text(files[-1])
-    sampler = TextRows(text.train, 22, 8, 0, packed=True)
-    starts = {sum(piece.length for piece in text.train.pieces[:i]) for i in range(len(text.train.pieces))}
-    for row, targets in enumerate(sampler.batch(3).targets):
-        first = sampler.start_of(24 + row)
-        changes = {first + 1 + i for i in range(22) if targets[i] == -100}
-        assert changes == {start for start in starts if first < start <= first + 22}

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from nemo_like import parallelize
+from nemo_like._util.rng import seed_all
 from nemo_like.distributed.mesh import build_mesh
+from nemo_like.distributed.ranks import Ranks
 from nemo_like.options import PipelineParallel, TensorParallel
-from nemo_like.recipes.agree import Ranks
-from nemo_like.recipes.loop import seed_all
 from tests.checks import assert_bitwise, gradients_of, whole
 from tests_distributed.counting import heard
 from tests_distributed.small_model import WIDTH, SmallModel, tokens
