@@ -312,7 +312,7 @@ def _check_fronts(job: Job, share: float) -> None:
     assert not searched[3] or _same(planned, searched), (planned, searched)
     options = _options(job)
     own = replace(options.job(), world_size=job.world_size, gpu=GPU)
-    rows = options.planned_input(ROWS, TOKENS)
+    rows = options.planned_input(ROWS)
     planned, chosen = _planned(PlanQuery.of(_model(), rows, own), limit), _chosen(options, job, limit)
     assert planned[3] == chosen[3], (planned, chosen)
     assert not chosen[3] or _same(planned, chosen), (planned, chosen)
@@ -332,16 +332,17 @@ def _options(job: Job) -> PretrainOptions:
         ac=job.ac.mode, loss="model" if job.loss is None else "chunked", offload=job.offload.mode,  # type: ignore[union-attr]
         precision="bfloat16" if job.param_dtype == torch.bfloat16 else "float32", dp_replicate=job.dp_replicate,
         reshard_after_forward=reshard[job.strategy.reshard_after_forward], tp=job.tp.size, cp=job.cp.size, pp=job.pp.size,
-        grad_accum=count or 1, batch_size=ROWS * (count or 1) * job.data_ranks,
+        grad_accum=count or 1, batch_size=ROWS * (count or 1) * job.data_ranks, seq_len=TOKENS,
     )  # fmt: skip
 
 
 def _chosen(options: PretrainOptions, job: Job, limit: int) -> tuple[Any, ...]:
     """What ``--fit`` predicts of these options."""
     ranks = Ranks(0, job.ranks, torch.device("cpu"), options.tp, options.cp, options.pp)
-    asked = replace(options, fit="ep", fit_memory=f"{limit}B")  # the model has no experts: all is as the options say
+    # The model has no experts: all is as the options say.
+    asked = replace(options, fit="ep", fit_memory=f"{limit}B", seq_len=TOKENS)
     try:
-        best = best_of(asked, ranks, _model(), TOKENS, resolve_device(GPU), 64 << 30).best
+        best = best_of(asked, ranks, _model(), resolve_device(GPU), 64 << 30).best
     except ValueError as error:
         assert "--fit: " in str(error), error
         return (None, None, None, False)

@@ -23,7 +23,7 @@ class Need:
     """A condition under which an option is read at all."""
 
     words: str
-    """What has to be on the command line."""
+    """Options that have to be on the command line."""
     holds: Callable[[Any], bool]
 
 
@@ -160,7 +160,7 @@ class _FromFile(argparse.Action):
             raise ValueError(f"--config {values}: {' '.join(str(error).split())}") from error
         if not isinstance(loaded, dict):
             raise ValueError(f"--config {values} must have one 'option: value' a line; it is {a_or_an(loaded)}.")
-        given, known = dict(vars(namespace)), parser.option_names()
+        before, known = dict(vars(namespace)), parser.option_names()
         words = []
         for key, value in loaded.items():
             name = str(key).replace("-", "_")
@@ -169,4 +169,4 @@ class _FromFile(argparse.Action):
             off = value is None or (value is False and f"no_{name}" not in known)
             words += [] if off else [as_flag(name, value) if isinstance(value, bool) else f"{flag(name)}={value}"]
         parser.parse_args(words, namespace)
-        vars(namespace).update(given)
+        vars(namespace).update(before)

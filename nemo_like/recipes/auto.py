@@ -44,7 +44,7 @@ def _flags(values: Mapping[str, Any]) -> str:
 class Fitted:
     """The choice of ``--fit``, in JSON values."""
 
-    asked: Mapping[str, Any]  # what the choice depends on: a resumed run with the same keeps it
+    conditions: Mapping[str, Any]  # what the choice depends on: a resumed run with the same keeps it
     options: Mapping[str, Any]  # by name
     plan: Mapping[str, Any] | None  # of what each layer keeps, where `ac` is a budget
     predicted: Mapping[str, Any]
@@ -56,12 +56,12 @@ class Fitted:
 
     def words(self) -> str:
         """Describe it for people, in one line."""
-        said: dict[str, Any] = {"verb": "keeps" if self.kept else "chose", "flags": _flags(self.options) or "nothing"}
-        said |= {name: write_bytes(n) if name.endswith("bytes") else n for name, n in self.predicted.items()}
+        words: dict[str, Any] = {"verb": "keeps" if self.kept else "chose", "flags": _flags(self.options) or "nothing"}
+        words |= {name: write_bytes(n) if name.endswith("bytes") else n for name, n in self.predicted.items()}
         return (
             "--fit {verb} {flags}: predicted peak {peak_bytes} of {limit_bytes} on each rank, for micro-batches of up to "
             "{rows} x {width} tokens; {tokens_per_second_per_gpu:,.0f} tokens/s per rank by the rates of {rates}"
-        ).format(**said)
+        ).format(**words)
 
     def save(self, folder: Path) -> None:
         write_json(folder / FILE, vars(self))
@@ -74,37 +74,39 @@ def choose(options: PretrainOptions, ranks: Ranks, model: nn.Module) -> tuple[Pr
     ValueError where nothing fits, or nothing can be run so, with what needs least and what would help.
     """
     device = same_on_all_ranks(lambda: replace(device_at_hand(ranks.device.type), gpus_per_host=local_world_size()))
-    given, free = options.fit_host_memory, options.free
-    host = -ranks.largest(-host_bytes(local_world_size())) if given is None else parse_bytes(given)
+    host_limit, free = options.fit_host_memory, options.free
+    host = -ranks.largest(-host_bytes(local_world_size())) if host_limit is None else parse_bytes(host_limit)
     named = (*(name for name in options.searched if name not in free), *_CONDITIONS)
-    asked = {name: getattr(options, name) for name in named} | {"free": list(free), "ranks": ranks.world_size}
-    asked |= {"pp": ranks.pp, "device": device.name, "model": layer_signature(model), "format": FORMAT}
-    fitted = same_on_all_ranks(lambda: _kept(options, asked, host))
+    conditions = {name: getattr(options, name) for name in named} | {"free": list(free), "ranks": ranks.world_size}
+    conditions |= {"pp": ranks.pp, "device": device.name, "model": layer_signature(model), "format": FORMAT}
+    fitted = same_on_all_ranks(lambda: _kept(options, conditions, host))
     if fitted is None:
         report = best_of(options, ranks, model, device, host)
         best, layout = report.best, report.best.layout
-        found = vars(layout) | {"ac": best.ac, "pp_schedule": layout.schedule}
-        found["reshard_after_forward"] = reshard_word(layout.reshard_after_forward)
-        chosen = {name: found[name] for name in options.searched if name in free and found[name] is not None}
+        values = vars(layout) | {"ac": best.ac, "pp_schedule": layout.schedule}
+        values["reshard_after_forward"] = reshard_word(layout.reshard_after_forward)
+        chosen = {name: values[name] for name in options.searched if name in free and values[name] is not None}
         figures = {name: getattr(best, name) for name in _FIGURES} | {
             "rows": layout.micro_batch,
             "width": options.seq_len,
         }
         figures |= {"limit_bytes": report.question.limit_of(best.job), "rates": device.rates}
-        fitted = Fitted(asked, chosen, None if best.plan is None else best.plan.as_json(), figures)
+        fitted = Fitted(conditions, chosen, None if best.plan is None else best.plan.as_json(), figures)
     options = replace(options, **fitted.options)
     return options, replace(ranks, tp=options.tp, cp=options.cp, pp=options.pp), fitted
 
 
-def _kept(options: PretrainOptions, asked: Mapping[str, Any], host: int) -> Fitted | None:
+def _kept(options: PretrainOptions, conditions: Mapping[str, Any], host: int) -> Fitted | None:
     """Return the choice of a run that is resumed, if it was made for the same and takes no more than `host` bytes there."""
     path = Path(options.checkpoint_dir or "") / FILE
     if options.resume == "no" or not path.exists():
         return None
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
-        before, there = body["asked"], body["predicted"]["host_bytes"]
-        other = [f"{name} {before.get(name)!r} -> {now!r}" for name, now in asked.items() if before.get(name) != now]
+        before, there = body["conditions"], body["predicted"]["host_bytes"]
+        other = [
+            f"{name} {before.get(name)!r} -> {now!r}" for name, now in conditions.items() if before.get(name) != now
+        ]
         other += [f"host memory of a rank {write_bytes(there)} -> {write_bytes(host)}"] * (there > host)
         if not other:
             return Fitted(**body | {"kept": True})
@@ -180,15 +182,15 @@ class PlannedStep:
         """Return the changes of options that lower the peak of a rank, the largest first; then all of them together."""
         options, query, ranks = self.options, self.query(self.options), self.ranks
         job, now, double = query.job, peak_under(query).total, 2 * options.grad_accum
-        own: list[tuple[str, Any]] = [("ac", smaller_budget(job.ac, query.device)), ("ac", "full")]
-        own += [("precision", "bfloat16"), ("strategy", "fsdp2")]
-        own += [("grad_accum", double)] * (options.batch_size % (double * ranks.data_ranks) == 0)
-        tried = [{name: value} for name, value in own if value not in (None, getattr(options, name))]
+        changes: list[tuple[str, Any]] = [("ac", smaller_budget(job.ac, query.device)), ("ac", "full")]
+        changes += [("precision", "bfloat16"), ("strategy", "fsdp2")]
+        changes += [("grad_accum", double)] * (options.batch_size % (double * ranks.data_ranks) == 0)
+        tried = [{name: value} for name, value in changes if value not in (None, getattr(options, name))]
         others = flag_changes(job, vars(options).keys() - {"ac"})
         tried += [values for values, _ in others if values.get("optimizer", ADAMW[0]) in ADAMW]
-        found = lower_peaks(now, ((values, self.query(replace(options, **values))) for values in tried))
-        ways = [saving(_flags(values), saved) for values, saved in found]
-        both = {name: value for values, _ in reversed(found) for name, value in values.items()}  # the best last
+        lowered = lower_peaks(now, ((values, self.query(replace(options, **values))) for values in tried))
+        ways = [saving(_flags(values), saved) for values, saved in lowered]
+        both = {name: value for values, _ in reversed(lowered) for name, value in values.items()}  # the best last
         if len(both) > 1:
             peak = write_bytes(peak_under(self.query(replace(options, **both))).total)
             ways.append(f"a peak of {peak} in place of {write_bytes(now)} with {_flags(both)}")

@@ -146,9 +146,9 @@ def open_samples(option: str, path: str, forms: Iterable[set[str]]) -> Any:
         raise ValueError(f"{option} is {path!r}, which datasets cannot read: {reason}") from error
     columns = getattr(data, "column_names", [])
     if not len(data) or not any(form <= set(columns) for form in forms):
-        found = f"{len(data)} samples with {', '.join(columns) or 'nothing'}"
+        contents = f"{len(data)} samples with {', '.join(columns) or 'nothing'}"
         needed = ", or ".join(" and ".join(sorted(form, reverse=True)) for form in forms)
-        raise ValueError(f"{option} is {path!r}: {found}; each must have {needed}.")
+        raise ValueError(f"{option} is {path!r}: {contents}; each must have {needed}.")
     return data
 
 

@@ -82,10 +82,10 @@ def run(options: FinetuneOptions) -> int:
     return code
 
 
-def _as_option(found: re.Match[str]) -> str:
+def _as_option(match: re.Match[str]) -> str:
     """Return an argument of the trainer as an option, where it is one."""
-    name, value = _SAME.get(found[1]), found[2].strip("'")
-    return found[0] if name is None else f"{flag(name)} {TRAINER_OPTIMIZERS.get(value, value)}"
+    name, value = _SAME.get(match[1]), match[2].strip("'")
+    return match[0] if name is None else f"{flag(name)} {TRAINER_OPTIMIZERS.get(value, value)}"
 
 
 def train(options: FinetuneOptions) -> None:
@@ -131,13 +131,13 @@ def _arguments(options: FinetuneOptions, held_out: Any, conversations: bool) -> 
     os.environ |= {} if options.wandb is None else {"WANDB_PROJECT": options.wandb}
     cpu, ranks = options.device == "cpu" or not torch.cuda.is_available(), launch.world_size()
     launch.let_segments_grow("cpu" if cpu else "cuda")
-    given = {theirs: getattr(options, ours) for theirs, ours in _SAME.items()}
-    given["optim"] = next(name for name, word in TRAINER_OPTIMIZERS.items() if word == options.optimizer)
+    values = {theirs: getattr(options, ours) for theirs, ours in _SAME.items()}
+    values["optim"] = next(name for name, word in TRAINER_OPTIMIZERS.items() if word == options.optimizer)
     if ranks > 1 and not cpu:  # accelerate has FSDP2 on accelerators; on CPUs it is DDP
         sharding = {"version": 2, "reshard_after_forward": options.reshard_after_forward}
-        given |= {"fsdp": True, "fsdp_config": sharding}
+        values |= {"fsdp": True, "fsdp_config": sharding}
     return TrainerArguments(
-        **given,
+        **values,
         per_device_eval_batch_size=options.batch_size,
         use_cpu=cpu,
         ddp_backend="gloo" if cpu and ranks > 1 else None,
@@ -170,8 +170,8 @@ def make_trainer(options: FinetuneOptions, data: Any, held_out: Any, model: Any 
         reason = " ".join(str(error).split())[:300]
         raise ValueError(f"--model is {options.model!r}, which transformers cannot open: {reason}") from error
     try:
-        given = {"train_dataset": data, "eval_dataset": held_out, "processing_class": tokenizer}
-        return Trainer(model=model, args=arguments, peft_config=adapters, ac=ac, **given)
+        inputs = {"train_dataset": data, "eval_dataset": held_out, "processing_class": tokenizer}
+        return Trainer(model=model, args=arguments, peft_config=adapters, ac=ac, **inputs)
     except ValueError as error:
         way_out = " Or give --train-on all, or samples with prompt and completion."
         raise ValueError(f"{error}{way_out if 'template' in str(error) else ''}") from error
@@ -203,19 +203,19 @@ def _load_model(options: FinetuneOptions, **how: Any) -> tuple[Any, Any]:
 def _fitted(options: FinetuneOptions, trainer: Any) -> tuple[FinetuneOptions, Any]:
     """Return the options that are the fastest by prediction for the same samples a step, and the plan of ``ac``."""
     (model, job), ranks = trainer.planned_job(), launch.world_size()
-    asked: dict[str, Any] = dict(gpus=ranks, gpu=device_at_hand(trainer.args.device.type), memory=options.fit_memory)
-    asked |= dict(
+    settings: dict[str, Any] = dict(gpus=ranks, gpu=device_at_hand(trainer.args.device.type), memory=options.fit_memory)
+    settings |= dict(
         tp=1, cp=options.cp, ep=1, pp=1, cpu_offload=False, reshard_after_forward=options.reshard_after_forward
     )
-    asked |= dict(precision=job.precision, step=job.step, optimizer=job.step.optimizer, compile="none", loss="model")
-    asked["offload"] = options.offload
+    settings |= dict(precision=job.precision, step=job.step, optimizer=job.step.optimizer, compile="none", loss="model")
+    settings["offload"] = options.offload
     report = fit(
         model,
         seq_len=largest_batch(trainer, 1)["input_ids"].shape[1],
         global_batch=options.batch_size * options.grad_accum * ranks // options.cp,
         sample=lambda rows: call_of_model(trainer, largest_batch(trainer, rows)),
         count=1,
-        **asked,
+        **settings,
     )
     if not report.candidates:
         raise ValueError(f"--fit: {report.problem}")

@@ -1,4 +1,4 @@
-"""What a run shows and keeps of its steps: lines with loss, speed and memory, the losses, and a summary's figures."""
+"""Reports of a run: lines with loss, speed and memory, the losses, and a summary's figures."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def check_own_loss(model: nn.Module, wish: str, way_out: str) -> None:
 class MeanLoss:
     """The mean cross entropy of a batch's targets, on this rank's part of the sequence, if they are cut."""
 
-    own: bool = False
+    chunked: bool = False
     """As the model computes it: in chunks, where `parallelize` was told so."""
     mesh: DeviceMesh | None = None
     """With a ``cp`` axis, where sequences are cut: the model then returns logits of a part."""
@@ -42,7 +42,7 @@ class MeanLoss:
     def __call__(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Nats per token; its mean over the ranks is the loss of the batch."""
         target = batch.targets
-        if self.own:
+        if self.chunked:
             loss: torch.Tensor = model(batch.inputs, labels=target, shift_labels=target).loss
             return loss
         output = model(batch.inputs)
@@ -55,7 +55,7 @@ class MeanLoss:
 
         In chunks where training has them, so that whole logits are never there.
         """
-        if not self.own:
+        if not self.chunked:
             return _cross_entropy(model(batch.inputs), self._part(batch.targets), "none").double().sum()
         with chunked_in_evaluation(model):
             return self(model, batch).double() * batch.targets.numel() / self._ranks

@@ -165,7 +165,7 @@ def _batch() -> Batch:
 def _evaluated(loss: Any) -> tuple[torch.Tensor, int]:
     model = _model(loss).eval()
     with torch.no_grad(), Operators() as largest:
-        total = MeanLoss(own=loss != "model").total(model, _batch())
+        total = MeanLoss(chunked=loss != "model").total(model, _batch())
     assert not model.training
     return total, largest.most
 
@@ -195,7 +195,7 @@ def test_the_last_stage_of_a_pipeline_evaluates_in_chunks() -> None:
 def test_outside_of_an_evaluation_a_model_in_evaluation_mode_returns_logits() -> None:
     model, batch = _model("chunked").eval(), _batch()
     with torch.no_grad():
-        MeanLoss(own=True).total(model, batch)
+        MeanLoss(chunked=True).total(model, batch)
         output = model(batch.inputs, labels=batch.targets, shift_labels=batch.targets)
     assert output.logits.shape == (ROWS, LENGTH, VOCABULARY)
 

@@ -154,7 +154,7 @@ def test_state_goes_to_the_host_where_that_alone_fits_and_trains_the_same(tmp_pa
     # With more memory on the device it stays there; what the host has counts, on the rank with the least.
     assert one["more"]["options"]["cpu_offload"] is False and not one["more"]["kept"]
     assert all("Nothing fits in 200.00MiB" in words for words in one["refused"]) and len(one["refused"]) == 2
-    assert one["enough"]["options"] == chosen["options"] and one["enough"]["asked"]["fit_host_memory"] == "1GiB"
+    assert one["enough"]["options"] == chosen["options"] and one["enough"]["conditions"]["fit_host_memory"] == "1GiB"
     there, losses, peak = one["pinned"]
     assert "cpu_offload" not in there["options"] and losses == one["plain"][:4]
     assert peak == pytest.approx(there["predicted"]["peak_bytes"], rel=0.01) and peak < 128 << 20

@@ -150,8 +150,8 @@ class CheckpointStore:
         if manifest.get("format") != 1:
             raise CheckpointError(f"its format is {manifest.get('format')!r}, and this version reads 1")
         for name, wanted in sorted(manifest["files"].items())[self._ranks.rank :: self._ranks.world_size]:
-            if (found := _size_and_sum(folder / name)) != wanted:
-                raise CheckpointError(f"{name} has {found} as bytes and CRC-32, and was written with {wanted}")
+            if (contents := _size_and_sum(folder / name)) != wanted:
+                raise CheckpointError(f"{name} has {contents} as bytes and CRC-32, and was written with {wanted}")
         return manifest
 
     def _write(self, step: int, state: dict[str, Any], about: Mapping[str, Any]) -> None:
