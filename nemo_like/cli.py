@@ -20,7 +20,8 @@ from nemo_like import __version__
 from nemo_like._util.console import start_logging
 from nemo_like._util.help_parser import HelpParser
 from nemo_like._util.log import is_rank_zero
-from nemo_like.commands import COMMANDS
+from nemo_like.commands import COMMANDS, overview
+from nemo_like.commands.early_checks import check_early
 from nemo_like.commands.settings_options import take_settings
 
 
@@ -33,8 +34,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.path.insert(0, "")  # as ``python -m`` has it: --model mymod:build is a file in the current folder
     in_options = str
     try:
-        arguments = make_parser(command, argv).parse_args(argv)
+        parser = make_parser(command, argv)
+        if not argv:
+            parser.print_help()
+            return 0
+        arguments = parser.parse_args(argv)
         in_options = arguments.own.in_options
+        arguments.check(arguments)
         if is_rank_zero() and (line := arguments.first_line(arguments)):
             print(line, file=sys.stderr, flush=True)
         if command not in _WITHOUT_TORCH:
@@ -58,7 +64,7 @@ def command() -> int:
 
 
 _TRACING = ("explain", "fit", "plan")
-_WITHOUT_TORCH = ("explain",)
+_WITHOUT_TORCH = ("explain", "gpus", "models")
 
 
 @contextmanager
@@ -79,19 +85,24 @@ def make_parser(command: str | None = None, argv: Sequence[str] = ()) -> argpars
     """
     parser = HelpParser(
         prog="nemo-like",
-        description="Fit a model's training into GPU memory with FSDP2, at the least cost in speed.",
+        usage="nemo-like [-h] [--version] COMMAND [options]",
+        description=f"Fit a model's training into GPU memory with FSDP2, at the least cost in speed.\n\n{overview()}",
         epilog="nemo-like COMMAND --help has the options of a command, and examples.",
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    subparsers = parser.add_subparsers(
+        dest="command", required=True, metavar="COMMAND", prog="nemo-like", help=argparse.SUPPRESS
+    )
     for name, purpose in COMMANDS.items():
         if command != name:
-            subparsers.add_parser(name, help=purpose)
+            subparsers.add_parser(name)
             continue
         module = importlib.import_module(f"nemo_like.commands.{name}_command")
         subparser = subparsers.add_parser(name, help=purpose, purpose=purpose, lines=module.EXAMPLES)
         module.add_arguments(subparser)
         first_line = getattr(module, "first_line", lambda arguments: "")
         take_settings(subparser, argv)
-        subparser.set_defaults(run=module.run, first_line=first_line, parser=parser, own=subparser)
+        check = getattr(module, "check", check_early)
+        subparser.set_defaults(run=module.run, check=check, first_line=first_line, parser=parser, own=subparser)
+        parser.command = subparser
     return parser

@@ -74,7 +74,7 @@ class Flag:
     @property
     def word(self) -> str:
         """Return the flag as it is written on the command line."""
-        return "--" + self.name.replace("_", "-")
+        return "--gpus" if self.name == "world_size" else "--" + self.name.replace("_", "-")
 
     @property
     def help(self) -> str:

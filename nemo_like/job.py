@@ -42,7 +42,7 @@ from nemo_like.options import (
     parse_strategy,
 )
 from nemo_like.options.memory import AllocatorConfig
-from nemo_like.options.parallel import undivided_shards
+from nemo_like.options.parallel import undivided, undivided_shards
 
 
 class JobKeywords(TypedDict, total=False):
@@ -456,23 +456,6 @@ def _axes_divide_the_ranks(job: Job) -> str | None:
         return None
     sizes = {name: size for name, size in _sizes(job).items() if size > 1}
     return undivided(sizes, job.world_size, f"the {job.world_size} ranks")
-
-
-def undivided(sizes: Mapping[str, int], ranks: int, of_ranks: str) -> str | None:
-    """Return the message on axes whose product does not divide `ranks`, which it calls `of_ranks`; None where it does.
-
-    >>> undivided({"tp": 3}, 2, "the 2 ranks")
-    'tp=3 does not divide the 2 ranks. Use tp=1 or tp=2.'
-    """
-    used = math.prod(sizes.values())
-    if ranks % used == 0:
-        return None
-    if len(sizes) > 1:
-        axes = " x ".join(f"{name}={size}" for name, size in sizes.items())
-        return f"{axes} is {used}, which does not divide {of_ranks}. Change the sizes, or the number of ranks."
-    (name,) = sizes
-    *fewer, most = (f"{name}={size}" for size in range(1, ranks + 1) if ranks % size == 0)
-    return f"{name}={used} does not divide {of_ranks}. Use {', '.join(fewer)}{' or ' if fewer else ''}{most}."
 
 
 def _experts_divide_the_shards(job: Job) -> str | None:

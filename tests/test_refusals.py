@@ -284,7 +284,7 @@ _COMMANDS = {
     f"bench {_TINY} --seq-len 200000": "--seq-len requires sequences of 200000 tokens",
     f"fit {_TINY} --gpus 2 --imbalance 0.5": "--imbalance is 0.5; it must be a finite number >= 1",
     f"fit {_TINY} --gpus 2 --imbalance 1.5 --ep 1": "imbalance is 1.5, and ep is 1: every rank has all experts",
-    f"plan {_TINY} --imbalance 0.5 --ep 2 --world-size 2": "--imbalance is 0.5; it must be a finite number >= 1",
+    f"plan {_TINY} --imbalance 0.5 --ep 2 --gpus 2": "--imbalance is 0.5; it must be a finite number >= 1",
     f"plan {_TINY} --imbalance 1.5": "imbalance is 1.5, and ep is 1: every rank has all experts",
     f"plan {_TINY} --memory much": "--memory is 'much', which is not a number of bytes",
     f"plan {_TINY} --host --host-memory much": "--host-memory is 'much', which is not a number of bytes",
@@ -302,7 +302,7 @@ _COMMANDS = {
     **{
         f"{command} {option} /nonexistent/x.json": f"{option} names a file in '/nonexistent', which is not an existing"
         for command, options in (
-            (f"plan {_TINY}", ("json", "save")), (f"plan {_TINY} --pp 2 --world-size 2", ("json", "save")),
+            (f"plan {_TINY}", ("json", "save")), (f"plan {_TINY} --pp 2 --gpus 2", ("json", "save")),
             (f"fit {_TINY} --gpus 1", ("json", "save")), ("bench", ("json",)),
         )
         for option in (f"--{name}" for name in options)

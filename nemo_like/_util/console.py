@@ -120,8 +120,21 @@ def whole_or(word: str) -> Callable[[str], int | str]:
         if text.strip().lower() == word:
             return word
         try:
-            return int(text)
-        except ValueError:
+            return tokens(text)
+        except argparse.ArgumentTypeError:
             raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number nor {word}") from None
 
     return read
+
+
+def tokens(text: str) -> int:
+    """Read a whole number, in units of 1024 with a ``k`` behind it.
+
+    >>> tokens("8k"), tokens("300")
+    (8192, 300)
+    """
+    digits = text.strip().lower()
+    try:
+        return int(digits[:-1]) * 1024 if digits.endswith("k") else int(digits)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number such as 8192 or 8k") from None

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NoReturn
 
 from nemo_like._util.console import examples
+from nemo_like._util.words import did_you_mean
 
 GROUPS = {
     "model": """model init dtype layers scope lora qlora lora_rank lora_alpha lora_dropout lora_targets train
@@ -42,6 +43,24 @@ class HelpParser(argparse.ArgumentParser):
     def option_names(self) -> list[str]:
         """Return the options that there are, as Python names."""
         return [word.lstrip("-").replace("-", "_") for action in self._actions for word in action.option_strings]
+
+    def error(self, message: str) -> NoReturn:
+        """End with code 2 and one line, which names what is near to a misspelt option or command."""
+        near = ""
+        if found := re.match(r"unrecognized arguments: (--[\w-]+)", message):
+            parser = self.command or self
+            near = parser.hints.get(found[1]) or did_you_mean(
+                found[1], [f"--{name.replace('_', '-')}" for name in parser.option_names() if len(name) > 1]
+            )
+        elif found := re.search(r"invalid choice: ('[^']*') \(choose from (.*)\)", message):
+            near = did_you_mean(found[1].strip("'"), [word.strip(" '") for word in found[2].split(",")])
+        prog = self.prog if self.command is None else self.command.prog
+        self.exit(2, f"{prog}: error: {message}{'.' * bool(near)}{near}\n")
+
+    hints: Mapping[str, str] = {}
+    """Sentences on options that the command does not have, by what is typed."""
+    command: HelpParser | None = None
+    """Parser of the subcommand, where there is one."""
 
     def in_options(self, message: str) -> str:
         """Return an error's message with its keywords as the command line has them: ``--tp 3`` for ``tp=3``.

@@ -125,14 +125,21 @@ def parse_dtype(name: str, value: object, others: Sequence[str] = ()) -> torch.d
     """
     if value is None:
         return None
+    if isinstance(value, str):
+        check_dtype_word(name, value, others)
     import torch
 
     if isinstance(value, torch.dtype):
         if not value.is_floating_point:
             raise ValueError(f"{name} is {value}; it must be a floating-point dtype.")
         return value
+    return getattr(torch, _DTYPES[check_dtype_word(name, value, others)])
+
+
+def check_dtype_word(name: str, value: object, others: Sequence[str] = ()) -> str:
+    """Return the word for a dtype in lower case; ValueError: it is none. Without torch."""
     if isinstance(value, str) and normalise(value) in _DTYPES:
-        return getattr(torch, _DTYPES[normalise(value)])
+        return normalise(value)
     raise ValueError(f"{name} is {value!r}; it must be a torch dtype or one of {', '.join((*_DTYPES, *others))}.")
 
 

@@ -3,22 +3,41 @@
 Nothing here imports torch, and a module imports it only when its command runs.
 """
 
+import textwrap
+
 from nemo_like.recipes import JOBS
 
-COMMANDS = {
-    "bench": "run all modes of checkpointing side by side on a model: time, bytes, FLOPs, gradients",
-    "explain": "name the parts of a GPU's memory at its peak, and those that should not be there, by a snapshot of PyTorch",
-    "finetune": JOBS["finetune"],
-    "fit": "find the fastest configuration that fits on a number of GPUs, without one",
-    "layers": "print the layers of a model: its groups, the units to shard and to checkpoint, their parameters and bytes",
-    "plan": "predict the peak memory of a training step and find the fastest plan that fits, without a GPU",
-    "pretrain": JOBS["pretrain"],
-    "profile": "measure what each layer of a model saves for backward and how long it takes, and what to recompute for a "
-    "budget",
+GROUPS = {
+    "without a GPU": {
+        "layers": "print the layers of a model: its groups, units to shard and to checkpoint, their parameters and bytes",
+        "plan": "predict the peak memory of a training step and find the fastest plan that fits",
+        "fit": "find the fastest configuration that fits on a number of GPUs",
+        "explain": "name the parts of a GPU's memory at its peak, and those that should not be there, by a snapshot of "
+        "PyTorch",
+        "models": "list the models that --model knows by name",
+        "gpus": "list the GPUs that --gpu knows by name, with their memory and speeds",
+    },
+    "measure": {
+        "profile": "measure what each layer of a model saves for backward and how long it takes, and what to recompute for "
+        "a budget",
+        "bench": "run all modes of checkpointing side by side on a model: time, bytes, FLOPs, gradients",
+    },
+    "train": JOBS,
 }
-"""The commands there are, by name, and what each is for."""
+"""The commands there are, by group and name, and what each is for."""
+COMMANDS = {name: purpose for group in GROUPS.values() for name, purpose in group.items()}
 
 LORA = "adapters of this rank train, all else is frozen, in the dtype of --precision (peft)"
 """The help of ``--lora``."""
 VOCAB_SIZE = "for a module:function that takes token ids and states no vocab_size"
 """The help of ``--vocab-size``."""
+
+
+def overview() -> str:
+    """Return the commands in their groups, as lines of at most 80 columns."""
+    lines = []
+    for title, commands in GROUPS.items():
+        lines += ["", f"{title}:"]
+        for name, purpose in commands.items():
+            lines += textwrap.wrap(purpose, 80, initial_indent=f"  {name:9}", subsequent_indent=" " * 11)
+    return "\n".join(lines[1:])

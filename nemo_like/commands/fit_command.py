@@ -9,10 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_like._util.console import check_writable, refuse_unread
+from nemo_like._util.console import check_writable, refuse_unread, tokens
 from nemo_like._util.progress import progress
 from nemo_like._util.table import screen_width
 from nemo_like.commands import LORA
+from nemo_like.commands.early_checks import check_early
 from nemo_like.commands.settings_options import add_settings, check_settings_to, read_from, write_to
 from nemo_like.flags import add_flags, add_pins, balance_of, flags_on, job_of
 from nemo_like.options import COMPILE_BACKENDS, OPTIMIZERS, Precision, StepSpec, dtype_word, normalise, parse_dtype
@@ -33,9 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     add = parser.add_argument
     add("--model", help="a preset (llama3-8b, ...), a config.json, or module:function")
-    add("--gpus", "--world-size", type=int, help="how many there are")
+    add("--gpus", type=int, help="how many there are")
     add_flags(parser, _JOB)
-    add("--seq-len", type=int, default=4096, help="tokens of the longest sequence (default: %(default)s)")
+    add("--seq-len", type=tokens, default=4096, help="tokens of the longest sequence (default: %(default)s)")
     add("--global-batch", type=int, help="sequences of a step over all GPUs (default: as many as are fastest)")
     add(
         "--memory",
@@ -84,6 +85,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--save", metavar="PATH", help="write the best one's plan here, where it has one")
 
 
+def check(args: argparse.Namespace) -> None:
+    """Raise ValueError for what can be refused before torch is imported."""
+    if not (args.calibrate and args.model is None):
+        for name in ("model", "gpus"):
+            if getattr(args, name) is None:
+                raise ValueError(f"--{name} is needed: nemo-like fit --model llama3-8b --gpus 8; or --calibrate alone.")
+    check_early(args)
+
+
 def first_line(args: argparse.Namespace) -> str:
     """Return the line that is printed before torch is imported; nothing of what `run` refuses."""
     if args.calibrate:
@@ -108,9 +118,6 @@ def run(args: argparse.Namespace) -> int:
         refuse_unread(args, sorted(others), "--calibrate without --model measures this device and nothing else.")
         _calibrate()
         return 0
-    for name in ("model", "gpus"):
-        if getattr(args, name) is None:
-            raise ValueError(f"--{name} is needed: nemo-like fit --model llama3-8b --gpus 8; or --calibrate alone.")
     _check_files(args)
     if args.calibrate:
         _calibrate()

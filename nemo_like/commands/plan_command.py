@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_like._util.console import check_writable, refuse_unread
+from nemo_like._util.help_parser import HelpParser
 from nemo_like._util.table import paragraph, screen_width
 from nemo_like._util.words import GIB
 from nemo_like.commands.settings_options import add_settings, check_settings_to, read_from, write_to
@@ -34,10 +35,11 @@ EXAMPLES = (
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: HelpParser) -> None:
     """The options of the command."""
     add = parser.add_argument
     add_step_options(parser, required=True)
+    parser.hints = {"--ac": " A plan reports every ac; --budget 40GiB adds one."}
     add(
         "--budget",
         action="append",

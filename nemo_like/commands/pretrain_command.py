@@ -16,10 +16,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, PretrainOptions)
 
 
+def check(args: argparse.Namespace) -> None:
+    """Raise ValueError for what can be refused before torch is imported."""
+    args.options = read_options(PretrainOptions, args)
+    args.options.check_early()
+
+
+def first_line(args: argparse.Namespace) -> str:
+    """Return the line that is printed before torch is imported."""
+    return args.options.introduction
+
+
 def run(args: argparse.Namespace) -> int:
     """Run the job on this rank; its exit code."""
     from torch.distributed.elastic.multiprocessing.errors import record
 
     from nemo_like.recipes.pretrain import run as run_job
 
-    return record(run_job)(read_options(PretrainOptions, args)) or 0
+    return record(run_job)(args.options) or 0

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _OTHER_NAMES = {"world_size": "gpus", "batch_size": "micro_batch"}
 """Names that some commands have for these values."""
-_AXES = {"--gpus", "--world-size", "--dp-replicate", "--dp-shard", "--tp", "--cp", "--pp"}
+_AXES = {"--gpus", "--dp-replicate", "--dp-shard", "--tp", "--cp", "--pp"}
 
 _DEPEND_ON = {"tp": ("sequence_parallel", "loss_parallel", "async_tp"), "pp": ("pp_schedule",), "cp": ("cp_method",)}
 """Values that need an axis of more than one rank, which the command line may set to one."""

@@ -29,7 +29,6 @@ def add_step_options(parser: argparse.ArgumentParser, *, required: bool) -> None
     add_flags(parser, JOB_FLAGS, precision="bf16")
     add(
         "--gpus",
-        "--world-size",
         dest="world_size",
         type=whole_or("min"),
         default=1,
@@ -76,7 +75,7 @@ def check_step_options(args: argparse.Namespace) -> None:
             refuse_unread(
                 args,
                 ["reshard_after_forward", "prefetch", "cpu_offload"],
-                "one rank keeps the model whole. Give --world-size too.",
+                "one rank keeps the model whole. Give --gpus too.",
             )
     if args.cp == 1:
         refuse_unread(args, ["cp_method"], "without --cp above 1 every rank has whole sequences.")

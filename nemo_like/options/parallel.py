@@ -71,6 +71,23 @@ class FSDP2:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(words)}.")
 
 
+def undivided(sizes: Mapping[str, int], ranks: int, of_ranks: str) -> str | None:
+    """Return the message on axes whose product does not divide `ranks`, which it calls `of_ranks`; None where it does.
+
+    >>> undivided({"tp": 3}, 2, "the 2 ranks")
+    'tp=3 does not divide the 2 ranks. Use tp=1 or tp=2.'
+    """
+    used = math.prod(sizes.values())
+    if ranks % used == 0:
+        return None
+    if len(sizes) > 1:
+        axes = " x ".join(f"{name}={size}" for name, size in sizes.items())
+        return f"{axes} is {used}, which does not divide {of_ranks}. Change the sizes, or the number of ranks."
+    (name,) = sizes
+    *fewer, most = (f"{name}={size}" for size in range(1, ranks + 1) if ranks % size == 0)
+    return f"{name}={used} does not divide {of_ranks}. Use {', '.join(fewer)}{' or ' if fewer else ''}{most}."
+
+
 def undivided_shards(reshard: bool | int | None, ranks: int) -> str | None:
     """Return the message on a number for ``reshard_after_forward`` that does not divide `ranks`; None where it does."""
     if isinstance(reshard, bool | None) or (1 < reshard < ranks and ranks % reshard == 0):

@@ -8,7 +8,6 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,8 @@ from nemo_like._util.log import warn_once
 from nemo_like.activation_checkpointing.ops import facts
 from nemo_like.distributed.launch import current_device, pick_device_type
 from nemo_like.job import Job
-from nemo_like.options import did_you_mean, parse_bytes
+from nemo_like.options import parse_bytes
+from nemo_like.planning.device_table import check_device_name, device_table, known_devices
 from nemo_like.torch_compat import OpOverload
 
 
@@ -87,11 +87,6 @@ class Device:
         return self.capability if self.kind == "cuda" else None
 
 
-def known_devices() -> tuple[str, ...]:
-    """Names that `resolve_device` knows."""
-    return tuple(name for name in _table() if not name.startswith("_"))
-
-
 def resolve_device(spec: str | Path | Device) -> Device:
     """A device by name, or from a JSON file with one entry in the format of ``devices.json``.
 
@@ -100,27 +95,19 @@ def resolve_device(spec: str | Path | Device) -> Device:
     """
     if isinstance(spec, Device):
         return spec
-    table, name = _table(), str(spec).strip().lower().replace("_", "-")
-    begun = [known for known in known_devices() if known.startswith(f"{name}-")]
-    if len(begun) == 1:  # "h100", where the table has it with one size of memory
-        name = begun[0]
-    if name in known_devices():
-        return _device(name, table[name])
+    name = check_device_name(str(spec))
+    if name is not None:
+        return _device(name, device_table()[name])
     path = Path(spec)
-    if path.is_file():
-        try:
-            return _device(path.stem, json.loads(path.read_text(encoding="utf-8")))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"Device file {path} is not valid JSON: {error}") from error
-    raise ValueError(
-        f"Device {str(spec)!r} is neither one of {', '.join(known_devices())} nor a file."
-        + did_you_mean(name, known_devices())
-    )
+    try:
+        return _device(path.stem, json.loads(path.read_text(encoding="utf-8")))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"Device file {path} is not valid JSON: {error}") from error
 
 
 def entry_of(spec: str) -> dict[str, Any]:
     """Return what the table, or a file, has of a device, in the format of ``devices.json``."""
-    table, name = _table(), resolve_device(spec).name
+    table, name = device_table(), resolve_device(spec).name
     return dict(table[name]) if name in table else dict(json.loads(Path(spec).read_text(encoding="utf-8")))
 
 
@@ -136,7 +123,7 @@ def device_at_hand(kind: str | None = None) -> Device:
     if kind == "cpu":
         return calibrated(resolve_device("cpu"))
     properties = torch.get_device_module(kind).get_device_properties(current_device(kind))
-    table = _table()
+    table = device_table()
     for name in known_devices():
         if any(part.lower() in properties.name.lower() for part in table[name].get("match", [])):
             known_as = name
@@ -209,10 +196,6 @@ def _measured_rates(device: Device, said: Mapping[str, Any], path: Path) -> dict
         field, entry = RATES[name]
         changed[field] = rate if entry is None else {**changed.get(field, getattr(device, field)), entry: rate}
     return changed
-
-
-def _table() -> dict[str, Any]:
-    return json.loads(resources.files("nemo_like.planning").joinpath("devices.json").read_text(encoding="utf-8"))
 
 
 def _device(name: str, entry: Mapping[str, Any]) -> Device:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from nemo_like._util.console import check_new_folder, check_writable, flag
+from nemo_like._util.console import check_new_folder, check_writable, flag, tokens
 from nemo_like._util.option_fields import Need, Options, option
+from nemo_like._util.words import check_dtype_word
 from nemo_like.flags import FLAGS, check_flag, job_of
-from nemo_like.options import ADAMW, FLOAT8, MemoryBudget, did_you_mean, normalise, parse_ac, parse_bytes, parse_dtype
+from nemo_like.options import ADAMW, FLOAT8, MemoryBudget, did_you_mean, normalise, parse_ac, parse_bytes
 from nemo_like.options import SCHEDULES as PIPELINE_SCHEDULES
-from nemo_like.options.parallel import BACKENDS
+from nemo_like.options.parallel import BACKENDS, undivided
 from nemo_like.options.step import SYNC
+from nemo_like.presets import check_model_name
 from nemo_like.recipes import JOBS
 
 if TYPE_CHECKING:  # the help of a job needs no torch
@@ -23,6 +26,7 @@ if TYPE_CHECKING:  # the help of a job needs no torch
 
 DEVICES = ("auto", *reversed(BACKENDS))
 RATES = ("cosine", "linear", "constant")
+HALF = ("float16", "fp16")
 WITH_CHECKPOINTS = Need("--checkpoint-dir", lambda options: options.checkpoint_dir is not None)
 WITH_FIT = Need("--fit", lambda options: bool(options.free))
 WITH_FSDP2 = Need("--strategy fsdp2", lambda options: options.strategy == "fsdp2")
@@ -107,7 +111,7 @@ class PretrainOptions(Options):
         "bytes of host memory that --fit may use for each rank (default: an equal share of all but a tenth)",
         needs=WITH_FIT,
     )
-    seq_len: int = option(256, "tokens per sample", least=1)
+    seq_len: int = option(256, "tokens per sample", tokens, least=1)
     batch_size: int = option(8, "samples per step over all ranks and micro-batches", least=1)
     grad_accum: int = job_option("grad_accum")
     sync: str = option(
@@ -192,8 +196,7 @@ class PretrainOptions(Options):
             )
         if self.resume != "no" and self.checkpoint_dir is None:
             raise ValueError("--resume needs --checkpoint-dir: the folder that an earlier run wrote to.")
-        dtype = None if self.precision in FLOAT8 else parse_dtype("--precision", self.precision, FLOAT8)
-        if str(dtype) == "torch.float16":
+        if self.precision not in FLOAT8 and check_dtype_word("--precision", self.precision, FLOAT8) in HALF:
             raise ValueError(
                 f"--precision is {self.precision!r}: its small range needs the loss to be scaled, which this job does not "
                 "do. Use bfloat16."
@@ -251,6 +254,19 @@ class PretrainOptions(Options):
         if self.fit != "all":
             return self
         return replace(self, fit=",".join(name for name in self.searched if name not in names) or "no")
+
+    def check_early(self) -> None:
+        """Raise ValueError for a model or a number of ranks that this job cannot have. Without torch."""
+        check_model_name(self.model)
+        ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        sizes = {name: size for name in ("tp", "cp", "pp") if (size := getattr(self, name)) > 1}
+        if sizes and (problem := undivided(sizes, ranks, f"the {ranks} rank(s)")):
+            raise ValueError(problem)
+
+    @property
+    def introduction(self) -> str:
+        """Return the line that is printed first."""
+        return f"Pretraining {self.model} on {self.data or 'the standard library'} ..."
 
     # --- what follows from them ---------------------------------------------------------------------------------------
 
@@ -379,7 +395,7 @@ class FinetuneOptions(Options):
     precision: str = option("bfloat16", "dtype to compute in: bfloat16 | float32", choices=("bfloat16", "float32"))
     device: str = option("auto", f"{' | '.join(DEVICES)}; auto is cuda where there is one", choices=DEVICES)
     seq_len: int = option(
-        1024, "longest sample, in tokens; what is longer is cut at its end", least=1, trainer="max_length"
+        1024, "longest sample, in tokens; what is longer is cut at its end", tokens, least=1, trainer="max_length"
     )
     pack: bool = option(
         False,
@@ -438,3 +454,14 @@ class FinetuneOptions(Options):
         parse_ac(self.ac)
         if self.fit_memory is not None:
             parse_bytes(self.fit_memory, "--fit-memory")
+
+    def check_early(self) -> None:
+        """Raise ValueError where there is no such data. Without torch."""
+        for name in ("data", "eval_data"):
+            if (path := getattr(self, name)) is not None and not os.path.exists(path):
+                raise ValueError(f"{flag(name)} is {path!r}, and nothing exists there.")
+
+    @property
+    def introduction(self) -> str:
+        """Return the line that is printed first."""
+        return f"Fine-tuning {self.model} on {self.data} ..."

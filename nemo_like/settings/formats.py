@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nemo_like.presets import PRESETS
+
 UNKNOWN = object()
 """Read where no flag has the value, written where the key can't have it. None instead: the value changes nothing."""
 
@@ -185,7 +187,6 @@ def preset(name: Any) -> Any:
     >>> preset("meta-llama/Llama-3.1-8B-Instruct")
     'llama3-8b'
     """
-    from nemo_like.models import PRESETS  # with torch, which only files that name a model wait for
 
     word = str(name).lower().rpartition("/")[2]
     word = re.sub(r"^(meta-)?llama-3(\.[123])?-", "llama3-", re.sub(r"(-instruct|-base|-v0\.\d)+$", "", word))

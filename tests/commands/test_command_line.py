@@ -137,7 +137,7 @@ def test_help_version_and_a_misspelt_word_import_no_torch() -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("plan --model m --world-size 8 --json -", "Planning m on 8 x h100-80gb ..."),
+        ("plan --model m --gpus 8 --json -", "Planning m on 8 x h100-80gb ..."),
         ("plan --model m --gpus min", "Planning m on the fewest h100-80gb ..."),
         ("fit --model m --gpus 8", "Searching for the fastest configuration of m on 8 x h100-80gb ..."),
         ("fit --calibrate", "Measuring this device ..."),

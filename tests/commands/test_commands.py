@@ -84,8 +84,8 @@ ASKED = "plan --seq-len 16 --budget 50% --no-what-if --check --model"
 @pytest.mark.parametrize(
     ("more", "asked"),
     [
-        ("--world-size 4 --tp 2", {"world_size": 4, "tp": 2, "precision": "bf16"}),
-        ("--world-size 4 --pp 2 --precision fp32", {"world_size": 4, "pp": 2}),
+        ("--gpus 4 --tp 2", {"world_size": 4, "tp": 2, "precision": "bf16"}),
+        ("--gpus 4 --pp 2 --precision fp32", {"world_size": 4, "pp": 2}),
     ],
 )
 def test_a_rank_is_run_and_compared(

@@ -365,7 +365,7 @@ def _planned(folder: Path, config: object, *more: str) -> list[str]:
         "cpu",
         "--seq-len",
         "32",
-        "--world-size",
+        "--gpus",
         "2",
         "--no-what-if",
         "--budget",

@@ -112,7 +112,7 @@ def test_the_plan_of_a_pipeline_names_every_layer_once() -> None:
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    base = "plan --model tests.planning.queries:Text --gpu cpu --world-size 2 --seq-len 32 --budget 60% --no-what-if"
+    base = "plan --model tests.planning.queries:Text --gpu cpu --gpus 2 --seq-len 32 --budget 60% --no-what-if"
     base = [*base.split(), "--pp", "2"]
     out = tmp_path / "plan.json"
     more = ["--grad-accum", "4", "--memory", "1GiB", "--json", str(out), "--save", str(tmp_path / "p")]
@@ -129,7 +129,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "--balance is 'some'" in capsys.readouterr().err
     config = tmp_path / "config.json"
     config.write_text(json.dumps(llama(num_hidden_layers=2).config.to_dict()))
-    four = [*base, "--model", str(config), "--grad-accum", "2", "--world-size", "4", "--memory", "1GiB", "--json", "-"]
+    four = [*base, "--model", str(config), "--grad-accum", "2", "--gpus", "4", "--memory", "1GiB", "--json", "-"]
     assert main([*four, "--cp", "2", "--loss", "chunked"]) == 0  # stages that are sharded, and run in bfloat16
     call = json.loads(capsys.readouterr().out)["call"]
     assert "cp=2, pp=" in call

@@ -184,7 +184,7 @@ def test_a_plan_that_moves_what_it_keeps_peaks_as_predicted_to_the_byte(mode: st
     assert plan.peak_bytes == _measured(part_of(query).whole, ids)
 
 
-_ASKED = "plan --model tests.planning.queries:Text --world-size 2 --seq-len 64 --no-what-if"
+_ASKED = "plan --model tests.planning.queries:Text --gpus 2 --seq-len 64 --no-what-if"
 
 
 def _plan(path, *more: str) -> dict:
@@ -211,7 +211,7 @@ def test_the_device_keeps_none_of_the_state_and_the_host_all_of_it(tmp_path):
     ("more", "message"),
     [
         (["--gpu", "rtx-4090"], "beside rtx-4090 is not known"),
-        (["--world-size", "1"], "one rank keeps the model whole"),
+        (["--gpus", "1"], "one rank keeps the model whole"),
         (["--pp", "2"], "--cpu-offload with --pp"),
     ],
 )

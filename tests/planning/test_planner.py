@@ -359,9 +359,7 @@ def test_device_files(tmp_path):
 
 def test_command(tmp_path, capsys):
     out, plan = tmp_path / "out.json", tmp_path / "plan.json"
-    words = (
-        f"plan --model llama-tiny --world-size 8 --seq-len 64 --memory 200MiB --budget 50% --json {out} --save {plan}"
-    )
+    words = f"plan --model llama-tiny --gpus 8 --seq-len 64 --memory 200MiB --budget 50% --json {out} --save {plan}"
     words += " --no-what-if"
     assert cli.main(words.split()) == 0
     said = capsys.readouterr().out
@@ -378,7 +376,7 @@ def test_command(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "match"),
     [
-        ("--model llama-tiny --world-size 6 --tp 4", "--tp 4 does not divide the 6 ranks"),
+        ("--model llama-tiny --gpus 6 --tp 4", "--tp 4 does not divide the 6 ranks"),
         ("--model llama-tiny --seq-len 0", "seq-len"),
         ("--model llama-tiny --gpu h900", "h900"),
         ("--model llama-nano", "llama-nano"),

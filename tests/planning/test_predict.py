@@ -315,7 +315,7 @@ def test_a_budget_that_nothing_meets_still_prints_the_table(capsys: pytest.Captu
 
 
 def test_the_json_says_model_device_and_set_up(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "plan --model llama-tiny --gpu h100 --world-size 4 --dp-replicate 2 --seq-len 64 --batch-size 2"
+    words = "plan --model llama-tiny --gpu h100 --gpus 4 --dp-replicate 2 --seq-len 64 --batch-size 2"
     assert (
         cli.main([*words.split(), "--json", "-", "--budget", "50%", "--offload", "boundary", "--host-memory", "1GiB"])
         == 0

@@ -164,7 +164,7 @@ def test_a_plan_keeps_it(tmp_path):
 @pytest.mark.long
 def test_the_command_says_so(capsys, monkeypatch):
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    args = ["plan", "--model", "llama-tiny", "--world-size", "8", "--seq-len", "64", "--no-what-if"]
+    args = ["plan", "--model", "llama-tiny", "--gpus", "8", "--seq-len", "64", "--no-what-if"]
     assert main(args) == 0
     text = capsys.readouterr().out
     assert "reserved" in text.splitlines()[0] and " reserved " in text

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from nemo_like._util.words import check_whole
-from nemo_like.job import KEYWORDS, Job, Strategy, undivided
+from nemo_like.job import KEYWORDS, Job, Strategy
 from nemo_like.options import (
     CONTEXT_METHODS,
     FSDP2,
@@ -35,7 +35,7 @@ from nemo_like.options import (
     normalise,
     parse_ac,
 )
-from nemo_like.options.parallel import check_imbalance
+from nemo_like.options.parallel import check_imbalance, undivided
 from nemo_like.options.step import SYNC
 from nemo_like.planning.answers.outside_allocator import default_limit
 from nemo_like.planning.devices import Device, device_of

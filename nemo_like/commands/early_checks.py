@@ -1,0 +1,55 @@
+"""Values that can be refused before torch is imported, which takes seconds."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import Any
+
+from nemo_like._util.console import flag
+from nemo_like._util.words import check_dtype_word
+from nemo_like.flags import FLAGS, check_flag
+from nemo_like.options import FLOAT8
+from nemo_like.options.parallel import undivided
+from nemo_like.planning.device_table import check_device_name
+from nemo_like.presets import check_model_name
+
+_COUNTS = """seq_len batch_size global_batch micro_batch dp_shard gpus world_size count repeats lora images image_size
+    vocab_size"""
+"""Options that are numbers from 1 on, where they are numbers."""
+_AXES = ("dp_replicate", "dp_shard", "tp", "cp", "pp")
+
+
+def check_early(args: argparse.Namespace) -> None:
+    """Raise ValueError for a model, a device, a dtype, a size or a divisor that no command can use."""
+    values = {name: value for name, value in vars(args).items() if value is not None}
+    if "model" in values:
+        check_model_name(values["model"])
+    if "gpu" in values:
+        check_device_name(values["gpu"])
+    for name, others in (("dtype", ()), ("precision", FLOAT8), ("reduce_dtype", ())):
+        for word in _each(values.get(name)):
+            if word not in others:
+                check_dtype_word(flag(name), word, others)
+    for name in _COUNTS.split():
+        for value in _each(values.get(name)):
+            if isinstance(value, int) and value < 1:
+                raise ValueError(f"{_word(name)} is {value}; it must be >= 1.")
+    for name in FLAGS:
+        for value in _each(values.get(name)):
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                check_flag(name, value)
+    gpus = values.get("gpus", values.get("world_size"))
+    sizes = {name: values[name] for name in _AXES if name in values}
+    sizes = {name: size[0] if isinstance(size, list) and len(size) == 1 else size for name, size in sizes.items()}
+    sizes = {name: size for name, size in sizes.items() if isinstance(size, int) and size > 1}
+    if isinstance(gpus, int) and sizes and (problem := undivided(sizes, gpus, f"--gpus {gpus}")):
+        raise ValueError(problem)
+
+
+def _each(value: Any) -> Iterator[Any]:
+    yield from value if isinstance(value, list) else [] if value is None else [value]
+
+
+def _word(name: str) -> str:
+    return "--gpus" if name == "world_size" else flag(name)
