@@ -26,8 +26,7 @@ def refuse_four_bits(model: nn.Module) -> None:
     if packed:
         raise ValueError(
             f"{packed[0]!r} has its weights in 4 bits (bitsandbytes' Params4bit), and no plan is made of those: their bytes "
-            "are packed, with scales next to them. Use a mode without a plan, such as ac='full', or nemo-like finetune "
-            "--qlora, whose layers are planned."
+            "are packed, with scales next to them. Use a mode without a plan, such as ac='full'."
         )
 
 
