@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         arguments = parser.parse_args(argv)
         in_options = arguments.own.in_options
-        arguments.check(arguments)
+        arguments.refuse(arguments)
         if is_rank_zero() and (line := arguments.first_line(arguments)):
             print(line, file=sys.stderr, flush=True)
         if command not in _WITHOUT_TORCH:
@@ -103,6 +103,6 @@ def make_parser(command: str | None = None, argv: Sequence[str] = ()) -> argpars
         first_line = getattr(module, "first_line", lambda arguments: "")
         take_settings(subparser, argv)
         check = getattr(module, "check", check_early)
-        subparser.set_defaults(run=module.run, check=check, first_line=first_line, parser=parser, own=subparser)
+        subparser.set_defaults(run=module.run, refuse=check, first_line=first_line, parser=parser, own=subparser)
         parser.command = subparser
     return parser

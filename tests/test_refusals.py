@@ -337,7 +337,7 @@ def test_a_command_refuses_it_before_any_work(line: str, tmp_path: Path, capsys:
     assert main(words) == 2
     said = capsys.readouterr()
     *first, refused = said.err.splitlines()
-    assert said.out == "" and first == [line for line in [begun.first_line(begun)] if line]
+    assert said.out == "" and first in ([], [begun.first_line(begun)])  # nothing, where torch is not imported yet
     assert refused.startswith(f"nemo-like {words[0]}: ") and _COMMANDS[line].format(folder=tmp_path) in refused
     assert time.process_time() - start < 60 and list(tmp_path.iterdir()) == []
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 
+from nemo_like._util.console import flag
 from nemo_like._util.option_fields import add_arguments as add_options
 from nemo_like._util.option_fields import read_options
 from nemo_like.recipes.options import FinetuneOptions
@@ -19,12 +21,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def check(args: argparse.Namespace) -> None:
     """Raise ValueError for what can be refused before torch is imported."""
     args.options = read_options(FinetuneOptions, args)
-    args.options.check_early()
+    for name in ("data", "eval_data"):
+        if (path := getattr(args.options, name)) is not None and not os.path.exists(path):
+            raise ValueError(f"{flag(name)} is {path!r}, and nothing exists there.")
 
 
 def first_line(args: argparse.Namespace) -> str:
     """Return the line that is printed before torch is imported."""
-    return args.options.introduction
+    options = args.options
+    return f"Fine-tuning {options.model} on {options.data} ..."
 
 
 def run(args: argparse.Namespace) -> int:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 
 from nemo_like._util.option_fields import add_arguments as add_options
 from nemo_like._util.option_fields import read_options
+from nemo_like.options.parallel import undivided
+from nemo_like.presets import check_model_name
 from nemo_like.recipes.options import PretrainOptions
 
 EXAMPLES = PretrainOptions.examples
@@ -19,12 +22,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def check(args: argparse.Namespace) -> None:
     """Raise ValueError for what can be refused before torch is imported."""
     args.options = read_options(PretrainOptions, args)
-    args.options.check_early()
+    check_model_name(args.options.model)
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    sizes = {name: size for name in ("tp", "cp", "pp") if (size := getattr(args.options, name)) > 1}
+    if sizes and (problem := undivided(sizes, ranks, f"the {ranks} rank(s)")):
+        raise ValueError(problem)
 
 
 def first_line(args: argparse.Namespace) -> str:
     """Return the line that is printed before torch is imported."""
-    return args.options.introduction
+    options = args.options
+    return f"Pretraining {options.model} on {options.data or 'the standard library'} ..."
 
 
 def run(args: argparse.Namespace) -> int:

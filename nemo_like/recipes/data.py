@@ -27,10 +27,8 @@ from nemo_like._util.shuffled import mix, shuffled
 
 VOCABULARY = 256
 """Number of different bytes, and so of tokens."""
-HELD_OUT_SHARE = 0.05
-"""At most this share of the bytes is held out for evaluation."""
-END = "<|endoftext|>"
-"""The token after each document, with a tokenizer."""
+HELD_OUT_SHARE = 0.05  # of the bytes, at most, is held out for evaluation
+END = "<|endoftext|>"  # the token after each document, with a tokenizer
 _TRAINED_ON = 64 * 2**20  # bytes: more text hardly changes which pairs are frequent
 _PART = 1 << 16  # characters that are encoded at once, up to the next end of a line
 _PASSED_OVER = {"__pycache__", "site-packages", "dist-packages"}

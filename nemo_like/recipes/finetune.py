@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -59,14 +60,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(options: FinetuneOptions) -> int:
-    """Train, and write the result; the process's exit code: 0, 2 for bad input and where memory runs out, 130."""
+    """Train, and write the result; the process's exit code: 0, 2 for bad input and where memory runs out, 130, 143."""
     code = 2
     start_logging()
     datasets.disable_progress_bars()
     transformers.utils.logging.disable_progress_bar()
     try:
-        train(options)
-        return 0
+        return train(options)
     except (ValueError, ImportError, OSError, NotImplementedError) as error:
         text = f"error: {error}"
     except RuntimeError as error:
@@ -88,8 +88,8 @@ def _as_option(match: re.Match[str]) -> str:
     return match[0] if name is None else f"{flag(name)} {TRAINER_OPTIMIZERS.get(value, value)}"
 
 
-def train(options: FinetuneOptions) -> None:
-    """Read, train and write. A collective.
+def train(options: FinetuneOptions) -> int:
+    """Read, train and write; 0, or 143 where SIGTERM ended the run, which then has a checkpoint. A collective.
 
     Raises:
         ValueError: an option does not fit the model or the data, or one of these cannot be read.
@@ -107,7 +107,11 @@ def train(options: FinetuneOptions) -> None:
         options, ac = _fitted(options, trainer)
         trainer = make_trainer(options, data, held_out, trainer.model, ac)
     trainer.train(resume_from_checkpoint=checkpoint)
+    if trainer.state.global_step < trainer.state.max_steps:
+        print(f"Stopped after step {trainer.state.global_step}; go on with --resume.", file=sys.stderr, flush=True)
+        return 128 + signal.SIGTERM
     save_result(trainer, options)
+    return 0
 
 
 def _checkpoint(options: FinetuneOptions) -> str | None:

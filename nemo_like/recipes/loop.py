@@ -279,8 +279,7 @@ class Pretraining:
             self._ahead = self._batch(number + 1) if number + 1 < self.options.steps * passes else None
 
     def _batch(self, number: int) -> Future[Batch]:
-        """The micro-batch of that number in the run, on its way to the device; or the error that the step raises which
-        trains on it."""
+        """The micro-batch of that number in the run, on its way to the device, or the error of the step that trains on it."""
         ranks, passes = self.ranks, self.options.passes
         step, micro = divmod(number, passes)
         batch: Future[Batch] = Future()

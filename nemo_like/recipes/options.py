@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -14,9 +13,8 @@ from nemo_like._util.words import check_dtype_word
 from nemo_like.flags import FLAGS, check_flag, job_of
 from nemo_like.options import ADAMW, FLOAT8, MemoryBudget, did_you_mean, normalise, parse_ac, parse_bytes
 from nemo_like.options import SCHEDULES as PIPELINE_SCHEDULES
-from nemo_like.options.parallel import BACKENDS, undivided
+from nemo_like.options.parallel import BACKENDS
 from nemo_like.options.step import SYNC
-from nemo_like.presets import check_model_name
 from nemo_like.recipes import JOBS
 
 if TYPE_CHECKING:  # the help of a job needs no torch
@@ -26,7 +24,6 @@ if TYPE_CHECKING:  # the help of a job needs no torch
 
 DEVICES = ("auto", *reversed(BACKENDS))
 RATES = ("cosine", "linear", "constant")
-HALF = ("float16", "fp16")
 WITH_CHECKPOINTS = Need("--checkpoint-dir", lambda options: options.checkpoint_dir is not None)
 WITH_FIT = Need("--fit", lambda options: bool(options.free))
 WITH_FSDP2 = Need("--strategy fsdp2", lambda options: options.strategy == "fsdp2")
@@ -46,7 +43,9 @@ class PretrainOptions(Options):
 
     model: str = option("llama-tiny", "a preset, the path of a config.json, or module:function that returns a model")
     data: str | None = option(
-        None, "text to train on, a file or a folder, read as bytes (default: this Python's standard library)"
+        None,
+        "text to train on: a file, a folder, JSON lines or Parquet with a column text (default: this Python's standard "
+        "library)",
     )
     tokenizer: str = option(
         "bytes", "what a token is: bytes | bpe, byte pairs learned from the text (tokenizers)", choices=("bytes", "bpe")
@@ -196,7 +195,10 @@ class PretrainOptions(Options):
             )
         if self.resume != "no" and self.checkpoint_dir is None:
             raise ValueError("--resume needs --checkpoint-dir: the folder that an earlier run wrote to.")
-        if self.precision not in FLOAT8 and check_dtype_word("--precision", self.precision, FLOAT8) in HALF:
+        if self.precision not in FLOAT8 and check_dtype_word("--precision", self.precision, FLOAT8) in (
+            "float16",
+            "fp16",
+        ):
             raise ValueError(
                 f"--precision is {self.precision!r}: its small range needs the loss to be scaled, which this job does not "
                 "do. Use bfloat16."
@@ -254,19 +256,6 @@ class PretrainOptions(Options):
         if self.fit != "all":
             return self
         return replace(self, fit=",".join(name for name in self.searched if name not in names) or "no")
-
-    def check_early(self) -> None:
-        """Raise ValueError for a model or a number of ranks that this job cannot have. Without torch."""
-        check_model_name(self.model)
-        ranks = int(os.environ.get("WORLD_SIZE", "1"))
-        sizes = {name: size for name in ("tp", "cp", "pp") if (size := getattr(self, name)) > 1}
-        if sizes and (problem := undivided(sizes, ranks, f"the {ranks} rank(s)")):
-            raise ValueError(problem)
-
-    @property
-    def introduction(self) -> str:
-        """Return the line that is printed first."""
-        return f"Pretraining {self.model} on {self.data or 'the standard library'} ..."
 
     # --- what follows from them ---------------------------------------------------------------------------------------
 
@@ -449,19 +438,13 @@ class FinetuneOptions(Options):
             raise ValueError("--steps and --epochs are both 0: nothing would be trained.")
         if self.qlora:
             object.__setattr__(self, "lora", True)
+        budget = isinstance(parse_ac(self.ac), MemoryBudget)
+        if self.qlora and (self.fit or budget):
+            asked = "--fit" if self.fit else f"--ac {self.ac}"
+            raise ValueError(
+                f"{asked} makes a plan, and none is made of weights in 4 bits. Use --ac full or selective."
+            )
         for name in ("offload", "cp"):
             check_flag(name, getattr(self, name))
-        parse_ac(self.ac)
         if self.fit_memory is not None:
             parse_bytes(self.fit_memory, "--fit-memory")
-
-    def check_early(self) -> None:
-        """Raise ValueError where there is no such data. Without torch."""
-        for name in ("data", "eval_data"):
-            if (path := getattr(self, name)) is not None and not os.path.exists(path):
-                raise ValueError(f"{flag(name)} is {path!r}, and nothing exists there.")
-
-    @property
-    def introduction(self) -> str:
-        """Return the line that is printed first."""
-        return f"Fine-tuning {self.model} on {self.data} ..."
