@@ -279,7 +279,7 @@ class Pretraining:
             self._ahead = self._batch(number + 1) if number + 1 < self.options.steps * passes else None
 
     def _batch(self, number: int) -> Future[Batch]:
-        """The micro-batch of that number in the run, on its way to the device, or the error of the step that trains on it."""
+        """The micro-batch of that number in the run, on its way to the device, or the error of its step."""
         ranks, passes = self.ranks, self.options.passes
         step, micro = divmod(number, passes)
         batch: Future[Batch] = Future()
@@ -335,10 +335,8 @@ class Pretraining:
 
 def _check_ranks(options: PretrainOptions, ranks: Ranks) -> None:
     if options.strategy == "single" and ranks.world_size > 1:
-        raise ValueError(
-            f"--strategy is 'single', and {ranks.world_size} ranks were started, which would train a model each. "
-            "Start one process, or use --strategy fsdp2 or ddp."
-        )
+        started = f"{ranks.world_size} ranks were started, which would train a model each"
+        raise ValueError(f"--strategy is 'single', and {started}. Start one process, or use --strategy fsdp2 or ddp.")
     if options.batch_size % (options.grad_accum * ranks.data_ranks):
         raise ValueError(
             f"--batch-size is {options.batch_size}, samples per step over all ranks; it must be divisible by "

@@ -40,9 +40,7 @@ from nemo_like.recipes.log import DivergedError
 from nemo_like.recipes.loop import Pretraining
 from nemo_like.recipes.options import PretrainOptions
 
-BAD_INPUT = 2
-"""Exit code for options, data or checkpoints that cannot be used, for a loss that is no longer finite, and where
-memory runs out."""
+BAD_INPUT = 2  # exit code; also for a loss that is no longer finite, and where memory runs out
 _REPORTED = (
     *(ValueError, MissingExtraError, CheckpointError, CheckpointUnreadableError),
     *(DivergedError, OtherRankError, MemoryRanOutError),
