@@ -42,11 +42,11 @@ from nemo_like.options import DDP, FSDP2, MemoryBudget, StepSpec
 from nemo_like.options.optimizers import OPTIMIZER_OBJECTS
 from nemo_like.parallelizer import parallelize
 from nemo_like.planning.devices import Device, device_of, resolve_device
+from nemo_like.planning.memory_model.fewer_layers import Stretch, leave_out, repeats, whole_levels
+from nemo_like.planning.memory_model.storage_ledger import PARAMETERS, Level, StepMoment, StorageLedger
 from nemo_like.planning.model.capture import routing_of
 from nemo_like.planning.model.outside import loss_of
 from nemo_like.planning.planned_rank import PlannedRank, plan_rank
-from nemo_like.planning.program.fewer_layers import Stretch, leave_out, repeats, whole_levels
-from nemo_like.planning.program.storage_ledger import PARAMETERS, Level, StepMoment, StorageLedger
 from nemo_like.planning.trace.kinds import Kind, ModelTrace
 from nemo_like.planning.trace.meter import SumsInPlace
 from nemo_like.precision import float8_linears
@@ -69,7 +69,7 @@ class DryRun:
 
     moments: Mapping[StepMoment, Level]
     """The most bytes alive in each moment of the step, in order, and by what they are
-    (`nemo_like.planning.program.storage_ledger.PARTS`)."""
+    (`nemo_like.planning.memory_model.storage_ledger.PARTS`)."""
     against: int | None
     """The bytes that the planner predicts for the same rank of the same job, by the same rules; None where no plan is made
     of such a job, as of ``ac="submodule"``."""

@@ -134,7 +134,7 @@ def cut_into_stages(model: nn.Module, job: Job, mesh: DeviceMesh, sample_input: 
         refuse_lists(model, job.ep.size, job.ep.plan)
     whole = [each.fqn for each in find_experts(model, job.ep.plan)] if job.ep.size > 1 else []
     if job.cp.size > 1 or job.tp.size > 1:
-        from nemo_like.distributed.trial import try_split  # which no other job needs
+        from nemo_like.distributed.split_check import try_split  # which no other job needs
 
         try_split(model, job, layers_found, whole, sample_input)
     if job.loss is not None:

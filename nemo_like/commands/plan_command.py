@@ -148,10 +148,10 @@ def run(args: argparse.Namespace) -> int:
 def _calibrated(args: argparse.Namespace, query: PlanQuery) -> argparse.Namespace:
     """Write a file of the GPU by ``--calibrate-from``, print that, and return the arguments that plan with it."""
     from nemo_like.options import MemoryBudget
-    from nemo_like.planning.answers.within import choose
     from nemo_like.planning.measured_step import fitted_factor, read_speed, write_gpu
     from nemo_like.planning.model.traced import MODES
     from nemo_like.planning.predict import tokens_of
+    from nemo_like.planning.predictions.budget_search import choose
 
     ac, path = args.ran_with, args.gpu_file or "measured.json"
     seconds = read_speed(args.calibrate_from).seconds(tokens_of(query.traced.sample), query)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from nemo_like.explaining.parts import Kind, Parts
 from nemo_like.explaining.snapshot import BEFORE, Block, Timeline
 from nemo_like.options.memory import AllocatorConfig
-from nemo_like.planning.program.allocator import CachingAllocator, DeviceMemoryError, MemoryBlock
+from nemo_like.planning.memory_model.allocator import CachingAllocator, DeviceMemoryError, MemoryBlock
 
 _LEAST = 0.01
 """Share of the peak that a change must save to be named."""

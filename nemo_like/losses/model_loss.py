@@ -1,6 +1,6 @@
 """`loss="chunked"` for whole models: ``model(**batch).loss`` is what it was, and the logits never exist.
 
-While a model in training mode is called with labels, its head answers with a stand-in (`nemo_like.losses.stand_in`).
+While a model in training mode is called with labels, its head answers with a stand-in (`nemo_like.losses.deferred_logits`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from nemo_like._util.log import warn_once
+from nemo_like.losses.deferred_logits import HeadCall, Recipe, StandIn
 from nemo_like.losses.heads import autocast_dtype
-from nemo_like.losses.stand_in import HeadCall, Recipe, StandIn
 from nemo_like.options import ChunkedLoss
 from nemo_like.torch_compat import answering_calls
 

@@ -47,13 +47,13 @@ from nemo_like.layers import find_layers
 from nemo_like.losses.model_loss import check_head
 from nemo_like.options import FSDP2, PipelineParallel, Precision
 from nemo_like.options.optimizers import OptimizerMemory, TrainedParameter, UpdateInBackward, optimizer_memory
-from nemo_like.planning.choose.layer import Choice, Stack
-from nemo_like.planning.choose.layer_seconds import LayerRun
 from nemo_like.planning.devices import Device
+from nemo_like.planning.memory_model.microbatch import Around, LayerCall
 from nemo_like.planning.model.outside import OuterMemory
 from nemo_like.planning.model.traced import Known, StepLoss, TracedPart, local_shape
-from nemo_like.planning.program.microbatch import Around, LayerCall
 from nemo_like.planning.roofline import exposed_seconds
+from nemo_like.planning.selection.layer import Choice, Stack
+from nemo_like.planning.selection.layer_seconds import LayerRun
 from nemo_like.planning.sharding import Sharding, UnitBytes, sharding_of
 from nemo_like.planning.trace.kinds import settings_of
 
@@ -180,7 +180,7 @@ class Stage:
     names: tuple[str, ...]
     """Names of its layers in the whole model."""
     runs: dict[tuple[Choice, ...], list[LayerRun]] = field(default_factory=dict, repr=False)
-    """Results of `nemo_like.planning.answers.seconds.layer_runs`."""
+    """Results of `nemo_like.planning.predictions.seconds.layer_runs`."""
 
     @property
     def device(self) -> Device:
@@ -393,7 +393,7 @@ class PlanQuery:
     job: Job
     stages: tuple[Stage, ...]
     peaks: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
-    """Results of `nemo_like.planning.answers.rank.rank_peak`."""
+    """Results of `nemo_like.planning.predictions.rank.rank_peak`."""
     near: dict[int, tuple[int, int]] = field(default_factory=dict, repr=False, compare=False)
     """Saved bytes and peak of the choices that were last made for a rank: others are near."""
 

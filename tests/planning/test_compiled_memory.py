@@ -13,9 +13,9 @@ from nemo_like.distributed.first_rank import first_rank
 from nemo_like.fake.ranks import ranks_of
 from nemo_like.layers import find_layers
 from nemo_like.options import MemoryBudget, TensorParallel
-from nemo_like.planning.answers.rank import peak_of
-from nemo_like.planning.answers.within import choose
 from nemo_like.planning.planner import describe
+from nemo_like.planning.predictions.budget_search import choose
+from nemo_like.planning.predictions.rank import peak_of
 from nemo_like.planning.query import PlanQuery
 from nemo_like.torch_compat import local_part
 from tests.allocator_events import cpu_events

@@ -19,9 +19,9 @@ from nemo_like.fake.run import FakeRun
 from nemo_like.layers import find_layers
 from nemo_like.options import Precision
 from nemo_like.planning import Plan, apply_plan
-from nemo_like.planning.answers.rank import peak_of
 from nemo_like.planning.devices import device_at_hand, resolve_device
 from nemo_like.planning.model.capture import trace_model
+from nemo_like.planning.predictions.rank import peak_of
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.trace.block import record
 from tests.checks import assert_bitwise, step

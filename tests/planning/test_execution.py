@@ -15,11 +15,11 @@ from nemo_like.activation_checkpointing.policy import DecisionTable
 from nemo_like.layers import find
 from nemo_like.options import TensorParallel
 from nemo_like.planning import devices
-from nemo_like.planning.answers.seconds import Links, shown_seconds
-from nemo_like.planning.choose import closure, solver
-from nemo_like.planning.choose.layer import BlockProblem
 from nemo_like.planning.model import capture
+from nemo_like.planning.predictions.seconds import Links, shown_seconds
 from nemo_like.planning.roofline import gather_seconds
+from nemo_like.planning.selection import closure, solver
+from nemo_like.planning.selection.layer import BlockProblem
 from nemo_like.planning.trace import block
 from tests.planning.brute_force import at_budget
 

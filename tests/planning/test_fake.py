@@ -11,8 +11,8 @@ from torch import nn
 
 from nemo_like import Job, StepSpec, plan_for
 from nemo_like.fake.run import FakeRun
-from nemo_like.planning.answers.rank import peak_of
 from nemo_like.planning.devices import resolve_device
+from nemo_like.planning.predictions.rank import peak_of
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.trace import meter as gradient_sums
 from nemo_like.planning.trace.block import record

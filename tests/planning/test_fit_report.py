@@ -14,10 +14,10 @@ from nemo_like._util.words import write_bytes
 from nemo_like.cli import main
 from nemo_like.options import PipelineParallel, Precision
 from nemo_like.options.memory import AllocatorConfig
-from nemo_like.planning.answers.reserved import StepLogs, replay
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.fit import fit
 from nemo_like.planning.fit.advice import _spans_hosts
+from nemo_like.planning.predictions.reserved import StepLogs, replay
 from nemo_like.planning.query import PlanQuery
 from tests.models.fit_models import llama, mixture
 from tests.planning.queries import Text

@@ -13,10 +13,10 @@ from nemo_like import Job, dry_run, parallelize
 from nemo_like._util.extras import MissingExtraError
 from nemo_like.activation_checkpointing.plan import Plan, PlanError
 from nemo_like.options import MemoryBudget, Precision, TensorParallel
-from nemo_like.planning.answers.rank import peak_of
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.fit import fit
 from nemo_like.planning.planner import plan_for
+from nemo_like.planning.predictions.rank import peak_of
 from nemo_like.planning.query import PlanQuery
 from tests.checks import assert_bitwise, refused, same, step
 from tests.models.fit_models import llama

@@ -17,8 +17,8 @@ from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from nemo_like.fake_rank import SAME, dry_run
 from nemo_like.options.optimizers import TrainedParameter, optimizer_memory
 from nemo_like.planning import BudgetError, plan_for
-from nemo_like.planning.answers.rank import peak_of
 from nemo_like.planning.devices import resolve_device
+from nemo_like.planning.predictions.rank import peak_of
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.report import PlanReport, make_report
 from nemo_like.planning.what_if import Step, what_if

@@ -20,11 +20,11 @@ from nemo_like.fake.run import PlannedRouting, planned_table
 from nemo_like.layers import find_layers
 from nemo_like.models import resolve_model
 from nemo_like.options import FSDP2, ContextParallel, ExpertParallel, MemoryBudget, Precision, TensorParallel, parallel
-from nemo_like.planning.answers.rank import peak_of
-from nemo_like.planning.answers.seconds import step_seconds
-from nemo_like.planning.answers.within import choose
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.planner import balanced_peak
+from nemo_like.planning.predictions.budget_search import choose
+from nemo_like.planning.predictions.rank import peak_of
+from nemo_like.planning.predictions.seconds import step_seconds
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.report import make_report
 from nemo_like.planning.roofline import gather_seconds, group_of

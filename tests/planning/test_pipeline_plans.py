@@ -14,13 +14,13 @@ from nemo_like import Job
 from nemo_like.cli import main
 from nemo_like.distributed.pipeline.schedules import Action, actions_of
 from nemo_like.options import FSDP2, PipelineParallel, Precision, StepSpec
-from nemo_like.planning.answers.rank import peaks_of, rank_peak
-from nemo_like.planning.answers.seconds import step_seconds, timeline_of
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.fit.fitting import make_search
 from nemo_like.planning.fit.question import Question, read_pins
 from nemo_like.planning.planner import balanced, describe
-from nemo_like.planning.program.timeline import StageSeconds, action_seconds, timeline
+from nemo_like.planning.predictions.rank import peaks_of, rank_peak
+from nemo_like.planning.predictions.seconds import step_seconds, timeline_of
+from nemo_like.planning.predictions.timeline import StageSeconds, action_seconds, timeline
 from nemo_like.planning.query import PlanQuery
 from tests.models.tiny import VOCAB, llama
 from tests.planning.queries import Text

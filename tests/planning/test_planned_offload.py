@@ -15,12 +15,12 @@ from nemo_like.models import resolve_model
 from nemo_like.offload.backends import Backend
 from nemo_like.offload.layer_offload import OffloadWrapper, apply_offloading
 from nemo_like.planning import BudgetError, apply_plan
-from nemo_like.planning.answers.rank import peak_of
-from nemo_like.planning.answers.within import choose
-from nemo_like.planning.choose.layer import Choice
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.planner import describe
+from nemo_like.planning.predictions.budget_search import choose
+from nemo_like.planning.predictions.rank import peak_of
 from nemo_like.planning.query import PlanQuery
+from nemo_like.planning.selection.layer import Choice
 from tests.planning.queries import part_of
 from tests_distributed.allocated import step_peak_bytes
 

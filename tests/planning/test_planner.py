@@ -16,12 +16,12 @@ from nemo_like.layers import find_layers
 from nemo_like.models import resolve_model, text_batch
 from nemo_like.options import MemoryBudget, Precision
 from nemo_like.planning import BudgetError, Plan, PlanError, apply_plan, plan_for
-from nemo_like.planning.choose import closure, solver
-from nemo_like.planning.choose.layer import BlockProblem
 from nemo_like.planning.devices import known_devices, resolve_device
 from nemo_like.planning.model import capture
 from nemo_like.planning.planner import describe
 from nemo_like.planning.query import PlanQuery
+from nemo_like.planning.selection import closure, solver
+from nemo_like.planning.selection.layer import BlockProblem
 from nemo_like.planning.trace import block as block_trace
 from nemo_like.planning.trace.meter import measured_seconds
 from tests.checks import assert_bitwise, step

@@ -18,9 +18,9 @@ from nemo_like._util.module_tree import bare_modules
 from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from nemo_like.options import MemoryBudget
 from nemo_like.options.optimizers import TrainedParameter
-from nemo_like.planning.answers.seconds import step_seconds
 from nemo_like.planning.devices import Device, resolve_device
 from nemo_like.planning.planner import describe, query_of
+from nemo_like.planning.predictions.seconds import step_seconds
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.report import PlanReport, make_report
 from nemo_like.planning.roofline import OpSeconds, exposed_seconds, optimizer_seconds

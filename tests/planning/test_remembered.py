@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from nemo_like import Job, parallelize
 from nemo_like.fake.outside_state import RememberedTables
 from nemo_like.options import StepSpec
-from nemo_like.planning.answers.rank import peak_of
 from nemo_like.planning.devices import resolve_device
+from nemo_like.planning.predictions.rank import peak_of
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.trace.block import trace_block
 from nemo_like.torch_compat import is_fake

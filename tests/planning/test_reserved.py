@@ -19,15 +19,6 @@ from nemo_like.models import text_batch
 from nemo_like.options import Precision
 from nemo_like.options.memory import AllocatorConfig
 from nemo_like.planning import Plan
-from nemo_like.planning.answers.outside_allocator import (
-    Outside,
-    communicator_bytes,
-    default_limit,
-    outside_bytes,
-    outside_of,
-)
-from nemo_like.planning.answers.rank import peak_of
-from nemo_like.planning.answers.reserved import StepLogs, replay
 from nemo_like.planning.calibration import calibrate
 from nemo_like.planning.devices import (
     RATES,
@@ -41,9 +32,18 @@ from nemo_like.planning.devices import (
 )
 from nemo_like.planning.fit import fit
 from nemo_like.planning.fit.question import Question
+from nemo_like.planning.memory_model.allocator import CachingAllocator
+from nemo_like.planning.memory_model.storages import COMPUTE, Allocations
 from nemo_like.planning.planner import describe
-from nemo_like.planning.program.allocator import CachingAllocator
-from nemo_like.planning.program.storages import COMPUTE, Allocations
+from nemo_like.planning.predictions.outside_allocator import (
+    Outside,
+    communicator_bytes,
+    default_limit,
+    outside_bytes,
+    outside_of,
+)
+from nemo_like.planning.predictions.rank import peak_of
+from nemo_like.planning.predictions.reserved import StepLogs, replay
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.report import make_report
 from nemo_like.planning.roofline import RankGroup

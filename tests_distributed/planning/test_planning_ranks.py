@@ -12,8 +12,8 @@ from nemo_like.activation_checkpointing.engine import run_region
 from nemo_like.distributed.pipeline.schedules import actions_of
 from nemo_like.options import MemoryBudget, PipelineParallel, StepSpec
 from nemo_like.planning import Plan
-from nemo_like.planning.answers.rank import peak_of
 from nemo_like.planning.devices import resolve_device
+from nemo_like.planning.predictions.rank import peak_of
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.trace.layer_memory import backward_of_inputs
 from tests.checks import assert_bitwise, step

@@ -11,9 +11,9 @@ from torch import nn
 from nemo_like import FSDP2, ChunkedLoss, Job, StepSpec, parallelize
 from nemo_like.distributed.gradients import clip_grad_norm_, set_gradient_sync
 from nemo_like.losses.model_loss import chunked_in_evaluation
-from nemo_like.planning.answers.rank import peak_of
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.planner import describe
+from nemo_like.planning.predictions.rank import peak_of
 from nemo_like.planning.query import PlanQuery
 from tests_distributed.allocated import step_peak_bytes
 from tests_distributed.spawn import on_ranks

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nemo_like import Job, parallelize
 from nemo_like._util.tensors import tensors_in
 from nemo_like.options import FSDP2, Precision
-from nemo_like.planning.answers.rank import peak_of
 from nemo_like.planning.devices import resolve_device
+from nemo_like.planning.predictions.rank import peak_of
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.sharding import ParameterForms, sharding_of
 from tests.models.fit_models import llama

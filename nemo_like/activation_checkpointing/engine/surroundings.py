@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
-from nemo_like.activation_checkpointing.engine.ambient import Ambient
 from nemo_like.activation_checkpointing.engine.buffers import BufferSnapshot
 from nemo_like.activation_checkpointing.engine.dispatch import ForwardMode, look_on
+from nemo_like.activation_checkpointing.engine.global_state import Ambient
 from nemo_like.activation_checkpointing.engine.hooks import hook_calls
 from nemo_like.activation_checkpointing.engine.inputs import SavedInputs
 from nemo_like.activation_checkpointing.engine.module_state import ModuleState, module_of

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from nemo_like._util.module_tree import bare_modules
 from nemo_like.activation_checkpointing.engine.module_state import ModuleState
-from nemo_like.distributed.agreement import gather, gather_objects
 from nemo_like.distributed.compared_calls import evaluating, put_back
+from nemo_like.distributed.consistency_checks import gather, gather_objects
 from nemo_like.distributed.context.verify_cut import first_tokens
 from nemo_like.distributed.pipeline.batches import cut_batch, joined, size_of
 from nemo_like.distributed.pipeline.stage import Stage, StagesOfRank

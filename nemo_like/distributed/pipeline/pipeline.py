@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from nemo_like.distributed.agreement import check_same_batch, sharing_groups
+from nemo_like.distributed.consistency_checks import check_same_batch, sharing_groups
 from nemo_like.distributed.context.sequence_ops import padded_length
 from nemo_like.distributed.gradients import clip_stages_
 from nemo_like.distributed.pipeline.batches import size_of
@@ -22,7 +22,7 @@ from nemo_like.distributed.pipeline.loss_mean import LossMean
 from nemo_like.distributed.pipeline.schedules import make_schedule, rank_of, stages_of
 from nemo_like.distributed.pipeline.stage import Stage, StagesOfRank, verify_stages
 from nemo_like.distributed.weights.materialize import materialize
-from nemo_like.distributed.weights.slots import STAGES_MARK, find_slots, show_shards
+from nemo_like.distributed.weights.tensor_locations import STAGES_MARK, find_slots, show_shards
 from nemo_like.options import PipelineParallel
 from nemo_like.torch_compat import VotingStage
 

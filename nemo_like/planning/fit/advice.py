@@ -11,11 +11,11 @@ from nemo_like.activation_checkpointing.plan import largest_group
 from nemo_like.job import Job
 from nemo_like.options.memory import AllocatorConfig
 from nemo_like.planning.advise import changes, helping, in_words
-from nemo_like.planning.answers.seconds import HOST, Links
 from nemo_like.planning.devices import Device
 from nemo_like.planning.fit.candidate import Candidate
 from nemo_like.planning.fit.layouts import MOST_STAGES
 from nemo_like.planning.fit.question import Question
+from nemo_like.planning.predictions.seconds import HOST, Links
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.what_if import largest, least_need
 

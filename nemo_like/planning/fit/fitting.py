@@ -59,7 +59,7 @@ def fit(
         global_batch: sequences of one optimizer step over all devices. None: as many as are fastest, without accumulation.
         memory: bytes of each device that a step may take (``"70GiB"``); default: all but 5 % and what is outside
             of torch's allocator. What counts:
-            `nemo_like.planning.answers.verdict`.
+            `nemo_like.planning.predictions.verdict`.
         dtype: dtype of the parameters where `model` is a name. Default: float32.
         lora: where `model` is a name, adapters of this rank train, and all else is frozen, in the dtype to compute in
             (peft). None: all trains.

@@ -37,19 +37,19 @@ from nemo_like.options import ChunkedLoss, PipelineParallel, parse_bytes
 from nemo_like.options.optimizers import OPTIMIZER_OBJECTS
 from nemo_like.options.pipelining import SCHEDULE_OBJECTS
 from nemo_like.planning import roofline
-from nemo_like.planning.answers.rank import RankSteps, rank_peak
-from nemo_like.planning.answers.reserved import workspaces_of
-from nemo_like.planning.answers.seconds import KERNELS_PER_PARAMETER
-from nemo_like.planning.answers.verdict import verdict
-from nemo_like.planning.choose.layer import BlockProblem, Choice, as_choice
-from nemo_like.planning.choose.layer_seconds import BlockSeconds
 from nemo_like.planning.devices import Device
 from nemo_like.planning.fit.layouts import Layout
 from nemo_like.planning.host_time import host_seconds
+from nemo_like.planning.memory_model.storages import Bytes
 from nemo_like.planning.model.capture import routing_of
-from nemo_like.planning.program.storages import Bytes
-from nemo_like.planning.program.timeline import StageSeconds, action_seconds, timeline
+from nemo_like.planning.predictions.rank import RankSteps, rank_peak
+from nemo_like.planning.predictions.reserved import workspaces_of
+from nemo_like.planning.predictions.seconds import KERNELS_PER_PARAMETER
+from nemo_like.planning.predictions.timeline import StageSeconds, action_seconds, timeline
+from nemo_like.planning.predictions.verdict import verdict
 from nemo_like.planning.query import PlanQuery
+from nemo_like.planning.selection.layer import BlockProblem, Choice, as_choice
+from nemo_like.planning.selection.layer_seconds import BlockSeconds
 from nemo_like.planning.trace.block import OpRecord
 from nemo_like.torch_compat import local_part
 
@@ -543,8 +543,8 @@ def _tensor_parallel(query: PlanQuery) -> tuple[dict[int, set[int]], dict[int, f
 def seconds_of(x: _Columns) -> Tensor:
     """Return the seconds of a step, by layout, way and mode.
 
-    The parts are those of `nemo_like.planning.answers.seconds`: kernels, what is sent inside of layers, what FSDP2 sends and
-    computing does not hide, the host, the bubble, the optimizer.
+    The parts are those of `nemo_like.planning.predictions.seconds`: kernels, what is sent inside of layers, what FSDP2 sends
+    and computing does not hide, the host, the bubble, the optimizer.
     """
     formula, device = x.formula, x.device
     inner = [layout.tp for layout in x.layouts]

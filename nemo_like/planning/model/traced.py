@@ -31,12 +31,12 @@ from nemo_like.layers import find
 from nemo_like.losses.model_loss import find_head, say_whole_logits
 from nemo_like.options import ChunkedLoss, ExpertParallel, StepSpec
 from nemo_like.options.optimizers import UpdateInBackward
-from nemo_like.planning.choose.layer import BlockProblem, Choice, ChoiceGroup, Stack, as_choice, selective
-from nemo_like.planning.choose.layer_seconds import BlockSeconds
 from nemo_like.planning.devices import Device, device_of
 from nemo_like.planning.model.capture import routing_of, trace_model
 from nemo_like.planning.model.outside import OuterMemory, outer_memory
 from nemo_like.planning.model.quantised import check_float8_plan, convert, of_layers, refuse_four_bits
+from nemo_like.planning.selection.layer import BlockProblem, Choice, ChoiceGroup, Stack, as_choice, selective
+from nemo_like.planning.selection.layer_seconds import BlockSeconds
 from nemo_like.planning.sharding import ParameterForms, Sharding
 from nemo_like.planning.trace.compiled_memory import CompiledBlock, NotCompiledError, compiled_block, compiled_memory
 from nemo_like.planning.trace.kinds import ModelTrace, TracedCall

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from nemo_like.activation_checkpointing.plan import Part
 from nemo_like.options import StepSpec
 from nemo_like.options.optimizers import UpdateInBackward
-from nemo_like.planning.program.storages import GATHER, REDUCE, Storages
+from nemo_like.planning.memory_model.storages import GATHER, REDUCE, Storages
 from nemo_like.planning.sharding import Sharding, UnitBytes
 
 ROOT, TAIL, EMBEDDING = "root", "tail", "embedding"

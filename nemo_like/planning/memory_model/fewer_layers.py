@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from nemo_like._util.tensors import tensors_in
-from nemo_like.planning.program.storage_ledger import Event, Level, StepMoment, StorageLedger
+from nemo_like.planning.memory_model.storage_ledger import Event, Level, StepMoment, StorageLedger
 from nemo_like.planning.trace.kinds import Kind
 
 

@@ -17,13 +17,13 @@ from nemo_like.distributed.pipeline.schedules import FORWARD, actions_of
 from nemo_like.job import Job
 from nemo_like.options import StepSpec
 from nemo_like.planning import roofline
-from nemo_like.planning.choose.layer import Choice
-from nemo_like.planning.choose.layer_seconds import LayerRun
 from nemo_like.planning.devices import Device
 from nemo_like.planning.host_time import host_seconds
-from nemo_like.planning.program.timeline import StageSeconds, Timeline, action_seconds, timeline
+from nemo_like.planning.predictions.timeline import StageSeconds, Timeline, action_seconds, timeline
 from nemo_like.planning.query import Choices, PlanQuery, Stage
 from nemo_like.planning.roofline import RankGroup, exposed_seconds, group_of, update_seconds
+from nemo_like.planning.selection.layer import Choice
+from nemo_like.planning.selection.layer_seconds import LayerRun
 from nemo_like.planning.sharding import Sharding, UnitBytes
 
 HOST = "waiting for the host"

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from nemo_like.activation_checkpointing.ops import facts
-from nemo_like.planning.choose.layer import BlockProblem, Choice
 from nemo_like.planning.roofline import is_sequence_op, kernel_kind, kernel_seconds
+from nemo_like.planning.selection.layer import BlockProblem, Choice
 from nemo_like.planning.sharding import UnitBytes
 from nemo_like.planning.trace.block import OpRecord
 

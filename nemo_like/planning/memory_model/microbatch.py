@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from nemo_like._util.tensors import Place
 from nemo_like.activation_checkpointing.plan import Part
 from nemo_like.options import OffloadConfig
-from nemo_like.planning.program.fsdp_units import EMBEDDING, ROOT, TAIL, GradientRule, Units
-from nemo_like.planning.program.host_copies import HostCopies
-from nemo_like.planning.program.storages import LogRun, Storages
+from nemo_like.planning.memory_model.fsdp_units import EMBEDDING, ROOT, TAIL, GradientRule, Units
+from nemo_like.planning.memory_model.host_copies import HostCopies
+from nemo_like.planning.memory_model.storages import LogRun, Storages
 from nemo_like.planning.sharding import Sharding, UnitBytes
 from nemo_like.planning.trace.records import BackwardCall, BlockEvents, Log, OuterEvents
 

@@ -20,10 +20,10 @@ from nemo_like.fake_rank import SAME
 from nemo_like.layers import find_layers
 from nemo_like.options import FSDP2, OffloadConfig, PipelineParallel, Precision, StepSpec, TensorParallel
 from nemo_like.planning import plan_for
-from nemo_like.planning.answers.rank import RankSteps, peak_of
 from nemo_like.planning.devices import resolve_device
+from nemo_like.planning.memory_model.storages import Allocations, Bytes, LogRun
 from nemo_like.planning.model.capture import trace_model
-from nemo_like.planning.program.storages import Allocations, Bytes, LogRun
+from nemo_like.planning.predictions.rank import RankSteps, peak_of
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.trace.block import record
 from nemo_like.planning.trace.records import Recorded

@@ -29,11 +29,19 @@ from nemo_like.distributed.pipeline.schedules import (
     Action,
 )
 from nemo_like.options.optimizers import UpdateInBackward
-from nemo_like.planning.choose.layer import Choice
-from nemo_like.planning.program.fsdp_units import EMBEDDING, ROOT, TAIL, GatheredOnce, GradientRule, Units, rules_of
-from nemo_like.planning.program.microbatch import Around, LayerCall, Microbatch, StageStep, without
-from nemo_like.planning.program.storages import Bytes, Peak, Storages
+from nemo_like.planning.memory_model.fsdp_units import (
+    EMBEDDING,
+    ROOT,
+    TAIL,
+    GatheredOnce,
+    GradientRule,
+    Units,
+    rules_of,
+)
+from nemo_like.planning.memory_model.microbatch import Around, LayerCall, Microbatch, StageStep, without
+from nemo_like.planning.memory_model.storages import Bytes, Peak, Storages
 from nemo_like.planning.query import PlanQuery, Stage
+from nemo_like.planning.selection.layer import Choice
 from nemo_like.planning.sharding import UnitBytes
 
 _HALFWAY = "between the halves of backward"
