@@ -50,7 +50,7 @@ from nemo_like.options.optimizers import OptimizerMemory, TrainedParameter, Upda
 from nemo_like.planning.devices import Device
 from nemo_like.planning.memory_model.microbatch import Around, LayerCall
 from nemo_like.planning.model.outside import OuterMemory
-from nemo_like.planning.model.traced import Known, StepLoss, TracedPart, local_shape
+from nemo_like.planning.model.traced import StepLoss, TraceCache, TracedPart, local_shape
 from nemo_like.planning.roofline import exposed_seconds
 from nemo_like.planning.selection.layer import Choice, Stack
 from nemo_like.planning.selection.layer_seconds import LayerRun
@@ -76,7 +76,7 @@ class Traced:
         sample_input: Any,
         layers: Any = None,
         *,
-        known: Known | None = None,
+        cache: TraceCache | None = None,
     ) -> None:
         """Trace nothing yet.
 
@@ -84,9 +84,9 @@ class Traced:
             model: a bare model on any device, `meta` included. It is not changed.
             sample_input: the input of one micro-batch on one rank.
             layers: the layers of the job; None: all that are found.
-            known: results of other traces of the same model, with the same device and dtypes.
+            cache: results of other traces of the same model, with the same device and dtypes.
         """
-        self.given, self.sample, self.known = model, sample_input, Known() if known is None else known
+        self.given, self.sample, self.cache = model, sample_input, TraceCache() if cache is None else cache
         self.layers = None if layers is None else tuple(layer.fqn for layer in find_layers(model, layers))
         self._parts: dict[Hashable, TracedPart] = {}
 
@@ -111,14 +111,14 @@ class Traced:
         Raises:
             ValueError: the model cannot be cut.
         """
-        if self.known.cut is None:
+        if self.cache.cut is None:
             try:
-                self.known.cut = parts_of(self.whole, self.sample, job)
+                self.cache.cut = parts_of(self.whole, self.sample, job)
             except ValueError as error:
-                self.known.cut = str(error)
-        if isinstance(self.known.cut, str):
-            raise ValueError(self.known.cut)
-        return self.known.cut
+                self.cache.cut = str(error)
+        if isinstance(self.cache.cut, str):
+            raise ValueError(self.cache.cut)
+        return self.cache.cut
 
     def hidden(self, job: Job) -> Tensor:
         """Return the tensor that one rank sends to the next stage for a micro-batch, without data."""
@@ -137,15 +137,15 @@ class Traced:
     @cached_property
     def _settings(self) -> dict[str, int]:
         """Number of each layer that is equal for equal layers, of which the same is trained."""
-        modules, cut = dict(bare_modules(self.whole)), self.known.cut
+        modules, cut = dict(bare_modules(self.whole)), self.cache.cut
         assert isinstance(cut, StageParts)
-        return {name: self.known.number(settings_of(modules[name])) for name in cut.layers}
+        return {name: self.cache.number(settings_of(modules[name])) for name in cut.layers}
 
     def _part(self, job: Job, which: Hashable, make: Callable[[], tuple[nn.Module, Any]]) -> TracedPart:
         key = (which, local_shape(job))
         if key not in self._parts:
             model, sample = make()
-            self._parts[key] = TracedPart(model, sample, job, self.known)
+            self._parts[key] = TracedPart(model, sample, job, self.cache)
         part = self._parts[key]
         if job.loss is not None:
             check_head(part.model)
@@ -223,7 +223,7 @@ class Stage:
         alone = job.fsdp is not None and job.tp.size * job.dp_replicate > 1
         ranks, experts = job.shard_ranks, job.shard_ranks * job.tp.size // job.ep.size
         forms, number = part.forms(whole=ranks == 1, ends="apart" if job.fsdp is None else job.fsdp.ends)
-        known, key = part.known.shardings, (number, ranks, experts, job.dp_replicate, alone, job.fsdp, part.shape)
+        known, key = part.cache.shardings, (number, ranks, experts, job.dp_replicate, alone, job.fsdp, part.shape)
         if key not in known:
             known[key] = sharding_of(
                 forms,

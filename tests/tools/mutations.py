@@ -290,7 +290,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "planning/memory_model/microbatch.py",
-        "self.units.reduce(EMBEDDING, self.sharding.embedding, of_embedding, self.rule)",
+        "self.buffers.reduce(EMBEDDING, self.sharding.embedding, of_embedding, self.rule)",
         "self.storages.drop_all(of_embedding)",
         "tests/planning/test_memory_model.py tests_distributed/planning",
     ),
@@ -374,7 +374,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "planning/memory_model/microbatch.py",
-        "            units.copy_out(ROOT, self.sharding.root, forward=False)\n",
+        "            buffers.copy_out(ROOT, self.sharding.root, forward=False)\n",
         "            pass\n",
         "tests/planning/test_outside_layers.py",
     ),

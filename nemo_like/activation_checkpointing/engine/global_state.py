@@ -79,7 +79,7 @@ def _state(device: str | None) -> _State:
     )
 
 
-class Ambient:
+class GlobalState:
     """One snapshot of it all, of the moment of its creation.
 
     `generators` holds the random numbers that are not torch's own. None: random numbers are left as they are, and dropout

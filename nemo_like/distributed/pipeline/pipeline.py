@@ -20,7 +20,7 @@ from nemo_like.distributed.pipeline.batches import size_of
 from nemo_like.distributed.pipeline.cut import StageSlice, StagesOfModel, TensorForm, merged
 from nemo_like.distributed.pipeline.loss_mean import LossMean
 from nemo_like.distributed.pipeline.schedules import make_schedule, rank_of, stages_of
-from nemo_like.distributed.pipeline.stage import Stage, StagesOfRank, verify_stages
+from nemo_like.distributed.pipeline.stage import HeldStage, StagesOfRank, verify_stages
 from nemo_like.distributed.weights.materialize import materialize
 from nemo_like.distributed.weights.tensor_locations import STAGES_MARK, find_slots, show_shards
 from nemo_like.options import PipelineParallel
@@ -35,7 +35,7 @@ class Pipeline(StagesOfRank):
 
     def __init__(
         self,
-        stages: Sequence[Stage],
+        stages: Sequence[HeldStage],
         parts: StagesOfModel,
         options: PipelineParallel,
         mesh: DeviceMesh,

@@ -19,7 +19,7 @@ from nemo_like.options import PipelineParallel
 
 
 @dataclass
-class Stage:
+class HeldStage:
     """One stage that this rank holds."""
 
     slice: StageSlice
@@ -41,7 +41,7 @@ class StagesOfRank:
 
     def __init__(
         self,
-        stages: Sequence[Stage],
+        stages: Sequence[HeldStage],
         parts: StagesOfModel,
         options: PipelineParallel,
         mesh: DeviceMesh,

@@ -27,7 +27,7 @@ from nemo_like.planning.fit.question import FitKeywords, Question, read_question
 from nemo_like.planning.fit.report import FitReport
 from nemo_like.planning.fit.search import Ranking, Search, quietly
 from nemo_like.planning.model.quantised import with_adapters
-from nemo_like.planning.model.traced import Known
+from nemo_like.planning.model.traced import TraceCache
 from nemo_like.planning.query import PlanQuery, Traced
 from nemo_like.planning.sharding import same_on_all_ranks
 from nemo_like.transformers_compat import text_config
@@ -195,14 +195,14 @@ def make_search(
 ) -> Search:
     """Return the search for questions about one model; those of one precision trace it once."""
     make = sample or _tokens(model, questions[0].seq_len, name)
-    known: dict[Any, Known] = {}
+    caches: dict[Any, TraceCache] = {}
     traced: dict[Any, Traced] = {}
 
     def trace(question: Question, micro_batch: int) -> Traced:
         key = question.job.precision, micro_batch
         if key not in traced:
-            shared = known.setdefault(question.job.precision, Known())
-            traced[key] = Traced(model, make(micro_batch), question.job.layers, known=shared)
+            cache = caches.setdefault(question.job.precision, TraceCache())
+            traced[key] = Traced(model, make(micro_batch), question.job.layers, cache=cache)
         return traced[key]
 
     room = _room(model, questions[0])

@@ -491,7 +491,10 @@ class _Columns:
             self.units.append((sizes, shard * stored, grads * stored))
         self.ends = {name: of(name, ends) * split for name in ("gathered", "reduce_input", "whole_grad")}
         self.sharded = (self.shards * self.tp * self.dp_replicate > 1) if sharding.on else torch.zeros_like(self.tp) > 0
-        layers, outside = of("shard", units) + of("host_shard", units), of("shard", ends) + of("host_shard", ends)
+        layers, outside = (
+            of("shard", units) + of("host_shard", units),
+            of("shard", ends) + of("host_shard", ends),
+        )
         outside += sharding.replicated
         self.parameters = stored * (layers * self.even + outside * around)
         trained = [*sharding.trained, *sharding.trained_on_host]
