@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     from nemo_like.planning.report import WhatIf
     from nemo_like.planning.what_if import what_if
 
-    search = SizeSearch.of(args.world_size, args.seq_len, args.batch_size)
+    search = SizeSearch.from_words(args.world_size, args.seq_len, args.batch_size)
     _check(args)
     source = resolve_model(args.model)
     args = _with_a_start(args, search, most_positions(source.config))

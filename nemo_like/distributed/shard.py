@@ -180,11 +180,11 @@ def _placement(dp_mesh: DeviceMesh, reshard: bool | int | None) -> Callable[[nn.
     if ranks == 1 or not isinstance(reshard, bool | None):
         return None  # after forward, torch cuts for fewer ranks on dim 0 alone
 
-    def of(param: nn.Parameter) -> Shard | None:
+    def placement_for(param: nn.Parameter) -> Shard | None:
         dim = shard_dim(param, ranks)
         return Shard(dim) if dim else None
 
-    return of
+    return placement_for
 
 
 def check_sharding(

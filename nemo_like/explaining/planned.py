@@ -159,7 +159,7 @@ class PlannedJob:
     query: PlanQuery
 
     @classmethod
-    def of(cls, model: nn.Module | str, job: Job, sample_input: Any) -> PlannedJob:
+    def from_model(cls, model: nn.Module | str, job: Job, sample_input: Any) -> PlannedJob:
         """Trace a model for `job`, whose ``ac`` is the checkpointing that ran.
 
         Raises:

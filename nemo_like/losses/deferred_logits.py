@@ -96,7 +96,7 @@ class DeferredLogits(Tensor):
     recipe: Recipe
 
     @staticmethod
-    def of(recipe: Recipe, width: int, dtype: torch.dtype) -> DeferredLogits:
+    def from_recipe(recipe: Recipe, width: int, dtype: torch.dtype) -> DeferredLogits:
         deferred: DeferredLogits = shape_only(
             DeferredLogits, (*recipe.hidden.shape[:-1], width), dtype, recipe.hidden.device
         )
@@ -163,7 +163,7 @@ def _next(
     rest = tuple(args[1:])
     steps = (*recipe.steps, lambda logits: func(logits, *rest, **kwargs))
     dtype = change.pop("dtype", _dtype(old))
-    return DeferredLogits.of(replace(recipe, steps=steps, made=[], **change), old.shape[-1], dtype)
+    return DeferredLogits.from_recipe(replace(recipe, steps=steps, made=[], **change), old.shape[-1], dtype)
 
 
 def _dtype(old: DeferredLogits) -> torch.dtype:

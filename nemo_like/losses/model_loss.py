@@ -203,7 +203,7 @@ class LossHooks:
                 return call.whole("its hidden states are cut over ranks")
             width = _width(self._head)
             assert width is not None
-            return DeferredLogits.of(Recipe(call, args[0]), width, autocast_dtype(args[0]))
+            return DeferredLogits.from_recipe(Recipe(call, args[0]), width, autocast_dtype(args[0]))
 
         return answer
 

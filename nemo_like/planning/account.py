@@ -121,7 +121,7 @@ class Explained:
         account = self.account
         if account is None:
             return ""
-        unit = ByteUnit.of([account.peak.total])
+        unit = ByteUnit.for_sizes([account.peak.total])
 
         def size(amount: float) -> str:
             return f"{amount / unit.size:9.3f} {unit.name}"
@@ -169,7 +169,7 @@ def account_of(query: PlanQuery, choices: Choices) -> Account:
 
 def _second_rows(query: PlanQuery, choices: Choices, seconds: StepSeconds) -> Iterator[Row]:
     """Yield the rows of the rank that is busy longest; of a pipeline, parts that its stages do not decide have one row."""
-    links, turns, parts = Links.of(query.job, query.device), query.microbatches, seconds.parts
+    links, turns, parts = Links.for_job(query.job, query.device), query.microbatches, seconds.parts
     every = [query.of_rank(rank) for rank in range(query.pp.size)]
     busiest = busiest_rank(every, seconds_of_stages(query, choices)) if query.is_pipeline else 0
     stages = [query.stages[index] for index in every[busiest]]

@@ -82,7 +82,7 @@ def query_of(model: nn.Module, sample_input: Any, job: Job, mode: str = "full") 
     """
     if job.ep.imbalance is not None:
         check_imbalance("imbalance", job.ep.imbalance, job.ep.size)
-    query = PlanQuery.of(model, sample_input, job)
+    query = PlanQuery.from_model(model, sample_input, job)
     return balanced(query, mode) if query.is_pipeline and query.pp.balance == "memory" else query
 
 

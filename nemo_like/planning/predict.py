@@ -90,7 +90,7 @@ def predict(
         sample_input,
         dtype,
     )
-    search = SizeSearch.of(gpus, seq_len, batch_size)
+    search = SizeSearch.from_words(gpus, seq_len, batch_size)
     limit = None if memory is None else step_limit(device_of(job), memory)
 
     def make() -> PlanReport:
@@ -133,7 +133,7 @@ class SizeSearch:
     batch: bool = False
 
     @classmethod
-    def of(cls, gpus: object, seq_len: object, batch: object) -> SizeSearch:
+    def from_words(cls, gpus: object, seq_len: object, batch: object) -> SizeSearch:
         """Read ``"min"`` and ``"max"``.
 
         Raises:

@@ -190,7 +190,7 @@ class Stage:
     @cached_property
     def loss(self) -> StepLoss:
         """Way in which its step computes the loss."""
-        return StepLoss.of(self.job)
+        return StepLoss.from_job(self.job)
 
     @property
     def skip(self) -> bool:
@@ -398,7 +398,7 @@ class PlanQuery:
     """Saved bytes and peak of the choices that were last made for a rank: others are near."""
 
     @classmethod
-    def of(cls, model: nn.Module, sample_input: Any, job: Job, **how: Any) -> PlanQuery:
+    def from_model(cls, model: nn.Module, sample_input: Any, job: Job, **how: Any) -> PlanQuery:
         """Trace `model` for `job`; arguments as for `Traced`."""
         return Traced(model, sample_input, job.layers, **how).query(job)
 

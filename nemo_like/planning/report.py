@@ -205,7 +205,7 @@ class PlanReport:
         return Table(columns, tuple(self._cells(row, unit, ranks) for row in self.rows))
 
     def _unit(self) -> ByteUnit:
-        return ByteUnit.of([row.need.bytes for row in self.rows])
+        return ByteUnit.for_sizes([row.need.bytes for row in self.rows])
 
     def _cells(self, row: ReportRow, unit: ByteUnit, ranks: int) -> tuple[str, ...]:
         plan, speed = row.plan, self.tokens_per_second(row)

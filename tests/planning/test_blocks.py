@@ -148,7 +148,7 @@ def test_a_leaf_that_a_block_makes_is_held_whatever_the_plan(share: float | None
     torch.manual_seed(0)
     model, x = Stack(), torch.randn(LEAF_ROWS, LEAF_WIDTH)
     setup = Job.of(step=StepSpec(keeps_output=False, optimizer="sgd"))
-    query = PlanQuery.of(model, {"x": x}, setup.change(gpu=resolve_device("cpu")))
+    query = PlanQuery.from_model(model, {"x": x}, setup.change(gpu=resolve_device("cpu")))
     if share is None:
         choices = query.uniform("full")
     else:

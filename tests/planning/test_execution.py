@@ -196,7 +196,7 @@ def test_trace_is_the_op_sequence_of_the_real_forward(name):
 
 
 def test_asynchronous_tensor_parallelism_shows_what_is_longer_and_a_piece() -> None:
-    links = Links.of(Job.of(world_size=4, tp=4), devices.resolve_device("h100"))
+    links = Links.for_job(Job.of(world_size=4, tp=4), devices.resolve_device("h100"))
     sending = gather_seconds(1 << 30, links.tensor, links.device)
     for beside, shown in ((0.0, sending), (3 * sending, sending / 4), (sending / 2, 0.625 * sending)):
         assert shown_seconds(1 << 30, beside, links) == pytest.approx(shown)

@@ -248,7 +248,7 @@ class _Model(nn.Module):
 
 def _query(inside: bool, step: StepSpec | None = None) -> PlanQuery:
     setup = Job.of(step=step or StepSpec(loss_fn=torch.sum))
-    return PlanQuery.of(_Model(inside), torch.randn(4, 8), setup.change(gpu=resolve_device("cpu")))
+    return PlanQuery.from_model(_Model(inside), torch.randn(4, 8), setup.change(gpu=resolve_device("cpu")))
 
 
 @pytest.mark.parametrize("ask", [peak_of, lambda query, choices: part_of(query).proved_all(choices[0])])

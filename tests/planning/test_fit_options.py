@@ -253,7 +253,7 @@ def test_a_model_whose_state_no_gpu_can_hold_fits_with_as_many_bytes_as_its_plan
     report = fit(model, grad_accum=1, host_memory="132GiB", **asked)
     best = report.best
     ids = best.sample["input_ids"]
-    query = PlanQuery.of(
+    query = PlanQuery.from_model(
         model,
         {"input_ids": ids, "labels": ids},
         Job.of(

@@ -175,7 +175,7 @@ def test_growing_segments_are_named_for_a_pipeline_where_its_ranks_reserve_less_
     asked = _TWO_STAGES | _AXES | {"gpu": "h100-80gb", "seq_len": 1500, "micro_batch": 2, "global_batch": 8}
     report = fit(model, memory="875MiB", optimizer="adamw", **asked)
     ids = torch.zeros(2, 1500, dtype=torch.long)
-    query = PlanQuery.of(
+    query = PlanQuery.from_model(
         model,
         {"input_ids": ids, "labels": ids},
         Job.of(

@@ -29,7 +29,7 @@ def _parts(
         model = LlamaForCausalLM(config)
         ids = torch.zeros(1, tokens, dtype=torch.int64)
     asked = Job.of(world_size=gpus, ac=ac, gpu=resolve_device(gpu), precision="bf16", **job)
-    query = PlanQuery.of(model, {"input_ids": ids, "labels": ids}, asked)
+    query = PlanQuery.from_model(model, {"input_ids": ids, "labels": ids}, asked)
     choices = query.uniform(ac)
     return step_seconds(query, choices).parts, layer_runs(query.stages[0], choices[0])
 

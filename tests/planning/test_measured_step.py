@@ -65,7 +65,7 @@ def test_numbers_and_what_is_no_speed(tmp_path: Path) -> None:
 
 
 def _query() -> PlanQuery:
-    return PlanQuery.of(Text(4), text_batch(2, 64), Job.of(gpu="h100-80gb"))
+    return PlanQuery.from_model(Text(4), text_batch(2, 64), Job.of(gpu="h100-80gb"))
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.3])

@@ -172,7 +172,7 @@ def _query(batch: int = 2, tokens: int = 16, job: Job = TWO, **more: Any) -> Pla
     ids = torch.zeros(batch, tokens, dtype=torch.long)
     sample = {"input_ids": ids, "labels": ids}
     gpu = more.pop("device", ROUND)
-    return PlanQuery.of(Text(), sample, job.change(gpu=gpu, search=PlanSearch(**more)))
+    return PlanQuery.from_model(Text(), sample, job.change(gpu=gpu, search=PlanSearch(**more)))
 
 
 @pytest.fixture(scope="module")
@@ -350,7 +350,7 @@ BATCH = {"input_ids": IDS, "labels": IDS}
 
 def _report(job: Job) -> PlanReport:
     model = Text()
-    query = PlanQuery.of(model, BATCH, job.change(gpu=resolve_device("cpu")))
+    query = PlanQuery.from_model(model, BATCH, job.change(gpu=resolve_device("cpu")))
     return make_report(query, ["50%"], 1 << 40)
 
 

@@ -93,7 +93,7 @@ def test_what_a_function_remembers_is_counted_and_is_its_own_after_a_plan(where:
     if warm:
         model(x)
     setup = Job.of(step=StepSpec(keeps_output=False))
-    query = PlanQuery.of(model, {"x": x}, setup.change(gpu=resolve_device("cpu")))
+    query = PlanQuery.from_model(model, {"x": x}, setup.change(gpu=resolve_device("cpu")))
     peak = peak_of(query, query.uniform("none"))
     assert peak.parts["remembered tables"] == TABLE
     assert not is_fake(model(x)), "a run on fake tensors leaves none for a real step"

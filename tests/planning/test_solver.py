@@ -225,7 +225,7 @@ def _query(name: str, **setup: Any) -> PlanQuery:
     with torch.device("meta"):
         model = FAMILIES[name]().train()
     ids = torch.zeros(1, LENGTH, dtype=torch.long)
-    return PlanQuery.of(
+    return PlanQuery.from_model(
         model,
         {"input_ids": ids},
         Job.of(

@@ -246,7 +246,7 @@ class Stack(nn.Module):
 
 def _part(block: Callable[[], nn.Module]) -> TracedPart:
     setup = Job.of(step=StepSpec(keeps_output=False))
-    query = PlanQuery.of(Stack(block), {"x": torch.randn(ROWS, WIDTH)}, setup.change(gpu=resolve_device("cpu")))
+    query = PlanQuery.from_model(Stack(block), {"x": torch.randn(ROWS, WIDTH)}, setup.change(gpu=resolve_device("cpu")))
     return part_of(query)
 
 
@@ -320,7 +320,7 @@ def _query(
         **{"step": StepSpec(optimizer="adamw-fused"), "gpu": resolve_device("h100-80gb")} | setup,
         pp=PipelineParallel(stages, schedule, microbatches), world_size=stages * ranks,
     )  # fmt: skip
-    return PlanQuery.of(model, {"input_ids": ids, "labels": ids}, job)
+    return PlanQuery.from_model(model, {"input_ids": ids, "labels": ids}, job)
 
 
 def _replayed(query: PlanQuery, rank: int, choices: Any, **more: Any) -> Reserved:

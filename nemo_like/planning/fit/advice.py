@@ -61,7 +61,7 @@ def binds(candidate: Candidate, limit: int, device: Device) -> str:
 
 def _spans_hosts(part: str, job: Job, device: Device) -> bool:
     """Return whether the ranks of a collective are on several hosts."""
-    links = Links.of(job, device)
+    links = Links.for_job(job, device)
     groups = {
         "tensor-parallel sums": (links.tensor,),
         "sequence gathers": (links.sequence,),

@@ -82,7 +82,7 @@ class StepLoss(NamedTuple):
     """Loss function of the loop; None: the model computes the loss."""
 
     @classmethod
-    def of(cls, job: Job) -> StepLoss:
+    def from_job(cls, job: Job) -> StepLoss:
         """Return the settings of `job`."""
         return cls(job.loss, job.step.keeps_output, job.step.loss_fn)
 
@@ -107,7 +107,7 @@ class TracedPart:
             dtype, lower = None, None if dtype is torch.float32 else dtype
         self.device: Device = device_of(job)
         self.cache, self.shape = cache, shape_of(job)
-        self.loss = StepLoss.of(job)
+        self.loss = StepLoss.from_job(job)
         self.splits_loss = job.tp.loss_parallel and job.tp.size > 1
         self.is_stage = hasattr(model, STAGE_MARK)
         refuse_four_bits(model)
@@ -190,7 +190,7 @@ class TracedPart:
     def block(self, kind: int, *, compiled: bool) -> BlockSeconds:
         """Return the seconds of a kind of layer, as it is or as a compiler fuses it."""
         if (kind, compiled) not in self._seconds:
-            self._seconds[kind, compiled] = BlockSeconds.of(self.problems[kind], compiled=compiled)
+            self._seconds[kind, compiled] = BlockSeconds.from_problem(self.problems[kind], compiled=compiled)
         return self._seconds[kind, compiled]
 
     def frontier(self, kind: int, *, skip: bool, host: int) -> tuple[Choice, ...]:

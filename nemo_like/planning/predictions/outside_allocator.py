@@ -58,7 +58,7 @@ class Outside:
         """Return the parts, and the call that leaves them room, in a sentence; empty where nothing is outside."""
         if self.fraction is None:
             return ""
-        unit = ByteUnit.of([self.total])
+        unit = ByteUnit.for_sizes([self.total])
         parts = ", ".join(f"{name} {unit.number(size)}" for name, size in self.parts.items() if size)
         return (
             f"Of the GPU's {byte_word(self.memory)}, {unit.word(self.total)} are outside of torch's "
@@ -88,7 +88,7 @@ def _communicators(job: Job, device: Device) -> Iterator[int]:
     """Yield the bytes of each communicator; all ranks have one, which an axis of all ranks shares."""
     if job.is_single:
         return
-    links, host = Links.of(job, device), device.gpus_per_host
+    links, host = Links.for_job(job, device), device.gpus_per_host
     exchanging = {"all_gather": 0, "ring": 2, "ulysses": job.cp.size}[job.cp.method]
     stages = group_of(job.pp.size, job.ranks // job.pp.size, host)
     axes = [

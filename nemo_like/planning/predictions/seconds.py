@@ -60,7 +60,7 @@ class Links:
     """It does so in pieces, beside matmuls."""
 
     @classmethod
-    def of(cls, job: Job, device: Device) -> Links:
+    def for_job(cls, job: Job, device: Device) -> Links:
         tp, cp, host = job.tp.size, job.cp.size, device.gpus_per_host
         shards, ep = job.shard_ranks, job.ep.size
         inner = shards * tp
@@ -83,7 +83,7 @@ def step_seconds(query: PlanQuery, choices: Choices) -> StepSeconds:
     In a pipeline, they are what the busiest rank computes, sends and waits for. What its stages gather and reduce once in a
     step is added.
     """
-    links = Links.of(query.job, query.device)
+    links = Links.for_job(query.job, query.device)
     if not query.is_pipeline:
         stage = query.stages[0]
         return loop_seconds(
@@ -143,7 +143,7 @@ def launching_seconds(run: LayerRun, links: Links) -> float:
 
 def seconds_of_stages(query: PlanQuery, choices: Choices) -> list[dict[str, float]]:
     """Return the seconds of one micro-batch in each stage, by what takes them."""
-    links = Links.of(query.job, query.device)
+    links = Links.for_job(query.job, query.device)
     return [
         microbatch_seconds(layer_runs(stage, chosen), links, stage.outside().seconds)
         for stage, chosen in zip(query.stages, choices)

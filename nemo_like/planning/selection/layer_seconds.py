@@ -152,7 +152,7 @@ class BlockSeconds:
     """Bytes of each collective of sequence parallelism in a forward, and seconds of matmuls that it can run beside."""
 
     @classmethod
-    def of(cls, problem: BlockProblem, *, compiled: bool = False) -> BlockSeconds:
+    def from_problem(cls, problem: BlockProblem, *, compiled: bool = False) -> BlockSeconds:
         """Return the seconds of a traced block at the rates of its device.
 
         compiled: operators between matrix products are `fused`.

@@ -534,7 +534,7 @@ def _nearest(row: Row, model: nn.Module) -> tuple[Job, PlanQuery, tuple[str, ...
         for without in itertools.combinations(options, count):
             try:
                 job = job_of(row, without)
-                return job, PlanQuery.of(model, sample_of(row), job), without
+                return job, PlanQuery.from_model(model, sample_of(row), job), without
             except ValueError as error:
                 refusals.append(error)
     raise refusals[0]
@@ -566,7 +566,7 @@ def _longest(row: Row, model: nn.Module, job: Job) -> int:
     """Return the longest sequence that fits, to a few per cent, by the planner's own bytes."""
 
     def fits(tokens: int) -> bool:
-        query = PlanQuery.of(model, sample_of(row, tokens), job)
+        query = PlanQuery.from_model(model, sample_of(row, tokens), job)
         return _within(query, query.uniform(ac_of(row)), limit_of(row)) <= limit_of(row)
 
     low, high = 256, row.seq_len

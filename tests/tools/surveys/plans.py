@@ -176,7 +176,9 @@ def _step(model: nn.Module, sample: dict[str, Tensor]) -> None:
 def planned_and_run(model_type: str, model: nn.Module, sample: dict[str, Tensor]) -> SurveyedPlan:
     name = type(model).__name__
     try:
-        query = PlanQuery.of(model, sample, Job.of(step=StepSpec(keeps_output=False), gpu=resolve_device("cpu")))
+        query = PlanQuery.from_model(
+            model, sample, Job.of(step=StepSpec(keeps_output=False), gpu=resolve_device("cpu"))
+        )
         budget = _budget(query)
         choices, _ = choose(query, budget, str(budget))
         plan, predicted = describe(query, choices, str(budget)), peak_of(query, choices)
