@@ -42,12 +42,12 @@ from nemo_like.options import DDP, FSDP2, MemoryBudget, StepSpec
 from nemo_like.options.optimizers import OPTIMIZER_OBJECTS
 from nemo_like.parallelizer import parallelize
 from nemo_like.planning.devices import Device, device_of, resolve_device
+from nemo_like.planning.memory_model.fewer_layers import Stretch, leave_out, repeats, whole_levels
+from nemo_like.planning.memory_model.storage_ledger import PARAMETERS, Level, StepMoment, StorageLedger
 from nemo_like.planning.model.capture import routing_of
 from nemo_like.planning.model.outside import loss_of
 from nemo_like.planning.planned_rank import PlannedRank, plan_rank
-from nemo_like.planning.program.fewer_layers import Stretch, leave_out, repeats, whole_levels
-from nemo_like.planning.program.storage_ledger import PARAMETERS, Level, StepMoment, StorageLedger
-from nemo_like.planning.trace.kinds import Kind, ModelTrace
+from nemo_like.planning.trace.kinds import BlockKind, ModelTrace
 from nemo_like.planning.trace.meter import SumsInPlace
 from nemo_like.precision import float8_linears
 from nemo_like.resolve import layers_for
@@ -69,7 +69,7 @@ class DryRun:
 
     moments: Mapping[StepMoment, Level]
     """The most bytes alive in each moment of the step, in order, and by what they are
-    (`nemo_like.planning.program.storage_ledger.PARTS`)."""
+    (`nemo_like.planning.memory_model.storage_ledger.PARTS`)."""
     against: int | None
     """The bytes that the planner predicts for the same rank of the same job, by the same rules; None where no plan is made
     of such a job, as of ``ac="submodule"``."""
@@ -179,7 +179,7 @@ def _model(model_or_config: object) -> nn.Module:
 class _Shortened:
     """A model with fewer of the layers that repeat."""
 
-    kinds: Mapping[str, Kind] = field(default_factory=dict)
+    kinds: Mapping[str, BlockKind] = field(default_factory=dict)
     """By the name of a layer that is left out, what it returns."""
     gaps: tuple[tuple[int, tuple[tuple[str, ...], ...]], ...] = ()
     """For each stretch, periods that are left out, and names of the layers of the periods around the gap."""
@@ -196,7 +196,7 @@ def _shortened(traced: ModelTrace, ac: object, kept: int) -> _Shortened:
         return _Shortened()
     decisions = {layer.fqn: repr(layer.decisions) for layer in ac.layers} if isinstance(ac, Plan) else {}
     gaps = []
-    kinds: dict[str, Kind] = {}
+    kinds: dict[str, BlockKind] = {}
     for stretch in repeats([(call.kind, decisions.get(call.fqn)) for call in traced.calls], kept):
         kinds |= {names[at]: traced.kinds[traced.calls[at].kind] for at in stretch.left_out(kept)}
         around = tuple(tuple(names[at] for at in period) for period in stretch.between(kept))

@@ -30,7 +30,7 @@ from nemo_like.distributed.pipeline.cut import (
 )
 from nemo_like.distributed.pipeline.loss_mean import LossMean
 from nemo_like.distributed.pipeline.schedules import stages_of
-from nemo_like.distributed.pipeline.stage import Stage
+from nemo_like.distributed.pipeline.stage import HeldStage
 from nemo_like.distributed.pipeline.stage_parts import SplitParts, check_stages, stage_parts
 from nemo_like.job import Job
 from nemo_like.losses.model_loss import check_head
@@ -98,7 +98,7 @@ class CutModel:
 
     def pipeline(self, ready: Sequence[tuple[CutStage, nn.Module]]) -> Pipeline:
         """Return the pipeline of this rank's stages, which are `ready` to train."""
-        stages = [Stage(stage.slice, module, stage.forward) for stage, module in ready]
+        stages = [HeldStage(stage.slice, module, stage.forward) for stage, module in ready]
         pipeline = Pipeline(stages, self.parts, self.job.pp, self.mesh, self.device, self.loss_mean)
         watch = size_watch(self.job.ac if isinstance(self.job.ac, Plan) else None, self.job.planned_tokens)
         if watch is not None and is_rank_zero():
@@ -134,7 +134,7 @@ def cut_into_stages(model: nn.Module, job: Job, mesh: DeviceMesh, sample_input: 
         refuse_lists(model, job.ep.size, job.ep.plan)
     whole = [each.fqn for each in find_experts(model, job.ep.plan)] if job.ep.size > 1 else []
     if job.cp.size > 1 or job.tp.size > 1:
-        from nemo_like.distributed.trial import try_split  # which no other job needs
+        from nemo_like.distributed.split_check import try_split  # which no other job needs
 
         try_split(model, job, layers_found, whole, sample_input)
     if job.loss is not None:

@@ -304,7 +304,7 @@ def _searched(job: Job, limit: int) -> tuple[Any, ...]:
 
 def _check_fronts(job: Job, share: float) -> None:
     """``plan``, `fit` pinned to the job, and the recipes' ``--fit``: the same bytes, milliseconds and verdict."""
-    query = PlanQuery.of(_model(), _sample(ROWS), job)
+    query = PlanQuery.from_model(_model(), _sample(ROWS), job)
     free = _planned(query, 1 << 36)
     limit = int((free[1] or free[0]) * share)
     planned, searched = _planned(query, limit), _searched(job, limit)
@@ -313,7 +313,7 @@ def _check_fronts(job: Job, share: float) -> None:
     options = _options(job)
     own = replace(options.job(), world_size=job.world_size, gpu=GPU)
     rows = options.planned_input(ROWS)
-    planned, chosen = _planned(PlanQuery.of(_model(), rows, own), limit), _chosen(options, job, limit)
+    planned, chosen = _planned(PlanQuery.from_model(_model(), rows, own), limit), _chosen(options, job, limit)
     assert planned[3] == chosen[3], (planned, chosen)
     assert not chosen[3] or _same(planned, chosen), (planned, chosen)
 

@@ -124,10 +124,10 @@ class ByteUnit:
     size: int
 
     @classmethod
-    def of(cls, sizes: Iterable[int]) -> ByteUnit:
+    def for_sizes(cls, sizes: Iterable[int]) -> ByteUnit:
         """Return the largest unit of which the largest of `sizes` is at least one.
 
-        >>> ByteUnit.of([3 << 30, 5 << 20]), ByteUnit.of([700])
+        >>> ByteUnit.for_sizes([3 << 30, 5 << 20]), ByteUnit.for_sizes([700])
         (ByteUnit(name='GiB', size=1073741824), ByteUnit(name='B', size=1))
         """
         most = max(map(abs, sizes), default=0)
@@ -148,7 +148,7 @@ class ByteUnit:
 
 def byte_word(size: int) -> str:
     """Return `size` bytes in the unit that suits it: ``"53.7 GiB"``."""
-    return ByteUnit.of([size]).word(size)
+    return ByteUnit.for_sizes([size]).word(size)
 
 
 _UNITS = (*(ByteUnit(name, size) for size, name in UNITS), ByteUnit("B", 1))
@@ -160,7 +160,7 @@ def of_limit(size: int, limit: int) -> str:
     >>> of_limit(57 << 30, 67 << 30), of_limit(3 << 20, 67 << 30)
     ('57.0 of 67.0 GiB', '3.00 MiB of 67.0 GiB')
     """
-    one, other = ByteUnit.of([size]), ByteUnit.of([limit])
+    one, other = ByteUnit.for_sizes([size]), ByteUnit.for_sizes([limit])
     return f"{one.number(size) if one == other else one.word(size)} of {other.word(limit)}"
 
 

@@ -105,12 +105,12 @@ def describe(args: tuple, kwargs: Mapping[str, Any]) -> str:
     'float32 (2, 3), name: str'
     """
 
-    def of(value: object) -> str:
+    def in_words(value: object) -> str:
         if isinstance(value, Tensor):
             return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
         return type(value).__name__
 
-    return ", ".join([*map(of, args), *(f"{name}: {of(value)}" for name, value in kwargs.items())])
+    return ", ".join([*map(in_words, args), *(f"{name}: {in_words(value)}" for name, value in kwargs.items())])
 
 
 def split_sample(sample_input: object) -> tuple[tuple, dict[str, Any]]:

@@ -90,8 +90,8 @@ class Plan:
     peak_at: str = ""
     """The moment of the step at which the peak is."""
     reserved_bytes: int | None = None
-    """Bytes per rank that CUDA's caching allocator is predicted to reserve (`nemo_like.planning.answers.reserved`); compared
-    with no GPU's. None: not known, with what waits in host memory and in pipelines, or another allocator runs."""
+    """Bytes per rank that CUDA's caching allocator is predicted to reserve (`nemo_like.planning.predictions.reserved`);
+    compared with no GPU's. None: not known, with what waits in host memory and in pipelines, or another allocator runs."""
     step: Mapping[str, Any] = field(default_factory=dict)
     """The step that the peak is of: the fields of its `StepSpec`; ``loss``, of the ``model`` or of the ``loop``; and the
     tensors of the ``sample``."""

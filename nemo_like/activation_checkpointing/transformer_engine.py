@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from nemo_like.activation_checkpointing.engine.ambient import Restore
+from nemo_like.activation_checkpointing.engine.global_state import Restore
 
 _TE_ATTENTION = (
     "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention",

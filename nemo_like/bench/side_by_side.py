@@ -193,7 +193,7 @@ class Comparison:
         """Return the table and its conditions for a screen of `width` columns (None: as wide as it gets)."""
         shown = [each for each in _COLUMNS if any(row.get(each[0]) is not None for row in self.rows)]
         sizes = (row.get(key) for row in self.rows for key, _, form in shown if form is None)
-        unit = ByteUnit.of(round(size * 1e6) for size in sizes if size is not None)
+        unit = ByteUnit.for_sizes(round(size * 1e6) for size in sizes if size is not None)
         columns = tuple(c if form is not None else replace(c, name=f"{c.name} {unit.name}") for _, c, form in shown)
         cells = tuple(tuple(_cell(row.get(key), form, unit) for key, _, form in shown) for row in self.rows)
         about = ", ".join(f"{key}: {value}" for key, value in self.about.items())

@@ -138,7 +138,7 @@ def _ranges(indices: list[str]) -> str:
 
 def to_text(report: LayersReport, width: int | None = None) -> str:
     """Return the report for a screen of `width` columns (None: as wide as it gets)."""
-    unit = ByteUnit.of([*(item.bytes_each for item in report.runs), report.outside_bytes])
+    unit = ByteUnit.for_sizes([*(item.bytes_each for item in report.runs), report.outside_bytes])
     columns = (
         Column("group", left=True),
         Column("layers", left=True, least=28),

@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # the command imports torch and the planner only when it runs
 
     from nemo_like.job import Job
     from nemo_like.planning.model.inputs import ModelInput
-    from nemo_like.planning.predict import Question
+    from nemo_like.planning.predict import SizeSearch
     from nemo_like.planning.query import PlanQuery
 
 EXAMPLES = (
@@ -84,14 +84,14 @@ def run(args: argparse.Namespace) -> int:
     """Trace, choose, predict, report. Returns 0; 1 where nothing fits."""
     from nemo_like.models import most_positions, resolve_model
     from nemo_like.planning.devices import device_of
-    from nemo_like.planning.predict import Question, answered
+    from nemo_like.planning.predict import SizeSearch, answered
     from nemo_like.planning.report import WhatIf
     from nemo_like.planning.what_if import what_if
 
-    question = Question.of(args.world_size, args.seq_len, args.batch_size)
+    search = SizeSearch.from_words(args.world_size, args.seq_len, args.batch_size)
     _check(args)
     source = resolve_model(args.model)
-    args = _with_a_start(args, question, most_positions(source.config))
+    args = _with_a_start(args, search, most_positions(source.config))
     job = asked_job(args)
     if args.check:
         from nemo_like.fake_rank import refuse_dry_run
@@ -103,10 +103,10 @@ def run(args: argparse.Namespace) -> int:
     limit = parse_bytes(args.memory, "--memory") if args.memory else None
     query, step, inputs = traced_step(args, source, job)
     if args.calibrate_from is not None:
-        if question != Question():
+        if search != SizeSearch():
             raise ValueError("--calibrate-from is of a job that ran, and min or max searches for one. Give numbers.")
         return run(_calibrated(args, query))
-    step, query, report = answered(step, question, args.model, args.budget, limit, query)
+    step, query, report = answered(step, search, args.model, args.budget, limit, query)
     say = args.json != "-"
     width = None if args.wide else screen_width()
     if say:
@@ -150,10 +150,10 @@ def run(args: argparse.Namespace) -> int:
 def _calibrated(args: argparse.Namespace, query: PlanQuery) -> argparse.Namespace:
     """Write a file of the GPU by ``--calibrate-from``, print that, and return the arguments that plan with it."""
     from nemo_like.options import MemoryBudget
-    from nemo_like.planning.answers.within import choose
     from nemo_like.planning.measured_step import fitted_factor, read_speed, write_gpu
     from nemo_like.planning.model.traced import MODES
     from nemo_like.planning.predict import tokens_of
+    from nemo_like.planning.predictions.budget_search import choose
 
     ac, path = args.ran_with, args.gpu_file or "measured.json"
     seconds = read_speed(args.calibrate_from).seconds(tokens_of(query.traced.sample), query)
@@ -173,7 +173,7 @@ WAYS_OUT = (
 )
 
 
-def _with_a_start(args: argparse.Namespace, question: Question, positions: int | None) -> argparse.Namespace:
+def _with_a_start(args: argparse.Namespace, search: SizeSearch, positions: int | None) -> argparse.Namespace:
     """Return `args` with the number where the search begins in place of ``min`` or ``max``.
 
     positions: the most tokens that the model takes; None: its config does not state it.
@@ -181,7 +181,7 @@ def _with_a_start(args: argparse.Namespace, question: Question, positions: int |
     from nemo_like.planning.predict import START
     from nemo_like.planning.what_if import gpu_unit
 
-    start = {"world_size": question.gpus, "seq_len": question.seq_len, "batch_size": question.batch}
+    start = {"world_size": search.gpus, "seq_len": search.seq_len, "batch_size": search.batch}
     starts = {
         "world_size": gpu_unit(args.tp, args.cp, args.ep, args.pp, args.dp_replicate),
         "seq_len": min(START, positions or START),

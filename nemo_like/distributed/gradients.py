@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from nemo_like._util.module_tree import check_model
 from nemo_like._util.words import check_bool
 from nemo_like.distributed.launch import current_device
-from nemo_like.distributed.weights.slots import show_shards
+from nemo_like.distributed.weights.tensor_locations import show_shards
 from nemo_like.torch_compat import foreach_mul
 
 _Axes = tuple[DeviceMesh | None, tuple[int, ...]]

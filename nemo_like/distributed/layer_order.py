@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nemo_like._util.log import warn_once
-from nemo_like.distributed.agreement import all_have, gather_objects, mesh_groups, number_of, ranks_in_words
+from nemo_like.distributed.consistency_checks import all_have, gather_objects, mesh_groups, number_of, ranks_in_words
 from nemo_like.distributed.launch import rank
 from nemo_like.distributed.units import Unit
 from nemo_like.torch_compat import (

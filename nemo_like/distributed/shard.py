@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard
 
 from nemo_like._util.module_tree import every_module
 from nemo_like.distributed import launch
-from nemo_like.distributed.agreement import mesh_groups
+from nemo_like.distributed.consistency_checks import mesh_groups
 from nemo_like.distributed.layer_order import compare_layers
 from nemo_like.distributed.mesh import data_parallel_mesh, validate_mesh
 from nemo_like.distributed.unit_calls import (
@@ -26,7 +26,7 @@ from nemo_like.distributed.unit_calls import (
 )
 from nemo_like.distributed.units import Unit, UnitPlan, plan_units, shard_dim
 from nemo_like.distributed.weights.replaced import refuse_to_train
-from nemo_like.distributed.weights.slots import CPU_OFFLOAD_MARK
+from nemo_like.distributed.weights.tensor_locations import CPU_OFFLOAD_MARK
 from nemo_like.options import FSDP2
 from nemo_like.options.parallel import undivided_shards
 from nemo_like.torch_compat import cast_as_weight, explain_sharded_weights
@@ -180,11 +180,11 @@ def _placement(dp_mesh: DeviceMesh, reshard: bool | int | None) -> Callable[[nn.
     if ranks == 1 or not isinstance(reshard, bool | None):
         return None  # after forward, torch cuts for fewer ranks on dim 0 alone
 
-    def of(param: nn.Parameter) -> Shard | None:
+    def placement_for(param: nn.Parameter) -> Shard | None:
         dim = shard_dim(param, ranks)
         return Shard(dim) if dim else None
 
-    return of
+    return placement_for
 
 
 def check_sharding(

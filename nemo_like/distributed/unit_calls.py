@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from nemo_like._util.module_tree import bare_name, every_module
 from nemo_like._util.named_containers import named_containers
 from nemo_like._util.tensors import tensors_in
-from nemo_like.distributed.agreement import devices_of, wire_device
+from nemo_like.distributed.consistency_checks import devices_of, wire_device
 from nemo_like.distributed.weights.replaced import checksum, put_marks, refuse_to_step
 from nemo_like.torch_compat import (
     FsdpPlace,

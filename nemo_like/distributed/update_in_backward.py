@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nemo_like._util.module_tree import check_model
 from nemo_like._util.words import did_you_mean
-from nemo_like.distributed.weights.slots import show_shards
+from nemo_like.distributed.weights.tensor_locations import show_shards
 
 
 class OptimizerInBackward:

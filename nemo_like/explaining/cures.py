@@ -6,10 +6,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from nemo_like.explaining.parts import Kind, Parts
+from nemo_like.explaining.parts import MemoryKind, Parts
 from nemo_like.explaining.snapshot import BEFORE, Block, Timeline
 from nemo_like.options.memory import AllocatorConfig
-from nemo_like.planning.program.allocator import CachingAllocator, DeviceMemoryError, MemoryBlock
+from nemo_like.planning.memory_model.allocator import CachingAllocator, DeviceMemoryError, MemoryBlock
 
 _LEAST = 0.01
 """Share of the peak that a change must save to be named."""
@@ -39,7 +39,7 @@ def _recomputed(timeline: Timeline, parts: Parts) -> Iterator[Cure]:
     """
     layers: dict[tuple[int, int], list[Block]] = defaultdict(list)
     for block, each in parts.named.items():
-        if each.kind is Kind.ACTIVATIONS and each.layer is not None and block.born > BEFORE:
+        if each.kind is MemoryKind.ACTIVATIONS and each.layer is not None and block.born > BEFORE:
             layers[each.step, each.layer].append(block)
     gone: dict[Block, int] = {}
     back: dict[Block, int] = {}
@@ -55,7 +55,7 @@ def _recomputed(timeline: Timeline, parts: Parts) -> Iterator[Cure]:
 
 def _lighter_state(timeline: Timeline, parts: Parts) -> Iterator[Cure]:
     """8-bit states have a quarter of the bytes of float32 ones."""
-    states = [block for block, each in parts.named.items() if each.kind is Kind.STATE]
+    states = [block for block, each in parts.named.items() if each.kind is MemoryKind.STATE]
     if states:
         less = {replace(block, size=3 * block.size // 4): BEFORE for block in states}
         yield Cure("optimizer='adamw-8bit': its state in 8 bits", timeline.peak_without(less))

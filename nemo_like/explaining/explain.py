@@ -60,7 +60,7 @@ def explain(
         from nemo_like.explaining.planned import PlannedJob
         from nemo_like.job import Job
 
-        planned = PlannedJob.of(model, Job.of(ac="none") if job is None else job, sample_input)
+        planned = PlannedJob.from_model(model, Job.of(ac="none") if job is None else job, sample_input)
     elif job is not None or sample_input is not None:
         raise ValueError("job and sample_input are of a model. Give model=, too.")
     return explained_source(source, planned, device=device, used=used)

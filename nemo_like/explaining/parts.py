@@ -18,7 +18,7 @@ from nemo_like.explaining.snapshot import BEFORE, Block, Timeline
 from nemo_like.explaining.stacks import Phase, phase_of, signature, text_of
 
 
-class Kind(StrEnum):
+class MemoryKind(StrEnum):
     """A part of a step's memory."""
 
     WEIGHTS = "weights"
@@ -40,15 +40,15 @@ class Kind(StrEnum):
 
 
 _BY_PHASE = {
-    Phase.BUILD: Kind.WEIGHTS,
-    Phase.LOSS: Kind.LOSS,
-    Phase.RECOMPUTATION: Kind.RECOMPUTED,
-    Phase.CLIPPING: Kind.CLIPPING,
-    Phase.FSDP: Kind.COMMUNICATION,
-    Phase.COLLECTIVE: Kind.COMMUNICATION,
-    Phase.STATE: Kind.SAVED_STATE,
-    Phase.SCRIPT: Kind.SCRIPT,
-    Phase.UNKNOWN: Kind.OLD,
+    Phase.BUILD: MemoryKind.WEIGHTS,
+    Phase.LOSS: MemoryKind.LOSS,
+    Phase.RECOMPUTATION: MemoryKind.RECOMPUTED,
+    Phase.CLIPPING: MemoryKind.CLIPPING,
+    Phase.FSDP: MemoryKind.COMMUNICATION,
+    Phase.COLLECTIVE: MemoryKind.COMMUNICATION,
+    Phase.STATE: MemoryKind.SAVED_STATE,
+    Phase.SCRIPT: MemoryKind.SCRIPT,
+    Phase.UNKNOWN: MemoryKind.OLD,
 }
 _BACK = {Phase.BACKWARD, Phase.RECOMPUTATION, Phase.FSDP, Phase.COLLECTIVE}
 """Phases that alternate within a backward."""
@@ -64,7 +64,7 @@ _ALIKE = 0.8
 class Named:
     """A block's part, phase, step and layer."""
 
-    kind: Kind
+    kind: MemoryKind
     phase: Phase
     step: int = BEFORE
     """The forward that it belongs to, from 0; `BEFORE`: none that was recorded."""
@@ -103,7 +103,7 @@ def parts_of(timeline: Timeline) -> Parts:
     for block in old:
         named[block] = _of_before(block, recorded, by_size)
     for block in _further_copies(named):
-        named[block] = replace(named[block], kind=Kind.MORE_WEIGHTS)
+        named[block] = replace(named[block], kind=MemoryKind.MORE_WEIGHTS)
     return Parts(named, layers)
 
 
@@ -157,17 +157,17 @@ def _steps(phases: Iterable[Phase]) -> list[int]:
     return steps
 
 
-def _kind(block: Block, phase: Phase, end: int) -> Kind:
+def _kind(block: Block, phase: Phase, end: int) -> MemoryKind:
     """Return the part of a block that `phase`, which ends at event `end`, has made."""
     stays = block.outlives(end)
     if phase is Phase.OPTIMIZER:
-        return Kind.STATE if stays else Kind.STEP
+        return MemoryKind.STATE if stays else MemoryKind.STEP
     if phase is Phase.BACKWARD:
-        return Kind.GRADIENTS if stays else Kind.OF_BACKWARD
+        return MemoryKind.GRADIENTS if stays else MemoryKind.OF_BACKWARD
     if phase is Phase.FORWARD:
         # What backward needs lives until then; what is freed in the first half of what is left of forward was passing.
         short = block.died is not None and block.died - block.born < 0.5 * max(1, end - block.born)
-        return Kind.OF_FORWARD if short else Kind.ACTIVATIONS
+        return MemoryKind.OF_FORWARD if short else MemoryKind.ACTIVATIONS
     return _BY_PHASE[phase]
 
 
@@ -242,13 +242,17 @@ def _count(places: Iterable[Sequence[int]], allocations: Sequence[Block]) -> int
 # --- blocks from before the recording -----------------------------------------------------------------------------------
 
 
-def _of_before(block: Block, recorded: bool, by_size: dict[Block, Kind]) -> Named:
+def _of_before(block: Block, recorded: bool, by_size: dict[Block, MemoryKind]) -> Named:
     phase = phase_of(block.frames, recorded=recorded) if block.frames else Phase.UNKNOWN
     if _is_zeroed(block):
-        return Named(Kind.OLD_GRADIENTS, phase)
+        return Named(MemoryKind.OLD_GRADIENTS, phase)
     if phase is Phase.UNKNOWN:
-        return Named(by_size.get(block, Kind.OLD), phase)
-    kinds = {Phase.OPTIMIZER: Kind.STATE, Phase.FORWARD: Kind.ACTIVATIONS, Phase.BACKWARD: Kind.GRADIENTS}
+        return Named(by_size.get(block, MemoryKind.OLD), phase)
+    kinds = {
+        Phase.OPTIMIZER: MemoryKind.STATE,
+        Phase.FORWARD: MemoryKind.ACTIVATIONS,
+        Phase.BACKWARD: MemoryKind.GRADIENTS,
+    }
     return Named(kinds.get(phase) or _BY_PHASE[phase], phase)
 
 
@@ -256,7 +260,7 @@ def _is_zeroed(block: Block) -> bool:
     return any(text_of(frame, "name") == "zero_grad" for frame in block.freed)
 
 
-def _by_size(old: Iterable[Block], named: dict[Block, Named]) -> dict[Block, Kind]:
+def _by_size(old: Iterable[Block], named: dict[Block, Named]) -> dict[Block, MemoryKind]:
     """Return which blocks without a stack are weights, states or a further copy, by the sizes that a step has recorded.
 
     Each weight has a gradient of its size, and as a rule two states. Without as many recorded gradients or states
@@ -264,25 +268,25 @@ def _by_size(old: Iterable[Block], named: dict[Block, Named]) -> dict[Block, Kin
     """
     silent = [block for block in old if not block.frames and not _is_zeroed(block)]
     sizes = Counter(map(rounded, silent))
-    gradients, states = (_sizes_in_a_step(named, kind) for kind in (Kind.GRADIENTS, Kind.STATE))
+    gradients, states = (_sizes_in_a_step(named, kind) for kind in (MemoryKind.GRADIENTS, MemoryKind.STATE))
     wanted = gradients if 3 * _bytes(gradients) >= _bytes(states) else states
     if not wanted or _bytes(sizes & wanted) < _ALIKE * _bytes(wanted):
         return {}
     if wanted is states:  # two for each weight, if all large sizes come in pairs
         pairs = all(times % 2 == 0 for size, times in states.items() if size > 1 << 16)
         wanted = Counter({size: max(1, times // (1 + pairs)) for size, times in states.items()})
-    kind_of: dict[Block, Kind] = {}
+    kind_of: dict[Block, MemoryKind] = {}
     taken: Counter[int] = Counter()
     for block in sorted(silent, key=lambda block: (block.died is not None, block.address)):
         size = rounded(block)
         if times := wanted[size]:
             taken[size] += 1
             weights, state = taken[size] <= times, taken[size] <= 3 * times
-            kind_of[block] = Kind.WEIGHTS if weights else Kind.STATE if state else Kind.MORE_WEIGHTS
+            kind_of[block] = MemoryKind.WEIGHTS if weights else MemoryKind.STATE if state else MemoryKind.MORE_WEIGHTS
     return kind_of
 
 
-def _sizes_in_a_step(named: dict[Block, Named], kind: Kind) -> Counter[int]:
+def _sizes_in_a_step(named: dict[Block, Named], kind: MemoryKind) -> Counter[int]:
     """Return how often each size occurs among what one step makes of a kind, at most."""
     steps: dict[int, Counter[int]] = defaultdict(Counter)
     for block, each in named.items():
@@ -296,8 +300,8 @@ def _sizes_in_a_step(named: dict[Block, Named], kind: Kind) -> Counter[int]:
 
 def _further_copies(named: dict[Block, Named]) -> Iterator[Block]:
     """Yield the weights beyond one for each gradient, where all weights that have gradients are there once more."""
-    gradients = _sizes_in_a_step(named, Kind.GRADIENTS)
-    weights = [block for block, each in named.items() if each.kind is Kind.WEIGHTS and block.born > BEFORE]
+    gradients = _sizes_in_a_step(named, MemoryKind.GRADIENTS)
+    weights = [block for block, each in named.items() if each.kind is MemoryKind.WEIGHTS and block.born > BEFORE]
     left = Counter(map(rounded, weights))
     left.subtract(gradients)
     if 10 * _bytes(gradients) < sum(block.size for block in weights) or any(

@@ -17,43 +17,43 @@ from nemo_like.activation_checkpointing.plan import STAYING, Part
 from nemo_like.explaining.cures import Cure
 from nemo_like.explaining.explanation import Comparison
 from nemo_like.explaining.messages import ModelSizes, OutOfMemory, Reading, readings
-from nemo_like.explaining.parts import Kind, Parts, round_up, rounded
+from nemo_like.explaining.parts import MemoryKind, Parts, round_up, rounded
 from nemo_like.explaining.snapshot import BEFORE, Block
 from nemo_like.explaining.stacks import Phase
 from nemo_like.job import Job
 from nemo_like.options import OPTIMIZERS, parse_ac
 from nemo_like.planning.advise import Change, changes
-from nemo_like.planning.answers.outside_allocator import outside_of
-from nemo_like.planning.answers.rank import RankSteps, peak_of, peaks_of
+from nemo_like.planning.memory_model.storages import Allocations
 from nemo_like.planning.model.traced import MODES
 from nemo_like.planning.planned_rank import choices_under
 from nemo_like.planning.predict import step_of, tokens_of
-from nemo_like.planning.program.storages import Allocations
+from nemo_like.planning.predictions.outside_allocator import outside_of
+from nemo_like.planning.predictions.rank import RankSteps, peak_of, peaks_of
 from nemo_like.planning.query import Choices, PlanQuery
 from nemo_like.planning.report import row_of
 from nemo_like.planning.what_if import Step
 from nemo_like.transformers_compat import text_config
 
-GROUPS: Mapping[str, tuple[Kind, ...]] = {
-    "weights": (Kind.WEIGHTS, Kind.MORE_WEIGHTS),
-    "gradients": (Kind.GRADIENTS, Kind.OLD_GRADIENTS),
-    "optimizer state": (Kind.STATE,),
-    "optimizer step's temporaries": (Kind.STEP, Kind.CLIPPING),
-    "activations": (Kind.ACTIVATIONS, Kind.OF_FORWARD, Kind.LOSS),
-    "backward's temporaries": (Kind.OF_BACKWARD, Kind.RECOMPUTED),
-    "gathered weights and communication": (Kind.COMMUNICATION,),
-    "not planned": (Kind.SAVED_STATE, Kind.SCRIPT, Kind.OLD),
+GROUPS: Mapping[str, tuple[MemoryKind, ...]] = {
+    "weights": (MemoryKind.WEIGHTS, MemoryKind.MORE_WEIGHTS),
+    "gradients": (MemoryKind.GRADIENTS, MemoryKind.OLD_GRADIENTS),
+    "optimizer state": (MemoryKind.STATE,),
+    "optimizer step's temporaries": (MemoryKind.STEP, MemoryKind.CLIPPING),
+    "activations": (MemoryKind.ACTIVATIONS, MemoryKind.OF_FORWARD, MemoryKind.LOSS),
+    "backward's temporaries": (MemoryKind.OF_BACKWARD, MemoryKind.RECOMPUTED),
+    "gathered weights and communication": (MemoryKind.COMMUNICATION,),
+    "not planned": (MemoryKind.SAVED_STATE, MemoryKind.SCRIPT, MemoryKind.OLD),
 }
 """Parts that a plan and a recording are compared by. Between the kinds of one, the two draw the line differently."""
-_KINDS = dict.fromkeys(STAYING, Kind.WEIGHTS) | {
-    Part.OPTIMIZER_STATE: Kind.STATE,
-    Part.OPTIMIZER_STEP: Kind.STEP,
-    Part.GRADIENTS: Kind.GRADIENTS,
-    Part.GATHERED_LAYERS: Kind.COMMUNICATION,
-    Part.GATHERED_ROOT: Kind.COMMUNICATION,
-    Part.REDUCE_BUFFERS: Kind.COMMUNICATION,
-    Part.RECEIVE_BUFFERS: Kind.COMMUNICATION,
-    Part.SENT_TENSORS: Kind.COMMUNICATION,
+_KINDS = dict.fromkeys(STAYING, MemoryKind.WEIGHTS) | {
+    Part.OPTIMIZER_STATE: MemoryKind.STATE,
+    Part.OPTIMIZER_STEP: MemoryKind.STEP,
+    Part.GRADIENTS: MemoryKind.GRADIENTS,
+    Part.GATHERED_LAYERS: MemoryKind.COMMUNICATION,
+    Part.GATHERED_ROOT: MemoryKind.COMMUNICATION,
+    Part.REDUCE_BUFFERS: MemoryKind.COMMUNICATION,
+    Part.RECEIVE_BUFFERS: MemoryKind.COMMUNICATION,
+    Part.SENT_TENSORS: MemoryKind.COMMUNICATION,
 }
 _GROUP_OF = {kind: group for group, kinds in GROUPS.items() for kind in kinds}
 _LAYER = re.compile(r"(?:forward|backward) of layer (\d+)")
@@ -74,7 +74,7 @@ class PlannedBlock:
     """A tensor of the planned step."""
 
     size: int
-    kind: Kind
+    kind: MemoryKind
     layer: int | None
     """The layer in whose forward or backward it was made."""
 
@@ -120,7 +120,9 @@ class PlannedStep(Allocations):
     def _block(self, number: int) -> PlannedBlock:
         size, stretch = self._made[number]
         layer = _LAYER.search(stretch)
-        kind = {_BACKWARD: Kind.OF_BACKWARD, _OPTIMIZER: Kind.STEP}.get(_phase(stretch), Kind.ACTIVATIONS)
+        kind = {_BACKWARD: MemoryKind.OF_BACKWARD, _OPTIMIZER: MemoryKind.STEP}.get(
+            _phase(stretch), MemoryKind.ACTIVATIONS
+        )
         return PlannedBlock(size, _KINDS.get(self._part[number], kind), int(layer[1]) if layer else None)
 
     def alive_like(self, recorded: Mapping[str, int], phase: str) -> list[PlannedBlock]:
@@ -157,7 +159,7 @@ class PlannedJob:
     query: PlanQuery
 
     @classmethod
-    def of(cls, model: nn.Module | str, job: Job, sample_input: Any) -> PlannedJob:
+    def from_model(cls, model: nn.Module | str, job: Job, sample_input: Any) -> PlannedJob:
         """Trace a model for `job`, whose ``ac`` is the checkpointing that ran.
 
         Raises:
@@ -273,7 +275,7 @@ def weights_by_model(blocks: Iterable[Block], parts: Parts, model: nn.Module) ->
 
     A quantised model has weights of several widths, and of 4 bits one float32 for each 64 numbers (QLoRA, arXiv:2305.14314).
     """
-    silent = [block for block in blocks if parts.named[block].kind is Kind.OLD and block.born == BEFORE]
+    silent = [block for block in blocks if parts.named[block].kind is MemoryKind.OLD and block.born == BEFORE]
     sizes = Counter(map(rounded, silent))
     numbers = [tensor.numel() for tensor in (*model.parameters(), *model.buffers())]
     of_widths = [Counter(round_up(number * bits // 16) for number in numbers) for bits in _HALF_BITS]
@@ -284,7 +286,7 @@ def weights_by_model(blocks: Iterable[Block], parts: Parts, model: nn.Module) ->
     for block in sorted(silent, key=lambda block: block.died is not None):
         if left[rounded(block)]:
             left[rounded(block)] -= 1
-            named[block] = replace(named[block], kind=Kind.WEIGHTS)
+            named[block] = replace(named[block], kind=MemoryKind.WEIGHTS)
     return replace(parts, named=named)
 
 
@@ -299,7 +301,7 @@ def compare(blocks: Sequence[Block], parts: Parts, planned: PlannedStep) -> tupl
         blocks: those at the recorded peak.
     """
     at, total = planned.peak.at, planned.peak.total
-    weights = Counter(round_up(each.size) for each in planned.blocks.values() if each.kind is Kind.WEIGHTS)
+    weights = Counter(round_up(each.size) for each in planned.blocks.values() if each.kind is MemoryKind.WEIGHTS)
     has, wants = _bytes(weights & Counter(map(rounded, blocks))), _bytes(weights)
     if has < _WEIGHTS_MATCH * wants:
         reason = (
@@ -334,7 +336,7 @@ def _named_alike(blocks: Iterable[Block], parts: Parts, tensors: Iterable[Planne
     named = dict(parts.named)
     for block in sorted(blocks, key=lambda block: block.born):
         same, known = waiting[rounded(block)], named[block]
-        if known.kind is Kind.OLD and same:
+        if known.kind is MemoryKind.OLD and same:
             each = same.pop(0)
             named[block] = replace(known, kind=each.kind, layer=each.layer)
         elif same:
@@ -346,10 +348,10 @@ def _layers(blocks: Iterable[Block], parts: Parts, tensors: Iterable[PlannedBloc
     """Yield a line for each group of neighbouring layers whose activations differ from their plan alike."""
     real, plan = Counter[int](), Counter[int]()
     for block in blocks:
-        if (layer := parts.named[block].layer) is not None and parts.named[block].kind is Kind.ACTIVATIONS:
+        if (layer := parts.named[block].layer) is not None and parts.named[block].kind is MemoryKind.ACTIVATIONS:
             real[layer] += block.size
     for each in tensors:
-        if each.layer is not None and each.kind is Kind.ACTIVATIONS:
+        if each.layer is not None and each.kind is MemoryKind.ACTIVATIONS:
             plan[each.layer] += each.size
     if not real or max(real) != max(plan, default=-1):
         return  # layers of the recording are not known, or they are others

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from nemo_like._util.words import MIB
 from nemo_like.explaining.cures import cures_of
 from nemo_like.explaining.explanation import Explanation, FailedRequest, Row
-from nemo_like.explaining.parts import Kind, Parts, parts_of
+from nemo_like.explaining.parts import MemoryKind, Parts, parts_of
 from nemo_like.explaining.snapshot import BEFORE, Block, Timeline
 from nemo_like.explaining.stacks import Sources, operator_of, place_of
 from nemo_like.explaining.unexpected import unexpected_at_peak
@@ -34,7 +34,7 @@ def explained(timeline: Timeline, planned: PlannedJob | None = None) -> Explanat
         cures = tuple(cures_of(timeline, parts))
     else:
         cures = tuple(planned.cures(peak))
-    sizes = Counter[Kind]()
+    sizes = Counter[MemoryKind]()
     for block in alive:
         sizes[parts.named[block].kind] += block.size
     notes = list(timeline.notes)
@@ -46,7 +46,7 @@ def explained(timeline: Timeline, planned: PlannedJob | None = None) -> Explanat
         device=timeline.device,
         peak_bytes=peak,
         reserved_bytes=max(timeline.reserved),
-        named_bytes=peak - sizes[Kind.OLD],
+        named_bytes=peak - sizes[MemoryKind.OLD],
         where=_where(timeline, parts, sources, at),
         parts={kind.value: size for kind, size in sizes.most_common()},
         layers=layers,
@@ -88,14 +88,14 @@ def _by_layer(parts: Parts, alive: Iterable[Block]) -> tuple[int, ...]:
 
 
 def _rows(
-    parts: Parts, sources: Sources, alive: Iterable[Block], sizes: Counter[Kind], layers: Sequence[int]
+    parts: Parts, sources: Sources, alive: Iterable[Block], sizes: Counter[MemoryKind], layers: Sequence[int]
 ) -> Iterable[Row]:
-    places_of: dict[Kind, dict[str, list[Block]]] = defaultdict(lambda: defaultdict(list))
+    places_of: dict[MemoryKind, dict[str, list[Block]]] = defaultdict(lambda: defaultdict(list))
     for block in alive:
         places_of[parts.named[block].kind][_stack_words(block.frames, sources)].append(block)
     for kind, size in sizes.most_common():
         where, places = "", places_of[kind]
-        if kind is Kind.ACTIVATIONS and layers:
+        if kind is MemoryKind.ACTIVATIONS and layers:
             alike = max(layers) - min(layers) <= _ALIKE * max(layers)
             words = "all alike" if alike else f"{min(layers) / MIB:,.0f} to {max(layers) / MIB:,.0f} MiB"
             where = f"{len(layers)} layers of {sum(layers) / len(layers) / MIB:,.0f} MiB, {words}"

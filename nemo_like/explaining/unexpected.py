@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from nemo_like._util.table import byte_word
 from nemo_like.explaining.cures import EXPANDABLE, reserved_if_expandable
-from nemo_like.explaining.parts import Kind, Parts
+from nemo_like.explaining.parts import MemoryKind, Parts
 from nemo_like.explaining.snapshot import BEFORE, Block, Timeline
 from nemo_like.explaining.stacks import Phase, place_of, text_of
 
@@ -21,8 +21,15 @@ _IDLE = 0.5
 """A stream is idle that has allocated nothing in the second half of the recording."""
 _STEPS = 3
 """Steps that must leave something behind, to be called growth."""
-_FORWARD = {Kind.ACTIVATIONS, Kind.LOSS, Kind.OF_FORWARD}
-_LEFT = {Kind.SCRIPT, Kind.OF_BACKWARD, Kind.RECOMPUTED, Kind.COMMUNICATION, Kind.SAVED_STATE, Kind.CLIPPING}
+_FORWARD = {MemoryKind.ACTIVATIONS, MemoryKind.LOSS, MemoryKind.OF_FORWARD}
+_LEFT = {
+    MemoryKind.SCRIPT,
+    MemoryKind.OF_BACKWARD,
+    MemoryKind.RECOMPUTED,
+    MemoryKind.COMMUNICATION,
+    MemoryKind.SAVED_STATE,
+    MemoryKind.CLIPPING,
+}
 """Parts of which a step should leave nothing behind."""
 
 
@@ -74,7 +81,7 @@ def _cause(
     return Unexpected(kind, size, timeline.peak_without(blocks), words, change) if size else None
 
 
-def _left_behind(parts: Parts, begins: Mapping[int, int], kinds: Collection[Kind]) -> dict[Block, int]:
+def _left_behind(parts: Parts, begins: Mapping[int, int], kinds: Collection[MemoryKind]) -> dict[Block, int]:
     """Return the blocks of these kinds that outlive the beginning of the next forward, and that event; `begins`: by step."""
     return {
         block: begins[each.step + 1]
@@ -93,8 +100,9 @@ def _old_gradients(timeline: Timeline, parts: Parts, begins: Mapping[int, int]) 
     updates = sorted(block.born for block, each in parts.named.items() if each.phase is Phase.OPTIMIZER)
     gone_from = {
         block: since
-        for block, since in _left_behind(parts, begins, (Kind.GRADIENTS, Kind.OLD_GRADIENTS)).items()
-        if parts.named[block].kind is Kind.OLD_GRADIENTS or bisect(updates, block.born) < bisect_left(updates, since)
+        for block, since in _left_behind(parts, begins, (MemoryKind.GRADIENTS, MemoryKind.OLD_GRADIENTS)).items()
+        if parts.named[block].kind is MemoryKind.OLD_GRADIENTS
+        or bisect(updates, block.born) < bisect_left(updates, since)
     }
     return _cause(
         timeline,
@@ -120,7 +128,7 @@ def _old_outputs(timeline: Timeline, parts: Parts, begins: Mapping[int, int]) ->
 
 
 def _copies(timeline: Timeline, parts: Parts) -> Unexpected | None:
-    gone_from = {block: BEFORE for block, each in parts.named.items() if each.kind is Kind.MORE_WEIGHTS}
+    gone_from = {block: BEFORE for block, each in parts.named.items() if each.kind is MemoryKind.MORE_WEIGHTS}
     words = "blocks of the sizes of all weights are there once more: a second model, or an average of weights"
     return _cause(timeline, "a further copy of weights", gone_from, words)
 
@@ -137,7 +145,9 @@ def _waiting(timeline: Timeline) -> Unexpected | None:
 def _saving(timeline: Timeline, parts: Parts) -> Unexpected | None:
     """Blocks that ``state_dict()`` has made: gathered or copied weights, and states of an optimizer's empty step."""
     alive = timeline.alive(timeline.peak_at)
-    gone_from = {block: BEFORE for block in alive if parts.named[block].kind is not Kind.WEIGHTS and _saves(block)}
+    gone_from = {
+        block: BEFORE for block in alive if parts.named[block].kind is not MemoryKind.WEIGHTS and _saves(block)
+    }
     words = "state_dict() has made it, for a checkpoint, and it is still there"
     change = "StateDictOptions(full_state_dict=True, cpu_offload=True)"
     return _cause(timeline, "made while saving", gone_from, words, change)

@@ -23,7 +23,7 @@ from nemo_like._util.extras import require
 from nemo_like._util.log import say_once
 from nemo_like._util.words import a_or_an
 from nemo_like.activation_checkpointing.plan import Plan
-from nemo_like.distributed.agreement import compare_batches
+from nemo_like.distributed.consistency_checks import compare_batches
 from nemo_like.distributed.context import apply_context_parallel, check_context_parallel
 from nemo_like.distributed.documents import keep_documents_apart
 from nemo_like.distributed.launch import world_size

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 
 from nemo_like._util.tensors import on_accelerator
-from nemo_like.losses.rows import Apart, Vocabulary, pieces
+from nemo_like.losses.rows import SparseGradient, Vocabulary, pieces
 from nemo_like.torch_compat import cast_as_weight, has_hooks_but_fsdp, is_fake
 
 Head = Callable[[Tensor], Tensor]
@@ -70,10 +70,10 @@ class AutogradHead:
         return output.detach().clone() if _storage(output) in seen else output.data
 
     def backward(
-        self, gradient: Tensor, apart: Apart | None, hidden: Tensor, into: Tensor | None, sums: GradientSums
+        self, gradient: Tensor, sparse: SparseGradient | None, hidden: Tensor, into: Tensor | None, sums: GradientSums
     ) -> None:
         """Write the gradient of the chunk's `hidden` to `into`; add those of the parameters to `sums`."""
-        assert self._graph is not None and apart is None
+        assert self._graph is not None and sparse is None
         leaf, output = self._graph
         self._graph = None
         if not output.requires_grad:
@@ -126,16 +126,16 @@ class LinearHead:
             return F.linear(hidden.to(self._weight.dtype) if self._cast else hidden, self._weight, self._bias)
 
     def backward(
-        self, gradient: Tensor, apart: Apart | None, hidden: Tensor, into: Tensor | None, sums: GradientSums
+        self, gradient: Tensor, sparse: SparseGradient | None, hidden: Tensor, into: Tensor | None, sums: GradientSums
     ) -> None:
-        """As `AutogradHead.backward`; `apart`: entries that `gradient` lacks."""
+        """As `AutogradHead.backward`; `sparse`: entries that `gradient` lacks."""
         with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
             if into is not None:
                 if into.dtype == gradient.dtype:
                     torch.mm(gradient, self._weight, out=into)
                 else:
                     into.copy_(gradient @ self._weight)
-                for rows, column, value in _few(apart, self._weight):
+                for rows, column, value in _few(sparse, self._weight):
                     into[rows].add_(self._weight[column] * value[:, None])  # in float32
             if self._of_weight is not None:
                 states = hidden.detach().to(gradient.dtype)
@@ -145,13 +145,13 @@ class LinearHead:
                     )  # no pass to write zeros, none to read them
                 else:
                     self._add_outer(sums.zeros(self._of_weight), gradient, states)
-                for rows, column, value in _few(apart, self._weight):
+                for rows, column, value in _few(sparse, self._weight):
                     _add_rows(sums.zeros(self._of_weight), column, states[rows] * value[:, None])
             if self._of_bias is not None:
                 total = sums.zeros(self._of_bias)
                 total.add_(gradient.sum(0, dtype=total.dtype))
-                if apart is not None:
-                    _add_rows(total, apart.column, apart.value)
+                if sparse is not None:
+                    _add_rows(total, sparse.column, sparse.value)
 
     def _add_outer(self, total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
         """``total += gradient.T @ hidden``, (V, D), without rounding a chunk's product to less than `total` has."""
@@ -172,13 +172,13 @@ _SUMS_IN_FLOAT32 = ("cuda", "meta", "cpu")
 """Devices whose products of 16 bits can be added to a float32 sum; of the CPU, what takes the place of CUDA's."""
 
 
-def _few(apart: Apart | None, weight: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+def _few(sparse: SparseGradient | None, weight: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """The entries in parts, (tokens of the chunk, columns, values), so small that a row of the weight, (V, D), for each
     takes 1/64 of what the chunk's logits take; on an accelerator in one part, which takes D / V of them."""
-    if apart is not None:
+    if sparse is not None:
         parts = 1 if on_accelerator(weight) else max(1, -(-64 * weight.shape[1] // max(1, len(weight))))
-        for rows in pieces(len(apart.value), max(1, len(apart.value) // parts), apart.value):
-            yield rows, apart.column[rows], apart.value[rows]
+        for rows in pieces(len(sparse.value), max(1, len(sparse.value) // parts), sparse.value):
+            yield rows, sparse.column[rows], sparse.value[rows]
 
 
 def _add_rows(total: Tensor, rows: Tensor, values: Tensor) -> None:

@@ -1,6 +1,6 @@
 """`loss="chunked"` for whole models: ``model(**batch).loss`` is what it was, and the logits never exist.
 
-While a model in training mode is called with labels, its head answers with a stand-in (`nemo_like.losses.stand_in`).
+While a model in training mode is called with labels, its head answers with `nemo_like.losses.deferred_logits`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from nemo_like._util.log import warn_once
+from nemo_like.losses.deferred_logits import DeferredLogits, HeadCall, Recipe
 from nemo_like.losses.heads import autocast_dtype
-from nemo_like.losses.stand_in import HeadCall, Recipe, StandIn
 from nemo_like.options import ChunkedLoss
 from nemo_like.torch_compat import answering_calls
 
@@ -44,7 +44,7 @@ def chunk_model_loss(model: nn.Module, options: ChunkedLoss) -> nn.Module:
     """
     hooks = LossHooks(check_head(model), options)
     model.register_forward_pre_hook(hooks.before, with_kwargs=True)
-    # Also after an exception, or the head would go on answering with stand-ins.
+    # Also after an exception, or the head would go on answering with deferred logits.
     model.register_forward_hook(hooks.after, always_call=True)
     setattr(model, _MARK, hooks)
     return model
@@ -168,7 +168,7 @@ class LossHooks:
         self._open.append((stack, calls))
 
     def after(self, model: nn.Module, args: object, output: object) -> Any:
-        """The forward hook, also after an exception: the output without stand-ins; None: as it is."""
+        """The forward hook, also after an exception: the output without deferred logits; None: as it is."""
         if not self._open:
             return None
         stack, calls = self._open.pop()
@@ -203,7 +203,7 @@ class LossHooks:
                 return call.whole("its hidden states are cut over ranks")
             width = _width(self._head)
             assert width is not None
-            return StandIn.of(Recipe(call, args[0]), width, autocast_dtype(args[0]))
+            return DeferredLogits.from_recipe(Recipe(call, args[0]), width, autocast_dtype(args[0]))
 
         return answer
 
@@ -224,16 +224,16 @@ def _has_labels(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
 
 
 def _without(output: object, keep: bool) -> Any:
-    """`output` without stand-ins: None in their place, or with `keep` the logits."""
-    if isinstance(output, StandIn):
+    """`output` without deferred logits: None in their place, or with `keep` the logits."""
+    if isinstance(output, DeferredLogits):
         recipe = output.recipe
         return recipe.logits("no loss was computed from them") if keep or recipe.made else None
     if isinstance(output, dict):
-        if not any(isinstance(value, StandIn) for value in output.values()):
+        if not any(isinstance(value, DeferredLogits) for value in output.values()):
             return output
         # A new one: transformers' outputs do not let an entry be set to None.
         return type(output)(**{key: _without(value, keep) for key, value in output.items()})
-    if isinstance(output, tuple | list) and any(isinstance(item, StandIn) for item in output):
+    if isinstance(output, tuple | list) and any(isinstance(item, DeferredLogits) for item in output):
         items = [_without(item, keep) for item in output]
         return type(output)(*items) if hasattr(output, "_fields") else type(output)(items)
     return output

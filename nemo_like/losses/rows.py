@@ -30,7 +30,7 @@ _LAUNCH_ELEMENTS = 1 << 26
 which smaller ones launch longer than they compute. A float32 copy of a block takes 256 MiB."""
 
 
-class Apart(NamedTuple):
+class SparseGradient(NamedTuple):
     """Entries of a gradient that are to be added to it, one per token. Summed together with the label's, which is as
     large as all others together, the others would lose bits: in every sum over tokens or the vocabulary, and in bfloat16
     itself."""
@@ -179,7 +179,7 @@ class CrossEntropyRows:
 
     def step(
         self, logits: Tensor, rows: slice, vocabulary: Vocabulary, weights: Tensor | None, apart: bool
-    ) -> tuple[Tensor, Apart | None]:
+    ) -> tuple[Tensor, SparseGradient | None]:
         """Losses of the tokens `rows`, (tokens,), float32 or, for such logits, float64.
 
         logits: (tokens, this shard's part of the vocabulary). With `weights`, (tokens,), they become the gradient of
@@ -200,7 +200,7 @@ class CrossEntropyRows:
         for block in blocks(logits, copies=not in_place(logits) or self._terms.shape.cap is not None):
             mine = None if weights is None else weights[block]
             results[:, block] = run(logits[block], index[block], counts[block], mine, some, apart, self._terms)
-        return results[0], Apart(index[:, 0], results[1]) if apart and weights is not None else None
+        return results[0], SparseGradient(index[:, 0], results[1]) if apart and weights is not None else None
 
     def _cut(
         self,

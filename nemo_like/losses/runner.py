@@ -86,12 +86,12 @@ def walk(
         output = head.logits(chunk, with_gradient)
         logits, vocabulary = unwrap_logits(output, len(chunk))
         mine = weights[rows] if with_gradient and weights is not None else None
-        losses, apart = call.rows.step(logits, rows, vocabulary, mine, isinstance(head, LinearHead))
+        losses, sparse = call.rows.step(logits, rows, vocabulary, mine, isinstance(head, LinearHead))
         total = total.to(losses.dtype)  # float64 stays
         total[rows] = losses
         if with_gradient:
             into = None if to_hidden is None else to_hidden[rows]
-            head.backward(like_logits(logits, output), apart, chunk, into, sums)
+            head.backward(like_logits(logits, output), sparse, chunk, into, sums)
         del output, logits  # before the next chunk's are made
     return Outcome(total, to_hidden, sums.sums)
 

@@ -1,6 +1,6 @@
 """Planning: what to keep of each layer for a memory budget, and what a training step will peak at, without a GPU.
 
-Names are imported when they are asked for: a job without a budget runs nothing of this folder but the trial of a split.
+Names are imported when they are asked for: a job without a budget runs nothing of this folder but the check of a split.
 """
 
 from __future__ import annotations

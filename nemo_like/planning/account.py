@@ -15,8 +15,9 @@ from nemo_like.activation_checkpointing.plan import Part
 from nemo_like.losses.model_loss import find_head
 from nemo_like.options import StepSpec
 from nemo_like.planning import roofline
-from nemo_like.planning.answers.rank import peaks_of
-from nemo_like.planning.answers.seconds import (
+from nemo_like.planning.memory_model.storages import Peak
+from nemo_like.planning.predictions.rank import peaks_of
+from nemo_like.planning.predictions.seconds import (
     HOST,
     KERNELS_PER_PARAMETER,
     Links,
@@ -34,11 +35,10 @@ from nemo_like.planning.answers.seconds import (
     units_outside,
     waits_of,
 )
-from nemo_like.planning.choose.layer import BlockProblem, Choice
-from nemo_like.planning.choose.layer_seconds import LayerRun
-from nemo_like.planning.program.storages import Peak
 from nemo_like.planning.query import RNG_STATE, Choices, PlanQuery, Stage
 from nemo_like.planning.roofline import RankGroup, host_optimizer_seconds, kernel_kind, optimizer_seconds
+from nemo_like.planning.selection.layer import BlockProblem, Choice
+from nemo_like.planning.selection.layer_seconds import LayerRun
 from nemo_like.planning.sharding import UnitBytes
 
 _NOTHING = 1e-12
@@ -121,7 +121,7 @@ class Explained:
         account = self.account
         if account is None:
             return ""
-        unit = ByteUnit.of([account.peak.total])
+        unit = ByteUnit.for_sizes([account.peak.total])
 
         def size(amount: float) -> str:
             return f"{amount / unit.size:9.3f} {unit.name}"
@@ -169,7 +169,7 @@ def account_of(query: PlanQuery, choices: Choices) -> Account:
 
 def _second_rows(query: PlanQuery, choices: Choices, seconds: StepSeconds) -> Iterator[Row]:
     """Yield the rows of the rank that is busy longest; of a pipeline, parts that its stages do not decide have one row."""
-    links, turns, parts = Links.of(query.job, query.device), query.microbatches, seconds.parts
+    links, turns, parts = Links.for_job(query.job, query.device), query.microbatches, seconds.parts
     every = [query.of_rank(rank) for rank in range(query.pp.size)]
     busiest = busiest_rank(every, seconds_of_stages(query, choices)) if query.is_pipeline else 0
     stages = [query.stages[index] for index in every[busiest]]
@@ -460,7 +460,7 @@ def fsdp_rows(
     """Yield rows of FSDP2's gathers and reductions without a pipeline, with the seconds that computing hides.
 
     Args:
-        runs, outside, step, links: as for `nemo_like.planning.answers.seconds.loop_seconds`.
+        runs, outside, step, links: as for `nemo_like.planning.predictions.seconds.loop_seconds`.
         turns: micro-batches.
     """
     reduced = turns if step.sync == "every" else 1

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nemo_like._util.json_file import write_json
-from nemo_like.planning.answers.seconds import step_seconds
 from nemo_like.planning.devices import Device, entry_of
+from nemo_like.planning.predictions.seconds import step_seconds
 from nemo_like.planning.query import Choices, PlanQuery
 
 MOST = 4.0

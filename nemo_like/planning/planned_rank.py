@@ -13,13 +13,13 @@ from nemo_like.activation_checkpointing.plan import BudgetError, LayerPlan, Plan
 from nemo_like.job import Job
 from nemo_like.options import MemoryBudget, parse_ac
 from nemo_like.planning.advise import Each, lowering
-from nemo_like.planning.answers.rank import peak_of, rank_peak
-from nemo_like.planning.answers.within import choose
-from nemo_like.planning.choose.layer import BlockProblem, Choice, as_choice
+from nemo_like.planning.memory_model.storages import Peak
 from nemo_like.planning.model.traced import MODES
 from nemo_like.planning.planner import planned, query_of
-from nemo_like.planning.program.storages import Peak
+from nemo_like.planning.predictions.budget_search import choose
+from nemo_like.planning.predictions.rank import peak_of, rank_peak
 from nemo_like.planning.query import Choices, PlanQuery, Stage
+from nemo_like.planning.selection.layer import BlockProblem, Choice, as_choice
 from nemo_like.planning.trace.kinds import ModelTrace
 
 

@@ -16,14 +16,14 @@ from nemo_like.distributed.launch import pick_device_type, world_size
 from nemo_like.job import AllKeywords, Job, as_code
 from nemo_like.options import MemoryBudget, parse_ac
 from nemo_like.options.parallel import check_imbalance
-from nemo_like.planning.answers.rank import fullest_peaks, peak_of, peaks_of
-from nemo_like.planning.answers.reserved import reserved_on
-from nemo_like.planning.answers.seconds import step_seconds
-from nemo_like.planning.answers.within import choose
-from nemo_like.planning.choose.layer import Choice, as_choice
+from nemo_like.planning.memory_model.storages import Peak
 from nemo_like.planning.model.capture import planned_imbalance
-from nemo_like.planning.program.storages import Peak
+from nemo_like.planning.predictions.budget_search import choose
+from nemo_like.planning.predictions.rank import fullest_peaks, peak_of, peaks_of
+from nemo_like.planning.predictions.reserved import reserved_on
+from nemo_like.planning.predictions.seconds import step_seconds
 from nemo_like.planning.query import Choices, PlanQuery, Stage
+from nemo_like.planning.selection.layer import Choice, as_choice
 from nemo_like.planning.sharding import same_on_all_ranks
 from nemo_like.precision import effective_matmuls
 
@@ -82,7 +82,7 @@ def query_of(model: nn.Module, sample_input: Any, job: Job, mode: str = "full") 
     """
     if job.ep.imbalance is not None:
         check_imbalance("imbalance", job.ep.imbalance, job.ep.size)
-    query = PlanQuery.of(model, sample_input, job)
+    query = PlanQuery.from_model(model, sample_input, job)
     return balanced(query, mode) if query.is_pipeline and query.pp.balance == "memory" else query
 
 

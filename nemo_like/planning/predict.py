@@ -15,8 +15,8 @@ from nemo_like._util.tensors import describe, split_sample
 from nemo_like._util.words import check_whole
 from nemo_like.job import AllKeywords, Job
 from nemo_like.models import check_positions, most_positions, resolve_model, text_batch
-from nemo_like.planning.answers.outside_allocator import default_limit
 from nemo_like.planning.devices import device_of, step_limit
+from nemo_like.planning.predictions.outside_allocator import default_limit
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.report import PlanReport, make_report
 from nemo_like.planning.sharding import same_on_all_ranks
@@ -90,11 +90,11 @@ def predict(
         sample_input,
         dtype,
     )
-    question = Question.of(gpus, seq_len, batch_size)
+    search = SizeSearch.from_words(gpus, seq_len, batch_size)
     limit = None if memory is None else step_limit(device_of(job), memory)
 
     def make() -> PlanReport:
-        asked_step, query, report = answered(step, question, name, budgets, limit)
+        asked_step, query, report = answered(step, search, name, budgets, limit)
         return replace(report, what_if=tuple(changes(asked_step, query, report))) if what_if else report
 
     return same_on_all_ranks(make)
@@ -125,7 +125,7 @@ def step_of(
 
 
 @dataclass(frozen=True)
-class Question:
+class SizeSearch:
     """Size that is searched for, at most one of the three."""
 
     gpus: bool = False
@@ -133,27 +133,27 @@ class Question:
     batch: bool = False
 
     @classmethod
-    def of(cls, gpus: object, seq_len: object, batch: object) -> Question:
+    def from_words(cls, gpus: object, seq_len: object, batch: object) -> SizeSearch:
         """Read ``"min"`` and ``"max"``.
 
         Raises:
             ValueError: more than one is requested.
         """
-        question = cls(gpus == "min", seq_len == "max", batch == "max")
-        if question.gpus + question.seq_len + question.batch > 1:
+        search = cls(gpus == "min", seq_len == "max", batch == "max")
+        if search.gpus + search.seq_len + search.batch > 1:
             raise ValueError("gpus='min', seq_len='max' and batch_size='max' are one question each. Ask one at a time.")
-        return question
+        return search
 
 
 def answered(
     step: Step,
-    question: Question,
+    search: SizeSearch,
     name: str,
     budgets: Sequence[str] = (),
     limit: int | None = None,
     query: PlanQuery | None = None,
 ) -> tuple[Step, PlanQuery, PlanReport]:
-    """Return the report of `step`, and what it was made from, with the size that `question` searches set to its answer.
+    """Return the report of `step`, and what it was made from, with the searched size set to the answer of `search`.
 
     Args:
         step: the step; its own value of the searched size is where the search begins.
@@ -164,7 +164,7 @@ def answered(
     Raises:
         ValueError: no number of devices, no length or no batch fits.
     """
-    step, answer = _asked(step, question, limit, name)
+    step, answer = _asked(step, search, limit, name)
     if query is None or answer:
         query = step.query()
     tokens = tokens_of(step.input[0])
@@ -172,7 +172,7 @@ def answered(
     return step, query, replace(report, answer=answer)
 
 
-def _asked(step: Step, question: Question, limit: int | None, name: str) -> tuple[Step, str]:
+def _asked(step: Step, search: SizeSearch, limit: int | None, name: str) -> tuple[Step, str]:
     job = step.job
 
     def needs(**change: Any) -> int:
@@ -182,19 +182,19 @@ def _asked(step: Step, question: Question, limit: int | None, name: str) -> tupl
 
     device = device_of(job)
     most = step_limit(device) if limit is None else limit
-    if question.gpus:
+    if search.gpus:
         counts = gpu_counts(job, device.gpus_per_host)
         best = fewest(lambda count: needs(job=job.change(world_size=count)), counts, most)
         if best is None:
             raise ValueError(f"No number of GPUs up to {counts[-1]:,} fits. Give a smaller batch, or tp= or cp=.")
         return replace(step, job=job.change(world_size=best)), f"Fewest GPUs: {best:,}."
-    if question.batch:
+    if search.batch:
         best = largest(lambda size: needs(batch=size), step.batch, most, MOST_SEQUENCES)
         if not best:
             raise ValueError("Not even a micro-batch of one sequence fits. Give more GPUs, or a shorter sequence.")
         more = " or more" if best == MOST_SEQUENCES else ""
         return replace(step, batch=best), f"Largest micro-batch: {best:,}{more}."
-    if question.seq_len:
+    if search.seq_len:
         if not step.seq_len:
             raise ValueError(f"{name} has a sample input, whose length is not known: none can be searched for.")
         known = most_positions(getattr(step.model, "config", None))

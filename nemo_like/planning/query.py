@@ -47,13 +47,13 @@ from nemo_like.layers import find_layers
 from nemo_like.losses.model_loss import check_head
 from nemo_like.options import FSDP2, PipelineParallel, Precision
 from nemo_like.options.optimizers import OptimizerMemory, TrainedParameter, UpdateInBackward, optimizer_memory
-from nemo_like.planning.choose.layer import Choice, Stack
-from nemo_like.planning.choose.layer_seconds import LayerRun
 from nemo_like.planning.devices import Device
+from nemo_like.planning.memory_model.microbatch import Around, LayerCall
 from nemo_like.planning.model.outside import OuterMemory
-from nemo_like.planning.model.traced import Known, StepLoss, TracedPart, local_shape
-from nemo_like.planning.program.microbatch import Around, LayerCall
+from nemo_like.planning.model.traced import StepLoss, TraceCache, TracedPart, local_shape
 from nemo_like.planning.roofline import exposed_seconds
+from nemo_like.planning.selection.layer import Choice, Stack
+from nemo_like.planning.selection.layer_seconds import LayerRun
 from nemo_like.planning.sharding import Sharding, UnitBytes, sharding_of
 from nemo_like.planning.trace.kinds import settings_of
 
@@ -76,7 +76,7 @@ class Traced:
         sample_input: Any,
         layers: Any = None,
         *,
-        known: Known | None = None,
+        cache: TraceCache | None = None,
     ) -> None:
         """Trace nothing yet.
 
@@ -84,9 +84,9 @@ class Traced:
             model: a bare model on any device, `meta` included. It is not changed.
             sample_input: the input of one micro-batch on one rank.
             layers: the layers of the job; None: all that are found.
-            known: results of other traces of the same model, with the same device and dtypes.
+            cache: results of other traces of the same model, with the same device and dtypes.
         """
-        self.given, self.sample, self.known = model, sample_input, Known() if known is None else known
+        self.given, self.sample, self.cache = model, sample_input, TraceCache() if cache is None else cache
         self.layers = None if layers is None else tuple(layer.fqn for layer in find_layers(model, layers))
         self._parts: dict[Hashable, TracedPart] = {}
 
@@ -111,14 +111,14 @@ class Traced:
         Raises:
             ValueError: the model cannot be cut.
         """
-        if self.known.cut is None:
+        if self.cache.cut is None:
             try:
-                self.known.cut = parts_of(self.whole, self.sample, job)
+                self.cache.cut = parts_of(self.whole, self.sample, job)
             except ValueError as error:
-                self.known.cut = str(error)
-        if isinstance(self.known.cut, str):
-            raise ValueError(self.known.cut)
-        return self.known.cut
+                self.cache.cut = str(error)
+        if isinstance(self.cache.cut, str):
+            raise ValueError(self.cache.cut)
+        return self.cache.cut
 
     def hidden(self, job: Job) -> Tensor:
         """Return the tensor that one rank sends to the next stage for a micro-batch, without data."""
@@ -137,15 +137,15 @@ class Traced:
     @cached_property
     def _settings(self) -> dict[str, int]:
         """Number of each layer that is equal for equal layers, of which the same is trained."""
-        modules, cut = dict(bare_modules(self.whole)), self.known.cut
+        modules, cut = dict(bare_modules(self.whole)), self.cache.cut
         assert isinstance(cut, StageParts)
-        return {name: self.known.number(settings_of(modules[name])) for name in cut.layers}
+        return {name: self.cache.number(settings_of(modules[name])) for name in cut.layers}
 
     def _part(self, job: Job, which: Hashable, make: Callable[[], tuple[nn.Module, Any]]) -> TracedPart:
         key = (which, local_shape(job))
         if key not in self._parts:
             model, sample = make()
-            self._parts[key] = TracedPart(model, sample, job, self.known)
+            self._parts[key] = TracedPart(model, sample, job, self.cache)
         part = self._parts[key]
         if job.loss is not None:
             check_head(part.model)
@@ -180,7 +180,7 @@ class Stage:
     names: tuple[str, ...]
     """Names of its layers in the whole model."""
     runs: dict[tuple[Choice, ...], list[LayerRun]] = field(default_factory=dict, repr=False)
-    """Results of `nemo_like.planning.answers.seconds.layer_runs`."""
+    """Results of `nemo_like.planning.predictions.seconds.layer_runs`."""
 
     @property
     def device(self) -> Device:
@@ -190,7 +190,7 @@ class Stage:
     @cached_property
     def loss(self) -> StepLoss:
         """Way in which its step computes the loss."""
-        return StepLoss.of(self.job)
+        return StepLoss.from_job(self.job)
 
     @property
     def skip(self) -> bool:
@@ -223,7 +223,7 @@ class Stage:
         alone = job.fsdp is not None and job.tp.size * job.dp_replicate > 1
         ranks, experts = job.shard_ranks, job.shard_ranks * job.tp.size // job.ep.size
         forms, number = part.forms(whole=ranks == 1, ends="apart" if job.fsdp is None else job.fsdp.ends)
-        known, key = part.known.shardings, (number, ranks, experts, job.dp_replicate, alone, job.fsdp, part.shape)
+        known, key = part.cache.shardings, (number, ranks, experts, job.dp_replicate, alone, job.fsdp, part.shape)
         if key not in known:
             known[key] = sharding_of(
                 forms,
@@ -393,12 +393,12 @@ class PlanQuery:
     job: Job
     stages: tuple[Stage, ...]
     peaks: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
-    """Results of `nemo_like.planning.answers.rank.rank_peak`."""
+    """Results of `nemo_like.planning.predictions.rank.rank_peak`."""
     near: dict[int, tuple[int, int]] = field(default_factory=dict, repr=False, compare=False)
     """Saved bytes and peak of the choices that were last made for a rank: others are near."""
 
     @classmethod
-    def of(cls, model: nn.Module, sample_input: Any, job: Job, **how: Any) -> PlanQuery:
+    def from_model(cls, model: nn.Module, sample_input: Any, job: Job, **how: Any) -> PlanQuery:
         """Trace `model` for `job`; arguments as for `Traced`."""
         return Traced(model, sample_input, job.layers, **how).query(job)
 

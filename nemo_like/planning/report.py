@@ -23,15 +23,15 @@ from nemo_like.activation_checkpointing.plan import BudgetError, Plan
 from nemo_like.job import Job
 from nemo_like.options import MemoryBudget, PlanSearch, StepSpec
 from nemo_like.planning.account import Explained, account_of
-from nemo_like.planning.answers.outside_allocator import Outside, default_limit, outside_of
-from nemo_like.planning.answers.rank import peak_of, peaks_of
-from nemo_like.planning.answers.seconds import timeline_of
-from nemo_like.planning.answers.verdict import Need, most_allocated, need_of, plan_within, reserved_within
-from nemo_like.planning.answers.within import choose
+from nemo_like.planning.memory_model.storages import Peak
 from nemo_like.planning.model.capture import planned_imbalance
 from nemo_like.planning.model.traced import MODES
 from nemo_like.planning.planner import balanced_peak, describe
-from nemo_like.planning.program.storages import Peak
+from nemo_like.planning.predictions.budget_search import choose
+from nemo_like.planning.predictions.outside_allocator import Outside, default_limit, outside_of
+from nemo_like.planning.predictions.rank import peak_of, peaks_of
+from nemo_like.planning.predictions.seconds import timeline_of
+from nemo_like.planning.predictions.verdict import Need, most_allocated, need_of, plan_within, reserved_within
 from nemo_like.planning.query import Choices, PlanQuery, Stage
 
 SHARES = ("75%", "50%", "25%", "12.5%")
@@ -205,7 +205,7 @@ class PlanReport:
         return Table(columns, tuple(self._cells(row, unit, ranks) for row in self.rows))
 
     def _unit(self) -> ByteUnit:
-        return ByteUnit.of([row.need.bytes for row in self.rows])
+        return ByteUnit.for_sizes([row.need.bytes for row in self.rows])
 
     def _cells(self, row: ReportRow, unit: ByteUnit, ranks: int) -> tuple[str, ...]:
         plan, speed = row.plan, self.tokens_per_second(row)

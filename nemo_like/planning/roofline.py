@@ -36,7 +36,7 @@ def op_seconds(op: OpRecord, device: Device) -> float:
 
 
 def kernel_seconds(op: OpRecord, device: Device) -> float:
-    """Return the seconds of one kernel; 0 for a view, and for what is sent (`nemo_like.planning.answers.seconds`).
+    """Return the seconds of one kernel; 0 for a view, and for what is sent (`nemo_like.planning.predictions.seconds`).
 
     The longer of its FLOPs at the device's reachable rate and its bytes at the reachable bandwidth (Williams et al.,
     "Roofline", CACM 2009), and at least a launch. A matrix product fills the processors in whole waves of tiles, so that one

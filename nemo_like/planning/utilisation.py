@@ -120,7 +120,7 @@ class Utilisation:
     """For people, in one line: what it is a share of, or why it is left out."""
 
     @classmethod
-    def of(cls, model: nn.Module, device: Device, precision: Precision) -> Utilisation:
+    def for_model(cls, model: nn.Module, device: Device, precision: Precision) -> Utilisation:
         """For the bare `model` on devices like `device`.
 
         The share is of the data sheet's FLOP/s in 16 bits, whatever the precision, as `nemo_like.planning.fit` has it; on

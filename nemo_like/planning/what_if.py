@@ -12,8 +12,8 @@ from torch import nn
 
 from nemo_like.job import Job
 from nemo_like.planning.advise import changes
-from nemo_like.planning.answers.outside_allocator import default_limit
 from nemo_like.planning.planner import query_of
+from nemo_like.planning.predictions.outside_allocator import default_limit
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.report import PlanReport, WhatIf, fastest_within, row_of
 

@@ -147,7 +147,7 @@ class ProfileReport:
     @property
     def unit(self) -> ByteUnit:
         """The unit in which its table has bytes."""
-        return ByteUnit.of([self.peak_bytes, self.total_activation_bytes])
+        return ByteUnit.for_sizes([self.peak_bytes, self.total_activation_bytes])
 
     def to_json(self) -> str:
         """Everything that was measured, with its totals."""

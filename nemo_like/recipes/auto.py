@@ -174,7 +174,7 @@ class PlannedStep:
             raise ValueError("peaks of a pipeline's stages are what nemo-like plan --pp predicts")
         device = self.device or device_at_hand(self.ranks.device.type)
         sample = options.planned_input(options.rows(self.ranks.data_ranks))
-        return PlanQuery.of(
+        return PlanQuery.from_model(
             self.source.build("meta", torch.float32), sample, options.job(world_size=self.ranks.world_size, gpu=device)
         )
 

@@ -15,7 +15,7 @@ from nemo_like._util.console import flag
 from nemo_like._util.log import warn_once
 from nemo_like._util.module_tree import bare
 from nemo_like.distributed import get_model_state
-from nemo_like.distributed.weights.slots import in_boxes
+from nemo_like.distributed.weights.tensor_locations import in_boxes
 
 # These may change on purpose (train longer, with another rate); the change is logged.
 _MAY_CHANGE = "steps lr schedule warmup_steps lr_floor weight_decay beta1 beta2 clip precision".split()  # noqa: SIM905

@@ -44,7 +44,7 @@ class Corpus:
         self.tokens, self.starts, self.size = tokens, list(starts), len(tokens)
 
     @classmethod
-    def of(cls, documents: Sequence[bytes]) -> Corpus:
+    def from_documents(cls, documents: Sequence[bytes]) -> Corpus:
         """The bytes of documents."""
         joined = bytearray().join(documents)
         tokens = torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.zeros(0, dtype=torch.uint8)
@@ -103,7 +103,7 @@ def load_text(data: str | os.PathLike[str] | None = None) -> TextData:
         digest.update(f"{len(part)}\0".encode())
         for content in part:
             digest.update(f"{len(content)}\0".encode() + content)
-    return TextData(Corpus.of(train), Corpus.of(held_out), name, digest.hexdigest()[:16])
+    return TextData(Corpus.from_documents(train), Corpus.from_documents(held_out), name, digest.hexdigest()[:16])
 
 
 def _read_files(root: Path, *, stdlib: bool) -> Iterator[tuple[str, bytes]]:

@@ -83,7 +83,7 @@ class Pretraining:
         self.unigram_entropy = None if self.held_out is None else self.held_out.entropy()
         check_positions(getattr(model, "config", None), "--seq-len", options.seq_len)
         device = device_at_hand(ranks.device.type)
-        self.utilisation = Utilisation.of(model, device, options.job().precision)
+        self.utilisation = Utilisation.for_model(model, device, options.job().precision)
         self.options = options = with_sync(options, model, device.memory_bytes)
         if options.free:
             self.options, self.ranks, self.fitted = choose(options, ranks, model)

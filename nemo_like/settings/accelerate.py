@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from nemo_like.settings.formats import ROTATION, WHOLE, Format, Kind, only, switch, words
+from nemo_like.settings.formats import ROTATION, WHOLE, Format, ValueKind, only, switch, words
 
-SHARDING: dict[str, tuple[str, Kind]] = {
+SHARDING: dict[str, tuple[str, ValueKind]] = {
     "fsdp_config.fsdp_version": ("", only(2)),
     "fsdp_config.fsdp_reshard_after_forward": ("reshard_after_forward", switch("yes", "no")),
     "fsdp_config.fsdp_offload_params": ("cpu_offload", switch()),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from nemo_like.settings.accelerate import NOT_READ, RENAMED, SHARDING, reduce_alike
-from nemo_like.settings.formats import WHOLE, Format, Kind, only, preset, same, switch, words
+from nemo_like.settings.formats import WHOLE, Format, ValueKind, only, preset, same, switch, words
 
 
 def _finish(values: dict[str, Any]) -> Iterator[str]:
@@ -28,7 +28,7 @@ TABLE = Format(
     framework="axolotl",
     marks=("base_model",),
     keys={
-        "base_model": ("model", Kind(preset)),
+        "base_model": ("model", ValueKind(preset)),
         "sequence_len": ("seq_len", WHOLE),
         "micro_batch_size": ("batch_size", WHOLE),
         "gradient_accumulation_steps": ("grad_accum", WHOLE),

@@ -16,7 +16,7 @@ UNKNOWN = object()
 
 
 @dataclass(frozen=True)
-class Kind:
+class ValueKind:
     """A kind of value: how it is read, and written."""
 
     read: Callable[[Any], Any]
@@ -30,7 +30,7 @@ class Format:
     framework: str
     marks: tuple[str, ...]
     """Keys of which a file of this framework has one."""
-    keys: Mapping[str, tuple[str, Kind]]
+    keys: Mapping[str, tuple[str, ValueKind]]
     """By dotted key: the flag that it sets, and its kind. A name with ``_`` in front is for `finish` alone."""
     ignored: tuple[str, ...]
     """Patterns of keys that change neither memory nor speed."""
@@ -109,7 +109,7 @@ def flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{above}{name}", value
 
 
-def whole(*unset: object) -> Kind:
+def whole(*unset: object) -> ValueKind:
     """Return the kind of a whole number from 1 on; `unset`: values that mean none."""
 
     def read(value: Any) -> int | None:
@@ -119,10 +119,10 @@ def whole(*unset: object) -> Kind:
             raise ValueError("it must be a whole number >= 1")
         return value
 
-    return Kind(read)
+    return ValueKind(read)
 
 
-def words(known: Mapping[Any, Any], others: bool = True) -> Kind:
+def words(known: Mapping[Any, Any], others: bool = True) -> ValueKind:
     """Return the kind of a word, in small or large letters, that means a value of ours.
 
     Args:
@@ -138,29 +138,29 @@ def words(known: Mapping[Any, Any], others: bool = True) -> Kind:
             return UNKNOWN
         raise ValueError(f"it must be {' or '.join(dict.fromkeys(map(_small, known)))}")
 
-    return Kind(read, lambda value: next((word for word, meaning in known.items() if meaning == value), UNKNOWN))
+    return ValueKind(read, lambda value: next((word for word, meaning in known.items() if meaning == value), UNKNOWN))
 
 
 def _small(word: object) -> str:
     return str(word).lower()
 
 
-def switch(on: Any = True, off: Any = False) -> Kind:
+def switch(on: Any = True, off: Any = False) -> ValueKind:
     """Return the kind of a yes or a no, each of which means a value; None: it changes nothing."""
     return words({True: on, False: off, "yes": on, "no": off}, others=False)
 
 
-def only(*harmless: Any) -> Kind:
+def only(*harmless: Any) -> ValueKind:
     """Return the kind of a key that changes nothing with these values, and is not understood with others."""
-    return Kind(lambda value: None if value in harmless else UNKNOWN)
+    return ValueKind(lambda value: None if value in harmless else UNKNOWN)
 
 
-def same(*known: str) -> Kind:
+def same(*known: str) -> ValueKind:
     """Return the kind of a word that is ours, too."""
     return words({word: word for word in known})
 
 
-WHOLE, WORD = whole(), Kind(str)
+WHOLE, WORD = whole(), ValueKind(str)
 DTYPE = words(
     {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}
     | {"bf16": "bf16", "fp32": "fp32", "fp16": "fp16"}

@@ -7,7 +7,7 @@ from typing import Any
 
 from nemo_like.options.optimizers import TRAINER_OPTIMIZERS
 from nemo_like.settings.accelerate import NOT_READ, reduce_alike
-from nemo_like.settings.formats import DTYPE, UNKNOWN, WHOLE, Format, Kind, only, preset, switch, whole, words
+from nemo_like.settings.formats import DTYPE, UNKNOWN, WHOLE, Format, ValueKind, only, preset, switch, whole, words
 
 FSDP_WORDS = {"full_shard", "shard_grad_op", "offload", "auto_wrap"}
 """Words of ``fsdp`` that FSDP2 has a meaning for."""
@@ -41,14 +41,16 @@ def _fsdp_words(value: Any) -> tuple[str, ...] | None:
     return tuple(str(word).lower() for word in (value.split() if isinstance(value, str) else value)) or None
 
 
-def _read_only(kind: Kind) -> Kind:
+def _read_only(kind: ValueKind) -> ValueKind:
     """Return the kind of a key that is read, and not written."""
-    return Kind(kind.read, lambda value: UNKNOWN)
+    return ValueKind(kind.read, lambda value: UNKNOWN)
 
 
-def _unless(usual: Any) -> Kind:
+def _unless(usual: Any) -> ValueKind:
     """Return the kind of a field that changes nothing with its `usual` value, and is not written with it."""
-    return Kind(lambda value: None if value == usual else value, lambda value: UNKNOWN if value == usual else value)
+    return ValueKind(
+        lambda value: None if value == usual else value, lambda value: UNKNOWN if value == usual else value
+    )
 
 
 def _finish(values: dict[str, Any]) -> Iterator[str]:
@@ -119,10 +121,10 @@ TABLE = Format(
         "torch_compile_mode": ("", only("default")),
         "activation_checkpointing": ("_checkpoints", switch("full", "none")),
         "activation_checkpointing_kwargs.use_reentrant": ("", only(True, False)),
-        "fsdp": ("_fsdp", Kind(_fsdp_words)),
-        "fsdp_config.version": ("_version", Kind(only(2, "2").read)),
+        "fsdp": ("_fsdp", ValueKind(_fsdp_words)),
+        "fsdp_config.version": ("_version", ValueKind(only(2, "2").read)),
         "fsdp_config.reshard_after_forward": ("reshard_after_forward", RESHARD),
-        "fsdp_config.cpu_offload": ("cpu_offload", Kind(switch().read, _unless(False).write)),
+        "fsdp_config.cpu_offload": ("cpu_offload", ValueKind(switch().read, _unless(False).write)),
         "fsdp_config.activation_checkpointing": ("_fsdp_checkpoints", switch("full", "none")),
         "fsdp_config.auto_wrap_policy": ("", only("TRANSFORMER_BASED_WRAP")),
         **{f"parallelism_config.{axis}_size": (axis, _read_only(WHOLE)) for axis in AXES},
@@ -130,11 +132,11 @@ TABLE = Format(
         "ac": ("ac", _unless("none")),
         "ac_scope": ("scope", _unless("all")),
         "loss": ("loss", words({"model": None, "chunked": "chunked"}, others=False)),
-        "cp": ("cp", Kind(whole(1).read, _unless(1).write)),
+        "cp": ("cp", ValueKind(whole(1).read, _unless(1).write)),
         "offload": ("offload", words({"none": None} | {word: word for word in OFFLOADS}, others=False)),
         "loss_type": ("loss", _read_only(words({"nll": None, "chunked_nll": "chunked"}))),
         "peft_config.r": ("lora", _read_only(WHOLE)),
-        "model_name_or_path": ("model", _read_only(Kind(preset))),
+        "model_name_or_path": ("model", _read_only(ValueKind(preset))),
         "model_init_kwargs.dtype": ("dtype", _read_only(DTYPE)),
         "model_init_kwargs.attn_implementation": ("", only("flash_attention_2", "flash_attention_3", "sdpa")),
         f"{ACCUMULATION}.sync_each_batch": ("sync", switch("every", "last")),

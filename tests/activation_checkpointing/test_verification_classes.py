@@ -69,7 +69,7 @@ class _ByReference:
 
 @pytest.fixture
 def unprotected(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("Ambient", "BufferSnapshot", "ModuleState"):
+    for name in ("GlobalState", "BufferSnapshot", "ModuleState"):
         monkeypatch.setattr(surroundings, name, _Nothing)
     for module in (region, sequential):
         monkeypatch.setattr(module, "SavedInputs", _ByReference)

@@ -11,7 +11,7 @@ import pytest
 
 from nemo_like import fake_rank
 from nemo_like._util.live_bytes import LiveBytes
-from nemo_like.planning.program.storage_ledger import StorageLedger
+from nemo_like.planning.memory_model.storage_ledger import StorageLedger
 from tests.explaining.made import Recording, frame
 
 _ENGINE = "torch/autograd/graph.py"

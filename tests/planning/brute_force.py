@@ -1,4 +1,4 @@
-"""The best ways to run a block by trying all of them: independent of `nemo_like.planning.choose.solver` and of any library.
+"""The best ways to run a block by trying all of them: independent of `nemo_like.planning.selection.solver` and libraries.
 
 Ops are gone through from the last to the first. What matters of the choices made so far is which earlier outputs they
 ask for, the bytes they keep and the cost of what they run; of two that ask for the same, one that is worse in both is
@@ -10,8 +10,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from nemo_like.planning.choose import solver
-from nemo_like.planning.choose.solver import Op
+from nemo_like.planning.selection import solver
+from nemo_like.planning.selection.solver import Op
 
 Point = tuple[int, float]
 """Bytes kept, cost of replay."""

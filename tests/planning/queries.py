@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 from nemo_like._util.live_bytes import storages_of
 from nemo_like.activation_checkpointing.plan import Plan
 from nemo_like.options import MemoryBudget
-from nemo_like.planning.answers.reserved import Reserved, reserved_on
-from nemo_like.planning.answers.within import choose
 from nemo_like.planning.model.traced import TracedPart
 from nemo_like.planning.planner import describe
+from nemo_like.planning.predictions.budget_search import choose
+from nemo_like.planning.predictions.reserved import Reserved, reserved_on
 from nemo_like.planning.query import Choices, PlanQuery
 from tests.models.tiny import VOCAB, Decoder
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_like.options.memory import AllocatorConfig
-from nemo_like.planning.program.allocator import CachingAllocator, DeviceMemoryError
+from nemo_like.planning.memory_model.allocator import CachingAllocator, DeviceMemoryError
 from tests.gpusim import PLACES, on_device, run_at
 
 KIB, MIB = 1 << 10, 1 << 20

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from nemo_like import Job, parallelize
 from nemo_like.options import MemoryBudget, StepSpec
-from nemo_like.planning.answers.rank import peak_of
-from nemo_like.planning.answers.within import choose
-from nemo_like.planning.choose.layer_seconds import backward_times, fused
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.planner import apply_plan, describe
+from nemo_like.planning.predictions.budget_search import choose
+from nemo_like.planning.predictions.rank import peak_of
 from nemo_like.planning.query import PlanQuery
+from nemo_like.planning.selection.layer_seconds import backward_times, fused
 from nemo_like.planning.trace.block import BlockTrace, trace_block
 from nemo_like.planning.trace.meter import TracedBytes
 from tests.allocator_events import cpu_events
@@ -148,7 +148,7 @@ def test_a_leaf_that_a_block_makes_is_held_whatever_the_plan(share: float | None
     torch.manual_seed(0)
     model, x = Stack(), torch.randn(LEAF_ROWS, LEAF_WIDTH)
     setup = Job.of(step=StepSpec(keeps_output=False, optimizer="sgd"))
-    query = PlanQuery.of(model, {"x": x}, setup.change(gpu=resolve_device("cpu")))
+    query = PlanQuery.from_model(model, {"x": x}, setup.change(gpu=resolve_device("cpu")))
     if share is None:
         choices = query.uniform("full")
     else:

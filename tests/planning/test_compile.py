@@ -18,10 +18,10 @@ from nemo_like._util.tensors import tensors_in
 from nemo_like.activation_checkpointing import ops
 from nemo_like.compile import compile_layers
 from nemo_like.planning import apply_plan, plan_for
-from nemo_like.planning.choose import closure
-from nemo_like.planning.choose.layer import BlockProblem
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.roofline import op_seconds
+from nemo_like.planning.selection import closure
+from nemo_like.planning.selection.layer import BlockProblem
 from nemo_like.planning.trace.block import OpRecord, trace_block
 from nemo_like.torch_compat import fake_tensor_types
 from tests.models.llama_style import D, LlamaStyle, S

@@ -13,9 +13,9 @@ from nemo_like.distributed.first_rank import first_rank
 from nemo_like.fake.ranks import ranks_of
 from nemo_like.layers import find_layers
 from nemo_like.options import MemoryBudget, TensorParallel
-from nemo_like.planning.answers.rank import peak_of
-from nemo_like.planning.answers.within import choose
 from nemo_like.planning.planner import describe
+from nemo_like.planning.predictions.budget_search import choose
+from nemo_like.planning.predictions.rank import peak_of
 from nemo_like.planning.query import PlanQuery
 from nemo_like.torch_compat import local_part
 from tests.allocator_events import cpu_events
@@ -40,7 +40,7 @@ def _batch() -> dict[str, Tensor]:
 
 def _query(model: nn.Module, ac: str, compile: str | bool) -> PlanQuery:
     job = Job.of(strategy="single", ac=ac, compile=compile, device="cpu", optimizer="sgd")
-    return PlanQuery.of(model, _batch(), job)
+    return PlanQuery.from_model(model, _batch(), job)
 
 
 @pytest.mark.parametrize("ac", ["none", "selective", "full"])
@@ -110,7 +110,7 @@ def test_it_saves_what_the_compiler_saves_of_split_weights(sequence_parallel: bo
     """One of two ranks of tensor parallelism, whose collectives do nothing."""
     tp = TensorParallel(2, sequence_parallel=sequence_parallel)
     job = Job.of(world_size=2, tp=tp, compile="inductor", device="cpu", optimizer="sgd")
-    query = PlanQuery.of(_model(), _batch(), job)
+    query = PlanQuery.from_model(_model(), _batch(), job)
     call = query.stages[0].layer_calls(query.uniform("none")[0], False)[1]
     model, _ = first_rank(_model(), tp)
     model.to_empty(device="cpu")

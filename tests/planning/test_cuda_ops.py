@@ -19,9 +19,9 @@ from nemo_like.fake.run import FakeRun
 from nemo_like.layers import find_layers
 from nemo_like.options import Precision
 from nemo_like.planning import Plan, apply_plan
-from nemo_like.planning.answers.rank import peak_of
 from nemo_like.planning.devices import device_at_hand, resolve_device
 from nemo_like.planning.model.capture import trace_model
+from nemo_like.planning.predictions.rank import peak_of
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.trace.block import record
 from tests.checks import assert_bitwise, step
@@ -226,7 +226,7 @@ class _Model(nn.Module):
 def test_a_block_of_all_that_differs_is_planned_and_proved() -> None:
     """The table is run by the engine on fake tensors, so that one which did not fit would be refused."""
     model, x = _Model().to(BF16), torch.randn(2, 32, 64, dtype=BF16)
-    query = PlanQuery.of(model, x, Job.of(gpu=resolve_device("a100-80gb")))
+    query = PlanQuery.from_model(model, x, Job.of(gpu=resolve_device("a100-80gb")))
     for problem in part_of(query).problems:
         ops = [str(record.op).split(".")[1] for record in problem.records]
         assert ops.count("_fused_rms_norm") == ops.count("native_dropout") == 1
@@ -253,7 +253,7 @@ def test_deepseek_v3_holds_a_quarter_of_what_unfused_attention_would() -> None:
     setup = Job.of(world_size=2048, precision=Precision("bf16"))
     held = {}
     for device in ("h100-80gb", "cpu"):
-        query = PlanQuery.of(
+        query = PlanQuery.from_model(
             model,
             {"input_ids": ids, "labels": ids},
             setup.change(gpu=resolve_device(device)),

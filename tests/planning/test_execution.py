@@ -15,11 +15,11 @@ from nemo_like.activation_checkpointing.policy import DecisionTable
 from nemo_like.layers import find
 from nemo_like.options import TensorParallel
 from nemo_like.planning import devices
-from nemo_like.planning.answers.seconds import Links, shown_seconds
-from nemo_like.planning.choose import closure, solver
-from nemo_like.planning.choose.layer import BlockProblem
 from nemo_like.planning.model import capture
+from nemo_like.planning.predictions.seconds import Links, shown_seconds
 from nemo_like.planning.roofline import gather_seconds
+from nemo_like.planning.selection import closure, solver
+from nemo_like.planning.selection.layer import BlockProblem
 from nemo_like.planning.trace import block
 from tests.planning.brute_force import at_budget
 
@@ -196,7 +196,7 @@ def test_trace_is_the_op_sequence_of_the_real_forward(name):
 
 
 def test_asynchronous_tensor_parallelism_shows_what_is_longer_and_a_piece() -> None:
-    links = Links.of(Job.of(world_size=4, tp=4), devices.resolve_device("h100"))
+    links = Links.for_job(Job.of(world_size=4, tp=4), devices.resolve_device("h100"))
     sending = gather_seconds(1 << 30, links.tensor, links.device)
     for beside, shown in ((0.0, sending), (3 * sending, sending / 4), (sending / 2, 0.625 * sending)):
         assert shown_seconds(1 << 30, beside, links) == pytest.approx(shown)

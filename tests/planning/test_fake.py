@@ -11,8 +11,8 @@ from torch import nn
 
 from nemo_like import Job, StepSpec, plan_for
 from nemo_like.fake.run import FakeRun
-from nemo_like.planning.answers.rank import peak_of
 from nemo_like.planning.devices import resolve_device
+from nemo_like.planning.predictions.rank import peak_of
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.trace import meter as gradient_sums
 from nemo_like.planning.trace.block import record
@@ -248,7 +248,7 @@ class _Model(nn.Module):
 
 def _query(inside: bool, step: StepSpec | None = None) -> PlanQuery:
     setup = Job.of(step=step or StepSpec(loss_fn=torch.sum))
-    return PlanQuery.of(_Model(inside), torch.randn(4, 8), setup.change(gpu=resolve_device("cpu")))
+    return PlanQuery.from_model(_Model(inside), torch.randn(4, 8), setup.change(gpu=resolve_device("cpu")))
 
 
 @pytest.mark.parametrize("ask", [peak_of, lambda query, choices: part_of(query).proved_all(choices[0])])

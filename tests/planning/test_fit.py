@@ -13,15 +13,15 @@ from nemo_like import Job, parallelize
 from nemo_like.cli import main
 from nemo_like.distributed.pipeline.schedules import actions_of
 from nemo_like.options import PipelineParallel, Precision
-from nemo_like.planning.answers.seconds import step_seconds
-from nemo_like.planning.answers.verdict import ALLOCATED, Need
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.fit import fit
 from nemo_like.planning.fit.fitting import make_search
 from nemo_like.planning.fit.layouts import Layout, Room, layouts
 from nemo_like.planning.fit.question import Question, read_pins
 from nemo_like.planning.fit.report import recipe
-from nemo_like.planning.program.timeline import timeline
+from nemo_like.planning.predictions.seconds import step_seconds
+from nemo_like.planning.predictions.timeline import timeline
+from nemo_like.planning.predictions.verdict import ALLOCATED, Need
 from nemo_like.planning.roofline import gather_seconds, group_of
 from tests.models import tiny
 from tests.models.fit_models import mixture

@@ -16,7 +16,6 @@ from nemo_like.cli import main
 from nemo_like.models import text_batch
 from nemo_like.options import PlanSearch, Precision, StepSpec, TensorParallel
 from nemo_like.options.memory import AllocatorConfig
-from nemo_like.planning.answers.rank import peak_of
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.fit import fit
 from nemo_like.planning.fit.fitting import make_search
@@ -24,6 +23,7 @@ from nemo_like.planning.fit.layouts import Layout, job_of
 from nemo_like.planning.fit.question import _SEARCHED, Question, read_pins, read_question
 from nemo_like.planning.fit.report import recipe
 from nemo_like.planning.planner import query_of
+from nemo_like.planning.predictions.rank import peak_of
 from nemo_like.planning.query import PlanQuery
 from tests.models.fit_models import llama, mixture
 from tests.planning.queries import Text, reserved
@@ -253,7 +253,7 @@ def test_a_model_whose_state_no_gpu_can_hold_fits_with_as_many_bytes_as_its_plan
     report = fit(model, grad_accum=1, host_memory="132GiB", **asked)
     best = report.best
     ids = best.sample["input_ids"]
-    query = PlanQuery.of(
+    query = PlanQuery.from_model(
         model,
         {"input_ids": ids, "labels": ids},
         Job.of(

@@ -14,10 +14,10 @@ from nemo_like._util.words import write_bytes
 from nemo_like.cli import main
 from nemo_like.options import PipelineParallel, Precision
 from nemo_like.options.memory import AllocatorConfig
-from nemo_like.planning.answers.reserved import StepLogs, replay
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.fit import fit
 from nemo_like.planning.fit.advice import _spans_hosts
+from nemo_like.planning.predictions.reserved import StepLogs, replay
 from nemo_like.planning.query import PlanQuery
 from tests.models.fit_models import llama, mixture
 from tests.planning.queries import Text
@@ -175,7 +175,7 @@ def test_growing_segments_are_named_for_a_pipeline_where_its_ranks_reserve_less_
     asked = _TWO_STAGES | _AXES | {"gpu": "h100-80gb", "seq_len": 1500, "micro_batch": 2, "global_batch": 8}
     report = fit(model, memory="875MiB", optimizer="adamw", **asked)
     ids = torch.zeros(2, 1500, dtype=torch.long)
-    query = PlanQuery.of(
+    query = PlanQuery.from_model(
         model,
         {"input_ids": ids, "labels": ids},
         Job.of(

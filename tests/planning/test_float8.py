@@ -13,10 +13,10 @@ from nemo_like import Job, dry_run, parallelize
 from nemo_like._util.extras import MissingExtraError
 from nemo_like.activation_checkpointing.plan import Plan, PlanError
 from nemo_like.options import MemoryBudget, Precision, TensorParallel
-from nemo_like.planning.answers.rank import peak_of
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.fit import fit
 from nemo_like.planning.planner import plan_for
+from nemo_like.planning.predictions.rank import peak_of
 from nemo_like.planning.query import PlanQuery
 from tests.checks import assert_bitwise, refused, same, step
 from tests.models.fit_models import llama
@@ -47,7 +47,7 @@ def _model(**sizes: int) -> Any:
 def test_the_peak_is_within_one_per_cent(ac: str) -> None:
     ids = torch.randint(512, (4, 64), generator=torch.Generator().manual_seed(0))
     sample = {"input_ids": ids, "labels": ids}
-    query = PlanQuery.of(_model(), sample, Job.of(gpu=resolve_device("cpu")))
+    query = PlanQuery.from_model(_model(), sample, Job.of(gpu=resolve_device("cpu")))
     plan = plan_of(query, MemoryBudget.parse(ac)) if "MiB" in ac else None
     predicted = peak_of(query, query.uniform(ac)).total if plan is None else plan.peak_bytes
     model = parallelize(_model(), "single", ac=ac if plan is None else plan, device="cpu")
@@ -69,7 +69,7 @@ def test_what_an_operator_on_float8_runs_inside_counts(ac: str) -> None:
     sizes = dict(hidden_size=64, intermediate_size=256, vocab_size=32, max_position_embeddings=256)
     ids = torch.randint(32, (4, 256), generator=torch.Generator().manual_seed(0))
     sample = {"input_ids": ids, "labels": ids}
-    query = PlanQuery.of(_model(**sizes), sample, Job.of(gpu=resolve_device("cpu")))
+    query = PlanQuery.from_model(_model(**sizes), sample, Job.of(gpu=resolve_device("cpu")))
     predicted = peak_of(query, query.uniform(ac))
     measured = loop_peak_bytes(parallelize(_model(**sizes), "single", ac=ac, device="cpu"), sample)
     assert abs(predicted.total - measured) <= 0.005 * measured
@@ -142,7 +142,7 @@ def test_a_plan_runs_with_the_precision_that_it_was_made_for_alone(tmp_path: Any
 def test_what_is_not_planned_is_refused(setup: dict[str, Any], device: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         made = Job.of(**{"precision": Precision("bf16", matmuls="fp8")} | setup, gpu=resolve_device(device))
-        PlanQuery.of(llama(), _sample(), made)
+        PlanQuery.from_model(llama(), _sample(), made)
 
 
 def test_without_torchao_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +162,9 @@ def test_products_of_layers_count_at_the_rate_of_float8_where_it_is_known() -> N
     for float8 in (True, False):
         rates = {name: rate for name, rate in device.matmul_flops.items() if name != "float8" or float8}
         own, plain = (
-            PlanQuery.of(llama(), _sample(), Job.of(precision=precision, gpu=replace(device, matmul_flops=rates)))
+            PlanQuery.from_model(
+                llama(), _sample(), Job.of(precision=precision, gpu=replace(device, matmul_flops=rates))
+            )
             for precision in (Precision("bf16", matmuls="fp8"), Precision("bf16"))
         )
         assert part_of(own).problems[0].device.matmul_flops["half"] == rates["float8" if float8 else "half"]
@@ -187,7 +189,7 @@ def test_sequences_are_gathered_in_float8() -> None:
     model = transformers.AutoModelForCausalLM.from_config(_small(hidden_size=64, intermediate_size=128, vocab_size=512))
     for word in ("bf16", "fp8", "fp8-rowwise"):
         job = Job.of(gpu="h100", world_size=2, tp=tp, precision=word, ac="full")
-        query = PlanQuery.of(model, _sample(), job)
+        query = PlanQuery.from_model(model, _sample(), job)
         sizes[word] = [size for size, _ in query.stages[0].part.block(0, compiled=False).pieces]
         assert peak_of(query, query.uniform("full")).total == dry_run(model, job, _sample()).peak_bytes
     hidden = 4 * 64 * 64 * 2

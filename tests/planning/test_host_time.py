@@ -10,11 +10,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nemo_like import Job
-from nemo_like.planning.answers.seconds import HOST, layer_runs, step_seconds
-from nemo_like.planning.choose.layer_seconds import LayerRun
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.host_time import host_seconds
+from nemo_like.planning.predictions.seconds import HOST, layer_runs, step_seconds
 from nemo_like.planning.query import PlanQuery
+from nemo_like.planning.selection.layer_seconds import LayerRun
 
 
 def _parts(
@@ -29,7 +29,7 @@ def _parts(
         model = LlamaForCausalLM(config)
         ids = torch.zeros(1, tokens, dtype=torch.int64)
     asked = Job.of(world_size=gpus, ac=ac, gpu=resolve_device(gpu), precision="bf16", **job)
-    query = PlanQuery.of(model, {"input_ids": ids, "labels": ids}, asked)
+    query = PlanQuery.from_model(model, {"input_ids": ids, "labels": ids}, asked)
     choices = query.uniform(ac)
     return step_seconds(query, choices).parts, layer_runs(query.stages[0], choices[0])
 

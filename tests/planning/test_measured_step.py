@@ -10,9 +10,9 @@ import pytest
 from nemo_like import Job
 from nemo_like.cli import main
 from nemo_like.models import text_batch
-from nemo_like.planning.answers.seconds import step_seconds
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.measured_step import Speed, at_factor, fitted_factor, read_speed
+from nemo_like.planning.predictions.seconds import step_seconds
 from nemo_like.planning.query import PlanQuery
 from tests.planning.queries import Text
 
@@ -65,7 +65,7 @@ def test_numbers_and_what_is_no_speed(tmp_path: Path) -> None:
 
 
 def _query() -> PlanQuery:
-    return PlanQuery.of(Text(4), text_batch(2, 64), Job.of(gpu="h100-80gb"))
+    return PlanQuery.from_model(Text(4), text_batch(2, 64), Job.of(gpu="h100-80gb"))
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.3])

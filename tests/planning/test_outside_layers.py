@@ -17,8 +17,8 @@ from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from nemo_like.fake_rank import SAME, dry_run
 from nemo_like.options.optimizers import TrainedParameter, optimizer_memory
 from nemo_like.planning import BudgetError, plan_for
-from nemo_like.planning.answers.rank import peak_of
 from nemo_like.planning.devices import resolve_device
+from nemo_like.planning.predictions.rank import peak_of
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.report import PlanReport, make_report
 from nemo_like.planning.what_if import Step, what_if
@@ -48,7 +48,7 @@ def wide() -> nn.Module:
 
 
 def _query(model: nn.Module, sample: Any = BATCH, loss: ChunkedLoss | None = None) -> PlanQuery:
-    return PlanQuery.of(model, sample, Job.of(loss=loss, gpu=resolve_device("cpu")))
+    return PlanQuery.from_model(model, sample, Job.of(loss=loss, gpu=resolve_device("cpu")))
 
 
 def test_a_budget_that_only_chunks_meet() -> None:
@@ -220,7 +220,9 @@ def _holding(job, device="h100-80gb"):
             )
         )  # fmt: skip
     ids = torch.zeros(1, 32, dtype=torch.long)
-    return PlanQuery.of(model.train(), {"input_ids": ids, "labels": ids}, job.change(gpu=resolve_device(device)))
+    return PlanQuery.from_model(
+        model.train(), {"input_ids": ids, "labels": ids}, job.change(gpu=resolve_device(device))
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 4])

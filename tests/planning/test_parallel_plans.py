@@ -20,11 +20,11 @@ from nemo_like.fake.run import PlannedRouting, planned_table
 from nemo_like.layers import find_layers
 from nemo_like.models import resolve_model
 from nemo_like.options import FSDP2, ContextParallel, ExpertParallel, MemoryBudget, Precision, TensorParallel, parallel
-from nemo_like.planning.answers.rank import peak_of
-from nemo_like.planning.answers.seconds import step_seconds
-from nemo_like.planning.answers.within import choose
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.planner import balanced_peak
+from nemo_like.planning.predictions.budget_search import choose
+from nemo_like.planning.predictions.rank import peak_of
+from nemo_like.planning.predictions.seconds import step_seconds
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.report import make_report
 from nemo_like.planning.roofline import gather_seconds, group_of
@@ -61,7 +61,7 @@ def test_a_method_is_one_file_and_one_word(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(ValueError, match="no three ranks"):
         check_context_parallel(model, ContextParallel(3, "one_gather"))
     job = Job.of(world_size=2, cp=ContextParallel(2, "one_gather")).change(gpu=resolve_device("h100"))
-    query = PlanQuery.of(model, {"input_ids": ids, "labels": ids}, job)
+    query = PlanQuery.from_model(model, {"input_ids": ids, "labels": ids}, job)
     gathers = [record for record in part_of(query).problems[0].records if "gather_sequence" in record.op.name()]
     assert [record.bytes for record in gathers] == [2 * ROWS * model.config.num_key_value_heads * LENGTH * WIDTH * 4]
 
@@ -81,7 +81,7 @@ def test_a_gather_costs_what_a_rank_receives(method: str, ranks: int) -> None:
     """Keys and values once in forward, twice in backward, once more in a recomputation; kernels as of one rank's tokens."""
     ids, device = tokens(ROWS, LENGTH) % 48, resolve_device("h100")
     job = Job.of(world_size=ranks, cp=ContextParallel(ranks, method)).change(gpu=device)
-    query = PlanQuery.of(FAMILIES["llama"].build(), {"input_ids": ids, "labels": ids}, job)
+    query = PlanQuery.from_model(FAMILIES["llama"].build(), {"input_ids": ids, "labels": ids}, job)
     (record,) = (r for r in part_of(query).problems[0].records if r.op.name() == "nemo_like::causal_attention")
     heads, kv_heads = (getattr(part_of(query).model.config, f"num_{of}_heads") for of in ("attention", "key_value"))
     whole = 2 * ROWS * kv_heads * LENGTH * WIDTH * 4
@@ -133,7 +133,7 @@ def _query(imbalance: float | None, name: str = "mixtral", ep: int = 2, shard_ra
     ids = tokens(1, 32)
     sample = {"input_ids": ids, "labels": ids}
     setup = Job.of(world_size=shard_ranks, ep=ExpertParallel(ep, imbalance=imbalance), **more)
-    return PlanQuery.of(build(name, "meta"), sample, setup.change(gpu=resolve_device("h100")))
+    return PlanQuery.from_model(build(name, "meta"), sample, setup.change(gpu=resolve_device("h100")))
 
 
 def test_rows_grow_with_imbalance() -> None:

@@ -14,13 +14,13 @@ from nemo_like import Job
 from nemo_like.cli import main
 from nemo_like.distributed.pipeline.schedules import Action, actions_of
 from nemo_like.options import FSDP2, PipelineParallel, Precision, StepSpec
-from nemo_like.planning.answers.rank import peaks_of, rank_peak
-from nemo_like.planning.answers.seconds import step_seconds, timeline_of
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.fit.fitting import make_search
 from nemo_like.planning.fit.question import Question, read_pins
 from nemo_like.planning.planner import balanced, describe
-from nemo_like.planning.program.timeline import StageSeconds, action_seconds, timeline
+from nemo_like.planning.predictions.rank import peaks_of, rank_peak
+from nemo_like.planning.predictions.seconds import step_seconds, timeline_of
+from nemo_like.planning.predictions.timeline import StageSeconds, action_seconds, timeline
 from nemo_like.planning.query import PlanQuery
 from tests.models.tiny import VOCAB, llama
 from tests.planning.queries import Text
@@ -40,7 +40,7 @@ SAMPLE = {"input_ids": torch.zeros(2, 64, dtype=torch.long), "labels": torch.zer
 
 
 def _query(pp: PipelineParallel, layers: int = 4) -> PlanQuery:
-    return PlanQuery.of(
+    return PlanQuery.from_model(
         _model(layers), SAMPLE, Job.of(world_size=pp.size, step=StepSpec(), gpu=resolve_device("cpu"), pp=pp)
     )
 
@@ -141,7 +141,9 @@ def test_stages_are_told_apart_by_what_they_train_and_share_what_is_the_same() -
     for layer in model.layers[:4]:
         layer.requires_grad_(False)
     pp = PipelineParallel(4, microbatches=4, balance=(2, 2, 2, 2))
-    query = PlanQuery.of(model, SAMPLE, Job.of(world_size=pp.size, step=StepSpec(), gpu=resolve_device("cpu"), pp=pp))
+    query = PlanQuery.from_model(
+        model, SAMPLE, Job.of(world_size=pp.size, step=StepSpec(), gpu=resolve_device("cpu"), pp=pp)
+    )
     layer = sum(p.numel() * 4 for p in model.layers[7].parameters())
     none = query.uniform("none")
     trained = [query.stages[index].optimizer.state for index in (1, 2)]
@@ -157,7 +159,9 @@ def _of_rank_0(tied: bool, device: str) -> dict[str, int]:
     with torch.device(device):
         model = Text(4, 32, tied=tied)
     pp = PipelineParallel(2, schedule="zbv", microbatches=4)
-    query = PlanQuery.of(model, SAMPLE, Job.of(world_size=pp.size, step=StepSpec(), gpu=resolve_device("cpu"), pp=pp))
+    query = PlanQuery.from_model(
+        model, SAMPLE, Job.of(world_size=pp.size, step=StepSpec(), gpu=resolve_device("cpu"), pp=pp)
+    )
     assert query.of_rank(0) == [0, 3]
     return dict(rank_peak(query, 0, query.uniform("none")).parts)
 
@@ -175,7 +179,7 @@ def test_a_stage_that_trains_nothing_is_planned(schedule: str) -> None:
     model = _model()
     model.requires_grad_(False)
     model.head.requires_grad_(True)
-    query = PlanQuery.of(
+    query = PlanQuery.from_model(
         model, SAMPLE, Job.of(world_size=2, gpu=resolve_device("cpu"), pp=PipelineParallel(2, schedule, microbatches=2))
     )
     head = model.head.weight.numel() * 4
@@ -192,7 +196,7 @@ def test_what_a_forward_frees_is_gathered_behind_it(schedule: str) -> None:
     job = Job.of(world_size=4, gpu="h100-80gb", pp=PipelineParallel(2, schedule, microbatches=4))
     seconds = []
     for asked in (None, True):
-        query = PlanQuery.of(_model(), SAMPLE, job.change(strategy=FSDP2(asked)))
+        query = PlanQuery.from_model(_model(), SAMPLE, job.change(strategy=FSDP2(asked)))
         seconds.append(step_seconds(query, query.uniform("none")).parts["parameter gathers"])
     # Before the first action of a stage, and before whatever follows each of its four forwards.
     assert 5 * seconds[0] == pytest.approx(seconds[1])

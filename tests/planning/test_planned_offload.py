@@ -15,12 +15,12 @@ from nemo_like.models import resolve_model
 from nemo_like.offload.backends import Backend
 from nemo_like.offload.layer_offload import OffloadWrapper, apply_offloading
 from nemo_like.planning import BudgetError, apply_plan
-from nemo_like.planning.answers.rank import peak_of
-from nemo_like.planning.answers.within import choose
-from nemo_like.planning.choose.layer import Choice
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.planner import describe
+from nemo_like.planning.predictions.budget_search import choose
+from nemo_like.planning.predictions.rank import peak_of
 from nemo_like.planning.query import PlanQuery
+from nemo_like.planning.selection.layer import Choice
 from tests.planning.queries import part_of
 from tests_distributed.allocated import step_peak_bytes
 
@@ -39,7 +39,7 @@ def _model() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
 def _query(offload: OffloadConfig) -> PlanQuery:
     model, sample = _model()
     setup = Job.of(step=STEP, offload=offload)
-    return PlanQuery.of(model, sample, setup.change(gpu=resolve_device("h100-80gb")))
+    return PlanQuery.from_model(model, sample, setup.change(gpu=resolve_device("h100-80gb")))
 
 
 def test_inputs_on_the_host_leave_the_prediction() -> None:
@@ -129,7 +129,9 @@ def _asked(offload: OffloadConfig, host: bool = False) -> tuple[PlanQuery, torch
     ids = torch.randint(256, (4, 128))
     setup = Job.of(step=StepSpec(optimizer="sgd", zero_grad="zero", keeps_output=False), offload=offload)
     sample = {"input_ids": ids, "labels": ids}
-    return PlanQuery.of(model, sample, setup.change(gpu=resolve_device("cpu"), search=PlanSearch(host=host))), ids
+    return PlanQuery.from_model(
+        model, sample, setup.change(gpu=resolve_device("cpu"), search=PlanSearch(host=host))
+    ), ids
 
 
 def _choices(query: PlanQuery, mode: str) -> list[list[Choice]]:

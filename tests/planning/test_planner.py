@@ -16,12 +16,12 @@ from nemo_like.layers import find_layers
 from nemo_like.models import resolve_model, text_batch
 from nemo_like.options import MemoryBudget, Precision
 from nemo_like.planning import BudgetError, Plan, PlanError, apply_plan, plan_for
-from nemo_like.planning.choose import closure, solver
-from nemo_like.planning.choose.layer import BlockProblem
 from nemo_like.planning.devices import known_devices, resolve_device
 from nemo_like.planning.model import capture
 from nemo_like.planning.planner import describe
 from nemo_like.planning.query import PlanQuery
+from nemo_like.planning.selection import closure, solver
+from nemo_like.planning.selection.layer import BlockProblem
 from nemo_like.planning.trace import block as block_trace
 from nemo_like.planning.trace.meter import measured_seconds
 from tests.checks import assert_bitwise, step
@@ -104,12 +104,12 @@ def test_llama_style_block_roofline(llama_style):
 def _query(name="llama-tiny", device="h100-80gb", seq=64, **setup) -> PlanQuery:
     source = resolve_model(name)
     model = source.build("meta")
-    return PlanQuery.of(model, source.sample_input(2, seq), Job.of(**setup, gpu=resolve_device(device)))
+    return PlanQuery.from_model(model, source.sample_input(2, seq), Job.of(**setup, gpu=resolve_device(device)))
 
 
 @pytest.fixture(scope="module")
 def tiny() -> PlanQuery:
-    return PlanQuery.of(Text(8), text_batch(2, 512), Job.of(gpu=resolve_device("h100-80gb")))
+    return PlanQuery.from_model(Text(8), text_batch(2, 512), Job.of(gpu=resolve_device("h100-80gb")))
 
 
 def test_peak_budget_is_kept_and_used(tiny):
@@ -154,7 +154,7 @@ def test_host_placement_is_chosen_where_the_link_is_free():
     slow = resolve_device("h100-80gb")
     source = resolve_model("llama-tiny")
     fast = dataclasses.replace(slow, host_link=1e18)
-    query = PlanQuery.of(
+    query = PlanQuery.from_model(
         source.build("meta"), source.sample_input(1, 64), Job.of(gpu=fast, search=PlanSearch(host=True))
     )
     plan = plan_of(query, MemoryBudget(fraction=0.3))
@@ -235,7 +235,7 @@ def test_looped_layer_gets_one_choice():
 
     model = Looped()
     x = torch.randn(2, 8, 16)
-    query = PlanQuery.of(model, x, Job.of(gpu=resolve_device("cpu"), layers=["layers.*"]))
+    query = PlanQuery.from_model(model, x, Job.of(gpu=resolve_device("cpu"), layers=["layers.*"]))
     assert [call.fqn for call in part_of(query).traced.calls] == ["layers.0"] * 3
     plan = plan_of(query, MemoryBudget(fraction=0.5))
     assert len(plan.layers) == 1 and plan.held_bytes <= 0.5 * plan.none_bytes
@@ -250,7 +250,7 @@ def test_encoder_decoder_is_planned_without_its_cache():
         d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, vocab_size=64, decoder_start_token_id=0, pad_token_id=0
     )
     model, ids = transformers.T5ForConditionalGeneration(config).train(), torch.ones(2, 12, dtype=torch.long)
-    query = PlanQuery.of(model, {"input_ids": ids, "labels": ids}, Job.of(gpu=resolve_device("cpu")))
+    query = PlanQuery.from_model(model, {"input_ids": ids, "labels": ids}, Job.of(gpu=resolve_device("cpu")))
     assert part_of(query).traced.counts() == (1, 1, 1, 1)  # first layers of both stacks make the position biases
     plan = plan_of(query, MemoryBudget(fraction=0.6))
     assert model.decoder.config.use_cache, "planning changes nothing"
@@ -262,11 +262,11 @@ def test_layers_out_of_scope_are_left_alone_and_still_count():
     source = resolve_model("llama-tiny")
     model, sample = model_copy(source.build("meta")), source.sample_input(2, 64)  # queries of a copy make none
     names = [f"model.layers.{i}" for i in (1, 3)]
-    some = PlanQuery.of(model, sample, Job.of(world_size=2, gpu=resolve_device("cpu"), layers=names))
+    some = PlanQuery.from_model(model, sample, Job.of(world_size=2, gpu=resolve_device("cpu"), layers=names))
     plan = plan_of(some, MemoryBudget(fraction=0.8))
     assert [layer.label for layer in plan.layers if layer.fqn not in names] == ["none", "none"]
     assert any(layer.decisions is not None for layer in plan.layers if layer.fqn in names)
-    every = PlanQuery.of(model, sample, Job.of(world_size=2, gpu=resolve_device("cpu")))
+    every = PlanQuery.from_model(model, sample, Job.of(world_size=2, gpu=resolve_device("cpu")))
     assert some.stages[0].sharding == every.stages[0].sharding
     assert describe(some, some.uniform("none"), "").peak_bytes == describe(every, every.uniform("none"), "").peak_bytes
 
@@ -277,7 +277,7 @@ def test_layers_out_of_scope_are_left_alone_and_still_count():
 def test_measured_times_replace_the_roofline():
     source = resolve_model("llama-tiny")
     model = source.build("meta")
-    query = PlanQuery.of(
+    query = PlanQuery.from_model(
         model, source.sample_input(1, 16), Job.of(gpu=resolve_device("cpu"), search=PlanSearch(measure=True))
     )
     problem = part_of(query).problems[0]

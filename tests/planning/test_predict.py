@@ -18,9 +18,9 @@ from nemo_like._util.module_tree import bare_modules
 from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from nemo_like.options import MemoryBudget
 from nemo_like.options.optimizers import TrainedParameter
-from nemo_like.planning.answers.seconds import step_seconds
 from nemo_like.planning.devices import Device, resolve_device
 from nemo_like.planning.planner import describe, query_of
+from nemo_like.planning.predictions.seconds import step_seconds
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.report import PlanReport, make_report
 from nemo_like.planning.roofline import OpSeconds, exposed_seconds, optimizer_seconds
@@ -172,7 +172,7 @@ def _query(batch: int = 2, tokens: int = 16, job: Job = TWO, **more: Any) -> Pla
     ids = torch.zeros(batch, tokens, dtype=torch.long)
     sample = {"input_ids": ids, "labels": ids}
     gpu = more.pop("device", ROUND)
-    return PlanQuery.of(Text(), sample, job.change(gpu=gpu, search=PlanSearch(**more)))
+    return PlanQuery.from_model(Text(), sample, job.change(gpu=gpu, search=PlanSearch(**more)))
 
 
 @pytest.fixture(scope="module")
@@ -350,7 +350,7 @@ BATCH = {"input_ids": IDS, "labels": IDS}
 
 def _report(job: Job) -> PlanReport:
     model = Text()
-    query = PlanQuery.of(model, BATCH, job.change(gpu=resolve_device("cpu")))
+    query = PlanQuery.from_model(model, BATCH, job.change(gpu=resolve_device("cpu")))
     return make_report(query, ["50%"], 1 << 40)
 
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from nemo_like import Job, parallelize
 from nemo_like.fake.outside_state import RememberedTables
 from nemo_like.options import StepSpec
-from nemo_like.planning.answers.rank import peak_of
 from nemo_like.planning.devices import resolve_device
+from nemo_like.planning.predictions.rank import peak_of
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.trace.block import trace_block
 from nemo_like.torch_compat import is_fake
@@ -93,7 +93,7 @@ def test_what_a_function_remembers_is_counted_and_is_its_own_after_a_plan(where:
     if warm:
         model(x)
     setup = Job.of(step=StepSpec(keeps_output=False))
-    query = PlanQuery.of(model, {"x": x}, setup.change(gpu=resolve_device("cpu")))
+    query = PlanQuery.from_model(model, {"x": x}, setup.change(gpu=resolve_device("cpu")))
     peak = peak_of(query, query.uniform("none"))
     assert peak.parts["remembered tables"] == TABLE
     assert not is_fake(model(x)), "a run on fake tensors leaves none for a real step"

@@ -19,15 +19,6 @@ from nemo_like.models import text_batch
 from nemo_like.options import Precision
 from nemo_like.options.memory import AllocatorConfig
 from nemo_like.planning import Plan
-from nemo_like.planning.answers.outside_allocator import (
-    Outside,
-    communicator_bytes,
-    default_limit,
-    outside_bytes,
-    outside_of,
-)
-from nemo_like.planning.answers.rank import peak_of
-from nemo_like.planning.answers.reserved import StepLogs, replay
 from nemo_like.planning.calibration import calibrate
 from nemo_like.planning.devices import (
     RATES,
@@ -41,9 +32,18 @@ from nemo_like.planning.devices import (
 )
 from nemo_like.planning.fit import fit
 from nemo_like.planning.fit.question import Question
+from nemo_like.planning.memory_model.allocator import CachingAllocator
+from nemo_like.planning.memory_model.storages import COMPUTE, Allocations
 from nemo_like.planning.planner import describe
-from nemo_like.planning.program.allocator import CachingAllocator
-from nemo_like.planning.program.storages import COMPUTE, Allocations
+from nemo_like.planning.predictions.outside_allocator import (
+    Outside,
+    communicator_bytes,
+    default_limit,
+    outside_bytes,
+    outside_of,
+)
+from nemo_like.planning.predictions.rank import peak_of
+from nemo_like.planning.predictions.reserved import StepLogs, replay
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.report import make_report
 from nemo_like.planning.roofline import RankGroup
@@ -83,7 +83,7 @@ def _model(layers: int = 3) -> nn.Module:
 
 def _query(job: Job, device: str = "h100-80gb", model: nn.Module | None = None) -> PlanQuery:
     ids = torch.zeros(2, 128, dtype=torch.long)
-    return PlanQuery.of(
+    return PlanQuery.from_model(
         _model() if model is None else model,
         {"input_ids": ids, "labels": ids},
         job.change(gpu=resolve_device(device)),
@@ -121,7 +121,7 @@ def test_experts_in_a_unit_of_their_own():
 def test_a_step_of_one_layer_to_the_byte():
     """Without a layer's activations: a linear layer of 1024 x 1024 weights in float32, SGD, one row."""
     model = nn.Sequential(nn.Linear(1024, 1024, bias=False))
-    query = PlanQuery.of(
+    query = PlanQuery.from_model(
         model,
         torch.zeros(1, 1024),
         Job.of(step=StepSpec(optimizer="sgd", keeps_output=False), gpu=resolve_device("a100-80gb"), layers=["0"]),
@@ -188,7 +188,7 @@ def test_what_a_report_shows_as_reserved_is_what_decides():
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config).train()
     ids = torch.zeros(1, 2048, dtype=torch.long)
-    query = PlanQuery.of(
+    query = PlanQuery.from_model(
         model, {"input_ids": ids, "labels": ids}, Job.of(gpu="h100-80gb", precision="bf16", world_size=8)
     )
     found = reserved(query, query.uniform("none"))
@@ -239,7 +239,7 @@ def _steps(device, ac):
         model = transformers.LlamaForCausalLM(config).train()
     ids = torch.zeros(2, 64, dtype=torch.long)
     # The device has the CPU's kernels, and an allocator as CUDA's.
-    query = PlanQuery.of(
+    query = PlanQuery.from_model(
         model, {"input_ids": ids, "labels": ids}, Job.of(gpu="cpu", step=StepSpec(optimizer="adamw-loop"))
     )
     predicted = replay(StepLogs(query, 0, query.uniform(ac)), resolve_device("h100-80gb"))

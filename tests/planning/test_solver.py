@@ -17,11 +17,11 @@ from torch import nn
 
 from nemo_like import Job
 from nemo_like.options import MemoryBudget, Precision, StepSpec
-from nemo_like.planning.answers.within import choose, last_within
-from nemo_like.planning.choose import closure, solver
-from nemo_like.planning.choose.solver import Op
 from nemo_like.planning.devices import resolve_device
+from nemo_like.planning.predictions.budget_search import choose, last_within
 from nemo_like.planning.query import PlanQuery
+from nemo_like.planning.selection import closure, solver
+from nemo_like.planning.selection.solver import Op
 from tests.planning.brute_force import all_best, at_budget, least_cost_of_two
 from tests.planning.queries import part_of, saved
 
@@ -225,7 +225,7 @@ def _query(name: str, **setup: Any) -> PlanQuery:
     with torch.device("meta"):
         model = FAMILIES[name]().train()
     ids = torch.zeros(1, LENGTH, dtype=torch.long)
-    return PlanQuery.of(
+    return PlanQuery.from_model(
         model,
         {"input_ids": ids},
         Job.of(

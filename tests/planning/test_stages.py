@@ -19,11 +19,11 @@ from nemo_like.distributed.pipeline.cut import StageParts, cut, deal, slices
 from nemo_like.distributed.pipeline.stage_parts import check_stages, stage_parts
 from nemo_like.layers import find_layers
 from nemo_like.options import PipelineParallel, StepSpec
-from nemo_like.planning.answers.rank import fullest_peaks
-from nemo_like.planning.answers.reserved import Reserved, StepLogs, replay
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.model.traced import TracedPart
 from nemo_like.planning.planner import describe
+from nemo_like.planning.predictions.rank import fullest_peaks
+from nemo_like.planning.predictions.reserved import Reserved, StepLogs, replay
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.trace.layer_memory import backward_of_inputs, halves_memory
 from tests.allocator_events import cpu_events
@@ -246,7 +246,7 @@ class Stack(nn.Module):
 
 def _part(block: Callable[[], nn.Module]) -> TracedPart:
     setup = Job.of(step=StepSpec(keeps_output=False))
-    query = PlanQuery.of(Stack(block), {"x": torch.randn(ROWS, WIDTH)}, setup.change(gpu=resolve_device("cpu")))
+    query = PlanQuery.from_model(Stack(block), {"x": torch.randn(ROWS, WIDTH)}, setup.change(gpu=resolve_device("cpu")))
     return part_of(query)
 
 
@@ -320,7 +320,7 @@ def _query(
         **{"step": StepSpec(optimizer="adamw-fused"), "gpu": resolve_device("h100-80gb")} | setup,
         pp=PipelineParallel(stages, schedule, microbatches), world_size=stages * ranks,
     )  # fmt: skip
-    return PlanQuery.of(model, {"input_ids": ids, "labels": ids}, job)
+    return PlanQuery.from_model(model, {"input_ids": ids, "labels": ids}, job)
 
 
 def _replayed(query: PlanQuery, rank: int, choices: Any, **more: Any) -> Reserved:

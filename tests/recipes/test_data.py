@@ -42,7 +42,7 @@ def _bytes_of(corpus: Corpus) -> bytes:
 
 
 def test_corpus_reads_across_documents():
-    corpus = Corpus.of([b"cdef", b"", b"gh", b"jkl"])
+    corpus = Corpus.from_documents([b"cdef", b"", b"gh", b"jkl"])
     whole = b"cdefghjkl"
     assert corpus.size == len(whole) and corpus.starts == [0, 4, 4, 6]
     for start in range(len(whole)):
@@ -134,7 +134,7 @@ def test_unusable_data_is_an_error(tmp_path: Path, make, message: str):
 
 
 def _corpus_of(size: int) -> Corpus:
-    return Corpus.of([bytes(i % 251 for i in range(size))])
+    return Corpus.from_documents([bytes(i % 251 for i in range(size))])
 
 
 @settings(max_examples=60, deadline=None)

@@ -108,16 +108,16 @@ def test_what_has_other_flops_is_not_counted() -> None:
 def test_the_share_is_of_a_known_speed_or_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, half = _llama(), Precision("bf16")
     known = resolve_device("h100")
-    found = Utilisation.of(model, type(known)(**vars(known) | {"known_as": "h100-80gb"}), half)
+    found = Utilisation.for_model(model, type(known)(**vars(known) | {"known_as": "h100-80gb"}), half)
     assert found.peak == 989.4e12 and "989.4 TFLOP/s" in found.words and "data sheet" in found.words
-    unknown = Utilisation.of(model, known, half)  # as `device_at_hand` has a GPU that the table does not know
+    unknown = Utilisation.for_model(model, known, half)  # as `device_at_hand` has a GPU that the table does not know
     assert unknown.flops is None and "MFU is left out" in unknown.words and "--calibrate" in unknown.words
     monkeypatch.setenv("NEMO_LIKE_CACHE", str(tmp_path))
-    assert Utilisation.of(model, device_at_hand("cpu"), half).flops is None
+    assert Utilisation.for_model(model, device_at_hand("cpu"), half).flops is None
     _calibrate()
-    assert Utilisation.of(model, device_at_hand("cpu"), half).peak == 5e9
-    assert Utilisation.of(model, device_at_hand("cpu"), Precision(None)).peak == 2e9
-    strange = Utilisation.of(torch.nn.Linear(2, 2), device_at_hand("cpu"), half)
+    assert Utilisation.for_model(model, device_at_hand("cpu"), half).peak == 5e9
+    assert Utilisation.for_model(model, device_at_hand("cpu"), Precision(None)).peak == 2e9
+    strange = Utilisation.for_model(torch.nn.Linear(2, 2), device_at_hand("cpu"), half)
     assert strange.flops is None and "MFU is left out: Linear has no config" in strange.words
 
 

@@ -27,7 +27,7 @@ from nemo_like.options import (
     TensorParallel,
 )
 from nemo_like.planning import plan_for
-from nemo_like.planning.program.storage_ledger import StepMoment
+from nemo_like.planning.memory_model.storage_ledger import StepMoment
 from tests.models.adapted import with_lora
 from tests.models.families import FAMILIES
 from tests.models.tiny import VOCAB, Decoder
@@ -243,7 +243,7 @@ def _deep(family: str, layers: int) -> Any:
     ("family", "layers", "asked"),
     [
         ("llama", 12, {"ac": "full"}),
-        # Layers that are left out hold fake tensors, which parallelize's trial of tp copies with the model.
+        # Layers that are left out hold fake tensors, which parallelize's check of tp copies with the model.
         ("llama", 8, {"ac": "full", "tp": 2, "world_size": 64}),
         ("llama", 24, {"ac": "full", "gpu": "h100-80gb"}),  # a step of the optimizer over all parameters is the peak
         ("deepseek_v3", 8, {"ac": "none", "ep": FULLEST}),  # one dense layer, then experts

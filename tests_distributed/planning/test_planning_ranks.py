@@ -12,8 +12,8 @@ from nemo_like.activation_checkpointing.engine import run_region
 from nemo_like.distributed.pipeline.schedules import actions_of
 from nemo_like.options import MemoryBudget, PipelineParallel, StepSpec
 from nemo_like.planning import Plan
-from nemo_like.planning.answers.rank import peak_of
 from nemo_like.planning.devices import resolve_device
+from nemo_like.planning.predictions.rank import peak_of
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.trace.layer_memory import backward_of_inputs
 from tests.checks import assert_bitwise, step
@@ -60,7 +60,7 @@ def test_a_budget_beside_tp(
 ) -> None:
     """On two ranks FSDP2 gathers on one rank, too."""
     job = Job.of(world_size=world_size, tp=2, step=STEP, precision=precision, gpu="cpu")
-    query, first = PlanQuery.of(_build(name, 2), _batch(), job), dict[str, torch.Tensor]()
+    query, first = PlanQuery.from_model(_build(name, 2), _batch(), job), dict[str, torch.Tensor]()
     for ac in modes:
         model = parallelize(_build(name, 2), ac=ac, tp=2, sample_input=_batch(), step=STEP, precision=precision)
         found = step(model, **_batch())
@@ -90,7 +90,7 @@ def test_a_budget_beside_tp(
 
 
 def _query(pp: PipelineParallel, shard_ranks: int = 1, name: str = "LlamaConfig", **setup: Any) -> PlanQuery:
-    return PlanQuery.of(
+    return PlanQuery.from_model(
         _build(name),
         _batch(),
         Job.of(world_size=shard_ranks * pp.size, step=StepSpec(), **setup, gpu=resolve_device("cpu"), pp=pp),

@@ -11,9 +11,9 @@ from torch import nn
 from nemo_like import FSDP2, ChunkedLoss, Job, StepSpec, parallelize
 from nemo_like.distributed.gradients import clip_grad_norm_, set_gradient_sync
 from nemo_like.losses.model_loss import chunked_in_evaluation
-from nemo_like.planning.answers.rank import peak_of
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.planner import describe
+from nemo_like.planning.predictions.rank import peak_of
 from nemo_like.planning.query import PlanQuery
 from tests_distributed.allocated import step_peak_bytes
 from tests_distributed.spawn import on_ranks
@@ -130,7 +130,7 @@ def _case(rank, world_size, strategy, ac, name, layers=3, shape=(4, 64)):
     ids = torch.randint(VOCAB, shape)
     batch = {"input_ids": ids, "labels": ids}
     model = _model(layers)
-    query = PlanQuery.of(
+    query = PlanQuery.from_model(
         model,
         {"input_ids": ids} if outside else batch,
         Job.of(strategy=strategy, world_size=world_size, step=spec, gpu=resolve_device("cpu")),
@@ -167,7 +167,7 @@ def test_an_evaluation_in_chunks_takes_no_more_than_a_step_with_a_chunked_loss()
     ids, peaks = torch.randint(4096, (8, 64)), []
     batch = {"input_ids": ids, "labels": ids}
     setup = Job.of(loss=ChunkedLoss(chunk_tokens=32))
-    query = PlanQuery.of(_model(3, 4096), batch, setup.change(gpu=resolve_device("cpu")))
+    query = PlanQuery.from_model(_model(3, 4096), batch, setup.change(gpu=resolve_device("cpu")))
     predicted = peak_of(query, query.uniform("full")).total
     for kind in (Loop, _EvaluatingInChunks, _Evaluating):
         torch.manual_seed(0)
@@ -185,7 +185,7 @@ def test_evaluation_between_steps_and_parameters_that_are_stored_in_bfloat16(dty
     torch.manual_seed(0)
     model, ids = _model(3).to(dtype), torch.randint(VOCAB, (4, 64))
     batch = {"input_ids": ids, "labels": ids}
-    query = PlanQuery.of(model, batch, Job.of(gpu=resolve_device("cpu")))
+    query = PlanQuery.from_model(model, batch, Job.of(gpu=resolve_device("cpu")))
     predicted = peak_of(query, query.uniform("full")).total
     loop = _Evaluating(parallelize(model, "single", "full", device="cpu"), StepSpec(), batch, False)
     measured = loop.peak()

@@ -12,7 +12,7 @@ import torch
 
 from nemo_like._util.option_fields import parse_options
 from nemo_like.distributed.ranks import Ranks
-from nemo_like.distributed.weights.slots import CPU_OFFLOAD_MARK
+from nemo_like.distributed.weights.tensor_locations import CPU_OFFLOAD_MARK
 from nemo_like.models import resolve_model
 from nemo_like.planning.devices import Device, resolve_device
 from nemo_like.recipes import auto, pretrain

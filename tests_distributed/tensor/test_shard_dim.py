@@ -79,7 +79,7 @@ def test_padding_is_no_longer_what_binds_on_64_ranks() -> None:
     with torch.device("meta"):
         model = _mixtral(8, num_hidden_layers=2, hidden_size=1024, intermediate_size=3584)
     sample = {"input_ids": torch.zeros(1, 32, dtype=torch.long), "labels": torch.zeros(1, 32, dtype=torch.long)}
-    query = PlanQuery.of(model, sample, Job.of(world_size=64, gpu=resolve_device("h100-80gb")))
+    query = PlanQuery.from_model(model, sample, Job.of(world_size=64, gpu=resolve_device("h100-80gb")))
     exact = sum(p.numel() * p.element_size() for p in model.parameters()) / 64
     assert query.stages[0].sharding.params == pytest.approx(exact, rel=0.01)
     assert query.stages[0].sharding.params - query.stages[0].sharding.padding == exact
@@ -129,7 +129,7 @@ def test_the_predicted_peak_is_the_measured_one(
     sample = {"input_ids": batch, "labels": batch}
     model, step = _mixtral(experts), StepSpec(keeps_output=False, optimizer="sgd")
     setup = Job.of(world_size=ranks, step=step, precision=precision)
-    query = PlanQuery.of(model, sample, setup.change(gpu=resolve_device("cpu")))
+    query = PlanQuery.from_model(model, sample, setup.change(gpu=resolve_device("cpu")))
     plan = describe(query, query.uniform(mode), mode)
     model = parallelize(model, "fsdp2", mode, precision=precision, device="cpu")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)

@@ -20,7 +20,7 @@ from nemo_like import materialize, parallelize
 from nemo_like.distributed import get_model_state, get_optimizer_state, set_model_state, set_optimizer_state
 from nemo_like.distributed.mesh import build_mesh
 from nemo_like.distributed.tensor.plan import InstalledStyle, installed_styles
-from nemo_like.distributed.weights.slots import in_boxes
+from nemo_like.distributed.weights.tensor_locations import in_boxes
 from nemo_like.options import FSDP2, PipelineParallel, TensorParallel
 from nemo_like.recipes.checkpoint import gather_state
 from tests.checks import whole

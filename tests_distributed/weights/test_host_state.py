@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nemo_like import Job, parallelize
 from nemo_like._util.tensors import tensors_in
 from nemo_like.options import FSDP2, Precision
-from nemo_like.planning.answers.rank import peak_of
 from nemo_like.planning.devices import resolve_device
+from nemo_like.planning.predictions.rank import peak_of
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.sharding import ParameterForms, sharding_of
 from tests.models.fit_models import llama
@@ -92,7 +92,7 @@ def _played(rank: int, world_size: int, precision: str | None, tokens: int) -> l
     fsdp, cast = FSDP2(cpu_offload=True), Precision.of(precision)
     ids = torch.randint(512, (1, tokens), generator=torch.Generator().manual_seed(rank))
     sample = {"input_ids": ids, "labels": ids}
-    query = PlanQuery.of(
+    query = PlanQuery.from_model(
         llama(2), sample, Job.of(strategy=fsdp, world_size=world_size, precision=cast, gpu=resolve_device("cpu"))
     )
     stage, part = query.stages[0], part_of(query)
@@ -136,7 +136,9 @@ def test_on_the_cpu_nothing_is_left_out(rank: int, world_size: int) -> None:
     fsdp = FSDP2(cpu_offload=True)
     ids = torch.randint(512, (4, 64), generator=torch.Generator().manual_seed(rank))
     sample = {"input_ids": ids, "labels": ids}
-    query = PlanQuery.of(llama(2), sample, Job.of(strategy=fsdp, world_size=world_size, gpu=resolve_device("cpu")))
+    query = PlanQuery.from_model(
+        llama(2), sample, Job.of(strategy=fsdp, world_size=world_size, gpu=resolve_device("cpu"))
+    )
     model = parallelize(llama(2), fsdp, ac="full", device="cpu")
     predicted, measured = peak_of(query, query.uniform("full")).total, loop_peak_bytes(model, sample)
     assert abs(predicted - measured) <= 0.01 * measured

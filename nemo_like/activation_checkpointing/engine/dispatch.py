@@ -283,7 +283,7 @@ class ReplayMode(_Mode):
             f"Region {self.region_name!r}: recomputation and forward disagree. As tracked call {position}, forward ran "
             f"{wanted if wanted is not None else 'nothing more'}, recomputation runs {func}. Something in the region "
             "depends on state that changed since (a cache, a counter, a global switch). Keep that state out of the "
-            "region, or register it with nemo_like.activation_checkpointing.engine.ambient.register."
+            "region, or register it with nemo_like.activation_checkpointing.engine.global_state.register."
         )
 
     def run_beside_placeholders(self, func: Op, kind: int, args: Any, kwargs: dict[str, Any]) -> Any:

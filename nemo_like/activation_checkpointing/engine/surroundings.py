@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
-from nemo_like.activation_checkpointing.engine.ambient import Ambient
 from nemo_like.activation_checkpointing.engine.buffers import BufferSnapshot
 from nemo_like.activation_checkpointing.engine.dispatch import ForwardMode, look_on
+from nemo_like.activation_checkpointing.engine.global_state import GlobalState
 from nemo_like.activation_checkpointing.engine.hooks import hook_calls
 from nemo_like.activation_checkpointing.engine.inputs import SavedInputs
 from nemo_like.activation_checkpointing.engine.module_state import ModuleState, module_of
@@ -25,7 +25,7 @@ class Surroundings:
         self._buffers = BufferSnapshot(module, self._module.attributes) if module is not None and self._module else None
         self._hooks = hook_calls(self._module, self._learned) if self._module is not None else None
         held = self._module.generators if self._module is not None else closure_of(function)
-        self._ambient = Ambient(Generators(self._learned, (*held, *values)) if preserve_rng_state else None)
+        self._global_state = GlobalState(Generators(self._learned, (*held, *values)) if preserve_rng_state else None)
         self.looker: Callable[[], AbstractContextManager[Any]] = nullcontext
         """Makes the context that the function runs in, in recomputation."""
 
@@ -33,7 +33,7 @@ class Surroundings:
         self, region: Any, mode: ForwardMode | None, inputs: SavedInputs | None
     ) -> AbstractContextManager[Any]:
         """Return the context that the function of a `region` runs in, in forward; see `look_on`."""
-        look, self.looker = look_on(mode, self._ambient.generators, inputs, self._learned)
+        look, self.looker = look_on(mode, self._global_state.generators, inputs, self._learned)
         stack = ExitStack()
         if self._hooks is not None:
             stack.enter_context(self._hooks.in_forward(region))
@@ -42,7 +42,7 @@ class Surroundings:
 
     def forward_done(self) -> bool:
         """Keep only the state that the call used or changed. Returns whether recomputation gets copies of buffers."""
-        self._ambient.forget_unused_rng()
+        self._global_state.forget_unused_rng()
         if self._buffers is not None and not self._buffers.forward_done():
             self._buffers = None
         if self._module is not None:
@@ -60,10 +60,10 @@ class Surroundings:
             self._module.restore(stack)
         if self._buffers is not None:
             self._buffers.restore(stack)
-        self._ambient.restore(stack)
+        self._global_state.restore(stack)
         if self._hooks is not None:
             stack.enter_context(self._hooks.in_recomputation(region))
 
     def run(self, region: str, function: Callable[..., Any], *args: object, **kwargs: object) -> Any:
         """Call `function` with the context variables that forward found."""
-        return self._ambient.variables.run(region, function, *args, **kwargs)
+        return self._global_state.variables.run(region, function, *args, **kwargs)

@@ -118,7 +118,7 @@ _CAUSES = (
     "Usual causes: a random number from Python's, NumPy's or torch's generator of its own; a context variable set around "
     "forward only; hooks, adapters or requires_grad changed since; a parameter, buffer or argument changed in place; a "
     "counter or global state that the layer reads; memory that was never written (torch.empty).\n"
-    "Keep that out of the layer, or register it with nemo_like.activation_checkpointing.engine.ambient.register. "
+    "Keep that out of the layer, or register it with nemo_like.activation_checkpointing.engine.global_state.register. "
     f"{VARIABLE}=0 turns this check off."
 )
 

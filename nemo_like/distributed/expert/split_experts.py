@@ -84,7 +84,7 @@ def split_experts(model: nn.Module, found: Sequence[Experts], mesh: ExpertMesh) 
 
     The weights become DTensors over ``mesh.ep``, cut on the first dim; what is on the meta device stays there.
     """
-    tp = TensorRanks.of(mesh.dense["tp"]) if axis_size(mesh.dense, "tp") > 1 else None
+    tp = TensorRanks.from_mesh(mesh.dense["tp"]) if axis_size(mesh.dense, "tp") > 1 else None
     for experts in found:
         module = experts.module
         for name in experts.parameters:

@@ -25,7 +25,7 @@ class TensorRanks:
     group: str
 
     @classmethod
-    def of(cls, mesh: DeviceMesh) -> TensorRanks:
+    def from_mesh(cls, mesh: DeviceMesh) -> TensorRanks:
         """Return the ranks of a mesh of one axis."""
         return cls(mesh.size(), mesh.get_local_rank(), group_key(mesh.get_group()))
 

@@ -19,11 +19,11 @@ from torch.distributed.tensor import DTensor
 
 from nemo_like._util.module_tree import bare_modules
 from nemo_like.activation_checkpointing.engine.module_state import ModuleState
-from nemo_like.distributed.agreement import gather, gather_objects
 from nemo_like.distributed.compared_calls import evaluating, put_back
+from nemo_like.distributed.consistency_checks import gather, gather_objects
 from nemo_like.distributed.context.verify_cut import first_tokens
 from nemo_like.distributed.pipeline.batches import cut_batch, joined, size_of
-from nemo_like.distributed.pipeline.stage import Stage, StagesOfRank
+from nemo_like.distributed.pipeline.stage import HeldStage, StagesOfRank
 from nemo_like.losses.model_loss import ITEMS, LABELS
 from nemo_like.losses.rows import IGNORED, predicts_next_token
 from nemo_like.options import PipelineParallel
@@ -212,7 +212,7 @@ def _norm(tensor: Tensor) -> float:
 class LastStage:
     """The last stage, called by itself: without its layers, with hidden states that are drawn."""
 
-    def __init__(self, pipeline: StagesOfRank, stage: Stage) -> None:
+    def __init__(self, pipeline: StagesOfRank, stage: HeldStage) -> None:
         self._pipeline, self._stage = pipeline, stage
         self._drawn = torch.Generator().manual_seed(0)
         exact = torch.get_float32_matmul_precision() == "highest"

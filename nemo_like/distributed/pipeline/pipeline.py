@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from nemo_like.distributed.agreement import check_same_batch, sharing_groups
+from nemo_like.distributed.consistency_checks import check_same_batch, sharing_groups
 from nemo_like.distributed.context.sequence_ops import padded_length
 from nemo_like.distributed.gradients import clip_stages_
 from nemo_like.distributed.pipeline.batches import size_of
 from nemo_like.distributed.pipeline.cut import StageSlice, StagesOfModel, TensorForm, merged
 from nemo_like.distributed.pipeline.loss_mean import LossMean
 from nemo_like.distributed.pipeline.schedules import make_schedule, rank_of, stages_of
-from nemo_like.distributed.pipeline.stage import Stage, StagesOfRank, verify_stages
+from nemo_like.distributed.pipeline.stage import HeldStage, StagesOfRank, verify_stages
 from nemo_like.distributed.weights.materialize import materialize
-from nemo_like.distributed.weights.slots import STAGES_MARK, find_slots, show_shards
+from nemo_like.distributed.weights.tensor_locations import STAGES_MARK, find_slots, show_shards
 from nemo_like.options import PipelineParallel
 from nemo_like.torch_compat import VotingStage
 
@@ -35,7 +35,7 @@ class Pipeline(StagesOfRank):
 
     def __init__(
         self,
-        stages: Sequence[Stage],
+        stages: Sequence[HeldStage],
         parts: StagesOfModel,
         options: PipelineParallel,
         mesh: DeviceMesh,

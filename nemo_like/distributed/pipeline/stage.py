@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from nemo_like.distributed.agreement import mesh_groups
+from nemo_like.distributed.consistency_checks import mesh_groups
 from nemo_like.distributed.context.parts import MARK, Parts
 from nemo_like.distributed.context.sequence_ops import find_group
 from nemo_like.distributed.context.verify_cut import compare, first_tokens, losses_of, wanted
@@ -19,7 +19,7 @@ from nemo_like.options import PipelineParallel
 
 
 @dataclass
-class Stage:
+class HeldStage:
     """One stage that this rank holds."""
 
     slice: StageSlice
@@ -41,7 +41,7 @@ class StagesOfRank:
 
     def __init__(
         self,
-        stages: Sequence[Stage],
+        stages: Sequence[HeldStage],
         parts: StagesOfModel,
         options: PipelineParallel,
         mesh: DeviceMesh,

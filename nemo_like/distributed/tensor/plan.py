@@ -27,7 +27,7 @@ from nemo_like.distributed.tensor.adapters import (
     plain_names,
     refuse,
 )
-from nemo_like.distributed.weights.slots import describe_strided, is_strided
+from nemo_like.distributed.weights.tensor_locations import describe_strided, is_strided
 from nemo_like.options import did_you_mean
 from nemo_like.transformers_compat import PARALLEL_STYLES
 

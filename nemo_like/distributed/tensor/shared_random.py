@@ -27,7 +27,7 @@ from nemo_like._util.log import warn_once
 from nemo_like._util.module_tree import every_module
 from nemo_like._util.plain import inside
 from nemo_like._util.tensors import tensors_in
-from nemo_like.distributed.agreement import gather, mesh_groups, number_of, wire_device
+from nemo_like.distributed.consistency_checks import gather, mesh_groups, number_of, wire_device
 from nemo_like.torch_compat import is_fake, unseen
 
 

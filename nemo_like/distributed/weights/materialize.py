@@ -17,7 +17,6 @@ from nemo_like._util.rng import rng_state, set_rng_state
 from nemo_like._util.words import a_or_an
 from nemo_like.distributed import launch
 from nemo_like.distributed.weights.replaced import parameters_of, watch_replaced
-from nemo_like.distributed.weights.slots import CPU_OFFLOAD_MARK, Slot, copy_whole, find_slots
 from nemo_like.distributed.weights.sources import (
     CheckpointUnreadableError,
     LayeredSource,
@@ -25,6 +24,7 @@ from nemo_like.distributed.weights.sources import (
     check_names,
     open_source,
 )
+from nemo_like.distributed.weights.tensor_locations import CPU_OFFLOAD_MARK, Slot, copy_whole, find_slots
 from nemo_like.torch_compat import ActivationWrapper, wrapped_module
 
 InitFn = Callable[[nn.Module], Any]

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nemo_like._util.log import warn_once
 from nemo_like._util.module_tree import bare_name
-from nemo_like.distributed.agreement import gather, mesh_groups, wire_device
+from nemo_like.distributed.consistency_checks import gather, mesh_groups, wire_device
 
 _Reference = weakref.ref[nn.Parameter]
 _replaced: dict[int, tuple[_Reference, str]] = {}

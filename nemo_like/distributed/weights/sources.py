@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from nemo_like._util.extras import require
 from nemo_like._util.words import a_or_an
 from nemo_like.distributed.weights.checked_files import CheckedReader, CheckpointUnreadableError, check_inside
-from nemo_like.distributed.weights.slots import Box, Slot, boxes_of, copy_whole, list_names
+from nemo_like.distributed.weights.tensor_locations import Box, Slot, boxes_of, copy_whole, list_names
 
 
 class Source(Protocol):

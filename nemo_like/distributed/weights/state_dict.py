@@ -25,8 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nemo_like._util.module_tree import check_model
 from nemo_like.distributed import launch
-from nemo_like.distributed.agreement import wire_device
-from nemo_like.distributed.weights.slots import (
+from nemo_like.distributed.consistency_checks import wire_device
+from nemo_like.distributed.weights.sources import StateDictSource, check_names
+from nemo_like.distributed.weights.tensor_locations import (
     STAGES_MARK,
     Slot,
     as_dtensor,
@@ -36,7 +37,6 @@ from nemo_like.distributed.weights.slots import (
     list_names,
     show_shards,
 )
-from nemo_like.distributed.weights.sources import StateDictSource, check_names
 from nemo_like.precision import without_float8
 from nemo_like.torch_compat import tree_map_only
 

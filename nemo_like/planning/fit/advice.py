@@ -11,11 +11,11 @@ from nemo_like.activation_checkpointing.plan import largest_group
 from nemo_like.job import Job
 from nemo_like.options.memory import AllocatorConfig
 from nemo_like.planning.advise import changes, helping, in_words
-from nemo_like.planning.answers.seconds import HOST, Links
 from nemo_like.planning.devices import Device
 from nemo_like.planning.fit.candidate import Candidate
 from nemo_like.planning.fit.layouts import MOST_STAGES
 from nemo_like.planning.fit.question import Question
+from nemo_like.planning.predictions.seconds import HOST, Links
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.what_if import largest, least_need
 
@@ -61,7 +61,7 @@ def binds(candidate: Candidate, limit: int, device: Device) -> str:
 
 def _spans_hosts(part: str, job: Job, device: Device) -> bool:
     """Return whether the ranks of a collective are on several hosts."""
-    links = Links.of(job, device)
+    links = Links.for_job(job, device)
     groups = {
         "tensor-parallel sums": (links.tensor,),
         "sequence gathers": (links.sequence,),

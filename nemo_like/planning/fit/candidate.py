@@ -12,12 +12,12 @@ from nemo_like.job import Job
 from nemo_like.losses.model_loss import find_head
 from nemo_like.options import ADAMW, PlanSearch, Precision, StepSpec, dtype_word
 from nemo_like.planning.account import Explained, account_of
-from nemo_like.planning.answers.outside_allocator import Outside, outside_of
-from nemo_like.planning.answers.seconds import StepSeconds, step_seconds
-from nemo_like.planning.answers.verdict import Need
 from nemo_like.planning.fit.layouts import Layout
+from nemo_like.planning.memory_model.storages import Peak
 from nemo_like.planning.planner import describe
-from nemo_like.planning.program.storages import Peak
+from nemo_like.planning.predictions.outside_allocator import Outside, outside_of
+from nemo_like.planning.predictions.seconds import StepSeconds, step_seconds
+from nemo_like.planning.predictions.verdict import Need
 from nemo_like.planning.query import Choices, PlanQuery
 from nemo_like.profiling.larger_batch import most_elements
 

@@ -27,7 +27,7 @@ from nemo_like.planning.fit.question import FitKeywords, Question, read_question
 from nemo_like.planning.fit.report import FitReport
 from nemo_like.planning.fit.search import Ranking, Search, quietly
 from nemo_like.planning.model.quantised import with_adapters
-from nemo_like.planning.model.traced import Known
+from nemo_like.planning.model.traced import TraceCache
 from nemo_like.planning.query import PlanQuery, Traced
 from nemo_like.planning.sharding import same_on_all_ranks
 from nemo_like.transformers_compat import text_config
@@ -59,7 +59,7 @@ def fit(
         global_batch: sequences of one optimizer step over all devices. None: as many as are fastest, without accumulation.
         memory: bytes of each device that a step may take (``"70GiB"``); default: all but 5 % and what is outside
             of torch's allocator. What counts:
-            `nemo_like.planning.answers.verdict`.
+            `nemo_like.planning.predictions.verdict`.
         dtype: dtype of the parameters where `model` is a name. Default: float32.
         lora: where `model` is a name, adapters of this rank train, and all else is frozen, in the dtype to compute in
             (peft). None: all trains.
@@ -195,14 +195,14 @@ def make_search(
 ) -> Search:
     """Return the search for questions about one model; those of one precision trace it once."""
     make = sample or _tokens(model, questions[0].seq_len, name)
-    known: dict[Any, Known] = {}
+    caches: dict[Any, TraceCache] = {}
     traced: dict[Any, Traced] = {}
 
     def trace(question: Question, micro_batch: int) -> Traced:
         key = question.job.precision, micro_batch
         if key not in traced:
-            shared = known.setdefault(question.job.precision, Known())
-            traced[key] = Traced(model, make(micro_batch), question.job.layers, known=shared)
+            cache = caches.setdefault(question.job.precision, TraceCache())
+            traced[key] = Traced(model, make(micro_batch), question.job.layers, cache=cache)
         return traced[key]
 
     room = _room(model, questions[0])

@@ -37,19 +37,19 @@ from nemo_like.options import ChunkedLoss, PipelineParallel, parse_bytes
 from nemo_like.options.optimizers import OPTIMIZER_OBJECTS
 from nemo_like.options.pipelining import SCHEDULE_OBJECTS
 from nemo_like.planning import roofline
-from nemo_like.planning.answers.rank import RankSteps, rank_peak
-from nemo_like.planning.answers.reserved import workspaces_of
-from nemo_like.planning.answers.seconds import KERNELS_PER_PARAMETER
-from nemo_like.planning.answers.verdict import verdict
-from nemo_like.planning.choose.layer import BlockProblem, Choice, as_choice
-from nemo_like.planning.choose.layer_seconds import BlockSeconds
 from nemo_like.planning.devices import Device
 from nemo_like.planning.fit.layouts import Layout
 from nemo_like.planning.host_time import host_seconds
+from nemo_like.planning.memory_model.storages import Bytes
 from nemo_like.planning.model.capture import routing_of
-from nemo_like.planning.program.storages import Bytes
-from nemo_like.planning.program.timeline import StageSeconds, action_seconds, timeline
+from nemo_like.planning.predictions.rank import RankSteps, rank_peak
+from nemo_like.planning.predictions.reserved import workspaces_of
+from nemo_like.planning.predictions.seconds import KERNELS_PER_PARAMETER
+from nemo_like.planning.predictions.timeline import StageSeconds, action_seconds, timeline
+from nemo_like.planning.predictions.verdict import verdict
 from nemo_like.planning.query import PlanQuery
+from nemo_like.planning.selection.layer import BlockProblem, Choice, as_choice
+from nemo_like.planning.selection.layer_seconds import BlockSeconds
 from nemo_like.planning.trace.block import OpRecord
 from nemo_like.torch_compat import local_part
 
@@ -186,7 +186,7 @@ class Wire(NamedTuple):
     start: float
 
     @classmethod
-    def of(cls, seconds: Any, ranks: int, inner: int, device: Device) -> Wire:
+    def for_group(cls, seconds: Any, ranks: int, inner: int, device: Device) -> Wire:
         """Return the line through two sizes, which the planner's rate of a collective is."""
         group = roofline.group_of(ranks, inner, device.gpus_per_host)
         small, large = (seconds(size, group, device) for size in (1 << 10, 1 << 40))
@@ -307,7 +307,7 @@ class Formula:
 
     def _kind(self, kind: int, chosen: bool, problem: BlockProblem, layout: Layout, share: Share) -> Local:
         compiled = self.query.job.compile is not None
-        block, traced = BlockSeconds.of(problem, compiled=compiled), self.part.problems[kind]
+        block, traced = BlockSeconds.from_problem(problem, compiled=compiled), self.part.problems[kind]
         choices = [self._choice(kind, mode if chosen else "none", problem) for mode in BY_SPEED]
         hidden = traced.trace.input_bytes * share.tokens * (self.base.tp if self.base.sequence_parallel else 1)
         rows = layout.micro_batch / self.base.micro_batch
@@ -398,7 +398,7 @@ class Formula:
     def wire(self, seconds: Any, ranks: int, inner: int) -> Wire:
         key = (seconds, ranks, inner)
         if key not in self._wires:
-            self._wires[key] = Wire.of(seconds, ranks, inner, self.device)
+            self._wires[key] = Wire.for_group(seconds, ranks, inner, self.device)
         return self._wires[key]
 
 
@@ -472,7 +472,7 @@ class _Columns:
         units = [*sharding.units, *sharding.experts.values()]
         ends = list(sharding.outside)
 
-        def of(name: str, every: Sequence[Any]) -> float:
+        def total(name: str, every: Sequence[Any]) -> float:
             return float(sum(getattr(unit, name) for unit in every))
 
         seen: dict[int, Any] = {}
@@ -484,14 +484,17 @@ class _Columns:
             every = [each for each in (unit, inner) if each is not None]
             share, sizes = formula.split_shares[kind], {}
             for name in ("gathered", "reduce_input", "whole_grad"):
-                dense, experts = of(name, every[:1]), of(name, every[1:])
+                dense, experts = total(name, every[:1]), total(name, every[1:])
                 sizes[name] = dense * (share * split + 1 - share), experts * spread
-            shard = of("shard", every) + of("host_shard", every)
-            grads = of("grad", every) + of("host_grad", every)
+            shard = total("shard", every) + total("host_shard", every)
+            grads = total("grad", every) + total("host_grad", every)
             self.units.append((sizes, shard * stored, grads * stored))
-        self.ends = {name: of(name, ends) * split for name in ("gathered", "reduce_input", "whole_grad")}
+        self.ends = {name: total(name, ends) * split for name in ("gathered", "reduce_input", "whole_grad")}
         self.sharded = (self.shards * self.tp * self.dp_replicate > 1) if sharding.on else torch.zeros_like(self.tp) > 0
-        layers, outside = of("shard", units) + of("host_shard", units), of("shard", ends) + of("host_shard", ends)
+        layers, outside = (
+            total("shard", units) + total("host_shard", units),
+            total("shard", ends) + total("host_shard", ends),
+        )
         outside += sharding.replicated
         self.parameters = stored * (layers * self.even + outside * around)
         trained = [*sharding.trained, *sharding.trained_on_host]
@@ -509,10 +512,10 @@ class _Columns:
         # What is gathered at a time is of the largest layers.
         every_kind: list[Tensor] = [sizes["gathered"][0] + sizes["gathered"][1] for sizes, _, _ in self.units]
         largest = functools.reduce(torch.maximum, every_kind)
-        before = max(of("gathered", [each for each in every if each is not None]) for every in seen.values())
+        before = max(total("gathered", [each for each in every if each is not None]) for every in seen.values())
         self.unit_share = largest / before if before else torch.ones_like(self.tp)
         self.layer_grads = max(
-            of("whole_grad", [each for each in every if each is not None]) for every in seen.values()
+            total("whole_grad", [each for each in every if each is not None]) for every in seen.values()
         )
         """Bytes of the gradients that the largest layer's backward makes, as traced."""
 
@@ -543,8 +546,8 @@ def _tensor_parallel(query: PlanQuery) -> tuple[dict[int, set[int]], dict[int, f
 def seconds_of(x: _Columns) -> Tensor:
     """Return the seconds of a step, by layout, way and mode.
 
-    The parts are those of `nemo_like.planning.answers.seconds`: kernels, what is sent inside of layers, what FSDP2 sends and
-    computing does not hide, the host, the bubble, the optimizer.
+    The parts are those of `nemo_like.planning.predictions.seconds`: kernels, what is sent inside of layers, what FSDP2 sends
+    and computing does not hide, the host, the bubble, the optimizer.
     """
     formula, device = x.formula, x.device
     inner = [layout.tp for layout in x.layouts]

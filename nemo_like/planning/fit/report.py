@@ -181,7 +181,7 @@ class FitReport:
         return Table(_COLUMNS, tuple(lines))
 
     def _unit(self) -> ByteUnit:
-        return ByteUnit.of([candidate.need.bytes for candidate in self.candidates])
+        return ByteUnit.for_sizes([candidate.need.bytes for candidate in self.candidates])
 
     def text(self, width: int | None = None, explain: int | None = None, paste: str = "") -> str:
         """Return the report for a screen of `width` columns (None: as wide as it gets).

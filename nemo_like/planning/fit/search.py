@@ -24,15 +24,15 @@ from nemo_like._util.progress import Say, silent
 from nemo_like._util.table import three_digits
 from nemo_like.job import Job
 from nemo_like.options.step import SYNC
-from nemo_like.planning.answers.rank import fullest_peaks
-from nemo_like.planning.answers.seconds import step_seconds
-from nemo_like.planning.answers.verdict import ALLOCATED, Need, most_allocated, plan_within, verdict
 from nemo_like.planning.fit.candidate import Candidate, candidate_of, host_bytes_of
 from nemo_like.planning.fit.formula import BY_SPEED, Formula, Way
 from nemo_like.planning.fit.layouts import Layout, job_of
 from nemo_like.planning.fit.question import Question
+from nemo_like.planning.memory_model.storages import Peak
 from nemo_like.planning.planner import balanced
-from nemo_like.planning.program.storages import Peak
+from nemo_like.planning.predictions.rank import fullest_peaks
+from nemo_like.planning.predictions.seconds import step_seconds
+from nemo_like.planning.predictions.verdict import ALLOCATED, Need, most_allocated, plan_within, verdict
 from nemo_like.planning.query import Choices, PlanQuery, Traced
 
 MOST_LOOKS = 24

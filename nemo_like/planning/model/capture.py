@@ -30,7 +30,7 @@ from nemo_like.job import Job
 from nemo_like.planning.trace.block import trace_block
 from nemo_like.planning.trace.kinds import (
     GIVEN,
-    Kind,
+    BlockKind,
     ModelTrace,
     TracedCall,
     attributes_of,
@@ -102,7 +102,7 @@ class _Watcher:
     model: nn.Module
     layers: Sequence[Any]
     calls: list[TracedCall] = field(default_factory=list)
-    kinds: list[Kind] = field(default_factory=list)
+    kinds: list[BlockKind] = field(default_factory=list)
     _keys: dict[Any, int] = field(default_factory=dict)
     _uses: dict[int, set[int]] = field(default_factory=dict)
     _held: list[Any] = field(default_factory=list)
@@ -175,7 +175,7 @@ class _Watcher:
                     if place in before or place not in left
                 }
                 self.kinds.append(
-                    Kind(
+                    BlockKind(
                         module,
                         saved[0],
                         saved[1],
@@ -293,7 +293,7 @@ class _Watcher:
             kind.kept_at = frozenset(place for number, place in enumerate(at) if number in kind.trace.kept_shared)
         return ModelTrace(tuple(self.calls), tuple(self.kinds), sum(sizes.values()), run, state, args, kwargs, dtype)
 
-    def _name(self, kind: Kind) -> str:
+    def _name(self, kind: BlockKind) -> str:
         first = next(call.fqn for call in self.calls if call.module is kind.module)
         return f"{first} ({type(kind.module).__name__})"
 

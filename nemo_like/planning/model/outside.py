@@ -27,7 +27,7 @@ from nemo_like.options import ChunkedLoss, StepSpec
 from nemo_like.options.optimizers import UpdateInBackward
 from nemo_like.planning.devices import Device
 from nemo_like.planning.roofline import OpSeconds
-from nemo_like.planning.trace.kinds import Kind, ModelTrace, record_again
+from nemo_like.planning.trace.kinds import BlockKind, ModelTrace, record_again
 from nemo_like.planning.trace.layer_memory import backward_of_inputs, with_gradients
 from nemo_like.planning.trace.meter import SumsInPlace, TracedBytes
 from nemo_like.planning.trace.records import BackwardCall, ForwardCall, OuterEvents
@@ -308,7 +308,7 @@ class _StubbedLayer(torch.autograd.Function):
 
 
 def stand_in(
-    kind: Kind,
+    kind: BlockKind,
     args: tuple,
     kwargs: dict[str, Any],
     lap: Lap,

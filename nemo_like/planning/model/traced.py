@@ -31,12 +31,12 @@ from nemo_like.layers import find
 from nemo_like.losses.model_loss import find_head, say_whole_logits
 from nemo_like.options import ChunkedLoss, ExpertParallel, StepSpec
 from nemo_like.options.optimizers import UpdateInBackward
-from nemo_like.planning.choose.layer import BlockProblem, Choice, ChoiceGroup, Stack, as_choice, selective
-from nemo_like.planning.choose.layer_seconds import BlockSeconds
 from nemo_like.planning.devices import Device, device_of
 from nemo_like.planning.model.capture import routing_of, trace_model
 from nemo_like.planning.model.outside import OuterMemory, outer_memory
 from nemo_like.planning.model.quantised import check_float8_plan, convert, of_layers, refuse_four_bits
+from nemo_like.planning.selection.layer import BlockProblem, Choice, ChoiceGroup, Stack, as_choice, selective
+from nemo_like.planning.selection.layer_seconds import BlockSeconds
 from nemo_like.planning.sharding import ParameterForms, Sharding
 from nemo_like.planning.trace.compiled_memory import CompiledBlock, NotCompiledError, compiled_block, compiled_memory
 from nemo_like.planning.trace.kinds import ModelTrace, TracedCall
@@ -49,7 +49,7 @@ MODES = ("none", "full", "selective")
 """Modes that are planned without a budget: those that `TracedPart.uniform` takes."""
 
 
-class Known:
+class TraceCache:
     """Results by what they depend on. `nemo_like.planning.model.traced.TracedPart` reads and fills them."""
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class StepLoss(NamedTuple):
     """Loss function of the loop; None: the model computes the loss."""
 
     @classmethod
-    def of(cls, job: Job) -> StepLoss:
+    def from_job(cls, job: Job) -> StepLoss:
         """Return the settings of `job`."""
         return cls(job.loss, job.step.keeps_output, job.step.loss_fn)
 
@@ -90,14 +90,14 @@ class StepLoss(NamedTuple):
 class TracedPart:
     """One trace of a model, or of one stage of it, for all jobs in which a rank runs the same operators."""
 
-    def __init__(self, model: nn.Module, sample_input: Any, job: Job, known: Known) -> None:
+    def __init__(self, model: nn.Module, sample_input: Any, job: Job, cache: TraceCache) -> None:
         """Trace a copy of `model`.
 
         Args:
             model: on any device; a stage of a pipeline as a model that is called with what it receives.
             sample_input: the input of one micro-batch of one rank.
             job: the job whose dtypes, device, and sizes of ``tp``, ``cp`` and ``ep`` are traced.
-            known: results of other traces of the same model; those of this one are added.
+            cache: results of other traces of the same model; those of this one are added.
 
         Raises:
             ValueError: a model that cannot be traced, or a job that is not planned.
@@ -106,8 +106,8 @@ class TracedPart:
         if job.fsdp is None:
             dtype, lower = None, None if dtype is torch.float32 else dtype
         self.device: Device = device_of(job)
-        self.known, self.shape = known, shape_of(job)
-        self.loss = StepLoss.of(job)
+        self.cache, self.shape = cache, shape_of(job)
+        self.loss = StepLoss.from_job(job)
         self.splits_loss = job.tp.loss_parallel and job.tp.size > 1
         self.is_stage = hasattr(model, STAGE_MARK)
         refuse_four_bits(model)
@@ -166,7 +166,7 @@ class TracedPart:
         # Stages of one model differ in their layers; a whole model has the same ones however its experts are divided.
         kinds = self.traced.kinds
         alike = tuple(kinds[call.kind].key if self.is_stage else call.kind for call in self.traced.calls)
-        self._number = self.known.number((self.shape, self.sample, self.is_stage, alike))
+        self._number = self.cache.number((self.shape, self.sample, self.is_stage, alike))
         self._numbers: dict[tuple[int, StepLoss | None], int] = {}
         self._forms: dict[tuple[bool, str], tuple[ParameterForms, int]] = {}
         self._seconds: dict[tuple[int, bool], BlockSeconds] = {}
@@ -190,7 +190,7 @@ class TracedPart:
     def block(self, kind: int, *, compiled: bool) -> BlockSeconds:
         """Return the seconds of a kind of layer, as it is or as a compiler fuses it."""
         if (kind, compiled) not in self._seconds:
-            self._seconds[kind, compiled] = BlockSeconds.of(self.problems[kind], compiled=compiled)
+            self._seconds[kind, compiled] = BlockSeconds.from_problem(self.problems[kind], compiled=compiled)
         return self._seconds[kind, compiled]
 
     def frontier(self, kind: int, *, skip: bool, host: int) -> tuple[Choice, ...]:
@@ -293,7 +293,7 @@ class TracedPart:
                 those of an eager one, which is said once.
         """
         key = (self.block_number(kind, loss), choice, accumulate, received, halves, held, compiler)
-        known = self.known.blocks
+        known = self.cache.blocks
         if key not in known:
             block, outside = self.traced.kinds[kind], self.outside(loss)
             how = (self.policy(kind, choice), self.traced.run, outside.used[kind])
@@ -329,7 +329,7 @@ class TracedPart:
         """Return `memory` of a compiled block; None: it is not told, which is said once."""
         block, around = self.traced.kinds[kind], choice.is_full
         key = (self.block_number(kind, loss), () if around else choice.decisions, compiler)
-        graphs = self.known.graphs
+        graphs = self.cache.graphs
         try:
             if halves:
                 raise NotCompiledError("its backward is cut in two")
@@ -351,7 +351,7 @@ class TracedPart:
             outside = self.outside(loss)
             layouts = tuple(sorted(outside.layouts[kind].items()))
             key = (self.shape, self.traced.kinds[kind].key, outside.used[kind], layouts)
-            self._numbers[kind, loss] = self.known.number(key)
+            self._numbers[kind, loss] = self.cache.number(key)
         return self._numbers[kind, loss]
 
     def outside(
@@ -375,7 +375,7 @@ class TracedPart:
         regions = choices is None or any(choice.decisions for choice in choices)
         regions |= all(kind.kept_at == kind.shared_at for kind in self.traced.kinds)
         key = (self._number, loss, accumulate, regions, halves)
-        if key not in self.known.outside:
+        if key not in self.cache.outside:
             memory = outer_memory(
                 self.model,
                 self.layers,
@@ -390,8 +390,8 @@ class TracedPart:
             )
             for reason in memory.whole_logits if loss.chunks == self.loss.chunks else ():
                 say_whole_logits(self.whole, reason)
-            self.known.outside[key] = memory
-        return self.known.outside[key]
+            self.cache.outside[key] = memory
+        return self.cache.outside[key]
 
     def can_chunk(self) -> bool:
         """Return whether the loss can be computed in chunks, so that the logits are never whole."""
@@ -405,7 +405,7 @@ class TracedPart:
         """Names of the parameters that get a gradient in a step: others have no optimizer state."""
         named = dict(self.model.named_parameters(remove_duplicate=False))
         key = tuple((name, p.requires_grad) for name, p in named.items())
-        if key not in self.known.trained:
+        if key not in self.cache.trained:
             outside = self.outside()
             names = {module: name for name, module in self.model.named_modules()}
             trained = set(outside.trained)
@@ -413,8 +413,8 @@ class TracedPart:
                 if i not in outside.idle:
                     memory = self.memory(call.kind, self.problems[call.kind].none())
                     trained |= {f"{names[call.module]}.{name}" for name in memory.param_grads}
-            self.known.trained[key] = frozenset(name for name in trained if name in named)
-        return self.known.trained[key]
+            self.cache.trained[key] = frozenset(name for name in trained if name in named)
+        return self.cache.trained[key]
 
     def forms(self, *, whole: bool, ends: str) -> tuple[ParameterForms, int]:
         """Return the parameters by what decides their bytes, and a number that is equal for equal ones.
@@ -424,7 +424,7 @@ class TracedPart:
         if (whole, ends) not in self._forms:
             how: dict[str, Any] = {"whole": whole, "trained": self.trained, "experts": self.experts, "ends": ends}
             forms = ParameterForms(self.model, self.layers, **how)
-            self._forms[whole, ends] = forms, self.known.number((ends, forms.content()))
+            self._forms[whole, ends] = forms, self.cache.number((ends, forms.content()))
         return self._forms[whole, ends]
 
     def expert_names(self, call: TracedCall) -> frozenset[str]:

@@ -27,7 +27,7 @@ from nemo_like.activation_checkpointing.policy import Policy
 from nemo_like.fake.model_copy import leaves_of, with_state
 from nemo_like.fake.run import FakeRun
 from nemo_like.options.optimizers import TrainedParameter, UpdateInBackward
-from nemo_like.planning.trace.kinds import Kind
+from nemo_like.planning.trace.kinds import BlockKind
 from nemo_like.planning.trace.layer_memory import needing_no_values
 from nemo_like.planning.trace.records import BlockEvents
 from nemo_like.torch_compat import (
@@ -68,7 +68,7 @@ class CompiledBlock:
 
 
 def compiled_block(
-    kind: Kind, policy: Policy | None, run: FakeRun, used: Collection[int], *, fuses: bool
+    kind: BlockKind, policy: Policy | None, run: FakeRun, used: Collection[int], *, fuses: bool
 ) -> CompiledBlock:
     """Trace a block forward and backward, and cut the graph.
 

@@ -28,7 +28,7 @@ _OWN_INDEX = ("idx", "index", "layer_id", "layer_number", "layer_num", "block_id
 
 
 @dataclass
-class Kind:
+class BlockKind:
     """One distinct block, and how it is called."""
 
     module: nn.Module
@@ -118,7 +118,7 @@ class ModelTrace:
     """A model's layers as it calls them, and what is required to run any of them again."""
 
     calls: tuple[TracedCall, ...]
-    kinds: tuple[Kind, ...]
+    kinds: tuple[BlockKind, ...]
     shared_bytes: int
     """Bytes of the storages that several layers are called with (position tables, masks), counted once."""
     run: FakeRun

@@ -17,14 +17,14 @@ from nemo_like.fake.model_copy import leaves_of, with_state
 from nemo_like.fake.reasons import without_values
 from nemo_like.fake.run import FakeRun
 from nemo_like.options.optimizers import TrainedParameter, UpdateInBackward
-from nemo_like.planning.trace.kinds import Kind
+from nemo_like.planning.trace.kinds import BlockKind
 from nemo_like.planning.trace.meter import SumsInPlace, TracedBytes
 from nemo_like.planning.trace.records import BlockEvents
 from nemo_like.torch_compat import backward_in_halves
 
 
 def block_memory(
-    kind: Kind,
+    kind: BlockKind,
     policy: Policy | None,
     run: FakeRun,
     used: Collection[int] | None = None,
@@ -149,7 +149,7 @@ class _Marked(torch.autograd.Function):
         return None, *grads
 
 
-def gradients_by_place(kind: Kind, replaced: Mapping[int, torch.Tensor]) -> dict[Place, torch.Tensor]:
+def gradients_by_place(kind: BlockKind, replaced: Mapping[int, torch.Tensor]) -> dict[Place, torch.Tensor]:
     """Return the gradient of each tensor of the block's call that has one, under its first place.
 
     replaced: what the block was called with, by the ids of these tensors.
@@ -189,7 +189,7 @@ class _ToHost:
         """Start nothing."""
 
 
-def needing_no_values(kind: Kind) -> AbstractContextManager[None]:
+def needing_no_values(kind: BlockKind) -> AbstractContextManager[None]:
     """Return a context for a step of the block, in which a look at values is an error that names the block."""
     name = type(kind.module).__name__ if kind.trace is None else kind.trace.name
     return without_values(f"{name} cannot be planned: its step", kind.module)
@@ -253,7 +253,7 @@ def backward_of_inputs(
 
 
 def halves_memory(
-    kind: Kind,
+    kind: BlockKind,
     policy: Policy | None,
     run: FakeRun,
     used: Collection[int],
@@ -276,7 +276,7 @@ def halves_memory(
 
 
 def _run(
-    kind: Kind,
+    kind: BlockKind,
     state: Mapping[str, torch.Tensor],
     policy: Policy | None,
     run: FakeRun,

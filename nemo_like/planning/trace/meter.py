@@ -16,7 +16,7 @@ from nemo_like._util.tensors import is_wrapped, map_tensors, tensors_in
 from nemo_like.fake.model_copy import with_state
 from nemo_like.fake.run import check_layouts
 from nemo_like.planning.trace.block import TraceMismatchError
-from nemo_like.planning.trace.kinds import Kind
+from nemo_like.planning.trace.kinds import BlockKind
 from nemo_like.planning.trace.scratch import scratch_bytes
 from nemo_like.torch_compat import TorchDispatchMode, storage_use_count, use_count, without_dispatch_modes
 
@@ -52,7 +52,7 @@ class _OpClock(TorchDispatchMode):
 
 
 def measured_seconds(
-    kind: Kind, device: torch.device | str, runs: int = 5, autocast: torch.dtype | None = None
+    kind: BlockKind, device: torch.device | str, runs: int = 5, autocast: torch.dtype | None = None
 ) -> tuple[float, ...]:
     """Return the median time of each computing op of a block over `runs` forward passes with random weights.
 

@@ -35,7 +35,7 @@ def measure(name: str, ranks: int, tokens: int = TOKENS) -> dict[str, Any]:
     model = source.build("meta")
     built = time.perf_counter()
     job = Job.of(world_size=ranks, precision="bf16", gpu=resolve_device("h100-80gb"))
-    query = PlanQuery.of(model, source.sample_input(1, tokens), job)
+    query = PlanQuery.from_model(model, source.sample_input(1, tokens), job)
     traced = time.perf_counter()
     (stage,) = query.stages
     kinds = len(stage.part.problems)

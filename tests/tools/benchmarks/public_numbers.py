@@ -25,11 +25,11 @@ from nemo_like.bench import BenchOptions
 from nemo_like.job import Job
 from nemo_like.models import ModelSource, resolve_model, source_of
 from nemo_like.options import FSDP2, AllocatorConfig, ChunkedLoss, PipelineParallel, Precision, StepSpec, TensorParallel
-from nemo_like.planning.answers.rank import fullest_peaks, rank_peak
-from nemo_like.planning.answers.reserved import Reserved, reserved_on
-from nemo_like.planning.answers.seconds import StepSeconds, step_seconds
-from nemo_like.planning.answers.verdict import reserved_within
 from nemo_like.planning.devices import Device, resolve_device
+from nemo_like.planning.predictions.rank import fullest_peaks, rank_peak
+from nemo_like.planning.predictions.reserved import Reserved, reserved_on
+from nemo_like.planning.predictions.seconds import StepSeconds, step_seconds
+from nemo_like.planning.predictions.verdict import reserved_within
 from nemo_like.planning.query import Choices, PlanQuery
 from tests.tools.benchmarks.suite import Column, Measured, Suite, markdown
 from tests.tools.benchmarks.torchtitan_step import (
@@ -534,7 +534,7 @@ def _nearest(row: Row, model: nn.Module) -> tuple[Job, PlanQuery, tuple[str, ...
         for without in itertools.combinations(options, count):
             try:
                 job = job_of(row, without)
-                return job, PlanQuery.of(model, sample_of(row), job), without
+                return job, PlanQuery.from_model(model, sample_of(row), job), without
             except ValueError as error:
                 refusals.append(error)
     raise refusals[0]
@@ -566,7 +566,7 @@ def _longest(row: Row, model: nn.Module, job: Job) -> int:
     """Return the longest sequence that fits, to a few per cent, by the planner's own bytes."""
 
     def fits(tokens: int) -> bool:
-        query = PlanQuery.of(model, sample_of(row, tokens), job)
+        query = PlanQuery.from_model(model, sample_of(row, tokens), job)
         return _within(query, query.uniform(ac_of(row)), limit_of(row)) <= limit_of(row)
 
     low, high = 256, row.seq_len

@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor
 
 from nemo_like.activation_checkpointing.ops import facts
 from nemo_like.distributed.pipeline.schedules import RESHARD, UNSHARD
-from nemo_like.planning.answers.reserved import Reserved, StepLogs, replay
-from nemo_like.planning.choose.layer import BlockProblem
-from nemo_like.planning.program.microbatch import LayerCall
+from nemo_like.planning.memory_model.microbatch import LayerCall
+from nemo_like.planning.predictions.reserved import Reserved, StepLogs, replay
 from nemo_like.planning.query import Choices, PlanQuery
+from nemo_like.planning.selection.layer import BlockProblem
 
 _LAST_PRODUCT = -1
 """The number of a storage that no log of a layer has."""

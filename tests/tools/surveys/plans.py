@@ -16,11 +16,11 @@ from nemo_like._util.extras import require
 from nemo_like.fake.outside_state import RememberedTables
 from nemo_like.job import Job
 from nemo_like.options import MemoryBudget, StepSpec
-from nemo_like.planning.answers.rank import peak_of
-from nemo_like.planning.answers.within import choose
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.model.outside import loss_of
 from nemo_like.planning.planner import apply_plan, describe
+from nemo_like.planning.predictions.budget_search import choose
+from nemo_like.planning.predictions.rank import peak_of
 from nemo_like.planning.query import PlanQuery
 from tests.allocator_events import cpu_events
 from tests.planning.queries import bytes_between_steps, saved
@@ -176,7 +176,9 @@ def _step(model: nn.Module, sample: dict[str, Tensor]) -> None:
 def planned_and_run(model_type: str, model: nn.Module, sample: dict[str, Tensor]) -> SurveyedPlan:
     name = type(model).__name__
     try:
-        query = PlanQuery.of(model, sample, Job.of(step=StepSpec(keeps_output=False), gpu=resolve_device("cpu")))
+        query = PlanQuery.from_model(
+            model, sample, Job.of(step=StepSpec(keeps_output=False), gpu=resolve_device("cpu"))
+        )
         budget = _budget(query)
         choices, _ = choose(query, budget, str(budget))
         plan, predicted = describe(query, choices, str(budget)), peak_of(query, choices)

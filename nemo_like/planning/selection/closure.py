@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nemo_like.planning.choose.solver import Op, Point, frontier, linear_frontier, non_dominated, thin
+from nemo_like.planning.selection.solver import Op, Point, frontier, linear_frontier, non_dominated, thin
 
 EVERY_STATES = 1 << 16
 """Non-dominated states that a sweep over the ops may hold before it thins them out; below this every answer is exact."""

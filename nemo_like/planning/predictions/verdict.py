@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 from nemo_like.activation_checkpointing.plan import BudgetError
 from nemo_like.options import MemoryBudget, parse_bytes
-from nemo_like.planning.answers.rank import fullest_peaks, peak_of
-from nemo_like.planning.answers.reserved import StepLogs, replay
-from nemo_like.planning.answers.within import choose
-from nemo_like.planning.program.allocator import DeviceMemoryError
-from nemo_like.planning.program.storages import Peak
+from nemo_like.planning.memory_model.allocator import DeviceMemoryError
+from nemo_like.planning.memory_model.storages import Peak
+from nemo_like.planning.predictions.budget_search import choose
+from nemo_like.planning.predictions.rank import fullest_peaks, peak_of
+from nemo_like.planning.predictions.reserved import StepLogs, replay
 from nemo_like.planning.query import Choices, PlanQuery
 
 RESERVED, ALLOCATED = "reserved", "allocated"
@@ -39,7 +39,7 @@ class Need:
 def verdict(query: PlanQuery, choices: Choices, peaks: Mapping[int, Peak], limit: int) -> Need:
     """Return what decides whether a step fits in `limit` bytes of each rank; where it does not, of the first rank so.
 
-    `peaks`: those of `choices` on the fullest ranks (`nemo_like.planning.answers.rank.fullest_peaks`).
+    `peaks`: those of `choices` on the fullest ranks (`nemo_like.planning.predictions.rank.fullest_peaks`).
     """
     sizes = {rank: peak.total for rank, peak in peaks.items()}
     reserved = list[int]()

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from nemo_like import parallelize
-from nemo_like.distributed.agreement import check_same_batch, compare_batches, sharing_groups
+from nemo_like.distributed.consistency_checks import check_same_batch, compare_batches, sharing_groups
 from nemo_like.distributed.mesh import build_mesh
 from nemo_like.options import FSDP2, PipelineParallel
 from tests.checks import assert_bitwise, whole

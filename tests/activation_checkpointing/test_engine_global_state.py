@@ -12,8 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from nemo_like import torch_compat
-from nemo_like.activation_checkpointing.engine import ambient
-from nemo_like.activation_checkpointing.engine.ambient import put_back, switches_for
+from nemo_like.activation_checkpointing.engine import global_state
+from nemo_like.activation_checkpointing.engine.global_state import put_back, switches_for
 from nemo_like.activation_checkpointing.engine.handles import RegionError
 from nemo_like.activation_checkpointing.policy import RECOMPUTE, SAVE, DecisionTable, FullPolicy, SelectivePolicy
 from tests.checks import assert_bitwise
@@ -285,15 +285,15 @@ def test_a_registered_state_is_put_back_for_replay():
 
         return restore
 
-    ambient.register("gain", capture)
+    global_state.register("gain", capture)
     try:
         with pytest.raises(ValueError, match="'gain' is taken"):
-            ambient.register("gain", capture)
+            global_state.register("gain", capture)
         y = checkpoint_region(noting(lambda: state["gain"], seen), x, policy=FullPolicy())
         state["gain"] = 5.0
         y.sum().backward()
     finally:
-        del ambient._registered["gain"]
+        del global_state._registered["gain"]
     assert seen == [2.0, 2.0] and state["gain"] == 5.0
 
 

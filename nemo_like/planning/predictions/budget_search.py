@@ -9,11 +9,11 @@ from nemo_like._util.words import write_bytes
 from nemo_like.activation_checkpointing.plan import BudgetError
 from nemo_like.options import MemoryBudget
 from nemo_like.planning.advise import changes, helping, in_words
-from nemo_like.planning.answers.outside_allocator import outside_of
-from nemo_like.planning.answers.rank import rank_peak
-from nemo_like.planning.choose import solver
-from nemo_like.planning.choose.layer import Choice, Stack
+from nemo_like.planning.predictions.outside_allocator import outside_of
+from nemo_like.planning.predictions.rank import rank_peak
 from nemo_like.planning.query import PlanQuery, Stage
+from nemo_like.planning.selection import solver
+from nemo_like.planning.selection.layer import Choice, Stack
 
 Mixed = tuple[Stack, solver.Mix]
 """Choices of the layers of one stage, and the mix of them that is taken."""

@@ -14,8 +14,8 @@ No number here was measured by this package. Those of NCCL are from its logs and
 Assumptions: 4 channels, 2 per peer, without NVLink; 20 MiB for a ring's channel from host to host; at most 8 GPUs count as
 near, in a rack, too; the default group is used like any other; RCCL takes what NCCL does.
 
-cuBLAS's workspaces are inside: torch takes them from its allocator (`nemo_like.planning.answers.reserved`). No part of this
-package captures a CUDA graph, so graphs' pools are not counted.
+cuBLAS's workspaces are inside: torch takes them from its allocator (`nemo_like.planning.predictions.reserved`). No part of
+this package captures a CUDA graph, so graphs' pools are not counted.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from dataclasses import dataclass, field
 from nemo_like._util.table import ByteUnit, byte_word
 from nemo_like._util.words import MIB
 from nemo_like.job import Job
-from nemo_like.planning.answers.seconds import Links
 from nemo_like.planning.devices import MARGIN, Device, step_limit
+from nemo_like.planning.predictions.seconds import Links
 from nemo_like.planning.roofline import RankGroup, group_of
 
 CONTEXT, NCCL = "CUDA context", "NCCL"
@@ -58,7 +58,7 @@ class Outside:
         """Return the parts, and the call that leaves them room, in a sentence; empty where nothing is outside."""
         if self.fraction is None:
             return ""
-        unit = ByteUnit.of([self.total])
+        unit = ByteUnit.for_sizes([self.total])
         parts = ", ".join(f"{name} {unit.number(size)}" for name, size in self.parts.items() if size)
         return (
             f"Of the GPU's {byte_word(self.memory)}, {unit.word(self.total)} are outside of torch's "
@@ -88,7 +88,7 @@ def _communicators(job: Job, device: Device) -> Iterator[int]:
     """Yield the bytes of each communicator; all ranks have one, which an axis of all ranks shares."""
     if job.is_single:
         return
-    links, host = Links.of(job, device), device.gpus_per_host
+    links, host = Links.for_job(job, device), device.gpus_per_host
     exchanging = {"all_gather": 0, "ring": 2, "ulysses": job.cp.size}[job.cp.method]
     stages = group_of(job.pp.size, job.ranks // job.pp.size, host)
     axes = [

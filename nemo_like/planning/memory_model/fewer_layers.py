@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from nemo_like._util.tensors import tensors_in
-from nemo_like.planning.program.storage_ledger import Event, Level, StepMoment, StorageLedger
-from nemo_like.planning.trace.kinds import Kind
+from nemo_like.planning.memory_model.storage_ledger import Event, Level, StepMoment, StorageLedger
+from nemo_like.planning.trace.kinds import BlockKind
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class _Skipped:
     memory that was never allocated, and Python crashes when it is freed."""
 
     layer: nn.Module
-    kind: Kind
+    kind: BlockKind
 
     def __deepcopy__(self, memo: Any) -> _Skipped:
         return self
@@ -86,7 +86,7 @@ class SkippedLayer(nn.Module):
         kind: what the layer returns.
     """
 
-    def __init__(self, layer: nn.Module, kind: Kind) -> None:
+    def __init__(self, layer: nn.Module, kind: BlockKind) -> None:
         super().__init__()
         self.__dict__["_skipped"] = _Skipped(layer, kind)  # no module of the model any more
 
@@ -99,11 +99,11 @@ class SkippedLayer(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the first tensor of the call, in the form in which the layer returns hidden states."""
         hidden = tensors_in((args, kwargs))[0]
-        kind: Kind = self.__dict__["_skipped"].kind
+        kind: BlockKind = self.__dict__["_skipped"].kind
         return kind.output_with(lambda tensor: hidden, args, kwargs)
 
 
-def leave_out(model: nn.Module, layers: Mapping[str, Kind]) -> None:
+def leave_out(model: nn.Module, layers: Mapping[str, BlockKind]) -> None:
     """Put a `SkippedLayer` in the place of each of the `layers`, by their names, in `model` itself."""
     for name, kind in layers.items():
         parent, _, child = name.rpartition(".")

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from nemo_like._util.tensors import Place
 from nemo_like.activation_checkpointing.plan import Part
 from nemo_like.options import OffloadConfig
-from nemo_like.planning.program.fsdp_units import EMBEDDING, ROOT, TAIL, GradientRule, Units
-from nemo_like.planning.program.host_copies import HostCopies
-from nemo_like.planning.program.storages import LogRun, Storages
+from nemo_like.planning.memory_model.fsdp_units import EMBEDDING, ROOT, TAIL, FsdpBuffers, GradientRule
+from nemo_like.planning.memory_model.host_copies import HostCopies
+from nemo_like.planning.memory_model.storages import LogRun, Storages
 from nemo_like.planning.sharding import Sharding, UnitBytes
 from nemo_like.planning.trace.records import BackwardCall, BlockEvents, Log, OuterEvents
 
@@ -74,12 +74,12 @@ class StageStep:
         storages: Storages,
         sharding: Sharding,
         *,
-        units: Callable[[Storages, Sharding], Units] = Units,
+        buffers: Callable[[Storages, Sharding], FsdpBuffers] = FsdpBuffers,
         offload: OffloadConfig = OffloadConfig("none"),
         copies_at_once: bool = False,
     ) -> None:
         self.storages, self.sharding, self.on = storages, sharding, sharding.on
-        self.units = units(storages, sharding)
+        self.buffers = buffers(storages, sharding)
         self.offload, self.copies_at_once = offload, copies_at_once
         self.kept: list[int] = []
         """Storages of the output of the micro-batch before."""
@@ -95,7 +95,7 @@ class StageStep:
 
     def zero_grad(self) -> None:
         """Free the gradients of the step."""
-        for grads in (*self.grads.values(), self.units.grads):
+        for grads in (*self.grads.values(), self.buffers.grads):
             self.storages.drop_all(grads)
             grads.clear()
 
@@ -103,7 +103,7 @@ class StageStep:
         """Make the gradients of the step before, but for `less` bytes that another stage of the rank has."""
         sizes = [unit.grad for unit in self.sharding.all]
         if self.on:
-            self.units.start_with_gradients(without(sizes, less))
+            self.buffers.start_with_gradients(without(sizes, less))
         else:
             self.grads["before"] = [self.storages.make(sum(sizes) - less, Part.GRADIENTS)]
 
@@ -125,7 +125,7 @@ class Microbatch:
     def __init__(self, step: StageStep, rule: GradientRule, layers: Sequence[LayerCall], around: Around) -> None:
         self.step, self.rule, self.layers, self.around = step, rule, layers, around
         self.events = around.events
-        self.storages, self.units, self.sharding, self.on = step.storages, step.units, step.sharding, step.on
+        self.storages, self.buffers, self.sharding, self.on = step.storages, step.buffers, step.sharding, step.on
         self.fsdp_units = [layer.unit for layer in layers]
         self.outside: dict[int, int] = {}
         """Storages by their numbers in the log of what is outside the layers."""
@@ -142,18 +142,18 @@ class Microbatch:
         self.input_grads: list[int] = []
 
     def forward(self) -> None:
-        layers, events, units, storages = self.layers, self.events, self.units, self.storages
+        layers, events, buffers, storages = self.layers, self.events, self.buffers, self.storages
         if self.on:
-            units.copy_out(ROOT, self.sharding.root, forward=True)
+            buffers.copy_out(ROOT, self.sharding.root, forward=True)
             self._embed()
         for i, (layer, call) in enumerate(zip(layers, events.calls)):
             storages.mark(f"before layer {i}, forward")
             self._run_outside(call.begin)
             self._hold_inputs(i, call.inputs)
             if self.on:
-                units.copy_out(i, layer.unit, forward=True)
+                buffers.copy_out(i, layer.unit, forward=True)
                 self._gather_ahead(i)
-                units.copy_out(("experts", i), layer.experts, forward=True)
+                buffers.copy_out(("experts", i), layer.experts, forward=True)
             storages.mark(f"forward of layer {i}")
             copied, run = storages.make(layer.copied, Part.RUNNING_LAYER), self.inside[i]
             late = storages.run_log(layer.events.running_forward, run, Part.SAVED_ACTIVATIONS)
@@ -168,31 +168,31 @@ class Microbatch:
             storages.upto = i + 1
             for key, unit in ((("experts", i), layer.experts), (i, layer.unit)):
                 if unit is not None and unit.reshard:
-                    units.reshard(key, unit)
+                    buffers.reshard(key, unit)
         if self.on:
-            units.copy_out(TAIL, self.sharding.tail, forward=True)
+            buffers.copy_out(TAIL, self.sharding.tail, forward=True)
         storages.mark("forward of the head")
         if self.sharding.tail is not None and self.sharding.tail.reshard and not self.around.in_chunks:
             self._run_outside(max(self._of(self.sharding.tail_names, events.returns), default=events.forward_end))
-            units.reshard(TAIL)
+            buffers.reshard(TAIL)
         self._run_outside(events.forward_end)
         if self.sharding.root.reshard:
-            units.reshard(ROOT)
-        units.drop_flat()
+            buffers.reshard(ROOT)
+        buffers.drop_flat()
         self.step.drop_output()
         storages.end_forward()
 
     def _embed(self) -> None:
         """Gather what the root gathers ahead, and run the embedding where it is a unit of its own."""
-        units, embedding, ahead = self.units, self.sharding.embedding, self.sharding.prefetch[0]
+        buffers, embedding, ahead = self.buffers, self.sharding.embedding, self.sharding.prefetch[0]
         if self.sharding.one_stack and ahead:
-            units.gather(EMBEDDING, embedding)
+            buffers.gather(EMBEDDING, embedding)
             self._gather_ahead(-1, ahead - 1)
-        units.copy_out(EMBEDDING, embedding, forward=True)
+        buffers.copy_out(EMBEDDING, embedding, forward=True)
         self._gather_ahead(-1)
         if embedding is not None and embedding.reshard:
             self._run_outside(max(self._of(self.sharding.embedding_names, self.events.returns), default=0))
-            units.reshard(EMBEDDING, embedding)
+            buffers.reshard(EMBEDDING, embedding)
 
     def go_on_as(self, rule: GradientRule, layers: Sequence[LayerCall], around: Around) -> None:
         """Go on with the gradients that exist now, between forward and backward, or its halves.
@@ -249,7 +249,7 @@ class Microbatch:
         storages.mark("backward of the head")
         self._begin_backward(backs[0].begin if backs else events.backward_end)
         if self.around.halves:
-            self.units.add_waiting(TAIL, self.sharding.tail)
+            self.buffers.add_waiting(TAIL, self.sharding.tail)
         else:
             self._after_head()
         ends = [back.begin for back in backs[1:]] + [events.backward_end]
@@ -261,25 +261,25 @@ class Microbatch:
         if self.around.halves:
             for layer, run in zip(self.layers, self.inside):
                 storages.run_log(layer.events.running_released, run, Part.SAVED_ACTIVATIONS)
-            self.units.add_waiting(ROOT, self.sharding.root)
+            self.buffers.add_waiting(ROOT, self.sharding.root)
 
     def _begin_backward(self, end: int) -> None:
         """Run backward up to the first layer.
 
         At the root, and at the tail, FSDP2 gathers what was resharded, and gathers ahead the units that ran before.
         """
-        units, events, tail, last = self.units, self.events, self.sharding.tail, len(self.layers)
+        buffers, events, tail, last = self.buffers, self.events, self.sharding.tail, len(self.layers)
         if self.on:
             self._run_outside(min(end, events.goes_back.get("", end)))
-            units.copy_out(ROOT, self.sharding.root, forward=False)
+            buffers.copy_out(ROOT, self.sharding.root, forward=False)
             if self.sharding.root.gathered and tail is None:  # a root without parameters fetches nothing
                 self._gather_behind(last, 1)
             elif self.sharding.root.gathered:
-                units.gather(TAIL, tail)
+                buffers.gather(TAIL, tail)
             if tail is not None:
                 if not self.around.in_chunks:
                     self._run_outside(min([end, *self._of(self.sharding.tail_names, events.goes_back)]))
-                units.copy_out(TAIL, tail, forward=False)
+                buffers.copy_out(TAIL, tail, forward=False)
                 self._gather_behind(last, self.sharding.prefetch[1])
         self._run_outside(end)
 
@@ -308,11 +308,11 @@ class Microbatch:
         others = self.step.elsewhere | apart
         root_grads = [self.outside.pop(events.param_grads[name]) for name in names if name not in others]
         if self.on:
-            self.units.close(ROOT)
-            self.units.reduce(ROOT, self.sharding.root, [*root_grads, *self.waiting], self.rule)
-            self.units.close_all()
-            self.units.reduce(EMBEDDING, self.sharding.embedding, of_embedding, self.rule)
-            self.units.finish()
+            self.buffers.close(ROOT)
+            self.buffers.reduce(ROOT, self.sharding.root, [*root_grads, *self.waiting], self.rule)
+            self.buffers.close_all()
+            self.buffers.reduce(EMBEDDING, self.sharding.embedding, of_embedding, self.rule)
+            self.buffers.finish()
         else:
             self.step.keep_gradients(ROOT, root_grads, self.rule)
         self.output, self.input_grads = self.take_ends()
@@ -329,13 +329,13 @@ class Microbatch:
     # --- one layer ----------------------------------------------------------------------------------------------------
 
     def _layer_backward(self, back: BackwardCall, end: int) -> None:
-        i, storages, units = back.layer, self.storages, self.units
+        i, storages, buffers = back.layer, self.storages, self.buffers
         layer, run = self.layers[i], self.inside[i]
         if self.on:
-            units.copy_out(i, layer.unit, forward=False)
+            buffers.copy_out(i, layer.unit, forward=False)
             if layer.unit is not None:
                 self._gather_behind(i, self.sharding.prefetch[1])
-            units.copy_out(("experts", i), layer.experts, forward=False)
+            buffers.copy_out(("experts", i), layer.experts, forward=False)
         storages.upto = i
         storages.mark(f"backward of layer {i}")
         storages.drop(self.states.pop(i, 0))
@@ -350,7 +350,7 @@ class Microbatch:
             until, rest = layer.events.running_apart
             storages.run_log(until, run, Part.RUNNING_LAYER)
             if self.around.halves:
-                units.add_waiting(("experts", i), layer.experts)
+                buffers.add_waiting(("experts", i), layer.experts)
             else:
                 self._reduce_experts(i, layer, run)
             storages.run_log(rest, run, Part.RUNNING_LAYER)
@@ -360,7 +360,7 @@ class Microbatch:
             storages.drop(run.alive.pop(number, 0))
         self._run_outside(back.end)
         if self.around.halves:  # its gradients come later
-            units.add_waiting(i, layer.unit)
+            buffers.add_waiting(i, layer.unit)
             for storage in (*self.inputs[i], *run.alive.values()):
                 storages.relabel(storage, Part.SAVED_ACTIVATIONS)
             return
@@ -371,7 +371,7 @@ class Microbatch:
         self._reduce(i, layer, run)
 
     def _reduce(self, i: int, layer: LayerCall, run: LogRun) -> None:
-        units, storages = self.units, run.alive
+        buffers, storages = self.buffers, run.alive
         if self.around.halves:
             self._reduce_experts(i, layer, run)
         grads = [storages.pop(n) for n in layer.events.param_grads.values() if n in storages]
@@ -381,8 +381,8 @@ class Microbatch:
         if layer.unit is None:
             self.waiting += grads
         else:
-            units.close(i)
-            units.reduce(i, layer.unit, grads, self.rule)
+            buffers.close(i)
+            buffers.reduce(i, layer.unit, grads, self.rule)
 
     def _reduce_experts(self, i: int, layer: LayerCall, run: LogRun) -> None:
         """Reduce the gradients of a layer's experts, whose backward ends before that of the layer."""
@@ -390,8 +390,8 @@ class Microbatch:
             return
         numbers, storages = layer.events.param_grads, run.alive
         grads = [storages.pop(n) for name, n in numbers.items() if n in storages and name in layer.expert_weights]
-        self.units.close(("experts", i))
-        self.units.reduce(("experts", i), layer.experts, grads, self.rule)
+        self.buffers.close(("experts", i))
+        self.buffers.reduce(("experts", i), layer.experts, grads, self.rule)
 
     def _share_output(self, run: LogRun, number: int, events: int) -> None:
         """Give a storage that a layer made the number that it has outside the layers."""
@@ -429,15 +429,15 @@ class Microbatch:
             if j < len(self.layers):
                 self._gather_layer(j)
             else:
-                self.units.gather(TAIL, self.sharding.tail)
+                self.buffers.gather(TAIL, self.sharding.tail)
 
     def _gather_behind(self, i: int, count: int) -> None:
         for j in self.sharding.fetched_behind(i, self.fsdp_units, count):
             self._gather_layer(j)
 
     def _gather_layer(self, i: int) -> None:
-        self.units.gather(i, self.fsdp_units[i])
-        self.units.gather(("experts", i), self.layers[i].experts)
+        self.buffers.gather(i, self.fsdp_units[i])
+        self.buffers.gather(("experts", i), self.layers[i].experts)
 
     def _after_head(self) -> None:
         tail = self.sharding.tail
@@ -447,8 +447,8 @@ class Microbatch:
         numbers = [self.events.param_grads[name] for name in names]
         grads = [self.outside.pop(n) for n in numbers if n in self.outside]
         if self.on:
-            self.units.close(TAIL)
-            self.units.reduce(TAIL, tail, grads, self.rule)
+            self.buffers.close(TAIL)
+            self.buffers.reduce(TAIL, tail, grads, self.rule)
         else:
             self.step.keep_gradients(TAIL, grads, self.rule)
 

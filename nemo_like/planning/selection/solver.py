@@ -1,6 +1,6 @@
 """Choose the outputs to save: exact choices over plain numbers. No torch here, no tensors, no clocks.
 
-There are three problems, smallest first; the second is in `nemo_like.planning.choose.closure`:
+There are three problems, smallest first; the second is in `nemo_like.planning.selection.closure`:
 
 * **Linear recomputation** of one block (`linear_frontier`): every op that is not saved is recomputed, up to the early stop.
   The cost of an op does not depend on the other decisions, so the choice is a 0/1 knapsack: give up bytes, save cost.

@@ -8,7 +8,7 @@ from functools import partial
 
 from nemo_like.activation_checkpointing.plan import Part
 from nemo_like.options import OffloadConfig
-from nemo_like.planning.program.storages import LogRun, Moved, Storages
+from nemo_like.planning.memory_model.storages import LogRun, Moved, Storages
 
 
 class HostCopies:

@@ -29,11 +29,19 @@ from nemo_like.distributed.pipeline.schedules import (
     Action,
 )
 from nemo_like.options.optimizers import UpdateInBackward
-from nemo_like.planning.choose.layer import Choice
-from nemo_like.planning.program.fsdp_units import EMBEDDING, ROOT, TAIL, GatheredOnce, GradientRule, Units, rules_of
-from nemo_like.planning.program.microbatch import Around, LayerCall, Microbatch, StageStep, without
-from nemo_like.planning.program.storages import Bytes, Peak, Storages
+from nemo_like.planning.memory_model.fsdp_units import (
+    EMBEDDING,
+    ROOT,
+    TAIL,
+    FsdpBuffers,
+    GatheredOnce,
+    GradientRule,
+    rules_of,
+)
+from nemo_like.planning.memory_model.microbatch import Around, LayerCall, Microbatch, StageStep, without
+from nemo_like.planning.memory_model.storages import Bytes, Peak, Storages
 from nemo_like.planning.query import PlanQuery, Stage
+from nemo_like.planning.selection.layer import Choice
 from nemo_like.planning.sharding import UnitBytes
 
 _HALFWAY = "between the halves of backward"
@@ -49,7 +57,7 @@ class StageOfRank:
         self.step = StageStep(
             storages,
             stage.sharding,
-            units=GatheredOnce if query.is_pipeline else Units,
+            buffers=GatheredOnce if query.is_pipeline else FsdpBuffers,
             offload=stage.job.offload,
             copies_at_once=stage.device.kind == "cpu",
         )
@@ -92,26 +100,26 @@ class StageOfRank:
         if self.step.on:
             self.fetched = True
             for key, unit in self._units():
-                self.step.units.gather(key, unit)
+                self.step.buffers.gather(key, unit)
 
     def copy_out(self) -> None:
         """Copy out the units that `unshard` gathered."""
         if self.fetched:
             self.fetched = False
             for key, unit in self._units():
-                self.step.units.copy_out(key, unit, forward=False)
+                self.step.buffers.copy_out(key, unit, forward=False)
 
     def reshard(self) -> None:
         """Free all units."""
         for key, _ in self._units():
-            self.step.units.reshard(key)
+            self.step.buffers.reshard(key)
 
     def reduce(self) -> None:
         """Reduce the gradients after the last backward."""
         if self.step.on:
-            units = self.step.units
-            assert isinstance(units, GatheredOnce)
-            units.end(self._units(), GradientRule(adds=self.stays))
+            buffers = self.step.buffers
+            assert isinstance(buffers, GatheredOnce)
+            buffers.end(self._units(), GradientRule(adds=self.stays))
         self.first_done = False
 
     def _units(self) -> list[tuple[Hashable, UnitBytes | None]]:
@@ -131,7 +139,7 @@ class StageOfRank:
             return GradientRule(accumulates=self.first_done or self.stays)
         if not self.stage.casts:
             return GradientRule(accumulates=self.first_done, reduces=False)
-        waiting = isinstance(self.step.units, GatheredOnce) and bool(self.step.units.waiting)
+        waiting = isinstance(self.step.buffers, GatheredOnce) and bool(self.step.buffers.waiting)
         return GradientRule(accumulates=waiting, reduces=False, waits=halves)
 
     def _layers(self, rule: GradientRule, *, halves: bool = False) -> list[LayerCall]:

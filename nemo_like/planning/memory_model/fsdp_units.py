@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from nemo_like.activation_checkpointing.plan import Part
 from nemo_like.options import StepSpec
 from nemo_like.options.optimizers import UpdateInBackward
-from nemo_like.planning.program.storages import GATHER, REDUCE, Storages
+from nemo_like.planning.memory_model.storages import GATHER, REDUCE, Storages
 from nemo_like.planning.sharding import Sharding, UnitBytes
 
 ROOT, TAIL, EMBEDDING = "root", "tail", "embedding"
@@ -71,8 +71,8 @@ def rules_of(
     return [GradientRule(accumulates=stays or n > 0) for n in range(count)]
 
 
-class Units:
-    """The collectives of FSDP2's units, and the gradients that it reduces."""
+class FsdpBuffers:
+    """Buffers that the collectives of FSDP2's units make and free, and the gradients that they reduce."""
 
     def __init__(self, storages: Storages, sharding: Sharding) -> None:
         self.storages, self.sharding = storages, sharding
@@ -233,8 +233,8 @@ class Units:
         return size if self.sharding.gloo and unit.gathered != unit.shard_gathered else 0
 
 
-class GatheredOnce(Units):
-    """Units of a stage of a pipeline: gathered until `end`, which reduces their gradients."""
+class GatheredOnce(FsdpBuffers):
+    """Buffers of a stage of a pipeline: gathered until `end`, which reduces their gradients."""
 
     def __init__(self, storages: Storages, sharding: Sharding) -> None:
         super().__init__(storages, sharding)

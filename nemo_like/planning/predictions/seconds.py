@@ -17,13 +17,13 @@ from nemo_like.distributed.pipeline.schedules import FORWARD, actions_of
 from nemo_like.job import Job
 from nemo_like.options import StepSpec
 from nemo_like.planning import roofline
-from nemo_like.planning.choose.layer import Choice
-from nemo_like.planning.choose.layer_seconds import LayerRun
 from nemo_like.planning.devices import Device
 from nemo_like.planning.host_time import host_seconds
-from nemo_like.planning.program.timeline import StageSeconds, Timeline, action_seconds, timeline
+from nemo_like.planning.predictions.timeline import StageSeconds, Timeline, action_seconds, timeline
 from nemo_like.planning.query import Choices, PlanQuery, Stage
 from nemo_like.planning.roofline import RankGroup, exposed_seconds, group_of, update_seconds
+from nemo_like.planning.selection.layer import Choice
+from nemo_like.planning.selection.layer_seconds import LayerRun
 from nemo_like.planning.sharding import Sharding, UnitBytes
 
 HOST = "waiting for the host"
@@ -60,7 +60,7 @@ class Links:
     """It does so in pieces, beside matmuls."""
 
     @classmethod
-    def of(cls, job: Job, device: Device) -> Links:
+    def for_job(cls, job: Job, device: Device) -> Links:
         tp, cp, host = job.tp.size, job.cp.size, device.gpus_per_host
         shards, ep = job.shard_ranks, job.ep.size
         inner = shards * tp
@@ -83,7 +83,7 @@ def step_seconds(query: PlanQuery, choices: Choices) -> StepSeconds:
     In a pipeline, they are what the busiest rank computes, sends and waits for. What its stages gather and reduce once in a
     step is added.
     """
-    links = Links.of(query.job, query.device)
+    links = Links.for_job(query.job, query.device)
     if not query.is_pipeline:
         stage = query.stages[0]
         return loop_seconds(
@@ -143,7 +143,7 @@ def launching_seconds(run: LayerRun, links: Links) -> float:
 
 def seconds_of_stages(query: PlanQuery, choices: Choices) -> list[dict[str, float]]:
     """Return the seconds of one micro-batch in each stage, by what takes them."""
-    links = Links.of(query.job, query.device)
+    links = Links.for_job(query.job, query.device)
     return [
         microbatch_seconds(layer_runs(stage, chosen), links, stage.outside().seconds)
         for stage, chosen in zip(query.stages, choices)

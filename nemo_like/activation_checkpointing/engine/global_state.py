@@ -48,7 +48,7 @@ def register(name: str, capture: Capture) -> None:
     makes a context manager; recomputation runs within that. Raises ValueError for a name that is taken.
     """
     if name in _registered:
-        raise ValueError(f"ambient.register: {name!r} is taken; use another name.")
+        raise ValueError(f"global_state.register: {name!r} is taken; use another name.")
     _registered[name] = capture
 
 
@@ -79,7 +79,7 @@ def _state(device: str | None) -> _State:
     )
 
 
-class Ambient:
+class GlobalState:
     """One snapshot of it all, of the moment of its creation.
 
     `generators` holds the random numbers that are not torch's own. None: random numbers are left as they are, and dropout

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from nemo_like.activation_checkpointing.ops import facts
-from nemo_like.planning.choose.layer import BlockProblem, Choice
 from nemo_like.planning.roofline import is_sequence_op, kernel_kind, kernel_seconds
+from nemo_like.planning.selection.layer import BlockProblem, Choice
 from nemo_like.planning.sharding import UnitBytes
 from nemo_like.planning.trace.block import OpRecord
 
@@ -152,7 +152,7 @@ class BlockSeconds:
     """Bytes of each collective of sequence parallelism in a forward, and seconds of matmuls that it can run beside."""
 
     @classmethod
-    def of(cls, problem: BlockProblem, *, compiled: bool = False) -> BlockSeconds:
+    def from_problem(cls, problem: BlockProblem, *, compiled: bool = False) -> BlockSeconds:
         """Return the seconds of a traced block at the rates of its device.
 
         compiled: operators between matrix products are `fused`.

@@ -10,9 +10,9 @@ from operator import attrgetter
 from nemo_like._util.op_lookup import Op
 from nemo_like.activation_checkpointing.ops import exchange_routing_ops, facts, routing_ops
 from nemo_like.activation_checkpointing.policy import Decision, SelectivePolicy
-from nemo_like.planning.choose import closure, solver
 from nemo_like.planning.devices import Device
 from nemo_like.planning.roofline import exposed_seconds, op_seconds
+from nemo_like.planning.selection import closure, solver
 from nemo_like.planning.trace.block import BlockTrace, OpRecord
 
 _MOST = 4096

@@ -1,10 +1,10 @@
-"""A stand-in for logits: it notes what a model does with them, and lets `F.cross_entropy` compute in chunks.
+"""Logits that are not computed yet: they note what a model does with them, and let `F.cross_entropy` compute in chunks.
 
 A model that is called with labels puts its hidden states through a head and gives the logits to a loss. In between it
 changes the logits a little (a soft cap, a scale, a cast, a shift by one token). Here nothing of that is looked up in a
-table of models: the head answers with a `StandIn`, and each operator on it is written down. When it reaches
+table of models: the head answers with `DeferredLogits`, and each operator on them is written down. When they reach
 `torch.nn.functional.cross_entropy`, the same is done to the logits of one chunk after the other. Whatever
-else is done with it, it first becomes the logits that the model would have had: the plain path.
+else is done with them, they first become the logits that the model would have had: the plain path.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Tanh:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The logits that a stand-in is for, and what was done to them."""
+    """Way in which deferred logits are computed: the call of the head, and what was done to them since."""
 
     call: HeadCall
     hidden: Tensor
@@ -81,7 +81,7 @@ class Recipe:
     """The whole logits, where they were needed."""
 
     def logits(self, reason: str) -> Tensor:
-        """Return the logits that the stand-in represents."""
+        """Return the logits, computed whole."""
         if not self.made:
             logits = self.call.whole(reason)
             for step in self.steps:
@@ -90,23 +90,23 @@ class Recipe:
         return self.made[0]
 
 
-class StandIn(Tensor):
+class DeferredLogits(Tensor):
     """Looks like logits, (..., V), and holds nothing."""
 
     recipe: Recipe
 
     @staticmethod
-    def of(recipe: Recipe, width: int, dtype: torch.dtype) -> StandIn:
-        stand_in: StandIn = shape_only(StandIn, (*recipe.hidden.shape[:-1], width), dtype, recipe.hidden.device)
-        stand_in.recipe = recipe
-        return stand_in
+    def from_recipe(recipe: Recipe, width: int, dtype: torch.dtype) -> DeferredLogits:
+        deferred: DeferredLogits = shape_only(
+            DeferredLogits, (*recipe.hidden.shape[:-1], width), dtype, recipe.hidden.device
+        )
+        deferred.recipe = recipe
+        return deferred
 
     @classmethod
     def __torch_dispatch__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> Any:  # type: ignore[override]
         # Whoever goes past `__torch_function__` would compute with nothing.
-        raise RuntimeError(
-            f"{func} met the stand-in for the logits of a chunked loss. Use loss='model' for this model."
-        )
+        raise RuntimeError(f"{func} met the deferred logits of a chunked loss. Use loss='model' for this model.")
 
     @classmethod
     def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
@@ -115,7 +115,7 @@ class StandIn(Tensor):
         if name == "__get__" or name in _LOOKS or func in _LOOK_FUNCTIONS:
             return super().__torch_function__(func, types, args, kwargs)
         rule = _CROSS_ENTROPY if func is F.cross_entropy else _RULES.get(name)
-        done = rule(func, args, kwargs) if rule is not None and args and isinstance(args[0], StandIn) else None
+        done = rule(func, args, kwargs) if rule is not None and args and isinstance(args[0], DeferredLogits) else None
         if done is None and func is F.cross_entropy:
             done = _CROSS_ENTROPY(func, args, kwargs)
         if done is not None:
@@ -144,27 +144,29 @@ _LOOK_FUNCTIONS = {torch.is_floating_point, torch.numel, torch.is_complex}
 
 
 def _plain(value: Any, reason: str) -> Any:
-    """`value` with the logits for each stand-in."""
-    if isinstance(value, StandIn):
+    """`value` with whole logits in place of deferred ones."""
+    if isinstance(value, DeferredLogits):
         return value.recipe.logits(reason)
-    if isinstance(value, tuple | list) and any(isinstance(item, StandIn) for item in value):
+    if isinstance(value, tuple | list) and any(isinstance(item, DeferredLogits) for item in value):
         return type(value)(_plain(item, reason) for item in value)
     return value
 
 
 Rule = Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]
-"""Function that returns what an operator makes of a stand-in, its first argument; None: the logits are needed."""
+"""Function that returns what an operator makes of deferred logits, its first argument; None: the logits are needed."""
 
 
-def _next(old: StandIn, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], **change: Any) -> StandIn:
+def _next(
+    old: DeferredLogits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], **change: Any
+) -> DeferredLogits:
     recipe = old.recipe
     rest = tuple(args[1:])
     steps = (*recipe.steps, lambda logits: func(logits, *rest, **kwargs))
     dtype = change.pop("dtype", _dtype(old))
-    return StandIn.of(replace(recipe, steps=steps, made=[], **change), old.shape[-1], dtype)
+    return DeferredLogits.from_recipe(replace(recipe, steps=steps, made=[], **change), old.shape[-1], dtype)
 
 
-def _dtype(old: StandIn) -> torch.dtype:
+def _dtype(old: DeferredLogits) -> torch.dtype:
     return old.dtype
 
 
@@ -175,7 +177,7 @@ def _same(func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 def _cast(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """A cast determines how precise the loss is to be; chunks compute it in float32 in any case."""
     like = torch.empty(0, dtype=args[0].dtype, device=args[0].device)
-    rest = [torch.empty(0, dtype=a.dtype, device=a.device) if isinstance(a, StandIn) else a for a in args[1:]]
+    rest = [torch.empty(0, dtype=a.dtype, device=a.device) if isinstance(a, DeferredLogits) else a for a in args[1:]]
     result = func(like, *rest, **kwargs)
     if result.device != like.device or not result.is_floating_point():
         return None
@@ -202,7 +204,7 @@ def _tanh(func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 def _with_tensor(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """With a tensor that is the same for every token and does not train: a bias, a scale, a mask of the vocabulary."""
-    if len(args) != 2 or kwargs or isinstance(args[1], StandIn):
+    if len(args) != 2 or kwargs or isinstance(args[1], DeferredLogits):
         return None
     other = args[1]
     if isinstance(other, Tensor):
@@ -213,7 +215,9 @@ def _with_tensor(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
     return _valued(args[0], func, args, kwargs, lambda logits: func(logits, other))
 
 
-def _valued(old: StandIn, func: object, args: Any, kwargs: Any, step: Callable[[Tensor], Tensor]) -> StandIn:
+def _valued(
+    old: DeferredLogits, func: object, args: Any, kwargs: Any, step: Callable[[Tensor], Tensor]
+) -> DeferredLogits:
     return _next(old, func, args, kwargs, values=(*old.recipe.values, step))
 
 
@@ -257,7 +261,7 @@ def _getitem(func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
     """Some of the tokens, all of the vocabulary."""
     old, key = args
     keys = list(key) if isinstance(key, tuple) else [key]
-    if any(item is None or isinstance(item, StandIn | list) for item in keys):
+    if any(item is None or isinstance(item, DeferredLogits | list) for item in keys):
         return None
     used = sum(_dims(item) for item in keys if item is not Ellipsis)
     if sum(item is Ellipsis for item in keys):
@@ -280,12 +284,12 @@ def _is_whole(item: object, width: int) -> bool:
 
 
 def _CROSS_ENTROPY(func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """`torch.nn.functional.cross_entropy` of a stand-in, in chunks; None where it requires what chunks do not know."""
+    """`torch.nn.functional.cross_entropy` of deferred logits, in chunks; None where it requires what chunks do not know."""
     names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
     arguments = dict(zip(names, args)) | dict(kwargs)
     logits, labels = arguments["input"], arguments["target"]
     unknown = any(arguments.get(name) is not None for name in ("weight", "size_average", "reduce"))
-    if unknown or not isinstance(logits, StandIn) or isinstance(labels, StandIn) or logits.dim() != 2:
+    if unknown or not isinstance(logits, DeferredLogits) or isinstance(labels, DeferredLogits) or logits.dim() != 2:
         return None
     recipe = logits.recipe
     if labels.is_floating_point() or labels.shape != logits.shape[:-1] or labels.device != logits.device:

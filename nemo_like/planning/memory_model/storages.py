@@ -1,4 +1,4 @@
-"""Storages that a program is written into.
+"""Storages that the memory model writes into.
 
 `Bytes` adds up levels, `Allocations` lists every allocation for the caching allocator. Both follow the same storages. A
 recorded log of a layer is one entry for `Bytes`, which knows what it adds and its peak (`Recorded.fold`). For `Allocations`

@@ -20,10 +20,10 @@ from nemo_like.fake_rank import SAME
 from nemo_like.layers import find_layers
 from nemo_like.options import FSDP2, OffloadConfig, PipelineParallel, Precision, StepSpec, TensorParallel
 from nemo_like.planning import plan_for
-from nemo_like.planning.answers.rank import RankSteps, peak_of
 from nemo_like.planning.devices import resolve_device
+from nemo_like.planning.memory_model.storages import Allocations, Bytes, LogRun
 from nemo_like.planning.model.capture import trace_model
-from nemo_like.planning.program.storages import Allocations, Bytes, LogRun
+from nemo_like.planning.predictions.rank import RankSteps, peak_of
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.trace.block import record
 from nemo_like.planning.trace.records import Recorded
@@ -81,7 +81,7 @@ def _most(log: list[tuple[int, int, str]], there: dict[int, int]) -> int:
 @pytest.mark.parametrize("name", JOBS)
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
 def test_both_readers_count_the_same_bytes_and_a_step_ends_as_it_began(name: str, mode: str) -> None:
-    traced = PlanQuery.of(_model(), _sample(), Job.of(gpu="h100-80gb", **JOBS[name]))
+    traced = PlanQuery.from_model(_model(), _sample(), Job.of(gpu="h100-80gb", **JOBS[name]))
     for each in STEPS:
         query = traced.under(replace(traced.job, step=each))
         choices = query.uniform(mode)
@@ -110,7 +110,7 @@ def test_so_does_a_rank_of_a_pipeline(schedule: str, job: dict[str, Any]) -> Non
     asked = Job.of(
         gpu="h100-80gb", pp=PipelineParallel(2, schedule, 4), **{k: v for k, v in job.items() if k != "tied"}
     )
-    query = PlanQuery.of(_model(job.get("tied", False)), _sample(), asked)
+    query = PlanQuery.from_model(_model(job.get("tied", False)), _sample(), asked)
     for mode in ("none", "full"):
         for rank in range(2):
             counted, listed = Bytes(), Allocations()
@@ -166,7 +166,7 @@ def _tiny(name: str = "Llama", layers: int = 2, **more: Any) -> Any:
 def _query(**setup: Any) -> PlanQuery:
     ids = torch.zeros(2, 16, dtype=torch.long)
     made = Job.of(step=StepSpec(keeps_output=False), **setup)
-    return PlanQuery.of(_tiny(), {"input_ids": ids, "labels": ids}, made.change(gpu=resolve_device("cpu")))
+    return PlanQuery.from_model(_tiny(), {"input_ids": ids, "labels": ids}, made.change(gpu=resolve_device("cpu")))
 
 
 def test_replicas_reduce_also_where_nothing_is_sharded() -> None:

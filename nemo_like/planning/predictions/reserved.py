@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nemo_like.options.memory import AllocatorConfig
-from nemo_like.planning.answers.rank import RankSteps
-from nemo_like.planning.choose.layer import Choice
 from nemo_like.planning.devices import Device
-from nemo_like.planning.program.allocator import CachingAllocator, MemoryBlock
-from nemo_like.planning.program.storages import Allocations
+from nemo_like.planning.memory_model.allocator import CachingAllocator, MemoryBlock
+from nemo_like.planning.memory_model.storages import Allocations
+from nemo_like.planning.predictions.rank import RankSteps
 from nemo_like.planning.query import PlanQuery
+from nemo_like.planning.selection.layer import Choice
 
 _MOST_STEPS = 4
 """Most steps to run. In the second, optimizer state exists from the start; the third usually reserves nothing more."""

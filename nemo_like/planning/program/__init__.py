@@ -1,6 +1,0 @@
-"""One micro-batch of a rank as a program: allocations, frees and collectives in the order in which PyTorch makes them.
-
-`microbatch` writes it, `fsdp_units` the gathers and reductions of FSDP2, `host_copies` what moves to host memory. Actions of
-a whole step are in `nemo_like.planning.answers.rank`. A program is written into `storages`: one counts bytes, the other
-lists allocations for the model of the caching allocator (`allocator`).
-"""
