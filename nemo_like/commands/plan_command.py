@@ -109,9 +109,6 @@ def run(args: argparse.Namespace) -> int:
     step, query, report = answered(step, search, args.model, args.budget, limit, query)
     say = args.json != "-"
     width = None if args.wide else screen_width()
-    if say:
-        print(report.text(width, args.explain), flush=True)
-        print(_left_out(query, inputs, width), end="", flush=True)
     changes, interrupted = list[WhatIf](), False
     try:
         for change in what_if(step, query, report) if args.what_if else ():
@@ -119,8 +116,9 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         interrupted = True
     report = replace(report, what_if=tuple(changes))
-    if say and report.what_if:
-        print(f"\n{report.what_if_table().text(width)}", flush=True)
+    if say:
+        print(report.text(width, args.explain), flush=True)
+        print(_left_out(query, inputs, width), end="", flush=True)
     if say and report.best is None:
         print(f"\n{paragraph(WAYS_OUT, width)}")
     ac = None if report.best is None else report.best.ac

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from nemo_like.activation_checkpointing.plan import BudgetError, Plan
 from nemo_like.job import Job
 from nemo_like.options import MemoryBudget, PlanSearch, StepSpec
 from nemo_like.planning.account import Explained, account_of
+from nemo_like.planning.accuracy import accuracy_words
 from nemo_like.planning.memory_model.storages import Peak
 from nemo_like.planning.model.capture import planned_imbalance
 from nemo_like.planning.model.traced import MODES
@@ -76,6 +77,8 @@ class WhatIf:
     """The fastest row that fits; where nothing does, full checkpointing."""
     tokens_per_second: float | None
     """Tokens per second of one device; None: the input is not text."""
+    job: Job | None = None
+    """The changed job, where it has the same question: as many tokens on as many devices."""
 
     def cells(self, unit: ByteUnit) -> tuple[str, ...]:
         """Return the line of the table."""
@@ -237,16 +240,30 @@ class PlanReport:
         """
         table, unit = self.table(), self._unit()
         first = f"{self.answer}\n{self.verdict()}".strip()
-        lines = [f"{first}\nPaste: {self.call()}" if self.best is not None else first]
+        lines = ["\n".join([first, *([f"Paste: {self.call()}"] if self.best is not None else []), *self._better()])]
         row = self.best or min(self.rows, key=lambda row: row.need.bytes)
         outside = self.outside.words() if explain or row.need.bytes >= 0.9 * self.limit else ""
         lines += [paragraph(text, width) for text in (self.about, outside, *self._warnings())]
         lines.append(table.with_note(f"{unit.name} of one device, predicted.", width))
         if self.what_if:
             lines.append(self.what_if_table().text(width))
+        lines.append(paragraph(accuracy_words(), width))
         if explain:
             lines += [self.breakdown(), *(paragraph(text, width) for text in _MEANINGS)]
         return "\n\n".join(line for line in lines if line)
+
+    def _better(self) -> list[str]:
+        """Return the single change of the job that is faster than `best` and fits, and its line to paste."""
+        fitting = [change for change in self.what_if if change.job is not None and change.row.fits]
+        fastest = min(fitting, key=lambda change: change.row.seconds, default=None)
+        if fastest is None or (self.best is not None and fastest.row.seconds > _FASTER * self.best.seconds):
+            return []
+        row, job = fastest.row, fastest.job
+        assert job is not None  # `fitting`
+        word = "Fits" if self.best is None else "Faster"
+        milliseconds = f"{three_digits(1000 * row.seconds)} ms"
+        other = replace(self, job=job, best=row)
+        return [f"{word} with {fastest.change}: {milliseconds}, ac={row.ac!r}.", f"Paste: {other.call()}"]
 
     def what_if_table(self) -> Table:
         """Return `what_if` as a table, with the recommended row first."""
@@ -336,6 +353,8 @@ class PlanReport:
         }
 
 
+_FASTER = 0.99
+"""Share of the time of the fastest row that a change must be below, to be named: predictions are off by more."""
 _MEANINGS = (
     "saved: activations that wait for backward, on the rank that peaks highest. reserved: what CUDA's caching allocator "
     "takes for all tensors, by a model of it; it decides what fits. recompute: FLOPs that backward runs again, as a "

@@ -69,10 +69,12 @@ def what_if(step: Step, query: PlanQuery, report: PlanReport) -> Iterator[WhatIf
         limit = default_limit(other.job, other.device) if report.is_default_limit else report.limit
         row = fastest_within(other, limit) or row_of("full", other, other.uniform("full"), limit)
         tokens = None if report.tokens is None else report.tokens * (2 if words == _TWICE else 1)
-        yield WhatIf(words, row, replace(report, job=other.job, tokens=tokens).tokens_per_second(row))
+        same = words not in (_TWICE, _HALF) and "=" in words and other.job != query.job
+        speed = replace(report, job=other.job, tokens=tokens).tokens_per_second(row)
+        yield WhatIf(words, row, speed, other.job if same and other.job.as_call() != query.job.as_call() else None)
 
 
-_TWICE = "twice the sequence"
+_TWICE, _HALF = "twice the sequence", "half the GPUs"
 
 
 def _changed(step: Step, query: PlanQuery) -> Iterator[tuple[str, Callable[[], PlanQuery | None]]]:
@@ -80,7 +82,7 @@ def _changed(step: Step, query: PlanQuery) -> Iterator[tuple[str, Callable[[], P
     if step.seq_len:
         yield _TWICE, lambda: step.query(job, seq_len=2 * step.seq_len)
     if job.ranks > 1 and job.ranks % 2 == 0:
-        yield "half the GPUs", lambda: query.under(job.change(world_size=job.ranks // 2))
+        yield _HALF, lambda: query.under(job.change(world_size=job.ranks // 2))
     for change in changes(job):
         if change.job.ac == job.ac:  # the report shows which ac= is best
             yield change.words, partial(query.changed, change.job)

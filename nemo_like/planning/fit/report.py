@@ -20,6 +20,7 @@ from nemo_like._util.table import (
 from nemo_like._util.words import write_bytes
 from nemo_like.flags import reshard_word
 from nemo_like.options import ADAMW, ContextParallel, PipelineParallel
+from nemo_like.planning.accuracy import accuracy_words
 from nemo_like.planning.fit.advice import binds
 from nemo_like.planning.fit.candidate import Candidate, precision_word
 from nemo_like.planning.fit.question import Question
@@ -206,7 +207,7 @@ class FitReport:
             lines.append(paragraph(self._others(), width))
         elif explain is not None:
             lines.append(f"There is no line {explain}: {len(self.candidates)} configurations were found.")
-        lines.append(paragraph(self._how(), width))
+        lines += [paragraph(self._how(), width), paragraph(accuracy_words(), width)]
         return "\n\n".join(line for line in lines if line)
 
     def _how(self) -> str:
