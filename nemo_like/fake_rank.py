@@ -240,7 +240,8 @@ def _run(model: nn.Module, sample_input: object, job: Job, shortened: _Shortened
     else:
         optimizers = [make(list(parallelized.parameters()))]
     with run.fake:
-        averaged = {p: torch.empty_like(local_part(p), device="cpu") for p in parallelized.parameters() if loop.ema}
+        trained: list[torch.Tensor] = list(parallelized.parameters())
+        averaged = {p: torch.empty_like(local_part(p), device="cpu") for p in trained if loop.ema}
     told = without_values(f"{type(model).__name__} cannot be run without values: its step", model)
     by_name = _layers_of(modules, names)
     with told, run, ledger, SumsInPlace(), ledger.watching(by_name), _sends_hold():

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import Any, Literal, TypeVar, Unpack, overload
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from nemo_like._util.field_docs import described
@@ -38,6 +38,7 @@ from nemo_like.distributed.expert import (
 )
 from nemo_like.distributed.launch import checked_device, local_device, world_size
 from nemo_like.distributed.mesh import axis_size, build_mesh, check_sizes
+from nemo_like.distributed.pipeline import Pipeline
 from nemo_like.distributed.pipeline.cut import STAGE_MARK, call_of, ends_of
 from nemo_like.distributed.shard import (
     ask_for_weights,
@@ -64,7 +65,21 @@ from nemo_like.job import Checkpointing, Job, JobKeywords, Strategy
 from nemo_like.layers import Layer, find_layers
 from nemo_like.layers.structure import is_list_of_experts
 from nemo_like.losses.model_loss import check_head, chunk_model_loss
-from nemo_like.options import DDP, FSDP2, ChunkedLoss, Single
+from nemo_like.options import (
+    DDP,
+    FSDP2,
+    AllocatorConfig,
+    ChunkedLoss,
+    ContextParallel,
+    ExpertParallel,
+    OffloadConfig,
+    PipelineParallel,
+    PlanSearch,
+    Precision,
+    Single,
+    StepSpec,
+    TensorParallel,
+)
 from nemo_like.precision import (
     autocast_forward,
     check_autocast,
@@ -130,6 +145,99 @@ def checkpoint(model: nn.Module, job: Job, sample_input: object = None) -> nn.Mo
     _, specs = resolve(model, job, layers_found, chosen, sample_input)
     apply_specs(model, specs, compile=job.compile is not None)
     return model if job.loss is None else chunk_model_loss(model, job.loss)
+
+
+Model = TypeVar("Model", bound=nn.Module)
+
+# Written out, because editors do not read `Unpack`; tests/test_package.py holds them equal to `JobKeywords`.
+
+
+@overload
+def parallelize(
+    model: Model,
+    strategy: Literal["fsdp2", "single"] | FSDP2 | Single | Job = "fsdp2",
+    ac: Checkpointing = "selective",
+    *,
+    mesh: DeviceMesh | None = None,
+    sample_input: object = None,
+    ac_scope: str | Iterable[str] = ...,
+    layers: str | nn.Module | Iterable[str | nn.Module] | None = ...,
+    dp_replicate: int = ...,
+    tp: int | TensorParallel = ...,
+    cp: int | ContextParallel = ...,
+    ep: int | ExpertParallel = ...,
+    loss: str | ChunkedLoss | None = ...,
+    precision: str | torch.dtype | Precision | MixedPrecisionPolicy | None = ...,
+    compile: bool | str | None = ...,
+    offload: str | OffloadConfig | None = ...,
+    step: StepSpec | None = ...,
+    planned_tokens: int | None = ...,
+    device: str | torch.device | None = ...,
+    gpu: Any = ...,
+    world_size: int | None = ...,
+    allocator: AllocatorConfig | str | None = ...,
+    search: PlanSearch | None = ...,
+    optimizer: str | None = ...,
+) -> Model: ...
+
+
+@overload
+def parallelize(
+    model: Model,
+    strategy: Literal["ddp"] | DDP,
+    ac: Checkpointing = "selective",
+    *,
+    mesh: DeviceMesh | None = None,
+    sample_input: object = None,
+    ac_scope: str | Iterable[str] = ...,
+    layers: str | nn.Module | Iterable[str | nn.Module] | None = ...,
+    dp_replicate: int = ...,
+    tp: int | TensorParallel = ...,
+    cp: int | ContextParallel = ...,
+    ep: int | ExpertParallel = ...,
+    loss: str | ChunkedLoss | None = ...,
+    precision: str | torch.dtype | Precision | MixedPrecisionPolicy | None = ...,
+    compile: bool | str | None = ...,
+    offload: str | OffloadConfig | None = ...,
+    step: StepSpec | None = ...,
+    planned_tokens: int | None = ...,
+    device: str | torch.device | None = ...,
+    gpu: Any = ...,
+    world_size: int | None = ...,
+    allocator: AllocatorConfig | str | None = ...,
+    search: PlanSearch | None = ...,
+    optimizer: str | None = ...,
+) -> Model | DistributedDataParallel: ...
+
+
+@overload
+def parallelize(
+    model: Model,
+    strategy: Strategy | Job = "fsdp2",
+    ac: Checkpointing = "selective",
+    *,
+    mesh: DeviceMesh | None = None,
+    sample_input: object = None,
+    ac_scope: str | Iterable[str] = ...,
+    layers: str | nn.Module | Iterable[str | nn.Module] | None = ...,
+    dp_replicate: int = ...,
+    tp: int | TensorParallel = ...,
+    cp: int | ContextParallel = ...,
+    ep: int | ExpertParallel = ...,
+    pp: int | PipelineParallel,
+    loss: str | ChunkedLoss | None = ...,
+    precision: str | torch.dtype | Precision | MixedPrecisionPolicy | None = ...,
+    compile: bool | str | None = ...,
+    offload: str | OffloadConfig | None = ...,
+    step: StepSpec | None = ...,
+    planned_tokens: int | None = ...,
+    device: str | torch.device | None = ...,
+    gpu: Any = ...,
+    world_size: int | None = ...,
+    allocator: AllocatorConfig | str | None = ...,
+    search: PlanSearch | None = ...,
+    optimizer: str | None = ...,
+) -> Pipeline: ...
 
 
 def parallelize(

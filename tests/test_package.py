@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+import typing
 import tomllib
 from pathlib import Path
 
@@ -210,3 +211,20 @@ def test_nothing_is_left_where_the_place_cannot_be_taken(tmp_path):
     with pytest.raises(OSError):
         write_json(tmp_path / "found.json", {})
     assert [each.name for each in tmp_path.iterdir()] == ["found.json"]
+
+
+def test_the_written_signatures_of_parallelize_have_every_keyword() -> None:
+    """Editors read these, and not `JobKeywords`."""
+    from nemo_like.job import JobKeywords
+    from nemo_like.parallelizer import parallelize
+
+    own = ["model", "strategy", "ac", "mesh", "sample_input"]
+    returned = []
+    for written in typing.get_overloads(parallelize):
+        types = dict(written.__annotations__)
+        returned.append(types.pop("return"))
+        keywords = {name: kind for name, kind in types.items() if name not in own}
+        # Without pp= the model comes back; with it, a pipeline.
+        expected = {name: kind.__forward_arg__ for name, kind in JobKeywords.__annotations__.items()}
+        assert keywords == (expected if "pp" in keywords else {n: k for n, k in expected.items() if n != "pp"})
+    assert returned == ["Model", "Model | DistributedDataParallel", "Pipeline"]

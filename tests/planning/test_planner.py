@@ -376,7 +376,7 @@ def test_command(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "match"),
     [
-        ("--model llama-tiny --gpus 6 --tp 4", "--tp 4 does not divide the 6 ranks"),
+        ("--model llama-tiny --gpus 6 --tp 4", "--tp 4 does not divide --gpus 6. Use --tp 1, --tp 2, --tp 3 or --tp 6"),
         ("--model llama-tiny --seq-len 0", "seq-len"),
         ("--model llama-tiny --gpu h900", "h900"),
         ("--model llama-nano", "llama-nano"),
