@@ -8,8 +8,8 @@ import json
 import re
 import subprocess
 import sys
-import typing
 import tomllib
+import typing
 from pathlib import Path
 
 import pytest

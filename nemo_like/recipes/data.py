@@ -25,8 +25,7 @@ import torch
 from nemo_like._util.extras import require
 from nemo_like._util.shuffled import mix, shuffled
 
-VOCABULARY = 256
-"""Number of different bytes, and so of tokens."""
+VOCABULARY = 256  # different bytes, and so tokens
 HELD_OUT_SHARE = 0.05  # of the bytes, at most, is held out for evaluation
 END = "<|endoftext|>"  # the token after each document, with a tokenizer
 _TRAINED_ON = 64 * 2**20  # bytes: more text hardly changes which pairs are frequent
@@ -266,8 +265,7 @@ class TextRows:
     def __init__(self, corpus: Corpus, seq_len: int, batch_size: int, seed: int):
         self._corpus, self._seq_len, self._batch_size, self._seed = corpus, seq_len, batch_size, seed
         # Each epoch moves the windows' borders by less than one window, hence the one less.
-        self.windows = (corpus.size - 1) // seq_len - 1
-        """Windows per epoch."""
+        self.windows = (corpus.size - 1) // seq_len - 1  # per epoch
         if self.windows < batch_size:
             raise ValueError(
                 f"The training text has {corpus.size} tokens, {max(0, self.windows)} windows of {seq_len}: too few for one "
@@ -302,10 +300,8 @@ class HeldOutText:
                 "shorter --seq-len, or --eval-samples 0."
             )
         self._corpus, self._seq_len, count = corpus, seq_len, min(samples, windows)
-        self.starts = [i * windows // count * seq_len for i in range(count)]
-        """The first token's place of each."""
-        self.targets = count * seq_len
-        """Targets in all windows."""
+        self.starts = [i * windows // count * seq_len for i in range(count)]  # the first token's place of each
+        self.targets = count * seq_len  # in all windows
 
     def batch(self, numbers: Sequence[int]) -> Batch:
         """The windows with these numbers."""

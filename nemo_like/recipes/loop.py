@@ -63,13 +63,10 @@ class Pretraining:
         if not options.free:
             _check_ranks(options, ranks)
         self.options, self.ranks, self.text, self.source, self.tokenizer = options, ranks, text, source, tokenizer
-        self.unit = "token" if tokenizer else "byte"
-        """Unit that losses are per."""
-        self.step = 0
-        """Steps done since step 0 of the first run."""
+        self.unit = "token" if tokenizer else "byte"  # which losses are per
+        self.step = 0  # steps done, those of earlier runs included
         self.eval_losses: list[dict[str, float]] = []
-        self.interrupted = 0
-        """The signal that ended the run early, or 0."""
+        self.interrupted = 0  # or the signal that ended the run early
         self.store: CheckpointStore | None = None
         self.fitted: Fitted | None = None
         """Choice of ``--fit``, which `options` has, too."""
