@@ -204,8 +204,7 @@ class Pretraining:
         )
         yield f"text: {text.name}, {text.train.size:,} {self.unit}s to train on, {text.held_out.size:,} held out"
         if self.unigram_entropy is not None:
-            entropy = f"{self.unigram_entropy:.4f} nats per {self.unit}"
-            yield f"{self.unit}-unigram entropy of the held-out samples: {entropy}"
+            yield f"{self.unit}-unigram entropy of the held-out samples: {self.unigram_entropy:.4f} nats per {self.unit}"
         yield self.utilisation.words
         if self.fitted is not None:
             yield self.fitted.words()
