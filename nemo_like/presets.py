@@ -112,7 +112,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def check_model_name(spec: str) -> None:
-    """Raise ValueError where `spec` is no preset, file, folder or ``module:function``, without building anything."""
+    """Raise ValueError where `spec` names no preset, file, folder or ``module:function``. Nothing is built."""
     path = Path(spec)
     if spec in PRESETS or path.exists() or (":" in spec and os.sep not in spec):
         return
