@@ -332,7 +332,7 @@ def _options(job: Job) -> PretrainOptions:
         ac=job.ac.mode, loss="model" if job.loss is None else "chunked", offload=job.offload.mode,  # type: ignore[union-attr]
         precision="bfloat16" if job.param_dtype == torch.bfloat16 else "float32", dp_replicate=job.dp_replicate,
         reshard_after_forward=reshard[job.strategy.reshard_after_forward], tp=job.tp.size, cp=job.cp.size, pp=job.pp.size,
-        grad_accum=count or 1, batch_size=ROWS * (count or 1) * job.data_ranks, seq_len=TOKENS,
+        grad_accum=count or 1, global_batch=ROWS * (count or 1) * job.data_ranks, seq_len=TOKENS,
     )  # fmt: skip
 
 

@@ -100,6 +100,15 @@ def check_writable(option: str, path: str | Path | None) -> None:
         raise ValueError(f"{option} is {str(path)!r}, where this user may not write. Give another file.")
 
 
+def write_text(option: str, path: str | None, text: str) -> None:
+    """Write what `option` asks for: to its file, or for ``-`` to standard output; nothing without it."""
+    if path == "-":
+        sys.stdout.write(text + "\n")
+    elif path is not None:
+        check_writable(option, path)
+        Path(path).write_text(text + "\n", encoding="utf-8")
+
+
 def check_new_folder(option: str, path: str) -> None:
     """Raise ValueError where the folder `path`, of `option`, is there already, or could not be made later."""
     if Path(path).exists():

@@ -114,14 +114,13 @@ def add_arguments(parser: argparse.ArgumentParser, kind_of_options: type[Options
     )
     for field in dataclasses.fields(kind_of_options):
         kind, text, argument = field.metadata["kind"], field.metadata["help"], dict(field.metadata["argument"])
-        names = [flag(field.name), *([argument.pop("alias")] if "alias" in argument else [])]
         if field.default not in (None, "") and kind is not bool:
             text += f" (default: {field.default})"
         argument |= {"dest": field.name, "default": argparse.SUPPRESS, "help": text.replace("%", "%%")}
         if kind is bool:
-            parser.add_argument(*names, **{"action": "store_true", **argument})
+            parser.add_argument(flag(field.name), **{"action": "store_true", **argument})
         else:
-            parser.add_argument(*names, type=kind, **argument)
+            parser.add_argument(flag(field.name), type=kind, **argument)
 
 
 def read_options(kind_of_options: type[AnyOptions], namespace: argparse.Namespace) -> AnyOptions:

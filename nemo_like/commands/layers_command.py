@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from nemo_like._util.console import refuse_unread
+from nemo_like._util.console import refuse_unread, write_text
 from nemo_like._util.table import ByteUnit, Column, Table, byte_word, paragraph, parameters_word, screen_width
 from nemo_like.options import parse_dtype
 
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", nargs="+", help="FQNs or globs of the layers, instead of those found")
     parser.add_argument("--dtype", default=None, help="dtype of the parameters (default: float32)")
     parser.add_argument("--wide", action="store_true", help="print all columns, however narrow the screen is")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--json", metavar="PATH", help="write the report here, as JSON ('-': standard output)")
 
 
 def first_line(args: argparse.Namespace) -> str:
@@ -72,10 +72,12 @@ def run(args: argparse.Namespace) -> int:
 
     model = resolve_model(args.model).build(device="meta", dtype=parse_dtype("--dtype", args.dtype))
     report = describe(model, scope=args.scope, layers=args.layers)
-    if args.json:
-        refuse_unread(args, ["wide"], "--json prints all of it.")
-    width = None if args.wide else screen_width()
-    sys.stdout.write(json.dumps(asdict(report), indent=2) + "\n" if args.json else to_text(report, width))
+    if args.json == "-":
+        refuse_unread(args, ["wide"], "--json - prints all of it.")
+    else:
+        sys.stdout.write(to_text(report, None if args.wide else screen_width()))
+        sys.stdout.write(f"\nNext: nemo-like plan --model {args.model} --gpus 8\n")
+    write_text("--json", args.json, json.dumps(asdict(report), indent=2))
     return 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from nemo_like._util.console import refuse_unread
+from nemo_like._util.console import refuse_unread, write_text
 from nemo_like._util.table import paragraph, screen_width
 from nemo_like._util.words import check_whole
 from nemo_like.commands import VOCAB_SIZE
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--budget", help="also print layers to recompute for this peak, such as 2GB")
     parser.add_argument("--limit", type=int, help="print only so many of the largest layers")
     parser.add_argument("--wide", action="store_true", help="print all columns, however narrow the screen is")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--json", metavar="PATH", help="write the whole profile here, as JSON ('-': standard output)")
 
 
 def first_line(args: argparse.Namespace) -> str:
@@ -55,8 +55,8 @@ def run(args: argparse.Namespace) -> int:
             check_whole(name, value, 1)
     if args.input_shape is not None:
         refuse_unread(args, ["batch_size", "seq_len", "vocab_size"], "--input-shape is the whole input.")
-    if args.json:
-        refuse_unread(args, ["limit", "budget", "wide"], "--json prints the whole profile, and nothing else.")
+    if args.json == "-":
+        refuse_unread(args, ["limit", "budget", "wide"], "--json - prints the whole profile, and nothing else.")
     checked_device(args.device)
     source = resolve_model(args.model)
     torch.manual_seed(0)
@@ -74,8 +74,11 @@ def run(args: argparse.Namespace) -> int:
             "takes with --seq-len and --batch-size, or --input-shape."
         ) from error
     width = None if args.wide else screen_width()
-    sys.stdout.write((report.to_json() if args.json else report.table(args.limit, width)) + "\n")
-    if budget is not None and not args.json:
+    write_text("--json", args.json, report.to_json())
+    if args.json == "-":
+        return 0
+    sys.stdout.write(report.table(args.limit, width) + "\n")
+    if budget is not None:
         names = recommend(report, budget / 1e6)
         what = f"recompute {len(names)} of {len(report)} layers: {', '.join(names)}" if names else "recompute nothing"
         peak = report.unit.word(report.predict_peak_bytes(names))

@@ -32,7 +32,7 @@ from nemo_like.planning.sharding import same_on_all_ranks
 from nemo_like.recipes.options import PretrainOptions
 
 FILE = "fit.json"  # in the folder of checkpoints
-_CONDITIONS = ("seq_len", "fit_memory", "fit_host_memory", "batch_size", "precision", "compile")
+_CONDITIONS = ("seq_len", "fit_memory", "fit_host_memory", "global_batch", "precision", "compile")
 _FIGURES = ("peak_bytes", "host_bytes", "step_seconds", "tokens_per_second_per_gpu", "mfu")
 
 
@@ -134,7 +134,7 @@ def best_of(options: PretrainOptions, ranks: Ranks, model: nn.Module, device: De
             options.check_model_loss(model, loss)
             one_pass = replace(options, loss=loss, grad_accum=1, sync="auto")
             pins |= {"step": replace(one_pass.job().step, sync=job.step.sync), "loss": loss, "seq_len": options.seq_len}
-            pins |= {"sample": one_pass.planned_input, "global_batch": options.batch_size}
+            pins |= {"sample": one_pass.planned_input, "global_batch": options.global_batch}
             reports.append(fit(model, gpus=ranks.world_size, count=1, **pins))
         except ValueError as error:  # the model has no such loss, or no layout can be run with it
             problems.append(str(error))
@@ -184,7 +184,7 @@ class PlannedStep:
         job, now, double = query.job, peak_under(query).total, 2 * options.grad_accum
         changes: list[tuple[str, Any]] = [("ac", smaller_budget(job.ac, query.device)), ("ac", "full")]
         changes += [("precision", "bfloat16"), ("strategy", "fsdp2")]
-        changes += [("grad_accum", double)] * (options.batch_size % (double * ranks.data_ranks) == 0)
+        changes += [("grad_accum", double)] * (options.global_batch % (double * ranks.data_ranks) == 0)
         tried = [{name: value} for name, value in changes if value not in (None, getattr(options, name))]
         others = flag_changes(job, vars(options).keys() - {"ac"})
         tried += [values for values, _ in others if values.get("optimizer", ADAMW[0]) in ADAMW]

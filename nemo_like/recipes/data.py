@@ -269,7 +269,7 @@ class TextRows:
         if self.windows < batch_size:
             raise ValueError(
                 f"The training text has {corpus.size} tokens, {max(0, self.windows)} windows of {seq_len}: too few for one "
-                f"batch of {batch_size}. Give more text (--data), a shorter --seq-len or a smaller --batch-size."
+                f"batch of {batch_size}. Give more text (--data), a shorter --seq-len or a smaller --global-batch."
             )
 
     def start_of(self, sample: int) -> int:

@@ -73,7 +73,7 @@ class Pretraining:
         self._seconds: list[float] = []
         self._ahead: Future[Batch] | None = None
         with ranks.together("cutting the text into samples"):
-            self.rows = TextRows(text.train, options.seq_len, options.batch_size, options.seed)
+            self.rows = TextRows(text.train, options.seq_len, options.global_batch, options.seed)
             self.held_out: HeldOutText | None = None
             if options.eval_samples:
                 self.held_out = HeldOutText(text.held_out, options.seq_len, options.eval_samples)
@@ -297,7 +297,7 @@ class Pretraining:
     def tokens_per_second(self) -> float:
         """Over all ranks; without evaluations, checkpoints and the first step, which allocates and compiles."""
         timed = self._seconds[1:] or self._seconds
-        return len(timed) * self.options.batch_size * self.options.seq_len / (sum(timed) or math.inf)
+        return len(timed) * self.options.global_batch * self.options.seq_len / (sum(timed) or math.inf)
 
     @property
     def mfu(self) -> float | None:
@@ -333,9 +333,9 @@ def _check_ranks(options: PretrainOptions, ranks: Ranks) -> None:
     if options.strategy == "single" and ranks.world_size > 1:
         started = f"{ranks.world_size} ranks were started, which would train a model each"
         raise ValueError(f"--strategy is 'single', and {started}. Start one process, or use --strategy fsdp2 or ddp.")
-    if options.batch_size % (options.grad_accum * ranks.data_ranks):
+    if options.global_batch % (options.grad_accum * ranks.data_ranks):
         raise ValueError(
-            f"--batch-size is {options.batch_size}, samples per step over all ranks; it must be divisible by "
+            f"--global-batch is {options.global_batch}, samples per step over all ranks; it must be divisible by "
             f"--grad-accum times the ranks that read different data: {options.grad_accum} * {ranks.data_ranks}."
         )
 

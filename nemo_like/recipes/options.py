@@ -70,7 +70,7 @@ class PretrainOptions(Options):
     scope: str = job_option("scope")
     loss: str = job_option("loss")
     compile: str = job_option("compile")
-    precision: str = job_option("precision", alias="--dtype")
+    precision: str = job_option("precision")
     device: str = option("auto", f"{' | '.join(DEVICES)}; auto is cuda where there is one", choices=DEVICES)
     offload: str = job_option("offload")
     optimizer: str = job_option("optimizer", choices=ADAMW)
@@ -95,8 +95,8 @@ class PretrainOptions(Options):
     stages_per_rank: int | None = job_option("stages_per_rank", needs=WITH_PP)
     fit: str = option(
         "no",
-        "at the start, choose the fastest configuration that fits this device, by prediction, under --batch-size: all that "
-        "is not given; or --fit=NAMES (with commas): these options",
+        "at the start, choose the fastest configuration that fits this device, by prediction, for --global-batch: all "
+        "that is not given; or --fit=NAMES (with commas): these options",
         nargs="?",
         const="all",
     )
@@ -111,7 +111,7 @@ class PretrainOptions(Options):
         needs=WITH_FIT,
     )
     seq_len: int = option(256, "tokens per sample", tokens, least=1)
-    batch_size: int = option(8, "samples per step over all ranks and micro-batches", least=1)
+    global_batch: int = option(8, "samples per step over all ranks and micro-batches", least=1)
     grad_accum: int = job_option("grad_accum")
     sync: str = option(
         "auto",
@@ -172,7 +172,7 @@ class PretrainOptions(Options):
         *("tp", "cp", "ep", "pp_schedule"),
     )
     """Options that ``--fit`` can choose."""
-    fixed: ClassVar[tuple[str, ...]] = ("seq_len", "batch_size", "seed", "tokenizer", "vocab_size")
+    fixed: ClassVar[tuple[str, ...]] = ("seq_len", "global_batch", "seed", "tokenizer", "vocab_size")
     """Options without which a checkpoint's weights or place in the data would mean nothing: a resumed run has them."""
 
     def __post_init__(self) -> None:
@@ -188,9 +188,9 @@ class PretrainOptions(Options):
                 f"--warmup-steps is {self.warmup_steps}, and the run has {self.steps} steps: it would end before the "
                 "warm-up does. Give fewer, or more --steps."
             )
-        if self.batch_size % self.grad_accum:
+        if self.global_batch % self.grad_accum:
             raise ValueError(
-                f"--grad-accum is {self.grad_accum}, which does not divide --batch-size {self.batch_size}; "
+                f"--grad-accum is {self.grad_accum}, which does not divide --global-batch {self.global_batch}; "
                 "a step's micro-batches must be of equal size."
             )
         if self.resume != "no" and self.checkpoint_dir is None:
@@ -297,7 +297,7 @@ class PretrainOptions(Options):
 
     def rows(self, data_ranks: int) -> int:
         """Samples of one forward of a rank, where so many ranks read different ones."""
-        return self.batch_size // (self.passes * data_ranks)
+        return self.global_batch // (self.passes * data_ranks)
 
     def job(self, **fields: object) -> Job:
         """The job that `parallelize`, the planner and the search are asked; `fields`: more of it."""

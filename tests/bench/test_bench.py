@@ -144,7 +144,7 @@ def test_the_commands_run(capsys, tmp_path):
     assert cli.main(["profile", "--model", "llama-tiny", *sizes, "--runs", "1", "--budget", "1MB"]) == 0
     printed = capsys.readouterr().out
     assert "model.layers.3" in printed and "within 1MB: recompute" in printed
-    assert cli.main(["profile", "--model", "llama-tiny", *sizes, "--json"]) == 0
+    assert cli.main(["profile", "--model", "llama-tiny", *sizes, "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["model"] == "LlamaForCausalLM"
     assert cli.main(["profile", "--model", "llama-tiny", "--budget", "1 byte"]) == 2
     assert cli.main(["bench", "--input-shape", "a,b"]) == 2

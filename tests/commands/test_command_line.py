@@ -74,7 +74,7 @@ def test_a_job_is_the_same_as_a_command_and_as_a_module(kind: Any, capsys: pytes
     "line",
     [
         "layers --model llama-tiny --scope vison",
-        "pretrain --model llama-tiny --seq-len 8 --batch-size 1 --steps 1 --device cpu --strategy single",
+        "pretrain --model llama-tiny --seq-len 8 --global-batch 1 --steps 1 --device cpu --strategy single",
     ],
 )
 def test_a_command_begins_with_a_line_of_its_own(line: str, tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def test_layers_fit_a_screen(name: str) -> None:
 
 
 def test_layers_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["layers", "--model", "llama-tiny", "--layers", "model.layers.[02]", "--json"]) == 0
+    assert main(["layers", "--model", "llama-tiny", "--layers", "model.layers.[02]", "--json", "-"]) == 0
     report = json.loads(capsys.readouterr().out)
     (run,) = report["runs"]
     assert run["names"] == "model.layers.0,2" and run["count"] == 2 and run["checkpointed"]
@@ -146,7 +146,7 @@ WIDTH, VOCAB = 16, 32
 SMALL = ["--seq-len", "8", "--batch-size", "2"]
 PLANS = {
     "plan": ["--gpu", "cpu", "--budget", "50%", "--no-what-if", "--json", "-"],
-    "profile": ["--runs", "1", "--json"],
+    "profile": ["--runs", "1", "--json", "-"],
 }
 
 
@@ -226,10 +226,10 @@ def test_fit_takes_a_sample_input_and_says_how_to_give_one(capsys: pytest.Captur
 @pytest.mark.parametrize(
     "words",
     [
-        "layers --json",
+        "layers --json -",
         f"plan --gpu cpu --budget 50% --no-what-if --json - {' '.join(SMALL)}",
         "fit --gpus 1 --gpu h100-80gb --micro-batch 2 --seq-len 8 --ac none --loss model --json -",
-        f"profile --runs 1 --json {' '.join(SMALL)}",
+        f"profile --runs 1 --json - {' '.join(SMALL)}",
         f"bench --repeats 1 --warmup 0 --modes full {' '.join(SMALL)}",
     ],
 )

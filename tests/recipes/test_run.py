@@ -44,7 +44,7 @@ WRONG = {
     "--lr nan": r"--lr is nan; it must be a finite number",
     "--lr -1": r"--lr is -1.0",
     "--beta2 1": r"--beta2 is 1.0; it must be less than 1",
-    "--grad-accum 3": r"--grad-accum is 3, which does not divide --batch-size 8",
+    "--grad-accum 3": r"--grad-accum is 3, which does not divide --global-batch 8",
     "--json /nowhere/at/all.json": r"--json names a file in '/nowhere/at', which is not an existing folder",
     "--steps many": r"--steps: invalid int value: 'many'",
     "--step-size 3": r"unrecognized arguments: --step-size 3",
@@ -206,7 +206,7 @@ def test_a_file_has_the_options_and_the_command_line_wins(tmp_path: Path, capsys
     path.write_text("fit: ac\nsync_save: true\ncheckpoint_dir: run\n")
     assert parse_options(PretrainOptions, ["--config", str(path)]).sync_save
     wrong = {
-        "batch-sizes: 4": "has 'batch-sizes', which is not an option. Did you mean 'batch_size'?",
+        "global-batchs: 4": "has 'global-batchs', which is not an option. Did you mean 'global_batch'?",
         "steps: many": "argument --steps: invalid int value: 'many'",
         "steps: 1.5": "argument --steps: invalid int value: '1.5'",
         "sync_save: 3": "argument --sync-save: ignored explicit argument '3'",

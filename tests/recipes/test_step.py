@@ -134,9 +134,7 @@ def test_a_run_says_its_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     _calibrate()
     (tmp_path / "text.txt").write_text("What is counted here is known. " * 200)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | SHAPE | {"vocab_size": 256}))
-    line = (
-        f"--model {tmp_path}/config.json --data {tmp_path}/text.txt --steps 3 --batch-size 2 --seq-len 16 --device cpu"
-    )
+    line = f"--model {tmp_path}/config.json --data {tmp_path}/text.txt --steps 3 --global-batch 2 --seq-len 16 --device cpu"
     line += f" --eval-samples 0 --log-every 1 --json {tmp_path}/run.json"
     assert run_job(parse_options(PretrainOptions, line.split()), Ranks(0, 1, torch.device("cpu"))) == 0
     run, said = json.loads((tmp_path / "run.json").read_text()), capsys.readouterr().out
@@ -230,7 +228,7 @@ def _peak(options: PretrainOptions, budget: str) -> int:
 @pytest.mark.parametrize("budget", ["60%", "auto"])
 def test_a_budget_counts_as_what_it_was_planned_to(model: str, budget: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # With nothing left to change but the budget, which is what takes long to plan.
-    said = {"loss": "chunked", "precision": "bfloat16", "batch_size": 8, "grad_accum": 8}
+    said = {"loss": "chunked", "precision": "bfloat16", "global_batch": 8, "grad_accum": 8}
     options = PretrainOptions(model=model, ac=budget, seq_len=128, **said)
     step = _step(options, Ranks(0, 1, torch.device("cpu")))
     monkeypatch.setattr(step, "query", functools.cache(step.query))
@@ -247,7 +245,7 @@ def test_a_budget_counts_as_what_it_was_planned_to(model: str, budget: str, monk
 
 
 def test_the_changes_are_flags_that_can_be_given_and_are_tried_together(model: str) -> None:
-    options = PretrainOptions(model=model, ac="none", seq_len=128, batch_size=8)
+    options = PretrainOptions(model=model, ac="none", seq_len=128, global_batch=8)
     step = _step(options, Ranks(0, 1, torch.device("cpu")))
     *alone, together = step.ways_out()
     flags = [way.partition(" (")[0] for way in alone]
@@ -264,15 +262,15 @@ def test_the_budget_to_try_next() -> None:
 
 
 def test_ranks_and_axes_of_the_job_are_those_of_the_plan(model: str) -> None:
-    options = PretrainOptions(model=model, ac="full", seq_len=64, batch_size=8, tp=2, cp=2)
-    alone = PretrainOptions(model=model, ac="full", seq_len=64, batch_size=8)
+    options = PretrainOptions(model=model, ac="full", seq_len=64, global_batch=8, tp=2, cp=2)
+    alone = PretrainOptions(model=model, ac="full", seq_len=64, global_batch=8)
     one = _total(_step(alone, Ranks(0, 1, torch.device("cpu"))), alone)
     split = _total(_step(options, Ranks(0, 8, torch.device("cpu"), tp=2, cp=2)), options)
     assert split < one / 3, "half of the rows, half of their tokens, a quarter of the weights"
 
 
 def test_what_cannot_be_planned_says_so(model: str) -> None:
-    options = PretrainOptions(model=model, ac="full", seq_len=64, batch_size=8, pp=2)
+    options = PretrainOptions(model=model, ac="full", seq_len=64, global_batch=8, pp=2)
     step = _step(options, Ranks(0, 2, torch.device("cpu"), pp=2))
     reasons = r"no space.*no plan can be made.*nemo-like plan --pp.*larger --grad-accum"
     with pytest.raises(MemoryRanOutError, match=reasons), advice_on_memory(step):

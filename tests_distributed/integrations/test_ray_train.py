@@ -17,7 +17,7 @@ def _arguments(folder: Path) -> list[str]:
     (folder / "model.json").write_text(json.dumps(LLAMA), encoding="utf-8")
     (folder / "text.txt").write_text("".join(f"{i * i} is the square of {i}\n" for i in range(400)), encoding="utf-8")
     return [
-        "--model", str(folder / "model.json"), "--data", str(folder / "text.txt"), "--seq-len", "32", "--batch-size", "4",
+        "--model", str(folder / "model.json"), "--data", str(folder / "text.txt"), "--seq-len", "32", "--global-batch", "4",
         "--steps", "6", "--device", "cpu", "--ac", "selective",
     ]  # fmt: skip
 

@@ -125,7 +125,7 @@ def _run_lines(rank, world_size, config, data, asked):
     begin, words = re.split(r"-m nemo_like\.recipes\.pretrain ", command)
     more = ["--data", data, "--steps", "2", "--device", "cpu", "--eval-samples", "0", "--json", str(out)]
     assert pretrain.main([*shlex.split(words), *more]) == 0, command
-    assert (begin == "python ") == (world_size == 1) and f"--batch-size {best.layout.sequences}" in words
+    assert (begin == "python ") == (world_size == 1) and f"--global-batch {best.layout.sequences}" in words
     return command, float(pasted.detach()), json.loads(out.read_text())["losses"] if rank == 0 else None
 
 

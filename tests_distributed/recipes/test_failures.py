@@ -37,7 +37,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("job")
     (folder / "config.json").write_text(json.dumps(LLAMA))
     (folder / "text.txt").write_text("".join(f"{i} bottles of beer on the wall.\n" for i in range(200)))
-    line = f"--model {folder / 'config.json'} --data {folder / 'text.txt'} --steps 4 --batch-size 4 --seq-len 16"
+    line = f"--model {folder / 'config.json'} --data {folder / 'text.txt'} --steps 4 --global-batch 4 --seq-len 16"
     return f"{line} --eval-samples 0 --warmup-steps 1 --device cpu --precision float32".split()
 
 

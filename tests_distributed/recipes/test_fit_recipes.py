@@ -48,7 +48,7 @@ def _job(folder: Path) -> dict[str, Any]:
     (folder / "config.json").write_text(json.dumps(LLAMA))
     (folder / "text.txt").write_text("a text that is learned, " * 400)
     return {
-        "model": str(folder / "config.json"), "data": str(folder / "text.txt"), "seq_len": 64, "batch_size": 8, "steps": 4,
+        "model": str(folder / "config.json"), "data": str(folder / "text.txt"), "seq_len": 64, "global_batch": 8, "steps": 4,
         "eval_samples": 0, "device": "cpu", "save_every": 2, "sync_save": True, "log_every": 1,
         "schedule": "constant", "warmup_steps": 2,  # the same rates, however many steps there are
         "checkpoint_dir": str(folder / "checkpoints"),

@@ -45,7 +45,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     (folder / "plain.json").write_text(json.dumps(LLAMA))
     text = "".join(f"{i} bottles of beer on the wall, {i} bottles of beer.\n" for i in range(400, 0, -1))
     (folder / "text.txt").write_text(text)
-    line = "--seq-len 16 --batch-size 8 --steps 8 --log-every 3 --eval-samples 6 --eval-every 4"
+    line = "--seq-len 16 --global-batch 8 --steps 8 --log-every 3 --eval-samples 6 --eval-every 4"
     line += f" --warmup-steps 2 --data {folder / 'text.txt'} --model {folder / 'config.json'} --device cpu"
     return line.split()
 
@@ -247,7 +247,7 @@ def test_bad_input_is_an_error_on_every_rank_and_hangs_none(base: list[str], tmp
         "The ranks see different training texts": {"data": [text, other]},
         "Model 'llama-tyny' is not a preset": {"model": "llama-tyny"},
         "has 100 tokens; bytes need a vocab_size >= 256": {"model": str(tmp_path / "vocabulary.json")},
-        "--batch-size is 7": {"batch_size": 7},
+        "--global-batch is 7": {"global_batch": 7},
         "--strategy is 'single', and 2 ranks": {"strategy": "single"},
         "dp_replicate": {"dp_replicate": 3},
         "scope 'vison' is unknown": {"scope": "vison"},
@@ -379,7 +379,7 @@ def test_stages_train_as_one_process_and_resume_on_another_number_of_them(staged
     ("line", "message"),
     [
         ("--pp 3", "--pp is 3, which does not divide the 2 rank"),
-        ("--pp 2 --grad-accum 1 --batch-size 8 --init sharded", "--init is 'sharded' with --pp 2"),
+        ("--pp 2 --grad-accum 1 --global-batch 8 --init sharded", "--init is 'sharded' with --pp 2"),
         ("--pp 2 --pp-schedule dualpipev --grad-accum 2", "--pp, --pp-schedule and --grad-accum: microbatches is 2"),
         ("--pp 2 --strategy ddp", "--strategy is 'ddp' with --pp 2"),
     ],

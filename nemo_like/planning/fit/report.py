@@ -296,7 +296,7 @@ def recipe(report: FitReport, candidate: Candidate) -> str:
     flags = {
         "--model": report.model,
         "--seq-len": report.question.seq_len,
-        "--batch-size": layout.sequences,
+        "--global-batch": layout.sequences,
         "--grad-accum": layout.grad_accum,
         "--ac": candidate.ac,
         "--precision": precision_word(job.precision),
