@@ -30,6 +30,14 @@ NOT_WRITTEN = re.compile(
 )
 """Words of docstrings and messages in whose place the field has its own: recompute, micro-batch, states, next to, uses, is,
 is stored, divided over, no one, does not have, is not a ...; not where they are names in code (``microbatches=``)."""
+OLD_WORDS = re.compile(
+    r"\b(?:host memory|bare models?|bit for bit|to the bit|mixtures? of experts|anew|towers?|twins?|goes? with|dealt out|"
+    r"hand(?:s|ed)? (?:over|on)|no ?body|some ?body)\b",
+    re.IGNORECASE,
+)
+"""The field has its own: CPU memory, original model, bitwise, MoE, again, encoder, local model, compatible, pass on."""
+WHAT = re.compile(r"\bwhat\b", re.IGNORECASE)
+"""Mostly without its noun: "what fits", "what waits"."""
 LIMITS = {
     "share of long sentences on the worst page, percent": 6,
     "paragraphs of pages above six lines": 0,
@@ -39,6 +47,10 @@ LIMITS = {
     "fmt: skip in planning": 0,
     "filler names outside of planning, per thousand": 2.8,
     "words that are not written, outside of planning": 6,
+    "old words in pages": 60,
+    "old words in docstrings and messages": 0,
+    "'what' in pages": 233,
+    "'what' in docstrings and messages": 1010,
 }
 """They may only fall."""
 
@@ -97,8 +109,8 @@ def docstrings(path: Path) -> Iterator[tuple[int, str]]:
                 yield statement.lineno, (re.findall(r"[\w']+", value.value) or [""])[0]
 
 
-def unwritten(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the line and the word of each match of `NOT_WRITTEN` in docstrings and messages.
+def unwritten(path: Path, words: re.Pattern[str] = NOT_WRITTEN) -> Iterator[tuple[int, str]]:
+    """Yield the line and the word of each match of `words` in docstrings and messages.
 
     A string without a space is a name, as is text between backticks; examples (``>>>``) are code.
     """
@@ -107,7 +119,7 @@ def unwritten(path: Path) -> Iterator[tuple[int, str]]:
             text = re.sub(
                 r"`[^`]*`|^ *(?:>>>|\.\.\.) .*$", lambda code: re.sub(r".", "`", code[0]), node.value, flags=re.M
             )
-            for match in NOT_WRITTEN.finditer(text):
+            for match in words.finditer(text):
                 yield node.lineno + text.count("\n", 0, match.start()), match[0]
 
 
@@ -121,7 +133,7 @@ def names(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def places(what: str) -> Iterator[str]:
-    """Yield every place that a count is of; `what`: sentence, paragraph, docstring, skip, filler or word."""
+    """Yield every place that a count is of; `what`: sentence, paragraph, docstring, skip, filler, word, old or what."""
     if what in ("sentence", "paragraph"):
         for page in pages():
             text, name = page.read_text(encoding="utf-8"), page.relative_to(ROOT)
@@ -138,6 +150,9 @@ def places(what: str) -> Iterator[str]:
         name = path.relative_to(ROOT)
         if what == "docstring":
             yield from (f"{name}:{line}: {word}" for line, word in docstrings(path) if word in FIRST_WORDS)
+        elif what in ("old", "what"):
+            words = OLD_WORDS if what == "old" else WHAT
+            yield from (f"{name}:{line}: {word}" for line, word in unwritten(path, words))
         elif what == "word":
             if not in_planning(path):
                 yield from (f"{name}:{line}: {word}" for line, word in unwritten(path))
@@ -159,6 +174,9 @@ def counts() -> dict[str, float]:
             worst = max(worst, 100 * sum(len(words) > LONG_SENTENCE for words in every) / len(every))
         long_paragraphs += sum(paragraph.count("\n") >= LONG_PARAGRAPH for paragraph in paragraphs(text))
     found: dict[str, float] = dict.fromkeys(LIMITS, 0)
+    for kind, words in (("old words", OLD_WORDS), ("'what'", WHAT)):
+        found[f"{kind} in pages"] = sum(len(words.findall(prose(page.read_text(encoding="utf-8")))) for page in pages())
+        found[f"{kind} in docstrings and messages"] = sum(1 for path in modules() for _ in unwritten(path, words))
     stored = fillers = 0
     for path in modules():
         where = "in planning" if in_planning(path) else "outside of planning"
@@ -175,11 +193,14 @@ def counts() -> dict[str, float]:
     return found
 
 
+_KINDS = ("sentence", "paragraph", "docstring", "skip", "filler", "word", "old", "what")
+
+
 def main() -> int:
     """Print what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pages", action="store_true", help="print a line for each page")
-    parser.add_argument("--list", choices=("sentence", "paragraph", "docstring", "skip", "filler", "word"), dest="what")
+    parser.add_argument("--list", choices=_KINDS, dest="what")
     options = parser.parse_args()
     if options.what:
         print("\n".join(places(options.what)))

@@ -104,7 +104,7 @@ def dry_run(
     Operators, collectives and the optimizer are those of ``Job.gpu``, as in a plan; of the CPU and gloo where it is None.
 
     Args:
-        model_or_config: a bare model on any device, `meta` included, of which a copy runs; or a transformers config.
+        model_or_config: an original model on any device, `meta` included, of which a copy runs; or a transformers config.
         job: what runs, on ``Job.world_size`` ranks. With ``ep``, this rank's experts are those that most rows come to, by
             ``ExpertParallel.imbalance``.
         sample_input: what one microbatch of one rank gives to the model. With ``pp``, a step has
@@ -345,7 +345,7 @@ def refuse_dry_run(job: Job) -> None:
         "strategy='ddp'": isinstance(job.strategy, DDP),
         f"compile={job.compile!r}": job.compile is not None,
         f"offload={job.offload.mode!r}": job.offload.mode != "none",
-        # What is in host memory would count as the GPU's: both are the CPU's fake tensors.
+        # What is in CPU memory would count as the GPU's: both are the CPU's fake tensors.
         "FSDP2.cpu_offload": job.fsdp is not None and job.fsdp.cpu_offload and device_of(job).kind != "cpu",
         f"StepSpec.optimizer={job.step.optimizer!r}": OPTIMIZER_OBJECTS[job.step.optimizer].make is None,
     }

@@ -96,7 +96,7 @@ class Job:
 
     strategy: FSDP2 | DDP | Single = FSDP2()
     """The way in which parameters are spread over the ranks. ``"fsdp2"``, ``"ddp"`` or ``"single"``. Also `FSDP2(...)`
-    with what only it has (resharding, prefetch, CPU offload, frozen towers), or `DDP(...)` (unused parameters, bucket
+    with what only it has (resharding, prefetch, CPU offload, frozen encoders), or `DDP(...)` (unused parameters, bucket
     size). With one rank all mean ``"single"``: no process group."""
     ac: CheckpointConfig | MemoryBudget | Plan = "selective"  # type: ignore[assignment]
     """Activation checkpointing, or a budget such as ``"40GiB"``, ``"50%"`` or ``"auto"``. ``None``/``False``/``"none"``,
@@ -137,7 +137,7 @@ class Job:
     compile: str | None = None
     """The backend that compiles each layer in place. ``True`` means ``"inductor"``."""
     offload: OffloadConfig = OffloadConfig("none")
-    """Tensors that wait in host memory between forward and backward. ``"boundary"`` (layer inputs), ``"saved"`` (these
+    """Tensors that wait in CPU memory between forward and backward. ``"boundary"`` (layer inputs), ``"saved"`` (these
     and what checkpointing keeps), ``"all"``, or an `OffloadConfig`."""
     step: StepSpec = StepSpec()
     """The training loop that a prediction counts with. A `StepSpec` has micro-batches, a loss outside of the model,

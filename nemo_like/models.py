@@ -255,7 +255,7 @@ def source_of(name: str, config: Any) -> ModelSource:
 
 def _auto_class(transformers: Any, config: Any) -> Any:
     """The class that trains the whole of what `config` describes: not the decoder of an encoder-decoder alone, nor the
-    language model of one with other towers."""
+    language model of one with other encoders."""
     kinds = {
         "SPEECH_SEQ_2_SEQ": "AutoModelForSpeechSeq2Seq",
         "SEQ_TO_SEQ_CAUSAL_LM": "AutoModelForSeq2SeqLM",

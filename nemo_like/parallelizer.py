@@ -1,4 +1,4 @@
-"""`parallelize`: one call from a bare model to a sharded, checkpointed, compiled one.
+"""`parallelize`: one call from an original model to a sharded, checkpointed, compiled one.
 
 `parallelize` reads the job and the ranks; `_make_ready` has the order of the steps, for a model or for one stage of a
 pipeline, and `_check` what is checked before the first of them.

@@ -66,7 +66,7 @@ def resolve(
     A profile is measured here, a budget planned for.
 
     Args:
-        model: the bare model.
+        model: the original model.
         job: on its ranks (`Job.world_size`).
         layers, chosen: from `layers_for`; all of `layers` are offloaded, `chosen` are checkpointed.
         sample_input: one batch, for a budget or a config that measures first.
@@ -148,9 +148,9 @@ def config_specs(
 
 
 def _stacks(layers: Sequence[Layer]) -> list[Sequence[Layer]]:
-    """The layers that segments are made of: those of groups in which something trains, and those of frozen towers.
+    """The layers that segments are made of: those of groups in which something trains, and those of frozen encoders.
 
-    Apart, because a frozen tower mostly saves nothing, and would take segments that the other layers need.
+    Apart, because a frozen encoder mostly saves nothing, and would take segments that the other layers need.
     """
     training = {layer.group for layer in layers if not is_frozen(layer.module)}
     stacks = [[layer for layer in layers if (layer.group in training) is trains] for trains in (True, False)]
@@ -306,7 +306,7 @@ def choose_layers(
     Args:
         model: the model that holds them; not changed.
         candidates: the layers in scope.
-        config: its patterns are globs over the names of the bare model: ``*`` within a dotted segment, ``**`` across.
+        config: its patterns are globs over the names of the original model: ``*`` within a dotted segment, ``**`` across.
         saved_bytes: measured activation bytes by layer name; None: not measured.
 
     Raises:

@@ -1044,7 +1044,7 @@ def complete_accumulated(params: Sequence[Any]) -> None:
 
 
 def forget_meshes() -> None:
-    """Empty what DTensor remembers of operators by mesh: of one that is made anew it would take the process groups of the
+    """Empty what DTensor remembers of operators by mesh: of one that is made again it would take the process groups of the
     old one. Seen in 2.13 and 2.14: in a release with other names nothing happens."""
     for where, name in (("debug", "_clear_sharding_prop_cache"), ("_redistribute", "_gen_transform_infos.cache_clear")):
         with contextlib.suppress(ImportError, AttributeError):

@@ -21,7 +21,7 @@ TESTED = ("5.23.0", "5.24.0")
 # --- Arguments of a model's forward -----------------------------------------------------------------------------------
 
 CACHE_ARGUMENTS = ("cache", "past_key_values", "past_key_value", "layer_past", "cache_params")
-"""The names under which a key/value cache is handed on. 5.24 renamed the second and the last one to the first."""
+"""The names under which a key/value cache is passed on. 5.24 renamed the second and the last one to the first."""
 USE_CACHE = "use_cache"
 LOGITS_TO_KEEP = "logits_to_keep"
 SHARED_STATES = "shared_kv_states"

@@ -17,7 +17,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return copies of the whole gradients by the bare model's names. A collective."""
+    """Return copies of the whole gradients by the original model's names. A collective."""
     return {
         name.replace("_checkpoint_wrapped_module.", ""): whole(parameter.grad).clone()
         for name, parameter in model.named_parameters()

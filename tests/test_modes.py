@@ -1,4 +1,4 @@
-"""Every mode gives the loss and gradients of the bare model, to the bit: models, modes of other rooms, float8."""
+"""Every mode gives the loss and gradients of the original model, to the bit: models, modes of other rooms, float8."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_a_decoder_trains_alike_in_every_mode(name: str) -> None:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["gemma4", "gemma3n"])
 def test_layers_that_share_keys_and_values_train_alike(name: str) -> None:
-    # Shared layers have k_proj and v_proj that get no gradient: neither in the bare model.
+    # Shared layers have k_proj and v_proj that get no gradient: neither in the original model.
     assert list(_differences(MODELS[f"shared {name}"], WORDS if name == "gemma4" else SHARED)) == []
 
 

@@ -266,7 +266,7 @@ OTHER_CALLS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
         lambda m: plan_for(m, ac="50%", sample_input=(IDS,), ep=ExpertParallel(2, imbalance=2.5)),
         r"imbalance is 2\.5; it must be a number from 1 \(balanced\) to the number of ranks that share the experts, 2",
     ),
-    "host memory": (
+    "CPU memory": (
         lambda m: plan_for(m, ac="50%", sample_input=(IDS,), search=PlanSearch(host_memory="much")),
         "host_memory is 'much', which is not a number of bytes",
     ),

@@ -101,7 +101,7 @@ def check_writable(option: str, path: str | Path | None) -> None:
 
 
 def write_text(option: str, path: str | None, text: str) -> None:
-    """Write what `option` asks for: to its file, or for ``-`` to standard output; nothing without it."""
+    """Write what `option` names: to its file, or for ``-`` to standard output; nothing without it."""
     if path == "-":
         sys.stdout.write(text + "\n")
     elif path is not None:

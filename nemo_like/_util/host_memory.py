@@ -10,7 +10,7 @@ _LEFT = 10
 
 
 def host_bytes(ranks: int, groups: Path = Path("/sys/fs/cgroup"), process: Path = Path("/proc/self/cgroup")) -> int:
-    """Return the bytes of host memory for each of the `ranks` of this host.
+    """Return the bytes of CPU memory for each of the `ranks` of this host.
 
     That is an equal share of nine tenths of what the host has, or of what the control groups of this process may have
     (containers, Slurm), if that is less.

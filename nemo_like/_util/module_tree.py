@@ -1,4 +1,4 @@
-"""Names of the bare model: module trees walked without their wrappers.
+"""Names of the original model: module trees walked without their wrappers.
 
 A wrapper (checkpointing, `torch.compile`, data parallel) adds one segment to every name below it. Callers write names
 of the model they built, so the walks here look through wrappers and leave their segments out.
@@ -80,7 +80,7 @@ def bare_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def bare_modules(module: nn.Module, fqn: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """(FQN in the bare model, registered module) in registration order, each object once under its first name.
+    """(FQN in the original model, registered module) in registration order, each object once under its first name.
 
     Where a module is in a wrapper, the outermost wrapper is yielded, once: it is what the parent calls.
     """
@@ -96,7 +96,7 @@ def bare_modules(module: nn.Module, fqn: str = "") -> Iterator[tuple[str, nn.Mod
 
 
 def every_module(module: nn.Module) -> dict[nn.Module, str]:
-    """Return each registered module with its name in the bare model, in registration order.
+    """Return each registered module with its name in the original model, in registration order.
 
     Wrappers and the modules inside them are both here, under one name; `nn.Module.modules` leaves out what is inside of
     our wrappers, which answer for its class.

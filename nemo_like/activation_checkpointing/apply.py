@@ -41,7 +41,7 @@ def apply_specs(
     A module that is in several places (a looped block) gets one wrapper in all of them.
 
     Args:
-        model: the bare model; changed in place.
+        model: the original model; changed in place.
         specs: the regions, in any order; none of them changes nothing.
         compile: the layers will be compiled afterwards (`nemo_like.compile.compile_layers`).
         without_cache: where something is recomputed, call the model without a key/value cache while gradients are on (a
@@ -96,7 +96,7 @@ def check_specs(model: nn.Module, specs: Iterable[CheckpointSpec], *, compile: b
 
 
 class _Tree:
-    """The places where each module of a model is registered, by its name in the bare model."""
+    """The places where each module of a model is registered, by its name in the original model."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

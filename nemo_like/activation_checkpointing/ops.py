@@ -276,7 +276,7 @@ def compute_intensive_ops() -> frozenset[Op]:
 def default_save_ops() -> frozenset[Op]:
     """All that ``ac="selective"`` keeps, before alternation.
 
-    Looked up anew at each call, because a package imported later (DeepEP, flash attention) brings new operators.
+    Looked up again at each call, because a package imported later (DeepEP, flash attention) brings new operators.
     """
     ops = compute_intensive_ops() | _present(name for name, row in _ROWS.items() if row.saved)
     if async_tensor_parallel():

@@ -32,7 +32,7 @@ class LayerPlan:
     """The plan for one layer."""
 
     fqn: str
-    """Its name in the bare model."""
+    """Its name in the original model."""
     signature: str
     """Digest of its class and parameter shapes: what `Plan.check` compares."""
     label: str
@@ -40,7 +40,7 @@ class LayerPlan:
     held_bytes: int
     """Kept on the device between its forward and its backward."""
     host_bytes: int
-    """Kept in host memory meanwhile."""
+    """Kept in CPU memory meanwhile."""
     none_bytes: int
     """Bytes that it would save without checkpointing."""
     replay_flops: int
@@ -91,7 +91,7 @@ class Plan:
     """The moment of the step at which the peak is."""
     reserved_bytes: int | None = None
     """Bytes per rank that CUDA's caching allocator is predicted to reserve (`nemo_like.planning.predictions.reserved`);
-    compared with no GPU's. None: not known, with what waits in host memory and in pipelines, or another allocator runs."""
+    compared with no GPU's. None: not known, with what waits in CPU memory and in pipelines, or another allocator runs."""
     step: Mapping[str, Any] = field(default_factory=dict)
     """The step that the peak is of: the fields of its `StepSpec`; ``loss``, of the ``model`` or of the ``loop``; and the
     tensors of the ``sample``."""
@@ -118,7 +118,7 @@ class Plan:
     def policies(self) -> dict[str, Policy | None]:
         """Policy of each layer by name; None: leave the layer alone.
 
-        Layers that keep the same have one object: Dynamo compiles a layer anew for each object that it meets.
+        Layers that keep the same have one object: Dynamo compiles a layer again for each object that it meets.
         """
         shared: dict[Policy, Policy] = {}
         policies: dict[str, Policy | None] = {}

@@ -31,7 +31,7 @@ class Decision(enum.Enum):
     """Dropped, and recomputation puts a placeholder without numbers in its place: backward needs neither it nor what is
     made of it."""
     HOST = "host"
-    """Kept in host memory; recomputation takes it back to the device."""
+    """Kept in CPU memory; recomputation takes it back to the device."""
 
 
 SAVE, RECOMPUTE, SKIP, HOST = Decision.SAVE, Decision.RECOMPUTE, Decision.SKIP, Decision.HOST

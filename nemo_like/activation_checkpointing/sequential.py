@@ -68,7 +68,7 @@ class Segment:
 
 
 class Chunk(Segment):
-    """One cell that is called again and again; every `size` calls that hand on their state are one region."""
+    """One cell that is called again and again; every `size` calls that pass on their state are one region."""
 
     def continues(self, region: _SegmentRegion, position: int, args: object, kwargs: object) -> bool:
         return region.hands_on(args) or region.hands_on(kwargs)
@@ -251,7 +251,7 @@ class _SegmentRegion(Region):
         # After each call, and not at the end alone, which may never come: a saved output keeps its graph, and that keeps
         # the region.
         self.cut_kept()
-        # Recomputation runs with copies of changed buffers, whose versions start anew.
+        # Recomputation runs with copies of changed buffers, whose versions start again.
         self.watch_versions = self.watch_versions and not copied and not self.keeps_on_host()
         for index, tensor in enumerate(_tensors(out)):
             mark = _Earlier(len(self.calls) - 1, index)

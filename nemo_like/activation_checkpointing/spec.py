@@ -30,12 +30,12 @@ class CheckpointSpec:
     """
 
     members: tuple[str, ...]
-    """Names (in the bare model) of the modules that are recomputed as one, in the order in which they are called."""
+    """Names (in the original model) of the modules that are recomputed as one, in the order in which they are called."""
     policy: Policy | None = KEEP_NOTHING
     """Policy of what is saved inside the region; None: everything, so nothing is recomputed (the spec only states where
     it waits)."""
     transfer: Transfer | None = None
-    """Transfer that moves tensors that wait in host memory. With ``policy=None``: a `Placement`, which encloses the
+    """Transfer that moves tensors that wait in CPU memory. With ``policy=None``: a `Placement`, which encloses the
     module."""
     calls: int | None = None
     """A module that is called once a timestep: so many consecutive calls are one region. None: each call is one."""
@@ -254,5 +254,5 @@ def _is_attention(name: str, child: nn.Module) -> bool:
 
 
 def _is_composite(child: nn.Module) -> bool:
-    """Return whether it computes with more than one parameter-bearing piece: an MLP or a mixture of experts."""
+    """Return whether it computes with more than one parameter-bearing piece: an MLP or an MoE block."""
     return len(list(child.children())) > 0 or len(list(child.parameters(recurse=False))) > 2

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class WaitingTensor(Protocol):
-    """One tensor that waits in host memory. It owns its data."""
+    """One tensor that waits in CPU memory. It owns its data."""
 
     def get(self) -> Tensor:
         """The tensor on its own device again, with its sizes and strides; may be called more than once."""
@@ -49,7 +49,7 @@ class SynchronousTransfer:
     """
 
     def to_host(self, tensor: Tensor) -> WaitingTensor:
-        """Copy `tensor` to host memory (a copy of its own even where it is there already)."""
+        """Copy `tensor` to CPU memory (a copy of its own even where it is there already)."""
         return _Copy(tensor.detach().to("cpu", copy=True), tensor.device)
 
     def prefetch(self, handle: WaitingTensor) -> None:

@@ -29,7 +29,7 @@ _set_type: Callable[[object, type], None] = object.__dict__["__class__"].__set__
 class Nameless(nn.Module):
     """Mixed into PyTorch's activation wrappers, which clean the names in state dicts but not those in the module tree.
 
-    Put it in front of the wrapper class. Then every walk over the whole model meets the bare model's names, each once:
+    Put it in front of the wrapper class. Then every walk over the whole model meets the original model's names, each once:
     by `named_children` or `named_modules`, and by asking each module for the parameters and buffers of its own, which
     the wrapper shares with the module inside. So does a walk by `modules` or `apply`, which looks for classes: the wrapper
     answers for the class inside (`nemo_like._util.module_tree.every_module` has both). `children` gives the module inside.
@@ -158,7 +158,7 @@ _OPERATORS = (
 def _wrapper_of(wrapper: Any, inner: Any) -> Any:
     """Return `wrapper` for modules of the class `inner`: under that name, which others look for, and with its operators.
 
-    The operators (``len(layer.mlp)``, ``layer.mlp[0] = adapted``) are handed on to the module inside. Python looks for
+    The operators (``len(layer.mlp)``, ``layer.mlp[0] = adapted``) are passed on to the module inside. Python looks for
     them at the class, where `__getattr__` answers nothing. Not all wrappers have them: a class with `__len__` and
     `__iter__` is taken for a collection. There is one class for each `inner`: Dynamo looks at classes.
     """
@@ -183,7 +183,7 @@ _made: dict[tuple[type, type, type], type] = {}
 def _class_around(wrapper: type, reported: type, wanted: type) -> type:
     """`wanted`, which FSDP2 made of the class `reported`, made of `wrapper` instead.
 
-    One class for all layers, as FSDP2 has it: Dynamo, which looks at classes, would compile each layer anew, and stop
+    One class for all layers, as FSDP2 has it: Dynamo, which looks at classes, would compile each layer again, and stop
     after eight.
     """
     key = (wrapper, reported, wanted)

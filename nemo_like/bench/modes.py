@@ -23,7 +23,7 @@ MIN_BYTES = 1 << 16
 """Smaller storages are not offloaded: less than the default, so that small models show something too."""
 
 Apply = Callable[[nn.Module, Any], Callable[[], int] | None]
-"""(model, sample input): change the model in place; return the bytes moved to host memory so far, if it offloads."""
+"""(model, sample input): change the model in place; return the bytes moved to CPU memory so far, if it offloads."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,14 @@ class Mode:
     backend: str | None = None
     """Compile each layer with this back end."""
     on_cpu: bool = True
-    """False: it does nothing where tensors are in host memory already."""
+    """False: it does nothing where tensors are in CPU memory already."""
 
     def under(self, backend: str) -> Mode:
         """The same mode with every layer compiled."""
         return Mode(f"{self.name} + {backend}", self.apply, self.peer, backend)
 
     def prepare(self, model: nn.Module, sample: object) -> Callable[[], int]:
-        """Checkpoint or offload `model` in place, then compile; return the bytes moved to host memory so far."""
+        """Checkpoint or offload `model` in place, then compile; return the bytes moved to CPU memory so far."""
         disable_cache(model)  # a training step does not use a key-value cache
         moved = self.apply(model, sample)
         if self.backend is not None:

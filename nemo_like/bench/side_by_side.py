@@ -50,7 +50,7 @@ class MeasuredMode:
     mode: Mode
     model: nn.Module
     moved: Callable[[], int]
-    """Bytes moved to host memory so far."""
+    """Bytes moved to CPU memory so far."""
     row: dict[str, Any]
 
 
@@ -173,7 +173,7 @@ _COLUMNS: tuple[tuple[str, table.Column, Callable[[Any], str] | None], ...] = (
 _NOTE = (
     "peak: bytes beyond parameters, gradients and inputs, by the device's allocator, on a CPU by the storages that "
     "operators make; saved: of them, between forward and backward. step / none: median over turns; the modes take turns. "
-    "recompute: FLOPs, as a share of a forward. moved: to host memory in a step. gradients: against those of none. "
+    "recompute: FLOPs, as a share of a forward. moved: to CPU memory in a step. gradients: against those of none. "
     "x: another project's code."
 )
 

@@ -217,7 +217,7 @@ def _check_files(args: argparse.Namespace) -> None:
     if args.save and args.ac is not None and "plan" not in map(normalise, args.ac):
         raise ValueError(f"--save writes a plan, and --ac is {' '.join(args.ac)}, which makes none. Add plan to --ac.")
     if args.cpu_offload is False and args.offload is not None and {*map(normalise, args.offload)} == {"none"}:
-        refuse_unread(args, ["host_memory"], "--offload none and --no-cpu-offload leave host memory alone.")
+        refuse_unread(args, ["host_memory"], "--offload none and --no-cpu-offload leave CPU memory alone.")
 
 
 def _calibrate() -> None:

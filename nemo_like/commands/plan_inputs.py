@@ -152,4 +152,4 @@ def _text(source: ModelSource, args: argparse.Namespace, *, predicted: bool = Fa
     ids = torch.randint(
         args.vocab_size or 1, (args.batch_size, args.seq_len), generator=torch.Generator().manual_seed(0)
     )
-    return {"input_ids": ids, "labels": ids.clone()}  # of a tower by itself, only their shape is read
+    return {"input_ids": ids, "labels": ids.clone()}  # of an encoder by itself, only their shape is read

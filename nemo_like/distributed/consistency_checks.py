@@ -81,7 +81,7 @@ def check_same_batch(batch: Mapping[str, Any], groups: Mapping[str, dist.Process
     """Raise where ranks that share batches were given different ones. A collective.
 
     Args:
-        batch: what a model is called with, by name. Contents of tensors are compared to the bit; those of `DTensor`,
+        batch: what a model is called with, by name. Contents of tensors are compared bitwise; those of `DTensor`,
             which are this rank's own, are not.
         groups: by the name of an axis, the ranks along it that must be given the same.
 

@@ -264,7 +264,7 @@ def _restarts_in_sight(numbers: Tensor, shown: Tensor) -> bool:
 
 
 def _language(model: nn.Module) -> nn.Module:
-    """The module that runs the text, of a model that may have towers of pictures next to it."""
+    """The module that runs the text, of a model that may have encoders of pictures next to it."""
     find = getattr(model, "get_decoder", None)
     language = find() if callable(find) else None
     return language if isinstance(language, nn.Module) else model

@@ -194,10 +194,10 @@ def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
 
 # A sample that runs everything and counts for nothing: for ranks whose batch has no image (or sound).
 #
-# A tower that trains is sharded like the rest of the model: a rank that skips it leaves the others waiting for its share.
+# A encoder that trains is sharded like the rest of the model: a rank that skips it leaves the others waiting for its share.
 # Models refuse an empty image, and an image without its place among the tokens. So a rank without an image takes a blank
 # one with its tokens behind those of its first row, where a causal model's other tokens don't see it, and with labels that
-# no loss counts: the tower gets gradients of zero, and all ranks run the same collectives.
+# no loss counts: the encoder gets gradients of zero, and all ranks run the same collectives.
 
 _TOKENS = "input_ids"
 _FILL = {"labels": -100}
@@ -206,7 +206,7 @@ _FILL = {"labels": -100}
 def with_unused_sample(batch: Mapping[str, Any], sample: Mapping[str, Any], *, pad_token_id: int = 0) -> dict[str, Any]:
     """`batch`, with `sample` behind its first row, out of the loss. Neither is changed.
 
-    For causal language models with towers; the loss and all gradients are those of `batch` alone.
+    For causal language models with encoders; the loss and all gradients are those of `batch` alone.
 
     >>> batch = {"input_ids": torch.tensor([[1, 2], [3, 4]]), "labels": torch.tensor([[1, 2], [3, 4]])}
     >>> more = with_unused_sample(batch, {"input_ids": torch.tensor([[9]]), "pixel_values": torch.zeros(1, 3, 8, 8)})
@@ -217,7 +217,7 @@ def with_unused_sample(batch: Mapping[str, Any], sample: Mapping[str, Any], *, p
         batch: what this rank would call the model with: ``input_ids`` (B, T), ``labels`` (B, T), perhaps
             ``attention_mask`` and ``position_ids`` of that shape, and no image. Token types that only the sample has are
             0 for the batch.
-        sample: one row made by the model's processor from a blank image: ``input_ids`` (1, S), and what goes with the
+        sample: one row made by the model's processor from a blank image: ``input_ids`` (1, S), and the inputs of the
             image (``pixel_values``, ``image_grid_thw``, ...). Tensors go to the device of the batch.
         pad_token_id: what fills the other rows.
 

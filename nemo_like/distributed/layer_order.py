@@ -42,7 +42,7 @@ from nemo_like.torch_compat import (
 from nemo_like.transformers_compat import layers_dropped_in_vain
 
 _MOST = 20_000
-"""Places in the tree; then it begins anew. Ranks that drop layers at random, alike, would fill memory."""
+"""Places in the tree; then it begins again. Ranks that drop layers at random, alike, would fill memory."""
 _LOOK = 0.5
 """Seconds between two looks at the store of a rank that has nothing to ask."""
 _ANSWERS = 10.0

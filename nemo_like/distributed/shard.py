@@ -48,7 +48,7 @@ def shard_layers(
 
     Args:
         model: anything; may be on the meta device (then call `nemo_like.distributed.materialize` afterwards). Parts that
-            the caller has sharded before (experts on a mesh of their own, a frozen tower) stay units of their own, as
+            the caller has sharded before (experts on a mesh of their own, a frozen encoder) stay units of their own, as
             they are; layers inside them are theirs.
         layers: its repeated blocks in the order in which they run: modules, or objects with ``.module`` and
             ``.group`` (`nemo_like.layers.Layer`). A block inside a checkpoint wrapper is sharded with its wrapper: the
@@ -58,7 +58,7 @@ def shard_layers(
             replicates over ``dp_replicate``.
         mp_policy: torch's policy. Its `output_dtype` is used on the root only: on a layer it would make every
             following layer, and the head of a Hugging Face model, see another dtype than its weights.
-        options: resharding, prefetch, CPU offload and frozen towers; None: the defaults of `FSDP2`. A tower that *trains*
+        options: resharding, prefetch, CPU offload and frozen encoders; None: the defaults of `FSDP2`. A encoder that *trains*
             is always sharded per layer: give ranks without an input an empty one.
         ignored_params: left whole on every rank; their gradients are *not* reduced.
         apart: left alone as they are, for the caller to shard afterwards (experts that are split over ranks).

@@ -27,10 +27,10 @@ _HEAD_NAMES = ("lm_head", "embed_out", "score", "classifier", "head", "output", 
 
 
 class OffloadActivations(Offloader):
-    """A context manager: activations that autograd saves inside wait in host memory until backward uses them.
+    """A context manager: activations that autograd saves inside wait in CPU memory until backward uses them.
 
     Args:
-        use_pin_memory: page-locked host memory, which copies during computation require.
+        use_pin_memory: page-locked CPU memory, which copies during computation require.
         use_streams: copy on streams of their own; False: on the stream that computes.
         min_offload_size: smaller storages stay on the device, bytes.
         max_fwd_stash_size: how many activations forward keeps on the device while they are being copied; at least 1.
@@ -140,7 +140,7 @@ class ActivationOffloadingMixin:
         if theirs and ours != "none":
             raise ValueError(
                 f"offload is {ours!r} and activation_offloading is {theirs!r} in the training arguments: both define "
-                "what waits in host memory. Set one of the two."
+                "what waits in CPU memory. Set one of the two."
             )
         wanted = theirs or ours
         self.offloading_setting = wanted if activation_offloading is None else activation_offloading

@@ -77,7 +77,7 @@ class CheckpointingArguments:
     )
     offload: str = field(
         default="none",
-        metadata={"help": "what waits in host memory: none, boundary, saved, all; ActivationOffloadingMixin"},
+        metadata={"help": "what waits in CPU memory: none, boundary, saved, all; ActivationOffloadingMixin"},
     )
     check_memory: bool | None = field(
         default=None,

@@ -43,7 +43,7 @@ class Layer:
     """One repeated layer of a model."""
 
     fqn: str
-    """Name in the bare model, without the segments that wrappers add."""
+    """Name in the original model, without the segments that wrappers add."""
     module: nn.Module
     """The registered child: the outermost wrapper where the layer is wrapped."""
     group: str
@@ -62,7 +62,7 @@ def find_layers(
 
     Args:
         model: any module.
-        layers: FQNs of the bare model, globs over them (``*`` within one dotted segment, ``**`` across segments) or
+        layers: FQNs of the original model, globs over them (``*`` within one dotted segment, ``**`` across segments) or
             module objects; the name of a `ModuleList` or `ModuleDict` means its members.
 
     Raises:
@@ -183,7 +183,7 @@ class _Finder:
 
 
 def _no_split_names(model: nn.Module) -> frozenset[str]:
-    """Class names that any model or tower in the tree wants in one piece."""
+    """Class names that any model or encoder in the tree wants in one piece."""
     names: set[str] = set()
     for module in model.modules():
         declared = getattr(module, NO_SPLIT, None)

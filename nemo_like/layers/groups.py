@@ -41,7 +41,7 @@ def groups_of(root: nn.Module, fqns: Iterable[str]) -> list[str]:
 
     The ancestor nearest to the layer that tells something decides: by the words in its name (``vision_tower``), by
     owning a token embedding (language: this tells a speech model's text decoder from its encoder), by what a Hugging
-    Face tower declares to take, or by the words in its class name.
+    Face encoder declares to take, or by the words in its class name.
 
     Where nothing tells anything, the layer is ``language`` if its model takes text: the model or a part on the way has a
     `vocab_size` or an `eos_token_id` in its config, takes ``input_ids``, or embeds ids. Else it is ``vision`` in a model

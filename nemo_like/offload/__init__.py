@@ -1,4 +1,4 @@
-"""Host placement: what autograd or an engine keeps for backward waits in host memory. Needs torch alone."""
+"""Host placement: what autograd or an engine keeps for backward waits in CPU memory. Needs torch alone."""
 
 from nemo_like.offload.layer_offload import OffloadWrapper, apply_offloading, offloader_of, placed_on_host
 from nemo_like.offload.offloader import HostPolicy, Offloader, offload_activations

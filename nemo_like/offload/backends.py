@@ -22,7 +22,7 @@ class Backend:
 
     Args:
         device: with its index; None: the CPU.
-        pin_memory: page-locked host memory; without it copies block the host.
+        pin_memory: page-locked CPU memory; without it copies block the host.
         use_streams: copy while computing; False: on the stream that is current here and now.
     """
 
@@ -71,7 +71,7 @@ class Backend:
             tensor.record_stream(stream)
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
-        """Return host memory, uint8 of shape (nbytes,). Raises RuntimeError or MemoryError where it is refused."""
+        """Return CPU memory, uint8 of shape (nbytes,). Raises RuntimeError or MemoryError where it is refused."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.pin_memory)
 
     def device_memory(self, nbytes: int) -> torch.Tensor:
@@ -91,13 +91,13 @@ def default_backend(*, pin_memory: bool = True, use_streams: bool = True) -> Bac
         device = torch.device(accelerator.type, torch.accelerator.current_device_index())
         return Backend(device, pin_memory=pin_memory, use_streams=use_streams)
     warn_once(
-        "Offloading was requested and there is no accelerator: tensors are copied within host memory, which saves none. "
+        "Offloading was requested and there is no accelerator: tensors are copied within CPU memory, which saves none. "
         "That is of use for tests only."
     )
     return Backend()
 
 
-# A pool of host memory: a few large slabs, cut into blocks, within a budget.
+# A pool of CPU memory: a few large slabs, cut into blocks, within a budget.
 #
 # Pinning memory costs milliseconds a call, and PyTorch rounds each pinned allocation up to a power of two. So blocks are
 # cut from slabs of such sizes and reused from step to step.
@@ -126,10 +126,10 @@ class Block:
 
 
 class HostPool:
-    """Blocks of host memory. Not thread safe: its owner holds a lock.
+    """Blocks of CPU memory. Not thread safe: its owner holds a lock.
 
     Args:
-        allocate: makes a uint8 tensor of so many bytes of host memory, and raises where it cannot.
+        allocate: makes a uint8 tensor of so many bytes of CPU memory, and raises where it cannot.
         budget_bytes: bound on the bytes of all slabs together; None for no bound.
         slab_bytes: the usual size of a slab.
     """
@@ -194,7 +194,7 @@ class HostPool:
         try:
             slab = self._allocate(wanted)
         except (RuntimeError, MemoryError) as error:  # what torch raises when pinning or allocating fails
-            self.refusal = f"{wanted} bytes of host memory were refused ({str(error).splitlines()[0]})"
+            self.refusal = f"{wanted} bytes of CPU memory were refused ({str(error).splitlines()[0]})"
             return None
         self.reserved_bytes += wanted
         self.free.append(Block(slab, 0, wanted))

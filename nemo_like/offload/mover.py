@@ -304,7 +304,7 @@ class Mover:
             if copy.readers:
                 continue
             del self._saved[copy]
-            # Every write to host memory is on `copy_out`: with it behind the last reader, anyone may write.
+            # Every write to CPU memory is on `copy_out`: with it behind the last reader, anyone may write.
             if copy.last_read is not None:
                 self.backend.wait(self.backend.copy_out, copy.last_read)
             self.pool.give_back(copy.block)

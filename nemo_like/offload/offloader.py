@@ -56,7 +56,7 @@ def offload_activations(
 ) -> Offloader:
     """A context manager: what autograd saves inside it waits on the host until backward uses it.
 
-    Make it once and enter it each step: it owns the host memory, which is reused.
+    Make it once and enter it each step: it owns the CPU memory, which is reused.
 
     Args:
         config: an `OffloadConfig`, or its mode; None: ``"all"``.
@@ -303,7 +303,7 @@ class Offloader:
             )
 
     def __reduce__(self) -> Any:
-        """A copy of a model gets host memory of its own: nothing that waits there is copied."""
+        """A copy of a model gets CPU memory of its own: nothing that waits there is copied."""
         return Offloader, (self.config,)
 
     def collect(self) -> OffloadStats:

@@ -19,10 +19,10 @@ class PlanSearch:
     """
 
     host: bool = False
-    """Also consider keeping outputs in host memory, over the device's link. What computing does not hide of the copies
+    """Also consider keeping outputs in CPU memory, over the device's link. What computing does not hide of the copies
     counts as time."""
     host_memory: int | str = 64 << 30
-    """Host memory of one rank, for saved outputs, `offload` and ``cpu_offload``. The layers share it evenly. The
+    """CPU memory of one rank, for saved outputs, `offload` and ``cpu_offload``. The layers share it evenly. The
     default is a quarter of a node's 2 TiB for eight GPUs."""
     measure: bool = False
     """Time each operator of a layer on the device at hand, instead of the roofline."""

@@ -40,12 +40,12 @@ class FSDP2:
     backward_prefetch: int = 1
     """The same for backward."""
     cpu_offload: bool = False
-    """Keep parameter shards, gradients and optimizer state in host memory."""
+    """Keep parameter shards, gradients and optimizer state in CPU memory."""
     frozen_sharding: str = "root"
-    """Frozen layers of a vision or audio tower that a rank without such an input skips (with `shard_layers` and layers
+    """Frozen layers of a vision or audio encoder that a rank without such an input skips (with `shard_layers` and layers
     without groups, all that are frozen next to layers that train). ``root``: gathered with the root on every rank, so that
     none waits. ``replicate``: whole on every rank. ``per_layer``: like any layer, least memory; refused as soon as one rank
-    runs the tower and another does not."""
+    runs the encoder and another does not."""
 
     ends: str = "apart"
     """Units of what is around the layers. ``apart``: the embedding has one, the last norm and the head another. ``root``:
@@ -380,7 +380,7 @@ class Precision:
 
 @dataclass(frozen=True)
 class OffloadConfig:
-    """Offloading of saved activations to host memory, within these limits."""
+    """Offloading of saved activations to CPU memory, within these limits."""
 
     mode: str = "saved"
     """``none`` | ``boundary`` (layer inputs) | ``saved`` (what the policy keeps) | ``all`` (every activation)."""
@@ -391,7 +391,7 @@ class OffloadConfig:
     prefetch: int = 1
     """Number of layers ahead of backward at which the way back starts."""
     pin_memory: bool = True
-    """Use page-locked host memory, where the device has it: needed for copies that overlap with computing."""
+    """Use page-locked CPU memory, where the device has it: needed for copies that overlap with computing."""
     host_budget_bytes: int | None = None
     """Host bytes per rank; past it, tensors stay on the device and this is logged once. None: no limit."""
 

@@ -206,7 +206,7 @@ def _optimizer(stages: Sequence[Stage]) -> str:
     name, device = stages[0].job.step.optimizer, stages[0].device
     here = [param for stage in stages for param in stage.sharding.trained]
     on_host = [param for stage in stages for param in stage.sharding.trained_on_host]
-    kernels, where = len([*here, *on_host]) * KERNELS_PER_PARAMETER, " in host memory" if on_host else ""
+    kernels, where = len([*here, *on_host]) * KERNELS_PER_PARAMETER, " in CPU memory" if on_host else ""
     passes = optimizer_seconds(here, name, device) + host_optimizer_seconds(on_host, name, device)
     if kernels * device.launch_seconds > passes:
         return f"{name}{where}: launches of {kernels} kernels"
@@ -252,7 +252,7 @@ def byte_rows(query: PlanQuery, choices: Choices, rank: int, peak: Peak) -> tupl
 def saved_by_kind(stage: Stage, choices: Sequence[Choice], upto: int) -> dict[str, int]:
     """Return the bytes that the first `upto` layer calls save for backward, by kind of operator that made them.
 
-    Activations that wait in host memory are not counted.
+    Activations that wait in CPU memory are not counted.
     """
     sizes: Counter[str] = Counter()
     moved, part = stage.moved(choices), stage.part
@@ -451,7 +451,7 @@ def _inside_rows(run: LayerRun, links: Links, count: int) -> Iterator[Row]:
             yield Row(part, f"{what}, {phase}", count * often * each)
     again_seconds = count * regathered_seconds(run, links)
     yield Row("sequence gathers", "all-gather of keys and values again, backward", again_seconds)
-    yield Row("host copies", "layers' inputs to host memory and back", count * run.copies)
+    yield Row("host copies", "layers' inputs to CPU memory and back", count * run.copies)
 
 
 def fsdp_rows(
@@ -464,7 +464,7 @@ def fsdp_rows(
         turns: micro-batches.
     """
     reduced = turns if step.sync == "every" else 1
-    # Reductions whose gradients are added to others in host memory, for which the host waits.
+    # Reductions whose gradients are added to others in CPU memory, for which the host waits.
     summed = reduced - (0 if step.zero_grad == "zero" else 1)
     for run in runs:
         if run.unit is not None:
@@ -492,7 +492,7 @@ def _unit_rows(run: LayerRun, links: Links, count: int, reductions: int, summed:
         *([("backward", waits.backward, waits.fetch_backward)] if run.unit.reshard else []),
     ):
         yield shown("parameter gathers", f"all-gather of layers ({over}), {phase}", gather, waits.gather)
-        yield shown("host copies", f"layers' parameters from host memory, {phase}", copy, fetch)
+        yield shown("host copies", f"layers' parameters from CPU memory, {phase}", copy, fetch)
     replicas = sum(roofline.reduce_seconds(unit.reduce_output, links.replicas, links.device) for unit in units)
     # The replicas' sum comes after the reduce-scatter, so what is hidden is that one first.
     late = min(replicas, waits.reduction)
@@ -502,7 +502,7 @@ def _unit_rows(run: LayerRun, links: Links, count: int, reductions: int, summed:
     yield Row("gradient reductions", scatter, reductions * first, hiding * (waits.reduce - replicas - first))
     yield Row("gradient reductions", total, reductions * late, hiding * (replicas - late))
     stored = reductions * waits.store
-    yield Row("host copies", "layers' gradients to host memory", stored, hiding * (store - waits.store))
+    yield Row("host copies", "layers' gradients to CPU memory", stored, hiding * (store - waits.store))
     yield Row(_SUMS, "of layers, with their reductions and copies", summed * waits.summing)
 
 
@@ -513,8 +513,8 @@ def _end_rows(unit: UnitBytes, links: Links, gathers: int, reductions: int, summ
     over, replicated = ranks("dp_shard", links.shards), ranks("dp_replicate", links.replicas)
     fetch, store = copy_seconds((unit,), links.device)
     yield Row("parameter gathers", f"all-gather of {name} ({over})", gathers * gather)
-    yield Row("host copies", f"parameters of {name} from host memory", gathers * fetch)
-    yield Row("host copies", f"gradients of {name} to host memory", reductions * store)
+    yield Row("host copies", f"parameters of {name} from CPU memory", gathers * fetch)
+    yield Row("host copies", f"gradients of {name} to CPU memory", reductions * store)
     yield Row(_SUMS, f"of {name}", summed * host_sum_seconds((unit,), links.device))
     yield Row("gradient reductions", f"reduce-scatter of {name} ({over})", reductions * (reduce - replicas))
     yield Row("gradient reductions", f"all-reduce of {name} ({replicated})", reductions * replicas)

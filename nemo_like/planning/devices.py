@@ -35,7 +35,7 @@ class Device:
     bandwidth: float
     """Bytes per second between its memory and its kernels."""
     host_link: float
-    """Bytes per second to or from host memory, one direction."""
+    """Bytes per second to or from CPU memory, one direction."""
     kind: str
     """``"cuda"`` or ``"cpu"``: whose attention kernels run, and how its allocator rounds."""
     sources: Mapping[str, str]
@@ -70,14 +70,14 @@ class Device:
 
     @property
     def knows_host_rates(self) -> bool:
-        """Return whether the seconds of an optimizer in host memory are known."""
+        """Return whether the seconds of an optimizer in CPU memory are known."""
         return self.kind == "cpu" or bool(self.host_bandwidth)
 
     def check_host_rates(self, asked: str) -> None:
-        """Raise ValueError where `asked`, which has the optimizer step on the host, takes seconds that nobody knows."""
+        """Raise ValueError where `asked`, which has the optimizer step on the host, takes seconds that are not known."""
         if not self.knows_host_rates:
             raise ValueError(
-                f"{asked} runs the optimizer in host memory, and the bandwidth of that beside {self.name} is not known. "
+                f"{asked} runs the optimizer in CPU memory, and the bandwidth of that beside {self.name} is not known. "
                 "Give a device file with 'host_memory_gbps', one device's share of it in GB/s; or leave it out."
             )
 

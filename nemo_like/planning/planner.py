@@ -38,7 +38,7 @@ def plan_for(
     their layers save less.
 
     Args:
-        model: a bare model: not sharded, compiled or checkpointed. On any device, `meta` included. It is not changed.
+        model: an original model: not sharded, compiled or checkpointed. On any device, `meta` included. It is not changed.
         job: the job, whose ``ac`` is the budget.
         asked: the keywords of `Job.of`, instead of `job`: ``ac="40GiB", world_size=8, gpu="h100-80gb"``. Where the job names
             only some of the layers that would be found, the others are left without checkpointing, and count in the peak.
@@ -264,11 +264,11 @@ def apply_plan(
     As with every other mode, the model is called without a key/value cache where gradients are on.
 
     Args:
-        model: the bare model that the plan was made for.
+        model: the original model that the plan was made for.
         plan: from `plan_for` or `Plan.load`.
         device_type: ``"cpu"`` or ``"cuda"``, where the model will run; default: CUDA if there is any. Where the plan was
             traced for the other one, that is logged.
-        transfer: moves outputs that wait in host memory; default: synchronous copies.
+        transfer: moves outputs that wait in CPU memory; default: synchronous copies.
         compile: `nemo_like.compile.compile_layers` will be called afterwards.
 
     Raises:

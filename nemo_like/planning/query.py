@@ -81,7 +81,7 @@ class Traced:
         """Trace nothing yet.
 
         Args:
-            model: a bare model on any device, `meta` included. It is not changed.
+            model: an original model on any device, `meta` included. It is not changed.
             sample_input: the input of one micro-batch on one rank.
             layers: the layers of the job; None: all that are found.
             cache: results of other traces of the same model, with the same device and dtypes.
@@ -199,7 +199,7 @@ class Stage:
 
     @property
     def host(self) -> int:
-        """Bytes of host memory that one layer call may take."""
+        """Bytes of CPU memory that one layer call may take."""
         return int(self.job.search.host_memory) // len(self.part.traced.calls) if self.job.search.host else 0
 
     @property
@@ -234,7 +234,7 @@ class Stage:
                 gloo=self.device.kind == "cpu",
                 alone=alone,
                 replicas=job.dp_replicate,
-                # A CPU's host memory is its own.
+                # A CPU's CPU memory is its own.
                 host=job.fsdp is not None and job.fsdp.cpu_offload and self.device.kind != "cpu",
             )
         return known[key]
@@ -246,7 +246,7 @@ class Stage:
 
     @cached_property
     def state_on_host(self) -> int:
-        """Bytes of parameters, gradients, optimizer state and averaged weights that one rank has in host memory."""
+        """Bytes of parameters, gradients, optimizer state and averaged weights that one rank has in CPU memory."""
         sharding, step = self.sharding, self.job.step
         shards = sum(unit.host_shard for unit in sharding.all)
         state = optimizer_memory(sharding.trained_on_host, step.optimizer, device="cpu").state

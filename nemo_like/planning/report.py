@@ -49,11 +49,11 @@ class ReportRow(Explained):
     need: Need
     """Bytes that decide whether it fits; in a pipeline, on the rank that needs most."""
     fits: bool
-    """True if it fits on the device, and in host memory."""
+    """True if it fits on the device, and in CPU memory."""
     choices: Choices = field(default=(), compare=False, repr=False)
     """One choice for each layer call of each stage."""
     host_bytes: int = 0
-    """Bytes that one rank has in host memory."""
+    """Bytes that one rank has in CPU memory."""
     peaks: tuple[Peak, ...] = ()
     """The peak of each rank of the pipeline; one without a pipeline."""
     reserved: tuple[int, ...] = ()
@@ -180,7 +180,7 @@ class PlanReport:
         row = self.best or min(self.rows, key=lambda row: row.need.bytes)
         taken = f"{of_limit(row.need.bytes, self.limit)} {row.need.by}"
         if self.best is None:
-            host = ", and more host memory than there is" if row.need.bytes <= self.limit else ""
+            host = ", and more CPU memory than there is" if row.need.bytes <= self.limit else ""
             return f"Does not fit: ac={row.ac!r}, the least, takes {taken}{host}."
         if row.ac == "none":
             return f"Fits without checkpointing, ac='none': {taken}."

@@ -124,21 +124,21 @@ def optimizer_seconds(trained: Sequence[TrainedParameter], name: str, device: De
 
 
 def update_seconds(sharding: Sharding, name: str, device: Device) -> float:
-    """An optimizer step on one rank, on the device or, of what lies in host memory, at this rank's share of the bandwidth
+    """An optimizer step on one rank, on the device or, of what lies in CPU memory, at this rank's share of the bandwidth
     there; where that is not known, at the rate of the bus to it, which it is not below, and that is said once."""
     here = optimizer_seconds(sharding.trained, name, device)
     return here + host_optimizer_seconds(sharding.trained_on_host, name, device)
 
 
 def host_optimizer_seconds(trained: Sequence[TrainedParameter], name: str, device: Device) -> float:
-    """Return the seconds of `update_seconds` that go over parameters in host memory."""
+    """Return the seconds of `update_seconds` that go over parameters in CPU memory."""
     if not trained:
         return 0.0
     rate = device.host_bandwidth
     if not rate:
         rate = device.host_link
         say_once(
-            f"The bandwidth of host memory beside {device.name} is not known: the optimizer's step there is taken to "
+            f"The bandwidth of CPU memory beside {device.name} is not known: the optimizer's step there is taken to "
             f"go at the rate of the bus, {rate / 1e9:g} GB/s."
         )
     facts = OPTIMIZER_OBJECTS[name]
@@ -147,7 +147,7 @@ def host_optimizer_seconds(trained: Sequence[TrainedParameter], name: str, devic
 
 
 def exposed_seconds(moved: int, forward_seconds: float, device: Device) -> float:
-    """Return the seconds of a block's copies to host memory and back that its own computing does not hide.
+    """Return the seconds of a block's copies to CPU memory and back that its own computing does not hide.
 
     The copy out runs during this block's forward, the copy back during its backward, which takes twice as long.
     """

@@ -67,9 +67,9 @@ class UnitBytes:
     each_kept: tuple[int, ...] = ()
     """Bytes that a rank keeps of each gathered parameter between forward and backward, where fewer ranks share them then."""
     host_shard: int = 0
-    """Bytes of its parameters, where they are stored in host memory instead."""
+    """Bytes of its parameters, where they are stored in CPU memory instead."""
     host_grad: int = 0
-    """Bytes of its gradients once reduced, where they go to host memory: not in `grad` then."""
+    """Bytes of its gradients once reduced, where they go to CPU memory: not in `grad` then."""
     trained: tuple[TrainedParameter, ...] = ()
     """This rank's share of each of its parameters that train."""
 
@@ -116,7 +116,7 @@ class Sharding:
     """This rank's share of each parameter that trains, in the order of ``model.parameters()``; of those that are on the
     device."""
     trained_on_host: tuple[TrainedParameter, ...] = ()
-    """Shares that are in host memory (``FSDP2(cpu_offload=True)``), with their gradients and optimizer state."""
+    """Shares that are in CPU memory (``FSDP2(cpu_offload=True)``), with their gradients and optimizer state."""
 
     replicas: int = 1
     """Number of ranks with the same shards, over which FSDP2 sums their gradients."""
@@ -276,7 +276,7 @@ def sharding_of(
         expert_ranks: ranks that share the weights of experts that are units of their own.
         gloo: gloo does the collectives.
         alone: FSDP2 is there, whatever the number of ranks.
-        host: shards, gradients and optimizer state are in host memory, which the device does not share.
+        host: shards, gradients and optimizer state are in CPU memory, which the device does not share.
         replicas: ranks with the same shards.
     """
     plan = forms.plan
@@ -374,7 +374,7 @@ def _unit(
         shard=0 if host else sum(stored),
         host_shard=sum(stored) if host else 0,
         gathered=sum(n * size for n, size in compute) * ranks,
-        # What is gathered from host memory is copied to the device first.
+        # What is gathered from CPU memory is copied to the device first.
         gather_input=sum(n * size for n, size in compute) if host or casts else 0,
         reduce_input=sum(n * size for n, size in reduce) * ranks,
         reduce_output=sum(n * size for n, size in reduce),

@@ -18,7 +18,7 @@ class LayerProfile:
     """One layer, over all its calls in a step. Times are medians over the runs; spreads are (max - min) / median."""
 
     name: str
-    """Its name (FQN) in the bare model."""
+    """Its name (FQN) in the original model."""
     kind: str
     """Its class name."""
     calls: int

@@ -70,7 +70,7 @@ class Fitted:
 def choose(options: PretrainOptions, ranks: Ranks, model: nn.Module) -> tuple[PretrainOptions, Ranks, Fitted]:
     """Return the options with what ``--fit`` chose, and the ranks as these divide them.
 
-    A collective: all ranks decide by the device and the file of rank 0, and by the least host memory of any. Raises
+    A collective: all ranks decide by the device and the file of rank 0, and by the least CPU memory of any. Raises
     ValueError where nothing fits, or nothing can be run so, with what needs least and what would help.
     """
     device = same_on_all_ranks(lambda: replace(device_at_hand(ranks.device.type), gpus_per_host=local_world_size()))
@@ -107,17 +107,17 @@ def _kept(options: PretrainOptions, conditions: Mapping[str, Any], host: int) ->
         other = [
             f"{name} {before.get(name)!r} -> {now!r}" for name, now in conditions.items() if before.get(name) != now
         ]
-        other += [f"host memory of a rank {write_bytes(there)} -> {write_bytes(host)}"] * (there > host)
+        other += [f"CPU memory of a rank {write_bytes(there)} -> {write_bytes(host)}"] * (there > host)
         if not other:
             return Fitted(**body | {"kept": True})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         other = [f"{path} cannot be read ({error!r})"]
-    say_once(f"--fit chooses anew, since the run that is resumed had other conditions: {', '.join(other)}.")
+    say_once(f"--fit chooses again, since the run that is resumed had other conditions: {', '.join(other)}.")
     return None
 
 
 def best_of(options: PretrainOptions, ranks: Ranks, model: nn.Module, device: Device, host: int) -> FitReport:
-    """Search what `options` leave free, for a `device` and `host` bytes of host memory; ValueError: nothing fits."""
+    """Search what `options` leave free, for a `device` and `host` bytes of CPU memory; ValueError: nothing fits."""
     pins: dict[str, Any] = {name: getattr(options, name) for name in options.searched if name not in options.free}
     schedule, pins["memory"] = pins.pop("pp_schedule", None), options.fit_memory
     if "reshard_after_forward" in pins:

@@ -22,7 +22,7 @@ _MAY_CHANGE = "steps lr schedule warmup_steps lr_floor weight_decay beta1 beta2 
 
 
 def gather_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return weights, buffers and moments by the bare model's names: the tensors themselves, so a load fills them."""
+    """Return weights, buffers and moments by the original model's names: the tensors themselves, so a load fills them."""
     weights = get_model_state(model)  # first: it has every FSDP2 unit show its shards, which the optimizer knows
     optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     moments: dict[str, dict[str, torch.Tensor]] = {}

@@ -250,7 +250,7 @@ def read_windows(corpus: Corpus, starts: Sequence[int], seq_len: int) -> Batch:
 
 
 class TextRows:
-    """Windows to train on, by step. Every window is used once per epoch, in an order shuffled anew each epoch.
+    """Windows to train on, by step. Every window is used once per epoch, in an order shuffled again each epoch.
 
     Args:
         corpus: what is trained on.

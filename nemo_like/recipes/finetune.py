@@ -123,7 +123,7 @@ def _checkpoint(options: FinetuneOptions) -> str | None:
     if options.resume == "no" and (there or (output / "adapter").exists() or (output / "model").exists()):
         raise ValueError(f"--output {options.output!r} has a run already. Go on with --resume, or give another folder.")
     if options.resume == "must" and not whole:
-        raise ValueError(f"--resume finds no checkpoint in {options.output!r}. Write --resume=auto to start anew.")
+        raise ValueError(f"--resume finds no checkpoint in {options.output!r}. Write --resume=auto to start again.")
     return str(max(whole, key=lambda path: int(path.name[11:]))) if whole and options.resume != "no" else None
 
 

@@ -158,13 +158,13 @@ class Pretraining:
                     "another --checkpoint-dir."
                 )
             return
-        way_out = "Give the same again, or start anew with another --checkpoint-dir."
+        way_out = "Give the same again, or start again with another --checkpoint-dir."
         step = store.load(
             gather_state(self.model, self.optimizer), lambda about: check_same_run(about, self.about, way_out)
         )
         if step is None and resume == "must":
             raise ValueError(
-                f"--resume finds no checkpoint in {folder!r}. Check --checkpoint-dir, or write --resume=auto to start anew "
+                f"--resume finds no checkpoint in {folder!r}. Check --checkpoint-dir, or write --resume=auto to start again "
                 "where there is none."
             )
         self.step = step or 0

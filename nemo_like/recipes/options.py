@@ -107,7 +107,7 @@ class PretrainOptions(Options):
     )
     fit_host_memory: str | None = option(
         None,
-        "bytes of host memory that --fit may use for each rank (default: an equal share of all but a tenth)",
+        "bytes of CPU memory that --fit may use for each rank (default: an equal share of all but a tenth)",
         needs=WITH_FIT,
     )
     seq_len: int = option(256, "tokens per sample", tokens, least=1)
@@ -151,7 +151,7 @@ class PretrainOptions(Options):
     keep: int = option(2, "complete checkpoints to keep; older ones are deleted", least=1, needs=WITH_CHECKPOINTS)
     resume: str = option(
         "no",
-        "go on from the last complete checkpoint: --resume needs one, --resume=auto starts anew where there is none",
+        "go on from the last complete checkpoint: --resume needs one, --resume=auto starts again where there is none",
         choices=("no", "must", "auto"),
         nargs="?",
         const="must",
@@ -413,7 +413,7 @@ class FinetuneOptions(Options):
     keep: int = option(2, "checkpoints to keep; older ones are deleted", least=1, trainer="save_total_limit")
     resume: str = option(
         "no",
-        "go on from the last complete checkpoint: --resume needs one, --resume=auto starts anew where there is none",
+        "go on from the last complete checkpoint: --resume needs one, --resume=auto starts again where there is none",
         choices=("no", "must", "auto"),
         nargs="?",
         const="must",

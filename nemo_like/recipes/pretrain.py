@@ -4,7 +4,7 @@
 
 The same options give the same run on any number of ranks, up to the order of sums: the batch size is that of all ranks
 together, and weights and data order depend on the seed alone. A run resumed on the same number of ranks repeats the
-uninterrupted one to the bit where the device's kernels are deterministic, as they are on a CPU.
+uninterrupted one bitwise where the device's kernels are deterministic, as they are on a CPU.
 """
 
 from __future__ import annotations

@@ -275,7 +275,7 @@ def test_what_is_changed_in_place_before_backward_is_named(what, policy, message
 
 
 def test_host_outputs_leave_the_device_bytes_alone_and_come_back():
-    # On the CPU both places are host memory; the transfer tells what went through it.
+    # On the CPU both places are CPU memory; the transfer tells what went through it.
     block, x, transfer = three_linears(), torch.randn(4, 512), NotingTransfer()
     policy = table(HOST, HOST, RECOMPUTE)
     assert_bitwise(gradients(region(block, policy, transfer=transfer), block, x), gradients(block, block, x))

@@ -399,7 +399,7 @@ def test_two_backwards_and_none() -> None:
 def test_mixtures_of_experts_with_the_routers_loss(name: str) -> None:
     """transformers records the router's values by a hook that Dynamo cannot trace.
 
-    Expected are the gradients of eager mode, as the layers run so. The bare model is compiled in pieces, which adds up
+    Expected are the gradients of eager mode, as the layers run so. The original model is compiled in pieces, which adds up
     gradients in another order: it differs from its own eager run by units in the last place.
     """
     pytest.importorskip("transformers")

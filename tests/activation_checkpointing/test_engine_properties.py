@@ -1,4 +1,4 @@
-"""Random blocks under random decision tables, random loops on small models: the bare model to the bit, or an error.
+"""Random blocks under random decision tables, random loops on small models: the original model to the bit, or an error.
 
 The short profile runs with the suite. The long one (2,000 examples and more) is run by hand and recorded in
 docs/evidence/engine-property-tests.md:
@@ -294,7 +294,7 @@ def outcome_of(kinds: tuple[str, ...], actions: list[Action], mode: str) -> str:
     expected, actual = run_loop(bare, actions), run_loop(wrapped, actions)
     assert differences(expected, actual) == [], (kinds, actions, mode, actual.error)
     if expected.error is not None:
-        assert actual.error is not None, f"the bare model raised {expected.error!r}, and {mode} trained on"
+        assert actual.error is not None, f"the original model raised {expected.error!r}, and {mode} trained on"
         return "both"
     return "same" if actual.error is None else "error"
 

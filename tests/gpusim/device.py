@@ -1,4 +1,4 @@
-"""The simulated device ``gpusim``: tensors in a part of host memory of their own, streams, and `torch.gpusim`.
+"""The simulated device ``gpusim``: tensors in a part of CPU memory of their own, streams, and `torch.gpusim`.
 
 Tensors are plain ones with PyTorch's PrivateUse1 key: their memory comes through DLPack, whose deleter tells when a storage
 is gone. Each operator runs on CPU tensors over the same bytes, so it gives the CPU's bits. An operator on a stream first
@@ -77,13 +77,13 @@ class _Storages:
 
 
 class Device:
-    """The device: its memory, its generator, and the host memory that is pinned for it."""
+    """The device: its memory, its generator, and the CPU memory that is pinned for it."""
 
     def __init__(self, size: int = 512 * MIB, expandable: bool = False) -> None:
         self.memory = DeviceMemory(size, expandable)
         self.pinned = Accesses()
         self.slabs: set[int] = set()
-        """Addresses of pinned host memory."""
+        """Addresses of pinned CPU memory."""
         self.storages = _Storages()
         self.counted = 0
         """Operators that ran."""
@@ -155,7 +155,7 @@ class Device:
         accesses.add(storage, Access(lo, hi, stream, tick, writes, name), host.clocks[stream])
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Return whether it is in pinned host memory."""
+        """Return whether it is in pinned CPU memory."""
         return tensor.device.type == "cpu" and tensor.untyped_storage().data_ptr() in self.slabs
 
 
@@ -393,7 +393,7 @@ class Kernels:
         device.check()
         other = target if is_here(source) else source
         waits = non_blocking and (is_here(other) or device.is_pinned(other))
-        # Views over the device's bytes keep no storage alive; host memory stays, as CUDA's allocator has it.
+        # Views over the device's bytes keep no storage alive; CPU memory stays, as CUDA's allocator has it.
         to, from_ = (device.twin(each) if is_here(each) else each.detach() for each in (target, source))
 
         def copy() -> None:

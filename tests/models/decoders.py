@@ -78,7 +78,7 @@ class DecoderWithLoss(PlainDecoder):
 def build(name: str, seed: int = 0, use_cache: bool = False) -> nn.Module:
     """The decoder `name` of `NAMES`, weights drawn from `seed`, float32, in training mode.
 
-    `use_cache`: the config's; off, so that a call of the bare model runs the kernels that a checkpointed one runs.
+    `use_cache`: the config's; off, so that a call of the original model runs the kernels that a checkpointed one runs.
     """
     torch.manual_seed(seed)
     if name == "plain":

@@ -1,7 +1,7 @@
 """Random training loops: what a person, a trainer or a fine-tuning library does between forwards and backwards.
 
 A loop is a list of actions drawn by hypothesis. `run_loop` runs it on a model and returns all that can be seen from
-outside after each action; the bare model and a checkpointed one must give the same, to the bit, or the second an error.
+outside after each action; the original model and a checkpointed one must give the same, to the bit, or the second an error.
 """
 
 from __future__ import annotations
@@ -264,7 +264,7 @@ def run_loop(model: nn.Module, actions: list[Action], reduce: Callable[[nn.Modul
 
 
 def differences(bare: Outcome, other: Outcome) -> list[str]:
-    """Where `other` saw something else, up to its error; empty where it is the bare model to the bit."""
+    """Where `other` saw something else, up to its error; empty where it is the original model to the bit."""
     found = []
     for index, (expected, actual) in enumerate(zip(bare.seen, other.seen, strict=False)):
         if len(expected) != len(actual) or not all(torch.equal(a, b) for a, b in zip(expected, actual, strict=True)):

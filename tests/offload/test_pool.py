@@ -1,4 +1,4 @@
-"""Host memory that is dealt out, random programs, and wrapper subclasses that are taken apart and put together again."""
+"""CPU memory that is dealt out, random programs, and wrapper subclasses that are taken apart and put together again."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_refused_allocation_is_no_exception(error: Exception) -> None:
 
     pool = HostPool(refuse)
     assert pool.take(10) is None
-    assert pool.refusal == f"67108864 bytes of host memory were refused ({str(error).splitlines()[0]})"
+    assert pool.refusal == f"67108864 bytes of CPU memory were refused ({str(error).splitlines()[0]})"
     assert pool.live_bytes == 0
 
 

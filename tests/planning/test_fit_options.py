@@ -246,9 +246,9 @@ def test_a_model_whose_state_no_gpu_can_hold_fits_with_as_many_bytes_as_its_plan
     with torch.device("meta"):
         model = Text(64, 16384)  # 69 billion parameters
     small = fit(model, grad_accum=1, **asked)
-    assert not small.candidates and small.rejected["host memory"]
+    assert not small.candidates and small.rejected["CPU memory"]
     assert small.helps[0].startswith(
-        "strategy=FSDP2(reshard_after_forward=True, cpu_offload=True) with 128.01GiB of host memory per rank ("
+        "strategy=FSDP2(reshard_after_forward=True, cpu_offload=True) with 128.01GiB of CPU memory per rank ("
     )
     report = fit(model, grad_accum=1, host_memory="132GiB", **asked)
     best = report.best
@@ -289,7 +289,7 @@ def test_what_cannot_be_is_refused_by_name(asked, message):
 def test_where_it_is_not_looked_at_the_report_says_so():
     pins = {"ac": "full", "offload": "none"}
     unknown = fit(Text(2), **(_SMALL | pins | {"gpu": "rtx-4090"}))
-    assert any("bandwidth of host memory" in reason for reason in unknown.rejected)
+    assert any("bandwidth of CPU memory" in reason for reason in unknown.rejected)
     assert not any(c.layout.cpu_offload for c in unknown.candidates)
     with pytest.raises(ValueError, match="not planned beside pp: cpu_offload"):
         fit(Text(2), pp=2, schedule="1f1b", global_batch=4, cpu_offload=True, **(_SMALL | pins | {"micro_batch": 1}))

@@ -65,7 +65,7 @@ def test_the_peak_is_within_one_per_cent(ac: str) -> None:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("ac", ["none", "full"])
 def test_what_an_operator_on_float8_runs_inside_counts(ac: str) -> None:
-    """Where the peak is inside a layer: the emulated product makes both operands anew, 3 to 4 % of these peaks."""
+    """Where the peak is inside a layer: the emulated product makes both operands again, 3 to 4 % of these peaks."""
     sizes = dict(hidden_size=64, intermediate_size=256, vocab_size=32, max_position_embeddings=256)
     ids = torch.randint(32, (4, 256), generator=torch.Generator().manual_seed(0))
     sample = {"input_ids": ids, "labels": ids}

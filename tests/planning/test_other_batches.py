@@ -299,7 +299,7 @@ def test_a_lenient_table_survives_copying_and_pickling():
 
 
 def test_layers_that_keep_the_same_share_one_policy():
-    """Or Dynamo would compile each layer of a model anew, up to its limit of recompilations."""
+    """Or Dynamo would compile each layer of a model again, up to its limit of recompilations."""
     plan = plan_for(_llama(), ac="50%", sample_input=_batches()["plain"], gpu="cpu")
     policies = [policy for policy in plan.policies().values() if policy is not None]
     assert len(policies) == 3

@@ -1,4 +1,4 @@
-"""Host memory in plans: predicted peaks with `offload=` against a step, budgets beside it, and ``--cpu-offload``."""
+"""CPU memory in plans: predicted peaks with `offload=` against a step, budgets beside it, and ``--cpu-offload``."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_the_front_door_plans_with_it() -> None:
 
 
 class _OtherHost(Backend):
-    """Its host memory is Python's, which torch's allocator knows nothing of."""
+    """Its CPU memory is Python's, which torch's allocator knows nothing of."""
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
         return torch.frombuffer(bytearray(nbytes), dtype=torch.uint8)
@@ -111,7 +111,7 @@ class _Away:
 
 
 class _OtherHostTransfer:
-    """The engine's plainest transfer, with that host memory."""
+    """The engine's plainest transfer, with that CPU memory."""
 
     def to_host(self, tensor: torch.Tensor) -> _Away:
         return _Away(tensor)

@@ -1,4 +1,4 @@
-"""`predict` and its report: the three questions, predicted times, what binds, the printed call, and host memory."""
+"""`predict` and its report: the three questions, predicted times, what binds, the printed call, and CPU memory."""
 
 from __future__ import annotations
 

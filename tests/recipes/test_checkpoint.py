@@ -122,7 +122,7 @@ def test_a_run_goes_on_past_the_step_of_a_damaged_checkpoint(two: Path):
 def test_only_damaged_checkpoints_are_an_error(two: Path):
     for step in (1, 2):
         _flip(two / f"step-0000000{step}" / "__0_0.distcp")
-    with pytest.raises(CheckpointError, match=r"00002 cannot be read.*00001 cannot be read.*start anew"):
+    with pytest.raises(CheckpointError, match=r"00002 cannot be read.*00001 cannot be read.*start again"):
         _load(two)
     assert _store(two).steps() == [2, 1], "nothing is moved where nothing is gone on from"
 

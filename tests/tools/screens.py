@@ -1,4 +1,4 @@
-"""Screens in the documents: what a command prints, run and compared. ``python -m tests.tools.screens`` writes them anew.
+"""Screens in the documents: what a command prints, run and compared. ``python -m tests.tools.screens`` writes them again.
 
 A block of a page that begins with ``$ nemo-like`` and has a comment ``<!-- screen: 80 -->`` in front is the output of that
 command in a terminal of 80 columns. ``long`` in the comment: it takes over 10 seconds. Seconds and rates differ from run to

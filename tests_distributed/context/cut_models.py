@@ -158,7 +158,7 @@ def loss_of(output: Any) -> Tensor:
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """By names of the bare model, whole."""
+    """By names of the original model, whole."""
     return {bare_name(name): grad for name, grad in gradients_of(model).items()}
 
 

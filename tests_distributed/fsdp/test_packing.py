@@ -183,7 +183,7 @@ def padded_on_the_left(first: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("mode", ["none", "selective"])
 def test_padding_on_the_left_is_no_document(mode: str, first: int, caplog: pytest.LogCaptureFixture) -> None:
-    """To the bit what the bare model trains: no label is dropped, and nothing is said of packing."""
+    """To the bit what the original model trains: no label is dropped, and nothing is said of packing."""
     forget_announcements()
     inputs, whole = padded_on_the_left(first), build("llama")
     loss, expected = step(copy.deepcopy(whole), inputs)

@@ -336,7 +336,7 @@ def test_a_step_is_told_by_its_moments_and_what_there_is_in_each() -> None:
         ({"world_size": 0}, ValueError, "world_size is 0; it must be a whole number >= 1"),
         ({"world_size": 2, "layers": 4}, ValueError, "layers is 4; it must be a whole number >= 5"),
         ({"world_size": 2, "strategy": "ddp"}, NotImplementedError, "strategy='ddp' is not run without ranks"),
-        # Its parameters and optimizer state, in host memory, counted as the GPU's.
+        # Its parameters and optimizer state, in CPU memory, counted as the GPU's.
         (
             {"world_size": 2, "strategy": FSDP2(cpu_offload=True), "gpu": "h100-80gb"},
             NotImplementedError,

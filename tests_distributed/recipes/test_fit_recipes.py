@@ -205,7 +205,7 @@ def test_what_fit_cannot_do_is_refused(asked: dict[str, str], message: str) -> N
         (
             2,
             "rtx-4090",
-            "--fit: cpu_offload runs the optimizer in host memory.*beside rtx-4090 is not known.*or leave it out",
+            "--fit: cpu_offload runs the optimizer in CPU memory.*beside rtx-4090 is not known.*or leave it out",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Parameters, gradients and optimizer state in host memory (``FSDP2(cpu_offload=True)``): what is left on the device.
+"""Parameters, gradients and optimizer state in CPU memory (``FSDP2(cpu_offload=True)``): what is left on the device.
 
 Without a GPU the device is played: each copy that FSDP2 makes between host and device becomes one, and what lies in
 storages that the host has is not counted.

@@ -1,4 +1,4 @@
-"""What one mode writes, every other mode, the bare model and transformers' `from_pretrained` read."""
+"""What one mode writes, every other mode, the original model and transformers' `from_pretrained` read."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Regions under `torch.compile`.
 
 Inductor's and AOTAutograd's partitioner reads recompute tags that PyTorch's selective contexts leave in the graph,
-so there the region is handed over to `torch.utils.checkpoint` with an equivalent policy function.
+so there the region is passed to `torch.utils.checkpoint` with an equivalent policy function.
 """
 
 from __future__ import annotations

@@ -200,7 +200,7 @@ class ForwardMode(_Mode):
         return entry
 
     def replay_instead(self, ops: Collection[Op]) -> None:
-        """Decide anew, at the end of forward: compute what was to be skipped, and what `ops` made, in recomputation."""
+        """Decide again, at the end of forward: compute what was to be skipped, and what `ops` made, in recomputation."""
         for entry in self.kept:
             if entry.decision is SKIP or entry.op in ops:
                 entry.recompute()

@@ -103,7 +103,7 @@ decision_of: Callable[[Kept], Decision] = attrgetter("decision")
 
 
 class OnHost:
-    """A tensor of an output that waits in host memory."""
+    """A tensor of an output that waits in CPU memory."""
 
     __slots__ = ("handle",)
 
@@ -152,7 +152,7 @@ def map_kept(function: Callable[[Any], Any], value: object) -> Any:
 
 
 def on_host(value: object) -> list[OnHost]:
-    """The parts of a saved output that wait in host memory."""
+    """The parts of a saved output that wait in CPU memory."""
     if isinstance(value, OnHost):
         return [value]
     return [item for part in value for item in on_host(part)] if isinstance(value, SEQUENCES) else []

@@ -254,7 +254,7 @@ class Region:
         return mode
 
     def skip_nothing(self) -> None:
-        """Decide anew, after a recomputation that needed what was skipped: compute that, and what is gone since."""
+        """Decide again, after a recomputation that needed what was skipped: compute that, and what is gone since."""
         for entry in self.kept:
             if entry.decision is SKIP or (entry.decision in (SAVE, HOST) and entry.value is None):
                 entry.recompute()

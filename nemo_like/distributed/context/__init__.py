@@ -1,7 +1,7 @@
 """Context parallelism: each rank of the ``cp`` axis holds a part of every sequence, and of the parameters.
 
-`check_context_parallel` raises before anything is changed; `apply_context_parallel` installs hooks on the bare model: one
-pair on the model (labels and loss), one on its stack of layers (inputs), and the attention over the whole sequence.
+`check_context_parallel` raises before anything is changed; `apply_context_parallel` installs hooks on the original model:
+one pair on the model (labels and loss), one on its stack of layers (inputs), and the attention over the whole sequence.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def apply_context_parallel(
 ) -> nn.Module:
     """Have `model` cut whole sequences over the ranks of `mesh`, in place; returns it.
 
-    Call it on the bare model, before checkpointing and FSDP. ``model(**batch).loss`` stays the loss of whole sequences,
+    Call it on the original model, before checkpointing and FSDP. ``model(**batch).loss`` stays the loss of whole sequences,
     the same on every rank; its gradients, averaged over all ranks that shard parameters, are those of the unsplit model.
 
     Args:

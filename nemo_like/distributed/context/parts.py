@@ -28,7 +28,7 @@ class CutStack:
     """A module whose layers run on parts of sequences, and what is around them on whole ones."""
 
     name: str
-    """In the bare model; empty: the model itself."""
+    """In the original model; empty: the model itself."""
     module: nn.Module
     layers: tuple[nn.Module, ...]
     transformers: bool

@@ -261,7 +261,7 @@ class StagesOfModel(Protocol):
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """Names in the bare model, from the first stage's to the last one's."""
+        """Names in the original model, from the first stage's to the last one's."""
 
     @property
     def tied(self) -> tuple[str, ...]:
@@ -285,12 +285,12 @@ class StagesOfModel(Protocol):
         """
 
     def passing(self, layer: int) -> Callable[..., Any] | None:
-        """Return what may replace a call of `layer`, and hands on its hidden states; None: it is not known."""
+        """Return what may replace a call of `layer`, and passes on its hidden states; None: it is not known."""
 
 
 @dataclass(frozen=True)
 class StageParts:
-    """Parameters that run before, in and after the layers; all names are the bare model's."""
+    """Parameters that run before, in and after the layers; all names are the original model's."""
 
     aliases: ClassVar[Mapping[str, str]] = {}
     """Both stages hold a tied parameter under the name in `tied`."""

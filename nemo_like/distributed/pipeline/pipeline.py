@@ -30,7 +30,7 @@ from nemo_like.torch_compat import VotingStage
 class Pipeline(StagesOfRank):
     """A model in stages over the ranks of ``pp``; each rank holds, saves and trains its own.
 
-    Names of parameters are those of the whole bare model. Batches are whole: the same one on every rank of a pipeline.
+    Names of parameters are those of the whole original model. Batches are whole: the same one on every rank of a pipeline.
     """
 
     def __init__(
@@ -240,7 +240,7 @@ class Pipeline(StagesOfRank):
 
     @functools.cached_property
     def module(self) -> nn.Module:
-        """All that this rank holds as one module, under the bare model's names: for state dicts. Not to be called."""
+        """All that this rank holds as one module, under the original model's names: for state dicts. Not to be called."""
         module = merged([stage.module for stage in self.stages])
         setattr(module, STAGES_MARK, self.group)
         return module
@@ -248,7 +248,7 @@ class Pipeline(StagesOfRank):
     # --- parameters and state -------------------------------------------------------------------------------------
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters of this rank's stages, under the bare model's names."""
+        """Yield the parameters of this rank's stages, under the original model's names."""
         seen: set[nn.Parameter] = set()
         for stage in self.stages:
             show_shards(stage.module)
@@ -278,7 +278,7 @@ class Pipeline(StagesOfRank):
         return self.train(False)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part of the whole bare model's."""
+        """This rank's part of the whole original model's."""
         state: dict[str, Any] = {}
         for stage in self.stages:
             show_shards(stage.module)
@@ -287,7 +287,7 @@ class Pipeline(StagesOfRank):
 
     @torch.no_grad()
     def full_state_dict(self) -> dict[str, Tensor]:
-        """The whole bare model's tensors, whole, in host memory, on rank 0 only (others get ``{}``). A collective.
+        """The whole original model's tensors, whole, in CPU memory, on rank 0 only (others get ``{}``). A collective.
 
         For files of other tools: ``model.save_pretrained(folder, state_dict=pipeline.full_state_dict())``. Gathered and sent
         one tensor at a time.
@@ -314,7 +314,7 @@ class Pipeline(StagesOfRank):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Take this rank's part out of the whole bare model's state, or out of this rank's own.
+        """Take this rank's part out of the whole original model's state, or out of this rank's own.
 
         Raises:
             RuntimeError: `strict`, and a name of this rank's is missing.
@@ -328,7 +328,7 @@ class Pipeline(StagesOfRank):
     ) -> Pipeline:
         """Give stages that were built on the meta device their values: `nemo_like.distributed.materialize`, stage by stage.
 
-        Each rank reads its own part of the whole bare model's tensors. Drawn weights would be others than the whole
+        Each rank reads its own part of the whole original model's tensors. Drawn weights would be others than the whole
         model's, since a stage draws only its own: build the model on the CPU for those.
 
         Raises:

@@ -24,7 +24,7 @@ class HeldStage:
 
     slice: StageSlice
     module: nn.Module
-    """Its tree, under the names of the bare model; sharded, checkpointed and compiled."""
+    """Its tree, under the names of the original model; sharded, checkpointed and compiled."""
     forward: StageForward
 
 

@@ -52,7 +52,7 @@ def apply_tensor_parallel(
 ) -> nn.Module:
     """Cut the weights of `model` over the ranks of `mesh`, in place; returns it.
 
-    Call it on the bare model, before checkpointing and before FSDP. Every rank must hold the same weights (or the model
+    Call it on the original model, before checkpointing and before FSDP. Every rank must hold the same weights (or the model
     be on the meta device), and see the same data. Weights that the plan does not name stay whole on every rank.
 
     Args:

@@ -130,7 +130,7 @@ class CheckpointStore:
                         self.path(damaged).rename(aside)
                 return step
         if problems:
-            raise CheckpointError(" ".join([*problems.values(), "None is left to resume from; start anew elsewhere."]))
+            raise CheckpointError(" ".join([*problems.values(), "None is left to resume from; start again elsewhere."]))
         return None
 
     @contextlib.contextmanager

@@ -49,7 +49,7 @@ def materialize(
       first. The module's tensors are *whole* then: what is drawn does not depend on the number of ranks, and never is
       more than one module whole. With no argument at all, each module's own initializer is used: ``_init_weights`` of
       the Hugging Face model around it, else ``reset_parameters``.
-    - `state_dict`: whole tensors under the bare model's names, the same on every rank.
+    - `state_dict`: whole tensors under the original model's names, the same on every rank.
     - `checkpoint`: a folder of `torch.distributed.checkpoint`, or a folder or file of safetensors (each rank reads the
       bytes of its shards), or a file of ``torch.save``; or a `LayeredSource` of several.
 

@@ -77,7 +77,7 @@ def refuse_to_train(model: nn.Module, parameters: Iterable[nn.Parameter]) -> Non
             raise RuntimeError(
                 f"{bare_name(name)} was frozen when parallelize() was called, and requires a gradient now, which would not "
                 "be averaged over ranks. Freeze it after parallelize() instead, or use strategy='fsdp2' "
-                "(FSDP2(frozen_sharding='per_layer') for a frozen tower), which shards it."
+                "(FSDP2(frozen_sharding='per_layer') for a frozen encoder), which shards it."
             )
 
     if frozen:

@@ -78,7 +78,7 @@ class StoredSource:
     """A folder or file that `torch.distributed.checkpoint` has a reader for: each rank reads the bytes of its own part.
 
     Weights may be at the top, or under ``"model"`` as training checkpoints have them. Files of Hugging Face have most
-    mixtures of experts expert by expert (`fused_weights`); here they have the names and shapes of the model.
+    MoE blocks expert by expert (`fused_weights`); here they have the names and shapes of the model.
     """
 
     def __init__(self, path: Path, reader: FileSystemReader, apart: Collection[str] = ()) -> None:

@@ -1,6 +1,6 @@
-"""Weights and optimizer state by the bare model's names, whatever the model is wrapped, compiled or sharded in.
+"""Weights and optimizer state by the original model's names, whatever the model is wrapped, compiled or sharded in.
 
-What one mode writes, every other mode and the bare model read: no name has ``_checkpoint_wrapped_module``,
+What one mode writes, every other mode and the original model read: no name has ``_checkpoint_wrapped_module``,
 ``_orig_mod`` or ``module.`` in it. *Whole* state is one plain tensor per name, for files of other tools; *sharded*
 state is what each rank holds, for `torch.distributed.checkpoint`, which reads it back onto any other number of ranks.
 """
@@ -46,7 +46,7 @@ def get_model_state(model: nn.Module, *, full: bool = False) -> dict[str, Tensor
     """Parameters and persistent buffers by name.
 
     Args:
-        full: whole copies in host memory, on rank 0 only (the other ranks get ``{}``); gathered one tensor at a time. A
+        full: whole copies in CPU memory, on rank 0 only (the other ranks get ``{}``); gathered one tensor at a time. A
             collective then. False: this rank's own tensors (DTensors where sharded), not copies.
 
     Raises:
@@ -67,7 +67,7 @@ def get_model_state(model: nn.Module, *, full: bool = False) -> dict[str, Tensor
 
 
 def whole_on_first(tensor: Tensor) -> Tensor | None:
-    """A whole copy of `tensor` in host memory, on rank 0; None on others. A collective where it is sharded."""
+    """A whole copy of `tensor` in CPU memory, on rank 0; None on others. A collective where it is sharded."""
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return whole.to("cpu", copy=True) if launch.rank() == 0 else None
 
@@ -101,7 +101,7 @@ def get_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, f
     """``{"state": {name: {...}}, "param_groups": [...]}`` with parameter names in place of numbers. A collective.
 
     Args:
-        full: whole copies in host memory, on rank 0 only. False: sharded as the parameters are; ``param_groups`` of a
+        full: whole copies in CPU memory, on rank 0 only. False: sharded as the parameters are; ``param_groups`` of a
             pipeline's module (`Pipeline.module`) are those of all stages.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The places where a model's tensors are registered, under the names of the bare model."""
+"""The places where a model's tensors are registered, under the names of the original model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from nemo_like._util.module_tree import join
 from nemo_like.torch_compat import as_dtensor_type, tree_map_only
 
 CPU_OFFLOAD_MARK = "_nemo_like_cpu_offload"
-"""Set on a root whose shards wait in host memory, which FSDP2 does not tell in public."""
+"""Set on a root whose shards wait in CPU memory, which FSDP2 does not tell in public."""
 
 STAGES_MARK = "_nemo_like_stages"
 """The attribute of a module with the stages of one rank of a pipeline that has the pipeline's process group."""
@@ -32,7 +32,7 @@ class Slot:
     tensor: Tensor
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
-    """The bare model's names, in the order in which the model registers them."""
+    """The original model's names, in the order in which the model registers them."""
     saved: bool = True
     """The tensor is part of a state dict; false for non-persistent buffers."""
 

@@ -104,7 +104,7 @@ def ways_out(candidate: Candidate, question: Question, remade: Remade) -> list[s
         if change.job.fsdp is not None and change.job.fsdp.cpu_offload:
             host = max(stage.state_on_host for stage in remade(change.job, layout.micro_batch, None).stages)
             if host > question.host_memory:
-                words = f"{words} with {write_bytes(host)} of host memory per rank (--host-memory)"
+                words = f"{words} with {write_bytes(host)} of CPU memory per rank (--host-memory)"
         tried.append((words, needs(change.job)))
     fitting, lowering = helping(needs(base), limit, tried)
     if "micro_batch" in question.pins:  # else smaller ones were searched already

@@ -42,7 +42,7 @@ class Candidate(Explained):
     peak_flops: float
     fits: bool
     host_bytes: int = 0
-    """Bytes that one rank has in host memory."""
+    """Bytes that one rank has in CPU memory."""
     plan: Plan | None = field(default=None, compare=False, repr=False)
     """The plan of what each layer saves, where `ac` is a peak."""
     sample: Any = field(default=None, compare=False, repr=False)
@@ -174,7 +174,7 @@ def candidate_of(
 
 
 def host_bytes_of(query: PlanQuery, choices: Choices) -> int:
-    """Return the bytes that one rank has in host memory: its state, and activations that layers move there."""
+    """Return the bytes that one rank has in CPU memory: its state, and activations that layers move there."""
     moved = sum(sum(stage.moved(chosen)) for stage, chosen in zip(query.stages, choices))
     return max(stage.state_on_host for stage in query.stages) + moved
 

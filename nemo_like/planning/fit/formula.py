@@ -200,7 +200,7 @@ class Estimate(NamedTuple):
     seconds: Tensor
     bytes: Tensor
     host: Tensor
-    """Bytes in host memory, by layout and way."""
+    """Bytes in CPU memory, by layout and way."""
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ class Layout:
         return sum(value != getattr(plain, name) for name, value in vars(self).items() if name not in free)
 
     def way(self, **words: Any) -> Layout:
-        """Return the layout with other words; made anew since `dataclasses.replace` is slow where thousands are made."""
+        """Return the layout with other words; made again since `dataclasses.replace` is slow where thousands are made."""
         return Layout(**{**vars(self), **words})
 
 

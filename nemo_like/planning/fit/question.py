@@ -104,7 +104,7 @@ class Question:
     """One job on one kind of device."""
 
     job: Job
-    """Fields that every configuration has: precision, loop, optimizer, device, allocator, host memory."""
+    """Fields that every configuration has: precision, loop, optimizer, device, allocator, CPU memory."""
     gpus: int
     seq_len: int
     """Tokens of the sequences that bytes and seconds are predicted for: the longest, where they differ."""
@@ -150,12 +150,12 @@ class Question:
 
     @property
     def host_memory(self) -> int:
-        """Bytes of host memory that one rank has, for ``offload`` and ``cpu_offload``."""
+        """Bytes of CPU memory that one rank has, for ``offload`` and ``cpu_offload``."""
         return int(self.job.search.host_memory)
 
     @property
     def host_state(self) -> tuple[bool, ...]:
-        """Values of `cpu_offload` that are searched, where a parameter is sharded; a CPU's host memory is its own."""
+        """Values of `cpu_offload` that are searched, where a parameter is sharded; a CPU's CPU memory is its own."""
         looked = self.gpus > 1 and self.device.kind != "cpu" and not self.lacks_host_rates
         return tuple(dict.fromkeys(self.pins.get("cpu_offload", (False, True) if looked else (False,))))
 

@@ -118,12 +118,12 @@ class Ranking:
         if every and not any(map(any, known.values())):
             self.rejected["not planned beside pp: cpu_offload"] += len(every)
         if question.lacks_host_rates:
-            self.rejected["cpu_offload: the bandwidth of host memory is not known for this device"] += len(every)
+            self.rejected["cpu_offload: the bandwidth of CPU memory is not known for this device"] += len(every)
         room = self.estimate.host <= question.host_memory
         allowed = torch.tensor(every, dtype=torch.bool).view(len(self.layouts), len(self.ways))
         full = int((allowed & ~room).sum())
         if full:
-            self.rejected["host memory"] += full
+            self.rejected["CPU memory"] += full
         return allowed & room
 
     def _fine(self, way: Way, staged: bool, sharded: bool, accumulates: bool) -> bool:
@@ -373,7 +373,7 @@ class Search:
                 self.off[what].append(abs(1 / factor - 1))
             fits = found.need.bytes <= question.limit_of(found.query.job)
             if fits and host_bytes_of(found.query, found.choices) > question.host_memory:
-                self.rejected["host memory"] += 1
+                self.rejected["CPU memory"] += 1
                 ranking.close(entry)
                 return
             if fits:

@@ -1,4 +1,4 @@
-"""Copies of a micro-batch's activations to host memory and back (``offload=``), as `nemo_like.offload` makes them."""
+"""Copies of a micro-batch's activations to CPU memory and back (``offload=``), as `nemo_like.offload` makes them."""
 
 from __future__ import annotations
 

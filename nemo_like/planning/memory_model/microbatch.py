@@ -33,13 +33,13 @@ class LayerCall:
     copied: int = 0
     """Bytes of buffers that its region copies while forward runs."""
     moves_inputs: bool = False
-    """True if its inputs wait in host memory."""
+    """True if its inputs wait in CPU memory."""
     moved: tuple[int, ...] = ()
     """Bytes of each further tensor that waits there, in the order in which they are copied out."""
 
     @property
     def moves(self) -> bool:
-        """Return whether any of it waits in host memory."""
+        """Return whether any of it waits in CPU memory."""
         return self.moves_inputs or bool(self.moved)
 
 

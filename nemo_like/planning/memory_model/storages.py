@@ -61,7 +61,7 @@ class LogRun:
 
 
 class Moved(NamedTuple):
-    """A storage of a run that waits in host memory."""
+    """A storage of a run that waits in CPU memory."""
 
     number: int
     size: int

@@ -1,6 +1,6 @@
 """Trace how a model calls its layers: one forward pass on fake tensors, in which each distinct block runs once.
 
-Later layers of a kind are not run: they hand on tensors of the shape that the first one returned. So a model of 126 layers
+Later layers of a kind are not run: they pass on tensors of the shape that the first one returned. So a model of 126 layers
 is planned as quickly as one of two.
 """
 

@@ -1,6 +1,6 @@
-"""Make the input of a training step by a model's config: text, and the pictures or sound that its other towers take.
+"""Make the input of a training step by a model's config: text, and the pictures or sound that its other encoders take.
 
-The number of places that a picture or a sound takes in the text is read from a run of its tower on fake tensors.
+The number of places that a picture or a sound takes in the text is read from a run of its encoder on fake tensors.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SAMPLING_RATE = 16_000
 FRAMES = 100
 """Spectrogram columns per second: a hop of 10 ms, as Whisper and its descendants have it."""
 ANY_SIZE = 448
-"""Pixels per side, where the config names none because the tower takes pictures of any size (Qwen-VL)."""
+"""Pixels per side, where the config names none because the encoder takes pictures of any size (Qwen-VL)."""
 SECONDS = 30.0
 
 
@@ -60,7 +60,7 @@ def model_input(model: nn.Module, text: Mapping[str, torch.Tensor], media: Media
     """Return the input of a training step of a transformers `model`: `text`, with pictures and sound as its config has them.
 
     Args:
-        model: on any device; its towers are run on fake tensors to see what they make of one picture.
+        model: on any device; its encoders are run on fake tensors to see what they make of one picture.
         text: ``input_ids`` and ``labels``, (batch, tokens). Pictures and sounds take their places among these tokens.
         media: the number and size of pictures and sounds.
 
@@ -149,7 +149,7 @@ def _channels(vision: Any) -> int:
 
 
 class _Beside:
-    """Text with places for what other towers make."""
+    """Text with places for what other encoders make."""
 
     def __init__(self, model: nn.Module, text: dict[str, torch.Tensor], media: Media) -> None:
         self.config: Any = model.config
@@ -181,9 +181,9 @@ class _Beside:
         return self._put(f"a sound of {seconds:g} s each", [form], 1, frames)
 
     def _put(self, words: str, forms: list[dict[str, torch.Tensor]], count: int, frames: int = 0) -> tuple[str, str]:
-        """Put the first of `forms` that the tower takes into `text`.
+        """Put the first of `forms` that the encoder takes into `text`.
 
-        frames: those of a sound, of which no tower makes more tokens; 0: these are pictures.
+        frames: those of a sound, of which no encoder makes more tokens; 0: these are pictures.
         """
         kind = "audio" if frames else "image"
         method, token = f"get_{kind}_features", _token(self.config, kind)
@@ -210,7 +210,7 @@ class _Beside:
         return "", problem
 
     def _features(self, method: str, form: dict[str, torch.Tensor]) -> int:
-        """Return the number of tokens that the tower makes of `form`."""
+        """Return the number of tokens that the encoder makes of `form`."""
         with quiet_fakes(), FakeRun(model=self.model) as run, torch.no_grad():
             caller = _Caller(model_copy(self.model), method)
             features = call_with(caller, run.state(caller), (), run.sample(form))

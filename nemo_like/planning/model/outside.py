@@ -1,6 +1,6 @@
 """Log the allocations of a model outside its layers: embedding, position tables, norm, head and loss.
 
-The model runs forward and backward on fake tensors. Every layer is replaced by a stand-in, which hands on tensors of the
+The model runs forward and backward on fake tensors. Every layer is replaced by a stand-in, which passes on tensors of the
 right shape and saves nothing.
 """
 

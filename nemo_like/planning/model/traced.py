@@ -176,7 +176,7 @@ class TracedPart:
 
     @cached_property
     def not_run(self) -> tuple[find.Layer, ...]:
-        """The layers that the sample input did not go through: the tower of another kind of input, as a rule."""
+        """The layers that the sample input did not go through: the encoder of another kind of input, as a rule."""
         ran = {call.module for call in self.traced.calls}
         return tuple(layer for layer in self.layers if bare(layer.module) not in ran)
 
@@ -334,7 +334,7 @@ class TracedPart:
             if halves:
                 raise NotCompiledError("its backward is cut in two")
             if "host" in choice.decisions:
-                raise NotCompiledError("some of what it saves waits in host memory")
+                raise NotCompiledError("some of what it saves waits in CPU memory")
             if key not in graphs:
                 policy, used = None if around else self.policy(kind, choice), self.outside(loss).used[kind]
                 graphs[key] = compiled_block(block, policy, self.traced.run, used, fuses=compiler == "inductor")

@@ -1,7 +1,7 @@
 """Seconds of a step by what takes them: kernels, collectives that nothing hides, bubble, optimizer.
 
 FSDP2 gathers a unit while the one before it computes, and reduces its gradients during the next one's backward. Only the
-part that is longer than that computing counts. Shards in host memory (`cpu_offload`) come over the bus before they are
+part that is longer than that computing counts. Shards in CPU memory (`cpu_offload`) come over the bus before they are
 gathered, and reduced gradients go there after. The stages of a pipeline run by its schedule, gathered and reduced once in a
 step.
 """
@@ -327,12 +327,12 @@ class Waits(NamedTuple):
     """Exposed seconds of the gather before backward; 0 where the layer stays gathered."""
     reduction: float
     fetch_forward: float = 0.0
-    """Exposed seconds of the copy of shards from host memory that is gathered before forward."""
+    """Exposed seconds of the copy of shards from CPU memory that is gathered before forward."""
     fetch_backward: float = 0.0
     store: float = 0.0
-    """Exposed seconds of the copy of reduced gradients to host memory."""
+    """Exposed seconds of the copy of reduced gradients to CPU memory."""
     copies: tuple[float, float] = (0.0, 0.0)
-    """Seconds of a copy from host memory, and of one to it."""
+    """Seconds of a copy from CPU memory, and of one to it."""
     summing: float = 0.0
     """Seconds to add gradients to existing ones.
 
@@ -386,13 +386,13 @@ def _run_seconds(run: LayerRun, links: Links) -> tuple[float, float]:
 
 
 def copy_seconds(units: Sequence[UnitBytes], device: Device) -> tuple[float, float]:
-    """Return the seconds to copy shards from host memory, and reduced gradients to it."""
+    """Return the seconds to copy shards from CPU memory, and reduced gradients to it."""
     link = device.host_link
     return sum(unit.host_shard for unit in units) / link, sum(unit.host_grad for unit in units) / link
 
 
 def host_sum_seconds(units: Sequence[UnitBytes], device: Device) -> float:
-    """Return the seconds to add gradients to those of an earlier micro-batch in host memory.
+    """Return the seconds to add gradients to those of an earlier micro-batch in CPU memory.
 
     Both are read and one is written.
     """

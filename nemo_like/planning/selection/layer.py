@@ -28,7 +28,7 @@ class Choice:
     held_bytes: int
     """Held on the device from its forward to its backward: its inputs where it keeps them, and what it keeps inside."""
     host_bytes: int
-    """Held in host memory meanwhile."""
+    """Held in CPU memory meanwhile."""
     replay_flops: int
     replay_seconds: float
     """Replay, and transfers that computing does not hide."""
@@ -133,7 +133,7 @@ class BlockProblem:
 
         Args:
             skip: let recomputation leave ops out.
-            host: also offer to keep outputs in host memory, over the device's link: up to so many bytes.
+            host: also offer to keep outputs in CPU memory, over the device's link: up to so many bytes.
         """
         points = self._with_skips if skip else self._without_skips
         return best_of([self.full(), *self._choices(solver.spread(points, _MOST), host), self.none()])
@@ -153,7 +153,7 @@ class BlockProblem:
         )
 
     def on_host(self, choice: Choice) -> Choice:
-        """`choice` with what it keeps inside moved to host memory and back.
+        """`choice` with what it keeps inside moved to CPU memory and back.
 
         Only what computing does not hide of the copies costs time, see `exposed_seconds`.
         """

@@ -193,7 +193,7 @@ class Recorder(TorchDispatchMode):
         self._made: dict[int, list[int]] = {}
         """Keys of the storages of their results."""
         self._same: dict[int, int] = {}
-        """For the storage of an op with a twin, the twin's."""
+        """For the storage of an op that has an equal one, that one's."""
         self._trained: set[int] = set()
         """Keys of the storages of what needs a gradient, and of what is made of it."""
 

@@ -82,7 +82,7 @@ class BlockKind:
     def output_with(self, make: Callable[[torch.Tensor], Any], args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """Return its output, as of `run`, in a call of a block like it.
 
-        What it hands on is handed on; ``make(tensor)`` replaces the other tensors.
+        What it passes on is passed on; ``make(tensor)`` replaces the other tensors.
         """
         inputs, positions = by_argument(args, kwargs), itertools.count()
 

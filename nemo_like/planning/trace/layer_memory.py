@@ -170,7 +170,7 @@ def numbers_of(meter: TracedBytes, state: Mapping[str, torch.Tensor]) -> dict[st
 
 
 class _Away:
-    """Layout of a tensor that is in host memory."""
+    """Layout of a tensor that is in CPU memory."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.shape, self.stride, self.dtype = tensor.shape, tensor.stride(), tensor.dtype
@@ -180,7 +180,7 @@ class _Away:
 
 
 class _ToHost:
-    """Host memory, which is not the device's: nothing there is counted. What comes back counts once it is requested."""
+    """CPU memory, which is not the device's: nothing there is counted. What comes back counts once it is requested."""
 
     def to_host(self, tensor: torch.Tensor) -> _Away:
         return _Away(tensor)

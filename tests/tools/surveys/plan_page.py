@@ -43,8 +43,8 @@ def markdown(rows: Iterable[SurveyedPlan], page: str = "") -> str:
     """The section of `docs/reference/models.md`; what the section in `page` says of types that are not in `rows` stays."""
     rows = list(rows)
     version = require("transformers", "hf", "to name its version").__version__
-    anew = {row.model_type for row in rows}
-    kept, others = ({name: line for name, line in found.items() if name not in anew} for found in _tables_in(page))
+    again = {row.model_type for row in rows}
+    kept, others = ({name: line for name, line in found.items() if name not in again} for found in _tables_in(page))
     lines = kept | {row.model_type: _line(row) for row in rows if row.trains}
     others |= {
         row.model_type: f"| {row.model_type} | {cell(row.problem)} | {row.code} |" for row in rows if not row.trains
