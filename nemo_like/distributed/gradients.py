@@ -194,7 +194,7 @@ def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
 
 # A sample that runs everything and counts for nothing: for ranks whose batch has no image (or sound).
 #
-# A encoder that trains is sharded like the rest of the model: a rank that skips it leaves the others waiting for its share.
+# An encoder that trains is sharded like the rest of the model: a rank that skips it leaves the others waiting for its share.
 # Models refuse an empty image, and an image without its place among the tokens. So a rank without an image takes a blank
 # one with its tokens behind those of its first row, where a causal model's other tokens don't see it, and with labels that
 # no loss counts: the encoder gets gradients of zero, and all ranks run the same collectives.

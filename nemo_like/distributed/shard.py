@@ -58,7 +58,7 @@ def shard_layers(
             replicates over ``dp_replicate``.
         mp_policy: torch's policy. Its `output_dtype` is used on the root only: on a layer it would make every
             following layer, and the head of a Hugging Face model, see another dtype than its weights.
-        options: resharding, prefetch, CPU offload and frozen encoders; None: the defaults of `FSDP2`. A encoder that *trains*
+        options: resharding, prefetch, CPU offload and frozen encoders; None: the defaults of `FSDP2`. One that *trains*
             is always sharded per layer: give ranks without an input an empty one.
         ignored_params: left whole on every rank; their gradients are *not* reduced.
         apart: left alone as they are, for the caller to shard afterwards (experts that are split over ranks).

@@ -201,8 +201,8 @@ class _UseWatch(TorchDispatchMode):
             raise ValueError(
                 f"pp cannot cut {type(self.model).__name__} into stages: {name} returns hidden states of shape {form[0]} "
                 f"for a sample of {rows} rows and {tokens} tokens (its first tensor of two or more dimensions). So the "
-                "shape of what a stage sends is not known for other batches. Use strategy='fsdp2' for such a model (an encoder "
-                "of pictures or sounds), or define each stage with PipelineParallel(split=...)."
+                "shape of what a stage sends is not known for other batches. Use strategy='fsdp2' for such a model (an "
+                "encoder of pictures or sounds), or define each stage with PipelineParallel(split=...)."
             )
         self.hidden, self.last_output, self.passed = form, hidden, {self.key(hidden)}
         self.forms.append(None if whole else len(output))
