@@ -294,7 +294,7 @@ def _searched(job: Job, limit: int) -> tuple[Any, ...]:
         pins["schedule"] = job.pp.schedule
     found = fit(
         _model(), gpus=job.world_size or 1, gpu=GPU, seq_len=TOKENS, memory=limit, sample=_sample, count=1,
-        precision=job.precision, optimizer=job.step.optimizer, sync=job.step.sync, **pins,
+        precision=job.precision, optimizer=job.step.optimizer, sync=job.step.sync, compile="none", **pins,
     )  # fmt: skip
     if not found.candidates:
         return (None, None, None, False)
