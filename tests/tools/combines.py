@@ -172,7 +172,7 @@ def page(ranks: bool = False) -> str:
         '`ep`) on as many ranks as it takes, with `ac="selective"` where neither of the two is a mode. Where three meet,\n'
         "`parallelize` refuses what does not go together.\n\n"
         f"- `{EQUAL}`: trained here, in one process or on gloo ranks; gradients have the bits of no checkpointing.\n"
-        f"- `{RUNS}`: it ran as rank 0 of such a job, on fake tensors, or on gloo ranks with gradients of other bits.\n"
+        f"- `{RUNS}`: it ran as rank 0 of such a job, on fake tensors, or trained with gradients of other bits.\n"
         f"- `{REFUSED}`: refused, see below. `{FAILS}`: an error that is a fault. Empty: two values of one option.\n\n"
         f"{head}\n" + "\n".join(rows) + f"\n\n## Refused\n\n| what | message |\n|---|---|\n{refused}\n"
     )
