@@ -122,6 +122,7 @@ def _batch() -> dict[str, torch.Tensor]:
 
 
 def _gradients(name: str, fields: Mapping[str, Any], staged: bool) -> dict[str, torch.Tensor]:
+    torch.compiler.reset()  # after some models of one class Dynamo compiles no more of them, and eager ones round otherwise
     torch.manual_seed(0)
     batch = _batch()
     model = parallelize(_model(name, fields.get("cp")), sample_input=batch, **fields)
