@@ -108,8 +108,8 @@ def _check_budget(model: nn.Module, budget: MemoryBudget, sample_input: object) 
         )
     if (sharded := _sharded(model)) is not None:
         raise ValueError(
-            f"ac is {budget}, and {sharded or 'the model'} is sharded by fully_shard already: a plan is traced on whole weights. Use a "
-            "mode such as 'selective', or a plan that was made before that part was sharded."
+            f"ac is {budget}, and {sharded or 'the model'} is sharded by fully_shard already: a plan is traced on whole "
+            "weights. Use a mode such as 'selective', or a plan that was made before that part was sharded."
         )
 
 

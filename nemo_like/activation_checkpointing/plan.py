@@ -84,7 +84,8 @@ class Plan:
     gap_seconds: float
     """Proven bound on how much faster any plan for the same bytes could be (see docs for what it leaves out)."""
     step_seconds: float = 0.0
-    """Predicted, by the roofline of the device: one optimizer step on one rank, without communication."""
+    """Predicted, by the roofline of the device: one optimizer step on one rank, with what
+    communication adds to it."""
     peak: Mapping[str, int] = field(default_factory=dict)
     """Predicted bytes per rank at the peak of a step, by what they are; their sum is the peak."""
     peak_at: str = ""

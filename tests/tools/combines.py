@@ -1,16 +1,17 @@
 """``python -m tests.tools.combines``: write docs/reference/what-combines.md by trying every pair.
 
-Each pair of options is asked of a tiny model: `Job.of` refuses it, or it trains. What requires no other rank trains in this
-process, and its gradients are compared with those of no checkpointing; the others run as rank 0 of a job on fake tensors
-(`nemo_like.dry_run`).
+Each pair of options is asked of a tiny model, with ``ac="selective"`` where neither of the two is a mode: `Job.of` refuses
+it, or it trains. What requires no other rank trains in this process, and its gradients are compared with those of no
+checkpointing. The others run as rank 0 of a job on fake tensors (`nemo_like.dry_run`), and what that does not take trains on
+gloo ranks (`--ranks`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from torch import nn
 
 from nemo_like import FSDP2, ContextParallel, Job, OffloadConfig, PipelineParallel, dry_run, parallelize
 from tests.models import decoders
+from tests_distributed.context.cut_models import without_dropout
+from tests_distributed.spawn import run_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "what-combines.md"
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -45,7 +48,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "`bf16`": {"precision": "bf16"},
     "`fp8`": {"precision": "fp8"},
 }
-EQUAL, RUNS, REFUSED, TAKEN = "=", "r", "no", "?"
+EQUAL, RUNS, REFUSED, TAKEN, FAILS = "=", "r", "no", "?", "fails"
 _RANKS = ("dp_replicate", "tp", "cp", "ep", "pp")
 
 
@@ -67,11 +70,11 @@ def asked(one: str, other: str) -> Job:
     ranks = math.prod(sizes)
     shared = "strategy" in fields and not isinstance(fields["strategy"], str)
     ranks = max(ranks, 2) if shared or fields.get("strategy") == "ddp" else ranks
-    return Job.of(**{"ac": "none", "world_size": ranks, "gpu": "cpu", **fields})
+    return Job.of(**{"ac": "selective", "world_size": ranks, "gpu": "cpu", **fields})
 
 
-def cell(one: str, other: str) -> tuple[str, str]:
-    """Return the mark of a pair, and the message where it is refused."""
+def cell(one: str, other: str, ranks: bool = False) -> tuple[str, str]:
+    """Return the mark of a pair, and the message where it is refused; `ranks`: start them where it takes real ones."""
     try:
         job = asked(one, other)
     except (ValueError, NotImplementedError) as error:
@@ -80,17 +83,37 @@ def cell(one: str, other: str) -> tuple[str, str]:
     try:
         if job.ranks == 1 and job.strategy != "ddp":
             return (EQUAL if _is_equal(job, name) else RUNS), ""
-        dry_run(_meta(name), job, _batch())
+        with torch.device("meta"):
+            model = _model(name, job.cp)
+        dry_run(model, job, _batch())
     except NotImplementedError as error:
-        return (TAKEN, "") if "without ranks and memory" in str(error) else (REFUSED, str(error))
+        if "without ranks and memory" not in str(error):
+            return REFUSED, str(error)
+        return on_ranks(one, other, job, name) if ranks else (TAKEN, "")
     except (ValueError, TypeError) as error:
         return REFUSED, str(error)
     return RUNS, ""
 
 
-def _meta(name: str) -> nn.Module:
-    with torch.device("meta"):
-        return decoders.build(name)
+def on_ranks(one: str, other: str, job: Job, name: str) -> tuple[str, str]:
+    """Return the mark of a pair that trains on gloo ranks, and the message of the rank that failed first."""
+    fields = {"ac": "selective", **OPTIONS[one], **OPTIONS[other]}
+    try:
+        equal = run_ranks(job.ranks, _trained, name, fields)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        return REFUSED, str(error)
+    except Exception as error:  # noqa: BLE001  # a fault: the page has to show it
+        return FAILS, f"{type(error).__name__}: {error}"
+    return (EQUAL if all(equal) else RUNS), ""
+
+
+def _trained(rank: int, world_size: int, name: str, fields: Mapping[str, Any]) -> bool:
+    return _same(name, fields, "pp" in fields)
+
+
+def _model(name: str, cp: Any) -> nn.Module:
+    model = decoders.build(name)
+    return without_dropout(model) if getattr(cp, "method", None) == "ring" else model  # which has no dropout
 
 
 def _batch() -> dict[str, torch.Tensor]:
@@ -98,30 +121,41 @@ def _batch() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids.clone()}
 
 
-def _gradients(name: str, fields: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def _gradients(name: str, fields: Mapping[str, Any], staged: bool) -> dict[str, torch.Tensor]:
+    torch.compiler.reset()  # after some models of one class Dynamo compiles no more of them, and eager ones round otherwise
     torch.manual_seed(0)
-    model = parallelize(decoders.build(name).train(), sample_input=_batch(), **fields)
-    model(**_batch(), use_cache=False).loss.backward()
-    return {key: parameter.grad for key, parameter in model.named_parameters() if parameter.grad is not None}
+    batch = _batch()
+    model = parallelize(_model(name, fields.get("cp")), sample_input=batch, **fields)
+    if staged:
+        model.step(**{key: value.repeat(fields["pp"].microbatches, 1) for key, value in batch.items()})
+    else:
+        model(**batch, use_cache=False).loss.backward()
+    gradients = {key: parameter.grad for key, parameter in model.named_parameters() if parameter.grad is not None}
+    return {key: getattr(gradient, "_local_tensor", gradient) for key, gradient in gradients.items()}
+
+
+def _same(name: str, fields: Mapping[str, Any], staged: bool = False) -> bool:
+    """Whether gradients have the bits of the same job without checkpointing."""
+    checkpointed = _gradients(name, fields, staged)
+    plain = _gradients(name, {**fields, "ac": "none", "offload": "none"}, staged)
+    return checkpointed.keys() == plain.keys() and all(torch.equal(checkpointed[key], plain[key]) for key in plain)
 
 
 def _is_equal(job: Job, name: str) -> bool:
-    """Whether gradients have the bits of the same job without checkpointing."""
-    fields = {key: getattr(job, key) for key in ("strategy", "compile", "offload", "loss", "precision")}
-    checkpointed, plain = (
-        _gradients(name, fields | {"ac": job.ac}),
-        _gradients(name, fields | {"ac": "none", "offload": "none"}),
+    return _same(
+        name, {key: getattr(job, key) for key in ("strategy", "ac", "compile", "offload", "loss", "precision")}
     )
-    values = list(plain.values())
-    return len(values) == len(checkpointed) and all(map(torch.equal, checkpointed.values(), values))
 
 
-def page() -> str:
-    """Return the page."""
+def page(ranks: bool = False) -> str:
+    """Return the page; `ranks`: what takes real ranks is run on them, else it keeps the mark that the page has."""
     marks: dict[tuple[str, str], str] = {}
     reasons: dict[str, list[str]] = {}
+    before = written()
     for one, other in pairs():
-        mark, reason = cell(one, other)
+        mark, reason = cell(one, other, ranks)
+        print(mark, one, other, reason[:200].replace("\n", " "), flush=True)
+        mark = before.get((one, other), mark) if mark == TAKEN else mark
         marks[one, other] = marks[other, one] = mark
         if reason:
             reasons.setdefault(reason.splitlines()[0], []).append(f"{one} with {other}")
@@ -134,16 +168,32 @@ def page() -> str:
     refused = "\n".join(f"| {'; '.join(where)} | {reason} |" for reason, where in reasons.items())
     return (
         "# What combines with what\n\n"
-        "Made by `python -m tests.tools.combines`, not by hand. Every pair is asked of a tiny Llama (of Mixtral with `ep`)\n"
-        "on as many ranks as it takes. Where three meet, `parallelize` refuses what does not go together.\n\n"
-        f"`{EQUAL}`: trained here, and gradients have the bits of no checkpointing. `{RUNS}`: `parallelize` and two steps\n"
-        f"ran as rank 0 of such a job, on fake tensors. `{REFUSED}`: refused, see below. `{TAKEN}`: accepted, not run\n"
-        "here, since it takes real ranks. Empty: two values of one option.\n\n"
+        "Made by `python -m tests.tools.combines --ranks`, not by hand. Every pair is asked of a tiny Llama (of Mixtral "
+        "with\n"
+        '`ep`) on as many ranks as it takes, with `ac="selective"` where neither of the two is a mode. Where three meet,\n'
+        "`parallelize` refuses what does not go together.\n\n"
+        f"- `{EQUAL}`: trained here, in one process or on gloo ranks; gradients have the bits of no checkpointing.\n"
+        f"- `{RUNS}`: it ran as rank 0 of such a job, on fake tensors, or trained with gradients of other bits.\n"
+        f"- `{REFUSED}`: refused, see below. `{FAILS}`: an error that is a fault. Empty: two values of one option.\n\n"
         f"{head}\n" + "\n".join(rows) + f"\n\n## Refused\n\n| what | message |\n|---|---|\n{refused}\n"
     )
 
 
-if __name__ == "__main__":
+def written() -> dict[tuple[str, str], str]:
+    """Return the marks that the page has."""
+    table = PAGE.read_text(encoding="utf-8").split("## Refused")[0]
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("|")]
+    names = cells[0][1:]
+    return {(row[0], name): mark for row in cells[2:] for name, mark in zip(names, row[1:], strict=True) if mark}
+
+
+def write() -> None:
+    """Write the page; with ``--ranks``, what takes real ranks is run."""
     logging.disable(logging.WARNING)
-    with contextlib.suppress(BrokenPipeError):
-        PAGE.write_text(page(), encoding="utf-8")
+    PAGE.write_text(page(ranks="--ranks" in sys.argv), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    from tests.tools import combines  # ranks find functions again by the name of their module
+
+    combines.write()

@@ -733,7 +733,9 @@ _COLUMNS = (
     Column("refused", "refused"),
 )
 
-_HEAD = """# Public numbers, predicted
+_TITLE = "# Public numbers, predicted"
+_HOW = """\
+## How they were made
 
 Others published what training steps took on GPUs. `python -m tests.tools.benchmarks public` predicts each of them with
 the planner, on a CPU. Nothing ran on a GPU here.
@@ -754,7 +756,7 @@ def page(lines: Sequence[dict[str, Any]]) -> str:
     """Return the page of documentation with the table of `lines`."""
     table = markdown(_COLUMNS, lines)
     listed = "\n".join(f"- {words}" for words in summary(lines))
-    return f"{_HEAD}\n## How near\n\n{listed}\n\n## Rows\n\n{table}\n"
+    return f"{_TITLE}\n\n## How near\n\n{listed}\n\n{_HOW}\n## Rows\n\n{table}\n"
 
 
 PUBLIC = Suite(

@@ -1,0 +1,237 @@
+"""Claims of the pages that no screen has, each run on a tiny model or compared with the file that it comes from."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import io
+import json
+import re
+import shlex
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+import torch
+
+from nemo_like import Job, flags, parallelize
+from nemo_like._util.help_parser import GROUPS
+from nemo_like.cli import main
+from nemo_like.planning.accuracy import accuracy_words
+from nemo_like.planning.devices import resolve_device
+from nemo_like.planning.planner import plan_for
+from nemo_like.planning.roofline import RankGroup, exchange_seconds, gather_seconds
+from tests.models import decoders
+from tests.tools import combines
+from tests.tools.screens import without_times
+
+pytest.importorskip("transformers")
+
+ROOT = Path(__file__).parents[1]
+EVIDENCE = ROOT / "docs" / "evidence"
+
+
+def _text(page: str) -> str:
+    return " ".join((ROOT / page).read_text(encoding="utf-8").split())
+
+
+# What combines with what
+
+
+def test_the_page_of_combinations_has_every_pair_both_ways() -> None:
+    marks = combines.written()
+    assert set(marks) == {pair for one, other in combines.pairs() for pair in ((one, other), (other, one))}
+    assert all(mark == marks[other, one] for (one, other), mark in marks.items())
+    assert combines.TAKEN not in marks.values() and combines.FAILS not in marks.values()
+
+
+OTHERS = [
+    "`single`",
+    pytest.param("`compile`", marks=pytest.mark.long),
+    "`loss` chunked",
+    "`bf16`",
+    "`fp8`",
+]  # which takes 10 s
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_offloading_what_is_saved_goes_with(other: str) -> None:
+    if other == "`fp8`":
+        pytest.importorskip("torchao")
+    one, other = sorted(("`offload` saved", other), key=list(combines.OPTIONS).index)
+    assert combines.cell(one, other) == (combines.written()[one, other], "") == (combines.EQUAL, "")
+
+
+def test_what_a_job_refuses_is_what_the_page_says() -> None:
+    """Of every pair: what `Job.of` refuses is ``no``."""
+    for pair in combines.pairs():
+        try:
+            combines.asked(*pair)
+        except (ValueError, NotImplementedError):
+            assert combines.written()[pair] == combines.REFUSED, pair
+
+
+# Float8
+
+
+@pytest.mark.parametrize("axis", ["tp", "ep"])
+@pytest.mark.parametrize("recipe", ["fp8", "fp8-rowwise", "fp8-gather"])
+def test_float8_with_split_weights_and_experts(axis: str, recipe: str) -> None:
+    fields = {axis: 2, "precision": recipe, "world_size": 2, "gpu": "h100-80gb", "ac": "full"}
+    if (axis, recipe) == ("tp", "fp8-gather"):
+        with pytest.raises(ValueError, match=r"'fp8-gather' with tp=2"):
+            Job.of(**fields)
+    else:
+        assert Job.of(**fields).precision.matmuls == recipe
+    assert '`precision="fp8-gather"` is refused with `tp`; the other' in _text("docs/changelog.md")
+    assert '`"fp8-gather"` with `tp` is refused' in _text("docs/reference/how-it-works/planned-inputs.md")
+
+
+# Seconds
+
+
+def test_links_inside_a_host_count() -> None:
+    device = resolve_device("h100-80gb")
+    slow = dataclasses.replace(device, nvlink=device.nvlink / 100)
+    inside, between = RankGroup(8, 8), RankGroup(16, 1)
+    for seconds in (gather_seconds, exchange_seconds):
+        assert seconds(10**9, inside, slow) > 50 * seconds(10**9, inside, device)
+        assert seconds(10**9, between, device) > 5 * seconds(10**9, inside, device)
+
+
+def test_the_seconds_of_a_plan_have_what_communication_adds() -> None:
+    ids = torch.arange(32).reshape(2, 16)
+    device, seconds = resolve_device("h100-80gb"), []
+    for nvlink in (device.nvlink, device.nvlink / 1e7):
+        with torch.device("meta"):
+            model = decoders.build("llama")
+        job = Job.of(ac="50%", world_size=2, gpu=dataclasses.replace(device, nvlink=nvlink))
+        seconds.append(plan_for(model, job, sample_input={"input_ids": ids, "labels": ids}).step_seconds)
+    assert seconds[1] > 1.5 * seconds[0]
+
+
+# The evidence
+
+
+def test_the_accuracy_is_that_of_the_public_table() -> None:
+    page = (EVIDENCE / "public-numbers.md").read_text(encoding="utf-8")
+    known = json.loads((ROOT / "nemo_like" / "planning" / "accuracy.json").read_text(encoding="utf-8"))
+    for line, name in (("Memory", "peaks"), ("Speed", "speeds")):
+        rows, median = re.search(rf"^- {line}: (\d+) rows, .*median ([\d.]+)%", page, re.MULTILINE).groups()  # type: ignore[union-attr]
+        assert (known[name]["rows"], known[name]["median"]) == (int(rows), round(float(median) / 100, 6))
+    words = accuracy_words().removeprefix("Off by: ").removesuffix(".")
+    assert words.replace("published peaks", "published peaks are") in _text("README.md")
+
+
+def test_the_summary_has_the_numbers_of_the_pages() -> None:
+    """Every count of the summary that a page begins with or has in a row ``all``."""
+    summary = _text("docs/evidence/README.md")
+    cells = re.search(
+        r"^\| all \| (\d+) \| \d+ \| \d+ \| (\d+) \|", (EVIDENCE / "dry-run.md").read_text(), re.MULTILINE
+    )
+    assert cells is not None
+    assert f"{cells[2]} of {cells[1]} cells within 0.5 %" in summary
+    public = (EVIDENCE / "public-numbers.md").read_text(encoding="utf-8")
+    memory = re.search(r"^- Memory: (\d+) rows, (\d+) within 5%.* median ([\d.]+)%", public, re.MULTILINE)
+    speed = re.search(r"^- Speed: (\d+) rows, .*, (\d+) within 15%; median ([\d.]+)%", public, re.MULTILINE)
+    assert memory is not None and speed is not None
+    assert f"memory of {memory[1]} public steps" in summary
+    assert f"median {memory[3]} % off, within 5 % on {memory[2]}" in summary
+    assert f"per second of {speed[1]} public steps | median {speed[3]} % off, within 15 % on {speed[2]}" in summary
+
+
+def test_evidence_is_short_begins_with_a_result_and_names_no_commit() -> None:
+    pages = {path.name: path.read_text(encoding="utf-8") for path in EVIDENCE.glob("*.md")}
+    assert sum(len(text.splitlines()) for text in pages.values()) <= 900
+    for name, text in pages.items():
+        first = text.split("\n\n## How near\n" if name == "public-numbers.md" else "\n\n")[1]
+        assert re.search(r"\d", first.strip().split("\n\n")[0]) or name == "README.md", name
+        assert not re.search(r"\bcommit\b|`[0-9a-f]{7,8}`|\bat [0-9a-f]{7}\b", text), name
+
+
+# How it is built
+
+
+def test_execution_imports_of_planning_what_the_design_says() -> None:
+    found = set()
+    for name in ("parallelizer", "pipelined", "resolve"):
+        for node in ast.walk(ast.parse((ROOT / "nemo_like" / f"{name}.py").read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("nemo_like.planning"):
+                found.update(alias.name for alias in node.names)
+    assert found == {"plan_for", "balance_for_memory"}
+    line = (
+        _text("docs/reference/how-it-works/design.md")
+        .split("imports prediction (`planning`) for ")[1]
+        .split(" alone")[0]
+    )
+    assert all(f"`{name}`" in line for name in found)
+
+
+def test_a_flag_is_the_edits_that_the_page_has() -> None:
+    for name in flags.flags_on("plan"):
+        assert name in " ".join(GROUPS.values()).split(), f"--help shows {name} outside of its groups"
+    package = ROOT / "nemo_like"
+    names = [path for path in package.rglob("*.py") if re.search(r"\basync_tp\b", path.read_text(encoding="utf-8"))]
+    inside = sorted(str(path.relative_to(package)) for path in names)
+    steps = _text("docs/reference/how-it-works/extending.md").split("## A flag")[1]
+    assert inside[:3] == ["_util/help_parser.py", "commands/settings_options.py", "flags.py"]
+    assert all(f"`nemo_like/{name}`" in steps for name in inside[:3])
+    assert len(inside) == 5 and all(name.startswith("settings/") for name in inside[3:])
+    assert "`--async-tp` took six files" in steps
+
+
+# README
+
+
+def test_an_optimizer_built_before_trains_on_one_process() -> None:
+    """On several ranks it is refused: tests_distributed/fsdp has that half."""
+    model = decoders.build("plain")
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    model = parallelize(model, strategy="fsdp2", ac="selective")
+    model(decoders.batch()).sum().backward()
+    optimizer.step()
+    assert not any(map(torch.equal, before, model.parameters()))
+
+
+def _first_screen() -> tuple[str, str]:
+    block = re.search(
+        r"^```console\n\$ (nemo-like plan [^\n]*)\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S
+    )
+    assert block is not None
+    return block[1], block[2]
+
+
+def test_the_first_screen_is_about_an_8b_on_8_gpus() -> None:
+    command, lines = _first_screen()
+    assert command == "nemo-like plan --model llama3-8b --gpus 8 --seq-len 8192"
+    assert lines.startswith("Fits with ac=") and len(lines.splitlines()) == 6
+
+
+@pytest.mark.long  # 10 s
+def test_the_first_screen_is_what_the_command_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+    command, lines = _first_screen()
+    monkeypatch.setenv("COLUMNS", "80")
+    out = io.StringIO()
+    with redirect_stdout(out):
+        main(shlex.split(command)[1:])
+    assert without_times(out.getvalue()).splitlines()[:6] == without_times(lines).splitlines()
+
+
+def test_the_readme_has_rows_of_the_page_of_modes() -> None:
+    def rows(text: str) -> list[list[str]]:
+        table = text.split("| mode | step / none |", 1)[1].split("\n\n")[0]
+        return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+
+    page = (EVIDENCE / "memory.md").read_text(encoding="utf-8")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "peak MiB" in readme and "peak MB" not in readme
+    known = {row[0]: row for row in rows(page)}
+    assert all(row == known[row[0]] for row in rows(readme))
+    (command,) = set(re.findall(r"nemo-like bench [^`\n]*", page)) & set(
+        re.findall(r"nemo-like bench [^`\n]*", readme)
+    ) - {"nemo-like bench --model ..."}
+    assert "--repeats 5" in command
+    saved = {name: row[-2] for name, row in known.items()}
+    theirs = next(value for name, value in saved.items() if "2nd matmul" in name)
+    assert f"{saved['`selective`']} and {theirs} MiB" in _text("docs/evidence/README.md")
