@@ -169,7 +169,7 @@ def test_global_batch_does_not_depend_on_the_number_of_ranks(tmp_path: Path, par
 
 def test_too_little_text_is_an_error(tmp_path: Path):
     corpus = _corpus_of(100)
-    with pytest.raises(ValueError, match=r"100 tokens, 5 windows of 16: too few for one batch of 6.*--batch-size"):
+    with pytest.raises(ValueError, match=r"100 tokens, 5 windows of 16: too few for one batch of 6.*--global-batch"):
         TextRows(corpus, 16, 6, 0)
     TextRows(corpus, 16, 5, 0)
     with pytest.raises(ValueError, match=r"100 tokens, less than one window of 100"):
