@@ -100,12 +100,11 @@ def check_writable(option: str, path: str | Path | None) -> None:
         raise ValueError(f"{option} is {str(path)!r}, where this user may not write. Give another file.")
 
 
-def write_text(option: str, path: str | None, text: str) -> None:
-    """Write what `option` names: to its file, or for ``-`` to standard output; nothing without it."""
+def write_text(path: str | None, text: str) -> None:
+    """Write `text` to the file that ``--json`` names (`check_writable`), or for ``-`` to standard output; None: nowhere."""
     if path == "-":
         sys.stdout.write(text + "\n")
     elif path is not None:
-        check_writable(option, path)
         Path(path).write_text(text + "\n", encoding="utf-8")
 
 

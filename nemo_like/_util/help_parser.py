@@ -11,7 +11,7 @@ from nemo_like._util.console import examples
 from nemo_like._util.words import did_you_mean
 
 GROUPS = {
-    "model": """model init dtype layers scope lora qlora lora_rank lora_alpha lora_dropout lora_targets train
+    "model": """model init dtype layers scope lora qlora lora_rank lora_alpha lora_dropout lora_targets
         tokenizer trust_remote_code vocab_size input_shape images image_size audio_seconds""",
     "parallelism": """gpus world_size gpu device strategy dp_replicate dp_shard tp sequence_parallel loss_parallel
         async_tp cp cp_method ep imbalance pp pp_schedule stages_per_rank balance reshard_after_forward prefetch

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
-from nemo_like._util.console import check_writable, refuse_unread
+from nemo_like._util.console import check_writable, refuse_unread, write_text
 from nemo_like._util.table import screen_width
 from nemo_like._util.words import field_names
 from nemo_like.bench.options import BenchOptions
@@ -37,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=defaults.repeats, help="measured steps per mode")
     parser.add_argument("--warmup", type=int, default=defaults.warmup, help="steps per mode before those")
     parser.add_argument("--threads", type=int, help="CPU threads")
-    parser.add_argument("--json", type=Path, help="also write everything to this file, as JSON")
+    parser.add_argument("--json", metavar="PATH", help="also write everything here, as JSON ('-': standard output)")
     parser.add_argument("--wide", action="store_true", help="print all columns, however narrow the screen is")
 
 
@@ -58,9 +57,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         comparison = compare_modes(options)
         if rank() == 0:
-            sys.stdout.write(comparison.text(None if args.wide else screen_width()) + "\n")
-            if args.json is not None:
-                args.json.write_text(comparison.to_json() + "\n", encoding="utf-8")
+            if args.json != "-":
+                sys.stdout.write(comparison.text(None if args.wide else screen_width()) + "\n")
+            write_text(args.json, comparison.to_json())
     finally:
         if launched:
             shutdown()

@@ -34,7 +34,8 @@ def check_early(args: argparse.Namespace) -> None:
     for name in _COUNTS.split():
         for value in _each(values.get(name)):
             if isinstance(value, int) and value < 1:
-                raise ValueError(f"{_word(name)} is {value}; it must be >= 1.")
+                word = FLAGS[name].word if name in FLAGS else flag(name)
+                raise ValueError(f"{word} is {value}; it must be >= 1.")
     for name in FLAGS:
         for value in _each(values.get(name)):
             if isinstance(value, int | float) and not isinstance(value, bool):
@@ -49,7 +50,3 @@ def check_early(args: argparse.Namespace) -> None:
 
 def _each(value: Any) -> Iterator[Any]:
     yield from value if isinstance(value, list) else [] if value is None else [value]
-
-
-def _word(name: str) -> str:
-    return "--gpus" if name == "world_size" else flag(name)

@@ -6,10 +6,9 @@ import argparse
 import json
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_like._util.console import check_writable, refuse_unread, tokens
+from nemo_like._util.console import check_writable, refuse_unread, tokens, write_text
 from nemo_like._util.progress import progress
 from nemo_like._util.table import screen_width
 from nemo_like.commands import LORA
@@ -125,8 +124,6 @@ def run(args: argparse.Namespace) -> int:
     pins["schedule"] = pins.pop("pp_schedule")
     if args.reshard_after_forward:
         pins["reshard_after_forward"] = args.reshard_after_forward == "yes"
-    if args.count < 1:
-        raise ValueError(f"--count is {args.count}; it must be >= 1.")
     if args.explain is not None and not 1 <= args.explain <= args.count:
         raise ValueError(f"--explain is {args.explain}; it must be the number of a printed line, 1 to {args.count}.")
     with progress() as say:
@@ -146,12 +143,7 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.json != "-":
         print(report.text(None if args.wide else screen_width(), args.explain, _paste(args, report)), flush=True)
-    if args.json:
-        text = json.dumps(report.to_dict(), indent=1) + "\n"
-        if args.json == "-":
-            sys.stdout.write(text)
-        else:
-            Path(args.json).write_text(text, encoding="utf-8")
+    write_text(args.json, json.dumps(report.to_dict(), indent=1))
     if not report.candidates:
         return 1
     job, more = _best(args, report)

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from nemo_like._util.console import refuse_unread, write_text
+from nemo_like._util.console import check_writable, refuse_unread, write_text
 from nemo_like._util.table import ByteUnit, Column, Table, byte_word, paragraph, parameters_word, screen_width
 from nemo_like.options import parse_dtype
 
@@ -70,6 +70,7 @@ def first_line(args: argparse.Namespace) -> str:
 def run(args: argparse.Namespace) -> int:
     from nemo_like.models import resolve_model
 
+    check_writable("--json", args.json)
     model = resolve_model(args.model).build(device="meta", dtype=parse_dtype("--dtype", args.dtype))
     report = describe(model, scope=args.scope, layers=args.layers)
     if args.json == "-":
@@ -77,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         sys.stdout.write(to_text(report, None if args.wide else screen_width()))
         sys.stdout.write(f"\nNext: nemo-like plan --model {args.model} --gpus 8\n")
-    write_text("--json", args.json, json.dumps(asdict(report), indent=2))
+    write_text(args.json, json.dumps(asdict(report), indent=2))
     return 0
 
 

@@ -7,10 +7,9 @@ import json
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_like._util.console import check_writable, refuse_unread
+from nemo_like._util.console import check_writable, refuse_unread, write_text
 from nemo_like._util.help_parser import HelpParser
 from nemo_like._util.table import paragraph, screen_width
 from nemo_like._util.words import GIB
@@ -133,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
         "rates": query.device.rates,
         "check": check,
     }
-    _write_json(args.json, head | report.to_dict())
+    write_text(args.json, json.dumps(head | report.to_dict(), indent=1))
     if args.save and report.best is not None:
         report.best.plan.save(args.save)
     if report.best is not None:
@@ -235,16 +234,6 @@ def _check_rank(
         "difference_bytes": off,
         "difference": None if off is None else off / checked.peak_bytes,
     }
-
-
-def _write_json(path: str | None, body: dict[str, Any]) -> None:
-    if path is None:
-        return
-    text = json.dumps(body, indent=1) + "\n"
-    if path == "-":
-        sys.stdout.write(text)
-    else:
-        Path(path).write_text(text, encoding="utf-8")
 
 
 def _check(args: argparse.Namespace) -> None:

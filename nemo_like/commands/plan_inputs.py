@@ -89,8 +89,6 @@ def step_of(query: PlanQuery, model: nn.Module, source: ModelSource, args: argpa
 def own_sample(source: ModelSource, args: argparse.Namespace) -> Any:
     """The sample input that ``module:function`` returned, with ``--batch-size`` sequences where that was given."""
     refuse_unread(args, ["seq_len", "vocab_size"], f"{source.name} returns its own sample input.")
-    if args.batch_size < 1:
-        raise ValueError(f"--batch-size is {args.batch_size}; it must be >= 1.")
     return source.sample if args.batch_size == 1 else source.sample_of(args.batch_size)
 
 
@@ -137,8 +135,6 @@ def _media(args: argparse.Namespace) -> Media:
 def _text(source: ModelSource, args: argparse.Namespace, *, predicted: bool = False) -> dict[str, torch.Tensor]:
     """Token ids and labels, (batch, tokens); `predicted`: as for `ModelSource.sample_input`."""
     if args.vocab_size is not None:
-        if args.vocab_size < 1:
-            raise ValueError(f"--vocab-size is {args.vocab_size}; it must be >= 1.")
         if source.vocab_size is not None:
             refuse_unread(args, ["vocab_size"], f"{args.model} states its own, {source.vocab_size}.")
     elif source.vocab_size is not None:

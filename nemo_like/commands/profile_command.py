@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from nemo_like._util.console import refuse_unread, write_text
+from nemo_like._util.console import check_writable, refuse_unread, write_text
 from nemo_like._util.table import paragraph, screen_width
 from nemo_like._util.words import check_whole
 from nemo_like.commands import VOCAB_SIZE
@@ -55,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
             check_whole(name, value, 1)
     if args.input_shape is not None:
         refuse_unread(args, ["batch_size", "seq_len", "vocab_size"], "--input-shape is the whole input.")
+    check_writable("--json", args.json)
     if args.json == "-":
         refuse_unread(args, ["limit", "budget", "wide"], "--json - prints the whole profile, and nothing else.")
     checked_device(args.device)
@@ -74,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
             "takes with --seq-len and --batch-size, or --input-shape."
         ) from error
     width = None if args.wide else screen_width()
-    write_text("--json", args.json, report.to_json())
+    write_text(args.json, report.to_json())
     if args.json == "-":
         return 0
     sys.stdout.write(report.table(args.limit, width) + "\n")

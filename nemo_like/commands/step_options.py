@@ -92,9 +92,6 @@ def asked_job(args: argparse.Namespace) -> Job:
     Raises:
         ValueError: a wrong value, or a flag that a pipeline's plans do not know.
     """
-    for name in ("seq_len", "batch_size"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be >= 1.")
     flags = {name: getattr(args, name) for name in (*JOB_FLAGS, "world_size")}
     if args.pp > 1:
         for name in _NOT_IN_STAGES:

@@ -164,10 +164,9 @@ _FILES, _FILES_PER_RANK = 512, 4
 ranks in the default group, and in those of the axes, of agreement and of checkpoints."""
 
 
-def allow_open_files(ranks: int, shared_tensors: int = 0) -> None:
-    """Raise this process's limit of open files to what so many ranks take, and as many tensors in shared memory, as far
-    as the system lets it."""
-    needed = _FILES + _FILES_PER_RANK * ranks + 2 * shared_tensors
+def allow_open_files(ranks: int) -> None:
+    """Raise this process's limit of open files to that of a job of so many ranks, as far as the system lets it."""
+    needed = _FILES + _FILES_PER_RANK * ranks
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft, most = (needed if limit == resource.RLIM_INFINITY else limit for limit in (soft, hard))
     if soft < needed:

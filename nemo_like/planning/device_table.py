@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from nemo_like._util.words import did_you_mean
 
 
+@cache  # it is asked for with every device that is named
 def device_table() -> dict[str, Any]:
     """Return ``devices.json``: figures of each device, with their sources."""
     return json.loads(resources.files("nemo_like.planning").joinpath("devices.json").read_text(encoding="utf-8"))

@@ -56,7 +56,7 @@ class Corpus:
     def texts(self) -> Iterator[Iterator[str]]:
         """Each document of bytes as text in parts that end with a line, whatever is not UTF-8 replaced."""
         for start, end in zip(self.starts, [*self.starts[1:], self.size]):
-            yield _parts(bytes(self.tokens[start:end].tolist()).decode("utf-8", errors="replace"))
+            yield _parts(self.tokens[start:end].numpy().tobytes().decode("utf-8", errors="replace"))
 
 
 @dataclass(frozen=True)
@@ -211,10 +211,12 @@ def as_tokens(text: TextData, tokenizer: str) -> TextData:
         tokens, starts = array("i"), []
         for document in corpus.texts():
             starts.append(len(tokens))
-            for part in document:
-                tokens.extend(bpe.encode(part, add_special_tokens=False).ids)
+            for encoding in bpe.encode_batch(list(document), add_special_tokens=False):
+                tokens.extend(encoding.ids)
             tokens.append(bpe.token_to_id(END))
-        return Corpus(torch.tensor(tokens, dtype=torch.int32), starts)
+        return Corpus(
+            torch.frombuffer(tokens, dtype=torch.int32) if tokens else torch.zeros(0, dtype=torch.int32), starts
+        )
 
     fingerprint = hashlib.sha256(f"{text.fingerprint}{tokenizer}".encode()).hexdigest()[:16]
     return TextData(encoded(text.train), encoded(text.held_out), text.name, fingerprint)

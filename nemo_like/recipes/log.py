@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import platform
@@ -98,5 +99,7 @@ def versions() -> dict[str, str]:
     """Return the versions of what the run ran on."""
     installed = {"nemo_like": __version__, "python": platform.python_version()}
     installed |= {"torch": torch.__version__, "cuda": str(torch.version.cuda)}
-    there = {dist.metadata["Name"] for dist in metadata.distributions()}
-    return installed | {name: metadata.version(name) for name in ("transformers", "tokenizers") if name in there}
+    for name in ("transformers", "tokenizers"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            installed[name] = metadata.version(name)
+    return installed

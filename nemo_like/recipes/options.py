@@ -38,7 +38,22 @@ def job_option(name: str, default: object = None, **more: Any) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PretrainOptions(Options):
+class SharedOptions(Options):
+    """Options that both jobs have, alike."""
+
+    device: str = option("auto", f"{' | '.join(DEVICES)}; auto is cuda where there is one", choices=DEVICES)
+    schedule: str = option("cosine", f"learning rate after the warm-up: {' | '.join(RATES)}", choices=RATES)
+    resume: str = option(
+        "no",
+        "go on from the last complete checkpoint: --resume needs one, --resume=auto starts again where there is none",
+        choices=("no", "must", "auto"),
+        nargs="?",
+        const="must",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainOptions(SharedOptions):
     """Options of pretraining."""
 
     model: str = option("llama-tiny", "a preset, the path of a config.json, or module:function that returns a model")
@@ -71,7 +86,6 @@ class PretrainOptions(Options):
     loss: str = job_option("loss")
     compile: str = job_option("compile")
     precision: str = job_option("precision")
-    device: str = option("auto", f"{' | '.join(DEVICES)}; auto is cuda where there is one", choices=DEVICES)
     offload: str = job_option("offload")
     optimizer: str = job_option("optimizer", choices=ADAMW)
     cpu_offload: bool = job_option(
@@ -122,7 +136,6 @@ class PretrainOptions(Options):
     )
     steps: int = option(200, "steps of the whole run, those before a resume included", least=1)
     lr: float = option(3e-3, "peak learning rate of AdamW", least=0)
-    schedule: str = option("cosine", f"learning rate after the warm-up: {' | '.join(RATES)}", choices=RATES)
     warmup_steps: int | None = option(
         None, "steps of linear warm-up (default: 20, or all of fewer --steps)", int, least=0
     )
@@ -149,13 +162,6 @@ class PretrainOptions(Options):
         needs=WITH_CHECKPOINTS,
     )
     keep: int = option(2, "complete checkpoints to keep; older ones are deleted", least=1, needs=WITH_CHECKPOINTS)
-    resume: str = option(
-        "no",
-        "go on from the last complete checkpoint: --resume needs one, --resume=auto starts again where there is none",
-        choices=("no", "must", "auto"),
-        nargs="?",
-        const="must",
-    )
     sync_save: bool = option(
         False, "write checkpoints before training goes on, rather than during training", needs=WITH_CHECKPOINTS
     )
@@ -335,7 +341,7 @@ _FIT = Need("--fit", lambda options: options.fit)
 
 
 @dataclass(frozen=True, kw_only=True)
-class FinetuneOptions(Options):
+class FinetuneOptions(SharedOptions):
     """Options of fine-tuning."""
 
     model: str = option("", "folder of a Hugging Face model, or its name on the Hub")
@@ -382,7 +388,6 @@ class FinetuneOptions(Options):
         True, "FSDP2 frees gathered layers after forward", action=argparse.BooleanOptionalAction
     )
     precision: str = option("bfloat16", "dtype to compute in: bfloat16 | float32", choices=("bfloat16", "float32"))
-    device: str = option("auto", f"{' | '.join(DEVICES)}; auto is cuda where there is one", choices=DEVICES)
     seq_len: int = option(
         1024, "longest sample, in tokens; what is longer is cut at its end", tokens, least=1, trainer="max_length"
     )
@@ -401,7 +406,6 @@ class FinetuneOptions(Options):
     lr: float = option(
         2e-4, "peak learning rate; a tenth of it is usual without --lora", least=0, trainer="learning_rate"
     )
-    schedule: str = option("cosine", f"learning rate after the warm-up: {' | '.join(RATES)}", choices=RATES)
     warmup_steps: int = option(10, "steps of linear warm-up", least=0)
     weight_decay: float = option(0.0, "of the optimizer", least=0, trainer="weight_decay")
     clip: float = option(1.0, "clip the gradient to this norm; 0 clips nothing", least=0, trainer="max_grad_norm")
@@ -411,13 +415,6 @@ class FinetuneOptions(Options):
     log_every: int = option(10, "steps between reports of the loss", least=1, trainer="logging_steps")
     save_every: int = option(100, "steps between checkpoints; the last step has one too", least=1, trainer="save_steps")
     keep: int = option(2, "checkpoints to keep; older ones are deleted", least=1, trainer="save_total_limit")
-    resume: str = option(
-        "no",
-        "go on from the last complete checkpoint: --resume needs one, --resume=auto starts again where there is none",
-        choices=("no", "must", "auto"),
-        nargs="?",
-        const="must",
-    )
     tensorboard: bool = option(False, "log for TensorBoard, too")
     wandb: str | None = option(None, "log to this project of Weights & Biases, too")
 

@@ -276,7 +276,7 @@ def test_stages_are_looked_at_where_they_are_asked_for_and_say_what_they_wait_fo
     assert 0.1 < parts["pipeline bubble"] / (staged.step_seconds - parts["optimizer"]) < 0.4
     assert parts["pipeline sends"] > 0 and "parameter gathers" not in parts
     assert staged.kwargs()["pp"].microbatches == 4 and staged.layout.gpus == 2
-    assert "--pp 2" in recipe(report, staged) and "--batch-size 4 --grad-accum 4" in recipe(report, staged)
+    assert "--pp 2" in recipe(report, staged) and "--global-batch 4 --grad-accum 4" in recipe(report, staged)
     rates = [candidate.tokens_per_second_per_gpu for candidate in report.candidates]
     assert rates[1:] == sorted(rates[1:], reverse=True) and rates[0] >= max(rates) / 1.01  # of those alike the plainest
     assert not any(c.layout.pp > 1 for c in fit(Text(2), micro_batch=2, offload="none", **asked).candidates)

@@ -19,7 +19,6 @@ from nemo_like.distributed import launch
 from nemo_like.distributed.weights.replaced import parameters_of, watch_replaced
 from nemo_like.distributed.weights.sources import (
     CheckpointUnreadableError,
-    LayeredSource,
     Source,
     check_names,
     open_source,
@@ -36,7 +35,7 @@ def materialize(
     init_fn: InitFn | None = None,
     *,
     state_dict: Mapping[str, Tensor] | None = None,
-    checkpoint: str | os.PathLike[str] | LayeredSource | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
     device: torch.device | str | None = None,
     strict: bool = True,
     seed: int | None = None,
@@ -51,7 +50,7 @@ def materialize(
       the Hugging Face model around it, else ``reset_parameters``.
     - `state_dict`: whole tensors under the original model's names, the same on every rank.
     - `checkpoint`: a folder of `torch.distributed.checkpoint`, or a folder or file of safetensors (each rank reads the
-      bytes of its shards), or a file of ``torch.save``; or a `LayeredSource` of several.
+      bytes of its shards), or a file of ``torch.save``.
 
     Buffers that no state dict has (rotary frequencies, masks) are computed again on the CPU, where an eager build
     makes them, by `init_fn` or else by the initializer as above. Tied parameters stay tied.

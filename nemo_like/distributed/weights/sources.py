@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -175,40 +175,7 @@ def _safetensors(path: Path) -> HuggingFaceStorageReader:
     return reader
 
 
-class LayeredSource:
-    """Several sources as one, each under names of its own: a tensor comes from the first that has it.
-
-    Args:
-        layers: (source, names): `names` gives for a name of the model the source's own, or None where it has none.
-    """
-
-    def __init__(self, layers: Sequence[tuple[Source, Callable[[str], str | None]]], names: Iterable[str]) -> None:
-        self.label = " and ".join(source.label for source, _ in layers)
-        self._place: dict[str, tuple[Source, str]] = {}
-        for name in names:
-            for source, rename in layers:
-                stored = rename(name)
-                if stored is not None and stored in source.shapes:
-                    self._place[name] = (source, stored)
-                    break
-        self.shapes = {name: source.shapes[stored] for name, (source, stored) in self._place.items()}
-
-    def get(self, name: str) -> Tensor:
-        source, stored = self._place[name]
-        return source.get(stored)
-
-    def fill(self, targets: Mapping[str, Tensor]) -> None:
-        by_source: dict[int, tuple[Source, dict[str, Tensor]]] = {}
-        for name, target in targets.items():
-            source, stored = self._place[name]
-            by_source.setdefault(id(source), (source, {}))[1][stored] = target
-        for source, wanted in by_source.values():
-            source.fill(wanted)
-
-
-def open_source(
-    checkpoint: Mapping[str, Any] | str | os.PathLike[str] | LayeredSource, apart: Collection[str] = ()
-) -> Source:
+def open_source(checkpoint: Mapping[str, Any] | str | os.PathLike[str], apart: Collection[str] = ()) -> Source:
     """A state dict, a path to a DCP folder, a folder or file of safetensors, or a file of ``torch.save``.
 
     apart: names of experts' weights that the model has one by one, as the files of safetensors do.
@@ -216,8 +183,6 @@ def open_source(
     Raises:
         CheckpointUnreadableError: nothing is there, or what is there cannot be read.
     """
-    if isinstance(checkpoint, LayeredSource):
-        return checkpoint
     if isinstance(checkpoint, Mapping):
         return StateDictSource(checkpoint)
     path = Path(checkpoint)
