@@ -173,7 +173,7 @@ def test_the_command_of_many_hosts_starts_on_a_fresh_folder_and_goes_on_from_its
         free.bind(("127.0.0.1", 0))
         line = line.replace("host0:29500", f"127.0.0.1:{free.getsockname()[1]}")
     line = line.replace("/shared/my-job", str(tmp_path)).replace("-m nemo_like", "--local-addr 127.0.0.1 -m nemo_like")
-    line += " --steps 2 --batch-size 4 --seq-len 16 --eval-samples 0 --device cpu"
+    line += " --steps 2 --global-batch 4 --seq-len 16 --eval-samples 0 --device cpu"
     for said in ("step 2", "resumed after step 2"):
         done = _two_hosts(line)
         assert [agent.returncode for agent in done] == [0, 0], done[0].stdout + done[1].stdout

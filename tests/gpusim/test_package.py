@@ -166,7 +166,7 @@ def _pretrain(_: Any, folder: str, device: str) -> dict[str, Any]:
 
     text, result = Path(folder, "text.txt"), Path(folder, f"{device}.json")
     text.write_text("the quick brown fox jumps over the lazy dog\n" * 100)
-    sizes = ["--seq-len", "16", "--batch-size", "2", "--steps", "3", "--ac", "full"]
+    sizes = ["--seq-len", "16", "--global-batch", "2", "--steps", "3", "--ac", "full"]
     words = [
         "pretrain",
         "--model",
