@@ -11,18 +11,16 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypedDict, Unpack
-
-import torch
-from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from nemo_like._util.words import check_whole
-from nemo_like.activation_checkpointing.plan import Plan
-from nemo_like.activation_checkpointing.policy import Policy
 from nemo_like.options import (
+    AC_STRATEGIES,
+    COMPILE_BACKENDS,
     DDP,
     FSDP2,
+    LOSSES,
+    STRATEGIES,
     CheckpointConfig,
     ChunkedLoss,
     ContextParallel,
@@ -41,8 +39,22 @@ from nemo_like.options import (
     parse_compile,
     parse_strategy,
 )
-from nemo_like.options.memory import AllocatorConfig
+from nemo_like.options.flag import flagged
+from nemo_like.options.memory import AllocatorConfig, allocator_here
 from nemo_like.options.parallel import undivided, undivided_shards
+
+if TYPE_CHECKING:  # the help of a command reads the fields of a job, and needs no torch
+    import torch
+    from torch import nn
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    from nemo_like.activation_checkpointing.plan import Plan
+    from nemo_like.activation_checkpointing.policy import Policy
+
+    Checkpointing = str | bool | None | Mapping[str, Any] | CheckpointConfig | MemoryBudget | Plan | Policy
+
+
+Strategy = str | FSDP2 | DDP | Single
 
 
 class JobKeywords(TypedDict, total=False):
@@ -69,10 +81,6 @@ class JobKeywords(TypedDict, total=False):
     optimizer: str | None
 
 
-Strategy = str | FSDP2 | DDP | Single
-Checkpointing = str | bool | None | Mapping[str, Any] | CheckpointConfig | MemoryBudget | Plan | Policy
-
-
 class AllKeywords(JobKeywords, total=False):
     """Keywords that `Job.of`, `plan_for` and `fit` take."""
 
@@ -94,22 +102,31 @@ class Job:
         ValueError, TypeError: a wrong value, or two values that exclude each other (`RULES`).
     """
 
-    strategy: FSDP2 | DDP | Single = FSDP2()
+    strategy: FSDP2 | DDP | Single = flagged(FSDP2(), "", default="fsdp2", choices=STRATEGIES)
     """The way in which parameters are spread over the ranks. ``"fsdp2"``, ``"ddp"`` or ``"single"``. Also `FSDP2(...)`
     with what only it has (resharding, prefetch, CPU offload, frozen encoders), or `DDP(...)` (unused parameters, bucket
     size). With one rank all mean ``"single"``: no process group."""
-    ac: CheckpointConfig | MemoryBudget | Plan = "selective"  # type: ignore[assignment]
+    ac: CheckpointConfig | MemoryBudget | Plan = flagged(
+        "selective", "", "memory", values=" | ".join(AC_STRATEGIES), write=lambda ac: ac.mode
+    )
     """Activation checkpointing, or a budget such as ``"40GiB"``, ``"50%"`` or ``"auto"``. ``None``/``False``/``"none"``,
     ``True``/``"full"`` (recompute whole layers), ``"selective"`` (keep the expensive ops), ``"submodule"``,
     ``"sequential"`` (recompute segments of layers). With a `sample_input`: ``"40GiB"`` (the best plan for that
     peak per rank), ``"50%"`` (of the activation bytes of ``"none"``), ``"auto"`` (this device's memory) or a
     `MemoryBudget`. Also a `Plan`, a `CheckpointConfig`, or a policy object (`SelectivePolicy`, `TorchPolicy`)."""
-    ac_scope: str | tuple[str, ...] = "all"
+    ac_scope: str | tuple[str, ...] = flagged(
+        "all",
+        "",
+        "model",
+        name="scope",
+        values="all | language | vision | audio, several with commas",
+        read=lambda scope: tuple(scope.split(",")) if "," in scope else scope,
+    )
     """The groups of layers to checkpoint. ``"all"``, ``"language"``, ``"vision"``, ``"audio"``, ``"multimodal"`` or a
     list. A frozen layer is recomputed in calls with an input that needs a gradient."""
     layers: tuple[str | nn.Module, ...] | None = None
     """Names (globs) or modules of the layers; None: found by structure."""
-    dp_replicate: int = 1
+    dp_replicate: int = flagged(1, "plan pins", kind=int, least=1)
     """FSDP2: replicas of the sharded model (HSDP); must divide the number of ranks."""
     tp: TensorParallel = TensorParallel()
     """FSDP2: ranks that each large weight is split over (must divide the number of ranks), or `TensorParallel(...)` with
@@ -125,7 +142,14 @@ class Job:
     """Ranks that the layers are divided among, or `PipelineParallel(...)` with schedule, micro-batches and balance. It
     needs `sample_input`, one micro-batch. A `Pipeline` is returned then, whose ``step(**batch)`` takes whole
     batches."""
-    loss: ChunkedLoss | None = None
+    loss: ChunkedLoss | None = flagged(
+        None,
+        "plan pins",
+        "memory",
+        default="model",
+        choices=LOSSES,
+        write=lambda loss: "model" if loss is None else "chunked",
+    )
     """Whose loss: the model's own, or head and loss of a few tokens at a time. ``"model"``, or ``"chunked"``
     (`ChunkedLoss(...)` with sizes): a cross entropy that the model computes of its head's output from ``labels``
     in training mode is computed a chunk of tokens at a time, and ``output.logits`` is None. Where the model does
@@ -134,9 +158,24 @@ class Job:
     """The dtype to compute in (``"bf16"``), ``"fp8"`` (bfloat16, with the matmuls of the layers' linears in float8, by
     torchao; also ``"fp8-rowwise"``, ``"fp8-gather"``), a `Precision` (also for reduction and outputs) or torch's
     `MixedPrecisionPolicy`. FSDP2 casts parameters; the other strategies use autocast."""
-    compile: str | None = None
+    compile: str | None = flagged(
+        None,
+        "plan",
+        "training",
+        default="none",
+        choices=("none", *COMPILE_BACKENDS),
+        read=lambda word: None if word == "none" else word,
+    )
     """The backend that compiles each layer in place. ``True`` means ``"inductor"``."""
-    offload: OffloadConfig = OffloadConfig("none")
+    offload: OffloadConfig = flagged(
+        OffloadConfig("none"),
+        "plan pins",
+        "memory",
+        default="none",
+        choices=("none", "boundary", "saved", "all"),
+        read=OffloadConfig.of,
+        write=lambda offload: offload.mode,
+    )
     """Tensors that wait in CPU memory between forward and backward. ``"boundary"`` (layer inputs), ``"saved"`` (these
     and what checkpointing keeps), ``"all"``, or an `OffloadConfig`."""
     step: StepSpec = StepSpec()
@@ -148,13 +187,15 @@ class Job:
     without a plan. A larger batch is trained on, and a warning is logged once."""
     device: torch.device | None = None
     """The device that the model goes to; None: this rank's accelerator if there is one, else the CPU."""
-    gpu: Any = None
+    gpu: Any = flagged(None, default="h100-80gb")
     """The device to predict for, by name or JSON file. A name of `nemo_like.planning.devices.known_devices`, a file or a
     `Device`; None: the one at hand."""
-    world_size: int | None = None
+    world_size: int | None = flagged(None, "", default=1, kind=int, least=1)
     """Ranks in all. It must be as many as there are, and is for predictions where no process group is; None: the process
     group's, else the launcher's, else 1."""
-    allocator: AllocatorConfig = AllocatorConfig()  # noqa: RUF009 - frozen
+    allocator: AllocatorConfig = flagged(
+        AllocatorConfig(), group="memory", name="alloc_conf", default=None, read=allocator_here
+    )
     """The settings of CUDA's caching allocator that a prediction counts with, as in PYTORCH_ALLOC_CONF. Default: its
     own."""
     search: PlanSearch = PlanSearch()
@@ -164,7 +205,7 @@ class Job:
 
     def __post_init__(self) -> None:
         for name, read in _READERS.items():
-            if not isinstance(value := getattr(self, name), Plan):
+            if not _is_plan(value := getattr(self, name)):
                 object.__setattr__(self, name, read(value))
         check_whole("dp_replicate", self.dp_replicate, 1)
         for name in ("world_size", "planned_tokens"):
@@ -312,7 +353,7 @@ class Job:
                 continue
             if f.name not in _ALWAYS_IN_A_CALL and value == getattr(_default_job(), f.name):
                 continue
-            if isinstance(value, Plan):
+            if _is_plan(value):
                 words[f.name] = f"Plan.load({plan!r})"
             elif f.name == "step" and set(value.changed) == {"optimizer"}:
                 words["optimizer"] = repr(value.optimizer)
@@ -336,16 +377,26 @@ def _default_job() -> Job:
     return Job()
 
 
+def _is_plan(value: object) -> bool:
+    from nemo_like.activation_checkpointing.plan import Plan
+
+    return isinstance(value, Plan)
+
+
 def _read_names(names: Any) -> Any:
     """`ac_scope` and `layers`: a list becomes a tuple, which can be compared and hashed. What is neither is named later."""
     return tuple(names) if isinstance(names, Iterable) and not isinstance(names, str) else names
 
 
 def _read_layers(layers: object) -> tuple[str | nn.Module, ...] | None:
+    from torch import nn
+
     return (layers,) if isinstance(layers, str | nn.Module) else _read_names(layers)
 
 
 def _read_device(device: Any) -> torch.device | None:
+    import torch
+
     try:
         return None if device is None else torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -529,7 +580,7 @@ def _split_is_the_callers(job: Job) -> str | None:
             isinstance(job.ac, MemoryBudget),
             "no plan is made for those; a mode such as 'selective' is",
         ),
-        ("ac is a plan", isinstance(job.ac, Plan), "no plan is made for those; a mode such as 'selective' is"),
+        ("ac is a plan", _is_plan(job.ac), "no plan is made for those; a mode such as 'selective' is"),
         (f"cp is {job.cp.size}", job.cp.size > 1, "what they send is not cut along the sequence"),
     ]
     for what, is_asked, reason in reasons:
@@ -603,6 +654,8 @@ def as_code(value: object, read: Callable[[Any], Any] | None = None) -> str:
     >>> as_code(TensorParallel(4), TensorParallel.of), as_code(TensorParallel(4, loss_parallel=True), TensorParallel.of)
     ('4', 'TensorParallel(size=4, loss_parallel=True)')
     """
+    import torch
+
     for word in _shorthands(value):
         try:
             if read is not None and read(word) == value:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Literal, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 
 import torch
 from torch import nn
@@ -61,7 +61,7 @@ from nemo_like.distributed.weights.replaced import (
     watch_replaced,
 )
 from nemo_like.distributed.weights.state_dict import refuse_to_save_shards
-from nemo_like.job import Checkpointing, Job, JobKeywords, Strategy
+from nemo_like.job import Job, JobKeywords, Strategy
 from nemo_like.layers import Layer, find_layers
 from nemo_like.layers.structure import is_list_of_experts
 from nemo_like.losses.model_loss import check_head, chunk_model_loss
@@ -91,6 +91,9 @@ from nemo_like.precision import (
 from nemo_like.profiling.larger_batch import size_watch, warn_of_larger_batches
 from nemo_like.resolve import layers_for, resolve
 from nemo_like.torch_compat import fuse_collectives_into_matmuls
+
+if TYPE_CHECKING:
+    from nemo_like.job import Checkpointing
 
 _MARK = "_nemo_like_parallelized"
 

@@ -9,7 +9,7 @@ import math
 import os
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import nemo_like
 from nemo_like import Job, apply_activation_checkpointing, fit, flags, parallelize
+from nemo_like._util.help_parser import HelpParser
 from nemo_like._util.log import forget_announcements
 from nemo_like.activation_checkpointing import CheckpointWrapper, SelectivePolicy, unwrap_checkpoint_wrapper
 from nemo_like.activation_checkpointing.policy import TorchPolicy
@@ -31,6 +32,7 @@ from nemo_like.distributed.ranks import Ranks
 from nemo_like.job import KEYWORDS, AllKeywords, JobKeywords
 from nemo_like.models import text_batch
 from nemo_like.options import FSDP2, CheckpointConfig, ChunkedLoss, PipelineParallel, Precision, StepSpec
+from nemo_like.options.flag import flagged
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.fit.question import PINS, FitKeywords
 from nemo_like.planning.query import PlanQuery
@@ -409,10 +411,31 @@ def test_accumulation_counts_in_the_step_or_in_the_pipeline() -> None:
     assert (staged.step.microbatches, staged.pp.microbatches) == (1, 4)
 
 
-def test_a_flag_is_one_line_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    flag = flags.Flag("stages_per_rank", "pp.stages_per_rank", None, int)
-    monkeypatch.setitem(flags.FLAGS, flag.name, flag)
+@dataclass(frozen=True)
+class ToyOptions:
+    size: int = flagged(1, "plan pins", "memory", name="toys", kind=int, least=1)
+    """Toys that share a box. A box has a lid."""
+
+
+@dataclass(frozen=True)
+class ToyJob:
+    toy: ToyOptions = ToyOptions()
+
+
+def test_a_flag_is_one_edit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The field alone makes the option of a command, of a search, its help, its group, its check and its default."""
+    monkeypatch.setattr(flags, "FLAGS", {flag.name: flag for flag in flags._flags(ToyJob)})
+    assert flags.flags_on("plan") == flags.flags_on("pins") == ("toys",)
+    parser, search = HelpParser(), HelpParser()
+    flags.add_flags(parser, ["toys"])
+    flags.add_pins(search, ["toys"])
+    assert vars(parser.parse_args(["--toys", "3"])) == {"toys": 3} and vars(parser.parse_args([])) == {"toys": 1}
+    assert vars(search.parse_args(["--toys", "3", "4"])) == {"toys": [3, 4]}
+    assert "memory:\n  --toys N    toys that share a box (default: 1)" in parser.format_help()
+    with pytest.raises(ValueError, match=r"--toys is 0; it must be a finite number >= 1"):
+        flags.check_flag("toys", 0)
+
+
+def test_the_part_of_a_job_is_read_of_its_flag() -> None:
     job = flags.job_of({"pp": 2, "pp_schedule": "interleaved_1f1b", "stages_per_rank": 3})
     assert job.pp.stages_per_rank == 3
-    assert flag.help == "stages on one rank"
-    assert flag.name in flags.flags_on("plan")

@@ -11,22 +11,17 @@ from nemo_like._util.console import examples
 from nemo_like._util.words import did_you_mean
 
 GROUPS = {
-    "model": """model init dtype layers scope lora qlora lora_rank lora_alpha lora_dropout lora_targets
-        tokenizer trust_remote_code vocab_size input_shape images image_size audio_seconds""",
-    "parallelism": """gpus world_size gpu device strategy dp_replicate dp_shard tp sequence_parallel loss_parallel
-        async_tp cp cp_method ep imbalance pp pp_schedule stages_per_rank balance reshard_after_forward prefetch
-        threads calibrate""",
-    "memory": """ac modes budget budgets memory fit fit_memory fit_host_memory loss offload cpu_offload host host_memory
-        alloc_conf measure""",
-    "training": """data eval_data pack train_on seq_len max_seq_len batch_size global_batch micro_batch
-        grad_accum steps epochs precision reduce_dtype compile optimizer lr schedule warmup_steps lr_floor
-        weight_decay beta1 beta2 clip sync drop_output zero_grad ema optimizer_in_backward seed eval_every eval_samples""",
-    "output": """config settings_file settings_to paste_as runs repeats warmup no_peers count limit explain what_if check
-        minutes used strip check_memory calibrate_from ran_with gpu_file all_ops log_every wide json save
-        checkpoint_dir save_every keep resume sync_save output
-        export merge tensorboard wandb""",
+    "model": """model init dtype layers lora qlora lora_rank lora_alpha lora_dropout lora_targets tokenizer
+        trust_remote_code vocab_size input_shape images image_size audio_seconds""",
+    "parallelism": """gpus device dp_shard threads calibrate""",
+    "memory": """modes budget budgets memory fit fit_memory fit_host_memory""",
+    "training": """data eval_data pack train_on seq_len max_seq_len batch_size global_batch micro_batch steps epochs lr
+        schedule warmup_steps lr_floor weight_decay beta1 beta2 clip seed eval_every eval_samples""",
+    "output": """config settings_file settings_to paste_as runs repeats warmup no_peers count limit explain what_if
+        check minutes used strip check_memory calibrate_from ran_with gpu_file all_ops log_every wide json
+        save checkpoint_dir save_every keep resume sync_save output export merge tensorboard wandb""",
 }
-"""The options of each group in the help, by the attribute that they set."""
+"""The options of each group in the help, by the attribute that they set; those of a job name their group themselves."""
 _GROUP_OF = {option: title for title, options in GROUPS.items() for option in options.split()}
 
 
@@ -77,12 +72,12 @@ class HelpParser(argparse.ArgumentParser):
 
         return re.sub(r"(?<![\w.-])([a-z_0-9]+)=('[^']*'|[\w.%-]*\w%?)", option, message)
 
-    def add_argument(self, *names: Any, **settings: Any) -> argparse.Action:
-        """Add an option to its group; one that `GROUPS` does not have is a KeyError."""
+    def add_argument(self, *names: Any, group: str | None = None, **settings: Any) -> argparse.Action:
+        """Add an option to its `group`, by default the one that `GROUPS` has it in; it is a KeyError where none has."""
         option = settings.get("dest") or str(names[0]).lstrip("-").replace("-", "_")
         if option in ("h", "version") or not str(names[0]).startswith("-"):
             return super().add_argument(*names, **settings)
-        title = _GROUP_OF[option]
+        title = group or _GROUP_OF[option]
         if settings.get("type") in (int, float) and "metavar" not in settings:
             settings["metavar"] = "N" if settings["type"] is int else "X"
         if not self._groups:

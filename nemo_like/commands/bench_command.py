@@ -28,10 +28,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--input-shape", help="without tokens: the shape of the float input, such as 8,3,32,32")
     parser.add_argument("--device", help="cpu, or a CUDA device (default: this rank's GPU if there is one)")
     parser.add_argument("--dtype", help="dtype of the parameters (default: float32)")
-    parser.add_argument("--strategy", choices=("single", "fsdp2", "ddp"), default=defaults.strategy)
+    parser.add_argument(
+        "--strategy", group="parallelism", choices=("single", "fsdp2", "ddp"), default=defaults.strategy
+    )
     parser.add_argument("--modes", nargs="+", help="names of the modes (default: all that can run)")
     parser.add_argument("--budgets", nargs="*", default=list(defaults.budgets), help="such as 50%% or 2GB")
-    parser.add_argument("--compile", nargs="*", default=[], metavar="BACKEND", help="inductor, aot_eager")
+    parser.add_argument(
+        "--compile", group="training", nargs="*", default=[], metavar="BACKEND", help="inductor, aot_eager"
+    )
     parser.add_argument("--no-peers", action="store_true", help="our own modes only")
     parser.add_argument("--repeats", type=int, default=defaults.repeats, help="measured steps per mode")
     parser.add_argument("--warmup", type=int, default=defaults.warmup, help="steps per mode before those")

@@ -45,7 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--strip", metavar="PATH", help="write the snapshot there without paths and text, for sending, and nothing else"
     )
-    add("--ac", default="none", help="checkpointing that ran: none, full, selective or a budget (default: %(default)s)")
+    add(
+        "--ac",
+        group="memory",
+        default="none",
+        help="checkpointing that ran: none, full, selective or a budget (default: %(default)s)",
+    )
     add_step_options(parser, required=False)
 
 

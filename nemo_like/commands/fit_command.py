@@ -14,7 +14,7 @@ from nemo_like._util.table import screen_width
 from nemo_like.commands import LORA
 from nemo_like.commands.early_checks import check_early
 from nemo_like.commands.settings_options import add_settings, check_settings_to, read_from, write_to
-from nemo_like.flags import add_flags, add_pins, balance_of, flags_on, job_of
+from nemo_like.flags import FLAGS, add_flags, add_pins, flags_on, job_of
 from nemo_like.options import COMPILE_BACKENDS, OPTIMIZERS, Precision, StepSpec, dtype_word, normalise, parse_dtype
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     add = parser.add_argument
     add("--model", help="a preset (llama3-8b, ...), a config.json, or module:function")
-    add("--gpus", type=int, help="how many there are")
+    add("--gpus", type=int, group="parallelism", help="how many there are")
     add_flags(parser, _JOB)
     add("--seq-len", type=tokens, default=4096, help="tokens of the longest sequence (default: %(default)s)")
     add("--global-batch", type=int, help="sequences of a step over all GPUs (default: as many as are fastest)")
@@ -43,15 +43,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--dtype", default="fp32", help="parameters as stored (default: %(default)s)")
     add("--lora", type=int, metavar="RANK", help=LORA)
-    add("--precision", type=_words, help="what to compute in (default: bf16 on CUDA); bf16,fp32: either")
+    add(
+        "--precision",
+        type=_words,
+        group="training",
+        help="what to compute in (default: bf16 on CUDA); bf16,fp32: either",
+    )
     add(
         "--optimizer",
         type=_words,
+        group="training",
         help=f"{' | '.join(OPTIMIZERS)} (default: adamw-fused on CUDA); adamw,adamw-8bit: either",
     )
     add(
         "--compile",
         type=_words,
+        group="training",
         help=f"what compiles each layer: none | {' | '.join(COMPILE_BACKENDS)} (default: none,inductor on CUDA)",
     )
     add("--minutes", type=float, help="end the search after so many, with the best so far (default: when it is known)")
@@ -61,9 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("dp_shard", "ranks that parameters are sharded over"),
         ("micro_batch", "sequences per rank and micro-batch"),
     ):
-        add(f"--{name.replace('_', '-')}", type=int, nargs="+", help=f"pinned: {meaning}; several values: any of them")
-    add("--ac", nargs="+", help="pinned: none | full | selective | plan (the best for the memory)")
-    add("--reshard-after-forward", choices=("yes", "no"), help="pinned: free gathered layers after forward")
+        add(f"--{name.replace('_', '-')}", type=int, nargs="+", help=f"fixed: {meaning}; several values: any of them")
+    add("--ac", nargs="+", group="memory", help="fixed: none | full | selective | plan (the best for the memory)")
     add(
         "--explain",
         type=int,
@@ -122,8 +128,6 @@ def run(args: argparse.Namespace) -> int:
         _calibrate()
     pins: dict[str, Any] = {name: getattr(args, name) for name in (*_PINS, "dp_shard", "micro_batch", "ac")}
     pins["schedule"] = pins.pop("pp_schedule")
-    if args.reshard_after_forward:
-        pins["reshard_after_forward"] = args.reshard_after_forward == "yes"
     if args.explain is not None and not 1 <= args.explain <= args.count:
         raise ValueError(f"--explain is {args.explain}; it must be the number of a printed line, 1 to {args.count}.")
     with progress() as say:
@@ -191,7 +195,7 @@ def _fields(args: argparse.Namespace) -> dict[str, Any]:
     return {
         **{name: getattr(job, name) for name in ("gpu", "allocator", "search", "strategy")},
         **({} if job.step == StepSpec() else {"step": job.step}),
-        "balance": balance_of(args.balance),
+        "balance": FLAGS["balance"].read(args.balance),
         "imbalance": args.imbalance,
         "precision": precisions,
         "optimizer": args.optimizer,

@@ -55,7 +55,9 @@ class LayersReport:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, help="a preset, a config.json or its folder, or module:function")
-    parser.add_argument("--scope", nargs="+", default=["all"], help="groups of layers to checkpoint (default: all)")
+    parser.add_argument(
+        "--scope", nargs="+", group="model", default=["all"], help="groups of layers to checkpoint (default: all)"
+    )
     parser.add_argument("--layers", nargs="+", help="FQNs or globs of the layers, instead of those found")
     parser.add_argument("--dtype", default=None, help="dtype of the parameters (default: float32)")
     parser.add_argument("--wide", action="store_true", help="print all columns, however narrow the screen is")

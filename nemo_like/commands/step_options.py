@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # the options are needed without torch and the planner
     from nemo_like.planning.query import PlanQuery
     from nemo_like.planning.what_if import Step
 
-JOB_FLAGS = tuple(name for name in flags_on("plan") if name != "world_size")
+JOB_FLAGS = flags_on("plan")
 _NOT_IN_STAGES = ("host", "measure", "sync", "drop_output", "cpu_offload")
 """Flags that no plan of a pipeline's stages knows."""
 
@@ -30,6 +30,7 @@ def add_step_options(parser: argparse.ArgumentParser, *, required: bool) -> None
     add(
         "--gpus",
         dest="world_size",
+        group="parallelism",
         type=whole_or("min"),
         default=1,
         help="how many there are; min: the fewest that fit (default: %(default)s)",

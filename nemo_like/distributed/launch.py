@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from nemo_like._util.log import say_once, warn_once
-from nemo_like.flags import ALLOCATOR_VARIABLES
+from nemo_like.options.memory import ALLOCATOR_VARIABLES
 from nemo_like.options.parallel import BACKENDS
 
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from nemo_like._util.words import parse_bytes
+from nemo_like.options.flag import flagged
+
+
+def _host_bytes(size: int | str) -> int:
+    return parse_bytes(size, "--host-memory") if isinstance(size, str) else size
 
 
 @dataclass(frozen=True)
@@ -18,13 +24,13 @@ class PlanSearch:
         ValueError, TypeError: a wrong value.
     """
 
-    host: bool = False
+    host: bool = flagged(False, group="memory", kind=bool)
     """Also consider keeping outputs in CPU memory, over the device's link. What computing does not hide of the copies
     counts as time."""
-    host_memory: int | str = 64 << 30
+    host_memory: int | str = flagged(64 << 30, group="memory", default="64GiB", read=_host_bytes)
     """CPU memory of one rank, for saved outputs, `offload` and ``cpu_offload``. The layers share it evenly. The
     default is a quarter of a node's 2 TiB for eight GPUs."""
-    measure: bool = False
+    measure: bool = flagged(False, group="memory", kind=bool)
     """Time each operator of a layer on the device at hand, instead of the roofline."""
 
     def __post_init__(self) -> None:
@@ -52,6 +58,15 @@ class PlanSearch:
 
 
 # The settings of CUDA's caching allocator that decide how much it reserves.
+
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Variables of the environment with settings of CUDA's caching allocator; the first one that is set counts."""
+
+
+def allocator_here(value: str | None) -> AllocatorConfig:
+    """Return the allocator's settings that `value` means; None: those that a job which is started here would read."""
+    here = (os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ)
+    return AllocatorConfig.parse(next(here, "") if value is None else value)
 
 
 @dataclass(frozen=True)

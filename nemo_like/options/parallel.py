@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nemo_like._util.words import a_or_an, check_bool, check_whole, did_you_mean, normalise, parse_dtype
+from nemo_like.options.flag import flagged
 from nemo_like.options.pipelining import parse_loss_mean
 
 if TYPE_CHECKING:  # imported where a dtype or a policy is read
@@ -23,6 +24,30 @@ BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "cpu": "gloo"}
 EXPERT_CALLS: tuple[str, ...] = ("routed", "every")
 
 
+RESHARD: dict[str, bool | int | None] = {"default": None, "yes": True, "no": False}
+"""Words for `FSDP2.reshard_after_forward`."""
+
+
+def read_reshard(word: object) -> bool | int | None:
+    """Return the value of `FSDP2.reshard_after_forward` that `word` means.
+
+    Raises:
+        ValueError: neither a word of `RESHARD` nor a number.
+    """
+    if isinstance(word, bool | int | None):
+        return word
+    if word in RESHARD:
+        return RESHARD[str(word)]
+    if isinstance(word, str) and word.isdigit():
+        return int(word)
+    raise ValueError(f"--reshard-after-forward is {word!r}; it must be {', '.join(RESHARD)}, or a number of ranks.")
+
+
+def reshard_word(value: bool | int | None) -> str:
+    """Return the word of ``--reshard-after-forward`` for this value of `FSDP2.reshard_after_forward`."""
+    return next((word for word, known in RESHARD.items() if known is value), str(value))
+
+
 @dataclass(frozen=True)
 class FSDP2:
     """FSDP2 with what only it has. Usable as ``strategy=`` of `nemo_like.parallelize`; ``"fsdp2"`` means the defaults.
@@ -31,15 +56,22 @@ class FSDP2:
     1
     """
 
-    reshard_after_forward: bool | int | None = None
+    reshard_after_forward: bool | int | None = flagged(
+        None,
+        "plan pins",
+        default="default",
+        values="default | yes | no | ranks",
+        read=read_reshard,
+        write=reshard_word,
+    )
     """Free the gathered parameters after forward and gather them again in backward. None: layers do, except the last,
     which backward needs at once; tail and root do not. True / False: all / none. A number: layers stay sharded over
     that many ranks in between (a divisor of the shard axis)."""
-    forward_prefetch: int = 1
+    forward_prefetch: int = flagged(1, name="prefetch", kind=int, least=0)
     """Number of following units that each unit gathers ahead in forward; 0: FSDP's implicit prefetch."""
     backward_prefetch: int = 1
     """The same for backward."""
-    cpu_offload: bool = False
+    cpu_offload: bool = flagged(False, "plan pins", "memory", kind=bool)
     """Keep parameter shards, gradients and optimizer state in CPU memory."""
     frozen_sharding: str = "root"
     """Frozen layers of a vision or audio encoder that a rank without such an input skips (with `shard_layers` and layers
@@ -163,18 +195,18 @@ class TensorParallel:
     TensorParallel(size=2, plan=None, sequence_parallel=False, loss_parallel=False, asynchronous=False)
     """
 
-    size: int = 1
+    size: int = flagged(1, "plan pins", name="tp", kind=int, least=1)
     """Ranks that share a layer's matmuls; must divide the number of ranks."""
     plan: Mapping[str, Any] | None = None
     """Module name pattern to `ParallelStyle` or its name; None: the model's own plan."""
-    sequence_parallel: bool = False
+    sequence_parallel: bool = flagged(False, "plan pins", kind=bool)
     """Norms and residuals are split along the sequence too. Attention and MLP see the whole sequence; so does a layer with
     matrices next to them. Refused: plans that cut nothing in the layers (gpt-oss), and layers that
     fail on a part of a sequence (Gemma 3n, Qwen4-exp, Higgs Audio v2)."""
-    loss_parallel: bool = False
+    loss_parallel: bool = flagged(False, "plan pins", kind=bool)
     """The logits stay split by vocabulary. Forward and backward go under
     `torch.distributed.tensor.parallel.loss_parallel`."""
-    asynchronous: bool = False
+    asynchronous: bool = flagged(False, "plan", name="async_tp", kind=bool)
     """Each gather and each reduce-scatter of sequences runs in pieces, overlapped with the matmul that reads or makes its
     data (Inductor's ``_micro_pipeline_tp``, over symmetric memory). It needs `sequence_parallel`, ``compile="inductor"`` and
     GPUs that NVLink joins. Such a step has not run here; its seconds are predicted."""
@@ -213,9 +245,9 @@ class ContextParallel:
     ContextParallel(size=2, method='all_gather', loss_mean=None)
     """
 
-    size: int = 1
+    size: int = flagged(1, "plan pins", name="cp", kind=int, least=1)
     """Ranks that share one sequence; must divide the number of ranks. They shard the parameters, too."""
-    method: str = "all_gather"
+    method: str = flagged("all_gather", "plan pins", name="cp_method", choices=CONTEXT_METHODS)
     """The way in which queries meet the keys of other ranks. ``all_gather``: each rank gathers all keys and values, for
     any attention. ``ulysses``: an all-to-all gives each rank some heads of the whole sequence; `size` must divide the
     heads, and those of keys. ``ring``: keys and values go from rank to rank, and no rank has those of the whole
@@ -257,13 +289,13 @@ class ExpertParallel:
     ExpertParallel(size=4, plan=None, imbalance=None)
     """
 
-    size: int = 1
+    size: int = flagged(1, "plan pins", name="ep", kind=int, least=1)
     """Ranks that share a layer's experts; must divide ``dp_shard x cp x tp`` and the number of experts."""
     plan: Mapping[str, str] | None = None
     """Name pattern of the modules that hold experts, in weights of ``(experts, ..., ...)``, to how they are called:
     ``routed`` (tokens (N, D), chosen experts (N, k), their weights (N, k)) or ``every`` (rows of all experts one after the
     other). None: the plan of the model's config, else by structure. Experts in a list of modules are refused."""
-    imbalance: float | None = None
+    imbalance: float | None = flagged(None, kind=float, least=1)
     """Rows of the fullest rank's experts that a memory budget counts with, as a multiple of those of a balanced router.
     From 1 (balanced) to `size` (one rank gets all rows), and never counted as more; None: 1.5, since a new router is
     unbalanced."""
@@ -314,9 +346,22 @@ class Precision:
     torch.float32
     """
 
-    param_dtype: torch.dtype | str | None = None
+    param_dtype: torch.dtype | str | None = flagged(
+        None,
+        "plan",
+        "training",
+        name="precision",
+        default="float32",
+        values=f"float32 | bfloat16 | {' | '.join(FLOAT8)}",
+    )
     """The dtype to compute in; None: that of the parameters."""
-    reduce_dtype: torch.dtype | str | None = None
+    reduce_dtype: torch.dtype | str | None = flagged(
+        None,
+        "plan fit",
+        "training",
+        note="The dtype to reduce gradients in (FSDP2); default: float32, and that of the parameters where --precision is "
+        "their dtype.",
+    )
     """The dtype to reduce gradients in (FSDP2). None: float32 where `param_dtype` is given, because gradients of many
     ranks are summed, and a 16-bit sum loses what a 16-bit product does not; else that of the gradients."""
     output_dtype: torch.dtype | str | None = None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_like._util.words import check_whole, did_you_mean, normalise
+from nemo_like.options.flag import flagged
 
 LOSS_MEANS = ("tokens", "rows", "sum")
 """The words of `PipelineParallel.loss_mean` and `ContextParallel.loss_mean`."""
@@ -26,116 +27,6 @@ def parse_loss_mean(owner: str, loss_mean: LossMean, part: str) -> LossMean:
         f"{owner}.loss_mean is {over!r}; it must be {', '.join(map(repr, LOSS_MEANS))} or a function of {part} that returns "
         "how much counts in it." + did_you_mean(str(over), LOSS_MEANS)
     )
-
-
-@dataclass(frozen=True)
-class PipelineParallel:
-    """Deal a model's layers out to `size` ranks. ``pp=2`` means the defaults.
-
-    >>> PipelineParallel(4, schedule="interleaved-1f1b", microbatches=8).stages
-    8
-    """
-
-    size: int = 1
-    """Ranks of one pipeline; must divide the number of ranks."""
-    schedule: str = "1f1b"
-    """The order of the micro-batches. ``gpipe`` | ``1f1b`` | ``interleaved_1f1b`` | ``interleaved_zero_bubble`` |
-    ``zbv`` | ``dualpipev``: torch's."""
-    microbatches: int | None = None
-    """Into how many parts `Pipeline.step` cuts a batch. None: twice the number of ranks."""
-    stages_per_rank: int | None = None
-    """Stages on one rank. None: 1 for ``gpipe`` and ``1f1b``, else 2; the V-shaped schedules take 2 alone."""
-    balance: str | tuple[int, ...] = "time"
-    """The layers of a stage. ``"time"``: the stage with the most FLOPs has as few as possible, the head counted;
-    ``"memory"``: the rank that peaks highest peaks as low as it can; or how many layers each stage gets, from the
-    first stage on."""
-    loss_mean: str | Callable[[Any], Any] | None = None
-    """The numbers that the loss of a batch is a mean over; so many each micro-batch has. ``"tokens"``: labels that are
-    not -100, or a sum where the batch has ``num_items_in_batch``; ``"rows"``: rows or elements; ``"sum"``: it is a sum; or
-    a function of a micro-batch, a dict of tensors, that returns how much counts in it. None: ``"tokens"`` for a model of
-    transformers; any other model needs one of these. The first step compares it
-    with one call of two micro-batches; so does the first step whose micro-batches count differently."""
-    split: Callable[[Any, int, int], Any] | None = None
-    """For a model that its list of layers does not cut: ``split(model, stage, stages)`` returns the module of one stage. It
-    gets a copy of the model's modules with the model's own parameters, which it may take apart; parameters keep the names
-    that they have in `model`. A stage's forward is called with what the stage before it returned (a floating-point tensor,
-    or a tuple of them), as positions, and with what it names of a micro-batch; the last stage's returns the loss."""
-
-    def __post_init__(self) -> None:
-        check_whole("pp", self.size, 1, "ranks")
-        object.__setattr__(
-            self, "schedule", normalise(self.schedule) if isinstance(self.schedule, str) else self.schedule
-        )
-        if self.schedule not in SCHEDULES:
-            raise ValueError(
-                f"PipelineParallel.schedule is {self.schedule!r}; it must be one of {', '.join(SCHEDULES)}."
-                + did_you_mean(str(self.schedule), SCHEDULES)
-            )
-        if self.stages_per_rank is None:
-            object.__setattr__(self, "stages_per_rank", self.facts.default_per_rank)
-        if self.microbatches is None:
-            object.__setattr__(self, "microbatches", 2 * self.size)
-        for name in ("microbatches", "stages_per_rank"):
-            check_whole(f"PipelineParallel.{name}", getattr(self, name), 1)
-        self._check_schedule()
-        self._check_rest()
-
-    def _check_rest(self) -> None:
-        if isinstance(self.balance, list):
-            object.__setattr__(self, "balance", tuple(self.balance))
-        if self.balance not in ("time", "memory"):
-            self._check_counts()
-        object.__setattr__(self, "loss_mean", parse_loss_mean("PipelineParallel", self.loss_mean, "a micro-batch"))
-        if self.split is None:
-            return
-        if not callable(self.split):
-            raise ValueError(
-                f"PipelineParallel.split is {self.split!r}; it must be a function (model, stage, stages) -> nn.Module."
-            )
-        if self.balance != "time":
-            raise ValueError(
-                f"PipelineParallel.balance is {self.balance!r} with split=, which itself defines what each stage gets. "
-                "Leave one of them out."
-            )
-
-    @property
-    def facts(self) -> Schedule:
-        """Return the facts about the schedule."""
-        return SCHEDULE_OBJECTS[self.schedule]
-
-    def _check_schedule(self) -> None:
-        """Check what torch's schedules ask for."""
-        microbatches, per_rank, allowed = self.microbatches or 0, self.stages_per_rank or 0, self.facts.stages_per_rank
-        if allowed and per_rank not in allowed:
-            raise ValueError(
-                f"stages_per_rank is {per_rank}, and {self.schedule!r} has {allowed[0]} on each rank. Leave it out, or use "
-                "'interleaved_1f1b'."
-            )
-        if (problem := self.facts.check(self.size, microbatches)) is not None:
-            raise ValueError(f"microbatches is {microbatches} for {self.schedule!r} on {self.size} ranks; {problem}")
-
-    def _check_counts(self) -> None:
-        counts = self.balance
-        if not isinstance(counts, tuple) or not all(type(n) is int and n > 0 for n in counts) or not counts:
-            raise ValueError(
-                f"PipelineParallel.balance is {counts!r}; it must be 'time', 'memory' or how many layers each stage gets, "
-                "such as [8, 8]."
-            )
-        if len(counts) != self.stages:
-            raise ValueError(
-                f"PipelineParallel.balance has {len(counts)} numbers and there are {self.stages} stages "
-                f"({self.size} ranks x {self.stages_per_rank}); give one for each."
-            )
-
-    @property
-    def stages(self) -> int:
-        """Stages of one pipeline."""
-        return self.size * (self.stages_per_rank or 1)
-
-    @classmethod
-    def of(cls, pp: int | PipelineParallel) -> PipelineParallel:
-        """Return what ``pp=`` means: a number of ranks, or the object."""
-        return pp if isinstance(pp, PipelineParallel) else cls(pp)
 
 
 # The schedules of a pipeline: one object each, with all that is read of one. To add a schedule, add an object.
@@ -251,3 +142,132 @@ SCHEDULE_OBJECTS: dict[str, Schedule] = {
     )
 }
 SCHEDULES: tuple[str, ...] = tuple(SCHEDULE_OBJECTS)
+
+
+# Into which stages a model is cut.
+
+
+def read_balance(value: Any) -> str | tuple[int, ...]:
+    """Return the balance that ``--balance`` means.
+
+    Raises:
+        ValueError: neither a word nor numbers of layers.
+    """
+    if value in ("time", "memory"):
+        return str(value)
+    try:
+        return tuple(int(word) for word in value.split(","))
+    except ValueError:
+        raise ValueError(
+            f"--balance is {value!r}; it must be time, memory, or how many layers each stage gets, such as 8,8."
+        ) from None
+
+
+@dataclass(frozen=True)
+class PipelineParallel:
+    """Deal a model's layers out to `size` ranks. ``pp=2`` means the defaults.
+
+    >>> PipelineParallel(4, schedule="interleaved-1f1b", microbatches=8).stages
+    8
+    """
+
+    size: int = flagged(1, "plan pins", name="pp", kind=int, least=1)
+    """Ranks of one pipeline; must divide the number of ranks."""
+    schedule: str = flagged("1f1b", "plan pins", name="pp_schedule", values=" | ".join(SCHEDULES))
+    """The order of the micro-batches. ``gpipe`` | ``1f1b`` | ``interleaved_1f1b`` | ``interleaved_zero_bubble`` |
+    ``zbv`` | ``dualpipev``: torch's."""
+    microbatches: int | None = None
+    """Into how many parts `Pipeline.step` cuts a batch. None: twice the number of ranks."""
+    stages_per_rank: int | None = flagged(None, "plan pins", kind=int, least=1)
+    """Stages on one rank. None: 1 for ``gpipe`` and ``1f1b``, else 2; the V-shaped schedules take 2 alone."""
+    balance: str | tuple[int, ...] = flagged("time", values="time | memory | counts such as 8,8,7,7", read=read_balance)
+    """The layers of a stage. ``"time"``: the stage with the most FLOPs has as few as possible, the head counted;
+    ``"memory"``: the rank that peaks highest peaks as low as it can; or how many layers each stage gets, from the
+    first stage on."""
+    loss_mean: str | Callable[[Any], Any] | None = None
+    """The numbers that the loss of a batch is a mean over; so many each micro-batch has. ``"tokens"``: labels that are
+    not -100, or a sum where the batch has ``num_items_in_batch``; ``"rows"``: rows or elements; ``"sum"``: it is a sum; or
+    a function of a micro-batch, a dict of tensors, that returns how much counts in it. None: ``"tokens"`` for a model of
+    transformers; any other model needs one of these. The first step compares it
+    with one call of two micro-batches; so does the first step whose micro-batches count differently."""
+    split: Callable[[Any, int, int], Any] | None = None
+    """For a model that its list of layers does not cut: ``split(model, stage, stages)`` returns the module of one stage. It
+    gets a copy of the model's modules with the model's own parameters, which it may take apart; parameters keep the names
+    that they have in `model`. A stage's forward is called with what the stage before it returned (a floating-point tensor,
+    or a tuple of them), as positions, and with what it names of a micro-batch; the last stage's returns the loss."""
+
+    def __post_init__(self) -> None:
+        check_whole("pp", self.size, 1, "ranks")
+        object.__setattr__(
+            self, "schedule", normalise(self.schedule) if isinstance(self.schedule, str) else self.schedule
+        )
+        if self.schedule not in SCHEDULES:
+            raise ValueError(
+                f"PipelineParallel.schedule is {self.schedule!r}; it must be one of {', '.join(SCHEDULES)}."
+                + did_you_mean(str(self.schedule), SCHEDULES)
+            )
+        if self.stages_per_rank is None:
+            object.__setattr__(self, "stages_per_rank", self.facts.default_per_rank)
+        if self.microbatches is None:
+            object.__setattr__(self, "microbatches", 2 * self.size)
+        for name in ("microbatches", "stages_per_rank"):
+            check_whole(f"PipelineParallel.{name}", getattr(self, name), 1)
+        self._check_schedule()
+        self._check_rest()
+
+    def _check_rest(self) -> None:
+        if isinstance(self.balance, list):
+            object.__setattr__(self, "balance", tuple(self.balance))
+        if self.balance not in ("time", "memory"):
+            self._check_counts()
+        object.__setattr__(self, "loss_mean", parse_loss_mean("PipelineParallel", self.loss_mean, "a micro-batch"))
+        if self.split is None:
+            return
+        if not callable(self.split):
+            raise ValueError(
+                f"PipelineParallel.split is {self.split!r}; it must be a function (model, stage, stages) -> nn.Module."
+            )
+        if self.balance != "time":
+            raise ValueError(
+                f"PipelineParallel.balance is {self.balance!r} with split=, which itself defines what each stage gets. "
+                "Leave one of them out."
+            )
+
+    @property
+    def facts(self) -> Schedule:
+        """Return the facts about the schedule."""
+        return SCHEDULE_OBJECTS[self.schedule]
+
+    def _check_schedule(self) -> None:
+        """Check what torch's schedules ask for."""
+        microbatches, per_rank, allowed = self.microbatches or 0, self.stages_per_rank or 0, self.facts.stages_per_rank
+        if allowed and per_rank not in allowed:
+            raise ValueError(
+                f"stages_per_rank is {per_rank}, and {self.schedule!r} has {allowed[0]} on each rank. Leave it out, or use "
+                "'interleaved_1f1b'."
+            )
+        if (problem := self.facts.check(self.size, microbatches)) is not None:
+            raise ValueError(f"microbatches is {microbatches} for {self.schedule!r} on {self.size} ranks; {problem}")
+
+    def _check_counts(self) -> None:
+        counts = self.balance
+        if not isinstance(counts, tuple) or not all(type(n) is int and n > 0 for n in counts) or not counts:
+            raise ValueError(
+                f"PipelineParallel.balance is {counts!r}; it must be 'time', 'memory' or how many layers each stage gets, "
+                "such as [8, 8]."
+            )
+        if len(counts) != self.stages:
+            raise ValueError(
+                f"PipelineParallel.balance has {len(counts)} numbers and there are {self.stages} stages "
+                f"({self.size} ranks x {self.stages_per_rank}); give one for each."
+            )
+
+    @property
+    def stages(self) -> int:
+        """Stages of one pipeline."""
+        return self.size * (self.stages_per_rank or 1)
+
+    @classmethod
+    def of(cls, pp: int | PipelineParallel) -> PipelineParallel:
+        """Return what ``pp=`` means: a number of ranks, or the object."""
+        return pp if isinstance(pp, PipelineParallel) else cls(pp)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from nemo_like._util.words import check_bool, check_whole, did_you_mean, normalise, parse_bytes
+from nemo_like.options.flag import flagged
 from nemo_like.options.optimizers import OPTIMIZER_OBJECTS
 
 if TYPE_CHECKING:
@@ -138,19 +140,29 @@ class StepSpec:
         ValueError: an unknown word or a number out of range. TypeError: a value of the wrong kind.
     """
 
-    microbatches: int = 1
+    microbatches: int = flagged(1, "plan pins", "training", name="grad_accum", kind=int, least=1)
     """Micro-batches of a step, forward and backward each. Gradients are there from the first one on."""
-    sync: str = "every"
+    sync: str = flagged("every", "plan pins", "training", choices=SYNC)
     """Micro-batches that reduce gradients over the ranks. ``every`` one (as in a plain loop), or the ``last``
     (`nemo_like.distributed.gradients.set_gradient_sync`, DDP's ``no_sync``): each rank holds whole gradients till
     then."""
-    keeps_output: bool = True
+    keeps_output: bool = flagged(
+        True,
+        "plan fit",
+        "training",
+        name="drop_output",
+        default=False,
+        kind=bool,
+        note="The loop drops the model's output before backward.",
+        read=operator.not_,
+        write=operator.not_,
+    )
     """The model's output (logits!) stays alive through backward, and until the next forward has returned, as where it
     has a name. False: the loop drops it before backward (``loss = model(**batch).loss``)."""
-    zero_grad: str = "free"
+    zero_grad: str = flagged("free", "plan fit", "training", choices=ZERO_GRAD)
     """Gradients between steps. ``free``: gradients are None before the first forward of a step (torch's default);
     ``zero``: they stay, as zeros (``zero_grad(set_to_none=False)``)."""
-    optimizer: str = "adamw"
+    optimizer: str = flagged("adamw", "plan", "training", choices=OPTIMIZERS)
     """The optimizer, whose state and temporaries count. ``adamw`` (as torch builds it: with ``foreach`` on CUDA, else
     one parameter at a time), ``adamw-loop``, ``adamw-foreach``, ``adamw-fused``, ``adamw-8bit`` (states in blocks
     of 256), ``adamw-bf16`` (states in two bytes), ``muon`` (the matrices of layers; AdamW for all else), ``sgd``,
@@ -159,9 +171,9 @@ class StepSpec:
     """The loss of what the model returned, where the loop computes it. It is called on tensors without values on the
     CPU; labels in it count by shape. None: the output's own ``loss``, or, where there is none, a cross entropy in
     float32 of its first tensor that has a gradient, shifted by one token."""
-    ema: bool = False
+    ema: bool = flagged(False, "plan fit", "training", kind=bool)
     """The loop keeps an average of the parameters, sharded as they are (`torch.optim.swa_utils.AveragedModel`)."""
-    in_backward: bool = False
+    in_backward: bool = flagged(False, "plan fit", "training", name="optimizer_in_backward", kind=bool)
     """Each parameter is stepped in backward, as soon as its gradient is there, and the gradient is freed
     (`nemo_like.optimizer_in_backward`; torchtune's ``optimizer_in_bwd``, PyTorch's tutorial "How to save memory by fusing
     the optimizer step into the backward pass"): the gradients of all parameters are never there together. A step has one

@@ -20,9 +20,9 @@ from nemo_like._util.words import write_bytes
 from nemo_like.activation_checkpointing.plan import FORMAT, Plan, layer_signature
 from nemo_like.distributed.launch import local_world_size
 from nemo_like.distributed.ranks import Ranks
-from nemo_like.flags import RESHARD, reshard_word
 from nemo_like.models import ModelSource
 from nemo_like.options import ADAMW, parse_ac, parse_bytes
+from nemo_like.options.parallel import reshard_word
 from nemo_like.planning.advise import flag_changes, saving, smaller_budget, where_memory_runs_out
 from nemo_like.planning.devices import Device, device_at_hand
 from nemo_like.planning.fit import FitReport, fit
@@ -120,8 +120,6 @@ def best_of(options: PretrainOptions, ranks: Ranks, model: nn.Module, device: De
     """Search what `options` leave free, for a `device` and `host` bytes of CPU memory; ValueError: nothing fits."""
     pins: dict[str, Any] = {name: getattr(options, name) for name in options.searched if name not in options.free}
     schedule, pins["memory"] = pins.pop("pp_schedule", None), options.fit_memory
-    if "reshard_after_forward" in pins:
-        pins["reshard_after_forward"] = [RESHARD[options.reshard_after_forward]]  # None alone would pin nothing
     if "ac" in pins:
         budget = parse_ac(options.ac)
         pins["ac"] = getattr(budget, "mode", "plan")

@@ -34,7 +34,8 @@ def job_option(name: str, default: object = None, **more: Any) -> Any:
     """An `option` that is a field of the job: what `FLAGS` has for it; `default`, `more`: other than there."""
     known = FLAGS[name]
     value = known.default if default is None else default
-    return option(value, known.help.replace("%%", "%"), known.kind, **{"choices": known.choices} | more)
+    facts = {"choices": known.choices, "group": known.group} | more
+    return option(value, known.help.replace("%%", "%"), known.kind, **facts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +99,7 @@ class PretrainOptions(SharedOptions):
         None,
         "norms and residuals are split along the sequence, over the ranks of --tp (default: where the model's plan and "
         "--seq-len allow it)",
+        group="parallelism",
         needs=Need("--tp above 1", lambda options: options.tp > 1),
         action=argparse.BooleanOptionalAction,
     )
@@ -132,6 +134,7 @@ class PretrainOptions(SharedOptions):
         "micro-batches of --grad-accum that reduce gradients over the ranks: every | last | auto: every one where whole "
         "gradients would take over a quarter of the device",
         choices=("auto", *SYNC),
+        group="training",
         needs=Need("--grad-accum above 1", lambda options: options.accumulates),
     )
     steps: int = option(200, "steps of the whole run, those before a resume included", least=1)
@@ -385,9 +388,14 @@ class FinetuneOptions(SharedOptions):
         trainer="check_memory",
     )
     reshard_after_forward: bool = option(
-        True, "FSDP2 frees gathered layers after forward", action=argparse.BooleanOptionalAction
+        True,
+        "FSDP2 frees gathered layers after forward",
+        action=argparse.BooleanOptionalAction,
+        group="parallelism",
     )
-    precision: str = option("bfloat16", "dtype to compute in: bfloat16 | float32", choices=("bfloat16", "float32"))
+    precision: str = option(
+        "bfloat16", "dtype to compute in: bfloat16 | float32", choices=("bfloat16", "float32"), group="training"
+    )
     seq_len: int = option(
         1024, "longest sample, in tokens; what is longer is cut at its end", tokens, least=1, trainer="max_length"
     )
@@ -397,7 +405,7 @@ class FinetuneOptions(SharedOptions):
         trainer="packing",
     )
     batch_size: int = option(8, "samples of a rank and micro-batch", least=1, trainer="per_device_train_batch_size")
-    grad_accum: int = option(1, "micro-batches of a step", least=1, trainer="gradient_accumulation_steps")
+    grad_accum: int = job_option("grad_accum", trainer="gradient_accumulation_steps")
     steps: int = option(0, "steps of the whole run; 0: as many as --epochs take", least=0)
     epochs: float = option(1.0, "passes over the data, where --steps is 0", least=0, trainer="num_train_epochs")
     optimizer: str = job_option(

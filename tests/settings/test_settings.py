@@ -266,8 +266,8 @@ def test_what_a_format_does_not_have_is_named(tmp_path: Path) -> None:
     left = write_settings(tmp_path / "a.yaml", job, ac="40GiB", seq_len=64, lora=8)
     assert left == (
         "ac = 40GiB (written as full, which needs least)",
-        "reduce_dtype = fp32",
         "loss = chunked",
+        "reduce_dtype = fp32",
         "seq_len = 64",
         "lora = 8",
     )

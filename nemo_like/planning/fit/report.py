@@ -18,8 +18,8 @@ from nemo_like._util.table import (
     three_digits,
 )
 from nemo_like._util.words import write_bytes
-from nemo_like.flags import reshard_word
 from nemo_like.options import ADAMW, ContextParallel, PipelineParallel
+from nemo_like.options.parallel import reshard_word
 from nemo_like.planning.accuracy import accuracy_words
 from nemo_like.planning.fit.advice import binds
 from nemo_like.planning.fit.candidate import Candidate, precision_word

@@ -1,0 +1,57 @@
+"""The command-line flag of an option: written once, as metadata of the option's field."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+FIELDS = object()
+"""Stands for the default of the field."""
+
+
+def same(value: Any) -> Any:
+    """Return `value`: it is the same in the field and on the command line."""
+    return value
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A flag of a job. Its help is the first sentence of its field's documentation."""
+
+    on: str
+    """The commands that take it: ``plan``, ``fit``, and ``pins`` for those that constrain a search of ``fit``."""
+    group: str = "parallelism"
+    """The group of options, in the help, that it belongs to."""
+    name: str = ""
+    """As a Python name; on the command line ``--name`` with ``_`` written as ``-``. Default: the field's."""
+    default: Any = FIELDS
+    """Its value where it is not on the command line."""
+    kind: Callable[[str], Any] = str
+    choices: Sequence[str] = ()
+    """The values that it may have; empty: any."""
+    least: float | None = None
+    """The smallest number that it may be."""
+    values: str = ""
+    """Values that it may have, for its help; default: its choices."""
+    note: str = ""
+    """Its help where it means the opposite of its field."""
+    read: Callable[[Any], Any] = same
+    """Makes the field's value of the flag's."""
+    write: Callable[[Any], Any] = same
+    """Makes the flag's value of the field's."""
+    field: str = ""
+    """The field of `Job` that it sets, with the field of that: ``"tp.size"``; `nemo_like.flags` fills it in."""
+    help: str = ""
+    """What it does, in a line; `nemo_like.flags` fills it in."""
+
+    @property
+    def word(self) -> str:
+        """Return the flag as it is written on the command line."""
+        return "--gpus" if self.name == "world_size" else "--" + self.name.replace("_", "-")
+
+
+def flagged(default: Any, /, on: str = "plan fit", group: str = "parallelism", **facts: Any) -> Any:
+    """Return a field of an options class with a flag; `facts`: other fields of `Flag`."""
+    return dataclasses.field(default=default, metadata={"flag": Flag(on, group, **facts)})
