@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from nemo_like import Job, parallelize
+from nemo_like._util.table import percent
 from nemo_like.cli import main
 from nemo_like.planning.accuracy import accuracy_words
 from nemo_like.planning.devices import resolve_device
@@ -206,13 +207,25 @@ def test_the_first_screen_is_about_an_8b_on_8_gpus() -> None:
 
 
 @pytest.mark.long  # 10 s
-def test_the_first_screen_is_what_the_command_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_screen_and_its_picture_are_what_the_command_reports(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     command, lines = _first_screen()
     monkeypatch.setenv("COLUMNS", "80")
-    out = io.StringIO()
+    out, report = io.StringIO(), tmp_path / "plan.json"
     with redirect_stdout(out):
-        main(shlex.split(command)[1:])
+        main([*shlex.split(command)[1:], "--json", str(report)])
     assert without_times(out.getvalue()).splitlines()[:6] == without_times(lines).splitlines()
+    rows = {row["ac"]: row for row in json.loads(report.read_text())["rows"]}
+    picture = re.findall(r"^(\S+) +(\d+\.\d)  (s+a+l+)  +(.*)$", (ROOT / "README.md").read_text(), re.M)
+    assert [each[0] for each in picture] == ["none", "64.1GiB", "selective", "full"]
+    for name, peak, letters, cost in picture:
+        parts = rows[name]["peak_parts"]
+        saved, outside = parts["saved activations"], parts["outside of layers"] + parts["kept output"]
+        sizes = rows[name]["peak_bytes"] - saved - outside, saved, outside
+        assert letters == "".join(letter * round(size / 2**30) for letter, size in zip("sal", sizes))
+        assert peak == f"{rows[name]['peak_bytes'] / 2**30:.1f}"
+        assert cost == (f"{percent(rows[name]['slower'])} slower" if rows[name]["fits"] else "does not fit")
 
 
 def test_the_readme_has_rows_of_the_page_of_modes() -> None:

@@ -197,11 +197,19 @@ class Comparison:
         columns = tuple(c if form is not None else replace(c, name=f"{c.name} {unit.name}") for _, c, form in shown)
         cells = tuple(tuple(_cell(row.get(key), form, unit) for key, _, form in shown) for row in self.rows)
         about = ", ".join(f"{key}: {value}" for key, value in self.about.items())
+        fastest = min(self.rows, key=lambda row: row["step_ms"])
+        least = min((row for row in self.rows if row.get("peak_mb") is not None), key=lambda row: row["peak_mb"])
+        answer = (
+            f"Fastest: {fastest['mode']}, {table.three_digits(fastest['step_ms'])} ms. Least memory: {least['mode']}, "
+            f"{unit.word(round(least['peak_mb'] * 1e6))} at {least['ratio']:.2f} times the step of none."
+        )
         below = [
             table.Table(columns, cells).with_note(width=width),
             *(paragraph(n, width) for n in [*self.notes, _NOTE]),
         ]
-        return paragraph(f"Modes of training. {about}", width) + "\n\n" + "\n".join(below)
+        below.append(f"Next: nemo-like plan --model {self.about['model']} --gpus 8, for GPUs that you do not have.")
+        above = paragraph(answer, width), paragraph(f"Measured: {about}.", width)
+        return "\n".join([*above, "", *below])
 
     def to_json(self) -> str:
         """Return everything, values unrounded."""

@@ -78,11 +78,13 @@ def run(args: argparse.Namespace) -> int:
     write_text(args.json, report.to_json())
     if args.json == "-":
         return 0
-    sys.stdout.write(report.table(args.limit, width) + "\n")
+    last = f"Next: nemo-like bench --model {args.model}, which measures every mode."
     if budget is not None:
         names = recommend(report, budget / 1e6)
-        what = f"recompute {len(names)} of {len(report)} layers: {', '.join(names)}" if names else "recompute nothing"
+        layers = f"recompute {len(names)} of {len(report)} layers" if names else "recompute nothing"
         peak = report.unit.word(report.predict_peak_bytes(names))
-        sentence = f"For a peak of activations within {args.budget}: {what}. Predicted peak: {peak}."
-        sys.stdout.write(f"\n{paragraph(sentence, width)}\n")
+        sentence = f"For a peak of activations within {args.budget}: {layers}. Predicted peak: {peak}."
+        sys.stdout.write(paragraph(sentence, width) + "\n")
+        last = f"Paste: model = parallelize(model, ac='full', layers={names})" if names else "Paste: ac='none'"
+    sys.stdout.write(f"{report.table(args.limit, width)}\n\n{paragraph(last, width)}\n")
     return 0

@@ -128,12 +128,12 @@ class ProfileReport:
         )
         rendered = Table(columns, tuple(rows))
         recomputed = self.predict_peak_bytes(self.call_names)
-        first = (
-            f"{self.model} on {self.device}, {len(self.layers)} layers, median of {self.runs} runs. Saved for backward: "
-            f"{unit.word(self.total_activation_bytes)}, {unit.word(self.outside_bytes)} of it outside the layers."
+        answer = (
+            f"Peak of activations: {unit.word(self.peak_bytes)}; with a recompute of every layer: {unit.word(recomputed)}."
         )
-        last = (
-            f"Peak of activations: {unit.word(self.peak_bytes)}; with a recompute of every layer: {unit.word(recomputed)}. "
+        about = (
+            f"{self.model} on {self.device}, {len(self.layers)} layers, median of {self.runs} runs. Saved for backward: "
+            f"{unit.word(self.total_activation_bytes)}, {unit.word(self.outside_bytes)} of it outside the layers. "
             f"Step: {three_digits(self.step_ms)} ms (spread {percent(self.step_spread)}), of it layers forward "
             f"{three_digits(self.forward_ms)} ms, backward {three_digits(self.backward_ms)} ms."
         )
@@ -142,7 +142,7 @@ class ProfileReport:
             lines.append(f"... and {len(self.layers) - limit} more")
         if hidden := rendered.hidden(width):
             lines.append(paragraph(hidden, width))
-        return "\n\n".join([paragraph(first, width), "\n".join(lines), paragraph(last, width)])
+        return "\n\n".join([f"{paragraph(answer, width)}\n{paragraph(about, width)}", "\n".join(lines)])
 
     @property
     def unit(self) -> ByteUnit:

@@ -1,1 +1,1 @@
-"""Surveys of transformers' model types; `python -m tests.tools.surveys` writes `docs/reference/models.md`."""
+"""Surveys of transformers' model types; `python -m tests.tools.surveys` writes `docs/evidence/surveys/models.md`."""

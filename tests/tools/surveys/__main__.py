@@ -1,4 +1,4 @@
-"""`python -m tests.tools.surveys`: what works on each model type of transformers, as `docs/reference/models.md`."""
+"""`python -m tests.tools.surveys`: what works on each model type of transformers, as `docs/evidence/surveys/models.md`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from nemo_like._util.console import check_writable, examples, refuse_unread, start_logging
 from nemo_like._util.words import check_whole
 from nemo_like.options import did_you_mean
-from tests.tools.surveys import layers, losses, plan_page, plans
+from tests.tools.surveys import layers, losses, plan_page, plans, popular
 
 PROGRAM = "python -m tests.tools.surveys"
 
@@ -37,7 +37,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
         description="Survey the layers found in every model type of the installed transformers.",
-        epilog=examples(PROGRAM, ("--only llama gemma3", "--losses --output docs/reference/models.md")),
+        epilog=examples(PROGRAM, ("--only llama gemma3", "--losses --output docs/evidence/surveys/models.md")),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--output", type=Path, help="write the table to this Markdown file (default: print it)")
@@ -55,6 +55,9 @@ def make_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="with --plan and --output: go on with the types that the page does not have",
     )
+    parser.add_argument(
+        "--popular", action="store_true", help="survey every option on thirty models instead (ten minutes)"
+    )
     parser.add_argument("--processes", type=int, default=2, help="worker processes (default: 2)")
     parser.set_defaults(own=parser)
     return parser
@@ -65,6 +68,13 @@ def _run(args: argparse.Namespace) -> int:
         raise ValueError("--resume goes on with a page of budgets: it needs --plan and --output.")
     if args.losses and args.plan:
         raise ValueError("--losses and --plan are two surveys. Leave one of the two out.")
+    if args.popular:
+        refuse_unread(
+            args, ["only", "losses", "plan", "resume", "processes"], "the thirty models are a list of their own."
+        )
+        args.output = args.output or popular.PAGE
+        args.output.write_text(popular.page())
+        return 0
     if args.losses or args.plan:
         refuse_unread(args, ["processes"], "this survey runs in one process.")
     check_whole("--processes", args.processes, 1)

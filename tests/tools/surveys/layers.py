@@ -160,14 +160,14 @@ def failures(rows: Iterable[CoverageRow]) -> Iterator[str]:
 
 
 def to_markdown(rows: list[CoverageRow]) -> str:
-    """The table of `docs/reference/models.md`."""
+    """The table of `docs/evidence/surveys/models.md`."""
     version = require("transformers", "hf", "to name its version").__version__
     built = [row for row in rows if row.built]
     good = [row for row in built if not row.problem and row.share >= LEAST_SHARE]
     lines = [
         "# Model coverage",
         "",
-        "Made by `python -m tests.tools.surveys --output docs/reference/models.md`; do not edit by hand.",
+        "Made by `python -m tests.tools.surveys --output docs/evidence/surveys/models.md`; do not edit by hand.",
         "",
         f"transformers {version} knows {len(rows)} model types for `AutoModel`. {len(built)} build from their default "
         f"configuration on the meta device here. In {len(good)} of these every checkpointable block lies in a layer, "

@@ -129,7 +129,7 @@ class _Lines(logging.Handler):
 
 
 def markdown(rows: list[LossRow]) -> str:
-    """The last section of `docs/reference/models.md`."""
+    """The last section of `docs/evidence/surveys/models.md`."""
     version = require("transformers", "hf", "to name its version").__version__
     ran = [row for row in rows if row.ran]
     chunked = [row for row in ran if row.chunked and not row.wrong]
@@ -137,7 +137,7 @@ def markdown(rows: list[LossRow]) -> str:
     lines = [
         SECTION,
         "",
-        "Made by `python -m tests.tools.surveys --losses --output docs/reference/models.md`.",
+        "Made by `python -m tests.tools.surveys --losses --output docs/evidence/surveys/models.md`.",
         "",
         f"transformers {version} has {len(rows)} classes named `*ForCausalLM`, `*ForConditionalGeneration` or "
         f"`*LMHeadModel`. {len(ran)} of them run here tiny in training mode, on text with labels, and on pictures or sound "

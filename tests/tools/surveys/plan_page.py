@@ -1,4 +1,4 @@
-"""The section of `docs/reference/models.md` that says how planned budgets fared, model type by model type."""
+"""The section of `docs/evidence/surveys/models.md` that says how planned budgets fared, model type by model type."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _COLUMNS = "| model type | class | planned | ran | peak error | held error | cod
 
 
 def markdown(rows: Iterable[SurveyedPlan], page: str = "") -> str:
-    """The section of `docs/reference/models.md`; what the section in `page` says of types that are not in `rows` stays."""
+    """The section of `docs/evidence/surveys/models.md`; what the section in `page` says of types that are not in `rows` stays."""
     rows = list(rows)
     version = require("transformers", "hf", "to name its version").__version__
     again = {row.model_type for row in rows}
@@ -57,7 +57,7 @@ def markdown(rows: Iterable[SurveyedPlan], page: str = "") -> str:
         (
             SECTION,
             "",
-            "Made by `python -m tests.tools.surveys --plan --output docs/reference/models.md`; `--only` renews the rows of "
+            "Made by `python -m tests.tools.surveys --plan --output docs/evidence/surveys/models.md`; `--only` renews the rows of "
             "some types, `--resume` goes on where it was stopped.",
             "",
             f"Of the {len(model_types())} model types of transformers {version}, {len(lines) + len(others)} were tried, and "
