@@ -527,9 +527,13 @@ def is_parallelized(model: nn.Module) -> bool:
 
 
 def _refuse_parallelized(model: nn.Module) -> None:
+    if isinstance(model, FSDPModule) and not hasattr(model, _MARK):  # parts may be: see `sharded_by_caller`
+        raise ValueError(
+            "The model is sharded already, by fully_shard. Leave that out; or keep it, and use "
+            "nemo_like.apply_activation_checkpointing in the place of parallelize."
+        )
     for name, module in model.named_modules():
-        sharded = isinstance(module, FSDPModule) and not name  # parts may be: see `sharded_by_caller`
-        if sharded or hasattr(module, _MARK) or isinstance(module, DistributedDataParallel):
+        if hasattr(module, _MARK) or isinstance(module, DistributedDataParallel):
             raise ValueError(
                 f"{name or 'The model'} is parallelized already; call parallelize once, on a freshly built model."
             )

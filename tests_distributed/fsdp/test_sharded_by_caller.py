@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from nemo_like import parallelize
+from nemo_like import apply_activation_checkpointing, parallelize
 from nemo_like.distributed import clip_grad_norm_
 from nemo_like.options import FSDP2, MemoryBudget
 from tests.checks import assert_bitwise, gradients_of
@@ -179,3 +180,44 @@ def test_what_cannot_be_done_with_them_is_refused_before_any_change(rank: int, w
     assert "layers.0.experts" in message(model, ac=asked, sample_input={"ids": _ids()})
     parallelize(model, FSDP2(), "sequential", sample_input={"ids": _ids()}, device="cpu")
     assert "already" in message(model)
+
+
+OWN_LOOPS: dict[str, dict[str, object]] = {
+    "fully_shard": {},
+    "reshard_after_forward": {"reshard_after_forward": False},
+    "mixed precision": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+    "CPU offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    "checkpointing after sharding": {"sharded_first": True},
+    "gradients reduced at the last micro-batch": {"microbatches": 2},
+}
+"""Lines of docs/how-to/your-own-loop.md, section "I have `fully_shard` already"."""
+
+
+def _own_loop(
+    checkpoints: bool, sharded_first: bool = False, microbatches: int = 1, **options: Any
+) -> dict[str, Tensor]:
+    """Return the gradients of a loop that calls `fully_shard` itself."""
+    model = _built().train()
+    mesh = init_device_mesh("cpu", (2,))
+    if checkpoints and not sharded_first:
+        model = apply_activation_checkpointing(model, "selective")
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+    if checkpoints and sharded_first:
+        model = apply_activation_checkpointing(model, "selective")
+    assert all(isinstance(layer, FSDPModule) and isinstance(layer, Block) for layer in model.layers)
+    torch.manual_seed(3)
+    for number in range(microbatches):
+        model.set_requires_gradient_sync(number == microbatches - 1)
+        model(_ids()).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    return gradients_of(model)
+
+
+@on_ranks(2)
+def test_a_loop_with_fully_shard_of_its_own_keeps_its_gradients(rank: int, world_size: int) -> None:
+    for name, options in OWN_LOOPS.items():
+        assert_bitwise(_own_loop(True, **options), _own_loop(False, **options), name)
+    with pytest.raises(ValueError, match="sharded already, by fully_shard"):
+        parallelize(fully_shard(_built(), mesh=init_device_mesh("cpu", (2,))))
