@@ -42,11 +42,19 @@ from nemo_like.options import DDP, FSDP2, MemoryBudget, StepSpec
 from nemo_like.options.optimizers import OPTIMIZER_OBJECTS
 from nemo_like.parallelizer import parallelize
 from nemo_like.planning.devices import Device, device_of, resolve_device
-from nemo_like.planning.memory_model.fewer_layers import Stretch, leave_out, repeats, whole_levels
-from nemo_like.planning.memory_model.storage_ledger import PARAMETERS, Level, StepMoment, StorageLedger
+from nemo_like.planning.memory_model.storage_ledger import (
+    PARAMETERS,
+    Level,
+    StepMoment,
+    StorageLedger,
+    Stretch,
+    leave_out,
+    repeats,
+    whole_levels,
+)
 from nemo_like.planning.model.capture import routing_of
 from nemo_like.planning.model.outside import loss_of
-from nemo_like.planning.planned_rank import PlannedRank, plan_rank
+from nemo_like.planning.planner import PlannedRank, plan_rank
 from nemo_like.planning.trace.kinds import BlockKind, ModelTrace
 from nemo_like.planning.trace.meter import SumsInPlace
 from nemo_like.precision import float8_linears

@@ -84,8 +84,7 @@ def run(args: argparse.Namespace) -> int:
     from nemo_like.models import most_positions, resolve_model
     from nemo_like.planning.devices import device_of
     from nemo_like.planning.predict import SizeSearch, answered
-    from nemo_like.planning.report import WhatIf
-    from nemo_like.planning.what_if import what_if
+    from nemo_like.planning.report import WhatIf, what_if
 
     search = SizeSearch.from_words(args.world_size, args.seq_len, args.batch_size)
     _check(args)
@@ -147,7 +146,7 @@ def run(args: argparse.Namespace) -> int:
 def _calibrated(args: argparse.Namespace, query: PlanQuery) -> argparse.Namespace:
     """Write a file of the GPU by ``--calibrate-from``, print that, and return the arguments that plan with it."""
     from nemo_like.options import MemoryBudget
-    from nemo_like.planning.measured_step import fitted_factor, read_speed, write_gpu
+    from nemo_like.planning.calibration import fitted_factor, read_speed, write_gpu
     from nemo_like.planning.model.traced import MODES
     from nemo_like.planning.predict import tokens_of
     from nemo_like.planning.predictions.budget_search import choose
@@ -176,7 +175,7 @@ def _with_a_start(args: argparse.Namespace, search: SizeSearch, positions: int |
     positions: the most tokens that the model takes; None: its config does not state it.
     """
     from nemo_like.planning.predict import START
-    from nemo_like.planning.what_if import gpu_unit
+    from nemo_like.planning.report import gpu_unit
 
     start = {"world_size": search.gpus, "seq_len": search.seq_len, "batch_size": search.batch}
     starts = {

@@ -16,7 +16,7 @@ from nemo_like.models import ModelSource, check_positions
 from nemo_like.options import parse_shape
 from nemo_like.planning.model.inputs import Media, ModelInput, model_input, quiet_fakes
 from nemo_like.planning.query import PlanQuery
-from nemo_like.planning.what_if import Step
+from nemo_like.planning.report import Step
 
 
 def query_with_inputs(

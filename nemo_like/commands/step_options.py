@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # the options are needed without torch and the planner
     from nemo_like.models import ModelSource
     from nemo_like.planning.model.inputs import ModelInput
     from nemo_like.planning.query import PlanQuery
-    from nemo_like.planning.what_if import Step
+    from nemo_like.planning.report import Step
 
 JOB_FLAGS = flags_on("plan")
 _NOT_IN_STAGES = ("host", "measure", "sync", "drop_output", "cpu_offload")
@@ -107,7 +107,7 @@ def asked_job(args: argparse.Namespace) -> Job:
 def traced_step(args: argparse.Namespace, source: ModelSource, job: Job) -> tuple[PlanQuery, Step, ModelInput]:
     """Return the query of `job`, the step that it is of, and its input, for the model of `source`."""
     from nemo_like.commands import plan_inputs
-    from nemo_like.planning.model.quantised import with_adapters
+    from nemo_like.planning.model.traced import with_adapters
     from nemo_like.planning.planner import query_of
 
     dtype = parse_dtype("--dtype", args.dtype)

@@ -20,8 +20,7 @@ from nemo_like.integrations.trainer_job import call_of_model, largest_batch, ref
 from nemo_like.job import Job
 from nemo_like.options.optimizers import TRAINER_OPTIMIZERS, TrainedParameter, optimizer_memory
 from nemo_like.planning.advise import flag_changes, saving, where_memory_runs_out
-from nemo_like.planning.planned_rank import lower_peaks, peak_under
-from nemo_like.planning.planner import query_of
+from nemo_like.planning.planner import lower_peaks, peak_under, query_of
 from nemo_like.planning.query import PlanQuery
 from nemo_like.torch_compat import local_part, recorded_snapshot
 

@@ -37,8 +37,7 @@ from nemo_like.planning.predictions.seconds import (
 )
 from nemo_like.planning.query import RNG_STATE, Choices, PlanQuery, Stage
 from nemo_like.planning.roofline import RankGroup, host_optimizer_seconds, kernel_kind, optimizer_seconds
-from nemo_like.planning.selection.layer import BlockProblem, Choice
-from nemo_like.planning.selection.layer_seconds import LayerRun
+from nemo_like.planning.selection.layer import BlockProblem, Choice, LayerRun
 from nemo_like.planning.sharding import UnitBytes
 
 _NOTHING = 1e-12

@@ -18,10 +18,9 @@ from nemo_like.models import check_positions, most_positions, resolve_model, tex
 from nemo_like.planning.devices import device_of, step_limit
 from nemo_like.planning.predictions.outside_allocator import default_limit
 from nemo_like.planning.query import PlanQuery
-from nemo_like.planning.report import PlanReport, make_report
+from nemo_like.planning.report import PlanReport, Step, fewest, gpu_counts, largest, least_need, make_report
+from nemo_like.planning.report import what_if as changes
 from nemo_like.planning.sharding import same_on_all_ranks
-from nemo_like.planning.what_if import Step, fewest, gpu_counts, largest, least_need
-from nemo_like.planning.what_if import what_if as changes
 
 MOST_TOKENS, MOST_SEQUENCES = 1 << 22, 1 << 12
 """Longest sequence and largest micro-batch that are searched."""

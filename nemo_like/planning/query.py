@@ -52,8 +52,7 @@ from nemo_like.planning.memory_model.microbatch import Around, LayerCall
 from nemo_like.planning.model.outside import OuterMemory
 from nemo_like.planning.model.traced import StepLoss, TraceCache, TracedPart, local_shape
 from nemo_like.planning.roofline import exposed_seconds
-from nemo_like.planning.selection.layer import Choice, Stack
-from nemo_like.planning.selection.layer_seconds import LayerRun
+from nemo_like.planning.selection.layer import Choice, LayerRun, Stack
 from nemo_like.planning.sharding import Sharding, UnitBytes, sharding_of
 from nemo_like.planning.trace.kinds import settings_of
 

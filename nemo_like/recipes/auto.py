@@ -26,7 +26,7 @@ from nemo_like.options.parallel import reshard_word
 from nemo_like.planning.advise import flag_changes, saving, smaller_budget, where_memory_runs_out
 from nemo_like.planning.devices import Device, device_at_hand
 from nemo_like.planning.fit import FitReport, fit
-from nemo_like.planning.planned_rank import lower_peaks, peak_under
+from nemo_like.planning.planner import lower_peaks, peak_under
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.sharding import same_on_all_ranks
 from nemo_like.recipes.options import PretrainOptions

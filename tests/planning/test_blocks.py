@@ -16,7 +16,7 @@ from nemo_like.planning.planner import apply_plan, describe
 from nemo_like.planning.predictions.budget_search import choose
 from nemo_like.planning.predictions.rank import peak_of
 from nemo_like.planning.query import PlanQuery
-from nemo_like.planning.selection.layer_seconds import backward_times, fused
+from nemo_like.planning.selection.layer import backward_times, fused
 from nemo_like.planning.trace.block import BlockTrace, trace_block
 from nemo_like.planning.trace.meter import TracedBytes
 from tests.allocator_events import cpu_events

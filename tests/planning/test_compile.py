@@ -20,7 +20,7 @@ from nemo_like.compile import compile_layers
 from nemo_like.planning import apply_plan, plan_for
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.roofline import op_seconds
-from nemo_like.planning.selection import closure
+from nemo_like.planning.selection import solver
 from nemo_like.planning.selection.layer import BlockProblem
 from nemo_like.planning.trace.block import OpRecord, trace_block
 from nemo_like.torch_compat import fake_tensor_types
@@ -232,7 +232,7 @@ def theirs() -> list[Theirs]:
 @pytest.mark.parametrize("by", ["flops", "seconds"])
 def test_the_partitioner_is_better_at_no_budget(problem: BlockProblem, theirs: list[Theirs], by: str) -> None:
     """What is run again, for no more bytes than it keeps."""
-    points = closure.closure_every(problem.ops(by=by))
+    points = solver.closure_every(problem.ops(by=by))
     assert points is not None
     better = 0
     for budget, (kept, flops, seconds) in zip(BUDGETS, theirs, strict=True):
@@ -244,7 +244,7 @@ def test_the_partitioner_is_better_at_no_budget(problem: BlockProblem, theirs: l
 
 def test_five_bytes_per_token_and_width(problem: BlockProblem, theirs: list[Theirs]) -> None:
     """The inputs, attention's output, and a key or a value: less than .62 of a forward is run again."""
-    points = closure.closure_every(problem.ops(by="flops"))
+    points = solver.closure_every(problem.ops(by="flops"))
     assert points is not None
     ours = at_budget(points, 3 * S * D)
     assert ours is not None and ours.cost <= 0.62 * problem.trace.flops

@@ -18,7 +18,7 @@ from nemo_like.planning import devices
 from nemo_like.planning.model import capture
 from nemo_like.planning.predictions.seconds import Links, shown_seconds
 from nemo_like.planning.roofline import gather_seconds
-from nemo_like.planning.selection import closure, solver
+from nemo_like.planning.selection import solver
 from nemo_like.planning.selection.layer import BlockProblem
 from nemo_like.planning.trace import block
 from tests.planning.brute_force import at_budget
@@ -143,7 +143,7 @@ def _run(module, args, kwargs, table, seed=7):
 def _budgets(problem, number=10):
     """Points at `number` budgets from the least to the most bytes: linear and with skips in turn."""
     ops = problem.ops()
-    points, skipping = solver.linear_frontier(ops), closure.closure_every(ops)
+    points, skipping = solver.linear_frontier(ops), solver.closure_every(ops)
     low, high = points[0].bytes, points[-1].bytes
     for step in range(number):
         budget = low + (high - low) * step // (number - 1)

@@ -19,9 +19,8 @@ from nemo_like.planning.fit.fitting import make_search
 from nemo_like.planning.fit.layouts import Layout, Room, layouts
 from nemo_like.planning.fit.question import Question, read_pins
 from nemo_like.planning.fit.report import recipe
-from nemo_like.planning.predictions.seconds import step_seconds
-from nemo_like.planning.predictions.timeline import timeline
-from nemo_like.planning.predictions.verdict import ALLOCATED, Need
+from nemo_like.planning.predictions.reserved import ALLOCATED, Need
+from nemo_like.planning.predictions.seconds import step_seconds, timeline
 from nemo_like.planning.roofline import gather_seconds, group_of
 from tests.models import tiny
 from tests.models.fit_models import mixture

@@ -16,7 +16,7 @@ from nemo_like.options import PipelineParallel, Precision
 from nemo_like.options.memory import AllocatorConfig
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.fit import fit
-from nemo_like.planning.fit.advice import _spans_hosts
+from nemo_like.planning.fit.report import _spans_hosts
 from nemo_like.planning.predictions.reserved import StepLogs, replay
 from nemo_like.planning.query import PlanQuery
 from tests.models.fit_models import llama, mixture

@@ -11,10 +11,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from nemo_like import Job
 from nemo_like.planning.devices import resolve_device
-from nemo_like.planning.host_time import host_seconds
 from nemo_like.planning.predictions.seconds import HOST, layer_runs, step_seconds
 from nemo_like.planning.query import PlanQuery
-from nemo_like.planning.selection.layer_seconds import LayerRun
+from nemo_like.planning.roofline import host_seconds
+from nemo_like.planning.selection.layer import LayerRun
 
 
 def _parts(

@@ -10,8 +10,8 @@ import pytest
 from nemo_like import Job
 from nemo_like.cli import main
 from nemo_like.models import text_batch
+from nemo_like.planning.calibration import Speed, at_factor, fitted_factor, read_speed
 from nemo_like.planning.devices import resolve_device
-from nemo_like.planning.measured_step import Speed, at_factor, fitted_factor, read_speed
 from nemo_like.planning.predictions.seconds import step_seconds
 from nemo_like.planning.query import PlanQuery
 from tests.planning.queries import Text

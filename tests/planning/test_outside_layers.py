@@ -20,8 +20,7 @@ from nemo_like.planning import BudgetError, plan_for
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.predictions.rank import peak_of
 from nemo_like.planning.query import PlanQuery
-from nemo_like.planning.report import PlanReport, make_report
-from nemo_like.planning.what_if import Step, what_if
+from nemo_like.planning.report import PlanReport, Step, make_report, what_if
 from tests.checks import assert_bitwise, step
 from tests.models.tiny import llama, tokens
 from tests.planning.queries import part_of, reserved

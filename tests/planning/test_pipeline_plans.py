@@ -19,8 +19,7 @@ from nemo_like.planning.fit.fitting import make_search
 from nemo_like.planning.fit.question import Question, read_pins
 from nemo_like.planning.planner import balanced, describe
 from nemo_like.planning.predictions.rank import peaks_of, rank_peak
-from nemo_like.planning.predictions.seconds import step_seconds, timeline_of
-from nemo_like.planning.predictions.timeline import StageSeconds, action_seconds, timeline
+from nemo_like.planning.predictions.seconds import StageSeconds, action_seconds, step_seconds, timeline, timeline_of
 from nemo_like.planning.query import PlanQuery
 from tests.models.tiny import VOCAB, llama
 from tests.planning.queries import Text

@@ -20,7 +20,7 @@ from nemo_like.planning.devices import known_devices, resolve_device
 from nemo_like.planning.model import capture
 from nemo_like.planning.planner import describe
 from nemo_like.planning.query import PlanQuery
-from nemo_like.planning.selection import closure, solver
+from nemo_like.planning.selection import solver
 from nemo_like.planning.selection.layer import BlockProblem
 from nemo_like.planning.trace import block as block_trace
 from nemo_like.planning.trace.meter import measured_seconds
@@ -91,7 +91,7 @@ def test_llama_style_block_roofline(llama_style):
     ops, forward = llama_style.ops(), sum(llama_style.seconds)
     assert solver.linear_replay_cost(ops, 0) / forward == pytest.approx(0.82, abs=0.02)
     assert solver.linear_replay_cost(ops, _parity(llama_style)) / forward == pytest.approx(0.43, abs=0.02)
-    skipping = at_budget(closure.closure_every(ops), int(13.3 * S * D))
+    skipping = at_budget(solver.closure_every(ops), int(13.3 * S * D))
     assert skipping.cost / forward <= 0.318
     assert _units(skipping.bytes) + 2 <= 15.3
     linear = at_budget(solver.linear_frontier(ops), int(13.54 * S * D))

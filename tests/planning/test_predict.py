@@ -22,9 +22,8 @@ from nemo_like.planning.devices import Device, resolve_device
 from nemo_like.planning.planner import describe, query_of
 from nemo_like.planning.predictions.seconds import step_seconds
 from nemo_like.planning.query import PlanQuery
-from nemo_like.planning.report import PlanReport, make_report
+from nemo_like.planning.report import PlanReport, fewest, gpu_counts, largest, least_need, make_report
 from nemo_like.planning.roofline import OpSeconds, exposed_seconds, optimizer_seconds
-from nemo_like.planning.what_if import fewest, gpu_counts, largest, least_need
 from tests.models.tiny import VOCAB
 from tests.planning.queries import Text, part_of
 

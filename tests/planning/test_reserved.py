@@ -45,9 +45,8 @@ from nemo_like.planning.predictions.outside_allocator import (
 from nemo_like.planning.predictions.rank import peak_of
 from nemo_like.planning.predictions.reserved import StepLogs, replay
 from nemo_like.planning.query import PlanQuery
-from nemo_like.planning.report import make_report
+from nemo_like.planning.report import Step, make_report
 from nemo_like.planning.roofline import RankGroup
-from nemo_like.planning.what_if import Step
 from tests.gpusim import on_device
 from tests.planning.queries import Text, reserved
 

@@ -20,7 +20,7 @@ from nemo_like.options import MemoryBudget, Precision, StepSpec
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.predictions.budget_search import choose, last_within
 from nemo_like.planning.query import PlanQuery
-from nemo_like.planning.selection import closure, solver
+from nemo_like.planning.selection import solver
 from nemo_like.planning.selection.solver import Op
 from tests.planning.brute_force import all_best, at_budget, least_cost_of_two
 from tests.planning.queries import part_of, saved
@@ -75,8 +75,8 @@ def test_linear_frontier_is_brute_force(ops):
 @settings(max_examples=60, deadline=None)
 @given(blocks(most=7))
 def test_closure_every_is_brute_force(ops):
-    everything = [(kept, closure.closure_replay(ops, keep)[0]) for keep, kept in choices(ops)]
-    points = closure.closure_every(ops)
+    everything = [(kept, solver.closure_replay(ops, keep)[0]) for keep, kept in choices(ops)]
+    points = solver.closure_every(ops)
     for budget in range(sum(op.bytes for op in ops) + 1):
         fitting = [cost for kept, cost in everything if kept <= budget]
         best = at_budget(points, budget)
@@ -95,7 +95,7 @@ def test_a_thinned_sweep_with_skips_has_the_ends_of_the_whole_one():
         )
         for i in range(24)
     ]
-    whole, thinned = closure.closure_every(ops), closure.closure_every(ops, max_states=128)
+    whole, thinned = solver.closure_every(ops), solver.closure_every(ops, max_states=128)
     assert len(thinned) < len(whole)
     assert (thinned[0].bytes, thinned[-1].cost) == (whole[0].bytes, whole[-1].cost)
     for point in thinned:
@@ -108,7 +108,7 @@ def test_a_block_of_many_branches_at_a_time_is_swept_without_skips():
     width = 24
     ops = [Op(1 + i % 5, 1.0 + i % 7, (i - width,) if i >= width else (), i >= 2 * width) for i in range(3 * width)]
     linear = solver.linear_frontier(ops)
-    points = closure.closure_every(ops, max_states=4096)
+    points = solver.closure_every(ops, max_states=4096)
     assert points[-1].cost == 0
     assert all(at_budget(points, point.bytes).cost <= point.cost for point in linear)
 
@@ -117,7 +117,7 @@ def test_a_block_of_many_branches_at_a_time_is_swept_without_skips():
 @given(blocks(), st.integers(0, 511))
 def test_closure_replay_runs_exactly_what_is_read(ops, mask):
     keep = sum(1 << i for i, op in enumerate(ops) if mask >> i & 1 and op.keepable and op.forced is None)
-    cost, skip = closure.closure_replay(ops, keep)
+    cost, skip = solver.closure_replay(ops, keep)
     decisions = solver.Point(0, cost, keep, skip).decisions(len(ops))
     for i, op in enumerate(ops):
         if decisions[i] == "recompute":

@@ -22,8 +22,7 @@ from nemo_like.models import resolve_model
 from nemo_like.options import ChunkedLoss, MemoryBudget, Precision
 from nemo_like.planning.advise import smaller_budget
 from nemo_like.planning.devices import device_at_hand, rates_file, resolve_device
-from nemo_like.planning.planned_rank import peak_under
-from nemo_like.planning.planner import plan_for
+from nemo_like.planning.planner import peak_under, plan_for
 from nemo_like.planning.utilisation import StepFlops, Utilisation
 from nemo_like.recipes.auto import MemoryRanOutError, PlannedStep, advice_on_memory
 from nemo_like.recipes.data import Batch

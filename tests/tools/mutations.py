@@ -343,7 +343,7 @@ FAULTS: tuple[Fault, ...] = (
         "tests/planning/test_solver.py",
     ),
     Fault(
-        "planning/selection/closure.py",
+        "planning/selection/solver.py",
         "grown.setdefault(rest | reads, []).extend(",
         "grown.setdefault(rest, []).extend(",
         "tests/planning/test_solver.py",
@@ -361,7 +361,7 @@ FAULTS: tuple[Fault, ...] = (
         "tests/planning/test_allocator_model.py",
     ),
     Fault(
-        "planning/predictions/timeline.py",
+        "planning/predictions/seconds.py",
         "own.backward / 2 + own.replay + third + sent",
         "own.backward / 2 + third + sent",
         "tests/planning/test_pipeline_plans.py",
@@ -745,7 +745,7 @@ FAULTS: tuple[Fault, ...] = (
         "tests/planning/test_fit.py tests/planning/test_fit_report.py",
     ),
     Fault(
-        "planning/fit/advice.py",
+        "planning/fit/report.py",
         "while rows and needs(base, rows) > limit:",
         "while rows and needs(base, rows) < limit:",
         "tests/planning/test_fit_report.py tests/planning/test_fit.py",

@@ -16,8 +16,8 @@ from nemo_like.planning.fit.layouts import Layout
 from nemo_like.planning.memory_model.storages import Peak
 from nemo_like.planning.planner import describe
 from nemo_like.planning.predictions.outside_allocator import Outside, outside_of
+from nemo_like.planning.predictions.reserved import Need
 from nemo_like.planning.predictions.seconds import StepSeconds, step_seconds
-from nemo_like.planning.predictions.verdict import Need
 from nemo_like.planning.query import Choices, PlanQuery
 from nemo_like.profiling.larger_batch import most_elements
 

@@ -20,14 +20,12 @@ from nemo_like.job import Job
 from nemo_like.layers import find_layers
 from nemo_like.models import check_positions, resolve_model, text_batch
 from nemo_like.planning.devices import device_of, step_limit
-from nemo_like.planning.fit.advice import ways_out
 from nemo_like.planning.fit.formula import Formula
 from nemo_like.planning.fit.layouts import Layout, Room, job_of, layouts
 from nemo_like.planning.fit.question import FitKeywords, Question, read_question
-from nemo_like.planning.fit.report import FitReport
+from nemo_like.planning.fit.report import FitReport, ways_out
 from nemo_like.planning.fit.search import Ranking, Search, quietly
-from nemo_like.planning.model.quantised import with_adapters
-from nemo_like.planning.model.traced import TraceCache
+from nemo_like.planning.model.traced import TraceCache, with_adapters
 from nemo_like.planning.query import PlanQuery, Traced
 from nemo_like.planning.sharding import same_on_all_ranks
 from nemo_like.transformers_compat import text_config
@@ -59,7 +57,7 @@ def fit(
         global_batch: sequences of one optimizer step over all devices. None: as many as are fastest, without accumulation.
         memory: bytes of each device that a step may take (``"70GiB"``); default: all but 5 % and what is outside
             of torch's allocator. What counts:
-            `nemo_like.planning.predictions.verdict`.
+            `nemo_like.planning.predictions.reserved`.
         dtype: dtype of the parameters where `model` is a name. Default: float32.
         lora: where `model` is a name, adapters of this rank train, and all else is frozen, in the dtype to compute in
             (peft). None: all trains.

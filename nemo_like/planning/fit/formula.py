@@ -39,17 +39,14 @@ from nemo_like.options.pipelining import SCHEDULE_OBJECTS
 from nemo_like.planning import roofline
 from nemo_like.planning.devices import Device
 from nemo_like.planning.fit.layouts import Layout
-from nemo_like.planning.host_time import host_seconds
 from nemo_like.planning.memory_model.storages import Bytes
 from nemo_like.planning.model.capture import routing_of
 from nemo_like.planning.predictions.rank import RankSteps, rank_peak
-from nemo_like.planning.predictions.reserved import workspaces_of
-from nemo_like.planning.predictions.seconds import KERNELS_PER_PARAMETER
-from nemo_like.planning.predictions.timeline import StageSeconds, action_seconds, timeline
-from nemo_like.planning.predictions.verdict import verdict
+from nemo_like.planning.predictions.reserved import verdict, workspaces_of
+from nemo_like.planning.predictions.seconds import KERNELS_PER_PARAMETER, StageSeconds, action_seconds, timeline
 from nemo_like.planning.query import PlanQuery
-from nemo_like.planning.selection.layer import BlockProblem, Choice, as_choice
-from nemo_like.planning.selection.layer_seconds import BlockSeconds
+from nemo_like.planning.roofline import host_seconds
+from nemo_like.planning.selection.layer import BlockProblem, BlockSeconds, Choice, as_choice
 from nemo_like.planning.trace.block import OpRecord
 from nemo_like.torch_compat import local_part
 

@@ -30,9 +30,10 @@ from nemo_like.planning.fit.layouts import Layout, job_of
 from nemo_like.planning.fit.question import Question
 from nemo_like.planning.memory_model.storages import Peak
 from nemo_like.planning.planner import balanced
+from nemo_like.planning.predictions.budget_search import plan_within
 from nemo_like.planning.predictions.rank import fullest_peaks
+from nemo_like.planning.predictions.reserved import ALLOCATED, Need, most_allocated, verdict
 from nemo_like.planning.predictions.seconds import step_seconds
-from nemo_like.planning.predictions.verdict import ALLOCATED, Need, most_allocated, plan_within, verdict
 from nemo_like.planning.query import Choices, PlanQuery, Traced
 
 MOST_LOOKS = 24

@@ -1,4 +1,4 @@
-"""The fastest choices within a budget; and where none fit, the least, and what would lower it."""
+"""The fastest choices within a budget, or within the memory; and where none fit, the least, and what would lower it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 from nemo_like._util.words import write_bytes
 from nemo_like.activation_checkpointing.plan import BudgetError
-from nemo_like.options import MemoryBudget
+from nemo_like.options import MemoryBudget, parse_bytes
 from nemo_like.planning.advise import changes, helping, in_words
+from nemo_like.planning.memory_model.storages import Peak
 from nemo_like.planning.predictions.outside_allocator import outside_of
-from nemo_like.planning.predictions.rank import rank_peak
-from nemo_like.planning.query import PlanQuery, Stage
+from nemo_like.planning.predictions.rank import fullest_peaks, peak_of, rank_peak
+from nemo_like.planning.predictions.reserved import Need, most_allocated, verdict
+from nemo_like.planning.query import Choices, PlanQuery, Stage
 from nemo_like.planning.selection import solver
 from nemo_like.planning.selection.layer import Choice, Stack
 
@@ -184,3 +186,54 @@ def last_within(limit: int, size: Callable[[int], int], about: Sequence[int], fi
         guess = bisect_right(about, limit - bytes_there + about[at]) - 1 if left else (low + high) // 2
         at, left = max(low + 1, min(high - 1, guess)), max(0, left - 1)
     return low
+
+
+def plan_within(query: PlanQuery, limit: int) -> tuple[Choices, Peak, Need, str] | None:
+    """Return the fastest plan whose deciding bytes are within `limit`: its choices, peak, need, and budget in words.
+
+    A plan is made for a peak. Where more is reserved than `limit`, the next plan is made for a peak that is lower in the
+    same proportion. Budgets are rounded down to what is short to write (`budget_words`). The last plan is made for the peak
+    of full checkpointing, since segments are so large that less peak may not reserve less. None: no plan fits.
+    """
+    budget = most_allocated(query, limit)
+    for left in reversed(range(_ATTEMPTS)):
+        words = budget_words(budget)
+        if not left:
+            budget = peak_of(query, query.uniform("full")).total
+            words = (f"{budget}B",)
+        for word in words:
+            try:
+                choices, _ = choose(query, MemoryBudget(peak_bytes=parse_bytes(word)))
+                break
+            except BudgetError:
+                continue
+        else:
+            return None
+        peaks = fullest_peaks(query, choices)
+        peak = max(peaks.values(), key=lambda peak: peak.total)
+        need = verdict(query, choices, peaks, limit)
+        if need.bytes <= limit:
+            return choices, peak, need, word
+        budget = min(budget, peak.total) * limit // need.bytes
+    return None
+
+
+_ATTEMPTS = 7
+"""Most plans that are made, for ever lower peaks, until reserved bytes fit."""
+
+
+def budget_words(size: int) -> tuple[str, ...]:
+    """Return the budget of `size` bytes, rounded down: to a tenth or hundredth, and in whole units of a finer size.
+
+    >>> budget_words((72 << 30) - 4096), budget_words(5 << 19), budget_words(1000)
+    (('71.9GiB', '73727MiB'), ('2.50MiB', '2560KiB'), ('1000B', '1000B'))
+    """
+    size = max(size, 1)
+    powers = {"GiB": 30, "MiB": 20, "KiB": 10, "B": 0}
+    units = list(powers)
+    unit = next((unit for unit in units if size >> powers[unit]), "B")
+    finer = units[min(units.index(unit) + 1, 3)]
+    whole = size >> powers[unit]
+    digits = 0 if unit == "B" else 1 if whole >= 10 else 2
+    rounded = (size * 10**digits >> powers[unit]) / 10**digits
+    return f"{rounded:.{digits}f}{unit}", f"{size >> powers[finer]}{finer}"

@@ -1,23 +1,28 @@
-"""Bytes that the caching allocator reserves for a training step: the step's allocations are run through a model of it.
+"""Bytes that the caching allocator reserves for a training step, and the verdict whether the step fits by them.
 
 `peak_bytes` counts what tensors take. A GPU runs out of what the allocator has *reserved*, which is whole segments. Their
-free pieces may be too small for any request, and those of one stream serve no other. Several steps are run, from the first
-one on, in which the optimizer's state is made, until one reserves nothing more.
+free pieces may be too small for any request, and those of one stream serve no other. So the step's allocations are run
+through a model of the allocator. Several steps are run, from the first one on, in which the optimizer's state is made, until
+one reserves nothing more.
+
+A step fits where this ends with no more memory than the limit, and without giving segments back in every step, since the
+device would have to wait for that. Where nothing reserves more than tensors take (the CPU), tensors decide. In a pipeline,
+the rank that reserves most decides.
 
 These bytes have not been compared with ``torch.cuda.memory_reserved`` on a GPU yet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from nemo_like.options.memory import AllocatorConfig
 from nemo_like.planning.devices import Device
-from nemo_like.planning.memory_model.allocator import CachingAllocator, MemoryBlock
-from nemo_like.planning.memory_model.storages import Allocations
+from nemo_like.planning.memory_model.allocator import CachingAllocator, DeviceMemoryError, MemoryBlock
+from nemo_like.planning.memory_model.storages import Allocations, Peak
 from nemo_like.planning.predictions.rank import RankSteps
-from nemo_like.planning.query import PlanQuery
+from nemo_like.planning.query import Choices, PlanQuery
 from nemo_like.planning.selection.layer import Choice
 
 _MOST_STEPS = 4
@@ -152,3 +157,69 @@ def workspaces_of(capability: tuple[int, int] | None) -> tuple[int, int]:
     """
     size = 32 << 20 if capability == (9, 0) else (8 << 20) + (128 << 10)
     return size, size
+
+
+RESERVED, ALLOCATED = "reserved", "allocated"
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes that one rank must have."""
+
+    bytes: int
+    by: str
+    """Kind of `bytes`: `RESERVED` or `ALLOCATED`."""
+    reserved: int | None = None
+    """Most bytes that the caching allocator reserves; None: the device has no such allocator."""
+    inputs: int = 0
+    """Part of `bytes` that is the step's input (token ids and labels), which peaks and reserved bytes leave out."""
+
+
+def verdict(query: PlanQuery, choices: Choices, peaks: Mapping[int, Peak], limit: int) -> Need:
+    """Return what decides whether a step fits in `limit` bytes of each rank; where it does not, of the first rank so.
+
+    `peaks`: those of `choices` on the fullest ranks (`nemo_like.planning.predictions.rank.fullest_peaks`).
+    """
+    sizes = {rank: peak.total for rank, peak in peaks.items()}
+    reserved = list[int]()
+    for rank in sorted(sizes, key=lambda rank: -sizes[rank]) if query.device.cuda is not None else ():
+        # What is reserved above the peak is at most twice that of another rank, which runs the same kinds of layers.
+        if reserved and sizes[rank] + 2 * (reserved[0] - max(sizes.values())) < max(reserved):
+            continue
+        reserved += reserved_within(query, choices, limit, [rank])
+        if reserved[-1] + query.input_bytes > limit:
+            break
+    return need_of(query, max(peaks.values(), key=lambda peak: peak.total), reserved)
+
+
+def need_of(query: PlanQuery, peak: Peak, reserved: Iterable[int]) -> Need:
+    """Return the bytes that decide, from what is `reserved` on ranks; empty: nothing reserves more than tensors take."""
+    inputs, most = query.input_bytes, max(reserved, default=None)
+    if most is None:
+        return Need(peak.total + inputs, ALLOCATED, inputs=inputs)
+    return Need(most + inputs, RESERVED, most, inputs)
+
+
+def most_allocated(query: PlanQuery, limit: int) -> int:
+    """Return the highest peak that could fit in `limit` bytes."""
+    return max(0, limit - query.input_bytes)
+
+
+def reserved_within(query: PlanQuery, choices: Choices, limit: int, ranks: Iterable[int] | None = None) -> list[int]:
+    """Return the bytes that the caching allocator reserves on `ranks` (None: all), where a step may take `limit` bytes.
+
+    Where `limit` does not suffice, they are what it would reserve on a larger device. Empty: there is no such allocator.
+    """
+    if query.device.cuda is None:
+        return []
+    every = range(query.pp.size) if ranks is None else ranks
+    return [_within(query, StepLogs(query, rank, choices), limit - query.input_bytes) for rank in every]
+
+
+def _within(query: PlanQuery, logs: StepLogs, memory: int) -> int:
+    device, config = query.device, query.job.allocator
+    try:
+        run = replay(logs, device, config, memory)
+    except DeviceMemoryError:
+        return replay(logs, device, config).reserved
+    return replay(logs, device, config).reserved if run.given_back else run.reserved

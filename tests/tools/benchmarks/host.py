@@ -1,4 +1,4 @@
-"""CPU seconds of the thread that runs a layer, by what runs around it: where `nemo_like.planning.host_time` has its rates.
+"""CPU seconds of the thread that runs a layer, by what runs around it: where `nemo_like.planning.roofline` has its rates.
 
     OMP_NUM_THREADS=1 python -m tests.tools.benchmarks.host
 

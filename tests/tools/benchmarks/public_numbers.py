@@ -27,9 +27,8 @@ from nemo_like.models import ModelSource, resolve_model, source_of
 from nemo_like.options import FSDP2, AllocatorConfig, ChunkedLoss, PipelineParallel, Precision, StepSpec, TensorParallel
 from nemo_like.planning.devices import Device, resolve_device
 from nemo_like.planning.predictions.rank import fullest_peaks, rank_peak
-from nemo_like.planning.predictions.reserved import Reserved, reserved_on
+from nemo_like.planning.predictions.reserved import Reserved, reserved_on, reserved_within
 from nemo_like.planning.predictions.seconds import StepSeconds, step_seconds
-from nemo_like.planning.predictions.verdict import reserved_within
 from nemo_like.planning.query import Choices, PlanQuery
 from tests.tools.benchmarks.suite import Column, Measured, Suite, markdown
 from tests.tools.benchmarks.torchtitan_step import (

@@ -41,10 +41,9 @@ from nemo_like.options.pipelining import SCHEDULE_OBJECTS, SCHEDULES
 from nemo_like.options.step import OPTIMIZERS
 from nemo_like.planning.fit import fit
 from nemo_like.planning.fit.candidate import Candidate
-from nemo_like.planning.planned_rank import _under_plan, choices_of
-from nemo_like.planning.planner import describe, planned, query_of
+from nemo_like.planning.planner import _under_plan, choices_of, describe, planned, query_of
 from nemo_like.planning.predictions.rank import fullest_peaks
-from nemo_like.planning.predictions.verdict import verdict
+from nemo_like.planning.predictions.reserved import verdict
 from tests_distributed.planning.peak_families import build
 
 MODELS = ("llama", "qwen3", "mixtral", "qwen3_moe")
