@@ -337,7 +337,7 @@ def _running_rows(stage: Stage, choices: Sequence[Choice], peak: Peak) -> list[R
     for what, size in (
         ("its inputs", held),
         ("what it kept", kept),
-        ("gradients of its output", memory.output_grad),
+        ("gradients of its output", memory.bytes_of(memory.output_grads.values())),
         ("what it runs again, makes on the way, and its gradients", left),
     ):
         rows.append(Row(Part.RUNNING_LAYER, f"layer {position}: {what}", min(size, left)))

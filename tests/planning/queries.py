@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +15,14 @@ from torch.optim import Optimizer
 
 from nemo_like._util.live_bytes import storages_of
 from nemo_like.activation_checkpointing.plan import Plan
+from nemo_like.fake.run import FakeRun
 from nemo_like.options import MemoryBudget
 from nemo_like.planning.model.traced import TracedPart
 from nemo_like.planning.planner import describe
 from nemo_like.planning.predictions.budget_search import choose
 from nemo_like.planning.predictions.reserved import Reserved, reserved_on
 from nemo_like.planning.query import Choices, PlanQuery
+from nemo_like.planning.trace.block import BlockTrace, trace_block
 from tests.models.tiny import VOCAB, Decoder
 
 
@@ -54,6 +58,27 @@ def saved(query: PlanQuery, choices: Choices) -> int:
 def reserved(query: PlanQuery, choices: Choices, rank: int = 0) -> Reserved:
     """Return what CUDA's caching allocator reserves on one rank."""
     return reserved_on(query, rank, choices)
+
+
+def traced_block(block: nn.Module, *args: Tensor, shared: Sequence[Tensor] = ()) -> BlockTrace:
+    """Return the trace of one call of a block; `shared`: those of `args` that all blocks are called with."""
+    with FakeRun() as run:
+        fakes = [run.sample(arg).requires_grad_(arg.requires_grad) for arg in args]
+        is_shared = [any(arg is other for other in shared) for arg in args]
+        return trace_block(
+            block,
+            tuple(fakes),
+            {},
+            name=type(block).__name__,
+            shared=[fake for fake, each in zip(fakes, is_shared) if each],
+            run=run,
+            state=run.state(block),
+        )
+
+
+def computing(trace: BlockTrace) -> list[tuple[Any, Any]]:
+    """Return the operators of a trace that compute something, with the shapes of what they return."""
+    return [(op.op, op.shapes) for op in trace.ops if not op.view]
 
 
 def bytes_between_steps(model: nn.Module, optimizer: Optimizer, *, gradients: bool) -> int:

@@ -17,13 +17,13 @@ from nemo_like.planning.predictions.budget_search import choose
 from nemo_like.planning.predictions.rank import peak_of
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.selection.layer import backward_times, fused
-from nemo_like.planning.trace.block import BlockTrace, trace_block
+from nemo_like.planning.trace.block import BlockTrace
 from nemo_like.planning.trace.meter import TracedBytes
 from tests.allocator_events import cpu_events
 from tests.checks import assert_bitwise, step
 from tests.models.adapted import with_lora
 from tests.models.tiny import llama
-from tests.planning.queries import bytes_between_steps, part_of
+from tests.planning.queries import bytes_between_steps, part_of, traced_block
 
 ROWS, WIDTH = 16, 32
 BYTES, WEIGHT = 4 * ROWS * WIDTH, 4 * WIDTH * WIDTH
@@ -46,7 +46,7 @@ class Twice(Block):
 
 
 def _traced(block: nn.Module, *, needs_grad: bool = True) -> BlockTrace:
-    return trace_block(block, (torch.empty(ROWS, WIDTH, requires_grad=needs_grad),))
+    return traced_block(block, torch.empty(ROWS, WIDTH, requires_grad=needs_grad))
 
 
 def _moved(trace: BlockTrace, compiled: bool) -> dict[str, list[int]]:

@@ -22,10 +22,11 @@ from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.roofline import op_seconds
 from nemo_like.planning.selection import solver
 from nemo_like.planning.selection.layer import BlockProblem
-from nemo_like.planning.trace.block import OpRecord, trace_block
+from nemo_like.planning.trace.block import OpRecord
 from nemo_like.torch_compat import fake_tensor_types
 from tests.models.llama_style import D, LlamaStyle, S
 from tests.planning.brute_force import at_budget
+from tests.planning.queries import traced_block
 
 HIDDEN = 32
 
@@ -220,7 +221,7 @@ def _partitioned(joint: fx.GraphModule, constant: set[str], budget: float) -> Th
 @pytest.fixture(scope="module")
 def problem() -> BlockProblem:
     block, x, cos, sin = _block()
-    return BlockProblem(trace_block(block, (x, cos, sin), shared=(cos, sin)), DEVICE)
+    return BlockProblem(traced_block(block, x, cos, sin, shared=(cos, sin)), DEVICE)
 
 
 @pytest.fixture(scope="module")

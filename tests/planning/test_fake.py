@@ -16,7 +16,7 @@ from nemo_like.planning.predictions.rank import peak_of
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.trace import meter as gradient_sums
 from nemo_like.planning.trace.block import record
-from nemo_like.planning.trace.layer_memory import halves_memory
+from nemo_like.planning.trace.layer_memory import block_memory
 from nemo_like.planning.trace.meter import SumsInPlace, TracedBytes
 from nemo_like.torch_compat import TorchDispatchMode, is_fake
 from tests.allocator_events import cpu_events
@@ -52,7 +52,7 @@ def test_a_view_of_such_a_constant_is_a_view_in_the_trace() -> None:
             total += weight.detach()
             return total.view(2, 2) * weight.view(2, 2)
 
-        trace, _ = record(block, name="block", params=[weight], inputs={}, shared=[])
+        trace = record(block, name="block", params=[weight], inputs={}, shared=[])
     names = [str(op.op) for op in trace.ops if not op.view]
     assert names == ["aten.ones.default", "aten.add_.Tensor", "aten.mul.Tensor"]
 
@@ -265,7 +265,7 @@ def test_both_halves_of_such_a_backward() -> None:
     query = _query(inside=True)
     kind = part_of(query).traced.kinds[-1]  # what it is called with gets a gradient
     with pytest.raises(ValueError, match="cannot be planned: its step depends on values"):
-        halves_memory(kind, None, part_of(query).traced.run, {0}, accumulate=False)
+        block_memory(kind, None, part_of(query, halves=True).traced.run, {0}, accumulate=False)
 
 
 def test_a_model_that_looks_at_values_around_its_layers() -> None:

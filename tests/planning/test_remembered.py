@@ -17,10 +17,9 @@ from nemo_like.options import StepSpec
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.predictions.rank import peak_of
 from nemo_like.planning.query import PlanQuery
-from nemo_like.planning.trace.block import trace_block
 from nemo_like.torch_compat import is_fake
 from tests.allocator_events import cpu_events
-from tests.planning.queries import bytes_between_steps
+from tests.planning.queries import bytes_between_steps, traced_block
 
 WIDTH, ROWS = 64, 20_000  # a table is larger than what a fake run computes
 TABLE = 4 * WIDTH * ROWS
@@ -196,6 +195,6 @@ def test_gradients_and_statistics_under_a_budget(name: str, ac: str):
 
 @pytest.mark.parametrize(("name", "steers"), [("Twice", [True, False]), ("Once", [False]), ("Instance", [True, True])])
 def test_only_calls_whose_statistics_are_read_again_are_always_recomputed(name: str, steers: list[bool]):
-    trace = trace_block(MODELS[name](), (torch.rand(8, 8, requires_grad=True),))
+    trace = traced_block(MODELS[name](), torch.rand(8, 8, requires_grad=True))
     norms = [op for op in trace.ops if "batch_norm" in str(op.op)]
     assert [op.steers for op in norms] == steers

@@ -25,7 +25,8 @@ from nemo_like.planning.planner import describe
 from nemo_like.planning.predictions.rank import fullest_peaks
 from nemo_like.planning.predictions.reserved import Reserved, StepLogs, replay
 from nemo_like.planning.query import PlanQuery
-from nemo_like.planning.trace.layer_memory import backward_of_inputs, halves_memory
+from nemo_like.planning.trace.layer_memory import backward_of_inputs, block_memory
+from nemo_like.planning.trace.records import BlockEvents
 from tests.allocator_events import cpu_events
 from tests.models.families import FAMILIES
 from tests.models.nano_gpt import NanoGPT
@@ -256,13 +257,22 @@ def _call(part: TracedPart, mode: str) -> Callable[[Tensor], Tensor]:
     return layer if policy is None else lambda x: run_region(layer, (x,), {}, policy=policy, preserve_rng_state=False)
 
 
+def _bytes(events: BlockEvents, gradients: str) -> int:
+    """Return the bytes of the gradients of a block's ``output``, ``input`` or parameters."""
+    return events.bytes_of(getattr(events, gradients).values())
+
+
 @pytest.mark.parametrize("block", [Scaled, BothScaled])
 @pytest.mark.parametrize("mode", ["none", "full"])
 def test_a_whole_backward(block: Callable[[], nn.Module], mode: str) -> None:
     part = _part(block)
     (choice,) = set(part.uniform(mode))
     given, received = (part.memory(0, choice, received=stays) for stays in (False, True))
-    assert (received.output_grad, received.input_grad, received.held) == (HIDDEN, HIDDEN, given.held)
+    assert (_bytes(received, "output_grads"), _bytes(received, "input_grads"), received.held) == (
+        HIDDEN,
+        HIDDEN,
+        given.held,
+    )
     assert received.backward_peak == given.backward_peak + HIDDEN
     call, stays = _call(part, mode), list[Tensor]()
 
@@ -278,7 +288,7 @@ def test_a_whole_backward(block: Callable[[], nn.Module], mode: str) -> None:
         stays.clear()
         alive = cpu_events(step)
     assert max(alive) == received.backward_peak + HIDDEN
-    assert alive[-1] == 2 * HIDDEN + received.input_grad + received.param_grad
+    assert alive[-1] == 2 * HIDDEN + _bytes(received, "input_grads") + _bytes(received, "param_grads")
 
 
 @pytest.mark.parametrize("block", [Scaled, BothScaled])
@@ -288,9 +298,11 @@ def test_a_backward_in_halves(block: Callable[[], nn.Module], mode: str) -> None
     (choice,) = set(part.uniform(mode))
     kind, policy, run = part.traced.kinds[0], part.policy(0, choice), part.traced.run
     given, received = (
-        halves_memory(kind, policy, run, {0}, accumulate=False, received=stays) for stays in (False, True)
+        block_memory(kind, policy, run, {0}, accumulate=False, received=stays, halves=True) for stays in (False, True)
     )
-    assert received.output_grad_between == received.input_grad == HIDDEN
+    between = dict(received.until(True))
+    assert sum(between[number] for number in received.output_grads.values()) == HIDDEN
+    assert _bytes(received, "input_grads") == HIDDEN
     assert received.backward_peak == given.backward_peak + HIDDEN
     call, layer, stays, rest = _call(part, mode), part.model.layers[1], list[Tensor](), list[Callable[[], None]]()
 
@@ -307,7 +319,7 @@ def test_a_backward_in_halves(block: Callable[[], nn.Module], mode: str) -> None
         alive = cpu_events(first_half)
         rest.pop()()
     assert max(alive) == received.backward_peak + HIDDEN
-    assert alive[-1] == received.between + received.input_grad + HIDDEN
+    assert alive[-1] == received.between + 2 * HIDDEN
 
 
 def _query(

@@ -231,7 +231,7 @@ class Microbatch:
                 buffers.copy_out(("experts", i), layer.experts, forward=True)
             storages.mark(f"forward of layer {i}")
             copied, run = storages.make(layer.copied, Part.RUNNING_LAYER), self.inside[i]
-            late = storages.run_log(layer.events.running_forward, run, Part.SAVED_ACTIVATIONS)
+            late = storages.run_log(layer.events.running.forward, run, Part.SAVED_ACTIVATIONS)
             for position, number in call.outputs.items():
                 self._share_output(run, layer.events.outputs[position], number)
             self._run_outside(call.end)
@@ -335,7 +335,7 @@ class Microbatch:
         self._run_outside(events.backward_end)
         if self.around.halves:
             for layer, run in zip(self.layers, self.inside):
-                storages.run_log(layer.events.running_released, run, Part.SAVED_ACTIVATIONS)
+                storages.run_log(layer.events.running.released, run, Part.SAVED_ACTIVATIONS)
             self.buffers.add_waiting(ROOT, self.sharding.root)
 
     def _begin_backward(self, end: int) -> None:
@@ -371,7 +371,7 @@ class Microbatch:
         for i in range(len(self.layers) if self.around.halves else 0):  # in the order of the parameters
             layer, run = self.layers[i], self.inside[i]
             storages.mark(f"second half of backward of layer {i}")
-            storages.run_log(layer.events.running_weights, run, Part.SAVED_ACTIVATIONS)
+            storages.run_log(layer.events.running.weights, run, Part.SAVED_ACTIVATIONS)
             self._reduce(i, layer, run)
         storages.mark("end of backward")
         self._run_outside(events.weights_end)
@@ -419,16 +419,12 @@ class Microbatch:
         for storage in self.inputs[i]:
             storages.relabel(storage, Part.RUNNING_LAYER)
         self._share_gradients(layer.events, back.grads, end, run.alive)
-        if layer.experts is None:
-            storages.run_log(layer.events.running_backward, run, Part.RUNNING_LAYER)
+        storages.run_log(layer.events.running.until_apart, run, Part.RUNNING_LAYER)
+        if self.around.halves:
+            buffers.add_waiting(("experts", i), layer.experts)
         else:
-            until, rest = layer.events.running_apart
-            storages.run_log(until, run, Part.RUNNING_LAYER)
-            if self.around.halves:
-                buffers.add_waiting(("experts", i), layer.experts)
-            else:
-                self._reduce_experts(i, layer, run)
-            storages.run_log(rest, run, Part.RUNNING_LAYER)
+            self._reduce_experts(i, layer, run)
+        storages.run_log(layer.events.running.rest, run, Part.RUNNING_LAYER)
         storages.move_bytes(run.other_bytes, Part.RUNNING_LAYER, Part.SAVED_ACTIVATIONS)
         for place, number in layer.events.input_grads.items():
             self._share_output(run, number, back.made.get(place, 0))

@@ -51,7 +51,7 @@ from nemo_like.planning.selection.layer import (
 from nemo_like.planning.sharding import ParameterForms, Sharding
 from nemo_like.planning.trace.compiled_memory import CompiledBlock, NotCompiledError, compiled_block, compiled_memory
 from nemo_like.planning.trace.kinds import ModelTrace, TracedCall
-from nemo_like.planning.trace.layer_memory import block_memory, halves_memory
+from nemo_like.planning.trace.layer_memory import block_memory
 from nemo_like.planning.trace.meter import measured_seconds
 from nemo_like.planning.trace.records import BlockEvents
 from nemo_like.precision import check_float8, float8_linears
@@ -300,7 +300,7 @@ class TracedPart:
             accumulate, received: as for `block_memory`.
             loss: of the step; None: the traced one.
             halves: a pipeline's schedule cuts backward in two, and each half recomputes.
-            held: with `halves`, as for `halves_memory`.
+            held: with `halves`, as for `block_memory`.
             compiler: backend that compiles it, ``inductor`` or ``aot_eager``. Where its bytes are not known, they are
                 those of an eager one, which is said once.
         """
@@ -308,24 +308,19 @@ class TracedPart:
         known = self.cache.blocks
         if key not in known:
             block, outside = self.traced.kinds[kind], self.outside(loss)
-            how = (self.policy(kind, choice), self.traced.run, outside.used[kind])
-            apart = [each.module for each in self.experts]
             compiled = compiler and self._compiled(compiler, kind, choice, loss, accumulate, received, halves)
-            if compiled:
-                known[key] = compiled
-            elif not halves:
-                known[key] = block_memory(
-                    block,
-                    *how,
-                    accumulate=accumulate,
-                    layouts=outside.layouts[kind],
-                    received=received,
-                    apart=apart,
-                )
-            else:
-                known[key] = halves_memory(
-                    block, *how, accumulate=accumulate, received=received, held=held, apart=apart
-                )
+            known[key] = compiled or block_memory(
+                block,
+                self.policy(kind, choice),
+                self.traced.run,
+                outside.used[kind],
+                accumulate=accumulate,
+                layouts=None if halves else outside.layouts[kind],
+                received=received,
+                apart=[each.module for each in self.experts],
+                halves=halves,
+                held=held,
+            )
         return known[key]
 
     def _compiled(

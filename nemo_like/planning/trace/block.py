@@ -1,14 +1,13 @@
 """Trace a block op by op without running it: bytes, FLOPs, which op reads which, and what autograd saves.
 
 `Recorder` watches the ops of a forward pass (fake or real). `trace_block` runs one block under fake tensors and returns
-a `BlockTrace`; `BlockTrace.check` compares it with a real run.
+a `BlockTrace`.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -43,8 +42,6 @@ class OpRecord:
     """Bytes its kernel reads and writes."""
     reads: tuple[int, ...]
     """Indices of the ops that wrote the storages it reads."""
-    writes: tuple[int, ...]
-    """Indices of earlier ops that wrote storages it changes in place."""
     view: bool
     """True where it makes no storage and changes none: a view, an alias, a query."""
     random: bool
@@ -76,15 +73,12 @@ class BlockTrace:
     ops: tuple[OpRecord, ...]
     input_bytes: int
     """Bytes of the storages of its own inputs: those that not all blocks share, as they do position tables."""
-    shared_bytes: int
-    """Bytes of the storages of its other inputs, which are stored once for all blocks."""
     none_bytes: int
     """Bytes that autograd saves without checkpointing: distinct storages, without parameters, buffers and shared inputs."""
     kept_input_bytes: int
     """Bytes of its own inputs among `none_bytes`."""
     kept_output_bytes: int
     """Bytes of its outputs among `none_bytes`."""
-    output_bytes: int
     last_pack: int
     """Ops from this index on come after the last tensor that autograd saves: recomputation stops before them."""
     param_bytes: int
@@ -106,23 +100,6 @@ class BlockTrace:
     def flops(self) -> int:
         """FLOPs of one forward pass."""
         return sum(op.flops for op in self.ops)
-
-    def check(self, other: BlockTrace) -> None:
-        """Compare with a trace of a real run, op by op.
-
-        Raises:
-            TraceMismatchError: at the first difference, with both sides of it.
-        """
-        ours, theirs = ([op for op in t.ops if not op.view] for t in (self, other))
-        for index in range(max(len(ours), len(theirs))):
-            pair = [ops[index] if index < len(ops) else None for ops in (ours, theirs)]
-            if pair[0] is None or pair[1] is None or (pair[0].op, pair[0].shapes) != (pair[1].op, pair[1].shapes):
-                planned, ran = (f"{p.op} -> {list(p.shapes)}" if p else "nothing" for p in pair)
-                raise TraceMismatchError(
-                    f"{self.name}: op {index} was traced as {planned}, but {ran} ran. The plan was made for another "
-                    "call of this block (other shapes, mask, dtype, device or attention backend); plan again with the "
-                    "sample input that training uses."
-                )
 
 
 Stored = tuple[list[list[torch.Tensor]], list[list[torch.Tensor]]]
@@ -275,7 +252,6 @@ class Recorder(TorchDispatchMode):
                 flops=0 if view else ops.kernel_flops(func, args, kwargs, out),
                 moved=0 if view else ops.moved_bytes(func, *([parts[-1] for parts in each] for each in stored)),
                 reads=tuple(reads),
-                writes=tuple(writes),
                 view=view,
                 random=ops.draws(func, args, kwargs),
                 half=any(t.is_floating_point() and t.element_size() == 2 for t in inputs + outputs),
@@ -335,8 +311,8 @@ def record(
     params: list[torch.Tensor],
     inputs: Mapping[Place, torch.Tensor],
     shared: list[torch.Tensor],
-) -> tuple[BlockTrace, Any]:
-    """Run `call` once, with or without fake tensors around it, and return its trace and its result.
+) -> BlockTrace:
+    """Run `call` once, with or without fake tensors around it, and return its trace.
 
     Args:
         call: the forward pass of a block.
@@ -350,23 +326,20 @@ def record(
     recorder.declare("shared", shared)
     recorder.declare("input", list(inputs.values()))
     with recorder, torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda packed: packed.tensor):
-        out = call()
+        out = call()  # autograd keeps what it saves as long as this
     s = recorder.storages
-    origin, packed = s.origin, recorder.kept()
     outputs = {s.key(t) for t in tensors_in(out)}
+    origin, packed = s.origin, recorder.kept()
     ours = {key for key in packed if origin.get(key) not in ("param", "shared", "constant")}
     own_inputs = {key for key, kind in origin.items() if kind == "input"}
-    new_outputs = {key for key in outputs if key not in origin}
     ops = recorder.needed()
-    trace = BlockTrace(
+    return BlockTrace(
         name=name,
         ops=ops,
         input_bytes=sum(s.size[key] for key in own_inputs),
-        shared_bytes=sum(s.size[key] for key, kind in origin.items() if kind == "shared"),
         none_bytes=sum(s.size[key] for key in ours),
         kept_input_bytes=sum(s.size[key] for key in ours & own_inputs),
-        kept_output_bytes=sum(s.size[key] for key in ours & new_outputs),
-        output_bytes=sum(s.size[key] for key in new_outputs),
+        kept_output_bytes=sum(s.size[key] for key in ours & outputs if key not in origin),
         last_pack=max((position for position, _ in recorder.packs), default=0),
         param_bytes=sum(s.size[key] for key, kind in origin.items() if kind == "param"),
         state_bytes=sum(s.size[key] for key in recorder.changed if origin.get(key) == "param"),
@@ -374,72 +347,49 @@ def record(
         kept_inputs=frozenset(place for place, tensor in inputs.items() if s.key(tensor) in ours),
         kept_shared=frozenset(position for position, tensor in enumerate(shared) if s.key(tensor) in packed),
     )
-    return trace, out
 
 
 def trace_block(
     module: nn.Module,
-    args: tuple = (),
-    kwargs: Mapping[str, Any] | None = None,
+    args: tuple,
+    kwargs: Mapping[str, Any],
     *,
-    name: str = "",
-    shared: tuple[torch.Tensor, ...] = (),
-    run: FakeRun | None = None,
-    state: Mapping[str, torch.Tensor] | None = None,
-    dtype: torch.dtype | None = None,
+    name: str,
+    shared: Collection[torch.Tensor],
+    run: FakeRun,
+    state: Mapping[str, torch.Tensor],
     call: Callable[..., Any] | None = None,
 ) -> BlockTrace:
-    """Trace one call of `module` on fake tensors. Nothing is computed; the module may be on any device, `meta` included.
+    """Trace one call of `module` in a fake run in progress. Nothing is computed.
 
     Args:
         module: the block.
-        args, kwargs: what its model calls it with; real tensors are replaced by fake ones. Their `requires_grad`
-            counts, as it decides what autograd saves.
-        name: for messages; default: its class name.
+        args, kwargs: what its model calls it with. Their `requires_grad` counts, as it decides what autograd saves.
+        name: for messages.
         shared: those tensors among the arguments that all blocks are called with.
-        run, state: a fake run in progress and the module's fake parameters in it; default: new ones.
-        dtype: the dtype of floating-point parameters in forward (FSDP2's ``param_dtype``); default: their own.
+        run, state: the run, and the module's fake parameters and buffers in it.
         call: calls the module; default: the module itself.
     """
-    kwargs, call = dict(kwargs or {}), call or module
-    shared_ids, in_progress = {id(t) for t in shared}, run is not None
-    with fake_run(run) as run:
-        state = run.state(module, dtype) if state is None else state
-        replaced: dict[int, torch.Tensor] = {}
+    shared_ids = {id(t) for t in shared}
+    replaced: dict[int, torch.Tensor] = {}
 
-        def stand_in(value: torch.Tensor) -> torch.Tensor:
-            if id(value) not in replaced:
-                # In a run in progress, what is not fake is known, as a mask made of constants is.
-                fake = value.detach() if in_progress and not isinstance(value, FakeTensor) else run.sample(value)
-                replaced[id(value)] = fake.requires_grad_(value.requires_grad) if value.requires_grad else fake
-            return replaced[id(value)]
+    def stand_in(value: torch.Tensor) -> torch.Tensor:
+        if id(value) not in replaced:
+            # What is not fake is known, as a mask made of constants is.
+            fake = run.sample(value) if isinstance(value, FakeTensor) else value.detach()
+            replaced[id(value)] = fake.requires_grad_(value.requires_grad) if value.requires_grad else fake
+        return replaced[id(value)]
 
-        fake_args, fake_kwargs = map_tensors(stand_in, (args, kwargs))
-        own_inputs = {
-            place: replaced[id(t)] for place, t in by_argument(args, kwargs).items() if id(t) not in shared_ids
-        }
-        fake_state = dict(state)
+    fake_args, fake_kwargs = map_tensors(stand_in, (args, kwargs))
 
-        def run_block() -> Any:
-            with run.casting(), with_state(module, fake_state):
-                return call(*fake_args, **fake_kwargs)
+    def run_block() -> Any:
+        with run.casting(), with_state(module, dict(state)):
+            return (call or module)(*fake_args, **fake_kwargs)
 
-        trace, _ = record(
-            run_block,
-            name=name or type(module).__name__,
-            params=list(state.values()),
-            inputs=own_inputs,
-            shared=[replaced[id(t)] for t in shared if id(t) in replaced],
-        )
-    return trace
-
-
-@contextmanager
-def fake_run(run: FakeRun | None = None) -> Iterator[FakeRun]:
-    """Yield `run` itself, if one is in progress, else a new one that is active inside the context."""
-    if run is not None:
-        yield run
-        return
-    run = FakeRun()
-    with run:
-        yield run
+    return record(
+        run_block,
+        name=name,
+        params=list(state.values()),
+        inputs={place: replaced[id(t)] for place, t in by_argument(args, kwargs).items() if id(t) not in shared_ids},
+        shared=[replaced[id(t)] for t in shared if id(t) in replaced],
+    )

@@ -27,12 +27,14 @@ def block_memory(
     kind: BlockKind,
     policy: Policy | None,
     run: FakeRun,
-    used: Collection[int] | None = None,
+    used: Collection[int],
     *,
-    accumulate: bool | UpdateInBackward = False,
+    accumulate: bool | UpdateInBackward,
     layouts: Mapping[int, tuple[int, ...]] | None = None,
     received: bool = False,
     apart: Collection[nn.Module] = (),
+    halves: bool = False,
+    held: bool = False,
 ) -> BlockEvents:
     """Run a block forward and backward on fake tensors under `policy` (None: no region) and watch its memory.
 
@@ -42,13 +44,17 @@ def block_memory(
         kind: the block, and how it is called.
         policy: what its region saves.
         run: the run that fakes tensors.
-        used: positions of the tensors of its output that get a gradient (`OuterMemory.used`); None: all.
-        layouts: strides of those of these gradients that are not in rows (`OuterMemory.layouts`).
+        used: positions of the tensors of its output that get a gradient (`OuterMemory.used`).
         accumulate: its parameters have gradients before, which are not counted, and backward adds to them; or backward
             steps with each gradient, and frees it.
+        layouts: strides of those of these gradients that are not in rows (`OuterMemory.layouts`).
         received: the gradients of its output stay, as a pipeline's receiving buffers do: nothing is added into them. They
             are counted all the time.
         apart: modules of the model that are FSDP2 units inside of a layer (experts).
+        halves: run backward in two halves, as some schedules of pipelines do. A checkpointed block is recomputed in each.
+        held: with `halves`, the stage trains parameters behind the block, whose second half comes later and starts at nodes
+            that have references to the block's graph: what no half runs through stays till then, and is not freed in the
+            logs.
 
     Raises:
         RegionError, PlanMismatchError: `policy` does not fit the block.
@@ -62,10 +68,6 @@ def block_memory(
     args, kwargs = map_tensors(stand_in, (kind.args, kind.kwargs))
     state = leaves_of(kind.state)
     leaves = list(dict.fromkeys(state.values()))
-
-    def call(*a: Any, **k: Any) -> Any:  # not the module, whose buffers the region would copy
-        return kind.run(*a, **k)
-
     before = with_gradients(leaves, run, accumulate) if accumulate else []
     meter = TracedBytes([*leaves, *replaced.values(), *before])
     ends: list[int] = []
@@ -79,38 +81,47 @@ def block_memory(
     ):
         with run.casting(), torch.set_grad_enabled(kind.grad):
             if policy is None:
-                out = call(*args, **kwargs)
+                out = kind.run(*args, **kwargs)
             else:
-                out = run_region(call, args, kwargs, policy=policy, name="planned block", transfer=_ToHost())
+                out = run_region(kind.run, args, kwargs, policy=policy, name="planned block", transfer=_ToHost())
         tensors = tensors_in(out)
         outputs = tuple(map(meter.number, tensors))
-        at = {
-            i: t
-            for i, t in enumerate(tensors)
-            if t.requires_grad and i not in kind.passed and (used is None or i in used)
-        }
-        roots = list(at.values())
+        roots = {i: t for i, t in enumerate(tensors) if t.requires_grad and i not in kind.passed and i in used}
         if not roots:
-            del out, tensors
             return BlockEvents(tuple(meter.log), (), outputs)
-        given_to = tuple(at)
+        positions = tuple(roots)
         # What follows sees the output freed where autograd does not keep it, as in a real backward, and the gradients
         # of the output as soon as autograd is done with them.
         stay: list[torch.Tensor] | None = [] if received else None
-        gradients = OutputGradients.apply([(layouts or {}).get(i) for i in at], stay, *roots)
-        del out, roots, tensors, at
-        begun = len(meter.log)
-        gradients.backward(torch.empty_like(gradients))
-        to_inputs = gradients_by_place(kind, replaced)
-        backward = tuple(meter.log[begun:])
+        gradients = OutputGradients.apply([(layouts or {}).get(i) for i in roots], stay, *roots.values())
+        del out, tensors, roots
+        begun, graph = len(meter.log), gradients.grad_fn
+        if halves:
+            inputs = [t for t in replaced.values() if t.requires_grad]
+            rest = backward_of_inputs([gradients], [torch.empty_like(gradients)], inputs, leaves)
+        else:
+            gradients.backward(torch.empty_like(gradients))
+        ended = len(meter.log)
+        to_inputs = {place: meter.number(grad) for place, grad in gradients_by_place(kind, replaced).items()}
+        if halves:
+            for tensor in inputs:
+                tensor.grad = None
+            graph = graph if held else None  # it stays until the logs are read
+        second = len(meter.log)
+        if halves:
+            rest()
+        log, given_back = tuple(meter.log), set(to_inputs.values())
+        backward = log[begun:ended]
         return BlockEvents(
-            tuple(meter.log[:begun]),
+            log[:begun],
             backward,
             outputs,
-            dict(zip(given_to, (n for n, size in backward if size))),
-            {place: meter.number(grad) for place, grad in to_inputs.items()},
+            dict(zip(positions, (number for number, size in backward if size))),
+            to_inputs,
             numbers_of(meter, state),
             apart_end=ends[-1] - begun if ends else len(backward),
+            released=tuple((n, size) for n, size in log[ended:second] if n not in given_back),
+            weights=tuple((n, size) for n, size in log[second:] if size or n not in given_back),
         )
 
 
@@ -250,92 +261,3 @@ def backward_of_inputs(
     weights = [p for p in params if p.requires_grad and p.is_leaf]
     _, groups = first(list(outputs), grads, list(inputs), iter(weights))
     return lambda: second(iter(weights), groups)
-
-
-def halves_memory(
-    kind: BlockKind,
-    policy: Policy | None,
-    run: FakeRun,
-    used: Collection[int],
-    *,
-    accumulate: bool | UpdateInBackward,
-    received: bool = False,
-    held: bool = False,
-    apart: Collection[nn.Module] = (),
-) -> BlockEvents:
-    """Run a block forward and through both halves of its backward on fake tensors, as `block_memory` does in one piece.
-
-    A checkpointed block is recomputed in each half.
-
-    held: the stage trains parameters behind the block, whose second half comes later and starts at nodes that have
-        references to the block's graph: what no half runs through stays till then, and is not freed in the logs.
-    """
-    state = leaves_of(kind.state)
-    with needing_no_values(kind), with_state(kind.module, state):
-        return _run(kind, state, policy, run, used, apart, accumulate=accumulate, received=received, held=held)
-
-
-def _run(
-    kind: BlockKind,
-    state: Mapping[str, torch.Tensor],
-    policy: Policy | None,
-    run: FakeRun,
-    used: Collection[int],
-    apart: Collection[nn.Module],
-    *,
-    accumulate: bool | UpdateInBackward,
-    received: bool,
-    held: bool,
-) -> BlockEvents:
-    replaced: dict[int, torch.Tensor] = {}
-    leaves = list(dict.fromkeys(state.values()))
-
-    def stand_in(value: torch.Tensor) -> torch.Tensor:
-        return replaced.setdefault(id(value), value.detach().requires_grad_(value.requires_grad))
-
-    args, kwargs = map_tensors(stand_in, (kind.args, kind.kwargs))
-    for tensor in leaves:
-        tensor.grad = None
-    before = with_gradients(leaves, run, accumulate) if accumulate else []
-    meter = TracedBytes([*leaves, *replaced.values(), *before])
-    inputs = [t for t in replaced.values() if t.requires_grad]
-    ends: list[int] = []
-    with run, meter, SumsInPlace(), _backward_ends(kind.module, apart, lambda: ends.append(len(meter.log))):
-        with run.casting(), torch.set_grad_enabled(kind.grad):
-            out = (
-                kind.run(*args, **kwargs)
-                if policy is None
-                else run_region(kind.run, args, kwargs, policy=policy, name="planned block")
-            )
-        outputs = tuple(map(meter.number, tensors_in(out)))
-        places = [i for i, t in enumerate(tensors_in(out)) if t.requires_grad and i not in kind.passed and i in used]
-        roots = [tensors_in(out)[i] for i in places]
-        if not roots:
-            return BlockEvents(tuple(meter.log), (), outputs)
-        stay: list[torch.Tensor] | None = [] if received else None
-        gradients = OutputGradients.apply([None] * len(roots), stay, *roots)
-        del out, roots
-        begun, graph = len(meter.log), gradients.grad_fn
-        rest = backward_of_inputs([gradients], [torch.empty_like(gradients)], inputs, leaves)
-        ended = len(meter.log)
-        to_inputs = {place: meter.number(grad) for place, grad in gradients_by_place(kind, replaced).items()}
-        for tensor in inputs:
-            tensor.grad = None
-        graph = graph if held else None  # it stays until the logs are read
-        second = len(meter.log)
-        rest()
-        log, first = tuple(meter.log), tuple(meter.log[begun:ended])
-        of_outputs = dict(zip(places, (number for number, size in first if size)))
-        weights = tuple((n, size) for n, size in log[second:] if size or n not in to_inputs.values())
-        grads = numbers_of(meter, state)
-        return BlockEvents(
-            log[:begun],
-            first,
-            outputs,
-            of_outputs,
-            to_inputs,
-            grads,
-            apart_end=ends[-1] - begun if ends else len(first),
-            released=tuple((n, size) for n, size in log[ended:second] if n not in to_inputs.values()),
-            weights=weights,
-        )

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from nemo_like._util.device_work import wait_for
 from nemo_like._util.live_bytes import LiveBytes
 from nemo_like._util.op_lookup import find_op
 from nemo_like._util.tensors import is_wrapped, map_tensors, tensors_in
@@ -77,16 +78,12 @@ class _OpClock(TorchDispatchMode):
         self.times: list[tuple[Any, float]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        self.wait()
+        wait_for(self.device)
         start = time.perf_counter()
         out = func(*args, **(kwargs or {}))
-        self.wait()
+        wait_for(self.device)
         self.times.append((func, time.perf_counter() - start))
         return out
-
-    def wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 def measured_seconds(

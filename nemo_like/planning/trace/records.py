@@ -29,7 +29,9 @@ class Fold(NamedTuple):
 class Recorded:
     """A log, of which some storages are exposed: others may hold them too, or have made them."""
 
-    def __init__(self, entries: Log, exposed: frozenset[int], sizes: Mapping[int, int], late: frozenset[int]) -> None:
+    def __init__(
+        self, entries: Log, exposed: frozenset[int], sizes: Mapping[int, int], late: frozenset[int] = frozenset()
+    ) -> None:
         """Keep a log.
 
         Args:
@@ -80,6 +82,20 @@ class Recorded:
         return Fold(peak, net, tuple(new.items()), tuple(n for n in there if n not in left), tuple(late))
 
 
+class Running(NamedTuple):
+    """Logs of one block."""
+
+    forward: Recorded
+    """Log of its forward. The caller that runs it frees the output."""
+    until_apart: Recorded
+    """Log of its backward, or the first half of it, up to the end of the experts' backward."""
+    rest: Recorded
+    """What follows of it."""
+    released: Recorded
+    weights: Recorded
+    """Log of the second half of its backward."""
+
+
 @dataclass(frozen=True)
 class BlockEvents:
     """Logs of one block under one choice. Its parameters and inputs are not in them."""
@@ -115,21 +131,6 @@ class BlockEvents:
         return sum(self.sizes[number] for number in _alive(self.forward) - set(self.outputs))
 
     @property
-    def output_grad(self) -> int:
-        """Bytes of the gradients that its backward receives."""
-        return self._bytes(self.output_grads.values())
-
-    @property
-    def input_grad(self) -> int:
-        """Bytes of the gradients of its inputs."""
-        return self._bytes(self.input_grads.values())
-
-    @property
-    def param_grad(self) -> int:
-        """Bytes of the gradients that it makes of its parameters."""
-        return self._bytes(self.param_grads.values())
-
-    @property
     def backward_peak(self) -> int:
         """Most bytes alive in its backward, or the first half of it, above those alive before its forward."""
         level = peak = sum(self.sizes[number] for number in _alive(self.forward))
@@ -141,14 +142,10 @@ class BlockEvents:
     @property
     def between(self) -> int:
         """Bytes alive between the halves of its backward, but for gradients of its inputs."""
-        return self._bytes(_alive(self.until(True)) - set(self.input_grads.values()))
+        return self.bytes_of(_alive(self.until(True)) - set(self.input_grads.values()))
 
-    @property
-    def output_grad_between(self) -> int:
-        """Bytes of `between` that are gradients of its output."""
-        return self._bytes(_alive(self.until(True)) & set(self.output_grads.values()))
-
-    def _bytes(self, numbers: Iterable[int]) -> int:
+    def bytes_of(self, numbers: Iterable[int]) -> int:
+        """Return the bytes of the storages with these numbers."""
         return sum(self.sizes.get(number, 0) for number in set(numbers))
 
     def until(self, halfway: bool) -> Log:
@@ -156,36 +153,13 @@ class BlockEvents:
         return self.forward + self.backward + self.released if halfway else self.forward
 
     @cached_property
-    def _exposed(self) -> frozenset[int]:
+    def running(self) -> Running:
+        """Its logs, as a micro-batch runs them."""
         grads = (self.output_grads, self.input_grads, self.param_grads)
-        return frozenset().union(self.outputs, *(numbers.values() for numbers in grads)) - {0}
-
-    @cached_property
-    def running_forward(self) -> Recorded:
-        """Log of its forward. The caller that runs it frees the output."""
-        return Recorded(self.forward, self._exposed, self.sizes, frozenset(self.outputs) - {0})
-
-    @cached_property
-    def running_backward(self) -> Recorded:
-        """Log of its backward, or the first half of it."""
-        return Recorded(self.backward, self._exposed, self.sizes, frozenset())
-
-    @cached_property
-    def running_apart(self) -> tuple[Recorded, Recorded]:
-        """Return `running_backward` in two, cut at `apart_end`."""
-        logs = self.backward[: self.apart_end], self.backward[self.apart_end :]
-        until, rest = (Recorded(log, self._exposed, self.sizes, frozenset()) for log in logs)
-        return until, rest
-
-    @cached_property
-    def running_released(self) -> Recorded:
-        """Log of `released`."""
-        return Recorded(self.released, self._exposed, self.sizes, frozenset())
-
-    @cached_property
-    def running_weights(self) -> Recorded:
-        """Log of the second half of its backward."""
-        return Recorded(self.weights, self._exposed, self.sizes, frozenset())
+        exposed = frozenset().union(self.outputs, *(numbers.values() for numbers in grads)) - {0}
+        before_end, after_end = self.backward[: self.apart_end], self.backward[self.apart_end :]
+        rest = (Recorded(log, exposed, self.sizes) for log in (before_end, after_end, self.released, self.weights))
+        return Running(Recorded(self.forward, exposed, self.sizes, frozenset(self.outputs) - {0}), *rest)
 
 
 def _alive(log: Log) -> set[int]:
