@@ -26,7 +26,7 @@ from nemo_like.planning.predictions.rank import fullest_peaks, peak_of, peaks_of
 from nemo_like.planning.predictions.reserved import reserved_on
 from nemo_like.planning.predictions.seconds import step_seconds
 from nemo_like.planning.query import Choices, PlanQuery, Stage
-from nemo_like.planning.selection.layer import BlockProblem, Choice, as_choice
+from nemo_like.planning.selection.layer import BlockProblem, Choice, as_choice, decided
 from nemo_like.planning.sharding import same_on_all_ranks
 from nemo_like.planning.trace.kinds import ModelTrace
 from nemo_like.precision import effective_matmuls
@@ -397,10 +397,8 @@ def choices_of(stage: Stage, job: Job) -> list[Choice] | None:
 
 def _choice(problem: BlockProblem, plan: LayerPlan | None) -> Choice:
     policy = None if plan is None else plan.policy()
-    if policy is None or not problem.trace.saves_something:
+    if policy is None:
         return problem.none()
     if plan is not None and not plan.decisions:
         return problem.full()
-    tracked, decide = policy.tracked_ops() or (), policy.start()
-    words = (decide(each.op, each.nth).value if each.op in tracked else "recompute" for each in problem.records)
-    return as_choice(problem, tuple(words), "plan")
+    return decided(problem, policy, "plan")

@@ -8,6 +8,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -170,7 +171,9 @@ def test_numpy_sums_states_as_plain_python_does(symmetric, limit):
 
     a, b = states(90), states(70)
     b = a if symmetric else b
-    quick, plain = (solver._summed(a, b, limit, symmetric=symmetric, quick=quick) for quick in (True, False))
+    quick = solver._summed(a, b, limit, symmetric=symmetric)
+    with mock.patch.object(solver, "np", None):
+        plain = solver._summed(a, b, limit, symmetric=symmetric)
     assert quick == plain and len(plain) <= limit
 
 
@@ -192,15 +195,6 @@ def test_many_layers_stay_close_to_the_bound():
         best = min(m.cost for m in mixes if m.bytes <= budget)
         bound = solver.combine_bound(kinds, budget)
         assert bound is not None and best <= bound * 1.02  # 2 %: what thinning to 768 states may cost here
-
-
-def test_bad_numbers_are_refused():
-    with pytest.raises(ValueError, match="neither may be negative"):
-        Op(-1, 0.0)
-    with pytest.raises(ValueError, match="forced"):
-        Op(1, 0.0, forced="maybe")
-    with pytest.raises(ValueError, match="needs a point"):
-        solver.combine([([], 1)])
 
 
 LENGTH = 512

@@ -20,7 +20,7 @@ from nemo_like._util.log import warn_once
 from nemo_like._util.module_tree import bare
 from nemo_like._util.tensors import describe, tensors_in
 from nemo_like.activation_checkpointing.kv_sharing import has_kv_sharing, shares_states_explicitly
-from nemo_like.activation_checkpointing.policy import DecisionTable, FullPolicy, Policy
+from nemo_like.activation_checkpointing.policy import DecisionTable, FullPolicy, Policy, SelectivePolicy
 from nemo_like.activation_checkpointing.spec import KeepRouting
 from nemo_like.distributed.context import cut_for_planning
 from nemo_like.distributed.documents import keep_documents_apart
@@ -46,7 +46,7 @@ from nemo_like.planning.selection.layer import (
     ChoiceGroup,
     Stack,
     as_choice,
-    selective,
+    decided,
 )
 from nemo_like.planning.sharding import ParameterForms, Sharding
 from nemo_like.planning.trace.compiled_memory import CompiledBlock, NotCompiledError, compiled_block, compiled_memory
@@ -234,13 +234,11 @@ class TracedPart:
 
     def uniform(self, mode: str) -> list[Choice]:
         """Return the choice of each layer call under ``none``, ``full`` or ``selective``."""
-        makers: dict[str, Callable[[BlockProblem], Choice]] = {
-            "none": BlockProblem.none,
-            "full": BlockProblem.full,
-            "selective": selective,
-        }
-        per_kind = [makers[mode](problem) for problem in self.problems]
-        none = [problem.none() for problem in self.problems]
+        none = per_kind = [problem.none() for problem in self.problems]
+        if mode == "full":
+            per_kind = [problem.full() for problem in self.problems]
+        elif mode == "selective":
+            per_kind = [decided(problem, SelectivePolicy(), "selective") for problem in self.problems]
         return [(per_kind if call.fqn in self.chosen else none)[call.kind] for call in self.traced.calls]
 
     def policy(self, kind: int, choice: Choice) -> Policy | None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
 
 from nemo_like._util.op_lookup import Op
 from nemo_like.activation_checkpointing.ops import exchange_routing_ops, facts, routing_ops
-from nemo_like.activation_checkpointing.policy import Decision, SelectivePolicy
+from nemo_like.activation_checkpointing.policy import Policy
 from nemo_like.planning.devices import Device
 from nemo_like.planning.roofline import exposed_seconds, is_sequence_op, kernel_kind, kernel_seconds, op_seconds
 from nemo_like.planning.selection import solver
@@ -55,17 +55,21 @@ class BlockProblem:
     device: Device
     measured: tuple[float, ...] | None = None
     """Measured seconds of each of `records`; None: the roofline of `device`."""
-    records: tuple[OpRecord, ...] = field(init=False)
-    """The ops that compute something: no views."""
-    seconds: tuple[float, ...] = field(init=False)
-    _index: dict[int, int] = field(init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        kept = [(i, op) for i, op in enumerate(self.trace.ops) if not op.view]
-        object.__setattr__(self, "records", tuple(op for _, op in kept))
-        roofline = tuple(op_seconds(op, self.device) for _, op in kept)
-        object.__setattr__(self, "seconds", roofline if self.measured is None else self.measured)
-        object.__setattr__(self, "_index", {i: k for k, (i, _) in enumerate(kept)})
+    @cached_property
+    def records(self) -> tuple[OpRecord, ...]:
+        """The ops that compute something: no views."""
+        return tuple(op for op in self.trace.ops if not op.view)
+
+    @cached_property
+    def seconds(self) -> tuple[float, ...]:
+        """Seconds of each of `records`."""
+        return self.measured or tuple(op_seconds(op, self.device) for op in self.records)
+
+    @cached_property
+    def _index(self) -> dict[int, int]:
+        """Number among `records` of each operator of the trace that is one."""
+        return {i: k for k, i in enumerate(i for i, op in enumerate(self.trace.ops) if not op.view)}
 
     @property
     def forward_seconds(self) -> float:
@@ -80,22 +84,28 @@ class BlockProblem:
     def ops(self, by: str = "seconds") -> tuple[solver.Op, ...]:
         """Return the solver's operators, whose cost is ``"seconds"`` or ``"flops"`` of recomputation."""
         reachable = self.reachable
-        made = []
-        for k, record in enumerate(self.records):
-            value = self.seconds[k] if by == "seconds" else float(record.flops)
-            made.append(
-                solver.Op(
-                    bytes=record.bytes,
-                    cost=value if k < reachable else 0.0,
-                    reads=tuple(self._index[i] for i in record.reads if i in self._index),
-                    # A rank without rows may run other ops than were traced, and then runs in replay what it was to skip:
-                    # a collective must be run by all or by none.
-                    needed=(record.needed or facts(record.op).collective) and k < reachable,
-                    keepable=_keepable(record),
-                    forced=("save" if record.op in self._routing else _forced(record)) if k < reachable else None,
-                )
+        costs = self.seconds if by == "seconds" else [float(record.flops) for record in self.records]
+        return tuple(
+            solver.Op(
+                bytes=record.bytes,
+                cost=costs[k] if k < reachable else 0.0,
+                reads=tuple(self._index[i] for i in record.reads if i in self._index),
+                # A rank without rows may run other ops than were traced, and then recomputes what it was to skip: a
+                # collective must be run by all or by none.
+                needed=(record.needed or facts(record.op).collective) and k < reachable,
+                keepable=record.bytes > 0 and not record.changed and facts(record.op).tracked,
+                forced=self._forced(record) if k < reachable else None,
             )
-        return tuple(made)
+            for k, record in enumerate(self.records)
+        )
+
+    def _forced(self, record: OpRecord) -> str | None:
+        known = facts(record.op)
+        if known.pinned or record.op in self._routing:
+            return "save"
+        if (known.random and not known.attention) or not known.tracked or record.steers:
+            return "replay"  # random numbers are drawn again in order; in-place ops run again, as statistics are
+        return None
 
     def none(self) -> Choice:
         """Outside of any region: autograd keeps what it keeps, and nothing is replayed."""
@@ -141,22 +151,10 @@ class BlockProblem:
             skip: let recomputation leave ops out.
             host: also offer to keep outputs in CPU memory, over the device's link: up to so many bytes.
         """
-        points = self._with_skips if skip else self._without_skips
-        return best_of([self.full(), *self._choices(solver.spread(points, _MOST), host), self.none()])
-
-    @cached_property
-    def _with_skips(self) -> tuple[solver.Point, ...]:
-        return solver.closure_every(self.ops())
-
-    @cached_property
-    def _without_skips(self) -> tuple[solver.Point, ...]:
-        return solver.linear_frontier(self.ops())
-
-    def _choices(self, points: Iterable[solver.Point], host: int) -> list[Choice]:
-        choices = [self.choice(point) for point in points]
-        return (
-            choices + [moved for moved in map(self.on_host, choices) if moved.host_bytes <= host] if host else choices
-        )
+        points = solver.closure_every(self.ops()) if skip else solver.linear_frontier(self.ops())
+        choices = [self.choice(point) for point in solver.spread(points, _MOST)]
+        moved = [choice for choice in map(self.on_host, choices) if choice.host_bytes <= host] if host else []
+        return best_of([self.full(), *choices, *moved, self.none()])
 
     def on_host(self, choice: Choice) -> Choice:
         """`choice` with what it keeps inside moved to CPU memory and back.
@@ -192,24 +190,8 @@ class BlockProblem:
 
 def best_of(choices: Iterable[Choice]) -> tuple[Choice, ...]:
     """Return the choices that no other beats in both saved bytes and seconds, ascending in bytes."""
-    kept: list[Choice] = []
-    for choice in sorted(choices, key=lambda c: (c.held_bytes, c.replay_seconds, c.host_bytes)):
-        if not kept or choice.replay_seconds < kept[-1].replay_seconds:
-            kept.append(choice)
-    return tuple(kept)
-
-
-def _keepable(record: OpRecord) -> bool:
-    return record.bytes > 0 and not record.changed and facts(record.op).tracked
-
-
-def _forced(record: OpRecord) -> str | None:
-    known = facts(record.op)
-    if known.pinned:
-        return "save"
-    if (known.random and not known.attention) or not known.tracked or record.steers:
-        return "replay"  # random numbers must be drawn again in order; in-place ops always run again, as statistics are
-    return None
+    ascending = sorted(choices, key=attrgetter("held_bytes", "replay_seconds", "host_bytes"))
+    return tuple(solver.non_dominated(ascending, attrgetter("replay_seconds")))
 
 
 _FEW = 12
@@ -286,19 +268,16 @@ def as_choice(problem: BlockProblem, words: Sequence[str], label: str = "plan") 
     """Return the choice that does this with each operator: ``save``, ``skip`` or ``recompute``."""
     keep = sum(1 << k for k, word in enumerate(words) if word == "save")
     skip = sum(1 << k for k, word in enumerate(words) if word == "skip")
-    return replace(problem.choice(solver.Point(0, 0.0, keep, skip)), label=label)
+    return problem.choice(solver.Point(0, 0.0, keep, skip), label)
 
 
-def selective(problem: BlockProblem) -> Choice:
+def decided(problem: BlockProblem, policy: Policy, label: str) -> Choice:
+    """Return the choice that `policy` makes."""
     if not problem.trace.saves_something:
         return problem.none()
-    policy = SelectivePolicy()
-    tracked, decide = policy.tracked_ops(), policy.start()
-    words = []
-    for k, record in enumerate(problem.records):
-        word = decide(record.op, record.nth) if record.op in tracked else Decision.RECOMPUTE
-        words.append("save" if word is Decision.SAVE and k < problem.reachable else "recompute")
-    return as_choice(problem, words, "selective")
+    tracked, decide = policy.tracked_ops() or (), policy.start()
+    words = [decide(each.op, each.nth).value if each.op in tracked else "recompute" for each in problem.records]
+    return as_choice(problem, words, label)
 
 
 ATTENTION_BACKWARD, OTHER_BACKWARD = 2.5, 2.0
@@ -401,11 +380,6 @@ def fused(ops: Sequence[OpRecord]) -> tuple[OpRecord, ...]:
     return tuple(made)
 
 
-def records_of(problem: BlockProblem, *, compiled: bool) -> tuple[OpRecord, ...]:
-    """Return the operators of a block that compute something, as they run."""
-    return tuple(op for op in fused(problem.trace.ops) if not op.view) if compiled else problem.records
-
-
 @dataclass(frozen=True)
 class BlockSeconds:
     """One kind of layer in one local shape: seconds of its kernels, and bytes that it sends."""
@@ -442,7 +416,9 @@ class BlockSeconds:
 
         compiled: operators between matrix products are `fused`.
         """
-        records, device = records_of(problem, compiled=compiled), problem.device
+        records, device = problem.records, problem.device
+        if compiled:
+            records = tuple(op for op in fused(problem.trace.ops) if not op.view)
         kernels = problem.measured or tuple(kernel_seconds(op, device) for op in records)
         times = tuple(map(backward_times, records))
         back = sum(seconds * more for seconds, more in zip(kernels, times))

@@ -16,11 +16,11 @@ All results are deterministic: ties go to fewer bytes, then to the smaller bit m
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from operator import attrgetter
-from typing import TypeVar
+from operator import add, attrgetter, itemgetter
+from typing import Any, TypeVar
 
 try:  # of transformers; without it, merges of many mixes take some ten times as long
     import numpy as np
@@ -47,12 +47,6 @@ class Op:
     """True where it may be saved (an output that is changed in place later may not)."""
     forced: str | None = None
     """``"save"``: always saved (collectives, routing); ``"replay"``: always recomputed (random or in-place ops)."""
-
-    def __post_init__(self) -> None:
-        if self.bytes < 0 or not self.cost >= 0:
-            raise ValueError(f"An op has {self.bytes} bytes and costs {self.cost}; neither may be negative.")
-        if self.forced not in (None, "save", "replay"):
-            raise ValueError(f"Op.forced is {self.forced!r}; it must be None, 'save' or 'replay'.")
 
 
 @dataclass(frozen=True)
@@ -94,46 +88,44 @@ def linear_frontier(ops: Sequence[Op], max_states: int = EXACT_STATES) -> tuple[
     Ascending in bytes, strictly descending in cost. Each point is optimal for its bytes as long as the sweep stays
     below `max_states` non-dominated states; past that, states are thinned.
     """
-    states: list[tuple[int, float, int]] = [(0, sum(op.cost for op in ops), 0)]
+    states: list[State] = [(0, sum(op.cost for op in ops), 0)]
     for i, op in enumerate(ops):
         if op.forced == "save":
             states = [(b + op.bytes, c - op.cost, keep | 1 << i) for b, c, keep in states]
         elif op.forced is None and op.keepable and op.cost > 0:
             added = [(b + op.bytes, c - op.cost, keep | 1 << i) for b, c, keep in states]
-            states = non_dominated(_merge(states, added))
-            if len(states) > max_states:
-                states = thin(states, max_states)
-    points: list[Point] = []
-    for b, _, keep in states:
-        cost = linear_replay_cost(ops, keep)  # summed afresh: no rounding left over from the sweep's subtractions
-        if not points or cost < points[-1].cost:
-            points.append(Point(b, cost, keep))
-    return tuple(points)
+            # Both are sorted: timsort sees the two runs and merges them in linear time.
+            states = _few(non_dominated(sorted(states + added)), max_states)
+    # Costs are summed afresh: no rounding is left over from the sweep's subtractions.
+    points = (Point(b, linear_replay_cost(ops, keep), keep) for b, _, keep in states)
+    return tuple(non_dominated(points, attrgetter("cost")))
 
 
-def _merge(a: list[tuple[int, float, int]], b: list[tuple[int, float, int]]) -> list[tuple[int, float, int]]:
-    """Return two lists sorted by (bytes, cost, mask) as one; timsort sees the two runs and merges them in linear time."""
-    return sorted(a + b)
+Each = TypeVar("Each")
+State = tuple[int, float, Any]
+"""Bytes, cost, and the choice that has them."""
 
 
-def non_dominated(states: Iterable[tuple[int, float, int]]) -> list[tuple[int, float, int]]:
-    kept: list[tuple[int, float, int]] = []
-    for state in states:
-        if not kept or state[1] < kept[-1][1]:
-            kept.append(state)
+def non_dominated(points: Iterable[Each], cost_of: Callable[[Any], float] = itemgetter(1)) -> list[Each]:
+    """Return those of `points`, which ascend in bytes, that cost less than all before them."""
+    kept: list[Each] = []
+    for point in points:
+        if not kept or cost_of(point) < cost_of(kept[-1]):
+            kept.append(point)
     return kept
 
 
-def thin(states: list[tuple[int, float, int]], limit: int) -> list[tuple[int, float, int]]:
+def thin(states: list[State], limit: int) -> list[State]:
     """Return at most about `limit` states, spread evenly over the bytes; the cheapest of each bucket and both ends stay."""
     low, high = states[0][0], states[-1][0]
-    buckets: dict[int, tuple[int, float, int]] = {}
+    buckets: dict[int, State] = {}
     for state in states:
         buckets[(state[0] - low) * (limit - 2) // max(1, high - low)] = state  # later states of a bucket cost less
     return sorted({states[0], *buckets.values()})
 
 
-Each = TypeVar("Each")
+def _few(states: list[State], limit: int) -> list[State]:
+    return thin(states, limit) if len(states) > limit else states
 
 
 def spread(points: Sequence[Each], limit: int, bytes_of: Callable[[Each], int] = attrgetter("bytes")) -> list[Each]:
@@ -148,11 +140,7 @@ def spread(points: Sequence[Each], limit: int, bytes_of: Callable[[Each], int] =
 
 def frontier(points: Iterable[Point]) -> tuple[Point, ...]:
     """Return the points that no other beats in both bytes and cost, ascending in bytes."""
-    kept: list[Point] = []
-    for point in sorted(points, key=lambda p: (p.bytes, p.cost, p.keep)):
-        if not kept or point.cost < kept[-1].cost:
-            kept.append(point)
-    return tuple(kept)
+    return tuple(non_dominated(sorted(points, key=attrgetter("bytes", "cost", "keep")), attrgetter("cost")))
 
 
 def combine(kinds: Sequence[tuple[Sequence[tuple[int, float]], int]], max_states: int = 400) -> tuple[Mix, ...]:
@@ -163,24 +151,20 @@ def combine(kinds: Sequence[tuple[Sequence[tuple[int, float]], int]], max_states
         max_states: how many mixes are carried between merges. A merge of fewer pairs than that squared is exact while
             its result fits. Past that, the cheapest of each of `max_states` equal steps of bytes is carried on;
             `combine_bound` bounds what that may have cost.
-
-    Raises:
-        ValueError: a kind without points, or a negative number of layers.
     """
-    total: list[tuple[int, float, tuple]] = [(0, 0.0, ())]
-    for number, (points, count) in enumerate(kinds):
-        if not points or count < 0:
-            raise ValueError(f"Kind {number} has {len(points)} points and {count} layers; it needs a point, and >= 0.")
+    total: list[State] = [(0, 0.0, ())]
+    for points, count in kinds:
         single = [(b, c, tuple(int(i == j) for j in range(len(points)))) for i, (b, c) in enumerate(points)]
         summed = _times(_best(single, max_states), count, len(points), max_states)
-        pairs = ((b + bb, c + cc, chosen + (counts,)) for b, c, chosen in total for bb, cc, counts in summed)
-        total = _best(pairs, max_states)
+        total = _best(
+            ((b + bb, c + cc, chosen + (counts,)) for b, c, chosen in total for bb, cc, counts in summed), max_states
+        )
     return tuple(Mix(b, c, counts) for b, c, counts in total)
 
 
-def _times(single: list, count: int, width: int, limit: int) -> list:
+def _times(single: list[State], count: int, width: int, limit: int) -> list[State]:
     """Return the states of `count` layers of one kind, by doubling."""
-    result = [(0, 0.0, (0,) * width)]
+    result: list[State] = [(0, 0.0, (0,) * width)]
     power = single
     while count:
         if count & 1:
@@ -195,53 +179,31 @@ _FEW_PAIRS = 1 << 10
 """Number of sums below which plain Python is as quick as numpy."""
 
 
-def _summed(a: list, b: list, limit: int, *, symmetric: bool = False, quick: bool = True) -> list:
-    """Return the best sums of one state of `a` and one of `b`. `quick`: by numpy, which finds the same."""
-    if np is None or not quick or len(a) * len(b) < _FEW_PAIRS:
-        return _best(_sums(a, b, symmetric), limit, add=True)
-    first, second = np.triu_indices(len(a)) if symmetric else np.indices((len(a), len(b))).reshape(2, -1)
-    sizes, costs = (
-        np.array([state[n] for state in a], dtype)[first] + np.array([state[n] for state in b], dtype)[second]
-        for n, dtype in enumerate((np.int64, np.float64))
-    )
-    order = np.lexsort((costs, sizes))  # stable, as Python's sort is
-    cheapest = np.minimum.accumulate(costs[order])
-    kept = order[np.concatenate(([True], costs[order][1:] < cheapest[:-1]))]
-    if len(kept) > limit:
-        low, high = sizes[kept[0]], sizes[kept[-1]]
-        bucket = (sizes[kept] - low) * (limit - 2) // max(1, high - low)
-        last = np.concatenate((bucket[:-1] != bucket[1:], [True]))  # the later, the cheaper
-        last[0] = True
-        kept = kept[last]
-    return [
-        (int(sizes[k]), float(costs[k]), tuple(x + y for x, y in zip(a[first[k]][2], b[second[k]][2]))) for k in kept
-    ]
+def _summed(a: list[State], b: list[State], limit: int, *, symmetric: bool = False) -> list[State]:
+    """Return the best sums of one state of `a` and one of `b`, at most about `limit`.
 
-
-def _sums(a: list, b: list, symmetric: bool = False) -> Iterator[tuple]:
-    for i, (b1, c1, n1) in enumerate(a):
-        for b2, c2, n2 in b[i:] if symmetric else b:
-            yield b1 + b2, c1 + c2, (n1, n2)
-
-
-def _best(states: Iterable[tuple], limit: int, *, add: bool = False) -> list[tuple]:
-    """Return the non-dominated states, at most about `limit`; `_summed` does the same with numpy.
-
-    With `add`, the third field is a pair of counts to be summed, which is done for the survivors only.
+    By numpy where there are many, which finds the same as plain Python.
     """
-    kept: list[tuple] = []
-    for state in sorted(states, key=lambda s: (s[0], s[1])):
-        if not kept or state[1] < kept[-1][1]:
-            kept.append(state)
-    if len(kept) > limit:
-        low, high = kept[0][0], kept[-1][0]
-        buckets: dict[int, tuple] = {}
-        for state in kept:
-            buckets[(state[0] - low) * (limit - 2) // max(1, high - low)] = state  # the later, the cheaper
-        kept = [kept[0]] + [state for state in buckets.values() if state is not kept[0]]
-    if add:
-        return [(b, c, tuple(x + y for x, y in zip(*pair))) for b, c, pair in kept]
-    return kept
+    kept: list[State]
+    if np is None or len(a) * len(b) < _FEW_PAIRS:
+        rows = ((i, j) for i in range(len(a)) for j in range(i if symmetric else 0, len(b)))
+        kept = non_dominated(sorted((a[i][0] + b[j][0], a[i][1] + b[j][1], (i, j)) for i, j in rows))
+    else:
+        first, second = np.triu_indices(len(a)) if symmetric else np.indices((len(a), len(b))).reshape(2, -1)
+        sizes, costs = (
+            np.array([state[n] for state in a], dtype)[first] + np.array([state[n] for state in b], dtype)[second]
+            for n, dtype in enumerate((np.int64, np.float64))
+        )
+        order = np.lexsort((costs, sizes))  # stable, as Python's sort is
+        cheapest = np.minimum.accumulate(costs[order])
+        best = order[np.concatenate(([True], costs[order][1:] < cheapest[:-1]))]
+        kept = [(int(sizes[k]), float(costs[k]), (int(first[k]), int(second[k]))) for k in best]
+    return [(size, cost, tuple(map(add, a[i][2], b[j][2]))) for size, cost, (i, j) in _few(kept, limit)]
+
+
+def _best(states: Iterable[State], limit: int) -> list[State]:
+    """Return the non-dominated states, at most about `limit`."""
+    return _few(non_dominated(sorted(states, key=itemgetter(0, 1))), limit)
 
 
 def combine_bound(kinds: Sequence[tuple[Sequence[tuple[int, float]], int]], budget: int) -> float | None:
@@ -303,7 +265,7 @@ def closure_every(ops: Sequence[Op], max_states: int = EVERY_STATES) -> tuple[Po
     `max_states` states, those that require the same outputs are thinned to an even share, spread over their bytes; where
     too many different outputs are required at a time, it is the choices of `linear_frontier` with what they may skip.
     """
-    states: dict[int, list[tuple[int, float, int]]] = {0: [(0, 0.0, 0)]}
+    states: dict[int, list[State]] = {0: [(0, 0.0, 0)]}
     for i in reversed(range(len(ops))):
         states = _decided(ops[i], i, states)
         if sum(map(len, states.values())) > max_states:
@@ -319,12 +281,10 @@ def _point(ops: Sequence[Op], keep: int) -> Point:
     return Point(sum(op.bytes for i, op in enumerate(ops) if keep >> i & 1), cost, keep, skip)
 
 
-def _decided(
-    op: Op, i: int, states: dict[int, list[tuple[int, float, int]]]
-) -> dict[int, list[tuple[int, float, int]]]:
+def _decided(op: Op, i: int, states: dict[int, list[State]]) -> dict[int, list[State]]:
     """Return the states with `op`, number `i`, saved, recomputed or skipped; the keys: masks of required outputs."""
     bit, reads = 1 << i, sum(1 << j for j in set(op.reads))
-    grown: dict[int, list[tuple[int, float, int]]] = {}
+    grown: dict[int, list[State]] = {}
     for required, choices in states.items():
         rest = required & ~bit
         kept = [(b + op.bytes, c, keep | bit) for b, c, keep in choices]
