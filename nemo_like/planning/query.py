@@ -277,7 +277,7 @@ class Stage:
     def around(self, choices: Sequence[Choice], accumulate: bool | UpdateInBackward, *, halves: bool = False) -> Around:
         """Return `outside` for the writer of a step."""
         outside = self.outside(accumulate, choices, halves=halves)
-        return Around(outside.events, outside.idle, outside.dropped, outside.in_chunks, halves)
+        return Around(outside.events, outside.dropped, outside.in_chunks, halves)
 
     def layer_calls(
         self,

@@ -14,7 +14,6 @@ from nemo_like.activation_checkpointing import ops
 from nemo_like.fake.run import ALIASES
 from nemo_like.options.optimizers import OPTIMIZER_OBJECTS, TrainedParameter
 from nemo_like.planning.devices import Device
-from nemo_like.planning.sharding import Sharding
 from nemo_like.planning.trace.block import OpRecord
 from nemo_like.torch_compat import TorchDispatchMode
 
@@ -123,15 +122,11 @@ def optimizer_seconds(trained: Sequence[TrainedParameter], name: str, device: De
     return sum(param.size for param in trained) * OPTIMIZER_OBJECTS[name].passes / device.bandwidth
 
 
-def update_seconds(sharding: Sharding, name: str, device: Device) -> float:
-    """An optimizer step on one rank, on the device or, of what lies in CPU memory, at this rank's share of the bandwidth
-    there; where that is not known, at the rate of the bus to it, which it is not below, and that is said once."""
-    here = optimizer_seconds(sharding.trained, name, device)
-    return here + host_optimizer_seconds(sharding.trained_on_host, name, device)
-
-
 def host_optimizer_seconds(trained: Sequence[TrainedParameter], name: str, device: Device) -> float:
-    """Return the seconds of `update_seconds` that go over parameters in CPU memory."""
+    """Return the seconds of an optimizer step over parameters in CPU memory, at this rank's share of the bandwidth there.
+
+    Where that is not known, at the rate of the bus to it, which it is not below, and that is logged once.
+    """
     if not trained:
         return 0.0
     rate = device.host_bandwidth
@@ -203,11 +198,6 @@ def exchange_seconds(size: int, group: RankGroup, device: Device) -> float:
     inside = size * (group.per_host - 1) / group.ranks / device.nvlink
     outside = size * (group.ranks - group.per_host) / group.ranks / device.network
     return max(inside, outside) + device.hop_seconds * group.hosts.bit_length()
-
-
-def send_seconds(size: int, same_host: bool, device: Device) -> float:
-    """Return the seconds from one rank to the next."""
-    return size / (device.nvlink if same_host else device.network) + device.hop_seconds
 
 
 # Seconds of the CPU thread that launches the kernels of a layer: where the GPU is faster, it waits.

@@ -14,7 +14,7 @@ from nemo_like._util.tensors import Place
 from nemo_like.activation_checkpointing.plan import Part
 from nemo_like.options import OffloadConfig
 from nemo_like.planning.memory_model.fsdp_units import EMBEDDING, ROOT, TAIL, FsdpBuffers, GradientRule
-from nemo_like.planning.memory_model.storages import LogRun, Moved, Storages
+from nemo_like.planning.memory_model.storages import LogRun, Storages
 from nemo_like.planning.sharding import Sharding, UnitBytes
 from nemo_like.planning.trace.records import BackwardCall, BlockEvents, Log, OuterEvents
 
@@ -53,7 +53,7 @@ class HostCopies:
         if inputs:
             self.inputs[i] = []
         for size in sizes:
-            gone: list[Moved] = []
+            gone: list[tuple[int, int]] = []
             self.sent.append((size, partial(self._move_out, run, size, gone), i))
             back.append((size, partial(self._move_back, run, gone)))
         most, at_least = (0, 0) if self.at_once else (self.offload.max_inflight_bytes, 1)
@@ -82,12 +82,12 @@ class HostCopies:
     def _make_input(self, i: int, size: int) -> None:
         self.inputs[i].append(self.storages.make(size, Part.SAVED_ACTIVATIONS))
 
-    def _move_out(self, run: LogRun, size: int, gone: list[Moved]) -> None:
+    def _move_out(self, run: LogRun, size: int, gone: list[tuple[int, int]]) -> None:
         gone += filter(None, [self.storages.move_out(run, size)])
 
-    def _move_back(self, run: LogRun, gone: list[Moved]) -> None:
-        for each in gone:
-            self.storages.move_back(run, each)
+    def _move_back(self, run: LogRun, gone: list[tuple[int, int]]) -> None:
+        for number, size in gone:
+            self.storages.move_back(run, number, size)
 
 
 @dataclass(frozen=True)
@@ -123,10 +123,8 @@ class Around:
     """Log of what runs outside the layers in one micro-batch."""
 
     events: OuterEvents
-    idle: frozenset[int] = frozenset()
-    """Layer calls that have no backward."""
     dropped: frozenset[int] = frozenset()
-    """Idle calls that have nothing saved when backward begins, since no tensor that they returned is used."""
+    """Layer calls without a backward that have nothing saved when it begins, since no tensor that they returned is used."""
     in_chunks: bool = False
     """True if the head made its gradients in forward."""
     halves: bool = False

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from nemo_like._util.words import write_bytes
 from nemo_like.activation_checkpointing.plan import STAYING, Part
@@ -58,13 +57,6 @@ class LogRun:
     """Storages by their numbers in the log: all, or for `Bytes` those that are exposed."""
     other_bytes: int = 0
     """Bytes of the storages that are not exposed."""
-
-
-class Moved(NamedTuple):
-    """A storage of a run that waits in CPU memory."""
-
-    number: int
-    size: int
 
 
 class Storages:
@@ -125,7 +117,7 @@ class Storages:
             elif number in storages:
                 drop(storages.pop(number))
 
-    # Methods that the readers implement differently. Most ignore parts, places and marks.
+    # What follows writes every allocation and free. Readers that need less override it; most ignore parts, places and marks.
 
     def _alloc(self, number: int, size: int, part: Part, stream: str) -> None:
         raise NotImplementedError
@@ -138,21 +130,42 @@ class Storages:
 
         Return the numbers of the storages that it frees at its end: freeing them is left to the caller.
         """
-        raise NotImplementedError
+        self.run_entries([(n, size) for n, size in log.entries if size or n not in log.late], run.alive, part)
+        return [n for n, size in log.entries if not size and n in log.late]
 
-    def move_out(self, run: LogRun, size: int) -> Moved | None:
-        """Free a storage of so many bytes that `run` has; None: it has none."""
-        raise NotImplementedError
+    def move_out(self, run: LogRun, size: int) -> tuple[int, int] | None:
+        """Free a storage of so many bytes that `run` has, and return its number there and its bytes; None: it has none."""
+        for number, storage in run.alive.items():
+            if self.sizes.get(storage) == size and self.holders[storage] == 1:
+                self.drop(run.alive.pop(number))
+                return number, size
+        return None
 
-    def move_back(self, run: LogRun, away: Moved) -> None:
-        raise NotImplementedError
+    def move_back(self, run: LogRun, number: int, size: int) -> None:
+        run.alive[number] = self.make(size, Part.SAVED_ACTIVATIONS)
 
     def close(self, run: LogRun) -> None:
         """Free all that is left of a run."""
-        raise NotImplementedError
+        self.drop_all(run.alive.values())
+        run.alive = {}
 
     def optimizer_step(self, memory: OptimizerMemory) -> None:
-        raise NotImplementedError
+        for each in memory.passes:
+            before = 0
+            for sizes in each.alone:
+                buffers = [self._step(sizes[0])]
+                if each.hands_over:
+                    self.drop(before)
+                buffers += map(self._step, sizes[1:])
+                if not each.hands_over:
+                    self.drop(before)
+                self.drop_all(buffers[:-1])
+                before = buffers[-1]
+            self.drop(before)
+            self.drop_all([self._step(size) for size in each.together])
+
+    def _step(self, size: int) -> int:
+        return self.make(size, Part.OPTIMIZER_STEP)
 
     def mark(self, where: str) -> None:
         """Name the stretch that follows."""
@@ -219,9 +232,7 @@ class Bytes(Storages):
             frozenset(storages), frozenset(n for n, storage in storages.items() if self.holders.get(storage) == 1)
         )
         self._look(fold.peak)
-        self.now[part] += fold.net
-        self.total += fold.net
-        run.other_bytes += fold.net
+        self._add_others(run, fold.net, part)
         for number in fold.freed:
             self.drop(storages.pop(number))
         for number, size in fold.made:
@@ -232,23 +243,23 @@ class Bytes(Storages):
             self.total += size
         return fold.late
 
-    def move_out(self, run: LogRun, size: int) -> Moved | None:
-        run.other_bytes -= size
-        self.now[Part.SAVED_ACTIVATIONS] -= size
-        self.total -= size
-        return Moved(0, size)
+    def _add_others(self, run: LogRun, size: int, part: Part) -> None:
+        """Count more bytes of storages of a run that are not exposed."""
+        run.other_bytes += size
+        self.now[part] += size
+        self.total += size
 
-    def move_back(self, run: LogRun, away: Moved) -> None:
-        run.other_bytes += away.size
-        self.now[Part.SAVED_ACTIVATIONS] += away.size
-        self.total += away.size
+    def move_out(self, run: LogRun, size: int) -> tuple[int, int] | None:
+        self._add_others(run, -size, Part.SAVED_ACTIVATIONS)
+        return 0, size
+
+    def move_back(self, run: LogRun, number: int, size: int) -> None:
+        self._add_others(run, size, Part.SAVED_ACTIVATIONS)
         self._look(0)
 
     def close(self, run: LogRun) -> None:
-        self.drop_all(run.alive.values())
-        self.now[Part.SAVED_ACTIVATIONS] -= run.other_bytes
-        self.total -= run.other_bytes
-        run.alive, run.other_bytes = {}, 0
+        super().close(run)
+        self._add_others(run, -run.other_bytes, Part.SAVED_ACTIVATIONS)
 
     def optimizer_step(self, memory: OptimizerMemory) -> None:
         self.make_and_drop(memory.step, Part.OPTIMIZER_STEP)
@@ -309,50 +320,3 @@ class Allocations(Storages):
 
     def _free(self, number: int, size: int) -> None:
         self.log.append((number, 0, ""))
-
-    def run_log(self, log: Recorded, run: LogRun, part: Part) -> Sequence[int]:
-        late, storages, make, drop = [], run.alive, self.make, self.drop
-        for number, size in log.entries:
-            if size:
-                if number not in storages:
-                    storages[number] = make(size, part)
-            elif number in log.late:
-                late.append(number)
-            elif number in storages:
-                drop(storages.pop(number))
-        return late
-
-    def move_out(self, run: LogRun, size: int) -> Moved | None:
-        alive = run.alive
-        number = next(
-            (n for n, storage in alive.items() if self.sizes.get(storage) == size and self.holders[storage] == 1), 0
-        )
-        if not number:
-            return None
-        self.drop(alive.pop(number))
-        return Moved(number, size)
-
-    def move_back(self, run: LogRun, away: Moved) -> None:
-        run.alive[away.number] = self.make(away.size, Part.SAVED_ACTIVATIONS)
-
-    def close(self, run: LogRun) -> None:
-        self.drop_all(run.alive.values())
-        run.alive = {}
-
-    def optimizer_step(self, memory: OptimizerMemory) -> None:
-        for each in memory.passes:
-            before = 0
-            for sizes in each.alone:
-                buffers = [self._step(sizes[0])]
-                if each.hands_over:
-                    self.drop(before)
-                buffers += map(self._step, sizes[1:])
-                if not each.hands_over:
-                    self.drop(before)
-                self.drop_all(buffers[:-1])
-                before = buffers[-1]
-            self.drop(before)
-            self.drop_all([self._step(size) for size in each.together])
-
-    def _step(self, size: int) -> int:
-        return self.make(size, Part.OPTIMIZER_STEP)

@@ -38,7 +38,7 @@ from nemo_like.planning.memory_model.fsdp_units import (
     GradientRule,
     rules_of,
 )
-from nemo_like.planning.memory_model.microbatch import Around, LayerCall, Microbatch, StageStep, without
+from nemo_like.planning.memory_model.microbatch import LayerCall, Microbatch, StageStep, without
 from nemo_like.planning.memory_model.storages import Bytes, Peak, Storages
 from nemo_like.planning.query import PlanQuery, Stage
 from nemo_like.planning.selection.layer import Choice
@@ -66,7 +66,9 @@ class StageOfRank:
         self._calls: dict[tuple[bool | UpdateInBackward, bool], list[LayerCall]] = {}
         self.running: dict[int, Microbatch] = {}
         self.going_back: dict[int, Microbatch] = {}
-        self.first_done = self.fetched = False
+        self.first_done = False
+        """True if a micro-batch has gone all the way back."""
+        self.fetched = False
         self.stays = False
         """True if gradients of the step before exist."""
         self.received: dict[int, int] = {}
@@ -76,7 +78,8 @@ class StageOfRank:
 
     def forward(self, number: int) -> None:
         rule = self._rule(number)
-        self.running[number] = Microbatch(self.step, rule, self._layers(rule), self._around(rule))
+        around = self.stage.around(self.choices, rule.accumulates)
+        self.running[number] = Microbatch(self.step, rule, self._layers(rule), around)
         self.running[number].forward()
 
     def begin_backward(self, number: int, *, halves: bool) -> Microbatch:
@@ -89,11 +92,8 @@ class StageOfRank:
     def go_on(self, one: Microbatch, number: int, *, halves: bool) -> None:
         """Take into account the gradients that exist now; backward runs in one piece or in two."""
         rule = self._rule(number, halves=halves)
-        one.go_on_as(rule, self._layers(rule, halves=halves), self._around(rule, halves=halves))
-
-    def ended(self) -> None:
-        """Note that a micro-batch has gone all the way back."""
-        self.first_done = True
+        around = self.stage.around(self.choices, rule.accumulates, halves=halves)
+        one.go_on_as(rule, self._layers(rule, halves=halves), around)
 
     def unshard(self) -> None:
         """Gather all units; they are copied out by `copy_out`."""
@@ -150,9 +150,6 @@ class StageOfRank:
             )
         return self._calls[key]
 
-    def _around(self, rule: GradientRule, *, halves: bool = False) -> Around:
-        return self.stage.around(self.choices, rule.accumulates, halves=halves)
-
 
 class RankSteps:
     """Writes the steps of one rank.
@@ -163,7 +160,6 @@ class RankSteps:
         choices: for each stage, one for each layer call.
         storages: receives what is written.
         kept_outputs: for each stage, bytes of a micro-batch's output that are kept until the step ends.
-        actions: actions of the rank of a pipeline; None: up to the micro-batch from which on its memory repeats itself.
     """
 
     def __init__(
@@ -174,10 +170,9 @@ class RankSteps:
         storages: Storages,
         *,
         kept_outputs: Sequence[int] = (),
-        actions: Sequence[Action] | None = None,
     ) -> None:
         self.storages, self.kept_outputs, self.query = storages, kept_outputs, query
-        self.actions = query.actions[rank] if actions is None else actions
+        self.actions = query.actions[rank]
         self.once = query.held_once(rank)
         # 1F1B frees what it has sent; schedules with several stages on a rank do so when the step ends.
         self.holds_sent = not query.pp.facts.frees_sent
@@ -262,7 +257,7 @@ class RankSteps:
         storages, sent, done = self.storages, list[int](), 0
         storages.drop_all(self.input_grads)
         self.input_grads.clear()
-        actions = self.actions
+        actions: Sequence[Action] = self.actions
         if not self.query.is_pipeline:
             stage = self.stages[0]
             stage.rules = stage.rules or self._rules(first=first)
@@ -273,7 +268,9 @@ class RankSteps:
             if action.kind in (UNSHARD, RESHARD, REDUCE):
                 {UNSHARD: stage.unshard, RESHARD: stage.reshard, REDUCE: stage.reduce}[action.kind]()
                 continue
-            self._begin(action)
+            storages.stage = action.stage
+            if self.query.is_pipeline:
+                storages.suffix = f" of stage {action.stage}, micro-batch {number}"
             stage.copy_out()
             if action.kind == FORWARD:
                 self._forward(stage, number)
@@ -284,7 +281,7 @@ class RankSteps:
             else:
                 done += action.kind != WEIGHTS or stage.is_first
                 sent += self._backward(stage, action, done, warmup)
-            self._end(action)
+            storages.suffix = ""
         storages.drop_all(sent)
         storages.mark("optimizer step")
         if first:
@@ -320,7 +317,7 @@ class RankSteps:
             stage.go_on(one, number, halves=True)
             one.backward_of_weights()
             storages.drop_all([*one.output, *one.input_grads])
-            stage.ended()
+            stage.first_done = True
             return []
         storages.unpark(stage.index, number, _WAITING)
         one = stage.begin_backward(number, halves=halves)
@@ -336,7 +333,7 @@ class RankSteps:
             stage.going_back[number] = one
             storages.park(stage.index, number, _HALFWAY)
         else:
-            stage.ended()
+            stage.first_done = True
         return sent
 
     def _sent(
@@ -383,38 +380,17 @@ class RankSteps:
             storages.relabel(storage, Part.SENT_TENSORS)
         return stays
 
-    def _begin(self, action: Action) -> None:
-        self.storages.stage = action.stage
-        if self.query.is_pipeline:
-            self.storages.suffix = f" of stage {action.stage}, micro-batch {action.microbatch}"
 
-    def _end(self, action: Action) -> None:
-        self.storages.suffix = ""
-
-
-def rank_peak(
-    query: PlanQuery,
-    rank: int,
-    choices: Sequence[Sequence[Choice]],
-    *,
-    actions: Sequence[Action] | None = None,
-) -> Peak:
-    """Return the highest point of a later step of one rank.
-
-    Args:
-        query, rank, choices, actions: as for `RankSteps`.
-    """
+def rank_peak(query: PlanQuery, rank: int, choices: Sequence[Sequence[Choice]]) -> Peak:
+    """Return the highest point of a later step of one rank; arguments as for `RankSteps`."""
     key = (rank, *(tuple(choices[index]) for index in query.of_rank(rank)))
-    if actions is None and key in query.peaks:
-        return query.peaks[key]
-    storages = Bytes()
-    steps = RankSteps(query, rank, choices, storages, actions=actions)
-    steps.begin_later()
-    steps.run()
-    peak = storages.peak()
-    if actions is None:
-        query.peaks[key] = peak
-    return peak
+    if key not in query.peaks:
+        storages = Bytes()
+        steps = RankSteps(query, rank, choices, storages)
+        steps.begin_later()
+        steps.run()
+        query.peaks[key] = storages.peak()
+    return query.peaks[key]
 
 
 def peaks_of(query: PlanQuery, choices: Sequence[Sequence[Choice]]) -> list[Peak]:

@@ -15,6 +15,7 @@ These bytes have not been compared with ``torch.cuda.memory_reserved`` on a GPU 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from nemo_like.options.memory import AllocatorConfig
@@ -83,70 +84,33 @@ def replay(
     Raises:
         DeviceMemoryError: `memory` does not suffice.
     """
-    replayed = _Replayed(config, memory, device.cuda)
+    allocator, live = CachingAllocator(config, memory), dict[int, tuple[MemoryBlock, int]]()
+    workspaces = workspaces_of(device.cuda)
+    for size in workspaces:
+        allocator.allocate(size)
+    now = most = given_back = 0
     for number in range(_MOST_STEPS):
-        before = replayed.allocator.reserved
-        replayed.play(logs.first if number == 0 else logs.later)
-        if number > 0:
-            replayed.rename(logs.renewed)
-        if number > 1 and replayed.allocator.reserved == before and not replayed.given_back:
-            break
-    return replayed.found()
-
-
-def reserved_on(
-    query: PlanQuery, rank: int, choices: Sequence[Sequence[Choice]], memory: int | None = None
-) -> Reserved:
-    """Return what the allocator reserves on one rank; arguments as for `StepLogs` and `replay`."""
-    return replay(StepLogs(query, rank, choices), query.device, query.job.allocator, memory)
-
-
-class _Replayed:
-    """An allocator through which steps run, one after the other.
-
-    Args:
-        config, memory: as for `CachingAllocator`.
-        capability: the device's compute capability, which decides how large libraries' workspaces are.
-    """
-
-    def __init__(self, config: AllocatorConfig | None, memory: int | None, capability: tuple[int, int] | None) -> None:
-        self.allocator = CachingAllocator(config, memory)
-        self._live: dict[int, MemoryBlock] = {}
-        self._sizes: dict[int, int] = {}
-        self._tensors = self._now = self.given_back = 0
-        self._workspaces = workspaces_of(capability)
-        for size in self._workspaces:
-            self.allocator.allocate(size)
-
-    def play(self, log: Sequence[tuple[int, int, str]]) -> None:
-        """Run a step's events."""
-        retries, live, sizes = self.allocator.retries, self._live, self._sizes
-        allocate, free, now, most = self.allocator.allocate, self.allocator.free, self._now, self._tensors
-        for storage, size, stream in log:
+        before, retries = allocator.reserved, allocator.retries
+        for storage, size, stream in logs.later if number else logs.first:
             if size:
-                live[storage] = allocate(size, stream)
-                sizes[storage] = size
+                live[storage] = allocator.allocate(size, stream), size
                 now += size
-                if now > most:
-                    most = now
+                most = max(most, now)
             else:
-                free(live.pop(storage))
-                now -= sizes.pop(storage)
-        self._now, self._tensors = now, most
-        self.given_back = self.allocator.retries - retries
+                block, size = live.pop(storage)
+                allocator.free(block)
+                now -= size
+        given_back = allocator.retries - retries
+        if number:
+            live.update({other: live.pop(storage) for storage, other in logs.renewed.items()})
+        if number > 1 and allocator.reserved == before and not given_back:
+            break
+    return Reserved(allocator.peak_reserved, allocator.peak_allocated, most, sum(workspaces), given_back)
 
-    def rename(self, numbers: Mapping[int, int]) -> None:
-        """Give storages other numbers from now on."""
-        live, sizes = self._live, self._sizes
-        live.update({other: live.pop(number) for number, other in numbers.items()})
-        sizes.update({other: sizes.pop(number) for number, other in numbers.items()})
 
-    def found(self) -> Reserved:
-        """Return the result of all steps so far; `Reserved.given_back` counts the last step only."""
-        allocator = self.allocator
-        return Reserved(
-            allocator.peak_reserved, allocator.peak_allocated, self._tensors, sum(self._workspaces), self.given_back
-        )
+def reserved_on(query: PlanQuery, rank: int, choices: Sequence[Sequence[Choice]]) -> Reserved:
+    """Return what the allocator reserves on one rank; arguments as for `StepLogs`."""
+    return replay(StepLogs(query, rank, choices), query.device, query.job.allocator)
 
 
 def workspaces_of(capability: tuple[int, int] | None) -> tuple[int, int]:
@@ -217,9 +181,8 @@ def reserved_within(query: PlanQuery, choices: Choices, limit: int, ranks: Itera
 
 
 def _within(query: PlanQuery, logs: StepLogs, memory: int) -> int:
-    device, config = query.device, query.job.allocator
-    try:
-        run = replay(logs, device, config, memory)
-    except DeviceMemoryError:
-        return replay(logs, device, config).reserved
-    return replay(logs, device, config).reserved if run.given_back else run.reserved
+    with suppress(DeviceMemoryError):
+        run = replay(logs, query.device, query.job.allocator, memory)
+        if not run.given_back:
+            return run.reserved
+    return replay(logs, query.device, query.job.allocator).reserved

@@ -19,9 +19,16 @@ from nemo_like.options import StepSpec
 from nemo_like.planning import roofline
 from nemo_like.planning.devices import Device
 from nemo_like.planning.query import Choices, PlanQuery, Stage
-from nemo_like.planning.roofline import RankGroup, exposed_seconds, group_of, host_seconds, update_seconds
+from nemo_like.planning.roofline import (
+    RankGroup,
+    exposed_seconds,
+    group_of,
+    host_optimizer_seconds,
+    host_seconds,
+    optimizer_seconds,
+)
 from nemo_like.planning.selection.layer import Choice, LayerRun
-from nemo_like.planning.sharding import Sharding, UnitBytes
+from nemo_like.planning.sharding import UnitBytes
 
 HOST = "waiting for the host"
 """The part of a step in which the device has no kernel left, since the host launches them more slowly than it runs them."""
@@ -170,8 +177,9 @@ def timeline_of(query: PlanQuery, choices: Choices) -> Timeline:
 
 def handing_on(query: PlanQuery) -> float:
     """Return the seconds that a tensor takes from one stage to the next."""
-    same_host = query.device.gpus_per_host > query.job.ranks // query.pp.size
-    return roofline.send_seconds(query.hidden_bytes, same_host, query.device)
+    device = query.device
+    same_node = device.gpus_per_host > query.job.ranks // query.pp.size
+    return query.hidden_bytes / (device.nvlink if same_node else device.network) + device.hop_seconds
 
 
 def busiest_rank(ranks: Sequence[Sequence[int]], stages: Sequence[Mapping[str, float]]) -> int:
@@ -188,7 +196,7 @@ def _once_seconds(query: PlanQuery, indices: Sequence[int], links: Links) -> tup
     for index in indices:
         stage = query.stages[index]
         optimizer += optimizer_seconds_of(stage)
-        gather, reduction = units_seconds(stage.sharding, links)
+        gather, reduction = units_seconds(stage.sharding.all if stage.sharding.on else (), links)
         gathers += _gathers(query, index) * gather
         reductions += reduction
     return gathers, reductions, optimizer
@@ -209,8 +217,9 @@ def optimizer_seconds_of(stage: Stage) -> float:
     """Return the seconds of the optimizer's step on one rank."""
     sharding, device = stage.sharding, stage.device
     trained = len(sharding.trained) + len(sharding.trained_on_host)  # the host's kernels are called as slowly
-    loop = trained * KERNELS_PER_PARAMETER * device.launch_seconds
-    return max(loop, update_seconds(sharding, stage.job.step.optimizer, device))
+    loop, name = trained * KERNELS_PER_PARAMETER * device.launch_seconds, stage.job.step.optimizer
+    updating = optimizer_seconds(sharding.trained, name, device)
+    return max(loop, updating + host_optimizer_seconds(sharding.trained_on_host, name, device))
 
 
 def units_outside(stage: Stage) -> list[UnitBytes]:
@@ -231,10 +240,9 @@ def layer_runs(stage: Stage, choices: Sequence[Choice]) -> list[LayerRun]:
 
 
 def _run(stage: Stage, count: int, kind: int, choice: Choice, moved: int, units: tuple[Any, ...]) -> LayerRun:
-    part, (unit, experts, *_) = stage.part, units
-    block = part.block(kind, compiled=stage.job.compile is not None)
-    replay = block.replay(choice, part.problems[kind].reachable)
-    copies = exposed_seconds(moved, block.forward, part.device)
+    block, (unit, experts, _) = stage.part.block(kind, compiled=stage.job.compile is not None), units
+    replay = block.replay(choice, stage.part.problems[kind].reachable)
+    copies = exposed_seconds(moved, block.forward, stage.device)
     return LayerRun(count, block, replay, choice.label == "full", unit, experts, copies, moved, kind, choice)
 
 
@@ -345,8 +353,8 @@ def waits_of(run: LayerRun, links: Links) -> Waits:
     sums, gathered, sent = inside_seconds(run, links)
     ahead = block.forward + 2 * sums + gathered + sent
     behind = block.backward + run.replay + (2 + again) * sums + (1 + again) * (gathered + sent)
-    gather, reduce = _run_seconds(run, links)
     units = [unit for unit in (run.unit, run.experts) if unit is not None]
+    gather, reduce = units_seconds(units, links)
     copies = fetch, store = copy_seconds(units, links.device)
     backward = 0.0
     if run.unit.reshard:
@@ -373,15 +381,6 @@ def waits_of(run: LayerRun, links: Links) -> Waits:
     )
 
 
-def _run_seconds(run: LayerRun, links: Links) -> tuple[float, float]:
-    assert run.unit is not None
-    gather, reduce = unit_seconds(run.unit, links.shards, links)
-    if run.experts is not None:
-        more = unit_seconds(run.experts, links.expert_shards, links)
-        gather, reduce = gather + more[0], reduce + more[1]
-    return gather, reduce
-
-
 def copy_seconds(units: Sequence[UnitBytes], device: Device) -> tuple[float, float]:
     """Return the seconds to copy shards from CPU memory, and reduced gradients to it."""
     link = device.host_link
@@ -397,10 +396,10 @@ def host_sum_seconds(units: Sequence[UnitBytes], device: Device) -> float:
     return 3 * size / (device.host_bandwidth or device.host_link) if size else 0.0
 
 
-def units_seconds(sharding: Sharding, links: Links) -> tuple[float, float]:
-    """Return the seconds to gather every unit once, and to reduce all gradients; 0 where FSDP2 does neither."""
+def units_seconds(units: Iterable[UnitBytes], links: Links) -> tuple[float, float]:
+    """Return the seconds to gather units once, and to reduce all of their gradients."""
     gather = reduce = 0.0
-    for unit in sharding.all if sharding.on else ():
+    for unit in units:
         one = unit_seconds(unit, links.expert_shards if unit.kind == "experts" else links.shards, links)
         gather, reduce = gather + one[0], reduce + one[1]
     return gather, reduce
@@ -492,7 +491,8 @@ def timeline(
                     break
                 took = seconds[action.kind, action.stage]
                 free[rank] = end = max(ready, free[rank]) + took
-                done[_result(action), action.stage, action.microbatch] = end
+                result = INPUTS if action.kind == BACKWARD else action.kind
+                done[result, action.stage, action.microbatch] = end
                 busy += took
                 at[rank], left = at[rank] + 1, left - 1
         if left == before:
@@ -503,18 +503,14 @@ def timeline(
     return Timeline(max(free, default=0.0), busy, len(actions))
 
 
-def _result(action: Action) -> str:
-    return INPUTS if action.kind == BACKWARD else action.kind
-
-
 def _ready(
     action: Action, done: Mapping[tuple[str, int, int], float], stages: int, late: Mapping[tuple[int, int], float]
 ) -> float | None:
     """Return the time at which what `action` needs exists; None: it does not yet. `late`: seconds between two stages."""
     stage, number = action.stage, action.microbatch
     needed: list[tuple[str, int, int]] = []
-    if action.kind == FORWARD:
-        needed = [(FORWARD, stage - 1, number)] if stage else []
+    if action.kind == FORWARD and stage:
+        needed = [(FORWARD, stage - 1, number)]
     elif action.kind in (BACKWARD, INPUTS):
         needed = [(FORWARD, stage, number)] + ([(INPUTS, stage + 1, number)] if stage + 1 < stages else [])
     elif action.kind == WEIGHTS:
