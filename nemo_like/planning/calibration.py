@@ -24,7 +24,8 @@ import torch.nn.functional as F
 from nemo_like._util.device_work import wait_for
 from nemo_like._util.json_file import write_json
 from nemo_like.distributed.launch import current_device, local_world_size, pick_device_type, rank, world_size
-from nemo_like.planning.devices import RATES, Device, device_at_hand, entry_of, rates_file
+from nemo_like.planning.device_table import device_table
+from nemo_like.planning.devices import RATES, Device, device_at_hand, rates_file, resolve_device
 from nemo_like.planning.predictions.seconds import step_seconds
 from nemo_like.planning.query import Choices, PlanQuery
 
@@ -210,8 +211,8 @@ def read_speed(log: str) -> Speed:
     Raises:
         ValueError: it is neither, or no speed of a step is in the file.
     """
-    if given := re.fullmatch(rf"\s*{_NUMBER}\s*(ms|s|tok/s)\s*", log):
-        return Speed(_number(given), {"ms": "milliseconds", "s": "seconds", "tok/s": "tokens"}[given[3]])
+    if number := re.fullmatch(rf"\s*{_NUMBER}\s*(ms|s|tok/s)\s*", log):
+        return Speed(_number(number), {"ms": "milliseconds", "s": "seconds", "tok/s": "tokens"}[number[3]])
     if not Path(log).is_file():
         raise ValueError(
             f"--calibrate-from is {log!r}, which is neither a number with a unit nor a file. Read are: {READ}."
@@ -223,8 +224,8 @@ def read_speed(log: str) -> Speed:
             "of a step: 1.83s."
         )
     patterns = [*_LOGS.values(), (rf'"tokens_per_second": {_NUMBER}', "all tokens")]
-    found = [([_number(line) for line in re.finditer(pattern, text)], unit) for pattern, unit in patterns]
-    values, unit = max(found, key=lambda each: len(each[0]))
+    speeds = [([_number(line) for line in re.finditer(pattern, text)], unit) for pattern, unit in patterns]
+    values, unit = max(speeds, key=lambda each: len(each[0]))
     if len(values) < 4:
         raise ValueError(
             f"{log} has {len(values)} steps with a speed, and the first two are slow: give at least four. {READ}."
@@ -279,7 +280,8 @@ def at_factor(device: Device, factor: float) -> Device:
 
 def write_gpu(spec: str, factor: float, words: str, path: str) -> None:
     """Write the device `spec` with its rates of kernels times `factor`, as a file for ``--gpu``; `words`: its source."""
-    entry: dict[str, Any] = json.loads(json.dumps(entry_of(spec)))
+    table, name = device_table(), resolve_device(spec).name
+    entry: dict[str, Any] = dict(table[name]) if name in table else json.loads(Path(spec).read_text(encoding="utf-8"))
     entry |= {
         name: entry[name] * factor for name in ("matmul", "matmul_fp8", "attention", "bandwidth") if name in entry
     }

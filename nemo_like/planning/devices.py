@@ -105,12 +105,6 @@ def resolve_device(spec: str | Path | Device) -> Device:
         raise ValueError(f"Device file {path} is not valid JSON: {error}") from error
 
 
-def entry_of(spec: str) -> dict[str, Any]:
-    """Return what the table, or a file, has of a device, in the format of ``devices.json``."""
-    table, name = device_table(), resolve_device(spec).name
-    return dict(table[name]) if name in table else dict(json.loads(Path(spec).read_text(encoding="utf-8")))
-
-
 def device_at_hand(kind: str | None = None) -> Device:
     """The device this process trains on: the current GPU if there is one, else ``cpu``; at the rates that were measured here
     (`nemo_like.planning.calibration`), if they were.
@@ -124,17 +118,15 @@ def device_at_hand(kind: str | None = None) -> Device:
         return calibrated(resolve_device("cpu"))
     properties = torch.get_device_module(kind).get_device_properties(current_device(kind))
     table = device_table()
-    for name in known_devices():
-        if any(part.lower() in properties.name.lower() for part in table[name].get("match", [])):
-            known_as = name
-            break
-    else:
-        name, known_as = "a100-80gb", ""
-    found = _device(name, table[name])
+    matches = {name: table[name].get("match", []) for name in known_devices()}
+    known_as = next(
+        (name for name, parts in matches.items() if any(part.lower() in properties.name.lower() for part in parts)), ""
+    )
+    nearest = known_as or "a100-80gb"
     at_hand = {"name": properties.name, "memory_bytes": properties.total_memory, "known_as": known_as}
     if kind == "cuda":
         at_hand["capability"] = (properties.major, properties.minor)
-    return calibrated(Device(**(vars(found) | at_hand)))
+    return calibrated(replace(_device(nearest, table[nearest]), **at_hand))
 
 
 def device_of(job: Job) -> Device:
@@ -146,8 +138,8 @@ def device_of(job: Job) -> Device:
 
 def cache_folder() -> Path:
     """Return the folder of what was measured: ``NEMO_LIKE_CACHE``, else ``nemo_like`` in the user's folder for caches."""
-    if own := os.environ.get("NEMO_LIKE_CACHE"):
-        return Path(own)
+    if folder := os.environ.get("NEMO_LIKE_CACHE"):
+        return Path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nemo_like"
 
 

@@ -96,8 +96,7 @@ def balanced(query: PlanQuery, mode: str) -> PlanQuery:
     The search begins with the division by time. A layer goes from the highest rank's stages to the other stage where that
     lowers the highest peak most, as long as one does.
     """
-    best = query
-    peak = _worst(best, mode)
+    best, peak = query, _worst(query, mode)
     while True:
         moves = []
         for giver in best.of_rank(peak[1]):
@@ -106,7 +105,7 @@ def balanced(query: PlanQuery, mode: str) -> PlanQuery:
                     counts = list(best.counts)
                     counts[giver] -= 1
                     counts[taker] += 1
-                    other = best.with_pipeline(balance=tuple(counts))
+                    other = best.under(replace(best.job, pp=replace(best.pp, balance=tuple(counts))))
                     moves.append((_worst(other, mode), counts, other))
         if not moves or (lowest := min(moves, key=lambda move: (move[0][0], move[1])))[0][0] >= peak[0]:
             return best
@@ -183,8 +182,7 @@ def _layers(stage: Stage, choices: Sequence[Choice]) -> list[LayerPlan]:
     part, layers = stage.part, dict[str, LayerPlan]()
     modules = {name: bare(module) for name, module in bare_modules(part.whole)}
     names = dict(zip((layer.fqn for layer in part.layers), stage.names))
-    every = zip(part.traced.calls, choices, stage.moved(choices), stage.exposed(choices))
-    for call, choice, moved, waits in every:
+    for call, choice, moved, waits in zip(part.traced.calls, choices, stage.moved(choices), stage.exposed(choices)):
         problem = part.problems[call.kind]
         before = layers.get(call.fqn)
         if before is not None and not problem.trace.saves_something:
@@ -301,8 +299,7 @@ def _same(stage: Stage, choices: Sequence[Choice]) -> list[Choice]:
     same = []
     for call, choice in zip(stage.part.traced.calls, choices):
         problem, words = stage.part.problems[call.kind], choice.decisions
-        # The number of rows changes no operator. Tensors that wait on the host stay there.
-        assert not words or len(words) == len(problem.records)
+        # The number of rows changes no operator. Tensors that wait in CPU memory stay there.
         same.append(replace(as_choice(problem, words, choice.label), decisions=words) if words else problem.none())
     return same
 
@@ -330,10 +327,8 @@ def plan_rank(model: nn.Module, sample_input: Any, job: Job, rank: int) -> Plann
         job = replace(job, ac=plan)
     else:
         query = _under_plan(model, sample_input, job)
-    chosen = choices_under(query)
-    peak = None
-    if not (query.is_pipeline and job.ac_scope != "all") and chosen is not None:
-        peak = rank_peak(query, rank * job.pp.size // job.ranks, chosen).total
+    chosen = None if query.is_pipeline and job.ac_scope != "all" else choices_under(query)
+    peak = None if chosen is None else rank_peak(query, rank * job.pp.size // job.ranks, chosen).total
     return PlannedRank(job, None if query.is_pipeline else query.stages[0].part.traced, peak)
 
 
@@ -374,12 +369,9 @@ def lower_peaks(now: int, tried: Iterable[tuple[Each, PlanQuery | None]]) -> lis
 
 def _under_plan(model: nn.Module, sample_input: Any, job: Job) -> PlanQuery:
     """Return the query of a job whose layers are divided, and recomputed, as its `Plan` states, if it has one."""
-    pp = job.pp
-    if isinstance(job.ac, Plan):
-        step = job.ac.step
-        balance = tuple(step["balance"]) if "balance" in step else pp.balance
-        pp = replace(pp, balance=balance)
-    return query_of(model, sample_input, replace(job, pp=pp), getattr(job.ac, "mode", "full"))
+    if isinstance(job.ac, Plan) and "balance" in job.ac.step:
+        job = replace(job, pp=replace(job.pp, balance=tuple(job.ac.step["balance"])))
+    return query_of(model, sample_input, job, getattr(job.ac, "mode", "full"))
 
 
 def choices_of(stage: Stage, job: Job) -> list[Choice] | None:
@@ -389,7 +381,7 @@ def choices_of(stage: Stage, job: Job) -> list[Choice] | None:
         mode = next((mode for mode in MODES if parse_ac(mode) == job.ac), None)
         return None if mode is None else part.uniform(mode)
     plans = {layer.fqn: layer for layer in job.ac.layers}
-    names = {layer.fqn: name for layer, name in zip(part.layers, stage.names)}
+    names = dict(zip((layer.fqn for layer in part.layers), stage.names))
     if any("host" in row for plan in plans.values() for row in (plan.decisions or {}).values()):
         return None
     return [_choice(part.problems[call.kind], plans.get(names[call.fqn])) for call in part.traced.calls]

@@ -112,7 +112,9 @@ class Traced:
         """
         if self.cache.cut is None:
             try:
-                self.cache.cut = parts_of(self.whole, self.sample, job)
+                dtype = job.param_dtype
+                lowered = {} if dtype is None else {"autocast" if job.of_stage().fsdp is None else "dtype": dtype}
+                self.cache.cut = stage_parts(self.whole, find_layers(self.whole, job.layers), self.sample, **lowered)
             except ValueError as error:
                 self.cache.cut = str(error)
         if isinstance(self.cache.cut, str):
@@ -121,7 +123,11 @@ class Traced:
 
     def hidden(self, job: Job) -> Tensor:
         """Return the tensor that one rank sends to the next stage for a micro-batch, without data."""
-        return hidden_of(self.given, self.sample, self.cut(job), job.cp.size, job.tp.sequence_ranks)
+        parts, batch = self.cut(job), by_name(self.given, self.sample)
+        first = next(value for value in batch.values() if isinstance(value, Tensor) and value.dim() >= 2)
+        rows, tokens = first.shape[:2]
+        tokens = padded_length(tokens, job.cp.size) // job.cp.size // job.tp.sequence_ranks
+        return torch.empty((rows, tokens, *parts.hidden_width), dtype=parts.hidden_dtype, device="meta")
 
     @cached_property
     def whole(self) -> nn.Module:
@@ -307,19 +313,22 @@ class Stage:
                 trace, region = part.problems[call.kind].trace, bool(choice.decisions)
                 # On the CPU, a region that draws random numbers saves the generator's state among its tensors.
                 state = RNG_STATE if trace.draws and self.device.kind == "cpu" else 0
-                how: dict[str, Any] = {
-                    "received": stays,
-                    "halves": halves,
-                    "held": held,
-                    "compiler": self.job.partitioner,
-                }
-                events = part.memory(call.kind, choice, accumulate, loss=self.loss, **how)
-                by_compiler = events.kept_inputs is not None
+                events = part.memory(
+                    call.kind,
+                    choice,
+                    accumulate,
+                    loss=self.loss,
+                    received=stays,
+                    halves=halves,
+                    held=held,
+                    compiler=self.job.partitioner,
+                )
+                inputs = None if region else trace.kept_inputs
                 known[key] = LayerCall(
                     events,
                     unit,
                     experts,
-                    events.kept_inputs if by_compiler else None if region else trace.kept_inputs,
+                    inputs if events.kept_inputs is None else events.kept_inputs,
                     frozenset() if experts is None else part.expert_names(call),
                     state + trace.state_bytes if region else 0,
                     copied_in_forward(call.module) if region else 0,
@@ -359,12 +368,12 @@ class Stage:
             if offload.mode != "boundary":
                 sizes += [r.bytes for r, word in zip(problem.records, choice.decisions) if word == "save"]
             moves = choice.decisions and call.fqn != calls[-1].fqn
-            going = []
+            going = dict[int, int]()
             for at, size in enumerate(sizes if moves else ()):
                 if offload.min_bytes <= size <= left:
                     left -= size
-                    going.append((at, size))
-            copies.append((any(at == 0 for at, _ in going), tuple(size for at, size in going if at)))
+                    going[at] = size
+            copies.append((0 in going, tuple(size for at, size in going.items() if at)))
         return copies
 
     def exposed(self, choices: Sequence[Choice]) -> list[float]:
@@ -415,10 +424,6 @@ class PlanQuery:
             return None
         return self.under(job)
 
-    def with_pipeline(self, **options: Any) -> PlanQuery:
-        """Return the query of the same job with other options of its pipeline."""
-        return self.under(replace(self.job, pp=replace(self.pp, **options)))
-
     @property
     def pp(self) -> PipelineParallel:
         """The cut and the schedule."""
@@ -447,7 +452,11 @@ class PlanQuery:
     @cached_property
     def actions(self) -> tuple[tuple[Action, ...], ...]:
         """Actions of each rank of the pipeline, up to the micro-batch from which on its memory repeats itself."""
-        return walked_actions(self.pp) if self.is_pipeline else ((),)
+        if not self.is_pipeline:
+            return ((),)
+        repeats_after = self.pp.facts.repeats_after
+        enough = self.microbatches if repeats_after is None else min(self.microbatches, repeats_after(self.pp.size))
+        return all_actions_of(replace(self.pp, microbatches=enough))
 
     def of_rank(self, rank: int) -> list[int]:
         """Return the numbers of the stages that `rank` of the pipeline holds."""
@@ -494,21 +503,7 @@ class PlanQuery:
         return self.traced.hidden(self.job).nbytes if self.is_pipeline else 0
 
 
-def walked_actions(pp: PipelineParallel) -> tuple[tuple[Action, ...], ...]:
-    """Return the actions of each rank, up to the micro-batch from which on its memory repeats itself."""
-    count, repeats_after = pp.microbatches or 1, pp.facts.repeats_after
-    enough = count if repeats_after is None else min(count, repeats_after(pp.size))
-    return all_actions_of(replace(pp, microbatches=enough))
-
-
 # --- stages ---------------------------------------------------------------------------------------------------------
-
-
-def parts_of(model: nn.Module, microbatch: Any, job: Job) -> StageParts:
-    """Return what is before, in and after the layers; raises ValueError where the model cannot be cut."""
-    dtype = job.param_dtype
-    lowered = {} if dtype is None else {"autocast" if job.of_stage().fsdp is None else "dtype": dtype}
-    return stage_parts(model, find_layers(model, job.layers), microbatch, **lowered)
 
 
 class _ReceivedGradient(torch.autograd.Function):
@@ -554,12 +549,3 @@ def by_name(model: nn.Module, microbatch: Any) -> dict[str, Any]:
     """Return the model's arguments by their names."""
     args, batch = split_sample(microbatch)
     return dict(zip(inspect.signature(model.forward).parameters, args)) | dict(batch)
-
-
-def hidden_of(model: nn.Module, microbatch: Any, parts: StageParts, cp: int, tp: int = 1) -> Tensor:
-    """Return the tensor that one of `cp` ranks, and of `tp` that cut sequences, sends to the next stage, without data."""
-    batch = by_name(model, microbatch)
-    first = next(value for value in batch.values() if isinstance(value, Tensor) and value.dim() >= 2)
-    rows, tokens = first.shape[:2]
-    tokens = padded_length(tokens, cp) // cp // tp
-    return torch.empty((rows, tokens, *parts.hidden_width), dtype=parts.hidden_dtype, device="meta")

@@ -266,8 +266,8 @@ class PlanReport:
         assert job is not None  # `fitting`
         word = "Fits" if self.best is None else "Faster"
         milliseconds = f"{three_digits(1000 * row.seconds)} ms"
-        other = replace(self, job=job, best=row)
-        return [f"{word} with {fastest.change}: {milliseconds}, ac={row.ac!r}.", f"Paste: {other.call()}"]
+        call = replace(self, job=job, best=row).call()
+        return [f"{word} with {fastest.change}: {milliseconds}, ac={row.ac!r}.", f"Paste: {call}"]
 
     def what_if_table(self) -> Table:
         """Return `what_if` as a table, with the recommended row first."""
@@ -386,8 +386,8 @@ def make_report(
     is_default = limit is None
     limit = default_limit(query.job, query.device) if limit is None else limit
     rows = [row_of(mode, query, query.uniform(mode), limit) for mode in MODES]
-    unmet, texts = list[str](), list(dict.fromkeys(budgets or SHARES))
-    for text in texts:
+    unmet = list[str]()
+    for text in dict.fromkeys(budgets or SHARES):
         try:
             rows.append(row_of(text, query, choose(query, MemoryBudget.parse(text), text)[0], limit))
         except BudgetError as error:
@@ -395,12 +395,9 @@ def make_report(
     fastest = rows[0] if rows[0].fits else _planned_within(query, limit)
     if fastest is not None and fastest.ac not in {row.ac for row in rows}:
         rows.append(fastest)
-    fitting = [row for row in rows if row.fits]
-    best = min(fitting, key=lambda row: (row.seconds, row.plan.peak_bytes)) if fitting else None
-    balanced = None
-    if best is not None and query.job.ep.size > 1:
-        peak = balanced_peak(query, best.choices)
-        balanced = None if peak is None else peak.total
+    fitting = (row for row in rows if row.fits)
+    best = min(fitting, key=lambda row: (row.seconds, row.plan.peak_bytes), default=None)
+    even = None if best is None else balanced_peak(query, best.choices)
     pipeline = {
         "stages": len(query.stages),
         "schedule": query.pp.schedule,
@@ -417,7 +414,7 @@ def make_report(
         about,
         tuple(unmet),
         tokens,
-        balanced,
+        None if even is None else even.total,
         max(map(_padding, query.stages)),
         max(sum(_stored(query.stages[stage]) for stage in query.of_rank(rank)) for rank in range(query.pp.size)),
         pipeline=pipeline if query.is_pipeline else None,

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from nemo_like._util.module_tree import bare
@@ -283,10 +284,13 @@ def sharding_of(
     last = plan.layers[-1] if plan.layers else None
     dtypes, after_forward = precision.dtypes, fsdp.reshard_after_forward
     known: dict[Any, UnitBytes] = {}
-    between = 0 if isinstance(after_forward, bool | None) else after_forward  # torch cuts on dim 0 alone then
+    between = 0 if isinstance(after_forward, bool | None) else after_forward  # torch cuts on dim 0 only then
 
     def cut_dim(param: nn.Parameter, ranks: int, kind: str) -> int:
-        return 0 if between and kind != "experts" else _cut_dim(param, ranks, kind)
+        """Return the dim that FSDP2 cuts `param` on, in a unit of this kind."""
+        if kind == "experts":
+            return expert_shard_dim(param, ranks)
+        return 0 if between else shard_dim(param, ranks)
 
     def unit_bytes(
         kind: str, of: tuple[int, ...], ranks: int, reshard: bool, stack: str = "", kept: int = 0
@@ -302,13 +306,14 @@ def sharding_of(
         return known[key]
 
     def unit(source: Any) -> UnitBytes:
+        kept = 0
         if source.kind == "layer" and source is not last:
             reshard, kept = True if after_forward is None else bool(after_forward), between
+        elif isinstance(after_forward, bool) and source.kind != "dtype":
+            reshard = after_forward
         else:
-            kept = 0
             reshard = source.kind == "embedding"
-            reshard = after_forward if isinstance(after_forward, bool) and source.kind != "dtype" else reshard
-        return unit_bytes(source.kind, forms.units[id(source)], shard_ranks, bool(reshard), source.stack, kept)
+        return unit_bytes(source.kind, forms.units[id(source)], shard_ranks, reshard, source.stack, kept)
 
     def trains_as(form: int, in_layer: bool, of_expert: bool) -> TrainedParameter:
         param, ranks = forms.first[form], expert_ranks if of_expert else shard_ranks
@@ -399,16 +404,8 @@ def _unit(
 
 def joined(a: UnitBytes, b: UnitBytes) -> UnitBytes:
     """Return both as one unit, of the kind of the first."""
-    numbers = {k: getattr(a, k) + getattr(b, k) for k in vars(a) if k not in ("kind", "reshard", "stack", "cut_last")}
-    cut_last = (b if b.reduce_input else a).cut_last
-    return UnitBytes(kind=a.kind, reshard=a.reshard, stack=a.stack, cut_last=cut_last, **numbers)
-
-
-def _cut_dim(param: nn.Parameter, ranks: int, kind: str) -> int:
-    """Return the dim that FSDP2 cuts `param` on, in a unit of this kind."""
-    if kind == "experts":
-        return expert_shard_dim(param, ranks)
-    return shard_dim(param, ranks)
+    sums = {k: getattr(a, k) + getattr(b, k) for k in vars(a) if k not in ("kind", "reshard", "stack", "cut_last")}
+    return replace(a, cut_last=(b if b.reduce_input else a).cut_last, **sums)
 
 
 def _padded(param: torch.Tensor, ranks: int, dim: int) -> int:
@@ -422,43 +419,21 @@ def _padded(param: torch.Tensor, ranks: int, dim: int) -> int:
 T = TypeVar("T")
 
 
-def shard_ranks(mesh: Any, world_size: int | None) -> int:
-    """Return the number of ranks that FSDP2 shards over.
-
-    It is ``dp_shard`` x ``cp`` of `mesh`, or `world_size`, or the process group's size.
-    """
-    if mesh is not None:
-        return axis(mesh, "dp_shard") * axis(mesh, "cp") if mesh.mesh_dim_names else mesh.size()
-    if world_size is not None:
-        if world_size < 1:
-            raise ValueError(f"world_size is {world_size}; it must be >= 1.")
-        return world_size
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_world_size()
-    return 1
-
-
-def axis(mesh: Any, name: str) -> int:
-    """Return the size of an axis of `mesh`; 1 where there is none."""
-    return mesh[name].size() if mesh is not None and name in (mesh.mesh_dim_names or ()) else 1
-
-
 def same_on_all_ranks(make: Callable[[], T]) -> T:
     """Call `make` on rank 0, and return its result, or raise its error, on all ranks.
 
     Of ranks that are not there (back end ``fake``), each calls it.
     """
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return make()
-    if torch.distributed.get_world_size() == 1 or torch.distributed.get_backend() == "fake":
+    is_one = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
+    if is_one or dist.get_backend() == "fake":
         return make()
     box: list[Any] = [None]
-    if torch.distributed.get_rank() == 0:
+    if dist.get_rank() == 0:
         try:
             box = [make()]
         except Exception as error:  # noqa: BLE001 - handed on to every rank, where it is raised
             box = [error]
-    torch.distributed.broadcast_object_list(box, src=0)
+    dist.broadcast_object_list(box, src=0)
     if isinstance(box[0], Exception):
         raise box[0]
     return box[0]

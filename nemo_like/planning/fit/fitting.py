@@ -142,13 +142,13 @@ def _searched(
     assert isinstance(built, nn.Module)
     search = make_search(built, questions, sample, say, until, name)
     found = search.run(count)
-    nearest = found.nearest
-    helps: list[str] = []
+    nearest, question, helps = found.nearest, questions[0], list[str]()
     if nearest is not None and search.least is not None:
+        question = search.least.entry.ranking.question
         with quietly():
-            helps = ways_out(nearest, search.least.entry.ranking.question, _remade(built, search, sample))
+            helps = ways_out(nearest, question, _remade(built, search, sample))
     return FitReport(
-        questions[0] if nearest is None or search.least is None else search.least.entry.ranking.question,
+        question,
         name,
         sum(p.numel() for p in built.parameters()),
         tuple(found.best),
@@ -204,9 +204,7 @@ def make_search(
         return traced[key]
 
     room = _room(model, questions[0])
-    rejected = Counter[str]()
-    every, out = layouts(room)
-    rejected += out
+    every, rejected = layouts(room)
     rankings, formulas = [], dict[Any, Formula]()
     split, whole = ([layout for layout in every if (layout.ep > 1) == is_split] for is_split in (True, False))
     with quietly():
@@ -288,6 +286,7 @@ def _room(model: nn.Module, question: Question) -> Room:
     apart = [each.fqn for each in experts]
     sizes = [n for n in range(1, min(question.gpus, host) + 1) if host % n == 0 and question.gpus % n == 0]
     tensor_sizes = tuple(size for size in sizes if _splits(model, size))
+    config = text_config(getattr(model, "config", None))
     return Room(
         gpus=question.gpus,
         seq_len=question.seq_len,
@@ -298,7 +297,7 @@ def _room(model: nn.Module, question: Question) -> Room:
         tensor_sizes=tensor_sizes,
         beside_experts=tuple(size for size in sizes if experts and _splits(model, size, apart)),
         sequence_parallel=next((cuts_sequences(model, size) for size in tensor_sizes if size > 1), False),
-        heads=_heads(model),
+        heads=getattr(config, "num_key_value_heads", 0) or getattr(config, "num_attention_heads", 0) or 0,
         stages=question.gpus > host,
         pins=question.pins,
     )
@@ -310,13 +309,6 @@ def _splits(model: nn.Module, size: int, whole: Collection[str] = ()) -> bool:
         return size == 1 or bool(resolve_plan(model, None, size, whole))
     except ValueError:
         return False
-
-
-def _heads(model: nn.Module) -> int:
-    """Return the heads of keys and values; 0: not known."""
-    config: Any = getattr(model, "config", None)
-    config = text_config(config)
-    return getattr(config, "num_key_value_heads", 0) or getattr(config, "num_attention_heads", 0) or 0
 
 
 def _tokens(model: nn.Module, seq_len: int, name: str = "") -> Callable[[int], Any]:

@@ -37,7 +37,6 @@ from nemo_like.options import ChunkedLoss, PipelineParallel, parse_bytes
 from nemo_like.options.optimizers import OPTIMIZER_OBJECTS
 from nemo_like.options.pipelining import SCHEDULE_OBJECTS
 from nemo_like.planning import roofline
-from nemo_like.planning.devices import Device
 from nemo_like.planning.fit.layouts import Layout
 from nemo_like.planning.memory_model.storages import Bytes
 from nemo_like.planning.model.capture import routing_of
@@ -176,21 +175,6 @@ class Local(NamedTuple):
     """Seconds of the host, without FSDP2."""
 
 
-class Wire(NamedTuple):
-    """A collective over a group of ranks: seconds for each byte, and seconds in any case."""
-
-    byte: float
-    start: float
-
-    @classmethod
-    def for_group(cls, seconds: Any, ranks: int, inner: int, device: Device) -> Wire:
-        """Return the line through two sizes, which the planner's rate of a collective is."""
-        group = roofline.group_of(ranks, inner, device.gpus_per_host)
-        small, large = (seconds(size, group, device) for size in (1 << 10, 1 << 40))
-        byte = (large - small) / ((1 << 40) - (1 << 10))
-        return cls(byte, small - byte * (1 << 10))
-
-
 class Estimate(NamedTuple):
     """Seconds of a step and bytes that a rank needs, each by layout, way and mode."""
 
@@ -223,7 +207,7 @@ class Formula:
         self.groups = sorted(chosen.items())
         self.layers = sum(chosen.values())
         self.shapes: dict[Any, list[Local]] = {}
-        self._wires: dict[Any, Wire] = {}
+        self._wires: dict[Any, tuple[float, float]] = {}
         self._rows: dict[int, float] = {}
         self._halfway: dict[int, list[float]] = {}
         self.saved_share: dict[tuple[int, bool], list[float]] = {}
@@ -293,12 +277,10 @@ class Formula:
         key = (layout.tp, layout.cp, layout.ep > 1, layout.micro_batch, layout.sequence_parallel, layout.cp_method)
         if key not in self.shapes:
             share = self.share(layout)
-            known: dict[int, BlockProblem] = {}
-            for (kind, _), _ in self.groups:
-                if kind not in known:
-                    known[kind] = scaled(self.part.problems[kind], share, self.whole[kind])
+            kinds = dict.fromkeys(kind for (kind, _), _ in self.groups)
+            problems = {kind: scaled(self.part.problems[kind], share, self.whole[kind]) for kind in kinds}
             self.shapes[key] = [
-                self._kind(kind, chosen, known[kind], layout, share) for (kind, chosen), _ in self.groups
+                self._kind(kind, chosen, problems[kind], layout, share) for (kind, chosen), _ in self.groups
             ]
         return self.shapes[key]
 
@@ -313,11 +295,17 @@ class Formula:
             keys = sum(max(0, op.moved - 2 * op.bytes) for op in traced.trace.ops if facts(op.op).attention)
             gathered = int(keys * rows * share.split)
             again = gathered if layout.cp_method == "all_gather" else 0
-        exchanged = 0.0 + sum(op.moved // 2 for op in traced.trace.ops if facts(op.op).exchange)
-        exchanged *= share.tokens * share.split
-        split = block.products if layout.tp > 1 else 0
-        labels = [choice.label for choice in choices]
-        host = self.device.kind != "cpu"
+        exchanged = sum(op.moved // 2 for op in traced.trace.ops if facts(op.op).exchange)
+        launching = [
+            host_seconds(
+                block.launched,
+                choice.label,
+                units=0,
+                split_products=block.products if layout.tp > 1 else 0,
+                sequence_parallel=layout.sequence_parallel,
+            )
+            for choice in choices
+        ]
         return Local(
             block.forward,
             block.backward,
@@ -328,25 +316,19 @@ class Formula:
             hidden,
             gathered,
             again,
-            exchanged,
-            tuple(
-                host_seconds(
-                    block.launched, label, units=0, split_products=split, sequence_parallel=layout.sequence_parallel
-                )
-                * host
-                for label in labels
-            ),
+            exchanged * share.tokens * share.split,
+            tuple(seconds * (self.device.kind != "cpu") for seconds in launching),
         )
 
     def reached(self, ep: int) -> float:
         """Return the rows that a token makes for exchanges among `ep` ranks."""
         if ep not in self._rows:
-            model, job, rows = self.query.traced.given, self.query.job, 1.0
+            model, job = self.query.traced.given, self.query.job
             routing = routing_of(model, replace(job, ep=replace(job.ep, size=ep)))
+            self._rows[ep] = 1.0
             if routing is not None:
                 count = find_experts(model, job.ep.plan)[0].count
-                rows = sum(ranks_reached(experts_per_token(model) or 1, count, routing))
-            self._rows[ep] = rows
+                self._rows[ep] = sum(ranks_reached(experts_per_token(model) or 1, count, routing))
         return self._rows[ep]
 
     def _saved_shares(self, kind: int, chosen: bool) -> list[float]:
@@ -367,11 +349,12 @@ class Formula:
         """Return what a layer holds between the halves of its backward, by mode, over what its forward makes."""
         if number not in self._halfway:
             (kind, chosen), _ = self.groups[number]
-            problem, shares = self.part.problems[kind], list[float]()
-            made = max(1, sum(op.bytes for op in problem.records))
-            for mode in BY_SPEED if chosen else [BY_SPEED[0]] * len(BY_SPEED):
-                shares.append(self.part.memory(kind, self._choice(kind, mode, problem), halves=True).between / made)
-            self._halfway[number] = shares
+            problem = self.part.problems[kind]
+            of_forward = max(1, sum(op.bytes for op in problem.records))
+            choices = [self._choice(kind, mode if chosen else "none", problem) for mode in BY_SPEED]
+            self._halfway[number] = [
+                self.part.memory(kind, choice, halves=True).between / of_forward for choice in choices
+            ]
         return self._halfway[number]
 
     def _choice(self, kind: int, mode: str, problem: BlockProblem) -> Choice:
@@ -389,13 +372,17 @@ class Formula:
 
     def estimate(self, layouts: Sequence[Layout], ways: Sequence[Way]) -> Estimate:
         """Return seconds and bytes of all `layouts`, run in all `ways` under all modes."""
-        facts_of = _Columns(self, layouts, ways)
-        return Estimate(seconds_of(facts_of), bytes_of(facts_of), facts_of.host_bytes)
+        columns = _Columns(self, layouts, ways)
+        return Estimate(seconds_of(columns), bytes_of(columns), columns.host_bytes)
 
-    def wire(self, seconds: Any, ranks: int, inner: int) -> Wire:
+    def wire(self, seconds: Any, ranks: int, inner: int) -> tuple[float, float]:
+        """Return a collective's seconds for each byte, and in any case: the planner's rate is the line through two sizes."""
         key = (seconds, ranks, inner)
         if key not in self._wires:
-            self._wires[key] = Wire.for_group(seconds, ranks, inner, self.device)
+            group = roofline.group_of(ranks, inner, self.device.gpus_per_host)
+            small, large = (seconds(size, group, self.device) for size in (1 << 10, 1 << 40))
+            byte = (large - small) / ((1 << 40) - (1 << 10))
+            self._wires[key] = byte, small - byte * (1 << 10)
         return self._wires[key]
 
 
@@ -442,18 +429,18 @@ class _Columns:
         return torch.tensor(values).view(1, -1, 1)
 
     def wires(self, seconds: Any, groups: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-        every = [self.formula.wire(seconds, *group) for group in groups]
-        return self.column([wire.byte for wire in every]), self.column([wire.start for wire in every])
+        bytes_, starts = zip(*(self.formula.wire(seconds, *group) for group in groups))
+        return self.column(bytes_), self.column(starts)
 
     def _of_kind(self, number: int, locals_: Sequence[list[Local]]) -> dict[str, Tensor]:
-        every, size = [local[number] for local in locals_], len(self.layouts)
+        every = [local[number] for local in locals_]
         columns = {
             name: self.column([getattr(local, name) for local in every])
             for name in ("forward", "backward", "inputs", "made", "summed", "gathered", "again", "exchanged")
         }
         for name in ("replay", "held", "launching"):
             values = torch.tensor([getattr(local, name) for local in every], dtype=torch.float64)
-            columns[name] = values.view(size, 1, -1)
+            columns[name] = values.unsqueeze(1)
         return columns | {"count": torch.tensor(float(self.formula.groups[number][1]), dtype=torch.float64)}
 
     def _of_weights(self) -> None:
@@ -472,14 +459,12 @@ class _Columns:
         def total(name: str, every: Sequence[Any]) -> float:
             return float(sum(getattr(unit, name) for unit in every))
 
-        seen: dict[int, Any] = {}
+        seen: dict[int, list[Any]] = {}
         for call, (unit, inner, _) in zip(formula.part.traced.calls, stage.units):
-            seen.setdefault(call.kind, (unit, inner))
+            seen.setdefault(call.kind, [each for each in (unit, inner) if each is not None])
         self.units = []
         for (kind, _), _ in formula.groups:
-            unit, inner = seen[kind]
-            every = [each for each in (unit, inner) if each is not None]
-            share, sizes = formula.split_shares[kind], {}
+            every, share, sizes = seen[kind], formula.split_shares[kind], {}
             for name in ("gathered", "reduce_input", "whole_grad"):
                 dense, experts = total(name, every[:1]), total(name, every[1:])
                 sizes[name] = dense * (share * split + 1 - share), experts * spread
@@ -488,11 +473,8 @@ class _Columns:
             self.units.append((sizes, shard * stored, grads * stored))
         self.ends = {name: total(name, ends) * split for name in ("gathered", "reduce_input", "whole_grad")}
         self.sharded = (self.shards * self.tp * self.dp_replicate > 1) if sharding.on else torch.zeros_like(self.tp) > 0
-        layers, outside = (
-            total("shard", units) + total("host_shard", units),
-            total("shard", ends) + total("host_shard", ends),
-        )
-        outside += sharding.replicated
+        layers = total("shard", units) + total("host_shard", units)
+        outside = total("shard", ends) + total("host_shard", ends) + sharding.replicated
         self.parameters = stored * (layers * self.even + outside * around)
         trained = [*sharding.trained, *sharding.trained_on_host]
         inside = float(sum(param.size for param in trained if param.in_layer))
@@ -509,11 +491,9 @@ class _Columns:
         # What is gathered at a time is of the largest layers.
         every_kind: list[Tensor] = [sizes["gathered"][0] + sizes["gathered"][1] for sizes, _, _ in self.units]
         largest = functools.reduce(torch.maximum, every_kind)
-        before = max(total("gathered", [each for each in every if each is not None]) for every in seen.values())
+        before = max(total("gathered", every) for every in seen.values())
         self.unit_share = largest / before if before else torch.ones_like(self.tp)
-        self.layer_grads = max(
-            total("whole_grad", [each for each in every if each is not None]) for every in seen.values()
-        )
+        self.layer_grads = max(total("whole_grad", every) for every in seen.values())
         """Bytes of the gradients that the largest layer's backward makes, as traced."""
 
 
@@ -640,10 +620,13 @@ def _fills(x: _Columns) -> Tensor:
     forward = sum(float(kind["count"]) * kind["forward"][0, 0, 0] for kind in x.kinds)
     replays = torch.stack([float(kind["count"]) * kind["replay"][0, 0] for kind in x.kinds]).sum(0)
     again = (replays / forward).tolist()
-    rows = []
-    for layout in x.layouts:
-        sizes = layout.schedule, layout.pp, layout.stages_per_rank or 1, min(layout.grad_accum, 2 * layout.pp)
-        rows.append([_fill(*sizes, share) for share in again])
+    rows = [
+        [
+            _fill(each.schedule, each.pp, each.stages_per_rank or 1, min(each.grad_accum, 2 * each.pp), share)
+            for share in again
+        ]
+        for each in x.layouts
+    ]
     return torch.tensor(rows, dtype=torch.float64).unsqueeze(1)
 
 
@@ -670,7 +653,11 @@ def bytes_of(x: _Columns) -> Tensor:
     saved = sum(kind["count"] * kind["held"] for kind in x.kinds)
     moved = sum(kind["count"] * kind["inputs"] for kind in x.kinds) * (1 - 1 / formula.layers)
     saved = saved - moved * x.moves * x.regions
-    flight = x.column([_in_flight(layout) for layout in x.layouts])
+    in_flight = [
+        layout.facts.in_flight(layout.pp, layout.grad_accum, layout.stages_per_rank or 1) if layout.pp > 1 else 1.0
+        for layout in x.layouts
+    ]
+    flight = x.column(in_flight)
     if bool(x.halves.any()):
         halfway = [torch.tensor(formula.halfway(number)).double() for number in range(len(x.kinds))]
         waits = torch.stack([kind["count"] * kind["made"] * share for kind, share in zip(x.kinds, halfway)]).sum(0)
@@ -690,8 +677,7 @@ def bytes_of(x: _Columns) -> Tensor:
     static = formula.workspaces + (x.parameters + x.state) * ~x.there + x.all_gathered * (x.stays & x.sharded)
     most: list[Tensor] = []
     for mode in BY_SPEED:
-        points = []
-        at = len(most)
+        points, at = [], len(most)
         for loss, where in (("model", ~x.chunked), ("chunked", x.chunked)):
             if (mode, loss) not in formula.places:
                 continue
@@ -722,13 +708,6 @@ def bytes_of(x: _Columns) -> Tensor:
     return total + torch.where(
         x.staged, 2 * x.hidden * x.grad_accum * x.stages_per_rank * keeps, torch.zeros_like(keeps)
     )
-
-
-def _in_flight(layout: Layout) -> float:
-    """Return the micro-batches in flight of the rank that has most of them."""
-    if layout.pp == 1:
-        return 1.0
-    return layout.facts.in_flight(layout.pp, layout.grad_accum, layout.stages_per_rank or 1)
 
 
 _UNIT = host_seconds(0, "none", units=1, split_products=0)

@@ -177,7 +177,8 @@ def layouts(room: Room) -> tuple[list[Layout], Counter[str]]:
         for tp in _sizes(room, "tp", [t for t in sizes if t <= room.gpus_per_host]):
             if pp > 1 and room.pinned("pp") is None and not (room.stages or (tp > 1 and tp * pp == room.gpus)):
                 continue  # on one host, stages are for what tp leaves of it
-            for cp in _sizes(room, "cp", _context_sizes(room)):
+            parts = [c for c in _powers(min(room.gpus, MOST_CONTEXT)) if c == 1 or room.seq_len // c >= SHORTEST_PART]
+            for cp in _sizes(room, "cp", parts):
                 rest, left = divmod(room.gpus, pp * tp * cp)
                 if left or not rest:
                     rejected["the axes do not divide the GPUs"] += 1
@@ -212,10 +213,6 @@ def _sizes(room: Room, name: str, free: Collection[int]) -> list[int]:
 
 def _powers(most: int) -> list[int]:
     return [1 << n for n in range(max(1, most).bit_length()) if 1 << n <= max(1, most)]
-
-
-def _context_sizes(room: Room) -> list[int]:
-    return [c for c in _powers(min(room.gpus, MOST_CONTEXT)) if c == 1 or room.seq_len // c >= SHORTEST_PART]
 
 
 def _data_axes(room: Room, ranks: int, tp: int, cp: int) -> Iterator[tuple[int, int, int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -121,10 +120,8 @@ class Question:
 
     def __post_init__(self) -> None:
         for name, least in (("gpus", 1), ("seq_len", 2), ("global_batch", 1), ("limit", 1)):
-            value = getattr(self, name)
-            if value is None and name == "global_batch":
-                continue
-            check_whole(name, value, least)
+            if name != "global_batch" or self.global_batch is not None:
+                check_whole(name, getattr(self, name), least)
         if self.job.step.microbatches != 1:
             raise ValueError(
                 f"step has microbatches={self.job.step.microbatches}, which fit chooses itself; pin grad_accum instead."
@@ -132,7 +129,12 @@ class Question:
         if (imbalance := self.job.ep.imbalance) is not None:
             check_imbalance("imbalance", imbalance, max(self.pins["ep"]) if "ep" in self.pins else None)
         self._check_sizes()
-        self._check_host()
+        if True in self.pins.get("cpu_offload", ()):
+            self.device.check_host_rates("cpu_offload")
+            if self.gpus == 1:
+                raise ValueError(
+                    "cpu_offload is FSDP2's, gpus is 1, and one rank keeps the model whole. Use more GPUs, or leave it out."
+                )
 
     @cached_property
     def device(self) -> Device:
@@ -164,16 +166,6 @@ class Question:
         """True if `cpu_offload` is left out since the speed of an optimizer on the host is not known."""
         considered = self.gpus > 1 and "cpu_offload" not in self.pins
         return considered and not self.device.knows_host_rates
-
-    def _check_host(self) -> None:
-        allowed = self.pins.get("cpu_offload", ())
-        if True not in allowed:
-            return
-        self.device.check_host_rates("cpu_offload")
-        if self.gpus == 1:
-            raise ValueError(
-                "cpu_offload is FSDP2's, gpus is 1, and one rank keeps the model whole. Use more GPUs, or leave it out."
-            )
 
     def _check_sizes(self) -> None:
         """Refuse pins that contradict each other or the number of GPUs."""
@@ -225,7 +217,8 @@ def read_question(job: Job | None, given: Mapping[str, Any]) -> tuple[list[Job],
         requested = replace(requested, pp=_balanced(requested.pp, balance, pins))
     read = read_pins({**_pinned_by(requested), **{name: value for name, value in pins.items() if value is not None}})
     fsdp = requested.strategy if isinstance(requested.strategy, FSDP2) else FSDP2()
-    base = replace(requested, **{name: getattr(_plain_job(), name) for name in _SEARCHED}, world_size=None)
+    plain = Job.of(ac="none")
+    base = replace(requested, **{name: getattr(plain, name) for name in _SEARCHED}, world_size=None)
     base = replace(
         base,
         strategy=replace(fsdp, reshard_after_forward=None, cpu_offload=False),
@@ -254,11 +247,6 @@ def read_question(job: Job | None, given: Mapping[str, Any]) -> tuple[list[Job],
 
 _SEARCHED = ("ac", "loss", "offload", "dp_replicate", "pp", "planned_tokens")
 """Fields of a job that `fit` chooses; of the other axes and of FSDP2 it chooses a part."""
-
-
-@functools.cache
-def _plain_job() -> Job:
-    return Job.of(ac="none")
 
 
 def _balanced(pp: PipelineParallel, balance: Any, pins: Mapping[str, Any]) -> PipelineParallel:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -320,10 +321,14 @@ class Search:
                 self.rows.remove(first)
                 self.rows.insert(0, first)
             best = [self._candidate(row) for row in self.rows[:count]]
-            nearest = None if best or self.least is None else self._candidate(_with_whole_need(self.least))
+            nearest, least = None, self.least
+            if not best and least is not None:
+                peaks = fullest_peaks(least.query, least.choices)
+                # The need of its fullest rank, within what every rank's is: a look ends with the first that is too high.
+                nearest = self._candidate(replace(least, need=verdict(least.query, least.choices, peaks, 1 << 60)))
         rejected = sum((ranking.rejected for ranking in self.rankings), self.rejected)
         rejected["estimated slower, not looked at"] = sum(int(ranking.open.any(1).sum()) for ranking in self.rankings)
-        off = {what: _median_and_worst(values) for what, values in self.off.items() if values}
+        off = {what: (statistics.median_high(values), max(values)) for what, values in self.off.items() if values}
         return Found(best, +rejected, nearest, self.looked_at, off, interrupted)
 
     def _walk(self, count: int) -> None:
@@ -346,7 +351,7 @@ class Search:
             if not doubtful:
                 break
             self._tell()
-            self._look(min(doubtful, key=_need_of))
+            self._look(min(doubtful, key=lambda entry: min(entry.ranking.corrected_of("bytes", entry))))
 
     def _tell(self) -> None:
         if time.monotonic() > self.until:
@@ -359,7 +364,8 @@ class Search:
     def _look(self, entry: Entry) -> None:
         """Plan a layout under the fastest mode that fits, and keep it if one does."""
         ranking, question = entry.ranking, entry.ranking.question
-        row, tried, mode = None, set[str](), self._first_mode(entry)
+        row, tried, usable = None, set[str](), self._usable(entry)
+        mode = next((mode for mode in usable if self._fits(entry, mode)), usable[-1] if usable else None)
         self.looked_at += 1
         while mode is not None:
             tried.add(mode)
@@ -379,8 +385,8 @@ class Search:
                 return
             if fits:
                 row = found if row is None or found.seconds < row.seconds else row
-            else:
-                self._remember(found)
+            elif self.least is None or found.need.bytes < self.least.need.bytes:
+                self.least = found
             # What is learned may show that a faster mode fits, too; where none fits yet, the next one is tried.
             order = self._usable(entry)
             ahead = order[: order.index(mode)] if row is not None else order
@@ -408,11 +414,6 @@ class Search:
         seconds = dict(zip(BY_SPEED, ranking.corrected_of("seconds", entry)))
         return sorted(modes, key=seconds.__getitem__)
 
-    def _first_mode(self, entry: Entry) -> str | None:
-        """Return the first of `_usable` that is estimated to fit, else the last; None: there is none."""
-        usable = self._usable(entry)
-        return next((mode for mode in usable if self._fits(entry, mode)), usable[-1] if usable else None)
-
     def _fits(self, entry: Entry, mode: str) -> bool:
         sizes = dict(zip(BY_SPEED, entry.ranking.corrected_of("bytes", entry)))
         return sizes[mode] <= entry.ranking.question.limit
@@ -436,25 +437,20 @@ class Search:
         need = verdict(query, choices, peaks, limit) if fits else Need(peak.total + query.input_bytes, ALLOCATED)
         return Row(entry, layout, job, query, choices, peak, need, step_seconds(query, choices).total, 0.0)
 
-    def _remember(self, row: Row) -> None:
-        if self.least is None or row.need.bytes < self.least.need.bytes:
-            self.least = row
-
     def _plan(self) -> None:
         """Give the fastest layouts a plan for all the memory that there is, where that is faster.
 
         Of layouts that differ in how weights are replicated alone, the first gets one. The next is left out if it would have
         to gain more than a fiftieth above what a plan gained for the one before.
         """
-        made, gain, best = set[Any](), 1.0, min((row.per_token for row in self.rows), default=0.0)
+        shapes, gain, best = set[Any](), 1.0, min((row.per_token for row in self.rows), default=0.0)
         for row in sorted(self.rows, key=lambda row: row.hoped):
             shape = row.layout.way(dp_replicate=1, dp_shard=row.layout.dp_replicate * row.layout.dp_shard).sizes
-            if len(made) == PLANS or row.hoped * gain > 1.02 * best:
+            if len(shapes) == PLANS or row.hoped * gain > 1.02 * best:
                 break
-            if shape in made:
-                continue
-            made.add(shape)
-            if "plan" not in row.entry.ranking.modes or row.layout.ac == "none" or row.budget:
+            is_new = shape not in shapes
+            shapes.add(shape)
+            if not is_new or "plan" not in row.entry.ranking.modes or row.layout.ac == "none" or row.budget:
                 continue
             self._tell()
             planned = self.planned(row)
@@ -465,17 +461,15 @@ class Search:
     def planned(self, row: Row) -> Row | None:
         """Return the row with the fastest plan within the memory; None: there is none."""
         question, query = row.entry.ranking.question, row.query
-        limit = question.limit_of(query.job)
-
-        found = plan_within(query, limit)
-        if found is None:
+        within = plan_within(query, question.limit_of(query.job))
+        if within is None:
             return None
-        choices, peak, need, budget = found
+        choices, peak, need, budget = within
         seconds = step_seconds(query, choices).total
-        planned = replace(
-            row, layout=row.layout.way(ac="plan"), choices=choices, peak=peak, need=need, seconds=seconds, budget=budget
-        )
-        return None if host_bytes_of(planned.query, planned.choices) > question.host_memory else planned
+        if host_bytes_of(query, choices) > question.host_memory:
+            return None
+        layout = row.layout.way(ac="plan")
+        return replace(row, layout=layout, choices=choices, peak=peak, need=need, seconds=seconds, budget=budget)
 
     def _candidate(self, row: Row) -> Candidate:
         question = row.entry.ranking.question
@@ -490,21 +484,6 @@ class Search:
             limit=question.limit_of(row.query.job),
             budget=row.budget,
         )
-
-
-def _with_whole_need(row: Row) -> Row:
-    """Return a row that does not fit with the need of its fullest rank: a look ends with the first that is too high."""
-    most = 1 << 60  # which every rank's need is within
-    return replace(row, need=verdict(row.query, row.choices, fullest_peaks(row.query, row.choices), most))
-
-
-def _need_of(entry: Entry) -> float:
-    return min(entry.ranking.corrected_of("bytes", entry))
-
-
-def _median_and_worst(values: Sequence[float]) -> tuple[float, float]:
-    ordered = sorted(values)
-    return ordered[len(ordered) // 2], ordered[-1]
 
 
 @contextmanager
