@@ -146,7 +146,6 @@ def scaled(problem: BlockProblem, share: Share, whole: Collection[int] = ()) -> 
             input_bytes=int(trace.input_bytes * share.tokens * share.whole),
             kept_input_bytes=kept,
             none_bytes=kept + int(inside),
-            param_bytes=int(trace.param_bytes * share.split),
         ),
         problem.device,
     )

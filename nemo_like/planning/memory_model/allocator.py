@@ -120,7 +120,7 @@ class CachingAllocator:
             for _, _, block in list(pool.free):
                 if self.config.expandable_segments:
                     self._unmap(block)
-                elif block.whole:
+                elif block.prev is None and block.next is None:
                     self._give_back(block)
 
     # --- taking -----------------------------------------------------------------------------------------------------
@@ -304,10 +304,6 @@ class MemoryBlock:
         self.used = False
         self.prev: MemoryBlock | None = None
         self.next: MemoryBlock | None = None
-
-    @property
-    def whole(self) -> bool:
-        return self.prev is None and self.next is None
 
     def insert_behind(self, other: MemoryBlock) -> None:
         other.prev, other.next = self, self.next

@@ -9,7 +9,7 @@ import inspect
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
@@ -156,17 +156,11 @@ class StorageLedger(TracedBytes):
         self.steps += 1
         self._marks = ([], [])
 
-    def parts_before(self) -> Counter[str]:
-        """Return the bytes alive when the step begins, by what they are."""
-        return self._parts(self._before)
-
-    def parts_of(self, tensors: Iterable[torch.Tensor]) -> Counter[str]:
-        """Return the bytes of these `tensors` that were alive when the step began, by what they are."""
-        return self._parts({self.number(tensor) for tensor in tensors} & self._before.keys())
-
-    def _parts(self, numbers: Iterable[int]) -> Counter[str]:
+    def parts_of(self, tensors: Iterable[torch.Tensor] | None = None) -> Counter[str]:
+        """Return the bytes of `tensors` (None: of all) that were alive when the step began, by what they are."""
+        numbers = self._before.keys()
         parts: Counter[str] = Counter()
-        for number in numbers:
+        for number in numbers if tensors is None else numbers & {self.number(tensor) for tensor in tensors}:
             parts[self._storages[number].part] += self._before[number]
         return parts
 
@@ -180,7 +174,7 @@ class StorageLedger(TracedBytes):
             times: how often what the optimizer makes for a parameter is counted, by the parameter's number; default: once.
         """
         inserted, times = inserted or {}, times or {}
-        now = self.parts_before()
+        now = self.parts_of()
         now.update(inserted.get(-1, Counter()))
         total = sum(now.values())
         stretches = [("start of the step", Level(total, "", Counter(now)))]
@@ -221,16 +215,12 @@ class StorageLedger(TracedBytes):
             self._layers.pop()
             self._mark(self._layers[-1] if self._layers else "")
 
-        handles = []
-        for name, layer in layers.items():
-            handles.append(layer.register_forward_pre_hook(enter(name), prepend=True))
-            # A region that is recomputed ends by an exception where nothing more is needed.
-            handles.append(layer.register_forward_hook(leave, always_call=True))
-        try:
+        with ExitStack() as stack:
+            for name, layer in layers.items():
+                stack.callback(layer.register_forward_pre_hook(enter(name), prepend=True).remove)
+                # A region that is recomputed ends by an exception where nothing more is needed.
+                stack.callback(layer.register_forward_hook(leave, always_call=True).remove)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _mark(self, layer: str) -> None:
         numbers, names = self._marks
@@ -446,7 +436,7 @@ def whole_levels(ledger: StorageLedger, stretches: Sequence[Stretch]) -> dict[St
     times: dict[int, int] = {}
     passes = _passes(ledger.events)
     for stretch in stretches:
-        inserted[-1].update(_times(stretch.base, stretch.missing))
+        inserted[-1].update({part: stretch.missing * size for part, size in stretch.base.items()})
         times |= dict.fromkeys(stretch.parameters, 1 + stretch.missing)
         for forward, backward in passes:
             _, before, behind, last = (forward.get(names[0]) for names in stretch.around)
@@ -462,10 +452,6 @@ def whole_levels(ledger: StorageLedger, stretches: Sequence[Stretch]) -> dict[St
                 for event in ledger.events[first:second]:
                     added[event.storage.part] += event.size * stretch.missing
     return ledger.levels(inserted, times)
-
-
-def _times(parts: Counter[str], count: int) -> Counter[str]:
-    return Counter({part: count * size for part, size in parts.items()})
 
 
 def _passes(events: Sequence[Event]) -> list[tuple[dict[str, int], dict[str, int]]]:

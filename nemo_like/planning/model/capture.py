@@ -7,7 +7,7 @@ is planned as quickly as one of two.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any
@@ -88,8 +88,7 @@ def trace_model(
                 f"{type(model).__name__} makes {late[0]!r} in its first forward: a plan is made of parts that are there. "
                 "Call the model once before it is planned, or make the part in __init__."
             )
-        traced = watcher.finish(run, state, args, kwargs, dtype)
-    return traced
+        return watcher.finish(run, state, args, kwargs)
 
 
 def _parts(model: nn.Module) -> set[str]:
@@ -109,16 +108,14 @@ class _Watcher:
     _own: list[Any] = field(default_factory=list)
     """Values that layers have set attributes to."""
 
-    @contextmanager
-    def installed(self, state: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    def installed(self, state: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
         """Replace each layer's forward by a watching one within the context; put it back at the end, also after an error."""
         run_all = has_kv_sharing(self.model)
         names = {id(module): name for name, module in self.model.named_modules(remove_duplicate=False)}
-        with replaced_forwards(
+        return replaced_forwards(
             self.layers,
             lambda layer, forward: self._watch(layer, forward, names[id(bare(layer.module))], state, run_all),
-        ):
-            yield
+        )
 
     def _watch(
         self, layer: Any, forward: Callable, name: str, state: Mapping[str, torch.Tensor], run_all: bool
@@ -259,14 +256,7 @@ class _Watcher:
                 "'selective'."
             )
 
-    def finish(
-        self,
-        run: FakeRun,
-        state: dict[str, torch.Tensor],
-        args: tuple,
-        kwargs: dict[str, Any],
-        dtype: torch.dtype | None,
-    ) -> ModelTrace:
+    def finish(self, run: FakeRun, state: dict[str, torch.Tensor], args: tuple, kwargs: dict[str, Any]) -> ModelTrace:
         if not self.calls:
             raise ValueError(
                 f"The forward pass of {type(self.model).__name__} called none of its {len(self.layers)} layers with "
@@ -279,23 +269,20 @@ class _Watcher:
             at = {place: tensor for place, tensor in inputs.items() if id(tensor.untyped_storage()) in shared}
             kind.shared_at, kind.shared = frozenset(at), tuple(at.values())
             sizes |= {id(t.untyped_storage()): t.untyped_storage().nbytes() for t in kind.shared}
+            first = next(call.fqn for call in self.calls if call.module is kind.module)
             with torch.set_grad_enabled(kind.grad), named_reason(self.model, describe(args, kwargs)):
                 kind.trace = trace_block(
                     kind.module,
                     kind.args,
                     kind.kwargs,
-                    name=self._name(kind),
+                    name=f"{first} ({type(kind.module).__name__})",
                     shared=kind.shared,
                     run=run,
                     state=kind.state,
                     call=kind.run,
                 )
             kind.kept_at = frozenset(place for number, place in enumerate(at) if number in kind.trace.kept_shared)
-        return ModelTrace(tuple(self.calls), tuple(self.kinds), sum(sizes.values()), run, state, args, kwargs, dtype)
-
-    def _name(self, kind: BlockKind) -> str:
-        first = next(call.fqn for call in self.calls if call.module is kind.module)
-        return f"{first} ({type(kind.module).__name__})"
+        return ModelTrace(tuple(self.calls), tuple(self.kinds), sum(sizes.values()), run, state, args, kwargs)
 
 
 def _leaf(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from nemo_like._util.tensors import tensors_in
-from nemo_like.fake.model_copy import call_with, model_copy
+from nemo_like.fake.model_copy import model_copy, with_state
 from nemo_like.fake.run import FakeRun
 from nemo_like.losses.rows import IGNORED
 from nemo_like.torch_compat import FAKE_LOGGER
@@ -82,31 +82,22 @@ def model_input(model: nn.Module, text: Mapping[str, torch.Tensor], media: Media
     builder = _Beside(model, dict(text), media)
     words = f"{batch} x {tokens} tokens"
     missing = []
+    takes_pictures = "pixel_values" in names and _vision(config) is not None
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in names.values())
     for kind, make, wanted in (
-        ("pictures", builder.pictures, media.images),
-        ("sound", builder.sound, media.audio_seconds != 0.0),
+        ("pictures", builder.pictures, media.images and takes_pictures),
+        ("sound", builder.sound, media.audio_seconds != 0.0 and "input_features" in names),
     ):
-        if not (wanted and _takes(model, kind)):
+        if not wanted:
             continue
         placed, problem = make()
         words += f", {placed}" if placed else ""
         missing += [f"{kind}: {problem}"] if problem else []
     return ModelInput(
-        {k: v for k, v in builder.text.items() if k in names or k == "input_ids" or _open(names)},
+        {k: v for k, v in builder.text.items() if k in names or k == "input_ids" or takes_any},
         words,
         "; ".join(missing),
     )
-
-
-def _open(names: Mapping[str, inspect.Parameter]) -> bool:
-    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in names.values())
-
-
-def _takes(model: nn.Module, kind: str) -> bool:
-    names = inspect.signature(model.forward).parameters
-    if kind == "pictures":
-        return "pixel_values" in names and _vision(model.config) is not None
-    return "input_features" in names
 
 
 def _vision(config: Any) -> Any:
@@ -212,8 +203,9 @@ class _Beside:
     def _features(self, method: str, form: dict[str, torch.Tensor]) -> int:
         """Return the number of tokens that the encoder makes of `form`."""
         with quiet_fakes(), FakeRun(model=self.model) as run, torch.no_grad():
-            caller = _Caller(model_copy(self.model), method)
-            features = call_with(caller, run.state(caller), (), run.sample(form))
+            model = model_copy(self.model)
+            with with_state(model, run.state(model)):
+                features = getattr(model, method)(**run.sample(form))
         features = getattr(features, "pooler_output", features)
         return sum(t.shape[:-1].numel() for t in tensors_in(features))
 
@@ -250,15 +242,6 @@ def quiet_fakes() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
-
-
-class _Caller(nn.Module):
-    def __init__(self, model: nn.Module, method: str) -> None:
-        super().__init__()
-        self.model, self.method = model, method
-
-    def forward(self, **kwargs: Any) -> Any:
-        return getattr(self.model, self.method)(**kwargs)
 
 
 def _token(config: Any, kind: str) -> int | None:

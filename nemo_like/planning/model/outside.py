@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,10 +113,10 @@ def outer_memory(
                 place: meter.number(t) for place, t in by_argument(args, kwargs).items() if place not in kind.shared_at
             }
             at = len(meter.log)
-            begin = functools.partial(_backward_begins, meter, backs, position)
-            output, records, standing = stand_in(kind, args, kwargs, begin, used[number], layouts[number], regions)
-            if standing is not None:
-                alive[position] = standing
+            call = LayerStub(position, meter, backs, used[number], layouts[number])
+            output, records, trains = stand_in(kind, args, kwargs, call, regions)
+            if trains:
+                alive[position] = weakref.ref(call)
             output_numbers = {i: meter.number(t) for i, t in enumerate(tensors_in(output)) if i not in kind.passed}
             calls.append(ForwardCall(at, len(meter.log), input_numbers, output_numbers))
             record_again(bare(layer.module), records)
@@ -125,9 +125,8 @@ def outer_memory(
         return standing_in
 
     ends = _Ends(meter)
-    nothing: list[str] = []
     in_chunks: AbstractContextManager[list[str]]
-    in_chunks = nullcontext(nothing) if chunks is None else chunked_calls(model, chunks)
+    in_chunks = nullcontext([]) if chunks is None else chunked_calls(model, chunks)
     with (
         without_values(f"{type(model).__name__} cannot be planned: its step around the layers", model),
         with_state(model, state),
@@ -218,24 +217,18 @@ class _Ends:
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
         """Watch all modules of `model` that have parameters of their own."""
-        handles = []
-        for prefix, module in model.named_modules():
-            if names := [f"{prefix}.{name}" if prefix else name for name, _ in module.named_parameters(recurse=False)]:
-                hook = functools.partial(self._hook, names)
-                handles.append(module.register_forward_hook(hook))
-        try:
+        with ExitStack() as stack:
+            for prefix, module in model.named_modules():
+                before = f"{prefix}." if prefix else ""
+                if names := [f"{before}{name}" for name, _ in module.named_parameters(recurse=False)]:
+                    hook = functools.partial(self.returned, names)
+                    stack.callback(module.register_forward_hook(hook).remove)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
-    def _hook(self, names: Sequence[str], module: nn.Module, args: Any, output: Any) -> None:
-        self.returned(names, output)
-
-    def returned(self, names: Sequence[str], output: Any) -> None:
-        """Note that a module with these parameters has returned `output`."""
+    def returned(self, names: Sequence[str], *call: Any) -> None:
+        """Note that a module with these parameters has returned the last part of its `call`."""
         self.returns.update(dict.fromkeys(names, len(self.meter.log)))
-        for tensor in tensors_in(output):
+        for tensor in tensors_in(call[-1]):
             if tensor.requires_grad:
                 tensor.register_hook(functools.partial(self._back, names))
 
@@ -249,37 +242,23 @@ def _given(traced: ModelTrace) -> list[torch.Tensor]:
     return [t for t in tensors_in((traced.args, traced.kwargs)) if t.requires_grad]
 
 
-def _backward_begins(
-    meter: TracedBytes, backs: list[BackwardCall], position: int, grads: Mapping[int, torch.Tensor]
-) -> Callable[[Mapping[Place, torch.Tensor]], None]:
-    """Note that the backward of a stand-in begins; return the function to call when it has made its gradients."""
-    at, numbers = len(meter.log), {at: meter.number(grad) for at, grad in grads.items()}
-
-    def done(input_grads: Mapping[Place, torch.Tensor]) -> None:
-        input_numbers = {place: meter.number(grad) for place, grad in input_grads.items()}
-        backs.append(BackwardCall(position, at, len(meter.log), numbers, input_numbers))
-
-    return done
-
-
-Lap = Callable[[Mapping[int, torch.Tensor]], Callable[[Mapping[Place, torch.Tensor]], None]]
-"""Function to call when a stand-in's backward begins, with its gradients by the position of the output. It returns the
-function to call with the gradients that the stand-in has made, by the place of the input."""
-
-
 @dataclass(eq=False)
 class LayerStub:
     """One call of a stand-in."""
 
-    lap: Lap
+    position: int
+    """Number of the call."""
+    meter: TracedBytes
+    backs: list[BackwardCall]
+    """Receives its backward, when it has run."""
     used: set[int]
     layouts: dict[int, tuple[int, ...]]
     """Strides of the gradients that it gets, where they are not in rows."""
-    places: list[int]
+    places: list[int] = field(default_factory=list)
     """Positions of its tensors in the layer's output."""
-    inputs: list[Place]
+    inputs: list[Place] = field(default_factory=list)
     """Places in its call of the inputs that get a gradient."""
-    held: list[torch.Tensor]
+    held: list[torch.Tensor] = field(default_factory=list)
     """Tensors that the layer shares with others, and holds till its backward."""
 
 
@@ -293,51 +272,48 @@ class _StubbedLayer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        call = ctx.call
-        done = call.lap({place: grad for place, grad in zip(call.places, grads) if grad is not None})
-        call.used.update(place for place, grad in zip(call.places, grads) if grad is not None)
+        call, begin = ctx.call, len(ctx.call.meter.log)
+        received = {place: grad for place, grad in zip(call.places, grads) if grad is not None}
+        numbers = {place: call.meter.number(grad) for place, grad in received.items()}
+        call.used.update(received)
         call.layouts.update(
             (place, grad.stride())
-            for place, grad in zip(call.places, grads)
-            if grad is not None and not grad.is_contiguous() and 0 not in grad.stride()
+            for place, grad in received.items()
+            if not grad.is_contiguous() and 0 not in grad.stride()
         )
         call.held.clear()
         input_grads = [torch.empty(shape, dtype=dtype) for shape, dtype in ctx.layouts]  # in rows, as kernels make them
-        done(dict(zip(call.inputs, input_grads)))
+        of_inputs = {place: call.meter.number(grad) for place, grad in zip(call.inputs, input_grads)}
+        call.backs.append(BackwardCall(call.position, begin, len(call.meter.log), numbers, of_inputs))
         return None, None, *input_grads
 
 
 def stand_in(
-    kind: BlockKind,
-    args: tuple,
-    kwargs: dict[str, Any],
-    lap: Lap,
-    used: set[int],
-    layouts: dict[int, tuple[int, ...]],
-    regions: bool = True,
-) -> tuple[Any, Any, weakref.ref[LayerStub] | None]:
-    """Return the output of a layer that is not run, what its recorders would have seen, and what its backward will hold.
+    kind: BlockKind, args: tuple, kwargs: dict[str, Any], call: LayerStub, regions: bool
+) -> tuple[Any, Any, bool]:
+    """Return the output of a layer that is not run, what its recorders would have seen, and whether it has a backward.
 
-    regions: whether it is checkpointed, so that it holds all that it is called with.
+    Args:
+        kind, args, kwargs: the layer, and how it is called.
+        call: is completed; the backward holds it.
+        regions: whether it is checkpointed, so that it holds all that it is called with.
     """
     places_held = kind.shared_at if regions else kind.kept_at
     tensors = by_argument(args, kwargs)
     outputs = tensors_in(kind.output)
-    places = [place for place in range(len(outputs)) if place not in kind.passed]
-    wanted = [outputs[place] for place in places] + tensors_in(kind.records)
-    places_in = [place for place, t in tensors.items() if t.requires_grad]
-    inputs = [tensors[place] for place in places_in]
+    call.places = [place for place in range(len(outputs)) if place not in kind.passed]
+    wanted = [outputs[place] for place in call.places] + tensors_in(kind.records)
+    call.inputs = [place for place, t in tensors.items() if t.requires_grad]
+    inputs = [tensors[place] for place in call.inputs]
     if not inputs and any(t.requires_grad for t in wanted):
         inputs = [torch.zeros((), requires_grad=True)]  # the layer's own parameters train, its input does not
     if inputs:
-        held = [tensor for place, tensor in tensors.items() if place in places_held]
-        call = LayerStub(lap, used, layouts, places, places_in, held)
-        standing = weakref.ref(call)
+        call.held = [tensor for place, tensor in tensors.items() if place in places_held]
         replacements = iter(_StubbedLayer.apply(call, wanted, *inputs))
     else:
-        replacements, standing = map(torch.empty_like, wanted), None
+        replacements = map(torch.empty_like, wanted)
     output = kind.output_with(lambda _: next(replacements), args, kwargs)
-    return output, map_tensors(lambda _: next(replacements), kind.records), standing
+    return output, map_tensors(lambda _: next(replacements), kind.records), bool(inputs)
 
 
 def loss_of(output: Any, loss_fn: Callable[[Any], torch.Tensor] | None = None) -> torch.Tensor:

@@ -81,7 +81,6 @@ class BlockTrace:
     """Bytes of its outputs among `none_bytes`."""
     last_pack: int
     """Ops from this index on come after the last tensor that autograd saves: recomputation stops before them."""
-    param_bytes: int
     state_bytes: int
     """Bytes of its buffers that forward changes (running statistics): a region keeps a copy of their values before it."""
     draws: bool
@@ -341,7 +340,6 @@ def record(
         kept_input_bytes=sum(s.size[key] for key in ours & own_inputs),
         kept_output_bytes=sum(s.size[key] for key in ours & outputs if key not in origin),
         last_pack=max((position for position, _ in recorder.packs), default=0),
-        param_bytes=sum(s.size[key] for key, kind in origin.items() if kind == "param"),
         state_bytes=sum(s.size[key] for key in recorder.changed if origin.get(key) == "param"),
         draws=any(op.random for op in ops),
         kept_inputs=frozenset(place for place, tensor in inputs.items() if s.key(tensor) in ours),

@@ -125,15 +125,10 @@ class ModelTrace:
     state: dict[str, torch.Tensor]
     args: tuple
     kwargs: dict[str, Any]
-    dtype: torch.dtype | None
 
     def traces(self) -> tuple[BlockTrace, ...]:
         """Return the trace of each kind."""
         return tuple(kind.trace for kind in self.kinds if kind.trace is not None)
-
-    def counts(self) -> tuple[int, ...]:
-        """Return the number of calls of each kind."""
-        return tuple(sum(call.kind == k for call in self.calls) for k in range(len(self.kinds)))
 
 
 def attributes_of(module: nn.Module, places: Sequence[tuple[str, str]]) -> list[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -137,13 +137,11 @@ def _backward_ends(block: nn.Module, apart: Collection[nn.Module], ended: Callab
         marked = dict(zip(map(id, inputs), _Marked.apply(ended, *inputs)))
         return map_tensors(lambda t: marked.get(id(t), t), (args, kwargs))
 
-    inside = [module for module in block.modules() if module in apart]
-    handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module in inside]
-    try:
+    with ExitStack() as stack:
+        for module in block.modules():
+            if module in apart:
+                stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class _Marked(torch.autograd.Function):
