@@ -56,7 +56,7 @@ from nemo_like.planning.model.capture import routing_of
 from nemo_like.planning.model.outside import loss_of
 from nemo_like.planning.planner import PlannedRank, plan_rank
 from nemo_like.planning.trace.kinds import BlockKind, ModelTrace
-from nemo_like.planning.trace.meter import SumsInPlace
+from nemo_like.planning.trace.layer_memory import SumsInPlace
 from nemo_like.precision import float8_linears
 from nemo_like.resolve import layers_for
 from nemo_like.torch_compat import fake_ranks, local_part

@@ -16,7 +16,7 @@ from nemo_like._util.live_bytes import LiveBytes
 from nemo_like.distributed.context import causal as blocks
 from nemo_like.distributed.context.methods import method_of, ring
 from nemo_like.fake.run import FakeRun
-from nemo_like.planning.trace.meter import TracedBytes
+from nemo_like.planning.trace.layer_memory import TracedBytes
 from nemo_like.torch_compat import TorchDispatchMode
 from tests.models.families import HEADED, VOCAB, causal
 

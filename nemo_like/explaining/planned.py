@@ -27,8 +27,8 @@ from nemo_like.planning.memory_model.storages import Allocations
 from nemo_like.planning.model.traced import MODES
 from nemo_like.planning.planner import choices_under
 from nemo_like.planning.predict import step_of, tokens_of
-from nemo_like.planning.predictions.outside_allocator import outside_of
 from nemo_like.planning.predictions.rank import RankSteps, peak_of, peaks_of
+from nemo_like.planning.predictions.reserved import outside_of
 from nemo_like.planning.query import Choices, PlanQuery
 from nemo_like.planning.report import Step, row_of
 from nemo_like.transformers_compat import text_config

@@ -19,7 +19,7 @@ from nemo_like.options import DDP, FSDP2, ContextParallel, MemoryBudget, Precisi
 from nemo_like.options.optimizers import TRAINER_OPTIMIZERS
 from nemo_like.planning.devices import Device, device_of, step_limit
 from nemo_like.planning.predict import predict
-from nemo_like.planning.predictions.outside_allocator import default_limit
+from nemo_like.planning.predictions.reserved import default_limit
 from nemo_like.planning.report import PlanReport
 from nemo_like.transformers_compat import prepared_inputs
 

@@ -16,7 +16,7 @@ from nemo_like._util.words import check_whole
 from nemo_like.job import AllKeywords, Job
 from nemo_like.models import check_positions, most_positions, resolve_model, text_batch
 from nemo_like.planning.devices import device_of, step_limit
-from nemo_like.planning.predictions.outside_allocator import default_limit
+from nemo_like.planning.predictions.reserved import default_limit
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.report import PlanReport, Step, fewest, gpu_counts, largest, least_need, make_report
 from nemo_like.planning.report import what_if as changes

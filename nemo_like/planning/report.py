@@ -33,9 +33,16 @@ from nemo_like.planning.model.capture import planned_imbalance
 from nemo_like.planning.model.traced import MODES
 from nemo_like.planning.planner import balanced_peak, describe, query_of
 from nemo_like.planning.predictions.budget_search import choose, plan_within
-from nemo_like.planning.predictions.outside_allocator import Outside, default_limit, outside_of
 from nemo_like.planning.predictions.rank import peak_of, peaks_of
-from nemo_like.planning.predictions.reserved import Need, most_allocated, need_of, reserved_within
+from nemo_like.planning.predictions.reserved import (
+    Need,
+    Outside,
+    default_limit,
+    most_allocated,
+    need_of,
+    outside_of,
+    reserved_within,
+)
 from nemo_like.planning.predictions.seconds import timeline_of
 from nemo_like.planning.query import Choices, PlanQuery, Stage
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from nemo_like.planning.fit.candidate import host_bytes_of
 from nemo_like.planning.fit.formula import BY_SPEED
+from nemo_like.planning.fit.report import host_bytes_of
 from nemo_like.planning.fit.search import Entry, Ranking, Row, Search
 
 

@@ -18,7 +18,7 @@ from nemo_like.planning.predictions.rank import peak_of
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.selection.layer import backward_times, fused
 from nemo_like.planning.trace.block import BlockTrace
-from nemo_like.planning.trace.meter import TracedBytes
+from nemo_like.planning.trace.layer_memory import TracedBytes
 from tests.allocator_events import cpu_events
 from tests.checks import assert_bitwise, step
 from tests.models.adapted import with_lora

@@ -14,10 +14,9 @@ from nemo_like.fake.run import FakeRun
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.predictions.rank import peak_of
 from nemo_like.planning.query import PlanQuery
-from nemo_like.planning.trace import meter as gradient_sums
+from nemo_like.planning.trace import layer_memory as gradient_sums
 from nemo_like.planning.trace.block import record
-from nemo_like.planning.trace.layer_memory import block_memory
-from nemo_like.planning.trace.meter import SumsInPlace, TracedBytes
+from nemo_like.planning.trace.layer_memory import SumsInPlace, TracedBytes, block_memory
 from nemo_like.torch_compat import TorchDispatchMode, is_fake
 from tests.allocator_events import cpu_events
 from tests.planning.queries import part_of

@@ -23,7 +23,7 @@ from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.selection import solver
 from nemo_like.planning.selection.layer import BlockProblem
 from nemo_like.planning.trace import block as block_trace
-from nemo_like.planning.trace.meter import measured_seconds
+from nemo_like.planning.trace.layer_memory import measured_seconds
 from tests.checks import assert_bitwise, step
 from tests.models.families import FAMILIES
 from tests.models.llama_style import D, LlamaStyle, S

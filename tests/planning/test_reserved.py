@@ -35,15 +35,16 @@ from nemo_like.planning.fit.question import Question
 from nemo_like.planning.memory_model.allocator import CachingAllocator
 from nemo_like.planning.memory_model.storages import COMPUTE, Allocations
 from nemo_like.planning.planner import describe
-from nemo_like.planning.predictions.outside_allocator import (
+from nemo_like.planning.predictions.rank import peak_of
+from nemo_like.planning.predictions.reserved import (
     Outside,
+    StepLogs,
     communicator_bytes,
     default_limit,
     outside_bytes,
     outside_of,
+    replay,
 )
-from nemo_like.planning.predictions.rank import peak_of
-from nemo_like.planning.predictions.reserved import StepLogs, replay
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.report import Step, make_report
 from nemo_like.planning.roofline import RankGroup

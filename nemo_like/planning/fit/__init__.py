@@ -1,7 +1,6 @@
 """`fit`: find the fastest configuration of a training job that fits, before a GPU is used."""
 
-from nemo_like.planning.fit.candidate import Candidate
 from nemo_like.planning.fit.fitting import fit
-from nemo_like.planning.fit.report import FitReport
+from nemo_like.planning.fit.report import Candidate, FitReport
 
 __all__ = ["Candidate", "FitReport", "fit"]

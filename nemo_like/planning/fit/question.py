@@ -37,7 +37,7 @@ from nemo_like.options import (
 from nemo_like.options.parallel import check_imbalance, read_reshard, undivided
 from nemo_like.options.step import SYNC
 from nemo_like.planning.devices import Device, device_of
-from nemo_like.planning.predictions.outside_allocator import default_limit
+from nemo_like.planning.predictions.reserved import default_limit
 
 MODES = ("none", "full", "selective", "plan")
 AXES = ("dp_replicate", "dp_shard", "tp", "cp", "ep", "pp", "stages_per_rank", "micro_batch", "grad_accum")

@@ -25,10 +25,10 @@ from nemo_like._util.progress import Say, silent
 from nemo_like._util.table import three_digits
 from nemo_like.job import Job
 from nemo_like.options.step import SYNC
-from nemo_like.planning.fit.candidate import Candidate, candidate_of, host_bytes_of
 from nemo_like.planning.fit.formula import BY_SPEED, Formula, Way
 from nemo_like.planning.fit.layouts import Layout, job_of
 from nemo_like.planning.fit.question import Question
+from nemo_like.planning.fit.report import Candidate, candidate_of, host_bytes_of
 from nemo_like.planning.memory_model.storages import Peak
 from nemo_like.planning.planner import balanced
 from nemo_like.planning.predictions.budget_search import plan_within

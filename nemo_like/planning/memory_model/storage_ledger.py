@@ -19,7 +19,7 @@ from torch import nn
 from nemo_like._util.tensors import is_wrapped, tensors_in
 from nemo_like.activation_checkpointing.ops import draws
 from nemo_like.planning.trace.kinds import BlockKind
-from nemo_like.planning.trace.meter import TracedBytes
+from nemo_like.planning.trace.layer_memory import TracedBytes
 from nemo_like.torch_compat import autograd_node, next_sequence_number, sequence_number, unseen
 
 PARAMETERS, GATHERED, GRADIENTS, OPTIMIZER = "parameters", "gathered", "gradients", "optimizer"

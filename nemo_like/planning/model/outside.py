@@ -28,8 +28,7 @@ from nemo_like.options.optimizers import UpdateInBackward
 from nemo_like.planning.devices import Device
 from nemo_like.planning.roofline import OpSeconds
 from nemo_like.planning.trace.kinds import BlockKind, ModelTrace, record_again
-from nemo_like.planning.trace.layer_memory import backward_of_inputs, with_gradients
-from nemo_like.planning.trace.meter import SumsInPlace, TracedBytes
+from nemo_like.planning.trace.layer_memory import SumsInPlace, TracedBytes, backward_of_inputs, with_gradients
 from nemo_like.planning.trace.records import BackwardCall, ForwardCall, OuterEvents
 from nemo_like.torch_compat import under_loss_parallel
 

@@ -51,8 +51,7 @@ from nemo_like.planning.selection.layer import (
 from nemo_like.planning.sharding import ParameterForms, Sharding
 from nemo_like.planning.trace.compiled_memory import CompiledBlock, NotCompiledError, compiled_block, compiled_memory
 from nemo_like.planning.trace.kinds import ModelTrace, TracedCall
-from nemo_like.planning.trace.layer_memory import block_memory
-from nemo_like.planning.trace.meter import measured_seconds
+from nemo_like.planning.trace.layer_memory import block_memory, measured_seconds
 from nemo_like.planning.trace.records import BlockEvents
 from nemo_like.precision import check_float8, float8_linears
 from nemo_like.torch_compat import under_loss_parallel

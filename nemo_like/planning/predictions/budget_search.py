@@ -10,9 +10,8 @@ from nemo_like.activation_checkpointing.plan import BudgetError
 from nemo_like.options import MemoryBudget, parse_bytes
 from nemo_like.planning.advise import changes, helping, in_words
 from nemo_like.planning.memory_model.storages import Peak
-from nemo_like.planning.predictions.outside_allocator import outside_of
 from nemo_like.planning.predictions.rank import fullest_peaks, peak_of, rank_peak
-from nemo_like.planning.predictions.reserved import Need, most_allocated, verdict
+from nemo_like.planning.predictions.reserved import Need, most_allocated, outside_of, verdict
 from nemo_like.planning.query import Choices, PlanQuery, Stage
 from nemo_like.planning.selection import solver
 from nemo_like.planning.selection.layer import Choice, Stack

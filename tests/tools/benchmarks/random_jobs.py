@@ -40,7 +40,7 @@ from nemo_like.options import (
 from nemo_like.options.pipelining import SCHEDULE_OBJECTS, SCHEDULES
 from nemo_like.options.step import OPTIMIZERS
 from nemo_like.planning.fit import fit
-from nemo_like.planning.fit.candidate import Candidate
+from nemo_like.planning.fit.report import Candidate
 from nemo_like.planning.planner import _under_plan, choices_of, describe, planned, query_of
 from nemo_like.planning.predictions.rank import fullest_peaks
 from nemo_like.planning.predictions.reserved import verdict
