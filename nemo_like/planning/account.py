@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,49 +13,28 @@ from nemo_like._util.table import ByteUnit
 from nemo_like._util.words import write_bytes
 from nemo_like.activation_checkpointing.plan import Part
 from nemo_like.losses.model_loss import find_head
-from nemo_like.options import StepSpec
-from nemo_like.planning import roofline
 from nemo_like.planning.memory_model.storages import Peak
 from nemo_like.planning.predictions.rank import peaks_of
 from nemo_like.planning.predictions.seconds import (
     HOST,
     KERNELS_PER_PARAMETER,
     Links,
+    Row,
     StepSeconds,
     busiest_rank,
-    copy_seconds,
+    fsdp_rows,
     handing_on,
-    host_sum_seconds,
-    inside_seconds,
-    layer_runs,
-    regathered_seconds,
+    microbatch_rows,
+    ranks,
     seconds_of_stages,
     step_seconds,
-    unit_seconds,
-    units_outside,
-    waits_of,
 )
 from nemo_like.planning.query import RNG_STATE, Choices, PlanQuery, Stage
-from nemo_like.planning.roofline import RankGroup, host_optimizer_seconds, kernel_kind, optimizer_seconds
-from nemo_like.planning.selection.layer import BlockProblem, Choice, LayerRun
-from nemo_like.planning.sharding import UnitBytes
+from nemo_like.planning.roofline import host_optimizer_seconds, kernel_kind, optimizer_seconds
+from nemo_like.planning.selection.layer import BlockProblem, Choice
 
 _NOTHING = 1e-12
 """A share of a step that rounding may leave over."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of an account."""
-
-    part: str
-    """A key of `Candidate.peak.parts` or `Candidate.seconds.parts`."""
-    what: str
-    """Share of the part, in words; empty: the whole part."""
-    amount: float
-    """Bytes (whole numbers), or seconds."""
-    hidden: float = 0.0
-    """Seconds in addition to `amount` that computing hides."""
 
 
 @dataclass(frozen=True)
@@ -174,10 +153,10 @@ def _second_rows(query: PlanQuery, choices: Choices, seconds: StepSeconds) -> It
     stages = [query.stages[index] for index in every[busiest]]
     for stage in stages:
         index = stage.slice.index
-        runs, where = layer_runs(stage, choices[index]), f"stage {index}: " if query.is_pipeline else ""
-        yield from microbatch_rows(stage, runs, links, turns, where)
+        where = f"stage {index}: " if query.is_pipeline else ""
+        yield from microbatch_rows(stage, choices[index], links, turns, where)
         if not query.is_pipeline:
-            yield from fsdp_rows(runs, units_outside(stage), query.job.step, links, turns)
+            yield from fsdp_rows(stage, choices[index], links)
     yield Row("optimizer", _optimizer(stages), parts.get("optimizer", 0.0))
     yield Row(HOST, "layers' kernels are launched more slowly than they run", parts.get(HOST, 0.0))
     if not query.is_pipeline:
@@ -398,9 +377,6 @@ def rows_of(totals: Mapping[str, float], finer: Mapping[str, Iterable[Row]], lea
     return tuple(rows)
 
 
-_SUMS = "gradient sums on the host"
-
-
 def merged(rows: Iterable[Row]) -> dict[str, list[Row]]:
     """Return rows by part, with those of the same words as one."""
     sums: dict[tuple[str, str], list[float]] = {}
@@ -412,108 +388,3 @@ def merged(rows: Iterable[Row]) -> dict[str, list[Row]]:
     for (part, what), (amount, hidden) in sums.items():
         merged_rows.setdefault(part, []).append(Row(part, what, amount, hidden))
     return merged_rows
-
-
-def microbatch_rows(stage: Stage, runs: Iterable[LayerRun], links: Links, turns: int, where: str = "") -> Iterator[Row]:
-    """Yield rows of `turns` micro-batches in a stage, without FSDP2; `where`: words before each kind of kernel."""
-    for kind, seconds in stage.outside().kinds.items():
-        yield Row("head and embedding", f"{where}{kind}", turns * seconds)
-    for run in runs:
-        yield from _kernel_rows(run, stage.part.problems[run.kind].reachable, run.count * turns, where)
-        yield from _inside_rows(run, links, run.count * turns)
-
-
-def _kernel_rows(run: LayerRun, reachable: int, count: float, where: str) -> Iterator[Row]:
-    block, choice = run.block, run.choice
-    assert choice is not None
-    sums: dict[tuple[str, str], float] = defaultdict(float)
-    for number, (seconds, kind) in enumerate(zip(block.kernels, block.kinds)):
-        sums["forward", kind] += seconds
-        if block.backward:
-            sums["backward", kind] += seconds * block.backward_times[number]
-        if number < reachable and choice.decisions and choice.decisions[number] == "recompute":
-            sums["replay", kind] += seconds
-    for (part, kind), seconds in sums.items():
-        yield Row(part, f"{where}{kind}", count * seconds)
-
-
-def _inside_rows(run: LayerRun, links: Links, count: int) -> Iterator[Row]:
-    """The collectives that nothing hides: sums of ``tp``, gathers of ``cp``, exchanges of ``ep``."""
-    sums, gathered, sent = inside_seconds(run, links)
-    again = 1 if run.replays_exchanges else 0
-    for part, what, each, times in (
-        ("tensor-parallel sums", f"all-reduce ({ranks('tp', links.tensor)})", sums, (2, 2)),
-        ("sequence gathers", f"all-gather of keys and values ({ranks('cp', links.sequence)})", gathered, (1, 1)),
-        ("expert exchanges", f"all-to-all of rows ({ranks('ep', links.experts)})", sent, (1, 1)),
-    ):
-        for phase, often in zip(("forward", "backward", "replay"), (*times, again)):
-            yield Row(part, f"{what}, {phase}", count * often * each)
-    again_seconds = count * regathered_seconds(run, links)
-    yield Row("sequence gathers", "all-gather of keys and values again, backward", again_seconds)
-    yield Row("host copies", "layers' inputs to CPU memory and back", count * run.copies)
-
-
-def fsdp_rows(
-    runs: Iterable[LayerRun], outside: Iterable[UnitBytes], step: StepSpec, links: Links, turns: int
-) -> Iterator[Row]:
-    """Yield rows of FSDP2's gathers and reductions without a pipeline, with the seconds that computing hides.
-
-    Args:
-        runs, outside, step, links: as for `nemo_like.planning.predictions.seconds.loop_seconds`.
-        turns: micro-batches.
-    """
-    reduced = turns if step.sync == "every" else 1
-    # Reductions whose gradients are added to others in CPU memory, for which the host waits.
-    summed = reduced - (0 if step.zero_grad == "zero" else 1)
-    for run in runs:
-        if run.unit is not None:
-            yield from _unit_rows(run, links, run.count * turns, run.count * reduced, run.count * summed)
-    for unit in outside:
-        yield from _end_rows(unit, links, turns, reduced, summed)
-
-
-def ranks(axis: str, group: RankGroup) -> str:
-    """Return an axis in words."""
-    return f"{axis}={group.ranks}" + (f" on {group.hosts} hosts" if group.hosts > 1 else "")
-
-
-def _unit_rows(run: LayerRun, links: Links, count: int, reductions: int, summed: int) -> Iterator[Row]:
-    assert run.unit is not None
-    waits, units = waits_of(run, links), [unit for unit in (run.unit, run.experts) if unit is not None]
-    over = ranks("dp_shard", links.shards) + (f"; experts: {links.expert_shards.ranks}" if run.experts else "")
-    fetch, store = waits.copies
-
-    def shown(part: str, what: str, late: float, whole: float) -> Row:
-        return Row(part, what, count * late, count * (whole - late))
-
-    for phase, gather, copy in (
-        ("forward", waits.forward, waits.fetch_forward),
-        *([("backward", waits.backward, waits.fetch_backward)] if run.unit.reshard else []),
-    ):
-        yield shown("parameter gathers", f"all-gather of layers ({over}), {phase}", gather, waits.gather)
-        yield shown("host copies", f"layers' parameters from CPU memory, {phase}", copy, fetch)
-    replicas = sum(roofline.reduce_seconds(unit.reduce_output, links.replicas, links.device) for unit in units)
-    # The replicas' sum comes after the reduce-scatter, so what is hidden is that one first.
-    late = min(replicas, waits.reduction)
-    first, hiding = waits.reduction - late, reductions - (summed if waits.summing else 0)
-    scatter = f"reduce-scatter of layers ({over})"
-    total = f"all-reduce of layers' gradients ({ranks('dp_replicate', links.replicas)})"
-    yield Row("gradient reductions", scatter, reductions * first, hiding * (waits.reduce - replicas - first))
-    yield Row("gradient reductions", total, reductions * late, hiding * (replicas - late))
-    stored = reductions * waits.store
-    yield Row("host copies", "layers' gradients to CPU memory", stored, hiding * (store - waits.store))
-    yield Row(_SUMS, "of layers, with their reductions and copies", summed * waits.summing)
-
-
-def _end_rows(unit: UnitBytes, links: Links, gathers: int, reductions: int, summed: int) -> Iterator[Row]:
-    gather, reduce = unit_seconds(unit, links.shards, links)
-    replicas = roofline.reduce_seconds(unit.reduce_output, links.replicas, links.device)
-    name = "head" if unit.kind == "tail" else "embedding and last norm"
-    over, replicated = ranks("dp_shard", links.shards), ranks("dp_replicate", links.replicas)
-    fetch, store = copy_seconds((unit,), links.device)
-    yield Row("parameter gathers", f"all-gather of {name} ({over})", gathers * gather)
-    yield Row("host copies", f"parameters of {name} from CPU memory", gathers * fetch)
-    yield Row("host copies", f"gradients of {name} to CPU memory", reductions * store)
-    yield Row(_SUMS, f"of {name}", summed * host_sum_seconds((unit,), links.device))
-    yield Row("gradient reductions", f"reduce-scatter of {name} ({over})", reductions * (reduce - replicas))
-    yield Row("gradient reductions", f"all-reduce of {name} ({replicated})", reductions * replicas)

@@ -8,14 +8,13 @@ step.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from nemo_like.distributed.pipeline.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action, actions_of
 from nemo_like.job import Job
-from nemo_like.options import StepSpec
 from nemo_like.planning import roofline
 from nemo_like.planning.devices import Device
 from nemo_like.planning.query import Choices, PlanQuery, Stage
@@ -34,6 +33,20 @@ HOST = "waiting for the host"
 """The part of a step in which the device has no kernel left, since the host launches them more slowly than it runs them."""
 KERNELS_PER_PARAMETER = 12
 """Kernels per parameter of an AdamW step that goes through its parameters one by one."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Seconds, or bytes, of one part of a step, or of a share of it."""
+
+    part: str
+    """A key of `Candidate.peak.parts` or `Candidate.seconds.parts`."""
+    what: str
+    """Share of the part, in words; empty: the whole part."""
+    amount: float
+    """Bytes (whole numbers), or seconds."""
+    hidden: float = 0.0
+    """Seconds in addition to `amount` that computing hides."""
 
 
 @dataclass(frozen=True)
@@ -87,17 +100,9 @@ def step_seconds(query: PlanQuery, choices: Choices) -> StepSeconds:
     In a pipeline, they are what the busiest rank computes, sends and waits for. What its stages gather and reduce once in a
     step is added.
     """
-    links = Links.for_job(query.job, query.device)
     if not query.is_pipeline:
-        stage = query.stages[0]
-        return loop_seconds(
-            layer_runs(stage, choices[0]),
-            units_outside(stage),
-            links,
-            query.job.step,
-            outer=stage.outside().seconds,
-            optimizer=optimizer_seconds_of(stage),
-        )
+        return _loop_seconds(query.stages[0], choices[0])
+    links = Links.for_job(query.job, query.device)
     stages, ranks = seconds_of_stages(query, choices), [query.of_rank(rank) for rank in range(query.pp.size)]
     busiest = ranks[busiest_rank(ranks, stages)]
     parts = {name: sum(stages[index][name] for index in busiest) * query.microbatches for name in stages[0]}
@@ -112,27 +117,137 @@ def step_seconds(query: PlanQuery, choices: Choices) -> StepSeconds:
     return StepSeconds({name: value for name, value in parts.items() if value})
 
 
+_SUMS = "gradient sums on the host"
 _SENT = ("tensor-parallel sums", "sequence gathers", "expert exchanges", "host copies", HOST)
 _PARTS = ("forward", "backward", "replay", "head and embedding", *_SENT)
 
 
-def microbatch_seconds(runs: Sequence[LayerRun], links: Links, outer: float = 0.0, turns: int = 1) -> dict[str, float]:
-    """Return the seconds of `turns` micro-batches in layer calls and outside of them, by what takes them, without FSDP2."""
+def microbatch_seconds(stage: Stage, choices: Sequence[Choice], links: Links, turns: int = 1) -> dict[str, float]:
+    """Return the seconds of `turns` micro-batches in a stage, by what takes them, without FSDP2."""
     parts = dict.fromkeys(_PARTS, 0.0)
-    parts["head and embedding"] = turns * outer
-    for run in runs:
-        n, again = run.count * turns, 1 if run.replays_exchanges else 0
-        sums, gathered, sent = inside_seconds(run, links)
-        parts["forward"] += n * run.block.forward
-        parts["backward"] += n * run.block.backward
-        parts["replay"] += n * run.replay
-        # Forward and backward sum up behind attention and FFN; recomputation stops before it has to behind the latter.
-        parts["tensor-parallel sums"] += n * sums * (4 + again)
-        parts["sequence gathers"] += n * (gathered * (2 + again) + regathered_seconds(run, links))
-        parts["expert exchanges"] += n * sent * (2 + again)
-        parts["host copies"] += n * run.copies
-    parts[HOST] = max(0.0, sum(run.count * turns * launching_seconds(run, links) for run in runs) - sum(parts.values()))
+    for row in microbatch_rows(stage, choices, links, turns):
+        parts[row.part] += row.amount
+    launching = sum(run.count * turns * launching_seconds(run, links) for run in layer_runs(stage, choices))
+    parts[HOST] = max(0.0, launching - sum(parts.values()))
     return parts
+
+
+def _loop_seconds(stage: Stage, choices: Sequence[Choice]) -> StepSeconds:
+    """Return the seconds of a whole step without a pipeline."""
+    links = Links.for_job(stage.job, stage.device)
+    parts = microbatch_seconds(stage, choices, links, stage.job.step.microbatches)
+    waiting, inside = parts[HOST], sum(parts.values())
+    parts |= dict.fromkeys(("parameter gathers", "gradient reductions", _SUMS), 0.0)
+    for row in fsdp_rows(stage, choices, links):
+        parts[row.part] += row.amount
+    parts[HOST] = max(0.0, waiting - (sum(parts.values()) - inside))  # it goes on while the device waits for FSDP2
+    parts["optimizer"] = optimizer_seconds_of(stage)
+    return StepSeconds({name: value for name, value in parts.items() if value})
+
+
+# --- rows -----------------------------------------------------------------------------------------------------------
+
+
+def microbatch_rows(
+    stage: Stage, choices: Sequence[Choice], links: Links, turns: int, where: str = ""
+) -> Iterator[Row]:
+    """Yield rows of `turns` micro-batches in a stage, without FSDP2; `where`: words before each kind of kernel."""
+    for kind, seconds in stage.outside().kinds.items():
+        yield Row("head and embedding", f"{where}{kind}", turns * seconds)
+    for run in layer_runs(stage, choices):
+        yield from _kernel_rows(run, stage.part.problems[run.kind].reachable, run.count * turns, where)
+        yield from _inside_rows(run, links, run.count * turns)
+
+
+def _kernel_rows(run: LayerRun, reachable: int, count: float, where: str) -> Iterator[Row]:
+    block, choice = run.block, run.choice
+    assert choice is not None
+    sums: dict[tuple[str, str], float] = defaultdict(float)
+    for number, (seconds, kind) in enumerate(zip(block.kernels, block.kinds)):
+        sums["forward", kind] += seconds
+        if block.backward:
+            sums["backward", kind] += seconds * block.backward_times[number]
+        if number < reachable and choice.decisions and choice.decisions[number] == "recompute":
+            sums["replay", kind] += seconds
+    for (part, kind), seconds in sums.items():
+        yield Row(part, f"{where}{kind}", count * seconds)
+
+
+def _inside_rows(run: LayerRun, links: Links, count: int) -> Iterator[Row]:
+    """The collectives that nothing hides: sums of ``tp``, gathers of ``cp``, exchanges of ``ep``."""
+    sums, gathered, sent = inside_seconds(run, links)
+    again = 1 if run.replays_exchanges else 0
+    for part, what, each, times in (
+        ("tensor-parallel sums", f"all-reduce ({ranks('tp', links.tensor)})", sums, (2, 2)),
+        ("sequence gathers", f"all-gather of keys and values ({ranks('cp', links.sequence)})", gathered, (1, 1)),
+        ("expert exchanges", f"all-to-all of rows ({ranks('ep', links.experts)})", sent, (1, 1)),
+    ):
+        for phase, often in zip(("forward", "backward", "replay"), (*times, again)):
+            yield Row(part, f"{what}, {phase}", count * often * each)
+    again_seconds = count * regathered_seconds(run, links)
+    yield Row("sequence gathers", "all-gather of keys and values again, backward", again_seconds)
+    yield Row("host copies", "layers' inputs to CPU memory and back", count * run.copies)
+
+
+def fsdp_rows(stage: Stage, choices: Sequence[Choice], links: Links) -> Iterator[Row]:
+    """Yield rows of FSDP2's gathers and reductions without a pipeline, with the seconds that computing hides."""
+    step = stage.job.step
+    turns = step.microbatches
+    reduced = turns if step.sync == "every" else 1
+    # Reductions whose gradients are added to others in CPU memory, for which the CPU waits.
+    summed = reduced - (0 if step.zero_grad == "zero" else 1)
+    for run in layer_runs(stage, choices):
+        if run.unit is not None:
+            yield from _unit_rows(run, links, run.count * turns, run.count * reduced, run.count * summed)
+    for unit in stage.sharding.outside if stage.sharding.on else ():
+        yield from _end_rows(unit, links, turns, reduced, summed)
+
+
+def ranks(axis: str, group: RankGroup) -> str:
+    """Return an axis in words."""
+    return f"{axis}={group.ranks}" + (f" on {group.hosts} hosts" if group.hosts > 1 else "")
+
+
+def _unit_rows(run: LayerRun, links: Links, count: int, reductions: int, summed: int) -> Iterator[Row]:
+    assert run.unit is not None
+    waits, units = waits_of(run, links), [unit for unit in (run.unit, run.experts) if unit is not None]
+    over = ranks("dp_shard", links.shards) + (f"; experts: {links.expert_shards.ranks}" if run.experts else "")
+    fetch, store = waits.copies
+
+    def shown(part: str, what: str, late: float, whole: float) -> Row:
+        return Row(part, what, count * late, count * (whole - late))
+
+    for phase, gather, copy in (
+        ("forward", waits.forward, waits.fetch_forward),
+        *([("backward", waits.backward, waits.fetch_backward)] if run.unit.reshard else []),
+    ):
+        yield shown("parameter gathers", f"all-gather of layers ({over}), {phase}", gather, waits.gather)
+        yield shown("host copies", f"layers' parameters from CPU memory, {phase}", copy, fetch)
+    replicas = sum(roofline.reduce_seconds(unit.reduce_output, links.replicas, links.device) for unit in units)
+    # The replicas' sum comes after the reduce-scatter, so what is hidden is that one first.
+    late = min(replicas, waits.reduction)
+    first, hiding = waits.reduction - late, reductions - (summed if waits.summing else 0)
+    scatter = f"reduce-scatter of layers ({over})"
+    total = f"all-reduce of layers' gradients ({ranks('dp_replicate', links.replicas)})"
+    yield Row("gradient reductions", scatter, reductions * first, hiding * (waits.reduce - replicas - first))
+    yield Row("gradient reductions", total, reductions * late, hiding * (replicas - late))
+    stored = reductions * waits.store
+    yield Row("host copies", "layers' gradients to CPU memory", stored, hiding * (store - waits.store))
+    yield Row(_SUMS, "of layers, with their reductions and copies", summed * waits.summing)
+
+
+def _end_rows(unit: UnitBytes, links: Links, gathers: int, reductions: int, summed: int) -> Iterator[Row]:
+    gather, reduce = unit_seconds(unit, links.shards, links)
+    replicas = roofline.reduce_seconds(unit.reduce_output, links.replicas, links.device)
+    name = "head" if unit.kind == "tail" else "embedding and last norm"
+    over, replicated = ranks("dp_shard", links.shards), ranks("dp_replicate", links.replicas)
+    fetch, store = copy_seconds((unit,), links.device)
+    yield Row("parameter gathers", f"all-gather of {name} ({over})", gathers * gather)
+    yield Row("host copies", f"parameters of {name} from CPU memory", gathers * fetch)
+    yield Row("host copies", f"gradients of {name} to CPU memory", reductions * store)
+    yield Row(_SUMS, f"of {name}", summed * host_sum_seconds((unit,), links.device))
+    yield Row("gradient reductions", f"reduce-scatter of {name} ({over})", reductions * (reduce - replicas))
+    yield Row("gradient reductions", f"all-reduce of {name} ({replicated})", reductions * replicas)
 
 
 def launching_seconds(run: LayerRun, links: Links) -> float:
@@ -148,10 +263,7 @@ def launching_seconds(run: LayerRun, links: Links) -> float:
 def seconds_of_stages(query: PlanQuery, choices: Choices) -> list[dict[str, float]]:
     """Return the seconds of one micro-batch in each stage, by what takes them."""
     links = Links.for_job(query.job, query.device)
-    return [
-        microbatch_seconds(layer_runs(stage, chosen), links, stage.outside().seconds)
-        for stage, chosen in zip(query.stages, choices)
-    ]
+    return [microbatch_seconds(stage, chosen, links) for stage, chosen in zip(query.stages, choices)]
 
 
 def seconds_of_actions(stages: Iterable[Mapping[str, float]]) -> dict[tuple[str, int], float]:
@@ -222,12 +334,6 @@ def optimizer_seconds_of(stage: Stage) -> float:
     return max(loop, updating + host_optimizer_seconds(sharding.trained_on_host, name, device))
 
 
-def units_outside(stage: Stage) -> list[UnitBytes]:
-    """Return FSDP2's units that are not layers."""
-    sharding = stage.sharding
-    return [*sharding.outside] if sharding.on else []
-
-
 def layer_runs(stage: Stage, choices: Sequence[Choice]) -> list[LayerRun]:
     """Return the layer calls of a micro-batch, equal ones together."""
     key = tuple(choices)
@@ -244,53 +350,6 @@ def _run(stage: Stage, count: int, kind: int, choice: Choice, moved: int, units:
     replay = block.replay(choice, stage.part.problems[kind].reachable)
     copies = exposed_seconds(moved, block.forward, stage.device)
     return LayerRun(count, block, replay, choice.label == "full", unit, experts, copies, moved, kind, choice)
-
-
-def loop_seconds(
-    runs: Sequence[LayerRun],
-    outside: Sequence[UnitBytes],
-    links: Links,
-    step: StepSpec,
-    *,
-    outer: float,
-    optimizer: float,
-) -> StepSeconds:
-    """Return the seconds of a whole step without a pipeline.
-
-    Args:
-        runs: the layer calls of one rank (of its stages), grouped.
-        outside: FSDP2's units outside the layers: tail, embedding and root.
-        links: the groups of ranks.
-        step: how many micro-batches, which of them reduce gradients, and whether gradients of the step before exist.
-        outer: seconds of one micro-batch's embedding, head and loss, forward and backward.
-        optimizer: seconds of the optimizer's step.
-    """
-    turns = step.microbatches
-    reduced = turns if step.sync == "every" else 1
-    summed = reduced - (0 if step.zero_grad == "zero" else 1)
-    parts = microbatch_seconds(runs, links, outer, turns)
-    waiting, inside = parts[HOST], sum(parts.values())
-    parts |= dict.fromkeys(("parameter gathers", "gradient reductions", "gradient sums on the host"), 0.0)
-    for run in runs:
-        if run.unit is None:
-            continue
-        n, waits = run.count * turns, waits_of(run, links)
-        parts["parameter gathers"] += n * (waits.forward + waits.backward)
-        parts["gradient reductions"] += run.count * reduced * waits.reduction
-        parts["host copies"] += n * (waits.fetch_forward + waits.fetch_backward) + run.count * reduced * waits.store
-        parts["gradient sums on the host"] += run.count * summed * waits.summing
-    for unit in outside:
-        gather, reduce = unit_seconds(unit, links.shards, links)
-        parts["parameter gathers"] += turns * gather  # a backward frees them all
-        parts["gradient reductions"] += reduced * reduce
-        fetch, store = copy_seconds((unit,), links.device)
-        parts["host copies"] += turns * fetch + reduced * store
-        parts["gradient sums on the host"] += summed * host_sum_seconds((unit,), links.device)
-    parts[HOST] = max(
-        0.0, waiting - (sum(parts.values()) - inside)
-    )  # while the device waits for FSDP2, the host goes on
-    parts["optimizer"] = optimizer
-    return StepSeconds({name: value for name, value in parts.items() if value})
 
 
 def inside_seconds(run: LayerRun, links: Links) -> tuple[float, float, float]:
