@@ -277,8 +277,7 @@ def apply_plan(
         PlanError: the plan was made for another model. The model is unchanged then.
         TypeError: a layer is checkpointed already. The model is unchanged then.
     """
-    specs = plan_specs(model, plan, device_type or pick_device_type(), transfer)
-    apply_specs(model, specs, compile=compile)
+    apply_specs(model, plan_specs(model, plan, device_type or pick_device_type(), transfer), compile=compile)
     return model
 
 

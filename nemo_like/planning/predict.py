@@ -166,8 +166,7 @@ def answered(
     step, answer = _asked(step, search, limit, name)
     if query is None or answer:
         query = step.query()
-    tokens = tokens_of(step.input[0])
-    report = make_report(query, budgets, limit, tokens=tokens, about=about(query, step, name))
+    report = make_report(query, budgets, limit, tokens=tokens_of(step.input[0]), about=about(query, step, name))
     return step, query, replace(report, answer=answer)
 
 

@@ -262,7 +262,7 @@ def test_a_plan_is_within_half_a_per_cent_of_a_brute_force_at_32_budgets(name: s
 def test_the_first_choice_holds_what_full_holds(name: str) -> None:
     (stage,) = _query(name).stages
     for kind, problem in enumerate(stage.part.problems):
-        frontier = stage.part.frontier(kind, skip=stage.skip, host=stage.host)
+        frontier = stage.part.problems[kind].frontier(skip=stage.skip, host=stage.host)
         assert frontier[0].held_bytes == problem.full().held_bytes == problem.trace.input_bytes
 
 

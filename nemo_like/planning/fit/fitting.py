@@ -203,8 +203,7 @@ def make_search(
             traced[key] = Traced(model, make(micro_batch), question.job.layers, cache=cache)
         return traced[key]
 
-    room = _room(model, questions[0])
-    every, rejected = layouts(room)
+    every, rejected = layouts(_room(model, questions[0]))
     rankings, formulas = [], dict[Any, Formula]()
     split, whole = ([layout for layout in every if (layout.ep > 1) == is_split] for is_split in (True, False))
     with quietly():

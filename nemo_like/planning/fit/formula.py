@@ -241,8 +241,7 @@ class Formula:
 
     def measure(self, loss: str, query: PlanQuery) -> None:
         """Note the highest points of a step with a kind of loss, and what the allocator reserves above them."""
-        stage = query.stages[0]
-        self.outer[loss] = stage.outside().seconds
+        self.outer[loss] = query.stages[0].outside().seconds
         for mode in BY_SPEED:
             storages = Places()
             steps = RankSteps(query, 0, query.uniform(mode), storages)

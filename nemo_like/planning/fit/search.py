@@ -91,13 +91,12 @@ class Ranking:
         self.modes = question.pins.get("ac", (*BY_SPEED, "plan"))
         self.ways = _ways(question, formula)
         self.estimate = formula.estimate(self.layouts, self.ways)
-        turns = [question.gpus / (layout.sequences * question.seq_len) for layout in self.layouts]
-        self.per_token = torch.tensor(turns, dtype=torch.float64).view(-1, 1)
+        tokens = torch.tensor([[layout.sequences * question.seq_len] for layout in self.layouts], dtype=torch.float64)
+        self.per_token = question.gpus / tokens.view(-1, 1)
         self.open = self._allowed()
         alike, self.sizes = dict[Any, int](), dict[Any, int]()
         number = torch.tensor([alike.setdefault(_class(layout), len(alike)) for layout in self.layouts])
-        there = torch.tensor([way.cpu_offload for way in self.ways])
-        self.classes = 2 * number.unsqueeze(1) + there
+        self.classes = 2 * number.unsqueeze(1) + torch.tensor([way.cpu_offload for way in self.ways])
         """Number of each (layout, way), the same where the formula is off alike."""
         self._off = {what: torch.ones(2 * len(alike), dtype=torch.float64) for what in ("seconds", "bytes")}
         self.like = [key[:_KIN] for key in alike for _ in range(2)]
@@ -110,23 +109,18 @@ class Ranking:
 
     def _allowed(self) -> Tensor:
         """Return which layout can be run in which way, by the rules of the search."""
-        question, every = self.question, list[list[bool]]()
-        known: dict[tuple[bool, ...], list[bool]] = {}
-        for layout in self.layouts:
-            key = layout.pp > 1, layout.dp_shard * layout.cp > 1, layout.grad_accum > 1
-            if key not in known:
-                known[key] = [self._fine(way, *key) for way in self.ways]
-            every.append(known[key])
-        if every and not any(map(any, known.values())):
-            self.rejected["not planned beside pp: cpu_offload"] += len(every)
+        question, count = self.question, len(self.layouts)
+        keys = [(each.pp > 1, each.dp_shard * each.cp > 1, each.grad_accum > 1) for each in self.layouts]
+        fine = {key: [self._fine(way, *key) for way in self.ways] for key in set(keys)}
+        if keys and not any(map(any, fine.values())):
+            self.rejected["not planned beside pp: cpu_offload"] += count
         if question.lacks_host_rates:
-            self.rejected["cpu_offload: the bandwidth of CPU memory is not known for this device"] += len(every)
-        room = self.estimate.host <= question.host_memory
-        allowed = torch.tensor(every, dtype=torch.bool).view(len(self.layouts), len(self.ways))
-        full = int((allowed & ~room).sum())
-        if full:
+            self.rejected["cpu_offload: the bandwidth of CPU memory is not known for this device"] += count
+        fits = self.estimate.host <= question.host_memory
+        allowed = torch.tensor([fine[key] for key in keys], dtype=torch.bool).view(count, len(self.ways))
+        if full := int((allowed & ~fits).sum()):
             self.rejected["CPU memory"] += full
-        return allowed & room
+        return allowed & fits
 
     def _fine(self, way: Way, staged: bool, sharded: bool, accumulates: bool) -> bool:
         """Return whether layouts that have stages, shards and several micro-batches, or none, are run in a way."""
@@ -375,8 +369,7 @@ class Search:
                 self.rejected[str(error).splitlines()[0]] += 1
                 ranking.close(entry)
                 return
-            off = ranking.learn(entry, mode, found.seconds, found.need.bytes)
-            for what, factor in off.items():
+            for what, factor in ranking.learn(entry, mode, found.seconds, found.need.bytes).items():
                 self.off[what].append(abs(1 / factor - 1))
             fits = found.need.bytes <= question.limit_of(found.query.job)
             if fits and host_bytes_of(found.query, found.choices) > question.host_memory:

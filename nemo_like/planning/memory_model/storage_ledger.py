@@ -233,8 +233,10 @@ class StorageLedger(TracedBytes):
         if is_wrapped(types):
             return NotImplemented
         self.running = (*self.place(), str(func))
-        if self.running[1] is GRADIENTS:
-            self._become_gradients((args, kwargs))
+        for tensor in tensors_in((args, kwargs)) if self.running[1] is GRADIENTS else ():
+            known = self._storages.get(0 if tensor.is_meta else self.number(tensor))
+            if known is not None and known.part in (ACTIVATIONS, AROUND):
+                known.part = GRADIENTS
         if draws(func, args, dict(kwargs or {})):
             with unseen():
                 torch.rand(())  # so that states of the generator differ where they would
@@ -263,12 +265,6 @@ class StorageLedger(TracedBytes):
             )
         super().changed(number, size)
         self.events.append(Event(self._storages[number], more, where, op if more > 0 or op == _RESIZE else ""))
-
-    def _become_gradients(self, value: Any) -> None:
-        for tensor in tensors_in(value):
-            known = self._storages.get(0 if tensor.is_meta else self.number(tensor))
-            if known is not None and known.part in (ACTIVATIONS, AROUND):
-                known.part = GRADIENTS
 
     def place(self) -> tuple[str, str]:
         """Return where the step is, and what is made there."""

@@ -126,7 +126,9 @@ class TracedPart:
         if not self.is_stage:
             keep_documents_apart(self.model)
         check_float8_plan(job, self.device)
-        convert(find.find_layers(self.model, job.layers), job, self.device)
+        if job.precision.matmuls is not None:  # as `parallelize` does in the model itself: before it is cut
+            modules = [bare(layer.module) for layer in find.find_layers(self.model, job.layers)]
+            float8_linears(modules, job.precision.matmuls, self.device.kind, sharded=job.fsdp is not None)
         self.experts: tuple[Experts, ...] = ()
         if job.ep.size > 1:
             refuse_lists(model, job.ep.size, job.ep.plan)
@@ -169,7 +171,11 @@ class TracedPart:
                 cuda=device.cuda,
                 routing=routing_of(self.whole, job),
             )
-        rates = of_layers(device, job)
+        rates = device
+        if job.precision.matmuls is not None and "float8" in device.matmul_flops:
+            # All matmuls of layers count at the rate of float8, also those of the few linears that it does not fit. Where
+            # no rate of float8 is known (a CPU emulates it), they count at that of bfloat16.
+            rates = replace(device, matmul_flops={**device.matmul_flops, "half": device.matmul_flops["float8"]})
         self.problems = [
             BlockProblem(trace, rates, measured_seconds(kind, at_hand, autocast=lower) if measure else None)
             for kind, trace in zip(self.traced.kinds, self.traced.traces())
@@ -182,7 +188,6 @@ class TracedPart:
         self._forms: dict[tuple[bool, str], tuple[ParameterForms, int]] = {}
         self._seconds: dict[tuple[int, bool], BlockSeconds] = {}
         self._proved: dict[tuple[int, Choice], Choice] = {}
-        self._frontiers: dict[tuple[int, bool, int], tuple[Choice, ...]] = {}
         self._stacks: dict[tuple[bool, int], Stack] = {}
 
     @cached_property
@@ -204,32 +209,25 @@ class TracedPart:
             self._seconds[kind, compiled] = BlockSeconds.from_problem(self.problems[kind], compiled=compiled)
         return self._seconds[kind, compiled]
 
-    def frontier(self, kind: int, *, skip: bool, host: int) -> tuple[Choice, ...]:
-        """Return the best choices of a kind of layer, ascending in saved bytes; arguments as `BlockProblem.frontier`."""
-        key = (kind, skip, host)
-        if key not in self._frontiers:
-            self._frontiers[key] = self.problems[kind].frontier(skip=skip, host=host)
-        return self._frontiers[key]
-
     def stack(self, *, skip: bool, host: int) -> Stack:
-        """Return all layers as one choice, with the best choices of each kind; of a stage with a dozen of them."""
-        if (skip, host) not in self._stacks:
-            stack = Stack(self.choice_groups(lambda kind: self.frontier(kind, skip=skip, host=host)))
-            self._stacks[skip, host] = stack.coarse() if self.is_stage else stack
-        return self._stacks[skip, host]
+        """Return all layers as one choice, with the best choices of each kind; of a stage with a dozen of them.
 
-    def choice_groups(self, choices: Callable[[int], tuple[Choice, ...]]) -> tuple[ChoiceGroup, ...]:
-        """Return the layers by what they may choose; `choices`: of a kind in scope, ascending in saved bytes."""
-        groups: dict[tuple[int, bool], dict[nn.Module, list[int]]] = {}
+        skip, host: as for `BlockProblem.frontier`.
+        """
+        if (skip, host) in self._stacks:
+            return self._stacks[skip, host]
+        calls: dict[tuple[int, bool], dict[nn.Module, list[int]]] = {}
         for position, call in enumerate(self.traced.calls):
-            group = groups.setdefault((call.kind, call.fqn in self.chosen), {})
+            group = calls.setdefault((call.kind, call.fqn in self.chosen), {})
             group.setdefault(call.module, []).append(position)
-        return tuple(
-            ChoiceGroup(
-                kind, choices(kind) if chosen else (self.problems[kind].none(),), tuple(map(tuple, group.values()))
-            )
-            for (kind, chosen), group in groups.items()
-        )
+        groups = []
+        for (kind, chosen), group in calls.items():
+            problem = self.problems[kind]
+            choices = problem.frontier(skip=skip, host=host) if chosen else (problem.none(),)
+            groups.append(ChoiceGroup(kind, choices, tuple(map(tuple, group.values()))))
+        stack = Stack(tuple(groups))
+        self._stacks[skip, host] = stack.coarse() if self.is_stage else stack
+        return self._stacks[skip, host]
 
     def uniform(self, mode: str) -> list[Choice]:
         """Return the choice of each layer call under ``none``, ``full`` or ``selective``."""
@@ -436,11 +434,6 @@ class TracedPart:
         weights = {weight for each in self.experts for weight in each.weights}
         return frozenset(name for name, p in call.module.named_parameters() if p in weights)
 
-    @property
-    def remembered(self) -> int:
-        """Bytes that stay from step to step and are not state: tables of the model's functions."""
-        return self.traced.run.tables.bytes
-
 
 def shape_of(job: Job) -> Hashable:
     """Return what a trace depends on, but for the sizes that only divide experts: equal for jobs that share results."""
@@ -528,21 +521,3 @@ def check_float8_plan(job: Job, device: Device) -> None:
             f"in float8 need {_LEAST[0]}.{_LEAST[1]}. Use precision='bf16'."
         )
     check_float8(word)
-
-
-def convert(layers: Sequence[Any], job: Job, device: Device) -> None:
-    """Replace the linears in `layers` of a copy, as `nemo_like.parallelize` does in the model itself: before it is cut."""
-    if job.precision.matmuls is not None:
-        modules = [bare(layer.module) for layer in layers]
-        float8_linears(modules, job.precision.matmuls, device.kind, sharded=job.fsdp is not None)
-
-
-def of_layers(device: Device, job: Job) -> Device:
-    """Return `device` at the rates of the layers' operators.
-
-    All of their matrix products count at the rate of float8, also those of the few linears that it does not fit. Where no
-    rate of float8 is known (a CPU emulates it), they count at that of bfloat16.
-    """
-    if job.precision.matmuls is None or "float8" not in device.matmul_flops:
-        return device
-    return replace(device, matmul_flops={**device.matmul_flops, "half": device.matmul_flops["float8"]})

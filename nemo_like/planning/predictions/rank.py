@@ -206,7 +206,7 @@ class RankSteps:
         for part in (Part.PARAMETERS, *([Part.AVERAGED_WEIGHTS] if stage.job.step.ema else [])):
             for size in without([*sizes, sharding.replicated], less):
                 make(size, part)
-        make(stage.part.remembered, Part.REMEMBERED_TABLES)
+        make(stage.part.traced.run.tables.bytes, Part.REMEMBERED_TABLES)
         if stage.job.ddp:
             for unit in sharding.all:
                 make(unit.grad, Part.GRADIENTS)

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -221,9 +222,7 @@ def _like(into: Any, other: Any) -> bool:
 
 
 class _CountHolders(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: tuple[int, int, int] | None = None
+    counts: tuple[int, int, int] | None = None
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -231,8 +230,7 @@ class _CountHolders(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         if func is _ADD and _by_the_engine(inspect.currentframe()):
-            into = args[0]
-            self.counts = _holders(into)
+            self.counts = _holders(args[0])
         return func(*args, **(kwargs or {}))
 
 
@@ -404,21 +402,12 @@ def numbers_of(meter: TracedBytes, state: Mapping[str, torch.Tensor]) -> dict[st
     return {name: number for name, number in named.items() if number}
 
 
-class _Away:
-    """Layout of a tensor that is in CPU memory."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.shape, self.stride, self.dtype = tensor.shape, tensor.stride(), tensor.dtype
-
-    def get(self) -> torch.Tensor:
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
-
-
 class _ToHost:
     """CPU memory, which is not the device's: nothing there is counted. What comes back counts once it is requested."""
 
-    def to_host(self, tensor: torch.Tensor) -> _Away:
-        return _Away(tensor)
+    def to_host(self, tensor: torch.Tensor) -> Any:
+        again = functools.partial(torch.empty_strided, tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        return SimpleNamespace(get=again)
 
     def prefetch(self, handle: Any) -> None:
         """Start nothing."""

@@ -40,7 +40,7 @@ def measure(name: str, ranks: int, tokens: int = TOKENS) -> dict[str, Any]:
     (stage,) = query.stages
     kinds = len(stage.part.problems)
     for kind in range(kinds):
-        stage.part.frontier(kind, skip=stage.skip, host=stage.host)
+        stage.part.problems[kind].frontier(skip=stage.skip, host=stage.host)
     chosen = time.perf_counter()
     plan = plan_of(query, MemoryBudget(fraction=0.5))
     end = time.perf_counter()
