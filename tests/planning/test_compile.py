@@ -192,7 +192,7 @@ def _seconds(node: fx.Node) -> float:
     half = any(t.is_floating_point() and t.element_size() == 2 for t in inputs + outputs)
     moved = ops.moved_bytes(node.target, inputs, outputs)
     shapes = tuple(tuple(t.shape) for t in outputs)
-    record = OpRecord(node.target, 0, shapes, 0, _flops(node), moved, (), (), view=False, random=False, half=half)
+    record = OpRecord(node.target, 0, shapes, 0, _flops(node), moved, (), view=False, random=False, half=half)
     return op_seconds(record, DEVICE)
 
 
