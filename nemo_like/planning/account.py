@@ -38,16 +38,6 @@ _NOTHING = 1e-12
 
 
 @dataclass(frozen=True)
-class RankPeak:
-    """One rank of a pipeline."""
-
-    stages: tuple[int, ...]
-    total: int
-    """Bytes of its peak."""
-    at: str
-
-
-@dataclass(frozen=True)
 class Account:
     """Rows of one step: bytes, seconds, and the ranks of a pipeline."""
 
@@ -60,8 +50,8 @@ class Account:
     """Rows in bytes that add up to the peak."""
     seconds: tuple[Row, ...]
     """Rows in seconds that add up to the step."""
-    ranks: tuple[RankPeak, ...] = ()
-    """Peaks of the ranks of a pipeline; empty: no pipeline."""
+    ranks: tuple[tuple[list[int], Peak], ...] = ()
+    """Stages and peak of each rank of a pipeline; empty: no pipeline."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the account in JSON values; bytes and seconds."""
@@ -71,7 +61,7 @@ class Account:
                 {"part": row.part, "what": row.what, "seconds": row.amount, "hidden": row.hidden}
                 for row in self.seconds
             ],
-            "ranks": [{"stages": list(rank.stages), "peak_bytes": rank.total, "at": rank.at} for rank in self.ranks],
+            "ranks": [{"stages": stages, "peak_bytes": peak.total, "at": peak.at} for stages, peak in self.ranks],
         }
 
 
@@ -109,9 +99,9 @@ class Explained:
         lines.append(f"Also needed:\n  {size(account.inputs)}  step's input")
         if account.ranks:
             lines.append("Peak of each rank of the pipeline:")
-        for number, rank in enumerate(account.ranks):
-            stages = f"stage{'s' if len(rank.stages) > 1 else ''} {', '.join(map(str, rank.stages))}"
-            lines.append(f"  {size(rank.total)}  rank {number}, {stages}: {rank.at}")
+        for number, (stages, peak) in enumerate(account.ranks):
+            words = f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
+            lines.append(f"  {size(peak.total)}  rank {number}, {words}: {peak.at}")
         lines.append(f"Step: {1000 * account.step.total:,.2f} ms")
         return "\n".join(lines + _parts(account.step.parts, account.seconds, lambda s: f"{1000 * s:9,.3f} ms"))
 
@@ -134,7 +124,7 @@ def account_of(query: PlanQuery, choices: Choices) -> Account:
     finer = merged(_second_rows(query, choices, seconds))
     peaks = peaks_of(query, choices)
     most = max(range(len(peaks)), key=lambda rank: peaks[rank].total)
-    of_ranks = (RankPeak(tuple(query.of_rank(rank)), peak.total, peak.at) for rank, peak in enumerate(peaks))
+    of_ranks = ((query.of_rank(rank), peak) for rank, peak in enumerate(peaks))
     return Account(
         peaks[most],
         seconds,

@@ -67,7 +67,7 @@ def test_the_rows_add_up_to_the_peak_and_to_the_step(case):
     for candidate in report.candidates:
         _check(candidate)
         if candidate.layout.pp > 1:
-            assert max(rank.total for rank in candidate.account.ranks) == candidate.peak_bytes
+            assert max(peak.total for _, peak in candidate.account.ranks) == candidate.peak_bytes
         sent = pickle.loads(pickle.dumps(candidate))
         assert sent.account.bytes == candidate.account.bytes
 

@@ -19,7 +19,7 @@ from nemo_like.planning.fit.fitting import make_search
 from nemo_like.planning.fit.question import Question, read_pins
 from nemo_like.planning.planner import balanced, describe
 from nemo_like.planning.predictions.rank import peaks_of, rank_peak
-from nemo_like.planning.predictions.seconds import StageSeconds, action_seconds, step_seconds, timeline, timeline_of
+from nemo_like.planning.predictions.seconds import action_seconds, step_seconds, timeline, timeline_of
 from nemo_like.planning.query import PlanQuery
 from tests.models.tiny import VOCAB, llama
 from tests.planning.queries import Text
@@ -89,7 +89,8 @@ def test_layers_are_dealt_out_for_memory() -> None:
 
 
 def test_what_each_action_of_a_stage_takes() -> None:
-    stages = [StageSeconds(1.0, 2.0, 0.5, outer=0.3, sent=0.2)] * 2
+    parts = {"forward": 1.0, "backward": 2.0, "replay": 0.5, "head and embedding": 0.3, "host copies": 0.2}
+    stages = [parts] * 2
     wanted = {  # the first stage's backward runs whole, in the place of its second half
         ("F", 0): 1.2, ("B", 0): 2.8, ("I", 0): 0.0, ("W", 0): 2.8,
         ("F", 1): 1.2, ("B", 1): 2.8, ("I", 1): 1.7, ("W", 1): 1.6,

@@ -362,8 +362,8 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "planning/predictions/seconds.py",
-        "own.backward / 2 + own.replay + third + sent",
-        "own.backward / 2 + third + sent",
+        "backward / 2 + recompute + third + sent",
+        "backward / 2 + third + sent",
         "tests/planning/test_pipeline_plans.py",
     ),
     Fault(

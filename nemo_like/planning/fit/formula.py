@@ -42,7 +42,7 @@ from nemo_like.planning.memory_model.storages import Bytes
 from nemo_like.planning.model.capture import routing_of
 from nemo_like.planning.predictions.rank import RankSteps, rank_peak
 from nemo_like.planning.predictions.reserved import verdict, workspaces_of
-from nemo_like.planning.predictions.seconds import KERNELS_PER_PARAMETER, StageSeconds, action_seconds, timeline
+from nemo_like.planning.predictions.seconds import KERNELS_PER_PARAMETER, action_seconds, timeline
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.roofline import host_seconds
 from nemo_like.planning.selection.layer import BlockProblem, BlockSeconds, Choice, as_choice
@@ -636,7 +636,7 @@ def _fill(schedule: str | None, pp: int, per_rank: int, turns: int, again: float
         return (pp - 1) / per_rank
     # Of schedules with a backward in two halves, torch's order itself tells; the same for more than twice the ranks.
     pipeline = PipelineParallel(pp, schedule, turns, per_rank)
-    seconds = action_seconds([StageSeconds(1.0, 2.0, again)] * pipeline.stages)
+    seconds = action_seconds([{"forward": 1.0, "backward": 2.0, "replay": again}] * pipeline.stages)
     whole = timeline(actions_of(pipeline), seconds, pipeline.stages).seconds
     return whole / (per_rank * (3.0 + 2 * again)) - turns
 

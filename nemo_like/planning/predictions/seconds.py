@@ -106,7 +106,7 @@ def step_seconds(query: PlanQuery, choices: Choices) -> StepSeconds:
     stages, ranks = seconds_of_stages(query, choices), [query.of_rank(rank) for rank in range(query.pp.size)]
     busiest = ranks[busiest_rank(ranks, stages)]
     parts = {name: sum(stages[index][name] for index in busiest) * query.microbatches for name in stages[0]}
-    actions, seconds = actions_of(query.pp), seconds_of_actions(stages)
+    actions, seconds = actions_of(query.pp), action_seconds(stages)
     computing = timeline(actions, seconds, len(stages)).seconds
     parts["pipeline bubble"] = max(0.0, computing - sum(parts.values()))
     sending = timeline(actions, seconds, len(stages), handing_on(query)).seconds
@@ -266,24 +266,9 @@ def seconds_of_stages(query: PlanQuery, choices: Choices) -> list[dict[str, floa
     return [microbatch_seconds(stage, chosen, links) for stage, chosen in zip(query.stages, choices)]
 
 
-def seconds_of_actions(stages: Iterable[Mapping[str, float]]) -> dict[tuple[str, int], float]:
-    """Return seconds by kind of action and stage; `stages`: the `microbatch_seconds` of each."""
-    of_stages = (
-        StageSeconds(
-            forward=parts["forward"],
-            backward=parts["backward"],
-            replay=parts["replay"],
-            outer=parts["head and embedding"],
-            sent=sum(parts[name] for name in _SENT),
-        )
-        for parts in stages
-    )
-    return action_seconds(of_stages)
-
-
 def timeline_of(query: PlanQuery, choices: Choices) -> Timeline:
     """Return when each action runs, without the time that tensors take from stage to stage."""
-    seconds = seconds_of_actions(seconds_of_stages(query, choices))
+    seconds = action_seconds(seconds_of_stages(query, choices))
     return timeline(actions_of(query.pp), seconds, len(query.stages))
 
 
@@ -489,30 +474,21 @@ class Timeline:
         return 1 - self.busy / total if total else 0.0
 
 
-class StageSeconds(NamedTuple):
-    """Seconds of one micro-batch in one stage."""
+def action_seconds(stages: Iterable[Mapping[str, float]]) -> dict[tuple[str, int], float]:
+    """Return seconds by kind of action and stage; both halves of a cut backward recompute.
 
-    forward: float
-    """Seconds of its layers' forward."""
-    backward: float
-    """Seconds of its layers' backward, without recomputation."""
-    replay: float
-    outer: float = 0.0
-    """Forward and backward of embedding, head and loss, of which a third is the forward."""
-    sent: float = 0.0
-    """Seconds of collectives inside: forward and backward send as much."""
-
-
-def action_seconds(stages: Iterable[StageSeconds]) -> dict[tuple[str, int], float]:
-    """Return seconds by kind of action and stage; both halves of a cut backward recompute."""
+    stages: of one micro-batch in each stage, by what takes them (`microbatch_seconds`).
+    """
     seconds: dict[tuple[str, int], float] = {}
-    for index, own in enumerate(stages):
-        third, sent = own.outer / 3, own.sent / 2
-        seconds[FORWARD, index] = own.forward + third + sent
-        seconds[BACKWARD, index] = own.backward + own.replay + 2 * third + sent
+    for index, parts in enumerate(stages):
+        forward, backward, recompute = parts["forward"], parts["backward"], parts["replay"]
+        third = parts.get("head and embedding", 0.0) / 3  # forward takes a third
+        sent = sum(parts.get(name, 0.0) for name in _SENT) / 2  # forward and backward send as much
+        seconds[FORWARD, index] = forward + third + sent
+        seconds[BACKWARD, index] = backward + recompute + 2 * third + sent
         # torch runs the first stage's backward whole, in the place of the second half.
-        seconds[INPUTS, index] = 0.0 if index == 0 else own.backward / 2 + own.replay + third + sent
-        seconds[WEIGHTS, index] = seconds[BACKWARD, index] if index == 0 else own.backward / 2 + own.replay + third
+        seconds[INPUTS, index] = 0.0 if index == 0 else backward / 2 + recompute + third + sent
+        seconds[WEIGHTS, index] = seconds[BACKWARD, index] if index == 0 else backward / 2 + recompute + third
     return seconds
 
 
