@@ -70,7 +70,6 @@ class Explained:
     """A row of a report, which knows where its bytes and seconds come from."""
 
     explain: Callable[[], Account] | None = field(default=None, compare=False, repr=False)
-    """Makes `account`."""
 
     @cached_property
     def account(self) -> Account | None:

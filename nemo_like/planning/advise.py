@@ -26,7 +26,6 @@ class Change:
     words: str
     """The change in the keywords of `nemo_like.parallelize`, or in variables of the environment."""
     job: Job
-    """The changed job."""
 
 
 def changes(job: Job) -> Iterator[Change]:

@@ -26,7 +26,7 @@ from nemo_like.planning.predictions.rank import fullest_peaks, peak_of, peaks_of
 from nemo_like.planning.predictions.reserved import reserved_on
 from nemo_like.planning.predictions.seconds import step_seconds
 from nemo_like.planning.query import Choices, PlanQuery, Stage
-from nemo_like.planning.selection.layer import BlockProblem, Choice, as_choice, decided
+from nemo_like.planning.selection.layer import BlockProblem, Choice, decided
 from nemo_like.planning.sharding import same_on_all_ranks
 from nemo_like.planning.trace.kinds import ModelTrace
 from nemo_like.precision import effective_matmuls
@@ -297,9 +297,8 @@ def _same(stage: Stage, choices: Sequence[Choice]) -> list[Choice]:
     """Return `choices` for the same operators on other numbers of rows."""
     same = []
     for call, choice in zip(stage.part.traced.calls, choices):
-        problem, words = stage.part.problems[call.kind], choice.decisions
-        # The number of rows changes no operator. Tensors that wait in CPU memory stay there.
-        same.append(replace(as_choice(problem, words, choice.label), decisions=words) if words else problem.none())
+        problem, words = stage.part.problems[call.kind], choice.decisions  # the number of rows changes no operator
+        same.append(problem.choice(words, choice.label) if words else problem.none())
     return same
 
 

@@ -102,9 +102,7 @@ class Sharding:
     prefetch: tuple[int, int]
     """Numbers of units fetched ahead in forward and in backward."""
     tail_names: frozenset[str]
-    """Names of the tail's parameters."""
     embedding_names: frozenset[str] = frozenset()
-    """Names of the parameters of `embedding`."""
     gloo: bool = False
     """True where its collectives are gloo's, which makes a copy of what it gathers into and of what it reduces."""
     padding: int = 0
@@ -206,7 +204,6 @@ class ParameterForms:
         """Ids of the parameters that get a gradient; None: of all that require one."""
         names = {module: name for name, module in model.named_modules(remove_duplicate=False)}
         self.names = tuple(names[bare(source.modules[0])] for source in plan.layers)
-        """Names of the layers."""
         by_parameter = {id(p): name for name, p in named.items()}
         self.tail_names = frozenset(by_parameter[id(p)] for p in (plan.tail.params if plan.tail else ()))
         self.embedding_names = frozenset(by_parameter[id(p)] for p in (plan.embedding.params if plan.embedding else ()))

@@ -150,7 +150,7 @@ def _budgets(problem, number=10):
         budget = low + (high - low) * step // (number - 1)
         point = at_budget(skipping if step % 2 else points, budget)
         assert point is not None and point.bytes <= budget
-        yield problem.choice(point)
+        yield problem.choice(point.decisions(len(ops)))
 
 
 @pytest.mark.few(3)

@@ -45,7 +45,7 @@ from nemo_like.planning.predictions.reserved import verdict, workspaces_of
 from nemo_like.planning.predictions.seconds import KERNELS_PER_PARAMETER, action_seconds, timeline
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.roofline import host_seconds
-from nemo_like.planning.selection.layer import BlockProblem, BlockSeconds, Choice, as_choice
+from nemo_like.planning.selection.layer import BlockProblem, BlockSeconds, Choice
 from nemo_like.planning.trace.block import OpRecord
 from nemo_like.torch_compat import local_part
 
@@ -359,7 +359,7 @@ class Formula:
         if mode == "none" or not problem.trace.saves_something:
             return problem.none()
         traced = self._traced(kind, mode, chosen=True)
-        return as_choice(problem, traced.decisions, traced.label)
+        return problem.choice(traced.decisions, traced.label)
 
     def _traced(self, kind: int, mode: str, chosen: bool) -> Choice:
         """Return the choice of a mode for a kind of layer as it was traced; `chosen`: of those in the job's scope."""

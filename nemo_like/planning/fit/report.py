@@ -49,7 +49,6 @@ class Candidate(Explained):
     layout: Layout
     """Sizes of its axes, micro-batch and accumulation, and the way it is run, in the words of `fit`."""
     job: Job
-    """The job to train with."""
     peak: Peak
     """Allocated bytes, on the rank that needs most; in a pipeline, on the stage that does."""
     need: Need

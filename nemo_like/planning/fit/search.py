@@ -220,9 +220,6 @@ class Ranking:
         self.open[same] = False
         self.costs[same] = math.inf
 
-    def layout(self, entry: Entry, mode: str) -> Layout:
-        return self.layouts[entry.layout].way(ac=mode, **vars(self.ways[entry.way]))
-
 
 def _class(layout: Layout) -> tuple[Any, ...]:
     """Return what layouts have in common of which the formula is off alike."""
@@ -418,7 +415,7 @@ class Search:
             ValueError: it cannot be run, or the model cannot have that shape.
         """
         ranking, question = entry.ranking, entry.ranking.question
-        layout = ranking.layout(entry, mode)
+        layout = ranking.layouts[entry.layout].way(ac=mode, **vars(ranking.ways[entry.way]))
         job = job_of(question.job, layout, question.limit_of, question.asked)
         query = self.trace(question, layout.micro_batch).query(job)
         if query.is_pipeline and query.pp.balance == "memory":

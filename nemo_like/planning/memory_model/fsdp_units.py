@@ -79,7 +79,6 @@ class FsdpBuffers:
         self.flat: dict[Hashable, int] = {}
         """Flat buffers of units that are gathered and not copied out yet."""
         self.gathered: dict[Hashable, list[int]] = {}
-        """Gathered parameters."""
         self.kept: dict[Hashable, list[int]] = {}
         """Parts of resharded parameters that wait for backward, where fewer ranks share them till then."""
         self.last_flat = 0

@@ -102,13 +102,11 @@ class LayerCall:
     inputs: frozenset[Place] | None
     """Places of its inputs that it saves for its backward; None: all of its own."""
     expert_weights: frozenset[str] = frozenset()
-    """Names of the parameters of `experts`."""
     state: int = 0
     """Bytes that its region saves and that are not tensors of the layer: the state of a generator, copies of buffers."""
     copied: int = 0
     """Bytes of buffers that its region copies while forward runs."""
     moves_inputs: bool = False
-    """True if its inputs wait in CPU memory."""
     moved: tuple[int, ...] = ()
     """Bytes of each further tensor that waits there, in the order in which they are copied out."""
 
@@ -128,7 +126,6 @@ class Around:
     in_chunks: bool = False
     """True if the head made its gradients in forward."""
     halves: bool = False
-    """True if backward is cut in two."""
 
 
 class StageStep:
@@ -160,11 +157,6 @@ class StageStep:
         """Gradients that stay till the optimizer's step, where FSDP2 does not reduce them."""
         self.elsewhere: frozenset[str] = frozenset()
         """Names of parameters outside the layers whose gradients another stage of the rank has."""
-
-    def drop_output(self) -> None:
-        """Free the output of the micro-batch before."""
-        self.storages.drop_all(self.kept)
-        self.kept.clear()
 
     def zero_grad(self) -> None:
         """Free the gradients of the step."""
@@ -252,7 +244,8 @@ class Microbatch:
         if self.sharding.root.reshard:
             buffers.reshard(ROOT)
         buffers.drop_flat()
-        self.step.drop_output()
+        storages.drop_all(self.step.kept)
+        self.step.kept.clear()
         storages.end_forward()
 
     def _embed(self) -> None:

@@ -317,7 +317,6 @@ class Repeats:
     period: int
     """Number of layers of one period."""
     count: int
-    """Number of periods."""
 
     def left_out(self, kept: int) -> range:
         """Return the numbers of the layers to leave out for `kept` periods: those in the middle, one more behind."""

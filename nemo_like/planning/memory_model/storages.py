@@ -31,7 +31,6 @@ class Peak:
     where: str = ""
     """The stretch of the step, without the stage and micro-batch that `at` names."""
     stage: int = 0
-    """The stage that runs."""
     upto: int = 0
     """Number of layer calls, from the first on, that have activations saved for backward."""
     in_flight: tuple[tuple[int, str, int], ...] = ()

@@ -246,7 +246,6 @@ class LayerStub:
     """One call of a stand-in."""
 
     position: int
-    """Number of the call."""
     meter: TracedBytes
     backs: list[BackwardCall]
     """Receives its backward, when it has run."""

@@ -45,7 +45,6 @@ from nemo_like.planning.selection.layer import (
     Choice,
     ChoiceGroup,
     Stack,
-    as_choice,
     decided,
 )
 from nemo_like.planning.sharding import ParameterForms, Sharding
@@ -267,8 +266,8 @@ class TracedPart:
                 f"{self.problems[kind].trace.name}: a plan that skips operators does not run on this block "
                 f"({str(error).splitlines()[0]}); it recomputes them instead."
             )
-            words = tuple("recompute" if word == "skip" else word for word in choice.decisions)
-            return as_choice(self.problems[kind], words, choice.label)
+            words = ["save" if word == "save" else "recompute" for word in choice.decisions]
+            return self.problems[kind].choice(words, choice.label)
 
     def saved(self, choices: Sequence[Choice]) -> int:
         """Return the bytes that all layers save till the end of forward, with what they share."""

@@ -111,12 +111,11 @@ class BlockProblem:
         """Outside of any region: autograd keeps what it keeps, and nothing is replayed."""
         return Choice("none", self.trace.none_bytes, 0, 0, 0.0)
 
-    def choice(self, point: solver.Point, label: str = "plan") -> Choice:
-        """Return a solver's point as a choice: its bytes with the inputs, its recomputation in FLOPs and seconds."""
+    def choice(self, words: Sequence[str], label: str = "plan") -> Choice:
+        """Return the choice that does this with each operator: ``save``, ``skip`` or ``recompute``."""
         reachable = self.reachable
-        words = tuple(  # behind the early stop nothing runs, so there is nothing to decide
-            word if k < reachable else "recompute" for k, word in enumerate(point.decisions(len(self.records)))
-        )
+        # Behind the early stop nothing runs, so there is nothing to decide.
+        words = tuple(word if k < reachable else "recompute" for k, word in enumerate(words))
         run = [k for k, word in enumerate(words) if word == "recompute" and k < reachable]
         held = sum(self.records[k].bytes for k, word in enumerate(words) if word == "save")
         return Choice(
@@ -133,8 +132,7 @@ class BlockProblem:
         less: not even what a plan must keep, such as a number that was read from the device."""
         if not self.trace.saves_something:
             return self.none()
-        kept = sum(1 << k for k, record in enumerate(self.records) if record.op in self._routing)
-        return self.choice(solver.Point(0, 0.0, kept), "full")
+        return self.choice(["save" if record.op in self._routing else "recompute" for record in self.records], "full")
 
     @cached_property
     def _routing(self) -> frozenset[Op]:
@@ -152,7 +150,7 @@ class BlockProblem:
             host: also offer to keep outputs in CPU memory, over the device's link: up to so many bytes.
         """
         points = solver.closure_every(self.ops()) if skip else solver.linear_frontier(self.ops())
-        choices = [self.choice(point) for point in solver.spread(points, _MOST)]
+        choices = [self.choice(point.decisions(len(self.records))) for point in solver.spread(points, _MOST)]
         moved = [choice for choice in map(self.on_host, choices) if choice.host_bytes <= host] if host else []
         return best_of([self.full(), *choices, *moved, self.none()])
 
@@ -264,20 +262,13 @@ class Stack:
         return Stack(tuple(groups))
 
 
-def as_choice(problem: BlockProblem, words: Sequence[str], label: str = "plan") -> Choice:
-    """Return the choice that does this with each operator: ``save``, ``skip`` or ``recompute``."""
-    keep = sum(1 << k for k, word in enumerate(words) if word == "save")
-    skip = sum(1 << k for k, word in enumerate(words) if word == "skip")
-    return problem.choice(solver.Point(0, 0.0, keep, skip), label)
-
-
 def decided(problem: BlockProblem, policy: Policy, label: str) -> Choice:
     """Return the choice that `policy` makes."""
     if not problem.trace.saves_something:
         return problem.none()
     tracked, decide = policy.tracked_ops() or (), policy.start()
     words = [decide(each.op, each.nth).value if each.op in tracked else "recompute" for each in problem.records]
-    return as_choice(problem, words, label)
+    return problem.choice(words, label)
 
 
 ATTENTION_BACKWARD, OTHER_BACKWARD = 2.5, 2.0

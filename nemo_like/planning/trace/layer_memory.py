@@ -48,23 +48,6 @@ _FLASH_BACKWARD = find_op("aten._scaled_dot_product_flash_attention_for_cpu_back
 _SUMS = (torch.ops.aten.sum.default, torch.ops.aten.sum.dim_IntList)
 
 
-def scratch_bytes(func: Any, args: tuple, kwargs: Mapping[str, Any], out: Any) -> int:
-    """Return the most bytes that `func` holds beyond its inputs and its output `out`; 0 where nothing is known."""
-    if func is _FLASH:
-        return _attention_blocks(args[0], args[1], forward=True)
-    if func is _FLASH_BACKWARD:
-        return _attention_blocks(args[1], args[2], forward=False)
-    if func in _SUMS and out.dtype != args[0].dtype and not args[0].is_floating_point():  # counts of a mask
-        return args[0].numel() * out.element_size()
-    if (rule := facts(func).scratch) is not None:
-        return rule(args, out)
-    if (
-        func is _SAFE_SOFTMAX
-    ):  # which scores are -inf, and which rows are so throughout: attention without a fused kernel
-        return out.numel() + out.numel() // max(1, out.shape[-1])
-    return 0
-
-
 def _attention_blocks(query: torch.Tensor, key: torch.Tensor, *, forward: bool) -> int:
     """Return the bytes of the scores that the CPU's kernel keeps of a block of queries and keys for each thread.
 
@@ -80,9 +63,19 @@ class TracedBytes(LiveBytes):
     """Counts as a plan does: with `scratch_bytes` in the peak, and no layouts that no plan is made of."""
 
     def scratch(self, func: Any, args: tuple, kwargs: Mapping[str, Any], out: Any) -> int:
-        """Return the bytes that an operator takes and gives back."""
+        """Return the bytes that an operator takes and gives back beyond its output; 0 where nothing is known."""
         check_layouts(tensors_in(out))
-        return scratch_bytes(func, args, kwargs, out)
+        if func is _FLASH:
+            return _attention_blocks(args[0], args[1], forward=True)
+        if func is _FLASH_BACKWARD:
+            return _attention_blocks(args[1], args[2], forward=False)
+        if func in _SUMS and out.dtype != args[0].dtype and not args[0].is_floating_point():  # counts of a mask
+            return args[0].numel() * out.element_size()
+        if (rule := facts(func).scratch) is not None:
+            return rule(args, out)
+        if func is _SAFE_SOFTMAX:  # attention without a fused kernel: which scores are -inf, and which rows throughout
+            return out.numel() + out.numel() // max(1, out.shape[-1])
+        return 0
 
 
 class _OpClock(TorchDispatchMode):
