@@ -9,7 +9,7 @@ the reduce-scatter.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from nemo_like.activation_checkpointing.plan import Part
@@ -203,10 +203,6 @@ class FsdpBuffers:
             left -= cast
             self.storages.drop(grad)
         whole.append(self.storages.make(left, Part.GRADIENTS))
-
-    def start_with_gradients(self, sizes: Iterable[int]) -> None:
-        """Make the reduced gradients of the step before."""
-        self.grads += [self.storages.make(size, Part.GRADIENTS) for size in sizes]
 
     def add_waiting(self, key: Hashable, unit: UnitBytes | None) -> None:
         """Add waiting gradients to those that FSDP2 reduces. Here none wait."""

@@ -110,11 +110,6 @@ class LayerCall:
     moved: tuple[int, ...] = ()
     """Bytes of each further tensor that waits there, in the order in which they are copied out."""
 
-    @property
-    def moves(self) -> bool:
-        """Return whether any of it waits in CPU memory."""
-        return self.moves_inputs or bool(self.moved)
-
 
 @dataclass(frozen=True)
 class Around:
@@ -168,7 +163,7 @@ class StageStep:
         """Make the gradients of the step before, but for `less` bytes that another stage of the rank has."""
         sizes = [unit.grad for unit in self.sharding.all]
         if self.on:
-            self.buffers.start_with_gradients(without(sizes, less))
+            self.buffers.grads += [self.storages.make(size, Part.GRADIENTS) for size in without(sizes, less)]
         else:
             self.grads["before"] = [self.storages.make(sum(sizes) - less, Part.GRADIENTS)]
 
@@ -405,7 +400,7 @@ class Microbatch:
         storages.upto = i
         storages.mark(f"backward of layer {i}")
         storages.drop(self.states.pop(i, 0))
-        self.host.fetch(i, ahead=layer.moves)
+        self.host.fetch(i, ahead=layer.moves_inputs or bool(layer.moved))
         storages.move_bytes(run.other_bytes, Part.SAVED_ACTIVATIONS, Part.RUNNING_LAYER)
         for storage in self.inputs[i]:
             storages.relabel(storage, Part.RUNNING_LAYER)

@@ -39,8 +39,6 @@ class OuterMemory:
 
     events: OuterEvents
     """Allocations and frees, in order."""
-    trained: frozenset[str]
-    """Names of the parameters outside the layers that get a gradient."""
     used: tuple[frozenset[int], ...]
     """For each kind of layer, the positions of those tensors of its output that get a gradient."""
     layouts: tuple[dict[int, tuple[int, ...]], ...] = ()
@@ -54,10 +52,9 @@ class OuterMemory:
     """True where the head made its gradients in forward, so that its backward begins with that of the loss."""
     seconds: float = 0.0
     """Seconds of its forward and backward by the device's roofline; 0 where no device was given."""
-    idle: frozenset[int] = frozenset()
-    """Layer calls that have no backward: what they return is not in the loss, or nothing before them trains."""
     dropped: frozenset[int] = frozenset()
-    """Idle calls that hold nothing when backward begins: what they returned is not referenced any more."""
+    """Layer calls that have no backward (what they return is not in the loss, or nothing before them trains) and hold
+    nothing when backward begins: what they returned is not referenced any more."""
     kinds: Mapping[str, float] = field(default_factory=dict)
     """`seconds` by `nemo_like.planning.roofline.kernel_kind`."""
 
@@ -189,18 +186,16 @@ def outer_memory(
         returned,
         input_grads,
     )
-    idle, whole = frozenset(range(len(calls))) - {back.layer for back in backs}, tuple(whole_logits)
+    whole = tuple(whole_logits)
     return OuterMemory(
         events,
-        frozenset(numbers),
         tuple(map(frozenset, used)),
         tuple(layouts),
         whole,
         own_loss,
         chunks is not None and not whole,
         0.0 if timer is None else timer.seconds,
-        idle,
-        idle & gone,
+        frozenset(gone - {back.layer for back in backs}),
         {} if timer is None else dict(timer.kinds),
     )
 

@@ -409,11 +409,11 @@ class TracedPart:
         if key not in self.cache.trained:
             outside = self.outside()
             names = {module: name for name, module in self.model.named_modules()}
-            trained = set(outside.trained)
-            for i, call in enumerate(self.traced.calls):
-                if i not in outside.idle:
-                    memory = self.memory(call.kind, self.problems[call.kind].none())
-                    trained |= {f"{names[call.module]}.{name}" for name in memory.param_grads}
+            trained = set(outside.events.param_grads)
+            for back in outside.events.backs:
+                call = self.traced.calls[back.layer]
+                memory = self.memory(call.kind, self.problems[call.kind].none())
+                trained |= {f"{names[call.module]}.{name}" for name in memory.param_grads}
             self.cache.trained[key] = frozenset(name for name in trained if name in named)
         return self.cache.trained[key]
 

@@ -184,8 +184,8 @@ def _inside_rows(run: LayerRun, links: Links, count: int) -> Iterator[Row]:
     ):
         for phase, often in zip(("forward", "backward", "replay"), (*times, again)):
             yield Row(part, f"{what}, {phase}", count * often * each)
-    again_seconds = count * regathered_seconds(run, links)
-    yield Row("sequence gathers", "all-gather of keys and values again, backward", again_seconds)
+    again_seconds = roofline.gather_seconds(run.block.gathered_again, links.sequence, links.device)
+    yield Row("sequence gathers", "all-gather of keys and values again, backward", count * again_seconds)
     yield Row("host copies", "layers' inputs to CPU memory and back", count * run.copies)
 
 
@@ -358,11 +358,6 @@ def shown_seconds(size: int, beside: float, links: Links) -> float:
     seconds: what is longer of it than that, and a piece of the shorter one, as the first has nothing to run beside."""
     sending = roofline.gather_seconds(size, links.tensor, links.device)
     return max(0.0, sending - beside) + min(sending, beside) / links.tensor.ranks
-
-
-def regathered_seconds(run: LayerRun, links: Links) -> float:
-    """Return the seconds in which a layer's backward gathers keys and values once more."""
-    return roofline.gather_seconds(run.block.gathered_again, links.sequence, links.device)
 
 
 class Waits(NamedTuple):

@@ -156,8 +156,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.ops: list[OpRecord] = []
-        self.packs: list[tuple[int, int]] = []
-        self._kept: list[tuple[weakref.ref[_Packed], int]] = []
+        self.packs: list[tuple[int, int, weakref.ref[_Packed]]] = []
         self.storages = _Storages()
         self.changed: set[int] = set()
         """Keys of the storages that ops changed in place."""
@@ -181,9 +180,8 @@ class Recorder(TorchDispatchMode):
 
     def pack(self, tensor: torch.Tensor) -> _Packed:
         """Note that autograd saves `tensor`: a saved-tensor hook."""
-        packed, key = _Packed(tensor), self.storages.key(tensor)
-        self.packs.append((len(self.ops), key))
-        self._kept.append((weakref.ref(packed), key))
+        packed = _Packed(tensor)
+        self.packs.append((len(self.ops), self.storages.key(tensor), weakref.ref(packed)))
         return packed
 
     def kept(self) -> set[int]:
@@ -191,7 +189,7 @@ class Recorder(TorchDispatchMode):
 
         What it kept for tensors that are gone went with them: for example those by which a router chooses its experts.
         """
-        return {key for packed, key in self._kept if packed() is not None}
+        return {key for _, key, packed in self.packs if packed() is not None}
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
@@ -286,7 +284,7 @@ class Recorder(TorchDispatchMode):
     def needed(self) -> tuple[OpRecord, ...]:
         """Return the ops, with those marked whose storages autograd saves."""
         ops = list(self.ops)
-        for position, key in self.packs:
+        for position, key, _ in self.packs:
             for writer in self.storages.writers.get(key, ()):
                 if writer < position:
                     ops[writer] = replace(ops[writer], needed=True)
@@ -339,7 +337,7 @@ def record(
         none_bytes=sum(s.size[key] for key in ours),
         kept_input_bytes=sum(s.size[key] for key in ours & own_inputs),
         kept_output_bytes=sum(s.size[key] for key in ours & outputs if key not in origin),
-        last_pack=max((position for position, _ in recorder.packs), default=0),
+        last_pack=max((position for position, _, _ in recorder.packs), default=0),
         state_bytes=sum(s.size[key] for key in recorder.changed if origin.get(key) == "param"),
         draws=any(op.random for op in ops),
         kept_inputs=frozenset(place for place, tensor in inputs.items() if s.key(tensor) in ours),
