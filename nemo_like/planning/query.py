@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 import types
 from collections.abc import Callable, Hashable, Sequence
@@ -464,12 +465,9 @@ class PlanQuery:
 
     def most_in_flight(self, index: int) -> int:
         """Return the most micro-batches of a stage that have gone forward and not all the way back."""
-        most = now = 0
-        for action in self.actions[rank_of(self.pp, index)]:
-            if action.stage == index:
-                now += {FORWARD: 1, BACKWARD: -1, WEIGHTS: -1}.get(action.kind, 0)
-                most = max(most, now)
-        return most
+        change = {FORWARD: 1, BACKWARD: -1, WEIGHTS: -1}
+        actions = (action for action in self.actions[rank_of(self.pp, index)] if action.stage == index)
+        return max(itertools.accumulate((change.get(action.kind, 0) for action in actions), initial=0))
 
     def idle_layers(self) -> str:
         """Return in words the layers that the sample input did not go through; empty where all layers ran."""

@@ -103,11 +103,9 @@ def kernel_kind(op: Any, flops: int) -> str:
 
 
 def _views(func: Any) -> bool:
-    """Returns its input, looked at otherwise: nothing is computed."""
-    if func._schema.name in ALIASES:
-        return True
+    """Return whether an operator returns its input, looked at otherwise: nothing is computed."""
     aliases = [result.alias_info for result in func._schema.returns]
-    return any(alias is not None and not alias.is_write for alias in aliases)
+    return func._schema.name in ALIASES or any(alias is not None and not alias.is_write for alias in aliases)
 
 
 def optimizer_seconds(trained: Sequence[TrainedParameter], name: str, device: Device) -> float:

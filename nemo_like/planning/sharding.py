@@ -233,9 +233,8 @@ class ParameterForms:
 
     def content(self) -> Hashable:
         """Return what tells these parameters from others: equal where all bytes are."""
-        units = tuple(self.units.values())
-        names = self.names, self.tail_names, self.embedding_names
-        return tuple(self._forms), units, tuple(self.trains), names, tuple(self.experts.items())
+        sizes = tuple(self._forms), tuple(self.units.values()), tuple(self.trains), tuple(self.experts.items())
+        return sizes, self.names, self.tail_names, self.embedding_names
 
     def trains_in_step(self, param: nn.Parameter) -> bool:
         """Return whether a parameter gets a gradient in a step."""

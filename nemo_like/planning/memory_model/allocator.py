@@ -91,8 +91,7 @@ class CachingAllocator:
             pool.add(rest)
         block.used = True
         self.allocated += block.size
-        if self.allocated > self.peak_allocated:
-            self.peak_allocated = self.allocated
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
         return block
 
     def free(self, block: MemoryBlock) -> None:
@@ -100,10 +99,8 @@ class CachingAllocator:
         assert block.used, "a block is freed twice"
         block.used = False
         self.allocated -= block.size
-        if block.prev is not None and not block.prev.used:
-            self._merge(block, block.prev)
-        if block.next is not None and not block.next.used:
-            self._merge(block, block.next)
+        self._merge(block, block.prev)
+        self._merge(block, block.next)
         block.pool.add(block)
 
     def rounded(self, size: int) -> int:
@@ -176,8 +173,7 @@ class CachingAllocator:
         if self.memory is not None and self.reserved + size > self.memory:
             return False
         self.reserved += size
-        if self.reserved > self.peak_reserved:
-            self.peak_reserved = self.reserved
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
         return True
 
     # --- giving back ------------------------------------------------------------------------------------------------

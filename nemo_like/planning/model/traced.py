@@ -423,8 +423,9 @@ class TracedPart:
         whole: one rank has all of the model. ends: of `nemo_like.options.FSDP2`.
         """
         if (whole, ends) not in self._forms:
-            how: dict[str, Any] = {"whole": whole, "trained": self.trained, "experts": self.experts, "ends": ends}
-            forms = ParameterForms(self.model, self.layers, **how)
+            forms = ParameterForms(
+                self.model, self.layers, whole=whole, trained=self.trained, experts=self.experts, ends=ends
+            )
             self._forms[whole, ends] = forms, self.cache.number((ends, forms.content()))
         return self._forms[whole, ends]
 

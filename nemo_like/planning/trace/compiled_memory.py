@@ -39,9 +39,10 @@ from nemo_like.torch_compat import (
     two_graphs,
 )
 
-_PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "_scaled_mm", "_grouped_mm", "convolution", "convolution_backward"}
-_ORDERS = {"sort", "topk", "scatter", "scatter_add", "index_put", "_unsafe_index_put", "embedding_dense_backward"}
-_APART = frozenset(_PRODUCTS | _ORDERS)
+_APART = frozenset(
+    "mm bmm addmm baddbmm _scaled_mm _grouped_mm convolution convolution_backward sort topk scatter scatter_add index_put "
+    "_unsafe_index_put embedding_dense_backward".split()
+)
 """Operators of ATen that have a kernel of their own in Inductor, besides attention's."""
 
 

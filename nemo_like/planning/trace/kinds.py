@@ -207,17 +207,17 @@ def handed_on(output: Any, args: tuple, kwargs: Mapping[str, Any]) -> dict[int, 
 
 def settings_of(module: nn.Module) -> tuple:
     """Return everything plain that tells one layer from another: classes, shapes, numbers, words and flags."""
-    settings: list[Any] = []
-    for name, part in module.named_modules():
-        plain = tuple(
-            (key, value)
-            for key, value in sorted(vars(part).items())
-            if _plain(value) and not any(word in key for word in _OWN_INDEX)
-        )
-        settings.append((name, type(part), plain))
-    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        settings.append((name, tuple(local_part(tensor).shape), tensor.dtype, tensor.requires_grad))
-    return tuple(settings)
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    return (
+        *((name, type(part), _plain_attributes(part)) for name, part in module.named_modules()),
+        *((name, tuple(local_part(t).shape), t.dtype, t.requires_grad) for name, t in tensors),
+    )
+
+
+def _plain_attributes(part: nn.Module) -> tuple:
+    """Return the plain attributes of a module by name, but for its own index."""
+    attributes = sorted(vars(part).items())
+    return tuple((k, v) for k, v in attributes if _plain(v) and not any(word in k for word in _OWN_INDEX))
 
 
 def _plain(value: Any) -> bool:

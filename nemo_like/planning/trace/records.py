@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -133,11 +134,9 @@ class BlockEvents:
     @property
     def backward_peak(self) -> int:
         """Most bytes alive in its backward, or the first half of it, above those alive before its forward."""
-        level = peak = sum(self.sizes[number] for number in _alive(self.forward))
-        for number, size in self.backward:
-            level += size or -self.sizes[number]
-            peak = max(peak, level)
-        return peak
+        before = sum(self.sizes[number] for number in _alive(self.forward))
+        changes = (size or -self.sizes[number] for number, size in self.backward)
+        return max(itertools.accumulate(changes, initial=before))
 
     @property
     def between(self) -> int:
