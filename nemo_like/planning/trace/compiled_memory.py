@@ -39,10 +39,10 @@ from nemo_like.torch_compat import (
     two_graphs,
 )
 
-_APART = frozenset(
-    "mm bmm addmm baddbmm _scaled_mm _grouped_mm convolution convolution_backward sort topk scatter scatter_add index_put "
-    "_unsafe_index_put embedding_dense_backward".split()
-)
+_APART = {
+    *("mm", "bmm", "addmm", "baddbmm", "_scaled_mm", "_grouped_mm", "convolution", "convolution_backward"),
+    *("sort", "topk", "scatter", "scatter_add", "index_put", "_unsafe_index_put", "embedding_dense_backward"),
+}
 """Operators of ATen that have a kernel of their own in Inductor, besides attention's."""
 
 
