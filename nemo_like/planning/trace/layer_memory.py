@@ -223,7 +223,8 @@ class _CountHolders(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         if func is _ADD and _by_the_engine(inspect.currentframe()):
-            self.counts = _holders(args[0])
+            into = args[0]  # a name of its own counts, too, as in `SumsInPlace`
+            self.counts = _holders(into)
         return func(*args, **(kwargs or {}))
 
 
