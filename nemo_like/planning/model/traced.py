@@ -410,8 +410,8 @@ class TracedPart:
             outside = self.outside()
             names = {module: name for name, module in self.model.named_modules()}
             trained = set(outside.events.param_grads)
-            for back in outside.events.backs:
-                call = self.traced.calls[back.layer]
+            for position in sorted(back.layer for back in outside.events.backs):
+                call = self.traced.calls[position]
                 memory = self.memory(call.kind, self.problems[call.kind].none())
                 trained |= {f"{names[call.module]}.{name}" for name in memory.param_grads}
             self.cache.trained[key] = frozenset(name for name in trained if name in named)
