@@ -22,6 +22,7 @@ of addresses: segments here are in the order in which they were made.
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_left, insort
 from collections.abc import Hashable
 
@@ -63,8 +64,7 @@ class CachingAllocator:
         """Number of times that segments were given back, because memory had run out."""
         self._limit = float("inf") if self.config.max_split_size is None else self.config.max_split_size
         self._pools: dict[tuple[Hashable, bool], BlockPool] = {}
-        self._rounded: dict[int, int] = {}
-        """Results of `rounded` by requested size: a step requests a dozen sizes thousands of times."""
+        self._rounded = functools.cache(self.rounded)  # a step requests a dozen sizes thousands of times
         self._next_address = 0
 
     def allocate(self, size: int, stream: Hashable = 0) -> MemoryBlock:
@@ -73,9 +73,7 @@ class CachingAllocator:
         Raises:
             DeviceMemoryError: `memory` does not suffice.
         """
-        wanted = self._rounded.get(size)
-        if wanted is None:
-            wanted = self._rounded[size] = self.rounded(size)
+        wanted = self._rounded(size)
         small = wanted <= SMALL_REQUEST
         pool = self._pools.get((stream, small))
         if pool is None:

@@ -7,7 +7,7 @@ needs a gradient.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
@@ -152,7 +152,9 @@ class BlockProblem:
         points = solver.closure_every(self.ops()) if skip else solver.linear_frontier(self.ops())
         choices = [self.choice(point.decisions(len(self.records))) for point in solver.spread(points, _MOST)]
         moved = [choice for choice in map(self.on_host, choices) if choice.host_bytes <= host] if host else []
-        return best_of([self.full(), *choices, *moved, self.none()])
+        every = [self.full(), *choices, *moved, self.none()]
+        ascending = sorted(every, key=attrgetter("held_bytes", "replay_seconds", "host_bytes"))
+        return tuple(solver.non_dominated(ascending, attrgetter("replay_seconds")))
 
     def on_host(self, choice: Choice) -> Choice:
         """`choice` with what it keeps inside moved to CPU memory and back.
@@ -184,12 +186,6 @@ class BlockProblem:
             elif any(word != "recompute" for word in row) and facts(op).tracked:
                 rows[str(op)] = row
         return rows
-
-
-def best_of(choices: Iterable[Choice]) -> tuple[Choice, ...]:
-    """Return the choices that no other beats in both saved bytes and seconds, ascending in bytes."""
-    ascending = sorted(choices, key=attrgetter("held_bytes", "replay_seconds", "host_bytes"))
-    return tuple(solver.non_dominated(ascending, attrgetter("replay_seconds")))
 
 
 _FEW = 12

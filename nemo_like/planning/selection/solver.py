@@ -239,20 +239,14 @@ EVERY_STATES = 1 << 16
 """Non-dominated states that a sweep over the ops may hold before it thins them out; below this every answer is exact."""
 
 
-def _running(ops: Sequence[Op], keep: int) -> list[bool]:
-    """Return which ops are recomputed: what backward or a recomputed op reads, and is not saved."""
+def closure_replay(ops: Sequence[Op], keep: int) -> tuple[float, int]:
+    """Return cost and skip mask for `keep`, where only what backward or a recomputed op reads is recomputed."""
     run = [op.forced == "replay" or (op.needed and not keep >> i & 1) for i, op in enumerate(ops)]
     for i in range(len(ops) - 1, -1, -1):  # an op reads earlier ops only, so one pass backwards closes the set
         if run[i]:
             for j in ops[i].reads:
                 if not keep >> j & 1:
                     run[j] = True
-    return run
-
-
-def closure_replay(ops: Sequence[Op], keep: int) -> tuple[float, int]:
-    """Return cost and skip mask for `keep`, where only what backward or a recomputed op reads is recomputed."""
-    run = _running(ops, keep)
     skip = sum(1 << i for i in range(len(ops)) if not run[i] and not keep >> i & 1)
     return sum(op.cost for op, r in zip(ops, run) if r), skip
 

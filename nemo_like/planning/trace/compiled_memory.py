@@ -137,9 +137,7 @@ def compiled_block(
         if policy is not None:
             _tag(module.graph)
         forward_module, backward_module = two_graphs(module, counted, run.fake)
-    names: dict[int, str] = {}
-    for name, tensor in state.items():
-        names.setdefault(id(tensor), name)
+    names = {id(tensor): name for name, tensor in reversed(state.items())}  # a tied one by its first
     place_of = {
         id(replaced[id(tensor)]): place for place, tensor in reversed(by_argument(kind.args, kind.kwargs).items())
     }
