@@ -157,7 +157,7 @@ def _searched(
         tuple(helps),
         searched={
             "layouts": sum(len(ranking.layouts) for ranking in search.rankings),
-            "looked_at": found.looked_at,
+            "looked_at": search.looked_at,
             "seconds": round(time.perf_counter() - start, 2),
         },
         off=found.off,

@@ -74,8 +74,6 @@ class Found(NamedTuple):
     """Number of layouts by the reason why they are not among `best`."""
     nearest: Candidate | None
     """The configuration that needs least of those that were looked at, where nothing fits."""
-    looked_at: int
-    """Number of layouts that were planned."""
     off: Mapping[str, tuple[float, float]]
     """Share by which the formula was off where it was looked at: of ``seconds`` and of ``bytes``, median and worst."""
     interrupted: bool
@@ -280,6 +278,7 @@ class Search:
     rows: list[Row] = field(default_factory=list)
     rejected: Counter[str] = field(default_factory=Counter)
     looked_at: int = 0
+    """Number of layouts that were planned."""
     least: Row | None = None
     """The lowest need of those that do not fit."""
     off: dict[str, list[float]] = field(default_factory=lambda: {"seconds": [], "bytes": []})
@@ -320,7 +319,7 @@ class Search:
         rejected = sum((ranking.rejected for ranking in self.rankings), self.rejected)
         rejected["estimated slower, not looked at"] = sum(int(ranking.open.any(1).sum()) for ranking in self.rankings)
         off = {what: (statistics.median_high(values), max(values)) for what, values in self.off.items() if values}
-        return Found(best, +rejected, nearest, self.looked_at, off, interrupted)
+        return Found(best, +rejected, nearest, off, interrupted)
 
     def _walk(self, count: int) -> None:
         """Look at layouts in the order of their estimates."""

@@ -60,7 +60,7 @@ def _attention_blocks(query: torch.Tensor, key: torch.Tensor, *, forward: bool) 
 
 
 class TracedBytes(LiveBytes):
-    """Counts as a plan does: with `scratch_bytes` in the peak, and no layouts that no plan is made of."""
+    """Counts as a plan does: with `scratch` in the peak, and no layouts that no plan is made of."""
 
     def scratch(self, func: Any, args: tuple, kwargs: Mapping[str, Any], out: Any) -> int:
         """Return the bytes that an operator takes and gives back beyond its output; 0 where nothing is known."""
