@@ -21,11 +21,11 @@ from nemo_like.planning.predictions.seconds import (
     Links,
     Row,
     StepSeconds,
+    axis_words,
     busiest_rank,
     fsdp_rows,
     handing_on,
     microbatch_rows,
-    ranks,
     seconds_of_stages,
     step_seconds,
 )
@@ -152,7 +152,7 @@ def _second_rows(query: PlanQuery, choices: Choices, seconds: StepSeconds) -> It
         return
     late, sent = parts.get("pipeline sends", 0.0), handing_on(query) * turns * _sends(query, busiest)
     yield Row("pipeline sends", f"hand-overs (pp, {query.pp.size} ranks)", late, max(0.0, sent - late))
-    over, replicas = ranks("dp_shard", links.shards), ranks("dp_replicate", links.replicas)
+    over, replicas = axis_words("dp_shard", links.shards), axis_words("dp_replicate", links.replicas)
     for part, what in (
         ("pipeline bubble", f"rank {busiest} waits"),
         ("parameter gathers", f"all-gather of a rank's stages ({over})"),

@@ -178,9 +178,9 @@ def _inside_rows(run: LayerRun, links: Links, count: int) -> Iterator[Row]:
     sums, gathered, sent = inside_seconds(run, links)
     again = 1 if run.replays_exchanges else 0
     for part, what, each, times in (
-        ("tensor-parallel sums", f"all-reduce ({ranks('tp', links.tensor)})", sums, (2, 2)),
-        ("sequence gathers", f"all-gather of keys and values ({ranks('cp', links.sequence)})", gathered, (1, 1)),
-        ("expert exchanges", f"all-to-all of rows ({ranks('ep', links.experts)})", sent, (1, 1)),
+        ("tensor-parallel sums", f"all-reduce ({axis_words('tp', links.tensor)})", sums, (2, 2)),
+        ("sequence gathers", f"all-gather of keys and values ({axis_words('cp', links.sequence)})", gathered, (1, 1)),
+        ("expert exchanges", f"all-to-all of rows ({axis_words('ep', links.experts)})", sent, (1, 1)),
     ):
         for phase, often in zip(("forward", "backward", "replay"), (*times, again)):
             yield Row(part, f"{what}, {phase}", count * often * each)
@@ -203,7 +203,7 @@ def fsdp_rows(stage: Stage, choices: Sequence[Choice], links: Links) -> Iterator
         yield from _end_rows(unit, links, turns, reduced, summed)
 
 
-def ranks(axis: str, group: RankGroup) -> str:
+def axis_words(axis: str, group: RankGroup) -> str:
     """Return an axis in words."""
     return f"{axis}={group.ranks}" + (f" on {group.hosts} hosts" if group.hosts > 1 else "")
 
@@ -211,7 +211,7 @@ def ranks(axis: str, group: RankGroup) -> str:
 def _unit_rows(run: LayerRun, links: Links, count: int, reductions: int, summed: int) -> Iterator[Row]:
     assert run.unit is not None
     waits, units = waits_of(run, links), [unit for unit in (run.unit, run.experts) if unit is not None]
-    over = ranks("dp_shard", links.shards) + (f"; experts: {links.expert_shards.ranks}" if run.experts else "")
+    over = axis_words("dp_shard", links.shards) + (f"; experts: {links.expert_shards.ranks}" if run.experts else "")
     fetch, store = waits.copies
 
     def shown(part: str, what: str, late: float, whole: float) -> Row:
@@ -228,7 +228,7 @@ def _unit_rows(run: LayerRun, links: Links, count: int, reductions: int, summed:
     late = min(replicas, waits.reduction)
     first, hiding = waits.reduction - late, reductions - (summed if waits.summing else 0)
     scatter = f"reduce-scatter of layers ({over})"
-    total = f"all-reduce of layers' gradients ({ranks('dp_replicate', links.replicas)})"
+    total = f"all-reduce of layers' gradients ({axis_words('dp_replicate', links.replicas)})"
     yield Row("gradient reductions", scatter, reductions * first, hiding * (waits.reduce - replicas - first))
     yield Row("gradient reductions", total, reductions * late, hiding * (replicas - late))
     stored = reductions * waits.store
@@ -240,7 +240,7 @@ def _end_rows(unit: UnitBytes, links: Links, gathers: int, reductions: int, summ
     gather, reduce = unit_seconds(unit, links.shards, links)
     replicas = roofline.reduce_seconds(unit.reduce_output, links.replicas, links.device)
     name = "head" if unit.kind == "tail" else "embedding and last norm"
-    over, replicated = ranks("dp_shard", links.shards), ranks("dp_replicate", links.replicas)
+    over, replicated = axis_words("dp_shard", links.shards), axis_words("dp_replicate", links.replicas)
     fetch, store = copy_seconds((unit,), links.device)
     yield Row("parameter gathers", f"all-gather of {name} ({over})", gathers * gather)
     yield Row("host copies", f"parameters of {name} from CPU memory", gathers * fetch)
