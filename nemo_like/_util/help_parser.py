@@ -14,7 +14,7 @@ GROUPS = {
     "model": """model init dtype layers lora qlora lora_rank lora_alpha lora_dropout lora_targets tokenizer
         trust_remote_code vocab_size input_shape images image_size audio_seconds""",
     "parallelism": """gpus device dp_shard threads calibrate""",
-    "memory": """modes budget budgets memory fit fit_memory fit_host_memory""",
+    "memory": """modes budget budgets memory fit fit_memory""",
     "training": """data eval_data pack train_on seq_len max_seq_len batch_size global_batch micro_batch steps epochs lr
         schedule warmup_steps lr_floor weight_decay beta1 beta2 clip seed eval_every eval_samples""",
     "output": """config settings_file settings_to paste_as runs repeats warmup no_peers count limit explain what_if

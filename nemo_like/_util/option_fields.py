@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from nemo_like._util.console import as_flag, flag
 from nemo_like._util.extras import require
@@ -99,10 +99,6 @@ class Options:
             if value >= below:
                 raise ValueError(f"{flag(name)} is {value!r}; it must be less than {below}.")
 
-    def given(self, names: Sequence[str]) -> Self:
-        """Return the options, where those of these names were given and the others were not."""
-        return self
-
 
 # --- from a command line or a file ------------------------------------------------------------------------------------
 
@@ -131,7 +127,7 @@ def read_options(kind_of_options: type[AnyOptions], namespace: argparse.Namespac
     """
     fields = {field.name for field in dataclasses.fields(kind_of_options)}
     values = {name: value for name, value in vars(namespace).items() if name in fields}
-    return kind_of_options(**values).given(tuple(values))
+    return kind_of_options(**values)
 
 
 def parse_options(kind_of_options: type[AnyOptions], arguments: Sequence[str] | None = None) -> AnyOptions:

@@ -67,20 +67,27 @@ class Plan:
     model: str
     """Class of the model."""
     device: str
+    """Name of the device whose rates it counts with."""
     traced_for: str
     """``"cuda"`` or ``"cpu"``: whose operators the decisions are for."""
     budget: str
     """As asked."""
     layers: tuple[LayerPlan, ...]
+    """One for each layer, in the order of forward."""
     held_bytes: int
     """All layers together, and what they share, on the device."""
     none_bytes: int
+    """Bytes that the layers would save without checkpointing."""
     full_bytes: int
+    """Bytes that they would save if each were recomputed whole."""
     forward_flops: int
     """One forward pass of all layers."""
     forward_seconds: float
+    """Seconds of that, by the roofline."""
     replay_flops: int
+    """Floating-point operations that backward recomputes."""
     replay_seconds: float
+    """Seconds of these."""
     gap_seconds: float
     """Proven bound on how much faster any plan for the same bytes could be (see docs for what it leaves out)."""
     step_seconds: float = 0.0
@@ -100,6 +107,7 @@ class Plan:
     """The format that the layers' linears multiply in, in the words of `nemo_like.options.Precision.matmuls`; None: as
     they do."""
     torch: str = torch.__version__
+    """Release that traced the layers."""
 
     @property
     def peak_bytes(self) -> int:

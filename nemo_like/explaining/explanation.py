@@ -56,6 +56,7 @@ class Explanation:
     """The parts of a device's memory at its peak; `nemo_like.explain` makes it."""
 
     device: int
+    """Number of the GPU."""
     peak_bytes: int
     """Bytes in blocks at the peak, as the allocator counts them."""
     reserved_bytes: int
@@ -69,8 +70,11 @@ class Explanation:
     layers: tuple[int, ...] = ()
     """Bytes at the peak of each layer; empty where layers are not known."""
     rows: tuple[Row, ...] = ()
+    """The parts, and the places in the source that made most of each."""
     unexpected: tuple[Unexpected, ...] = ()
+    """Memory that should not be there, the largest first."""
     out_of_memory: FailedRequest | None = None
+    """The request that failed, where the recording has one."""
     notes: tuple[str, ...] = ()
     """Doubts about the file, a line each."""
     cures: tuple[Cure, ...] = ()

@@ -81,6 +81,7 @@ class AllocatorConfig:
     """
 
     expandable_segments: bool = False
+    """Segments grow in place, so that fragmentation hardly occurs."""
     max_split_size: int | None = None
     """Bytes; None: every block may be split."""
     roundup_power2_divisions: int = 0

@@ -46,8 +46,11 @@ class ProfileReport:
     """The measured cost of every layer of a model, most activation bytes first."""
 
     model: str
+    """Class of the model."""
     device: str
+    """Device that it ran on."""
     runs: int
+    """Measured steps; times are medians."""
     layers: tuple[LayerProfile, ...]
     """Sorted by activation bytes, the largest first; equal ones in the model's order."""
     outside_bytes: int
@@ -58,6 +61,7 @@ class ProfileReport:
     step_ms: float
     """Milliseconds of one forward and backward."""
     step_spread: float
+    """(max - min) / median of `step_ms`."""
     moments: tuple[Moment, ...] = dataclasses.field(repr=False, default=())
     """The peak of every stretch of the step: what predictions are made from."""
     calls: tuple[ProfiledCall, ...] = dataclasses.field(repr=False, default=())
@@ -128,9 +132,8 @@ class ProfileReport:
         )
         rendered = Table(columns, tuple(rows))
         recomputed = self.predict_peak_bytes(self.call_names)
-        answer = (
-            f"Peak of activations: {unit.word(self.peak_bytes)}; with a recompute of every layer: {unit.word(recomputed)}."
-        )
+        peak = unit.word(self.peak_bytes)
+        answer = f"Peak of activations: {peak}; with a recompute of every layer: {unit.word(recomputed)}."
         about = (
             f"{self.model} on {self.device}, {len(self.layers)} layers, median of {self.runs} runs. Saved for backward: "
             f"{unit.word(self.total_activation_bytes)}, {unit.word(self.outside_bytes)} of it outside the layers. "

@@ -21,7 +21,6 @@ from nemo_like._util.interrupt import Interrupt
 from nemo_like._util.log import say_once
 from nemo_like._util.memory_used import memory_kind
 from nemo_like._util.rng import seed_all
-from nemo_like._util.tensors import tensors_in
 from nemo_like.distributed.gradients import clip_grad_norm_, set_gradient_sync
 from nemo_like.distributed.mesh import build_mesh
 from nemo_like.distributed.pipeline import Pipeline
@@ -33,8 +32,7 @@ from nemo_like.models import ModelSource, check_positions
 from nemo_like.parallelizer import parallelize
 from nemo_like.planning.devices import device_at_hand
 from nemo_like.planning.utilisation import Utilisation
-from nemo_like.profiling.larger_batch import most_elements
-from nemo_like.recipes.auto import Fitted, PlannedStep, advice_on_memory, choose
+from nemo_like.recipes.auto import PlannedStep, advice_on_memory
 from nemo_like.recipes.checkpoint import about_run, check_same_run, gather_state
 from nemo_like.recipes.data import Batch, HeldOutText, TextData, TextRows
 from nemo_like.recipes.log import DivergedError, LossLog, Progress, versions
@@ -60,16 +58,13 @@ class Pretraining:
         tokenizer: str = "",
     ) -> None:
         """`model`: of `source`, with weights or on the meta device. `tokenizer`: its JSON; empty: bytes."""
-        if not options.free:
-            _check_ranks(options, ranks)
+        _check_ranks(options, ranks)
         self.options, self.ranks, self.text, self.source, self.tokenizer = options, ranks, text, source, tokenizer
         self.unit = "token" if tokenizer else "byte"  # which losses are per
         self.step = 0  # steps done, those of earlier runs included
         self.eval_losses: list[dict[str, float]] = []
         self.interrupted = 0  # or the signal that ended the run early
         self.store: CheckpointStore | None = None
-        self.fitted: Fitted | None = None
-        """Choice of ``--fit``, which `options` has, too."""
         self._seconds: list[float] = []
         self._ahead: Future[Batch] | None = None
         with ranks.together("cutting the text into samples"):
@@ -82,9 +77,6 @@ class Pretraining:
         device = device_at_hand(ranks.device.type)
         self.utilisation = Utilisation.for_model(model, device, options.job().precision)
         self.options = options = with_sync(options, model, device.memory_bytes)
-        if options.free:
-            self.options, self.ranks, self.fitted = choose(options, ranks, model)
-            _check_ranks(self.options, self.ranks)
         with self._advice():
             self._make_ready(model)
             self._begin()
@@ -119,12 +111,7 @@ class Pretraining:
         if options.pp > 1:  # which cuts its batch by itself
             rows = -(-rows // (options.job().pp.microbatches or 1))
         sample = options.planned_input(rows)
-        fields: dict[str, Any] = {"device": self.ranks.device}
-        if self.fitted is not None:
-            fields["planned_tokens"] = most_elements(tensors_in(sample))
-            if (plan := self.fitted.planned) is not None:
-                fields["ac"] = plan
-        return parallelize(model, options.job(**fields), sample_input=sample, mesh=mesh)
+        return parallelize(model, options.job(device=self.ranks.device), sample_input=sample, mesh=mesh)
 
     def _advice(self) -> contextlib.AbstractContextManager[None]:
         """Raise `MemoryRanOutError` with what would lower the peak, where memory runs out inside."""
@@ -142,8 +129,6 @@ class Pretraining:
             background = not options.sync_save
             self.store = CheckpointStore(options.checkpoint_dir, self.ranks, keep=options.keep, background=background)
             self._resume(self.store)
-            if self.fitted is not None and self.ranks.rank == 0:
-                self.fitted.save(self.store.folder)
         self.first_step = self.step
         self.log = LossLog(self.ranks, self.first_step)
 
@@ -206,8 +191,6 @@ class Pretraining:
         if self.unigram_entropy is not None:
             yield f"{self.unit}-unigram entropy of the held-out samples: {self.unigram_entropy:.4f} nats per {self.unit}"
         yield self.utilisation.words
-        if self.fitted is not None:
-            yield self.fitted.words()
         if self.step:
             left = "" if self.step < options.steps else f"; --steps is {options.steps}, so nothing is left to train"
             yield f"resumed after step {self.step}{left}"
@@ -320,7 +303,6 @@ class Pretraining:
             "mfu": self.mfu,
             "mfu_is": self.utilisation.words,
             "ac": self.options.ac,
-            "fit": None if self.fitted is None else {"options": self.fitted.options, **self.fitted.predicted},
             "strategy": self.strategy,
             "world_size": self.ranks.world_size,
             "interrupted": bool(self.interrupted),
@@ -345,7 +327,7 @@ def with_sync(options: PretrainOptions, model: nn.Module, memory_bytes: int) -> 
 
     Where only the last does, FSDP2 keeps each rank's whole gradients till then, of its own stage or columns.
     """
-    if options.sync != "auto" or options.strategy != "fsdp2" or not options.accumulates:
+    if options.sync != "auto" or options.strategy != "fsdp2" or options.grad_accum == 1:
         return options
     counted = sum(p.numel() for p in model.parameters() if p.requires_grad) // (options.tp * options.pp)
     dtype = options.job().precision.reduce_dtype

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -11,7 +10,7 @@ from nemo_like._util.console import check_new_folder, check_writable, flag, toke
 from nemo_like._util.option_fields import Need, Options, option
 from nemo_like._util.words import check_dtype_word
 from nemo_like.flags import FLAGS, check_flag, job_of
-from nemo_like.options import ADAMW, FLOAT8, MemoryBudget, did_you_mean, normalise, parse_ac, parse_bytes
+from nemo_like.options import ADAMW, FLOAT8, MemoryBudget, parse_ac, parse_bytes
 from nemo_like.options import SCHEDULES as PIPELINE_SCHEDULES
 from nemo_like.options.parallel import BACKENDS
 from nemo_like.options.step import SYNC
@@ -25,7 +24,6 @@ if TYPE_CHECKING:  # the help of a job needs no torch
 DEVICES = ("auto", *reversed(BACKENDS))
 RATES = ("cosine", "linear", "constant")
 WITH_CHECKPOINTS = Need("--checkpoint-dir", lambda options: options.checkpoint_dir is not None)
-WITH_FIT = Need("--fit", lambda options: bool(options.free))
 WITH_FSDP2 = Need("--strategy fsdp2", lambda options: options.strategy == "fsdp2")
 WITH_PP = Need("--pp above 1", lambda options: options.pp > 1)
 
@@ -89,9 +87,7 @@ class PretrainOptions(SharedOptions):
     precision: str = job_option("precision")
     offload: str = job_option("offload")
     optimizer: str = job_option("optimizer", choices=ADAMW)
-    cpu_offload: bool = job_option(
-        "cpu_offload", needs=WITH_FSDP2, action=argparse.BooleanOptionalAction
-    )  # without it --fit chooses
+    cpu_offload: bool = job_option("cpu_offload", needs=WITH_FSDP2)
     reshard_after_forward: str = job_option("reshard_after_forward", needs=WITH_FSDP2)
     dp_replicate: int = job_option("dp_replicate")
     tp: int = job_option("tp")
@@ -109,23 +105,6 @@ class PretrainOptions(SharedOptions):
     pp: int = job_option("pp")
     pp_schedule: str = job_option("pp_schedule", choices=PIPELINE_SCHEDULES, needs=WITH_PP)
     stages_per_rank: int | None = job_option("stages_per_rank", needs=WITH_PP)
-    fit: str = option(
-        "no",
-        "at the start, choose the fastest configuration that fits this device, by prediction, for --global-batch: all "
-        "that is not given; or --fit=NAMES (with commas): these options",
-        nargs="?",
-        const="all",
-    )
-    fit_memory: str | None = option(
-        None,
-        "bytes of each device that --fit may use (default: all but 5 % and what is outside of torch's allocator)",
-        needs=WITH_FIT,
-    )
-    fit_host_memory: str | None = option(
-        None,
-        "bytes of CPU memory that --fit may use for each rank (default: an equal share of all but a tenth)",
-        needs=WITH_FIT,
-    )
     seq_len: int = option(256, "tokens per sample", tokens, least=1)
     global_batch: int = option(8, "samples per step over all ranks and micro-batches", least=1)
     grad_accum: int = job_option("grad_accum")
@@ -135,7 +114,7 @@ class PretrainOptions(SharedOptions):
         "gradients would take over a quarter of the device",
         choices=("auto", *SYNC),
         group="training",
-        needs=Need("--grad-accum above 1", lambda options: options.accumulates),
+        needs=Need("--grad-accum above 1", lambda options: options.grad_accum > 1),
     )
     steps: int = option(200, "steps of the whole run, those before a resume included", least=1)
     lr: float = option(3e-3, "peak learning rate of AdamW", least=0)
@@ -174,13 +153,8 @@ class PretrainOptions(SharedOptions):
     examples = (
         "--steps 200",
         "--model llama-small --data corpus.txt --ac selective --checkpoint-dir run --resume=auto",
-        "--model llama3-8b --init sharded --precision bfloat16 --tp 2 --ac 40GiB --fit",
+        "--model llama3-8b --init sharded --precision bfloat16 --tp 2 --ac 40GiB",
     )
-    searched: ClassVar[tuple[str, ...]] = (
-        *("dp_replicate", "grad_accum", "ac", "loss", "offload", "reshard_after_forward", "cpu_offload"),
-        *("tp", "cp", "ep", "pp_schedule"),
-    )
-    """Options that ``--fit`` can choose."""
     fixed: ClassVar[tuple[str, ...]] = ("seq_len", "global_batch", "seed", "tokenizer", "vocab_size")
     """Options without which a checkpoint's weights or place in the data would mean nothing: a resumed run has them."""
 
@@ -216,37 +190,11 @@ class PretrainOptions(SharedOptions):
             parse_ac(self.ac)
         except ValueError as error:
             raise ValueError(f"--ac: {error}") from error
-        self._check_fit()
         if self.pp > 1:
             self._check_pipeline()
         check_writable("--json", self.json)
         if self.export is not None:
             check_new_folder("--export", self.export)
-
-    def _check_fit(self) -> None:
-        unknown = [name for name in self.free if name not in self.searched]
-        if unknown:
-            raise ValueError(
-                f"--fit is {self.fit!r}, and {unknown[0]!r} is nothing that it chooses; that is all, or some of "
-                f"{', '.join(self.searched)}." + did_you_mean(unknown[0], self.searched)
-            )
-        if not self.free:
-            return
-        for name, only in (("strategy", "fsdp2"), ("scope", "all")):
-            if getattr(self, name) != only:
-                raise ValueError(
-                    f"{flag(name)} is {getattr(self, name)!r}, with which --fit predicts nothing. Leave one of the two out."
-                )
-        for name in ("fit_memory", "fit_host_memory"):
-            if (size := getattr(self, name)) is not None:
-                parse_bytes(size, flag(name))
-        budget = parse_ac(self.ac)
-        of_budget = isinstance(budget, MemoryBudget) and budget.fraction is None
-        if "ac" not in self.free and not of_budget and normalise(self.ac) not in ("none", "full", "selective"):
-            raise ValueError(
-                f"--ac is {self.ac!r}, with which --fit predicts nothing: it knows none, full, selective and budgets in "
-                "bytes. Leave --ac to it, or leave --fit out."
-            )
 
     def _check_pipeline(self) -> None:
         for name, off in (("init", "host"), ("cpu_offload", False)):
@@ -260,11 +208,6 @@ class PretrainOptions(SharedOptions):
             self.job()
         except ValueError as error:
             raise ValueError(f"--pp, --pp-schedule and --grad-accum: {error}") from error
-
-    def given(self, names: Sequence[str]) -> Self:
-        if self.fit != "all":
-            return self
-        return replace(self, fit=",".join(name for name in self.searched if name not in names) or "no")
 
     # --- what follows from them ---------------------------------------------------------------------------------------
 
@@ -281,18 +224,6 @@ class PretrainOptions(SharedOptions):
     def _of_job(self) -> tuple[str, ...]:
         """The options that are the job's, by name."""
         return tuple(name for name in FLAGS if hasattr(self, name) and name != "schedule")
-
-    @property
-    def free(self) -> tuple[str, ...]:
-        """Options that ``--fit`` chooses; empty where it was left out."""
-        if self.fit in ("no", "all"):
-            return self.searched if self.fit == "all" else ()
-        return tuple(word.strip().replace("-", "_") for word in self.fit.split(",") if word.strip())
-
-    @property
-    def accumulates(self) -> bool:
-        """Return whether a step has several micro-batches, or may get them by ``--fit``."""
-        return self.grad_accum > 1 or "grad_accum" in self.free
 
     @property
     def warmup(self) -> int:

@@ -203,7 +203,7 @@ def test_a_file_has_the_options_and_the_command_line_wins(tmp_path: Path, capsys
     assert parse_options(PretrainOptions, ["--config", str(path)]) == expected
     for line in (["--config", str(path), "--lr", "0.5"], ["--lr", "0.5", "--config", str(path)]):
         assert parse_options(PretrainOptions, line) == dataclasses.replace(expected, lr=0.5)
-    path.write_text("fit: ac\nsync_save: true\ncheckpoint_dir: run\n")
+    path.write_text("sync_save: true\ncheckpoint_dir: run\n")
     assert parse_options(PretrainOptions, ["--config", str(path)]).sync_save
     wrong = {
         "global-batchs: 4": "has 'global-batchs', which is not an option. Did you mean 'global_batch'?",

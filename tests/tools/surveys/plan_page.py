@@ -40,7 +40,7 @@ _COLUMNS = "| model type | class | planned | ran | peak error | held error | cod
 
 
 def markdown(rows: Iterable[SurveyedPlan], page: str = "") -> str:
-    """The section of `docs/evidence/surveys/models.md`; what the section in `page` says of types that are not in `rows` stays."""
+    """Return the section of the page of surveys; what the one in `page` has of types that are not in `rows` stays."""
     rows = list(rows)
     version = require("transformers", "hf", "to name its version").__version__
     again = {row.model_type for row in rows}
@@ -57,8 +57,8 @@ def markdown(rows: Iterable[SurveyedPlan], page: str = "") -> str:
         (
             SECTION,
             "",
-            "Made by `python -m tests.tools.surveys --plan --output docs/evidence/surveys/models.md`; `--only` renews the rows of "
-            "some types, `--resume` goes on where it was stopped.",
+            "Made by `python -m tests.tools.surveys --plan --output docs/evidence/surveys/models.md`; `--only` renews "
+            "the rows of some types, `--resume` goes on where it was stopped.",
             "",
             f"Of the {len(model_types())} model types of transformers {version}, {len(lines) + len(others)} were tried, and "
             f"{len(lines)} of these train here tiny (CPU, torch {torch.__version__}) on random input of the kind that they "

@@ -7,7 +7,7 @@ tensors (`nemo_like.dry_run`). A cell is a yes, or the number of a reason below 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,9 @@ from nemo_like.layers import find_layers
 from tests.tools.surveys.plans import model_types
 from tests.tools.surveys.tiny_models import ATTEMPTS, build_tiny, cell
 
-POPULAR = """llama llama4_text mistral mixtral ministral3 qwen2 qwen3 qwen3_moe qwen3_next qwen2_5_vl qwen3_vl gemma2 gemma3_text
-    gemma3 gemma4_text gpt_oss deepseek_v3 phi3 olmo2 olmoe granite glm4_moe smollm3 nemotron_h mamba2 gpt2 bert t5 whisper
-    vit"""
+POPULAR = """llama llama4_text mistral mixtral ministral3 qwen2 qwen3 qwen3_moe qwen3_next qwen2_5_vl qwen3_vl
+    gemma2 gemma3_text gemma3 gemma4_text gpt_oss deepseek_v3 phi3 olmo2 olmoe granite glm4_moe smollm3
+    nemotron_h mamba2 gpt2 bert t5 whisper vit"""
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "models.md"
 YES = "yes"
 ROWS, TOKENS = 2, 32
@@ -54,10 +54,9 @@ def page() -> str:
         [
             "# Models",
             "",
-            f"Thirty models of transformers {version}, each built small. `python -m tests.tools.surveys --popular` writes the "
-            "table.",
-            "Loss in chunks and packed documents trained here. A budget (60 %) and the axes, of two ranks each, ran as one rank",
-            "of the job on fake tensors. Every other model type: [survey](../evidence/surveys/models.md).",
+            f"Thirty models of transformers {version}, each built small (`tests.tools.surveys --popular`). Loss in",
+            "chunks and packed documents trained here. A budget (60 %) and the axes, of two ranks each, ran as one rank of",
+            "the job on fake tensors. Every other model type: [survey](../evidence/surveys/models.md).",
             "",
             f"| model type | {' | '.join(COLUMNS)} |",
             f"|{'---|' * (len(COLUMNS) + 1)}",
@@ -73,7 +72,10 @@ def page() -> str:
 
 def row(name: str) -> dict[str, str]:
     """Return the cells of one model type, by column."""
-    model, batch = _tiny(model_types()[name])
+    auto = require("transformers.models.auto.modeling_auto", "hf", "to list its model types")
+    with_pictures = auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(name)
+    classes = sorted(model_types()[name], key=lambda each: not each.endswith("ForConditionalGeneration"))
+    model, batch = _tiny(classes if with_pictures is None else [with_pictures])
     groups: dict[str, int] = {}
     for layer in find_layers(model):
         groups[type(layer.module).__name__] = groups.get(type(layer.module).__name__, 0) + 1
@@ -85,7 +87,7 @@ def row(name: str) -> dict[str, str]:
     return cells
 
 
-def _tiny(classes: tuple[str, ...]) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+def _tiny(classes: Sequence[str]) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """Return the first class that trains on text, or else on what it names as its main input."""
     problem: Exception | None = None
     for name in classes:
