@@ -48,6 +48,12 @@ def flags_on(command: str) -> tuple[str, ...]:
     return tuple(flag.name for flag in FLAGS.values() if command in flag.on.split())
 
 
+def flags_of(part: str) -> tuple[str, ...]:
+    """Return the names of the flags that set options of a `part` of the job, such as ``"pp"``, but for its size."""
+    fields = ((flag.name, flag.field.partition(".")) for flag in FLAGS.values())
+    return tuple(name for name, (head, _, tail) in fields if head == part and tail not in ("", "size"))
+
+
 def add_flags(parser: argparse.ArgumentParser, names: Sequence[str], **defaults: object) -> None:
     """Add the flags of these `names` to `parser`; `defaults`: other ones than the table's, by name."""
     for name in names:

@@ -71,8 +71,8 @@ def flag(name: str) -> str:
 def as_flag(name: str, value: object) -> str:
     """A setting as one writes it on the command line.
 
-    >>> as_flag("cpu_offload", False), as_flag("grad_accum", 4)
-    ('--no-cpu-offload', '--grad-accum 4')
+    >>> as_flag("merge", False), as_flag("grad_accum", 4)
+    ('--no-merge', '--grad-accum 4')
     """
     if isinstance(value, bool):
         return flag(name) if value else flag(f"no-{name}")

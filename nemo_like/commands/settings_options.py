@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_like._util.console import as_flag, check_writable
 from nemo_like._util.table import paragraph, screen_width
-from nemo_like.flags import FLAGS
+from nemo_like.flags import FLAGS, flags_of
 
 if TYPE_CHECKING:
     from nemo_like.job import Job
@@ -18,8 +18,8 @@ _OTHER_NAMES = {"world_size": "gpus", "batch_size": "micro_batch"}
 """Names that some commands have for these values."""
 _AXES = {"--gpus", "--dp-replicate", "--dp-shard", "--tp", "--cp", "--pp"}
 
-_DEPEND_ON = {"tp": ("sequence_parallel", "loss_parallel", "async_tp"), "pp": ("pp_schedule",), "cp": ("cp_method",)}
-"""Values that need an axis of more than one rank, which the command line may set to one."""
+_SPLITS = ("tp", "pp", "cp")
+"""Axes whose options need more than one rank, which the command line may set to one."""
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +49,7 @@ def take_settings(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
         return
     only = argparse.ArgumentParser(add_help=False)
     only.add_argument("--from", dest="path", nargs="?")
-    for axis in _DEPEND_ON:
+    for axis in _SPLITS:
         only.add_argument(f"--{axis}", nargs="?")
     known = only.parse_known_args(argv)[0]
     path = known.path
@@ -63,9 +63,9 @@ def take_settings(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
     given = {word.partition("=")[0] for word in argv}
     if "dp_shard" not in actions or given & _AXES:
         values.pop("dp_shard", None)  # the number of ranks and the other axes decide it
-    for axis, names in _DEPEND_ON.items():
+    for axis in _SPLITS:
         if str(getattr(known, axis) or values.get(axis, 1)) == "1":
-            for name in names:
+            for name in flags_of(axis):
                 values.pop(name, None)
     read, unused = [], []
     for name, value in values.items():

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from nemo_like._util.console import refuse_unread, whole_or
 from nemo_like.commands import LORA, VOCAB_SIZE
-from nemo_like.flags import FLAGS, add_flags, flags_on, job_of
+from nemo_like.flags import FLAGS, add_flags, flags_of, flags_on, job_of
 from nemo_like.options import FLOAT8, parse_dtype
 
 if TYPE_CHECKING:  # the options are needed without torch and the planner
@@ -69,17 +69,13 @@ def add_step_options(parser: argparse.ArgumentParser, *, required: bool) -> None
 def check_step_options(args: argparse.Namespace) -> None:
     """Raise ValueError for an option that nothing reads."""
     if args.pp == 1:
-        refuse_unread(args, ["pp_schedule", "stages_per_rank", "balance"], "without --pp above 1 there is no pipeline.")
+        refuse_unread(args, flags_of("pp"), "without --pp above 1 there is no pipeline.")
         if args.grad_accum == 1:
             refuse_unread(args, ["sync"], "of one micro-batch there is no other. Give --grad-accum too.")
         if args.world_size == 1:
-            refuse_unread(
-                args,
-                ["reshard_after_forward", "prefetch", "cpu_offload"],
-                "one rank keeps the model whole. Give --gpus too.",
-            )
+            refuse_unread(args, flags_of("strategy"), "one rank keeps the model whole. Give --gpus too.")
     if args.cp == 1:
-        refuse_unread(args, ["cp_method"], "without --cp above 1 every rank has whole sequences.")
+        refuse_unread(args, flags_of("cp"), "without --cp above 1 every rank has whole sequences.")
     if not (args.host or args.cpu_offload) and args.offload == "none":
         refuse_unread(args, ["host_memory"], "that takes --host, --offload or --cpu-offload.")
     if args.input_shape:
