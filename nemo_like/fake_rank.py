@@ -61,12 +61,11 @@ from nemo_like.precision import float8_linears
 from nemo_like.resolve import layers_for
 from nemo_like.torch_compat import fake_ranks, local_part
 
+# Environment that turns off what the first step of a real job compares, by values.
 _UNCHECKED = {"NEMO_LIKE_VERIFY": "0"}
-"""Environment that turns off what the first step of a real job compares, by values."""
 
 
-SAME = 256
-"""Bytes: numbers and counters of a step, which a plan does not have one by one."""
+SAME = 256  # Bytes: numbers and counters of a step, which a plan does not have one by one.
 
 
 @dataclass(frozen=True)
@@ -187,10 +186,10 @@ def _model(model_or_config: object) -> nn.Module:
 class _Shortened:
     """A model with fewer of the layers that repeat."""
 
+    # By the name of a layer that is left out, what it returns.
     kinds: Mapping[str, BlockKind] = field(default_factory=dict)
-    """By the name of a layer that is left out, what it returns."""
+    # For each stretch, periods that are left out, and names of the layers of the periods around the gap.
     gaps: tuple[tuple[int, tuple[tuple[str, ...], ...]], ...] = ()
-    """For each stretch, periods that are left out, and names of the layers of the periods around the gap."""
 
 
 def _shortened(traced: ModelTrace, ac: object, kept: int) -> _Shortened:

@@ -407,6 +407,8 @@ def _read_step(step: Any) -> StepSpec:
     return StepSpec.of(step)
 
 
+# Functions that make the value of a field of what a caller writes. A value of the right class, and a `Plan`, stay as
+# they are.
 _READERS: Mapping[str, Callable[[Any], Any]] = {
     "strategy": parse_strategy,
     "ac": parse_ac,
@@ -425,9 +427,8 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
     "allocator": AllocatorConfig.of,
     "search": PlanSearch.of,
 }
-"""Functions that make the value of a field of what a caller writes. A value of the right class, and a `Plan`, stay as
-they are."""
 
+# Keywords of other libraries, and what is written here.
 _ELSEWHERE = {
     "activation_checkpointing": "ac='selective'",
     "gradient_checkpointing": "ac='full'",
@@ -438,9 +439,8 @@ _ELSEWHERE = {
     "pipeline_parallel": "pp=2",
     "expert_parallel": "ep=2",
 }
-"""Keywords of other libraries, and what is written here."""
+# Keywords that `Job.of` takes.
 KEYWORDS: tuple[str, ...] = (*(f.name for f in dataclasses.fields(Job) if f.name != "asked"), "optimizer")
-"""Keywords that `Job.of` takes."""
 
 
 # --- what cannot be combined -------------------------------------------------------------------------------------------

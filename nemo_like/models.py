@@ -32,14 +32,12 @@ from nemo_like.transformers_compat import text_config
 class ModelSource:
     """A model that can be built on any device, `meta` included, and the input that a training step gives it."""
 
-    name: str
-    """Name that the caller wrote."""
-    config: Any
-    """Its transformers config, or None for a ``module:function``."""
+    name: str  # Name that the caller wrote.
+    config: Any  # Its transformers config, or None for a ``module:function``.
+    # Builds it on the current default device; a ``module:function`` may return a pair of it and a sample input.
     factory: Callable[[], Any]
-    """Builds it on the current default device; a ``module:function`` may return a pair of it and a sample input."""
+    # Sample input that ``module:function`` returned; None: it returned the model alone, or was not called yet.
     sample: Any = None
-    """Sample input that ``module:function`` returned; None: it returned the model alone, or was not called yet."""
 
     def build(self, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> nn.Module:
         """The model in training mode, with random weights, on `device`, with parameters of `dtype` (default: float32)."""
@@ -200,8 +198,8 @@ _COUNTS = re.compile(
     r"(heads?|hidden_sizes?|intermediate_size|vocab_size|d_model|n_embd|hidden_dim|head_dim|embed_dims?)$"
 )
 _BOUNDS = re.compile(r"(limit|min|max|clip|clamp)$")
+# Most layers (experts, blocks, labels) of a config: each is built, in about 1 ms. Published models have far fewer.
 _MOST_MODULES = 100_000
-"""Most layers (experts, blocks, labels) of a config: each is built, in about 1 ms. Published models have far fewer."""
 
 
 def _numbers(name: str, value: object) -> Iterator[tuple[str, float]]:

@@ -497,8 +497,8 @@ def _comes_in_split(model: object) -> bool:
     return decided is not None and isinstance(model, FSDPModule) and not hasattr(model, _MARK)
 
 
+# Fields of a job that a model which comes in split has decided already.
 _DECIDED = ("strategy", "dp_replicate", "tp", "cp", "ep", "pp", "precision", "offload", "step", "device")
-"""Fields of a job that a model which comes in split has decided already."""
 
 
 def _checkpoint_as_it_came(model: nn.Module, job: Job, mesh: DeviceMesh | None, sample_input: object) -> nn.Module:

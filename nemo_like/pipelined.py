@@ -46,8 +46,7 @@ class CutStage:
     slice: StageSlice
     tree: nn.Module
     forward: StageForward
-    job: Job
-    """The job that the stage is made ready for, as a model of its own."""
+    job: Job  # The job that the stage is made ready for, as a model of its own.
 
 
 @dataclass

@@ -9,8 +9,8 @@ from typing import Any
 
 from nemo_like._util.words import did_you_mean
 
+# Form of a repository's name on the Hub: its owner, one slash, its name.
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-"""Form of a repository's name on the Hub: its owner, one slash, its name."""
 
 
 def _llama(

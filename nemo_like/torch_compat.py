@@ -60,11 +60,9 @@ __all__ = [
     "tree_unflatten",
 ]
 
-RELEASES = "torch 2.13 to 2.15"
-"""The releases that error messages recommend."""
+RELEASES = "torch 2.13 to 2.15"  # The releases that error messages recommend.
 
-PYTREE_LOGGER = tree_map.__module__
-"""The logger that warns of what others register as a tree."""
+PYTREE_LOGGER = tree_map.__module__  # The logger that warns of what others register as a tree.
 
 
 def forward_hooks(module: nn.Module) -> tuple[Callable[..., Any], ...]:
@@ -72,11 +70,11 @@ def forward_hooks(module: nn.Module) -> tuple[Callable[..., Any], ...]:
     return tuple(module._forward_hooks.values())
 
 
+# The hooks of all modules, in tables that are named as a module's own.
 GLOBAL_HOOKS: dict[str, Any] = {
     "_forward_pre_hooks": nn.modules.module._global_forward_pre_hooks,
     "_forward_hooks": nn.modules.module._global_forward_hooks,
 }
-"""The hooks of all modules, in tables that are named as a module's own."""
 
 
 def wrapped_module(wrapper: nn.Module) -> nn.Module:
@@ -229,8 +227,8 @@ def stop_unless(condition: Tensor, message: str) -> None:
         raise NotImplementedError(message)
 
 
+# Attention kernels by their number in `torch.nn.attention.SDPBackend`.
 SDP_KERNELS = {1: "flash", 2: "mem_efficient", 0: "math", 3: "cudnn"}
-"""Attention kernels by their number in `torch.nn.attention.SDPBackend`."""
 
 
 def fused_attention_kernel(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> str:
@@ -245,6 +243,7 @@ def fused_attention_kernel(query: Tensor, key: Tensor, value: Tensor, causal: bo
 
 
 # The public functions are frames in Python around these, and they are asked twice for every region.
+# Functions that read the state of torch's global switches: of SDPA's kernels, of deterministic algorithms, ...
 SWITCH_READERS: dict[str, Callable[[], Any]] = {
     "flash": torch._C._get_flash_sdp_enabled,
     "mem_efficient": torch._C._get_mem_efficient_sdp_enabled,
@@ -255,12 +254,11 @@ SWITCH_READERS: dict[str, Callable[[], Any]] = {
     "matmul_precision": torch._C._get_float32_matmul_precision,
     "mkldnn": torch._C._get_mkldnn_enabled,
 }
-"""Functions that read the state of torch's global switches: of SDPA's kernels, of deterministic algorithms, ..."""
 
 
+# Operators called within it are not differentiated: they go to the dispatch modes as they are, also those that
+# autograd would take apart.
 below_autograd: Callable[[], contextlib.AbstractContextManager[Any]] = torch._C._AutoDispatchBelowAutograd
-"""Operators called within it are not differentiated: they go to the dispatch modes as they are, also those that autograd
-would take apart."""
 
 
 def direct_call(op: Any) -> Callable[..., Any]:
@@ -320,8 +318,7 @@ def shape_only(
     return Tensor._make_wrapper_subclass(cls, shape, stride, dtype=dtype, device=device)
 
 
-FAKE_LOGGER = "torch._subclasses.fake_tensor"
-"""The logger of the fake mode."""
+FAKE_LOGGER = "torch._subclasses.fake_tensor"  # The logger of the fake mode.
 
 
 @contextlib.contextmanager
@@ -424,8 +421,8 @@ def left_to_python(function: _Function) -> _Function:
     return function
 
 
+# The tables of a module's hooks, in the order in which a step calls them.
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-"""The tables of a module's hooks, in the order in which a step calls them."""
 
 
 def _of_fsdp(hook: object) -> bool:
@@ -856,8 +853,8 @@ class _Lent:
 
     def __init__(self, container: Any) -> None:
         self.container = container
+        # (key, tensor or tuple of some) as the caller has them.
         self.items = [(key, value) for key, value in _items(container) if isinstance(value, Tensor | tuple)]
-        """(key, tensor or tuple of some) as the caller has them."""
         self.replaced: list[Any] = []
 
     def put(self, values: Iterator[Any]) -> None:
@@ -1133,12 +1130,9 @@ class _Groups(NamedTuple):
 
     tables: tuple[dict[Any, Any], ...]
     default: Any
-    next_name: int
-    """A number."""
-    excepthook: Any
-    """torch puts one around it that names the rank."""
-    shapes: Any
-    """The function that finds out shapes for DTensor; None: its own."""
+    next_name: int  # A number.
+    excepthook: Any  # torch puts one around it that names the rank.
+    shapes: Any  # The function that finds out shapes for DTensor; None: its own.
 
 
 def _groups() -> _Groups:
@@ -1169,8 +1163,8 @@ def _put_groups(groups: _Groups) -> None:
 _TABLES_OF_GROUPS = ("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_pg_to_tag", "_tags_to_pg")
 _NAMES = _TABLES_OF_GROUPS.index("_pg_names")
 _NO_GROUPS = _Groups(({},) * len(_TABLES_OF_GROUPS), None, 0, None, _find_shape_unseen)
+# Each fake world begins its names at another number: more than the groups that a job makes.
 _first_names = itertools.count(1_000_000, 1_000_000)
-"""Each fake world begins its names at another number: more than the groups that a job makes."""
 
 
 class VotingStage(PipelineStage):

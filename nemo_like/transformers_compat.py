@@ -15,50 +15,47 @@ from typing import Any
 
 from torch import Tensor
 
-TESTED = ("5.23.0", "5.24.0")
-"""The releases that were tested."""
+TESTED = ("5.23.0", "5.24.0")  # The releases that were tested.
 
 # --- Arguments of a model's forward -----------------------------------------------------------------------------------
 
+# The names under which a key/value cache is passed on. 5.24 renamed the second and the last one to the first.
 CACHE_ARGUMENTS = ("cache", "past_key_values", "past_key_value", "layer_past", "cache_params")
-"""The names under which a key/value cache is passed on. 5.24 renamed the second and the last one to the first."""
 USE_CACHE = "use_cache"
 LOGITS_TO_KEEP = "logits_to_keep"
+# The keyword by which transformers hands shared keys and values to each layer.
 SHARED_STATES = "shared_kv_states"
-"""The keyword by which transformers hands shared keys and values to each layer."""
 
 # --- Names in the files of models, which tell what a module does; absent where it does not ----------------------------
 
+# Name that the forward of attention reads where it goes through the interface.
 ATTENTION_LOOKUP = "ALL_ATTENTION_FUNCTIONS"
-"""Name that the forward of attention reads where it goes through the interface."""
+# An attribute of Llama 4's attention, which then counts positions from its cache's length.
 TEMPERATURE_TUNING = "attn_temperature_tuning"
-"""An attribute of Llama 4's attention, which then counts positions from its cache's length."""
+# A function of RoBERTa and its kin: positions over the ids that are not padding.
 COUNT_IDS = "create_position_ids_from_input_ids"
-"""A function of RoBERTa and its kin: positions over the ids that are not padding."""
+# An attribute of rotary embeddings: the kind, or a table of the kinds of layer types.
 ROPE_TYPE = "rope_type"
-"""An attribute of rotary embeddings: the kind, or a table of the kinds of layer types."""
-GATE = "_apply_gate"
-"""A method of experts that a family overrides."""
-NO_SPLIT = "_no_split_modules"
-"""An attribute of models: the classes of their layers."""
+GATE = "_apply_gate"  # A method of experts that a family overrides.
+NO_SPLIT = "_no_split_modules"  # An attribute of models: the classes of their layers.
 
 # --- Configurations ---------------------------------------------------------------------------------------------------
 
+# An attribute of configurations: the name of the attention implementation.
 ATTENTION = "_attn_implementation"
-"""An attribute of configurations: the name of the attention implementation."""
+# The same, of this configuration alone and not of those below it.
 OWN_ATTENTION = "_attn_implementation_internal"
-"""The same, of this configuration alone and not of those below it."""
 
 # --- Modules ----------------------------------------------------------------------------------------------------------
 
+# The module of the hooks that record routers' logits and attentions.
 RECORDERS = "transformers.utils.output_capturing"
-"""The module of the hooks that record routers' logits and attentions."""
+# Place where tensor-parallel styles are registered.
 PARALLEL_STYLES = ("transformers.distributed.tensor_parallel", "ALL_PARALLEL_STYLES")
-"""Place where tensor-parallel styles are registered."""
 
 
+# A function in the files of models that run under FSDP what LayerDrop has drawn to skip.
 RUNS_DROPPED_LAYERS = "is_fsdp_managed_module"
-"""A function in the files of models that run under FSDP what LayerDrop has drawn to skip."""
 
 
 def absent(what: str) -> RuntimeError:
@@ -170,8 +167,9 @@ def layers_dropped_in_vain(model: Any) -> float | None:
     return None
 
 
+# A Trainer's method that its step prepares a batch with; what TRL's GRPO, RLOO and distillation keep of generated
+# ones.
 _PREPARE, _BUFFERED = "_prepare_inputs", "_buffered_inputs"
-"""A Trainer's method that its step prepares a batch with; what TRL's GRPO, RLOO and distillation keep of generated ones."""
 
 
 def prepared_inputs(trainer: Any, batch: Any) -> Any:

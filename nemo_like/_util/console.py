@@ -23,6 +23,7 @@ class _Without(logging.Filter):
         return self._words not in record.getMessage()
 
 
+# By logger, what it reports while it is imported.
 _NOISE = {
     # transformers imports torchao wherever it is installed, with kernels for devices that are not here.
     "torchao": _Without("Failed to load "),
@@ -30,7 +31,6 @@ _NOISE = {
     # A kernel of bitsandbytes for generation, on CPUs that have AVX-512.
     "bitsandbytes.backends.cpu.ops": _Without("Failed to load CPU gemm_4bit_forward from kernels-community"),
 }
-"""By logger, what it reports while it is imported."""
 _PYTREE_NOISE = _Without("is an Enum subclass and is now natively supported")
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
+# The name to install of a module, where that is another one than its first word.
 DISTRIBUTIONS = {"yaml": "pyyaml"}
-"""The name to install of a module, where that is another one than its first word."""
 
 
 class MissingExtraError(ImportError):

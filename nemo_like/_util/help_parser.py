@@ -52,10 +52,8 @@ class HelpParser(argparse.ArgumentParser):
         prog = self.prog if self.command is None else self.command.prog
         self.exit(2, f"{prog}: error: {message}{'.' * bool(near)}{near}\n")
 
-    hints: Mapping[str, str] = {}
-    """Sentences on options that the command does not have, by what is typed."""
-    command: HelpParser | None = None
-    """Parser of the subcommand, where there is one."""
+    hints: Mapping[str, str] = {}  # Sentences on options that the command does not have, by what is typed.
+    command: HelpParser | None = None  # Parser of the subcommand, where there is one.
 
     def in_options(self, message: str) -> str:
         """Return an error's message with its keywords as the command line has them: ``--tp 3`` for ``tp=3``.

@@ -19,8 +19,7 @@ class Interrupt:
     """
 
     def __init__(self) -> None:
-        self.requested: int = 0
-        """The signal's number, or 0."""
+        self.requested: int = 0  # The signal's number, or 0.
         self._since = 0.0
         self._before: dict[int, Any] = {}
 

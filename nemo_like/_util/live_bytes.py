@@ -45,14 +45,11 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
         """Begin with nothing; `known`: tensors from before. What operators are called with is known as well."""
         super().__init__()
-        self.live = 0
-        """Bytes alive now."""
-        self.peak = 0
-        """The most bytes alive at one time since `take_peak`."""
+        self.live = 0  # Bytes alive now.
+        self.peak = 0  # The most bytes alive at one time since `take_peak`.
+        # Storages in the order in which they were made and freed: (its number from 1 on, its bytes; 0: freed).
         self.log: list[tuple[int, int]] = []
-        """Storages in the order in which they were made and freed: (its number from 1 on, its bytes; 0: freed)."""
-        self.sizes: dict[int, int] = {}
-        """Bytes of what is alive, by number."""
+        self.sizes: dict[int, int] = {}  # Bytes of what is alive, by number.
         self._made = 0
         self.numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         for storage in storages_of(list(known)):

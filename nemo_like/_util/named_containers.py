@@ -13,8 +13,7 @@ from torch import nn
 
 _SharedNames = tuple[tuple[Mapping[str, Any], str], ...]
 _CHANGEABLE = frozenset({list, dict, set, deque, defaultdict, Counter, OrderedDict})
-_WITHOUT = ("torch", "nemo_like")
-"""Packages whose modules change nothing outside of themselves in forward."""
+_WITHOUT = ("torch", "nemo_like")  # Packages whose modules change nothing outside of themselves in forward.
 _known: weakref.WeakKeyDictionary[type, _SharedNames] = weakref.WeakKeyDictionary()
 
 

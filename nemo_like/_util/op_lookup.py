@@ -15,8 +15,7 @@ import torch
 
 from nemo_like.torch_compat import HigherOrderOperator, OpOverload, OpOverloadPacket, higher_order_op, registered_ops
 
-Op = Any
-"""An `OpOverload` or a higher-order operator: what a dispatch mode is called with."""
+Op = Any  # An `OpOverload` or a higher-order operator: what a dispatch mode is called with.
 
 
 def find_op(name: str) -> Op | None:

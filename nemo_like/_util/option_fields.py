@@ -22,8 +22,7 @@ AnyOptions = TypeVar("AnyOptions", bound="Options")
 class Need:
     """A condition under which an option is read at all."""
 
-    words: str
-    """Options that have to be on the command line."""
+    words: str  # Options that have to be on the command line.
     holds: Callable[[Any], bool]
 
 
@@ -65,11 +64,9 @@ class Options:
         ValueError: a value is wrong; the message has the option, the value, the reason and what is accepted.
     """
 
-    job_name: ClassVar[str]
-    """Module of `nemo_like.recipes` with the job, and its command."""
+    job_name: ClassVar[str]  # Module of `nemo_like.recipes` with the job, and its command.
     purpose: ClassVar[str]
-    examples: ClassVar[tuple[str, ...]]
-    """Lines of options, for the help."""
+    examples: ClassVar[tuple[str, ...]]  # Lines of options, for the help.
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

@@ -7,11 +7,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-Say = Callable[[str], None]
-"""Takes what has been done so far, in words."""
+Say = Callable[[str], None]  # Takes what has been done so far, in words.
 
-_SECONDS = 10.0
-"""Between two lines."""
+_SECONDS = 10.0  # Between two lines.
 
 
 def silent(words: str) -> None:

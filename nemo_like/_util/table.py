@@ -15,13 +15,12 @@ class Column:
     """One column of a `Table`."""
 
     name: str
+    # Place in the order in which columns are dropped where the screen is too narrow: 0 never, then the smallest
+    # number last.
     keep: int = 0
-    """Place in the order in which columns are dropped where the screen is too narrow: 0 never, then the smallest number
-    last."""
-    left: bool = False
-    """Align to the left, as text is."""
+    left: bool = False  # Align to the left, as text is.
+    # To how many characters its text may be cut before a column is left out; None: it is never cut.
     least: int | None = None
-    """To how many characters its text may be cut before a column is left out; None: it is never cut."""
 
 
 @dataclass(frozen=True)

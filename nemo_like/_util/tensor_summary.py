@@ -20,13 +20,13 @@ from torch import Tensor
 
 from nemo_like.torch_compat import sparse_parts
 
-_PIECE = 2**22
-"""Elements of another type that are looked at together: a float64 copy of them takes 32 MiB."""
+_PIECE = 2**22  # Elements of another type that are looked at together: a float64 copy of them takes 32 MiB.
+# Elements of which a copy is made to mark values that are not finite; of more, only that there are such values is
+# seen.
 _COPIED = 2**26
-"""Elements of which a copy is made to mark values that are not finite; of more, only that there are such values is seen."""
 _COLUMNS, _SIGNS = 1024, 2**20
+# In the place of values that are not finite, so that the norm stays one, and other places are seen.
 _NAN, _INF = 1.0, 2.0
-"""In the place of values that are not finite, so that the norm stays one, and other places are seen."""
 
 
 @functools.cache
@@ -87,8 +87,7 @@ def _real(tensor: Tensor) -> Tensor:
     return tensor.cpu() if tensor.device.type == "mps" else tensor
 
 
-_PACKED = {torch.float4_e2m1fn_x2}
-"""Two numbers in one byte, and no conversion."""
+_PACKED = {torch.float4_e2m1fn_x2}  # Two numbers in one byte, and no conversion.
 _SUMMED = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 
 

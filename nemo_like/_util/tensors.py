@@ -12,18 +12,18 @@ from torch import Tensor
 
 from nemo_like.torch_compat import is_fake, tree_leaves, tree_map
 
+# Sequence types as a tuple: ``tuple | list`` would make a new object each time that it is evaluated.
 SEQUENCES = (tuple, list)
-"""Sequence types as a tuple: ``tuple | list`` would make a new object each time that it is evaluated."""
+# Types that have no tensors inside.
 _PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
-"""Types that have no tensors inside."""
 
 
+# The place of a tensor in a call: the position or the name of its argument, and its number there.
 Place = tuple[int | str, int]
-"""The place of a tensor in a call: the position or the name of its argument, and its number there."""
 
 
+# Fake tensors of the CPU take the place of a GPU's, as in a plan for one.
 STANDS_FOR_CUDA: contextvars.ContextVar[bool] = contextvars.ContextVar("nemo_like_stands_for_cuda", default=False)
-"""Fake tensors of the CPU take the place of a GPU's, as in a plan for one."""
 
 
 def on_accelerator(tensor: Tensor) -> bool:

@@ -18,6 +18,7 @@ _BYTE_UNITS = (
     | {f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)}
 )
 _NUMBER = r"(?:\d+(?:\.\d*)?|\.\d+)"
+# By word, what torch calls the dtype.
 _DTYPES = {
     "float32": "float32",
     "fp32": "float32",
@@ -26,10 +27,9 @@ _DTYPES = {
     "float16": "float16",
     "fp16": "float16",
 }
-"""By word, what torch calls the dtype."""
 
+# Bytes of each unit, and its name; the largest first.
 UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
-"""Bytes of each unit, and its name; the largest first."""
 GIB, MIB = UNITS[0][0], UNITS[1][0]
 
 

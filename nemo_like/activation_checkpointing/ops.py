@@ -26,8 +26,8 @@ from nemo_like.torch_compat import async_tensor_parallel, partitioner_compute_in
 # There are rules of our own only where PyTorch's registry (`torch.utils.flop_counter`) has none or reads the shapes of a
 # layout wrongly; for all else the registry's is used.
 
+# ``(op, args, kwargs, output)`` → FLOPs.
 FlopRule = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], int]
-"""``(op, args, kwargs, output)`` → FLOPs."""
 
 _OFFSETS_Q = ("cum_seq_q", "cu_seqlens_q", "cu_seq_q")
 _OFFSETS_K = ("cum_seq_k", "cu_seqlens_k", "cu_seq_k")
@@ -107,33 +107,29 @@ def _lengths(offsets: torch.Tensor, longest: Any) -> list[int]:
 class OpFacts:
     """Facts about one operator. `facts` makes it, from the operator's row and its schema."""
 
-    saved: bool = False
-    """Saved by ``ac="selective"`` unless the user takes it out."""
+    saved: bool = False  # Saved by ``ac="selective"`` unless the user takes it out.
+    # Never recomputed, whatever the policy: its second result may differ, or every rank would have to join in.
     pinned: bool = False
-    """Never recomputed, whatever the policy: its second result may differ, or every rank would have to join in."""
-    alternates: bool = False
-    """A plain matmul, of which ``ac="selective"`` recomputes every second one."""
+    alternates: bool = False  # A plain matmul, of which ``ac="selective"`` recomputes every second one.
+    # A fused attention kernel: it runs at the device's attention speed, and draws only with dropout.
     attention: bool = False
-    """A fused attention kernel: it runs at the device's attention speed, and draws only with dropout."""
-    collective: bool = False
-    """Every rank has to call it, with data."""
+    collective: bool = False  # Every rank has to call it, with data.
+    # A collective that sends its input to other ranks, priced by the network; it may be sent again.
     exchange: bool = False
-    """A collective that sends its input to other ranks, priced by the network; it may be sent again."""
+    # An allocation, a view, a question about metadata, a range of the profiler: nothing is computed.
     free: bool = False
-    """An allocation, a view, a question about metadata, a range of the profiler: nothing is computed."""
-    random: bool = False
-    """May draw random numbers; `draws` returns whether one call does."""
+    random: bool = False  # May draw random numbers; `draws` returns whether one call does.
+    # Writes into an argument (in-place and ``out=`` forms), so that it always runs again.
     mutating: bool = False
-    """Writes into an argument (in-place and ``out=`` forms), so that it always runs again."""
+    # ``(op, args, kwargs, output)`` → FLOPs of one call, a multiply-add being two. None: its time is its bytes.
     flops: FlopRule | None = None
-    """``(op, args, kwargs, output)`` → FLOPs of one call, a multiply-add being two. None: its time is its bytes."""
 
+    # (bytes of the input, of the output) → bytes that come from other ranks in forward. None: they are not priced.
     received: Callable[[int, int], int] | None = None
-    """(bytes of the input, of the output) → bytes that come from other ranks in forward. None: they are not priced."""
+    # Arguments → bytes of whole sequences that it gathers besides its kernels, and once more in backward.
     gathered: Callable[[tuple[Any, ...]], int] | None = None
-    """Arguments → bytes of whole sequences that it gathers besides its kernels, and once more in backward."""
+    # (arguments, output) → bytes that it takes beyond both, and gives back. None: nothing is known of it.
     scratch: Callable[[tuple[Any, ...], Any], int] | None = None
-    """(arguments, output) → bytes that it takes beyond both, and gives back. None: nothing is known of it."""
 
     @property
     def tracked(self) -> bool:
@@ -152,6 +148,8 @@ _COLLECTIVE = OpFacts(saved=True, pinned=True, collective=True)
 _GATHER = OpFacts(saved=True, collective=True)
 _FREE = OpFacts(free=True)
 
+# By overload. `_FREE_PACKETS` and `_FREE_NAMESPACES` contain what is free as a whole; a schema that states that an
+# output aliases an input makes an operator free as well.
 _ROWS: dict[str, OpFacts] = {
     "aten._scaled_dot_product_cudnn_attention.default": _SDPA,
     "aten._scaled_dot_product_efficient_attention.default": _SDPA,
@@ -206,8 +204,6 @@ _ROWS: dict[str, OpFacts] = {
     "_c10d_functional.wait_tensor.default": _FREE,
     "_c10d_functional._wrap_tensor_autograd.default": _FREE,
 }
-"""By overload. `_FREE_PACKETS` and `_FREE_NAMESPACES` contain what is free as a whole; a schema that states that an output
-aliases an input makes an operator free as well."""
 
 _FREE_PACKETS = frozenset(
     (
@@ -357,8 +353,8 @@ def _is_causal(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> 
     return bool(argument(op, args, kwargs, "is_causal", "causal", "custom_mask_type"))
 
 
+# Operators of which a call may be a device-to-host copy.
 COPY_OPS = _present(("aten._to_copy.default", "aten.to.dtype_layout", "aten.to.device"))
-"""Operators of which a call may be a device-to-host copy."""
 
 
 def is_device_to_host_copy(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:

@@ -309,8 +309,8 @@ class Part(StrEnum):
     SENT_TENSORS = "sent tensors"
 
 
+# There before the first step of a loop, or from then on; gradients apart.
 STAYING = (Part.PARAMETERS, Part.AVERAGED_WEIGHTS, Part.REMEMBERED_TABLES, Part.OPTIMIZER_STATE)
-"""There before the first step of a loop, or from then on; gradients apart."""
 OF_LAYERS = (Part.SAVED_ACTIVATIONS, Part.RUNNING_LAYER)
 OF_HEAD = (Part.OUTSIDE_OF_LAYERS, Part.KEPT_OUTPUT)
 STATE, GATHERED = "parameters and optimizer", "gathered layers and their reductions"

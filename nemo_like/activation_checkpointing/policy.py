@@ -36,8 +36,8 @@ class Decision(enum.Enum):
 
 SAVE, RECOMPUTE, SKIP, HOST = Decision.SAVE, Decision.RECOMPUTE, Decision.SKIP, Decision.HOST
 
+# (operator, how many times it ran in this region before) → what to do with this output.
 Decide = Callable[[Op, int], Decision]
-"""(operator, how many times it ran in this region before) → what to do with this output."""
 
 
 class PlanMismatchError(RuntimeError):
@@ -48,8 +48,7 @@ class PlanMismatchError(RuntimeError):
 class Misfit:
     """Why the decisions of one region call can't all be followed, told at the end of its forward."""
 
-    ops: frozenset[Op]
-    """The operators whose outputs are to be computed again, unless they must never be."""
+    ops: frozenset[Op]  # The operators whose outputs are to be computed again, unless they must never be.
     reason: str
 
 
@@ -357,8 +356,7 @@ class _LenientRun(_TableRun):
 
     def __init__(self, rows: Mapping[Op, tuple[Decision, ...]], kernel: Op | None) -> None:
         super().__init__(rows)
-        self._kernel = kernel
-        """The attention kernel whose row counts for all of them."""
+        self._kernel = kernel  # The attention kernel whose row counts for all of them.
 
     def __call__(self, op: Op, index: int) -> Decision:
         known = table.facts(op)

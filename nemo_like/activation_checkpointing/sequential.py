@@ -140,8 +140,7 @@ class _Call:
         # segment would otherwise close a cycle from the graph through the region back to the graph.
         self.inputs = SavedInputs(*_map(Tensor.detach, (args, kwargs)))
         self.surroundings = Surroundings(run, (*args, *kwargs.values()), preserve_rng_state)
-        self.packs = 0
-        """The number of tensors that autograd had saved in the region at the end of the call."""
+        self.packs = 0  # The number of tensors that autograd had saved in the region at the end of the call.
 
     def keep_containers(self, stack: contextlib.ExitStack) -> None:
         """Put containers that the member's code shares with others back into the state of now, when `stack` ends."""
@@ -153,8 +152,7 @@ class _Call:
 class _CallsAgain:
     """The function of the region: every call once more, in order."""
 
-    region: weakref.ref[_SegmentRegion]
-    """Weakly, because the region holds this."""
+    region: weakref.ref[_SegmentRegion]  # Weakly, because the region holds this.
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -200,13 +198,12 @@ class _SegmentRegion(Region):
         self.surroundings = Surroundings(None, (), False)  # each call has its own
         self.watch_versions = True
         self.position_of_last = -1
-        self.tail = contextlib.ExitStack()
-        """Ends with the call that is recomputed."""
+        self.tail = contextlib.ExitStack()  # Ends with the call that is recomputed.
         self._preserve_rng_state = first.preserve_rng_state
+        # id of a tensor that a call returned → itself (weakly), its version then, and which it is.
         self._outputs: dict[int, tuple[weakref.ref[Tensor], int, _Earlier]] = {}
-        """id of a tensor that a call returned → itself (weakly), its version then, and which it is."""
+        # Tensors in objects that came in from outside, which the first call's arguments hold.
         self._entered: set[int] = set()
-        """Tensors in objects that came in from outside, which the first call's arguments hold."""
 
     def stop_unless_waited_for(self) -> None:
         """Stop early in the last call only: a layer that FSDP gathered for its recomputation must get to its end."""

@@ -17,8 +17,7 @@ from nemo_like._util.words import a_or_an
 from nemo_like.activation_checkpointing.engine import run_region
 from nemo_like.activation_checkpointing.policy import FullPolicy
 
-Cell = Callable[[Any, Any], tuple[Any, Any]]
-"""(input of one step, state) → (output of that step, new state)."""
+Cell = Callable[[Any, Any], tuple[Any, Any]]  # (input of one step, state) → (output of that step, new state).
 
 
 def checkpoint_timesteps(

@@ -9,11 +9,11 @@ from typing import Any
 
 from nemo_like.activation_checkpointing.engine.global_state import Restore
 
+# Modules, newest first, whose `_attention_backends` dict caches the attention back end that was chosen last.
 _TE_ATTENTION = (
     "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention",
     "transformer_engine.pytorch.attention",
 )
-"""Modules, newest first, whose `_attention_backends` dict caches the attention back end that was chosen last."""
 
 
 def attention_back_end() -> Restore | None:

@@ -176,8 +176,7 @@ def _handed_on(name: str) -> Callable[..., Any]:
     return method
 
 
-_made: dict[tuple[type, type, type], type] = {}
-"""Classes that `_class_around` has made."""
+_made: dict[tuple[type, type, type], type] = {}  # Classes that `_class_around` has made.
 
 
 def _class_around(wrapper: type, reported: type, wanted: type) -> type:
@@ -371,8 +370,8 @@ def unwrap_checkpoint_wrapper(module: nn.Module) -> nn.Module:
 # Whoever checkpoints a model after us (a trainer's setting, accelerate's, the model's own) nests one recomputation in
 # another: everything is computed twice more, and what our policy keeps has no effect.
 
+# Names of models' own checkpointing: transformers, timm.
 FLAGS = ("gradient_checkpointing", "grad_checkpointing")
-"""Names of models' own checkpointing: transformers, timm."""
 
 
 def second_replay(where: str, flag: str) -> ValueError:

@@ -25,10 +25,8 @@ from nemo_like.profiling.layer_trace import counter_of, run_model
 class MeasuredBytes:
     """Beyond parameters, gradients and inputs."""
 
-    held: int
-    """Alive between forward and backward."""
-    peak: int
-    """The most that is alive at one time during the step."""
+    held: int  # Alive between forward and backward.
+    peak: int  # The most that is alive at one time during the step.
 
 
 def step_loss(model: nn.Module, sample: object) -> torch.Tensor:

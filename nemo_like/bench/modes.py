@@ -19,11 +19,11 @@ from nemo_like.offload import apply_offloading
 from nemo_like.options import AC_STRATEGIES, ChunkedLoss, OffloadConfig, did_you_mean, normalise
 from nemo_like.parallelizer import apply_activation_checkpointing
 
+# Smaller storages are not offloaded: less than the default, so that small models show something too.
 MIN_BYTES = 1 << 16
-"""Smaller storages are not offloaded: less than the default, so that small models show something too."""
 
+# (model, sample input): change the model in place; return the bytes moved to CPU memory so far, if it offloads.
 Apply = Callable[[nn.Module, Any], Callable[[], int] | None]
-"""(model, sample input): change the model in place; return the bytes moved to CPU memory so far, if it offloads."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,9 @@ class Mode:
 
     name: str
     apply: Apply
-    peer: bool = False
-    """Another implementation than ours."""
-    backend: str | None = None
-    """Compile each layer with this back end."""
-    on_cpu: bool = True
-    """False: it does nothing where tensors are in CPU memory already."""
+    peer: bool = False  # Another implementation than ours.
+    backend: str | None = None  # Compile each layer with this back end.
+    on_cpu: bool = True  # False: it does nothing where tensors are in CPU memory already.
 
     def under(self, backend: str) -> Mode:
         """The same mode with every layer compiled."""

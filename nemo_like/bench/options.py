@@ -16,35 +16,23 @@ if TYPE_CHECKING:
 class BenchOptions:
     """One benchmark run, as `nemo-like bench` or a caller requests it."""
 
-    model: str = "llama-tiny"
-    """A preset, a config.json or its folder, or ``module:function``."""
-    batch_size: int = 2
-    """Samples per step and rank."""
-    seq_len: int = 256
-    """Tokens per sample."""
-    input_shape: tuple[int, ...] | None = None
-    """Shape of the float input of a model that takes no tokens."""
-    device: str | None = None
-    """``cpu`` or a CUDA device; None: the accelerator of this rank, else the CPU."""
-    dtype: torch.dtype | None = None
-    """Dtype of the parameters; None: float32."""
-    strategy: str = "single"
-    """``single``, ``fsdp2`` or ``ddp``."""
+    model: str = "llama-tiny"  # A preset, a config.json or its folder, or ``module:function``.
+    batch_size: int = 2  # Samples per step and rank.
+    seq_len: int = 256  # Tokens per sample.
+    input_shape: tuple[int, ...] | None = None  # Shape of the float input of a model that takes no tokens.
+    device: str | None = None  # ``cpu`` or a CUDA device; None: the accelerator of this rank, else the CPU.
+    dtype: torch.dtype | None = None  # Dtype of the parameters; None: float32.
+    strategy: str = "single"  # ``single``, ``fsdp2`` or ``ddp``.
+    # Names of the modes to run; None: every one that can run here. ``none`` always runs: the others are compared with
+    # it.
     modes: tuple[str, ...] | None = None
-    """Names of the modes to run; None: every one that can run here. ``none`` always runs: the others are compared
-    with it."""
-    budgets: tuple[str, ...] = ("25%", "50%", "75%")
-    """Memory budgets for the planner, as ``ac=`` takes them."""
+    budgets: tuple[str, ...] = ("25%", "50%", "75%")  # Memory budgets for the planner, as ``ac=`` takes them.
+    # Compile back ends (``inductor``, ``aot_eager``) to run the modes under as well.
     compile: tuple[str, ...] = ()
-    """Compile back ends (``inductor``, ``aot_eager``) to run the modes under as well."""
-    peers: bool = True
-    """Run PyTorch's own implementations, too."""
-    repeats: int = 5
-    """Measured steps per mode; the modes take turns."""
-    warmup: int = 2
-    """Steps per mode before the measured ones."""
-    threads: int | None = None
-    """CPU threads; None: as they are."""
+    peers: bool = True  # Run PyTorch's own implementations, too.
+    repeats: int = 5  # Measured steps per mode; the modes take turns.
+    warmup: int = 2  # Steps per mode before the measured ones.
+    threads: int | None = None  # CPU threads; None: as they are.
 
     def __post_init__(self) -> None:
         for name, least in (("batch_size", 1), ("seq_len", 1), ("repeats", 1), ("warmup", 0), ("threads", 1)):

@@ -39,8 +39,8 @@ from nemo_like.distributed.shard import shard_layers
 from nemo_like.layers import find_layers
 from nemo_like.models import ModelSource, resolve_model
 
+# Errors that a mode may raise on a model or machine that is not for it.
 _ERRORS = (ValueError, TypeError, RuntimeError, ImportError, AttributeError, NotImplementedError)
-"""Errors that a mode may raise on a model or machine that is not for it."""
 
 
 @dataclass
@@ -49,8 +49,7 @@ class MeasuredMode:
 
     mode: Mode
     model: nn.Module
-    moved: Callable[[], int]
-    """Bytes moved to CPU memory so far."""
+    moved: Callable[[], int]  # Bytes moved to CPU memory so far.
     row: dict[str, Any]
 
 
@@ -156,6 +155,7 @@ def _distribute(model: nn.Module, strategy: str, device: torch.device) -> nn.Mod
     return model
 
 
+# For each column its key in a row, its heading, and how a value is written; None: MB, in the one unit of the table.
 _COLUMNS: tuple[tuple[str, table.Column, Callable[[Any], str] | None], ...] = (
     ("mode", table.Column("mode", left=True, least=28), str),
     ("ratio", table.Column("step / none"), "{:.2f}".format),
@@ -168,7 +168,6 @@ _COLUMNS: tuple[tuple[str, table.Column, Callable[[Any], str] | None], ...] = (
     ("recompute", table.Column("recompute", keep=1), table.percent),
     ("gradients", table.Column("gradients", keep=4), str),
 )
-"""For each column its key in a row, its heading, and how a value is written; None: MB, in the one unit of the table."""
 
 _NOTE = (
     "peak: bytes beyond parameters, gradients and inputs, by the device's allocator, on a CPU by the storages that "
@@ -182,12 +181,10 @@ _NOTE = (
 class Comparison:
     """A model in several modes."""
 
+    # For each mode its values by name, such as ``peak_mb`` (10**6 bytes) or ``step_ms``.
     rows: list[dict[str, Any]]
-    """For each mode its values by name, such as ``peak_mb`` (10**6 bytes) or ``step_ms``."""
-    about: dict[str, Any]
-    """Conditions of the measurement: model, sizes, device, versions."""
-    notes: list[str]
-    """Modes that could not run, with the reason."""
+    about: dict[str, Any]  # Conditions of the measurement: model, sizes, device, versions.
+    notes: list[str]  # Modes that could not run, with the reason.
 
     def text(self, width: int | None = None) -> str:
         """Return the table and its conditions for a screen of `width` columns (None: as wide as it gets)."""

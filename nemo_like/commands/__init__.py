@@ -27,10 +27,10 @@ GROUPS = {
 """The commands there are, by group and name, and what each is for."""
 COMMANDS = {name: purpose for group in GROUPS.values() for name, purpose in group.items()}
 
+# The help of ``--lora``.
 LORA = "adapters of this rank train, all else is frozen, in the dtype of --precision (peft)"
-"""The help of ``--lora``."""
+# The help of ``--vocab-size``.
 VOCAB_SIZE = "for a module:function that takes token ids and states no vocab_size"
-"""The help of ``--vocab-size``."""
 
 
 def overview() -> str:

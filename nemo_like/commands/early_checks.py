@@ -14,9 +14,9 @@ from nemo_like.options.parallel import undivided
 from nemo_like.planning.device_table import check_device_name
 from nemo_like.presets import check_model_name
 
+# Options that are numbers from 1 on, where they are numbers.
 _COUNTS = """seq_len batch_size global_batch micro_batch dp_shard gpus world_size count repeats lora image_size
     vocab_size"""
-"""Options that are numbers from 1 on, where they are numbers."""
 _AXES = ("dp_replicate", "dp_shard", "tp", "cp", "pp")
 
 

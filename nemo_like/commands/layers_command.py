@@ -30,8 +30,7 @@ class Run:
     """Consecutive layers of one list, class and size: one line of the report."""
 
     group: str
-    names: str
-    """FQNs, such as ``model.layers.0-31``."""
+    names: str  # FQNs, such as ``model.layers.0-31``.
     layer_class: str
     count: int
     parameters_each: int
@@ -48,8 +47,7 @@ class LayersReport:
     parameters: int
     bytes: int
     runs: tuple[Run, ...]
-    outside_parameters: int
-    """Parameters in no layer: embeddings, final norm, head. They form the root unit."""
+    outside_parameters: int  # Parameters in no layer: embeddings, final norm, head. They form the root unit.
     outside_bytes: int
 
 

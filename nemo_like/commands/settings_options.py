@@ -14,12 +14,12 @@ from nemo_like.flags import FLAGS, flags_of
 if TYPE_CHECKING:
     from nemo_like.job import Job
 
+# Names that some commands have for these values.
 _OTHER_NAMES = {"world_size": "gpus", "batch_size": "micro_batch"}
-"""Names that some commands have for these values."""
 _AXES = {"--gpus", "--dp-replicate", "--dp-shard", "--tp", "--cp", "--pp"}
 
+# Axes whose options need more than one rank, which the command line may set to one.
 _SPLITS = ("tp", "pp", "cp")
-"""Axes whose options need more than one rank, which the command line may set to one."""
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:  # the options are needed without torch and the planner
     from nemo_like.planning.report import Step
 
 JOB_FLAGS = flags_on("plan")
+# Flags that no plan of a pipeline's stages knows.
 _NOT_IN_STAGES = ("host", "measure", "sync", "drop_output", "cpu_offload")
-"""Flags that no plan of a pipeline's stages knows."""
 
 
 def add_step_options(parser: argparse.ArgumentParser, *, required: bool) -> None:

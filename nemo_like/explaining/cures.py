@@ -11,8 +11,7 @@ from nemo_like.explaining.snapshot import BEFORE, Block, Timeline
 from nemo_like.options.memory import AllocatorConfig
 from nemo_like.planning.memory_model.allocator import CachingAllocator, DeviceMemoryError, MemoryBlock
 
-_LEAST = 0.01
-"""Share of the peak that a change must save to be named."""
+_LEAST = 0.01  # Share of the peak that a change must save to be named.
 EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 
 

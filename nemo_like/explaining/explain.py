@@ -20,12 +20,10 @@ if TYPE_CHECKING:  # a file alone needs no torch
     from nemo_like.explaining.planned import PlannedJob
     from nemo_like.job import Job
 
+# Bytes of a log, or characters of a text, that are looked through for a message, its last ones.
 LONGEST = 64 << 20
-"""Bytes of a log, or characters of a text, that are looked through for a message, its last ones."""
-_OUTSIDE = 1.5 * 2**30
-"""Bytes outside of torch's allocator that a process of one GPU has no use for."""
-_SAME = 0.03
-"""Share by which a change may miss the bytes that were measured, and be named as the reason."""
+_OUTSIDE = 1.5 * 2**30  # Bytes outside of torch's allocator that a process of one GPU has no use for.
+_SAME = 0.03  # Share by which a change may miss the bytes that were measured, and be named as the reason.
 
 
 def explain(

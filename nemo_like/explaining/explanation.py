@@ -39,16 +39,12 @@ class FailedRequest:
 class Comparison:
     """A peak compared with the planned one."""
 
-    peak_bytes: int
-    """Bytes of the planned peak."""
-    where: str
-    """Stretch of the step that has it."""
+    peak_bytes: int  # Bytes of the planned peak.
+    where: str  # Stretch of the step that has it.
+    # Recorded and planned bytes by part, where the recorded peak is.
     parts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """Recorded and planned bytes by part, where the recorded peak is."""
-    layers: tuple[str, ...] = ()
-    """Layers that differ from their plan, a line for each group of neighbours."""
-    refusal: str = ""
-    """The reason why nothing is compared."""
+    layers: tuple[str, ...] = ()  # Layers that differ from their plan, a line for each group of neighbours.
+    refusal: str = ""  # The reason why nothing is compared.
 
 
 @dataclass(frozen=True)

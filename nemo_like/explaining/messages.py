@@ -32,27 +32,22 @@ _PREFIX = re.compile(
 class OutOfMemory:
     """The numbers of one message. None: the message does not have that number."""
 
+    # ``"torch 1.0 to 1.3"``, ``"torch 1.4 to 2.0"``, ``"torch 2.1+"``, ``"mps"``, ``"driver"``, ``"nccl"``, or ``"cut
+    # off"``: without the number of reserved bytes.
     form: str
-    """``"torch 1.0 to 1.3"``, ``"torch 1.4 to 2.0"``, ``"torch 2.1+"``, ``"mps"``, ``"driver"``, ``"nccl"``, or
-    ``"cut off"``: without the number of reserved bytes."""
-    kind: str = "CUDA"
-    """The backend: ``"CUDA"``, ``"HIP"``, ``"XPU"``, ``"NPU"``, ``"MUSA"``, ``"MPS"``."""
+    kind: str = "CUDA"  # The backend: ``"CUDA"``, ``"HIP"``, ``"XPU"``, ``"NPU"``, ``"MUSA"``, ``"MPS"``.
     device: int | None = None
-    asked_bytes: int | None = None
-    """The requested segment, which is up to 2 MiB larger than the tensor."""
-    asked_error: int = 0
-    """Half of the last printed digit of `asked_bytes`, in bytes."""
+    asked_bytes: int | None = None  # The requested segment, which is up to 2 MiB larger than the tensor.
+    asked_error: int = 0  # Half of the last printed digit of `asked_bytes`, in bytes.
     total_bytes: int | None = None
     free_bytes: int | None = None
     process_bytes: int | None = None
     other_processes: dict[int, int] = field(default_factory=dict)
     allocated_bytes: int | None = None
-    unallocated_bytes: int | None = None
-    """Bytes that torch reserved and no tensor uses."""
+    unallocated_bytes: int | None = None  # Bytes that torch reserved and no tensor uses.
+    # The part of `allocated_bytes` that is in private pools, such as those of CUDA graphs.
     private_pool_bytes: int | None = None
-    """The part of `allocated_bytes` that is in private pools, such as those of CUDA graphs."""
-    allowed_bytes: int | None = None
-    """The limit of ``set_per_process_memory_fraction``."""
+    allowed_bytes: int | None = None  # The limit of ``set_per_process_memory_fraction``.
 
     @property
     def reserved_bytes(self) -> int | None:
@@ -97,8 +92,7 @@ class ModelSizes:
     heads: int
     kv_heads: int
     head_dim: int
-    tokens: int | None = None
-    """Tokens of one micro-batch, where known."""
+    tokens: int | None = None  # Tokens of one micro-batch, where known.
 
     @property
     def layer_parameters(self) -> int:
@@ -331,8 +325,7 @@ def readings(message: OutOfMemory, sizes: ModelSizes) -> list[Reading]:
     return [reading for _, reading in likely[:2]]
 
 
-_LEAST_BITS = 5.0
-"""A reading is returned where one of 32 sizes would match by chance, or fewer."""
+_LEAST_BITS = 5.0  # A reading is returned where one of 32 sizes would match by chance, or fewer.
 
 
 def _window(requested: int, error: int) -> tuple[int, int]:

@@ -50,14 +50,13 @@ _BY_PHASE = {
     Phase.SCRIPT: MemoryKind.SCRIPT,
     Phase.UNKNOWN: MemoryKind.OLD,
 }
+# Phases that alternate within a backward.
 _BACK = {Phase.BACKWARD, Phase.RECOMPUTATION, Phase.FSDP, Phase.COLLECTIVE}
-"""Phases that alternate within a backward."""
-Mark = tuple[tuple[str, int], ...]
-"""Files and lines of a stack, the outermost first."""
-_ROUND = 512
-"""Bytes to which the allocator rounds."""
+Mark = tuple[tuple[str, int], ...]  # Files and lines of a stack, the outermost first.
+_ROUND = 512  # Bytes to which the allocator rounds.
+# Share of recorded gradients, or states, whose sizes must be found among the blocks from before, to name those by
+# them.
 _ALIKE = 0.8
-"""Share of recorded gradients, or states, whose sizes must be found among the blocks from before, to name those by them."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +65,8 @@ class Named:
 
     kind: MemoryKind
     phase: Phase
-    step: int = BEFORE
-    """The forward that it belongs to, from 0; `BEFORE`: none that was recorded."""
-    layer: int | None = None
-    """The layer in whose forward, or recomputation, it was made."""
+    step: int = BEFORE  # The forward that it belongs to, from 0; `BEFORE`: none that was recorded.
+    layer: int | None = None  # The layer in whose forward, or recomputation, it was made.
 
 
 @dataclass(frozen=True)
@@ -77,8 +74,7 @@ class Parts:
     """The parts of all blocks of a timeline."""
 
     named: dict[Block, Named]
-    layers: dict[int, int]
-    """Layers of each forward of which they are known."""
+    layers: dict[int, int]  # Layers of each forward of which they are known.
 
     @property
     def layer_count(self) -> int | None:

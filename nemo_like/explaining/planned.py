@@ -56,16 +56,13 @@ _KINDS = dict.fromkeys(STAYING, MemoryKind.WEIGHTS) | {
 }
 _GROUP_OF = {kind: group for group, kinds in GROUPS.items() for kind in kinds}
 _LAYER = re.compile(r"(?:forward|backward) of layer (\d+)")
+# Share of the plan's weights that must be found in a recording, by size, for the two to be compared.
 _WEIGHTS_MATCH = 0.95
-"""Share of the plan's weights that must be found in a recording, by size, for the two to be compared."""
-_SAVES = 0.01
-"""Share of the peak that a change must save to be named."""
-_AS_HIGH = 0.005
-"""Share below the planned peak within which moments are as high."""
+_SAVES = 0.01  # Share of the peak that a change must save to be named.
+_AS_HIGH = 0.005  # Share below the planned peak within which moments are as high.
+# Widths of a number of a weight, in half bits: of a 4-bit weight's scales, 4, 8, 16 and 32 bits.
 _HALF_BITS = (1, 8, 16, 32, 64)
-"""Widths of a number of a weight, in half bits: of a 4-bit weight's scales, 4, 8, 16 and 32 bits."""
-_LAYERS_ALIKE = 0.02
-"""Share by which a layer may differ from its plan and not be named."""
+_LAYERS_ALIKE = 0.02  # Share by which a layer may differ from its plan and not be named.
 
 
 @dataclass(frozen=True)
@@ -74,8 +71,7 @@ class PlannedBlock:
 
     size: int
     kind: MemoryKind
-    layer: int | None
-    """The layer in whose forward or backward it was made."""
+    layer: int | None  # The layer in whose forward or backward it was made.
 
 
 class PlannedStep(Allocations):
@@ -87,11 +83,10 @@ class PlannedStep(Allocations):
         rank = max(range(len(peaks)), key=lambda number: peaks[number].total)
         self.peak = peaks[rank]
         self._stretch = ""
+        # Bytes of each storage, and the stretch of the step that made it.
         self._made: dict[int, tuple[int, str]] = {}
-        """Bytes of each storage, and the stretch of the step that made it."""
         self._part: dict[int, Part] = {}
-        self._stretches: list[str] = []
-        """Stretch of each event."""
+        self._stretches: list[str] = []  # Stretch of each event.
         steps = RankSteps(query, rank, choices, self)
         steps.run(first=True)
         self.log, self._stretches, self._before = [], [], dict(self.sizes)
@@ -257,12 +252,12 @@ def _sizes_of(step: Step) -> ModelSizes | None:
 
 
 _FORWARD, _BACKWARD, _OPTIMIZER = "forward", "backward", "optimizer"
+# Phases of a recording that a plan has, too.
 _PHASES = dict.fromkeys((Phase.FORWARD, Phase.LOSS), _FORWARD) | {
     Phase.BACKWARD: _BACKWARD,
     Phase.RECOMPUTATION: _BACKWARD,
     Phase.OPTIMIZER: _OPTIMIZER,
 }
-"""Phases of a recording that a plan has, too."""
 
 
 def _phase(stretch: str) -> str:

@@ -17,10 +17,8 @@ from nemo_like.explaining.unexpected import unexpected_at_peak
 if TYPE_CHECKING:  # a plan takes torch, which a file alone does not
     from nemo_like.explaining.planned import PlannedJob
 
-_PLACES = 3
-"""Places in the source that are named for each part."""
-_ALIKE = 0.02
-"""Share by which layers may differ and are called alike."""
+_PLACES = 3  # Places in the source that are named for each part.
+_ALIKE = 0.02  # Share by which layers may differ and are called alike.
 
 
 def explained(timeline: Timeline, planned: PlannedJob | None = None) -> Explanation:

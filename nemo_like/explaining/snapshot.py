@@ -18,17 +18,16 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
+# A stack: dicts with `name`, `filename` and `line`, the innermost first.
 Frames = Sequence[Mapping[str, Any]]
-"""A stack: dicts with `name`, `filename` and `line`, the innermost first."""
-BEFORE = -1
-"""The number of the event that made a block from before the recording."""
+BEFORE = -1  # The number of the event that made a block from before the recording.
+# Bytes of a file, unpacked, that are read at most: a snapshot of 1,000,000 events has some 0.3 GB.
 _LARGEST = 4 << 30
-"""Bytes of a file, unpacked, that are read at most: a snapshot of 1,000,000 events has some 0.3 GB."""
+# Errors that a damaged pickle ends in.
 _DAMAGED = (
     *(pickle.UnpicklingError, EOFError, zlib.error, gzip.BadGzipFile, ValueError, TypeError, LookupError),
     *(AttributeError, OverflowError, MemoryError, RecursionError),
 )
-"""Errors that a damaged pickle ends in."""
 _FREED, _ASKED = "free_completed", "free_requested"
 _GROWS = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
 
@@ -111,20 +110,14 @@ class Block:
     """One allocation."""
 
     address: int
-    size: int
-    """Bytes, rounded by the allocator where the snapshot has that size."""
+    size: int  # Bytes, rounded by the allocator where the snapshot has that size.
     stream: int
     frames: Frames
-    born: int = BEFORE
-    """The number of the event that made it."""
-    died: int | None = None
-    """The number of the event that freed it; None: alive at the end."""
-    asked: int | None = None
-    """The number of the event that asked to free it, which other streams may delay."""
-    requested: int = 0
-    """Bytes that were asked for."""
-    freed: Frames = ()
-    """The stack that freed it."""
+    born: int = BEFORE  # The number of the event that made it.
+    died: int | None = None  # The number of the event that freed it; None: alive at the end.
+    asked: int | None = None  # The number of the event that asked to free it, which other streams may delay.
+    requested: int = 0  # Bytes that were asked for.
+    freed: Frames = ()  # The stack that freed it.
 
     def outlives(self, event: int) -> bool:
         """Return whether it is freed after `event`, or not at all."""
@@ -139,12 +132,9 @@ class Timeline:
     trace: list[dict[str, Any]]
     segments: list[dict[str, Any]]
     blocks: list[Block]
-    active: array[int]
-    """Bytes in blocks, at the start and after each event: one more than there are events."""
-    reserved: array[int]
-    """Bytes in segments, likewise."""
-    notes: list[str] = field(default_factory=list)
-    """Doubts about the file, a line each."""
+    active: array[int]  # Bytes in blocks, at the start and after each event: one more than there are events.
+    reserved: array[int]  # Bytes in segments, likewise.
+    notes: list[str] = field(default_factory=list)  # Doubts about the file, a line each.
 
     @cached_property
     def peak_at(self) -> int:

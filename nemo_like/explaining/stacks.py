@@ -36,6 +36,7 @@ class Phase(StrEnum):
 
 _PACKAGE = re.compile(r".*?(?:site|dist)-packages/(.*)$")
 _RECOMPUTES = {"recompute_fn", "unpack_hook", "backward", "_recompute", "recompute"}
+# Functions that make or move weights.
 _BUILDS = {
     *("_apply", "convert", "cuda", "from_pretrained", "load_state_dict", "_load_pretrained_model", "to_empty"),
     *(
@@ -46,24 +47,22 @@ _BUILDS = {
         "__init__",
     ),
 }
-"""Functions that make or move weights."""
+# The phase of a stack with several of them is the first of these.
 _FIRST = (
     *(Phase.RECOMPUTATION, Phase.OPTIMIZER, Phase.CLIPPING, Phase.FSDP, Phase.COLLECTIVE, Phase.BACKWARD),
     *(Phase.FORWARD, Phase.BUILD, Phase.STATE),
 )
-"""The phase of a stack with several of them is the first of these."""
+# Files of packages that pass a call on.
 _PASSED = (
     *("torch/nn/modules/module.py", "torch/utils/_contextlib.py", "torch/_dynamo", "torch/_compile.py", "torch/amp/"),
     *("torch/utils/_device.py", "accelerate/utils/operations.py", "torch/autograd/function.py", "functools.py"),
 )
-"""Files of packages that pass a call on."""
-_PASSED_BY_PYTHON = ("runpy", "contextlib.py", "threading.py")
-"""Files of Python's own that do."""
+_PASSED_BY_PYTHON = ("runpy", "contextlib.py", "threading.py")  # Files of Python's own that do.
+# Operators that others call for their result.
 _ALLOCATES = {
     *("empty_memory_format", "empty_strided", "empty_like", "empty", "resize_"),
     *("to_copy", "_to_copy", "clone", "contiguous"),
 }
-"""Operators that others call for their result."""
 
 
 @functools.cache

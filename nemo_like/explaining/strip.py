@@ -12,8 +12,8 @@ from nemo_like.explaining.stacks import in_package, line_of, text_of
 
 _SEGMENT = ("device", "address", "total_size", "stream", "allocated_size", "active_size", "is_expandable")
 _BLOCK = ("address", "size", "requested_size")
+# Numbers that are kept; what else a snapshot has is left out.
 _EVENT = ("addr", "size", "stream", "device_free")
-"""Numbers that are kept; what else a snapshot has is left out."""
 _WORDS = {"segment_type", "state", "action"}
 _OF_PYTHON = re.compile(r".*/(python3\.\d+/.*)")
 

@@ -13,15 +13,12 @@ from nemo_like.explaining.parts import MemoryKind, Parts
 from nemo_like.explaining.snapshot import BEFORE, Block, Timeline
 from nemo_like.explaining.stacks import Phase, place_of, text_of
 
-_LEAST = 0.005
-"""Share of the peak below which a cause is left out."""
-_FREE = 0.10
-"""Share of reserved bytes that must be free to be called fragmentation."""
-_IDLE = 0.5
-"""A stream is idle that has allocated nothing in the second half of the recording."""
-_STEPS = 3
-"""Steps that must leave something behind, to be called growth."""
+_LEAST = 0.005  # Share of the peak below which a cause is left out.
+_FREE = 0.10  # Share of reserved bytes that must be free to be called fragmentation.
+_IDLE = 0.5  # A stream is idle that has allocated nothing in the second half of the recording.
+_STEPS = 3  # Steps that must leave something behind, to be called growth.
 _FORWARD = {MemoryKind.ACTIVATIONS, MemoryKind.LOSS, MemoryKind.OF_FORWARD}
+# Parts of which a step should leave nothing behind.
 _LEFT = {
     MemoryKind.SCRIPT,
     MemoryKind.OF_BACKWARD,
@@ -30,7 +27,6 @@ _LEFT = {
     MemoryKind.SAVED_STATE,
     MemoryKind.CLIPPING,
 }
-"""Parts of which a step should leave nothing behind."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +34,11 @@ class Unexpected:
     """Memory that should not be there."""
 
     kind: str
-    size: int
-    """Bytes at the peak."""
+    size: int  # Bytes at the peak.
+    # Active bytes of the peak without them; of fragmentation, reserved bytes after the change.
     peak_after: int
-    """Active bytes of the peak without them; of fragmentation, reserved bytes after the change."""
-    words: str
-    """The cause, in words."""
-    change: str = ""
-    """The line to write, or the setting."""
+    words: str  # The cause, in words.
+    change: str = ""  # The line to write, or the setting.
 
     def to_dict(self) -> dict[str, object]:
         """Return it for JSON."""

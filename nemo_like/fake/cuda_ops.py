@@ -247,11 +247,10 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 # capability 8.0 on. Switches (`torch.nn.attention.sdpa_kernel`) count as they are when attention is called.
 
 FLASH, EFFICIENT, MATH, CUDNN = _DEFAULT = tuple(SDP_KERNELS.values())
+# From the release of cuDNN after this one on, PyTorch tries it first on Hopper and Blackwell.
 _CUDNN_FIRST = 91500
-"""From the release of cuDNN after this one on, PyTorch tries it first on Hopper and Blackwell."""
 _RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
-_EFFICIENT_GROUPS = (2, 15)
-"""The first release known to give grouped queries to the memory-efficient kernel."""
+_EFFICIENT_GROUPS = (2, 15)  # The first release known to give grouped queries to the memory-efficient kernel.
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from nemo_like._util.tensors import tensors_in
 from nemo_like.torch_compat import HOOKS
 
+# Elements up to which a tensor is copied, and fake runs compute with its values: models look at them.
 SMALL = 1 << 20
-"""Elements up to which a tensor is copied, and fake runs compute with its values: models look at them."""
 _MARK = "_nemo_like_copy"
 _ATOMS = (bool, int, float, str, bytes, type, type(None), torch.dtype, torch.device)
+# Their hooks are part of what a model computes: old weight norms, `enable_input_require_grads`.
 _LIBRARIES = ("torch", "transformers", "peft", "nemo_like")
-"""Their hooks are part of what a model computes: old weight norms, `enable_input_require_grads`."""
 
 
 def model_copy(model: nn.Module, *, runs_kernels: bool = False) -> nn.Module:

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from nemo_like.torch_compat import FakeRanks, root_mesh
 
+# The number of the second rank. DTensor remembers operators by mesh, and no job has a mesh of these ranks.
 _SECOND = 1 << 12
-"""The number of the second rank. DTensor remembers operators by mesh, and no job has a mesh of these ranks."""
 
 
 @functools.cache

@@ -14,16 +14,15 @@ from nemo_like._util.module_tree import bare_modules
 from nemo_like.activation_checkpointing.engine.handles import RegionError
 from nemo_like.layers.structure import is_list_of_experts
 
+# Errors of fake tensors where code looks at a value that they do not have, by name: the classes are private.
 _LOOKS = ("DataDependentOutputException", "DynamicOutputShapeException")
-"""Errors of fake tensors where code looks at a value that they do not have, by name: the classes are private."""
 
 
 class Aim(NamedTuple):
     """The purpose of a run without values, in the words of an error."""
 
     cannot: str
-    instead: str
-    """A sentence: what to do then."""
+    instead: str  # A sentence: what to do then.
 
 
 PLAN = Aim("cannot be planned", "Use a mode instead of a budget, such as 'selective'.")

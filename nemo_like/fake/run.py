@@ -35,10 +35,10 @@ class PlannedRouting(NamedTuple):
     """Numbers by which the rows of tokens go to experts that are split over ranks."""
 
     ranks: int
+    # Rows that come to the experts of this rank, as a multiple of those that came to them if all got alike.
     imbalance: float
-    """Rows that come to the experts of this rank, as a multiple of those that came to them if all got alike."""
+    # The share of an expert's rows that are sent: a module that is called with all rows sends those that were chosen.
     sent: float
-    """The share of an expert's rows that are sent: a module that is called with all rows sends those that were chosen."""
 
 
 class FakeRun(TorchDispatchMode):
@@ -67,10 +67,9 @@ class FakeRun(TorchDispatchMode):
         self.autocast = autocast
         self.cuda = None if cuda is None else CudaOps(cuda)
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self.routing: PlannedRouting | None = None
-        """The way of rows to experts, where these are split."""
+        self.routing: PlannedRouting | None = None  # The way of rows to experts, where these are split.
+        # Storages of real tensors that a fake one was written into: their values mean nothing any more.
         self._unknown: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Storages of real tensors that a fake one was written into: their values mean nothing any more."""
         self._put_back: list[ExitStack] = []
 
     def __enter__(self) -> Any:
@@ -281,8 +280,8 @@ _LAYER_NORM = torch.ops.aten.native_layer_norm.default
 _LAYER_NORM_BACKWARD = torch.ops.aten.native_layer_norm_backward.default
 _GROUPED_MM = torch.ops.aten._grouped_mm.default
 _ROUTE = "nemo_like.route"
+# These return what they are given; torch's rules for fake tensors make another one.
 ALIASES = ("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd")
-"""These return what they are given; torch's rules for fake tensors make another one."""
 _BINCOUNT = torch.ops.aten.bincount.default
 _INDEXED = frozenset((torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default))
 _DRAWS = frozenset((torch.ops.aten.rand.default, torch.ops.aten.randn.default))

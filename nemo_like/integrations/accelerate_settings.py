@@ -14,22 +14,17 @@ from typing import Any
 class AccelerateSettings:
     """The settings of this process's `Accelerator` that checkpointing and the loss meet; the defaults: there is none."""
 
+    # It will put PyTorch's checkpoint wrapper around each layer (``fsdp_activation_checkpointing``).
     checkpoints: bool = False
-    """It will put PyTorch's checkpoint wrapper around each layer (``fsdp_activation_checkpointing``)."""
-    compiler: str | None = None
-    """The back end that it compiles with (``dynamo_backend``); None: it does not."""
+    compiler: str | None = None  # The back end that it compiles with (``dynamo_backend``); None: it does not.
+    # It compiles each layer, and what is outside the layers, instead of the whole model.
     by_regions: bool = False
-    """It compiles each layer, and what is outside the layers, instead of the whole model."""
+    # ``"bf16"`` or ``"fp16"``: the autocast that it runs the model's forward under.
     precision: str | None = None
-    """``"bf16"`` or ``"fp16"``: the autocast that it runs the model's forward under."""
-    shards: bool = False
-    """It shards the model by FSDP2."""
-    reshards: bool | int = True
-    """FSDP2's ``reshard_after_forward``."""
-    offloads_params: bool = False
-    """FSDP2's parameters wait in CPU memory."""
-    other_sharding: str = ""
-    """Name of another way to shard: DeepSpeed, FSDP1, Megatron-LM."""
+    shards: bool = False  # It shards the model by FSDP2.
+    reshards: bool | int = True  # FSDP2's ``reshard_after_forward``.
+    offloads_params: bool = False  # FSDP2's parameters wait in CPU memory.
+    other_sharding: str = ""  # Name of another way to shard: DeepSpeed, FSDP1, Megatron-LM.
 
     @property
     def compiles_model(self) -> bool:

@@ -22,8 +22,8 @@ from nemo_like.offload.backends import Backend
 from nemo_like.offload.handles import KeptHandle
 from nemo_like.options import OffloadConfig
 
+# Attributes that models without `get_output_embeddings` call their output head.
 _HEAD_NAMES = ("lm_head", "embed_out", "score", "classifier", "head", "output", "proj_out")
-"""Attributes that models without `get_output_embeddings` call their output head."""
 
 
 class OffloadActivations(Offloader):

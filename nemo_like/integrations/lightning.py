@@ -22,8 +22,8 @@ from nemo_like.parallelizer import is_parallelized, parallelize
 
 __all__ = ["parallelize_fn"]
 
+# Lightning's names for the axes of its mesh, and ours.
 _AXES = {"data_parallel": "dp_shard", "tensor_parallel": "tp"}
-"""Lightning's names for the axes of its mesh, and ours."""
 
 
 def parallelize_fn(**settings: Any) -> Callable[[nn.Module, DeviceMesh], nn.Module]:

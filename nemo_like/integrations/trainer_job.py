@@ -23,10 +23,9 @@ from nemo_like.planning.predictions.reserved import default_limit
 from nemo_like.planning.report import PlanReport
 from nemo_like.transformers_compat import prepared_inputs
 
+# Names of `TrainingArguments.optim` that are planned by another one.
 _OPTIMIZERS = TRAINER_OPTIMIZERS | {"paged_adamw_8bit": "adamw-8bit"}
-"""Names of `TrainingArguments.optim` that are planned by another one."""
-_FEW_ROWS = 2000
-"""Rows of a data set without columns that are all made, to measure them."""
+_FEW_ROWS = 2000  # Rows of a data set without columns that are all made, to measure them.
 
 
 def job_of_trainer(trainer: Any, **asked: Any) -> Job:

@@ -98,8 +98,7 @@ class _Finder:
         self.model = model
         self.no_split = _no_split_names(model)
         self.least_plain = _PLAIN_SHARE * parameter_count(model)
-        self.by_name = False
-        """Members of a `ModuleDict` by words can be layers."""
+        self.by_name = False  # Members of a `ModuleDict` by words can be layers.
         self.found: list[tuple[str, nn.Module]] = []
         self.seen: set[int] = set()
         self.layers: set[int] = set()

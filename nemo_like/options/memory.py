@@ -59,8 +59,8 @@ class PlanSearch:
 
 # The settings of CUDA's caching allocator that decide how much it reserves.
 
+# Variables of the environment with settings of CUDA's caching allocator; the first one that is set counts.
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Variables of the environment with settings of CUDA's caching allocator; the first one that is set counts."""
 
 
 def allocator_here(value: str | None) -> AllocatorConfig:
@@ -138,9 +138,9 @@ class AllocatorConfig:
         return cls(**settings)  # type: ignore[arg-type]
 
 
+# Settings with a number: the field, and the bytes of one.
 _NUMBERS = {
     "max_split_size_mb": ("max_split_size", 1 << 20),
     "large_segment_size_mb": ("large_segment", 1 << 20),
     "roundup_power2_divisions": ("roundup_power2_divisions", 1),
 }
-"""Settings with a number: the field, and the bytes of one."""

@@ -13,10 +13,9 @@ if TYPE_CHECKING:  # imported where an optimizer is made
     import torch
     from torch import nn
 
-_COUNTER = 4
-"""Bytes of AdamW's counter of steps."""
+_COUNTER = 4  # Bytes of AdamW's counter of steps.
+# Sizes of 8-bit states: values that share a scale, and elements from which on a parameter has them.
 QUANTIZED_BLOCK, SMALLEST_QUANTIZED = 256, 4096
-"""Sizes of 8-bit states: values that share a scale, and elements from which on a parameter has them."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +83,8 @@ class OptimizerMemory:
         return max((each.most for each in self.passes), default=0)
 
 
+# Function that returns the memory of these parameters, in the optimizer's order, on a device of this kind.
 Memory = Callable[[Sequence[TrainedParameter], str], OptimizerMemory]
-"""Function that returns the memory of these parameters, in the optimizer's order, on a device of this kind."""
 
 
 @dataclass(frozen=True)
@@ -249,6 +248,8 @@ OPTIMIZER_OBJECTS: dict[str, OptimizerFacts] = {
     )
 }
 
+# Names of ``optim`` in transformers' training arguments, by which `OPTIMIZER_OBJECTS` has them; of several, the first
+# is written.
 TRAINER_OPTIMIZERS = {
     "adamw_torch": "adamw",
     "adamw_torch_fused": "adamw-fused",
@@ -257,5 +258,3 @@ TRAINER_OPTIMIZERS = {
     "adamw_8bit": "adamw-8bit",
     "adamw_torch_8bit": "adamw-8bit",
 }
-"""Names of ``optim`` in transformers' training arguments, by which `OPTIMIZER_OBJECTS` has them; of several, the first is
-written."""

@@ -19,13 +19,13 @@ STRATEGIES: tuple[str, ...] = ("fsdp2", "ddp", "single")
 FROZEN_SHARDING: tuple[str, ...] = ("root", "replicate", "per_layer")
 FLOAT8: tuple[str, ...] = ("fp8", "fp8-rowwise", "fp8-gather")
 ENDS: tuple[str, ...] = ("apart", "root")
+# Kinds of device to train on, the first one that is visible first, and the back ends of a process group there.
 BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "cpu": "gloo"}
-"""Kinds of device to train on, the first one that is visible first, and the back ends of a process group there."""
 EXPERT_CALLS: tuple[str, ...] = ("routed", "every")
 
 
+# Words for `FSDP2.reshard_after_forward`.
 RESHARD: dict[str, bool | int | None] = {"default": None, "yes": True, "no": False}
-"""Words for `FSDP2.reshard_after_forward`."""
 
 
 def read_reshard(word: object) -> bool | int | None:

@@ -9,10 +9,9 @@ from typing import Any
 from nemo_like._util.words import check_whole, did_you_mean, normalise
 from nemo_like.options.flag import flagged
 
+# The words of `PipelineParallel.loss_mean` and `ContextParallel.loss_mean`.
 LOSS_MEANS = ("tokens", "rows", "sum")
-"""The words of `PipelineParallel.loss_mean` and `ContextParallel.loss_mean`."""
-LossMean = str | Callable[[dict[str, Any]], Any] | None
-"""The type of both."""
+LossMean = str | Callable[[dict[str, Any]], Any] | None  # The type of both.
 
 
 def parse_loss_mean(owner: str, loss_mean: LossMean, part: str) -> LossMean:

@@ -54,12 +54,9 @@ def warn_of_larger_batches(model: nn.Module, watch: SizeWatch) -> None:
 class SizeWatch:
     """Logs once that a batch is larger than the one that memory was planned for."""
 
-    planned: str
-    """Description of what was planned for, for people."""
-    most: int
-    """See `most_elements`."""
-    peak_bytes: int = 0
-    """Peak that was predicted; 0: only the caller knows."""
+    planned: str  # Description of what was planned for, for people.
+    most: int  # See `most_elements`.
+    peak_bytes: int = 0  # Peak that was predicted; 0: only the caller knows.
     over: bool = False
 
     def __deepcopy__(self, memo: object) -> SizeWatch:

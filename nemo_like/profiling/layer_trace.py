@@ -76,8 +76,8 @@ def watch_step(
 class _Position:
     calls: int = 0
     running: list[int] = field(default_factory=list)
+    # In backward: the earliest call that has begun. A layer that runs now is recomputation, not a call of its own.
     backward_at: int | None = None
-    """In backward: the earliest call that has begun. A layer that runs now is recomputation, not a call of its own."""
 
 
 def _before(layer: int, state: _Position, listener: Listener) -> Callable[..., None]:
@@ -151,14 +151,10 @@ class CallBytes:
 
     layer: int
     inputs: dict[int, int]
-    saved: dict[int, int] = field(default_factory=dict)
-    """First saved in this call."""
-    touched: set[int] = field(default_factory=set)
-    """Saved in this call, first or not."""
-    recompute_growth: int = 0
-    """Rise of the live bytes above those at its start while it ran forward."""
-    live_in_backward: int = 0
-    """Live bytes when its backward begins."""
+    saved: dict[int, int] = field(default_factory=dict)  # First saved in this call.
+    touched: set[int] = field(default_factory=set)  # Saved in this call, first or not.
+    recompute_growth: int = 0  # Rise of the live bytes above those at its start while it ran forward.
+    live_in_backward: int = 0  # Live bytes when its backward begins.
 
 
 @dataclass
@@ -166,8 +162,7 @@ class StepBytes:
     """The bytes of one step."""
 
     calls: list[CallBytes]
-    outside: dict[int, int]
-    """Storages first saved outside every layer (embedding, head, loss)."""
+    outside: dict[int, int]  # Storages first saved outside every layer (embedding, head, loss).
     outside_touched: set[int]
     moments: list[Moment]
 

@@ -183,12 +183,11 @@ class ProfiledCall:
     """One call of one layer, and what recomputing it would do."""
 
     layer: int
+    # Bytes that are not saved from forward to backward; negative where its inputs are larger than what it saves.
     freed: int
-    """Bytes that are not saved from forward to backward; negative where its inputs are larger than what it saves."""
-    cost: float
-    """Time that the recomputation takes, any unit."""
+    cost: float  # Time that the recomputation takes, any unit.
+    # The most bytes alive during the recomputation itself, before what earlier layers free comes off.
     recompute_peak: int = 0
-    """The most bytes alive during the recomputation itself, before what earlier layers free comes off."""
 
 
 def predict_peak(moments: Sequence[Moment], calls: Sequence[ProfiledCall], chosen: Collection[int]) -> int:

@@ -64,8 +64,7 @@ class MemoryProfiler:
         self._model = model
         self._layers = _layers_to_measure(model, layers)
         self._loss_fn = loss_fn
-        self.report: ProfileReport | None = None
-        """The last profile."""
+        self.report: ProfileReport | None = None  # The last profile.
 
     def profile(self, sample_input: object, num_runs: int = 3) -> ProfileReport:
         """Run forward and backward once for bytes and `num_runs` times for times, after one run to warm up.

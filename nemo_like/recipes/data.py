@@ -65,10 +65,9 @@ class TextData:
 
     train: Corpus
     held_out: Corpus
-    name: str
-    """Origin of the text, for people."""
+    name: str  # Origin of the text, for people.
+    # Changes with the contents, and with which are held out: recognises the data when a run resumes.
     fingerprint: str
-    """Changes with the contents, and with which are held out: recognises the data when a run resumes."""
 
 
 def load_text(data: str | os.PathLike[str] | None = None) -> TextData:
@@ -229,10 +228,8 @@ def as_tokens(text: TextData, tokenizer: str) -> TextData:
 class Batch:
     """The inputs that a model is called with, and what it is to predict."""
 
-    inputs: torch.Tensor
-    """(B, T) int64."""
-    targets: torch.Tensor
-    """(B, T) int64: what follows each input."""
+    inputs: torch.Tensor  # (B, T) int64.
+    targets: torch.Tensor  # (B, T) int64: what follows each input.
 
     def with_labels(self) -> dict[str, torch.Tensor]:
         """Return what a model is called with that computes its loss by itself, by name."""

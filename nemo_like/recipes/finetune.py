@@ -39,10 +39,9 @@ trl = require("trl", "finetune", "to fine-tune")
 datasets = require("datasets", "finetune", "to fine-tune")
 peft = require("peft", "finetune", "to fine-tune")
 
-FORMS = ({"messages"}, {"prompt", "completion"}, {"text"})
-"""Columns that samples have."""
+FORMS = ({"messages"}, {"prompt", "completion"}, {"text"})  # Columns that samples have.
+# Arguments of the trainer that have the value of an option, and that option.
 _SAME = {f.metadata["trainer"]: f.name for f in fields(FinetuneOptions) if f.metadata["trainer"]}
-"""Arguments of the trainer that have the value of an option, and that option."""
 
 
 @dataclass

@@ -68,8 +68,7 @@ class LossLog:
     """The mean loss over all ranks of every step. Losses stay on the device until they are read."""
 
     def __init__(self, ranks: Ranks, first_step: int):
-        self.losses: list[float] = []
-        """Nats per token, one per step, from the step numbered `first_step` on."""
+        self.losses: list[float] = []  # Nats per token, one per step, from the step numbered `first_step` on.
         self.first_step, self._ranks = first_step, ranks
         self._unread: list[torch.Tensor] = []
 

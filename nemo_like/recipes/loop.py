@@ -101,8 +101,7 @@ class Pretraining:
         self.model: nn.Module = ready.module if isinstance(ready, Pipeline) else ready
         self.optimizer = make_optimizer(self.model, options)
         whole = self.model if self.pipeline is None else model  # not of one rank's stages
-        self.about = about_run(options, self.text.fingerprint, whole)
-        """Facts that a resumed run must share."""
+        self.about = about_run(options, self.text.fingerprint, whole)  # Facts that a resumed run must share.
         self._loss = MeanLoss(options.loss == "chunked", mesh)
 
     def _parallelized(self, model: nn.Module, mesh: DeviceMesh | None) -> Any:

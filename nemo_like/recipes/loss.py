@@ -34,10 +34,9 @@ def check_own_loss(model: nn.Module, wish: str, way_out: str) -> None:
 class MeanLoss:
     """The mean cross entropy of a batch's targets, on this rank's part of the sequence, if they are cut."""
 
-    chunked: bool = False
-    """As the model computes it: in chunks, where `parallelize` was told so."""
+    chunked: bool = False  # As the model computes it: in chunks, where `parallelize` was told so.
+    # With a ``cp`` axis, where sequences are cut: the model then returns logits of a part.
     mesh: DeviceMesh | None = None
-    """With a ``cp`` axis, where sequences are cut: the model then returns logits of a part."""
 
     def __call__(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Nats per token; its mean over the ranks is the loss of the batch."""

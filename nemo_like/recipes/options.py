@@ -155,8 +155,8 @@ class PretrainOptions(SharedOptions):
         "--model llama-small --data corpus.txt --ac selective --checkpoint-dir run --resume=auto",
         "--model llama3-8b --init sharded --precision bfloat16 --tp 2 --ac 40GiB",
     )
+    # Options without which a checkpoint's weights or place in the data would mean nothing: a resumed run has them.
     fixed: ClassVar[tuple[str, ...]] = ("seq_len", "global_batch", "seed", "tokenizer", "vocab_size")
-    """Options without which a checkpoint's weights or place in the data would mean nothing: a resumed run has them."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -53,6 +53,8 @@ def _prepare(values: dict[str, Any]) -> None:
 
 
 _SIZES = "parallelism_config.parallelism_config_"
+# Keys: the options of ``accelerate launch`` in accelerate/commands/launch.py. Defaults, and the dtype that ``bf16``
+# reduces in: `FullyShardedDataParallelPlugin`, of version 2, in accelerate/utils/dataclasses.py.
 TABLE = Format(
     framework="accelerate",
     marks=("compute_environment", "distributed_type"),
@@ -93,5 +95,3 @@ TABLE = Format(
         "fsdp_config.fsdp_state_dict_type": "SHARDED_STATE_DICT",
     },
 )
-"""Keys: the options of ``accelerate launch`` in accelerate/commands/launch.py. Defaults, and the dtype that ``bf16`` reduces
-in: `FullyShardedDataParallelPlugin`, of version 2, in accelerate/utils/dataclasses.py."""

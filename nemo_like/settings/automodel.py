@@ -40,6 +40,8 @@ _LOSSES = {
     "nemo_automodel.components.loss.masked_ce.maskedcrossentropy": "model",
     "nemo_automodel.components.loss.linear_ce.fusedlinearcrossentropy": "chunked",
 }
+# Keys: nemo_automodel/recipes/_dist_setup.py and its examples. Defaults: `_PARALLELISM_DEFAULTS` there, and
+# `FSDP2Config` in nemo_automodel/components/distributed/config.py.
 TABLE = Format(
     framework="NeMo Automodel",
     marks=("step_scheduler", "distributed"),
@@ -121,5 +123,3 @@ TABLE = Format(
     ),
     finish=_finish,
 )
-"""Keys: nemo_automodel/recipes/_dist_setup.py and its examples. Defaults: `_PARALLELISM_DEFAULTS` there, and `FSDP2Config`
-in nemo_automodel/components/distributed/config.py."""

@@ -24,6 +24,9 @@ def _finish(values: dict[str, Any]) -> Iterator[str]:
         yield "load_in_4bit = True (no plan is made of weights in 4 bits)"
 
 
+# Keys: axolotl/utils/schemas (config.py, fsdp.py, peft.py, model.py). It trains through accelerate's FSDP2 plugin, so
+# that its ``bf16`` and the default of resharding are accelerate's. Packed sequences have the full length, as a plan
+# has.
 TABLE = Format(
     framework="axolotl",
     marks=("base_model",),
@@ -89,5 +92,3 @@ TABLE = Format(
     renamed=(*RENAMED, (r"^sequence_parallel_degree$", "context_parallel_size")),
     finish=_finish,
 )
-"""Keys: axolotl/utils/schemas (config.py, fsdp.py, peft.py, model.py). It trains through accelerate's FSDP2 plugin, so that
-its ``bf16`` and the default of resharding are accelerate's. Packed sequences have the full length, as a plan has."""

@@ -206,10 +206,10 @@ def nested(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return tree
 
 
+# By suffix: the format that is written, and the function that makes its text.
 _WRITTEN = {
     ".toml": (torchtitan.TABLE, _toml),
     ".yaml": (accelerate.TABLE, _yaml),
     ".yml": (accelerate.TABLE, _yaml),
     ".json": (trainer.TABLE, _json),
 }
-"""By suffix: the format that is written, and the function that makes its text."""

@@ -11,8 +11,8 @@ from typing import Any
 
 from nemo_like.presets import PRESETS
 
+# Read where no flag has the value, written where the key can't have it. None instead: the value changes nothing.
 UNKNOWN = object()
-"""Read where no flag has the value, written where the key can't have it. None instead: the value changes nothing."""
 
 
 @dataclass(frozen=True)
@@ -28,22 +28,20 @@ class Format:
     """The table of one framework's settings file."""
 
     framework: str
-    marks: tuple[str, ...]
-    """Keys of which a file of this framework has one."""
+    marks: tuple[str, ...]  # Keys of which a file of this framework has one.
+    # By dotted key: the flag that it sets, and its kind. A name with ``_`` in front is for `finish` alone.
     keys: Mapping[str, tuple[str, ValueKind]]
-    """By dotted key: the flag that it sets, and its kind. A name with ``_`` in front is for `finish` alone."""
-    ignored: tuple[str, ...]
-    """Patterns of keys that change neither memory nor speed."""
+    ignored: tuple[str, ...]  # Patterns of keys that change neither memory nor speed.
+    # Values, by dotted key, that the framework documents as its defaults.
     implied: Mapping[str, Any] = field(default_factory=dict)
-    """Values, by dotted key, that the framework documents as its defaults."""
+    # Regular expressions of other spellings of a key, with the one in `keys`.
     renamed: tuple[tuple[str, str], ...] = ()
-    """Regular expressions of other spellings of a key, with the one in `keys`."""
+    # Sets what several keys decide together, and returns what was not understood.
     finish: Callable[[dict[str, Any]], Iterator[str]] = lambda values: iter(())
-    """Sets what several keys decide together, and returns what was not understood."""
+    # Undoes `finish` before values are written.
     prepare: Callable[[dict[str, Any]], None] = lambda values: None
-    """Undoes `finish` before values are written."""
+    # Values, by dotted key, that a written file has in any case.
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Values, by dotted key, that a written file has in any case."""
 
     def read(self, path: Path, tree: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
         """Return the values by flag, and ``key = value`` of what was not understood.
@@ -166,6 +164,7 @@ DTYPE = words(
     | {"bf16": "bf16", "fp32": "fp32", "fp16": "fp16"}
     | {"torch.bfloat16": "bf16", "torch.float32": "fp32", "torch.float16": "fp16"}
 )
+# Torch's names of schedules, and ours.
 SCHEDULE = words(
     {
         "1F1B": "1f1b",
@@ -176,9 +175,8 @@ SCHEDULE = words(
         "DualPipeV": "dualpipev",
     }
 )
-"""Torch's names of schedules, and ours."""
+# The two ways of torch's context parallelism, and ours.
 ROTATION = words({"allgather": "all_gather", "alltoall": "ring"})
-"""The two ways of torch's context parallelism, and ours."""
 
 
 def preset(name: Any) -> Any:

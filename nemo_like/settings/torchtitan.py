@@ -22,6 +22,7 @@ from nemo_like.settings.formats import (
     words,
 )
 
+# By ``model.name`` and ``model.flavor``, the preset of the same shape.
 FLAVORS = {
     ("llama3", "8B"): "llama3-8b",
     ("llama3", "70B"): "llama3-70b",
@@ -32,7 +33,6 @@ FLAVORS = {
     ("gpt_oss", "20b"): "gpt-oss-20b",
     ("gpt_oss", "120b"): "gpt-oss-120b",
 }
-"""By ``model.name`` and ``model.flavor``, the preset of the same shape."""
 WAYS = {"fused": "adamw-fused", "foreach": "adamw-foreach", "for-loop": "adamw-loop"}
 ALLOCATOR = "expandable_segments:True"
 
@@ -97,6 +97,7 @@ def _prepare(values: dict[str, Any]) -> None:
 
 
 _FLOAT8, _AXIS, _STAGES = "quantize.linear.float8.", "parallelism.", "parallelism.pipeline_parallel_"
+# Keys and defaults: torchtitan/config/job_config.py. The allocator's setting: run_train.sh, which starts every job.
 TABLE = Format(
     framework="torchtitan",
     marks=("parallelism", "activation_checkpoint", "model.flavor"),
@@ -176,4 +177,3 @@ TABLE = Format(
     prepare=_prepare,
     fixed={"activation_checkpoint.selective_ac_option": "op"},
 )
-"""Keys and defaults: torchtitan/config/job_config.py. The allocator's setting: run_train.sh, which starts every job."""

@@ -9,17 +9,17 @@ from nemo_like.options.optimizers import TRAINER_OPTIMIZERS
 from nemo_like.settings.accelerate import NOT_READ, reduce_alike
 from nemo_like.settings.formats import DTYPE, UNKNOWN, WHOLE, Format, ValueKind, only, preset, switch, whole, words
 
+# Words of ``fsdp`` that FSDP2 has a meaning for.
 FSDP_WORDS = {"full_shard", "shard_grad_op", "offload", "auto_wrap"}
-"""Words of ``fsdp`` that FSDP2 has a meaning for."""
-OURS = ("ac", "ac_scope", "loss", "cp", "offload")
-"""Fields of `CheckpointingArguments`."""
+OURS = ("ac", "ac_scope", "loss", "cp", "offload")  # Fields of `CheckpointingArguments`.
+# Fields that only TRL's classes have, or that have another default there.
 TRLS = ("max_length", "gradient_checkpointing")
-"""Fields that only TRL's classes have, or that have another default there."""
 AXES = ("dp_replicate", "dp_shard", "tp", "cp")
 OFFLOADS = ("boundary", "saved", "all")
 HARMLESS_IF_OFF = """label_smoothing_factor use_liger_kernel auto_find_batch_size activation_offloading use_cache
     full_determinism load_in_4bit load_in_8bit fsdp_config.xla fsdp_config.min_num_params fsdp_config.forward_prefetch
     accelerator_config.split_batches"""
+# Patterns of keys that change neither memory nor speed of a step.
 NO_EFFECT = """fsdp_config.xla_* fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap accelerator_config.* ddp_*
     parallelism_config.*_backend parallelism_config.*_handler* liger_kernel_config.* peft_config.* *_strategy *eval*
     log* save* hub_* push_* load_best_* metric_for_* greater_is_better prediction_* include_* report_to run_name project
@@ -29,7 +29,6 @@ NO_EFFECT = """fsdp_config.xla_* fsdp_min_num_params fsdp_transformer_layer_cls_
     restore_callback_* resume_from_* skip_memory_metrics tpu_* past_index mp_parameters ray_scope fp16_* _n_gpu
     half_precision_backend trust_remote_code model_revision chat_template_path dataset_* eos_token pad_token packing*
     check_memory padding_free pad_to_* truncation_mode shuffle_dataset completion_only_loss assistant_only_loss"""
-"""Patterns of keys that change neither memory nor speed of a step."""
 
 
 def _fsdp_words(value: Any) -> tuple[str, ...] | None:
@@ -106,6 +105,8 @@ def _prepare(values: dict[str, Any]) -> None:
 ACCUMULATION = "accelerator_config.gradient_accumulation_kwargs"
 OPTIMIZER = words(TRAINER_OPTIMIZERS)
 RESHARD = words({True: "yes", False: "no", "full_shard": "yes", "shard_grad_op": "no"})
+# Keys and defaults: transformers/training_args.py, where ``_process_fsdp_args`` makes accelerate's plugin, and
+# trl/trainer/sft_config.py. Where `ac` is ours, the Trainer must not checkpoint too.
 TABLE = Format(
     framework="transformers.Trainer",
     marks=("per_device_train_batch_size", "gradient_accumulation_steps"),
@@ -155,5 +156,3 @@ TABLE = Format(
     prepare=_prepare,
     fixed={"gradient_checkpointing": False},
 )
-"""Keys and defaults: transformers/training_args.py, where ``_process_fsdp_args`` makes accelerate's plugin, and
-trl/trainer/sft_config.py. Where `ac` is ours, the Trainer must not checkpoint too."""

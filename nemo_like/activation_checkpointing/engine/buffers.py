@@ -16,14 +16,14 @@ from nemo_like._util.module_tree import every_module
 from nemo_like.activation_checkpointing.engine.handles import RegionError
 from nemo_like.torch_compat import is_fake, sparse_parts, version_of
 
+# Bytes up to which a buffer is copied before every forward. State that forward changes is small, as a rule (amax
+# histories, running statistics); what is large (masks, position tables) hardly ever changes.
 _SMALL = 1 << 16
-"""Bytes up to which a buffer is copied before every forward. State that forward changes is small, as a rule (amax
-histories, running statistics); what is large (masks, position tables) hardly ever changes."""
 
+# By module and training mode: the stamp of the module's attributes, and its buffers at that time.
 _known: weakref.WeakKeyDictionary[nn.Module, dict[bool, tuple[object, tuple[_Known, ...]]]] = (
     weakref.WeakKeyDictionary()
 )
-"""By module and training mode: the stamp of the module's attributes, and its buffers at that time."""
 
 
 class _Known:

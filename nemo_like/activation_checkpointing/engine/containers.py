@@ -26,16 +26,14 @@ from nemo_like._util.plain import PLAIN, is_plain, is_plain_value, slots_in, slo
 from nemo_like.activation_checkpointing.engine.handles import RegionError
 from nemo_like.torch_compat import version_of
 
-_SMALL = 1024
-"""Entries up to which a container is copied before every forward."""
-_SMALL_ARRAY = 1 << 16
-"""Bytes up to which an array is read before every forward."""
+_SMALL = 1024  # Entries up to which a container is copied before every forward.
+_SMALL_ARRAY = 1 << 16  # Bytes up to which an array is read before every forward.
 
 
 # --- containers among a call's arguments ---------------------------------------------------------------------------
 
+# The types of most arguments; none is a container.
 COMMON_LEAVES = frozenset({type(None), bool, int, float, str, Tensor, nn.Parameter})
-"""The types of most arguments; none is a container."""
 _COPIED = (tuple, list, dict, set, deque)
 
 
@@ -89,14 +87,12 @@ def _mapped(function: Callable[[Any], Any], value: Any, seen: dict[int, Any]) ->
 
 # --- containers that attributes lead to ----------------------------------------------------------------------------
 
-Attribute = tuple[dict[str, Any], str, str]
-"""The dict that has it, its name, and the class of its owner."""
+Attribute = tuple[dict[str, Any], str, str]  # The dict that has it, its name, and the class of its owner.
 _FILLED: tuple[Any, ...] = (OrderedDict, dict, list, set)
 _READ = (deque, bytearray, array, random.Random)
+# Packages whose objects are not looked into, where they are not containers.
 _OTHER_CODE = ("torch", "nemo_like", "numpy", "builtins")
-"""Packages whose objects are not looked into, where they are not containers."""
-_UNKNOWN = object()
-"""In the place of an object whose contents are not known."""
+_UNKNOWN = object()  # In the place of an object whose contents are not known.
 
 
 class Contents:
@@ -108,10 +104,10 @@ class Contents:
     __slots__ = ("_attributes", "_filled", "_signed")
 
     def __init__(self, attributes: Iterable[Attribute]) -> None:
+        # Containers with their contents; None: these could hold the graph of an earlier step.
         self._filled: list[tuple[Any, Any]] = []
-        """Containers with their contents; None: these could hold the graph of an earlier step."""
+        # Objects that are not filled again, each with the attribute that leads to it, and its sign.
         self._signed: list[tuple[Attribute, Any, Any]] = []
-        """Objects that are not filled again, each with the attribute that leads to it, and its sign."""
         known: dict[int, tuple[Any, Any]] = {}  # and no longer than now: what is in it may hold a graph
         self._attributes = [(place, self._keep(place[0][place[1]], place, known)) for place in attributes]
 

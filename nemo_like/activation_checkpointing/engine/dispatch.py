@@ -39,8 +39,7 @@ if TYPE_CHECKING:
     from nemo_like.activation_checkpointing.engine.inputs import SavedInputs
     from nemo_like.activation_checkpointing.policy import Policy
 
-TRACKED, COPY, MUTABLE, RANDOM, PASS = 1, 2, 3, 4, 0
-"""RANDOM: tracked, and draws random numbers."""
+TRACKED, COPY, MUTABLE, RANDOM, PASS = 1, 2, 3, 4, 0  # RANDOM: tracked, and draws random numbers.
 _RECORDED, _LET_PASS = frozenset({TRACKED, RANDOM}), frozenset({PASS, MUTABLE})
 
 
@@ -53,8 +52,8 @@ class Kinds(dict[int, tuple[int, Callable[..., Any]]]):
 
     def __init__(self, tracked: Any) -> None:
         super().__init__()
+        # Functions that call the operators that are let pass.
         self.passing: dict[int, Callable[..., Any]] = {}
-        """Functions that call the operators that are let pass."""
         self._all = tracked is None
         self._tracked = frozenset(() if tracked is None else tracked)
         self._seen: list[Op] = []
@@ -85,8 +84,8 @@ class Kinds(dict[int, tuple[int, Callable[..., Any]]]):
 
 
 _kinds: dict[Any, Kinds] = {}
+# By id of a policy: asking for its operators, and hashing them, takes longer than a small operator.
 _kinds_of: dict[int, tuple[weakref.ref[Policy], Kinds]] = {}
-"""By id of a policy: asking for its operators, and hashing them, takes longer than a small operator."""
 
 
 def kinds_for(policy: Policy) -> Kinds:

@@ -59,8 +59,7 @@ class _State(NamedTuple):
     sdpa_priority: list[int]
     modes: tuple[Any, ...]
     autocast_cache: bool
-    autocast: tuple[tuple[str, bool, torch.dtype], ...]
-    """Device, whether it is on, and its dtype"""
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]  # Device, whether it is on, and its dtype
     autocasts: bool
 
 
@@ -176,8 +175,8 @@ class ContextVariables:
     def __init__(self) -> None:
         self._context = contextvars.copy_context()
         self._held: tuple[contextvars.ContextVar[Any], ...] = ()
+        # Variables with an empty container, and its type: torch's compiler leaves some in every context.
         self._empty: list[tuple[contextvars.ContextVar[Any], type]] = []
-        """Variables with an empty container, and its type: torch's compiler leaves some in every context."""
         held = {}
         for variable, value in self._context.items():
             if is_kind_of_container(value.__class__):
@@ -214,8 +213,8 @@ def _set(variables: tuple[contextvars.ContextVar[Any], ...], values: list[Any]) 
 
 # torch's global switches that decide in what type operators compute, and by which kernels, those of SDPA among them.
 
+# A function that reads a switch, and one that sets it to what was read.
 Switch = tuple[Callable[[], Any], Callable[[Any], None]]
-"""A function that reads a switch, and one that sets it to what was read."""
 
 _backends: Any = torch.backends
 SDPA_KERNELS = ("flash", "mem_efficient", "math", "cudnn")

@@ -88,10 +88,9 @@ class Kept:
         self.packs_before = packs_before
         self.value: Any = None
         self.version: Any = None
-        self.rng_after: Any = None
-        """The random-number state after a call that drew and is saved."""
+        self.rng_after: Any = None  # The random-number state after a call that drew and is saved.
+        # The value is a copy of our own, made because the original was about to be changed in place.
         self.private = False
-        """The value is a copy of our own, made because the original was about to be changed in place."""
 
     def recompute(self) -> None:
         """Drop what is saved: recomputation computes it, unless it must never run twice."""

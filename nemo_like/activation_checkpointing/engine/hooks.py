@@ -65,11 +65,10 @@ class _Hook:
 
     def __init__(self, owner: dict[str, Any], table: str, key: int, hook: Callable[..., Any]) -> None:
         self.owner, self.table, self.key, self.hook = owner, table, key, hook
+        # For each call in forward, how many tensors autograd saved in it and dropped, and the states of random
+        # numbers after it, where it drew some; None: it must be called again.
         self.calls: list[tuple[int, Any] | None] = []
-        """For each call in forward, how many tensors autograd saved in it and dropped, and the states of random numbers
-        after it, where it drew some; None: it must be called again."""
-        self.kept: list[Any] = []
-        """The outputs that the region's policy saved in these calls."""
+        self.kept: list[Any] = []  # The outputs that the region's policy saved in these calls.
         self.position = 0
         self.run: Callable[[_Hook, tuple[Any, ...]], Any] | None = None
 

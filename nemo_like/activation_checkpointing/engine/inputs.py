@@ -42,10 +42,8 @@ class SavedInputs:
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._saved: list[Callable[[], Tensor]] = []
-        self._originals: list[Tensor] = []
-        """The tensors themselves, for as long as the call lasts."""
-        self.changed = False
-        """The call has changed one of them in place."""
+        self._originals: list[Tensor] = []  # The tensors themselves, for as long as the call lasts.
+        self.changed = False  # The call has changed one of them in place.
         self._arguments = map_leaves(self._strip, (list(args), kwargs))
 
     def _strip(self, value: object) -> Any:

@@ -25,8 +25,7 @@ from nemo_like._util.plain import is_plain_value
 from nemo_like.activation_checkpointing.engine.containers import Attribute, Contents, has_state
 from nemo_like.activation_checkpointing.engine.handles import RegionError
 
-Own = dict[str, Any]
-"""The attributes of one module, or of one configuration."""
+Own = dict[str, Any]  # The attributes of one module, or of one configuration.
 
 HOOKS = (
     "_forward_hooks",
@@ -42,13 +41,13 @@ _TABLES = (*_TENSORS, "_modules", *HOOKS)
 _tables_of: Callable[[Own], tuple[dict[Any, Any], ...]] = itemgetter(*_TABLES)
 _hooks_of: Callable[[Own], tuple[dict[Any, Any], ...]] = itemgetter(*HOOKS)
 _children_of: Callable[[Own], dict[str, nn.Module | None]] = itemgetter("_modules")
+# nn.Module's own attributes, and the lists in which nn.LSTM and its like have their parameters once more, as these
+# are gathered and freed; of the containers among them, those in `_TABLES` are looked at.
 _REGISTERS = frozenset(vars(nn.Module())) | {"_flat_weights", "_flat_weight_refs"}
-"""nn.Module's own attributes, and the lists in which nn.LSTM and its like have their parameters once more, as these are
-gathered and freed; of the containers among them, those in `_TABLES` are looked at."""
+# The attributes of `nn.Module` that its forward does not read, hooks among them.
 NOT_STATE = _REGISTERS - {*_TENSORS, "_modules", "training"}
-"""The attributes of `nn.Module` that its forward does not read, hooks among them."""
+# The last word of the names of attributes that hold a configuration: its values are looked at as the module's own.
 _CONFIG = frozenset({"config", "cfg", "args", "hparams"})
-"""The last word of the names of attributes that hold a configuration: its values are looked at as the module's own."""
 PLAIN_TENSORS = (Tensor, nn.Parameter)
 _PLAIN_OR_NONE = (*PLAIN_TENSORS, type(None))
 _ABSENT = object()
@@ -151,13 +150,13 @@ class Registered:
         self._keys, self._entries = list(chain(*self._tables)), self._values(self._tables)
         tensors = [[fields[key] for fields in modules] for key in _TENSORS]
         parameters, buffers = ([t for t in self._values(tables) if t is not None] for tables in tensors)
+        # Parameters with a flag to put back.
         self.parameters = [t for t in {id(t): t for t in parameters}.values() if t.is_leaf]
-        """Parameters with a flag to put back."""
+        # Parameters and buffers with a version to compare.
         self.counted = [t for t in (*parameters, *buffers) if type(t) in PLAIN_TENSORS and not t.is_inference()]
-        """Parameters and buffers with a version to compare."""
         self._has_hooks = any(map(any, map(_hooks_of, modules)))
+        # Nothing in it must go before the next forward: no graph, as what a functional call puts in has.
         self.may_be_remembered = all(not isinstance(entry, Tensor) or entry.is_leaf for entry in self._entries)
-        """Nothing in it must go before the next forward: no graph, as what a functional call puts in has."""
 
     def _filled(self) -> list[dict[Any, Any]]:
         return [table for table in chain.from_iterable(map(_tables_of, self._modules)) if table]
@@ -228,13 +227,12 @@ class Attributes:
     def __init__(self, walk: Walk, present: tuple[list[str], list[type]]) -> None:
         self.present = present
         self.names = list(map(list, walk.owns))
+        # The attributes whose values may be held: others would live for longer, and their graphs.
         self.plain = [
             [n for n, v in fields.items() if is_plain_value(v) or _is_configuration(n, v)] for fields in walk.owns
         ]
-        """The attributes whose values may be held: others would live for longer, and their graphs."""
         self.getters = list(map(_getter, self.plain))
-        self.containers: list[Attribute] = []
-        """The attributes that `Contents` looks into."""
+        self.containers: list[Attribute] = []  # The attributes that `Contents` looks into.
         self.generators: list[tuple[Own, str]] = []
         for number, (fields, plain) in enumerate(zip(walk.owns, self.plain)):
             is_module = number < walk.count
@@ -254,20 +252,18 @@ class Walk:
     """The modules of one layer and their configurations."""
 
     def __init__(self, root: nn.Module) -> None:
+        # Attributes of the modules, then of the configurations. Not the modules: one is a key of the table of walks.
         self.owns: list[Own] = []
-        """Attributes of the modules, then of the configurations. Not the modules: one is a key of the table of walks."""
         self._classes: dict[int, str] = {}
         for module in modules_in(root):
             self._add(vars(module), module)
         self._configs = list(_configurations(self.owns))
         self._modules = self.owns.copy()
-        self.count = len(self._modules)
-        """Modules among `owns`."""
+        self.count = len(self._modules)  # Modules among `owns`.
         for config in {id(value): value for _, _, value in self._configs}.values():
             self._add(vars(config), config)
         self._children = list(map(dict.copy, map(_children_of, self._modules)))
-        self.attributes = Attributes(self, self._present())
-        """The attributes as `look` saw them last."""
+        self.attributes = Attributes(self, self._present())  # The attributes as `look` saw them last.
         self._registered: Registered | None = None
 
     def _add(self, fields: Own, owner: object) -> None:

@@ -30,18 +30,15 @@ class Learned:
     __slots__ = ("draws_on_host", "gives_generators", "verified", "writes_inputs")
 
     def __init__(self) -> None:
-        self.draws_on_host: bool | None = None
-        """It draws from the generators of Python or NumPy."""
-        self.gives_generators: bool | None = None
-        """Operators are given a generator."""
-        self.writes_inputs: bool | None = None
-        """It writes into tensors that it is given."""
+        self.draws_on_host: bool | None = None  # It draws from the generators of Python or NumPy.
+        self.gives_generators: bool | None = None  # Operators are given a generator.
+        self.writes_inputs: bool | None = None  # It writes into tensors that it is given.
+        # By the region's name: calls that were looked at, see `verification`.
         self.verified: dict[str, int] = {}
-        """By the region's name: calls that were looked at, see `verification`."""
 
 
+# Module, or code of a function → what its forwards showed, of a module those in evaluation and those in training.
 _learned: weakref.WeakKeyDictionary[Any, tuple[Learned, Learned]] = weakref.WeakKeyDictionary()
-"""Module, or code of a function → what its forwards showed, of a module those in evaluation and those in training."""
 
 
 def learned_of(function: Any) -> Learned:

@@ -40,14 +40,11 @@ class _Handle:
     # One is made for every tensor that autograd saves, so `Region.pack` fills it in, without the frame of an `__init__`.
     # And with slots: more objects than these would make Python's garbage collector look more often.
     __slots__ = ("__weakref__", "dtype", "replayed", "shape", "value", "version")
-    shape: torch.Size
-    """Shape of the tensor; `dtype` and `version` are the tensor's as well."""
+    shape: torch.Size  # Shape of the tensor; `dtype` and `version` are the tensor's as well.
     dtype: torch.dtype
     version: int
-    value: Tensor | None
-    """The tensor that the recomputation made in the place of the forward's."""
-    replayed: int
-    """The version of `value` when the recomputation came to it."""
+    value: Tensor | None  # The tensor that the recomputation made in the place of the forward's.
+    replayed: int  # The version of `value` when the recomputation came to it.
 
 
 class _Stop(Exception):
@@ -412,5 +409,4 @@ def _written_later(first: Tensor, second: Tensor | None = None) -> bool:
 
 
 _synchronous = SynchronousTransfer()
-_NOTHING = torch.empty(0)
-"""In the place of a tensor that a hook saved, which recomputation leaves out."""
+_NOTHING = torch.empty(0)  # In the place of a tensor that a hook saved, which recomputation leaves out.

@@ -26,8 +26,8 @@ class Surroundings:
         self._hooks = hook_calls(self._module, self._learned) if self._module is not None else None
         held = self._module.generators if self._module is not None else closure_of(function)
         self._global_state = GlobalState(Generators(self._learned, (*held, *values)) if preserve_rng_state else None)
+        # Makes the context that the function runs in, in recomputation.
         self.looker: Callable[[], AbstractContextManager[Any]] = nullcontext
-        """Makes the context that the function runs in, in recomputation."""
 
     def in_forward(
         self, region: Any, mode: ForwardMode | None, inputs: SavedInputs | None

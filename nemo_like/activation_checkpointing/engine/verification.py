@@ -35,25 +35,22 @@ VARIABLE = "NEMO_LIKE_VERIFY"
 # `os.environ` raises and catches an error for each variable that is not set, which is asked here for every region.
 _ENVIRONMENT: Any = getattr(os.environ, "_data", os.environ)
 _KEY: Any = VARIABLE if _ENVIRONMENT is os.environ else os.environ.encodekey(VARIABLE)
-CALLS = 64
-"""Calls of one module that are looked at while none of them has been recomputed."""
+CALLS = 64  # Calls of one module that are looked at while none of them has been recomputed.
 
+# Allowed distance of two runs of a nondeterministic kernel, as a part of a tensor's Euclidean norm.
+# Atomic additions in another order differ by some units of the last place of the dtype that they add in. That is
+# 6e-8, 5e-4 and 4e-3 of a value, for float32, float16 and bfloat16, and more where terms cancel. The difference
+# spreads to everything that is computed after. So the coarsest floating dtype that autograd saved in a region counts
+# for all of its tensors. With float32, the tolerance is 1,000 units instead of 4. A difference in its last place
+# flips the rounding of matmuls that run in TF32 or under autocast. That is the case for one value in 1e4, by 5e-4 to
+# 4e-3, which is 1e-5 to 7e-5 of the norm.
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-"""Allowed distance of two runs of a nondeterministic kernel, as a part of a tensor's Euclidean norm.
-
-Atomic additions in another order differ by some units of the last place of the dtype that they add in. That is 6e-8,
-5e-4 and 4e-3 of a value, for float32, float16 and bfloat16, and more where terms cancel. The difference spreads to
-everything that is computed after. So the coarsest floating dtype that autograd saved in a region counts for all of its
-tensors. With float32, the tolerance is 1,000 units instead of 4. A difference in its last place flips the rounding of
-matmuls that run in TF32 or under autocast. That is the case for one value in 1e4, by 5e-4 to 4e-3, which is 1e-5 to
-7e-5 of the norm.
-"""
+# The same for every 8-bit float: one value in twenty that is rounded the other way, by an eighth of itself, is 0.03.
 _COARSEST = 0.1
-"""The same for every 8-bit float: one value in twenty that is rounded the other way, by an eighth of itself, is 0.03."""
 _EXACT = {torch.float64: 1e-12}
+# With `torch.use_deterministic_algorithms` nothing but the rounding of the summaries themselves is allowed: in
+# float32, of float64 in that.
 _ROUNDING = 1e-5
-"""With `torch.use_deterministic_algorithms` nothing but the rounding of the summaries themselves is allowed: in float32, of
-float64 in that."""
 
 
 class Verification:
