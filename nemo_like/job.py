@@ -224,7 +224,8 @@ class Job:
             asked: the fields by name, and ``optimizer``, short for ``step=StepSpec(optimizer=...)``.
 
         Raises:
-            TypeError: an unknown name, or keywords together with a `Job`. ValueError, TypeError: as `Job`.
+            TypeError: an unknown name, or keywords together with a `Job`.
+            ValueError, TypeError: as `Job`.
         """
         given: dict[str, Any] = dict(zip(("strategy", "ac"), positional, strict=False)) | dict(asked)
         for name in given:

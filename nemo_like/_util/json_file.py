@@ -14,7 +14,8 @@ def write_json(path: str | Path, value: object) -> None:
     `value` cannot be written, the old file stays and nothing is left next to it.
 
     Raises:
-        TypeError, ValueError: `value` is not made of JSON values. OSError: the file cannot be written.
+        TypeError, ValueError: `value` is not made of JSON values.
+        OSError: the file cannot be written.
     """
     text = json.dumps(value, indent=1) + "\n"
     path = Path(path)

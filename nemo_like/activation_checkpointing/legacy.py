@@ -24,7 +24,8 @@ def apply_full_layer_checkpointing_to_layers(model: nn.Module, layers: MutableSe
     """Recompute whole layers and save nothing but their inputs. `layers` is changed in place to the wrappers.
 
     Raises:
-        ValueError: a layer is not in `model`. TypeError: a layer is already checkpointed. Both change nothing.
+        ValueError: a layer is not in `model`.
+        TypeError: a layer is already checkpointed. Both change nothing.
     """
     names = names_in(model, layers)
     _replace(layers, names, apply_specs(model, one_region_each(dict.fromkeys(names)), without_cache=False))
@@ -50,7 +51,8 @@ def apply_selective_checkpointing_to_layers(
         preserve_rng_state: recompute with the forward's random numbers.
 
     Raises:
-        ValueError: a layer is not in `model`. TypeError: a layer is already checkpointed. Both change nothing.
+        ValueError: a layer is not in `model`.
+        TypeError: a layer is already checkpointed. Both change nothing.
     """
     if has_kv_sharing:
         warn_once(
@@ -76,7 +78,8 @@ def apply_submodule_checkpointing(layers: Sequence[nn.Module], has_kv_sharing: b
         has_kv_sharing: skip attention, because recomputing it would write the shared cache twice.
 
     Raises:
-        ValueError: a layer has no such child. TypeError: a child is already checkpointed. Both change nothing.
+        ValueError: a layer has no such child.
+        TypeError: a child is already checkpointed. Both change nothing.
     """
     regions: dict[nn.Module, list[CheckpointSpec]] = {}
     for layer in dict.fromkeys(layers):

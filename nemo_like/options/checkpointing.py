@@ -215,7 +215,8 @@ class MemoryBudget:
         (nine tenths of the device's memory). `name` is the argument's, for the error.
 
         Raises:
-            TypeError: `text` is not a string. ValueError: it is none of the three, or a number without a unit.
+            TypeError: `text` is not a string.
+            ValueError: it is none of the three, or a number without a unit.
         """
         if not isinstance(text, str):
             raise TypeError(f"budget is {text!r}; write it as '40GiB' or '50%', as 'auto', or as a MemoryBudget.")
@@ -265,7 +266,8 @@ def parse_ac(ac: object) -> CheckpointConfig | MemoryBudget:
     fields of a `CheckpointConfig` as a mapping.
 
     Raises:
-        ValueError: an unknown word. TypeError: something else.
+        ValueError: an unknown word.
+        TypeError: something else.
 
     >>> parse_ac("Selective").mode
     'selective'

@@ -101,7 +101,8 @@ class AllocatorConfig:
         """Return what ``allocator=`` means: the object, a text as in ``PYTORCH_ALLOC_CONF``, or None: torch's defaults.
 
         Raises:
-            ValueError: as `parse`. TypeError: something else.
+            ValueError: as `parse`.
+            TypeError: something else.
         """
         if allocator is None:
             return cls()

@@ -171,7 +171,8 @@ def parse_strategy(strategy: object) -> FSDP2 | DDP | Single:
     """Return what ``strategy=`` means: the object, or the defaults of the word ``fsdp2``, ``ddp`` or ``single``.
 
     Raises:
-        ValueError: an unknown word. TypeError: neither a word nor an `FSDP2`, `DDP` or `Single`.
+        ValueError: an unknown word.
+        TypeError: neither a word nor an `FSDP2`, `DDP` or `Single`.
     """
     if isinstance(strategy, FSDP2 | DDP | Single):
         return strategy
@@ -388,7 +389,8 @@ class Precision:
         ``"fp8"``, ``"fp8-rowwise"`` and ``"fp8-gather"`` are bfloat16 with such matmuls.
 
         Raises:
-            ValueError: an unknown or integer dtype. TypeError: something else.
+            ValueError: an unknown or integer dtype.
+            TypeError: something else.
         """
         if precision is None:
             return cls()
@@ -455,7 +457,8 @@ class OffloadConfig:
         """Return what ``offload=`` means: a config, its mode, or None (the mode `default`).
 
         Raises:
-            ValueError: an unknown mode. TypeError: something else.
+            ValueError: an unknown mode.
+            TypeError: something else.
         """
         if offload is None:
             return cls(mode=default)

@@ -23,7 +23,8 @@ def parse_compile(compile: object) -> str | None:
     """The backend that ``compile=`` requests; None for no compilation.
 
     Raises:
-        ValueError: an unknown backend. TypeError: neither a bool, None nor a string.
+        ValueError: an unknown backend.
+        TypeError: neither a bool, None nor a string.
     """
     if compile is None or compile is False:
         return None
@@ -99,7 +100,8 @@ class ChunkedLoss:
         does).
 
         Raises:
-            ValueError: an unknown word. TypeError: something else.
+            ValueError: an unknown word.
+            TypeError: something else.
         """
         if loss is None or isinstance(loss, ChunkedLoss):
             return loss
@@ -137,7 +139,8 @@ class StepSpec:
     Clipping gradients in place takes no memory, so it has no field.
 
     Raises:
-        ValueError: an unknown word or a number out of range. TypeError: a value of the wrong kind.
+        ValueError: an unknown word or a number out of range.
+        TypeError: a value of the wrong kind.
     """
 
     microbatches: int = flagged(1, "plan pins", "training", name="grad_accum", kind=int, least=1)
@@ -202,7 +205,8 @@ class StepSpec:
         """Return what ``step=`` and ``optimizer=`` mean together; None: the defaults.
 
         Raises:
-            TypeError: `step` is something else. ValueError: both name an optimizer, and not the same.
+            TypeError: `step` is something else.
+            ValueError: both name an optimizer, and not the same.
         """
         if step is not None and not isinstance(step, StepSpec):
             raise TypeError(f"step is {step!r}; it must be a StepSpec(...), or None for its defaults.")
