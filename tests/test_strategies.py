@@ -143,7 +143,7 @@ def test_the_profile_chooses_layers_above_the_threshold():
     x = torch.randn(64, 16)
     profiler = MemoryProfiler(plain, "cpu")
     report = profiler.profile(x, num_runs=1)
-    threshold = (report["layers.3"].activation_mb + report["layers.0"].activation_mb) / 2
+    threshold = (report["layers.3"].activation_bytes + report["layers.0"].activation_bytes) / 2e6
     wanted = ["layers.1", "layers.3"]
     profiled = config(profile_before_apply=True, memory_threshold_mb=threshold)
     for apply in (

@@ -8,7 +8,6 @@ import functools
 import inspect
 import itertools
 import textwrap
-from pathlib import Path
 
 
 def attribute_docs(source: str, cls: str | None) -> dict[str, str]:
@@ -31,21 +30,7 @@ def field_docs(cls: type) -> dict[str, str]:
         source = inspect.getsource(cls)
     except (OSError, TypeError):
         return {}
-    return _in_one_line(source, cls.__name__)
-
-
-@functools.cache
-def docs_in_file(path: Path, cls: str) -> dict[str, str]:
-    """Return what `field_docs` does of the class called `cls` in the source file `path`, which is not imported."""
-    try:
-        source = path.read_text(encoding="utf-8")
-    except OSError:
-        return {}
-    return _in_one_line(source, cls)
-
-
-def _in_one_line(source: str, cls: str) -> dict[str, str]:
-    return {name: " ".join(text.split()) for name, text in attribute_docs(source, cls).items()}
+    return {name: " ".join(text.split()) for name, text in attribute_docs(source, cls.__name__).items()}
 
 
 def described(cls: type, indent: str) -> str:

@@ -119,11 +119,6 @@ class Plan:
         """Recomputation time as a share of one forward pass of the layers (roofline)."""
         return self.replay_seconds / self.forward_seconds if self.forward_seconds else 0.0
 
-    @property
-    def step_time(self) -> float:
-        """Step time relative to no checkpointing: forward 1, backward 2, and the recomputation (roofline, layers only)."""
-        return 1 + self.replay_share / 3
-
     def policies(self) -> dict[str, Policy | None]:
         """Policy of each layer by name; None: leave the layer alone.
 

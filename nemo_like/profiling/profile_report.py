@@ -35,11 +35,6 @@ class LayerProfile:
     forward_spread: float
     backward_spread: float
 
-    @property
-    def activation_mb(self) -> float:
-        """`activation_bytes` in MB (10**6 bytes)."""
-        return self.activation_bytes / MB
-
 
 @dataclass(frozen=True)
 class ProfileReport:

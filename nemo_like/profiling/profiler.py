@@ -115,10 +115,6 @@ class MemoryProfiler:
         """
         return recommend(self._profiled(), memory_budget_mb)
 
-    def predict_peak_mb(self, layers: Sequence[str]) -> float:
-        """The peak of activations in MB (10**6 bytes) when `layers` are recomputed whole."""
-        return self._profiled().predict_peak_bytes(layers) / MB
-
     def _profiled(self) -> ProfileReport:
         if self.report is None:
             raise RuntimeError("Nothing has been profiled yet; call profile(sample_input) first.")
