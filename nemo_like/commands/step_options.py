@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # the options are needed without torch and the planner
 
 JOB_FLAGS = flags_on("plan")
 # Flags that no plan of a pipeline's stages knows.
-_NOT_IN_STAGES = ("host", "measure", "sync", "drop_output", "cpu_offload")
+_NOT_IN_STAGES = ("host", "sync", "drop_output", "cpu_offload")
 
 
 def add_step_options(parser: argparse.ArgumentParser, *, required: bool) -> None:

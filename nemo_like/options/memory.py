@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from nemo_like._util.words import parse_bytes
+from nemo_like._util.words import check_bool, parse_bytes
 from nemo_like.options.flag import flagged
 
 
@@ -30,14 +30,9 @@ class PlanSearch:
     host_memory: int | str = flagged(64 << 30, group="memory", default="64GiB", read=_host_bytes)
     """CPU memory of one rank, for saved outputs, `offload` and ``cpu_offload``. The layers share it evenly. The
     default is a quarter of a node's 2 TiB for eight GPUs."""
-    measure: bool = flagged(False, group="memory", kind=bool)
-    """Time each operator of a layer on the device at hand, instead of the roofline."""
 
     def __post_init__(self) -> None:
-        for name in ("host", "measure"):
-            value = getattr(self, name)
-            if not isinstance(value, bool):
-                raise TypeError(f"PlanSearch.{name} is {value!r}; it must be True or False.")
+        check_bool("PlanSearch.host", self.host)
         size = parse_bytes(self.host_memory, "host_memory") if isinstance(self.host_memory, str) else self.host_memory
         if isinstance(size, bool) or not isinstance(size, int) or size < 0:
             raise ValueError(

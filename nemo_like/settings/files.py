@@ -110,7 +110,7 @@ def _plain() -> dict[str, Any]:
     """Return the defaults of the flags that describe a job, and not the device or the search."""
     from nemo_like.flags import FLAGS
 
-    others = ("strategy", "gpu", "host", "host_memory", "measure", "imbalance")
+    others = ("strategy", "gpu", "host", "host_memory", "imbalance")
     return {name: flag.default for name, flag in FLAGS.items() if name not in others}
 
 

@@ -124,7 +124,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert 0 < body["rows"][0]["bubble"] < 1
     assert main([*base, "--grad-accum", "4", "--memory", "10KiB"]) == 1
     assert main([*base, "--pp", "3"]) == 2
-    assert main([*base, "--measure"]) == 2
     assert main([*base, "--balance", "some"]) == 2
     assert "--balance is 'some'" in capsys.readouterr().err
     config = tmp_path / "config.json"

@@ -22,8 +22,6 @@ from nemo_like.planning.planner import describe
 from nemo_like.planning.query import PlanQuery
 from nemo_like.planning.selection import solver
 from nemo_like.planning.selection.layer import BlockProblem
-from nemo_like.planning.trace import block as block_trace
-from nemo_like.planning.trace.layer_memory import measured_seconds
 from tests.checks import assert_bitwise, step
 from tests.models.families import FAMILIES
 from tests.models.llama_style import D, LlamaStyle, S
@@ -277,20 +275,6 @@ def test_layers_out_of_scope_are_left_alone_and_still_count():
 
 
 # --- measuring, devices, the command -----------------------------------------------------------------------------------
-
-
-def test_measured_times_replace_the_roofline():
-    source = resolve_model("llama-tiny")
-    model = source.build("meta")
-    query = PlanQuery.from_model(
-        model, source.sample_input(1, 16), Job.of(gpu=resolve_device("cpu"), search=PlanSearch(measure=True))
-    )
-    problem = part_of(query).problems[0]
-    assert len(problem.seconds) == len(problem.records) and all(t > 0 for t in problem.seconds)
-    kind = part_of(query).traced.kinds[0]
-    other = dataclasses.replace(kind, trace=dataclasses.replace(kind.trace, ops=kind.trace.ops * 2))
-    with pytest.raises(block_trace.TraceMismatchError, match="did not run on this device"):
-        measured_seconds(other, "cpu", runs=1)
 
 
 def test_data_dependent_models_are_refused_with_the_way_out():

@@ -28,7 +28,6 @@ from nemo_like.distributed.expert import Experts
 from nemo_like.distributed.expert.find_experts import refuse_lists
 from nemo_like.distributed.expert.split_experts import has_experts
 from nemo_like.distributed.first_rank import first_rank
-from nemo_like.distributed.launch import pick_device_type
 from nemo_like.distributed.pipeline.cut import STAGE_MARK, StageParts, call_of, ends_of
 from nemo_like.fake.model_copy import model_copy
 from nemo_like.job import Job
@@ -50,7 +49,7 @@ from nemo_like.planning.selection.layer import (
 from nemo_like.planning.sharding import ParameterForms, Sharding
 from nemo_like.planning.trace.compiled_memory import CompiledBlock, NotCompiledError, compiled_block, compiled_memory
 from nemo_like.planning.trace.kinds import ModelTrace, TracedCall
-from nemo_like.planning.trace.layer_memory import block_memory, measured_seconds
+from nemo_like.planning.trace.layer_memory import block_memory
 from nemo_like.planning.trace.records import BlockEvents
 from nemo_like.precision import check_float8, float8_linears
 from nemo_like.torch_compat import under_loss_parallel
@@ -152,14 +151,8 @@ class TracedPart:
             )
 
     def _trace(self, sample_input: Any, dtype: torch.dtype | None, lower: torch.dtype | None, job: Job) -> None:
-        device, measure = self.device, job.search.measure
+        device = self.device
         self.sample = describe(tuple(tensors_in(sample_input)), {})
-        at_hand = pick_device_type()
-        if measure and at_hand != device.kind:
-            raise ValueError(
-                f"Operators can't be measured for {device.name} ({device.kind}): this process has {at_hand} only, which "
-                "runs others. Leave measuring out (measure=False; no --measure), or plan for the device at hand."
-            )
         with under_loss_parallel(self.splits_loss):
             self.traced: ModelTrace = trace_model(
                 self.model,
@@ -175,10 +168,7 @@ class TracedPart:
             # All matmuls of layers count at the rate of float8, also those of the few linears that it does not fit. Where
             # no rate of float8 is known (a CPU emulates it), they count at that of bfloat16.
             rates = replace(device, matmul_flops={**device.matmul_flops, "half": device.matmul_flops["float8"]})
-        self.problems = [
-            BlockProblem(trace, rates, measured_seconds(kind, at_hand, autocast=lower) if measure else None)
-            for kind, trace in zip(self.traced.kinds, self.traced.traces())
-        ]
+        self.problems = [BlockProblem(trace, rates) for trace in self.traced.traces()]
         # Stages of one model differ in their layers; a whole model has the same ones however its experts are divided.
         kinds = self.traced.kinds
         alike = tuple(kinds[call.kind].key if self.is_stage else call.kind for call in self.traced.calls)
@@ -443,7 +433,7 @@ def shape_of(job: Job) -> Hashable:
 
 def local_shape(job: Job) -> Hashable:
     """Return what a trace depends on: equal for jobs in which a rank runs the same operators."""
-    return shape_of(job), repr(job.ep), job.search.measure
+    return shape_of(job), repr(job.ep)
 
 
 def _found_and_chosen(model: nn.Module, layers: Any) -> tuple[tuple[find.Layer, ...], frozenset[str]]:

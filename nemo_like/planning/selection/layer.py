@@ -53,8 +53,6 @@ class BlockProblem:
 
     trace: BlockTrace
     device: Device
-    measured: tuple[float, ...] | None = None
-    """Measured seconds of each of `records`; None: the roofline of `device`."""
 
     @cached_property
     def records(self) -> tuple[OpRecord, ...]:
@@ -63,8 +61,8 @@ class BlockProblem:
 
     @cached_property
     def seconds(self) -> tuple[float, ...]:
-        """Seconds of each of `records`."""
-        return self.measured or tuple(op_seconds(op, self.device) for op in self.records)
+        """Seconds of each of `records`, by the roofline."""
+        return tuple(op_seconds(op, self.device) for op in self.records)
 
     @cached_property
     def _index(self) -> dict[int, int]:
@@ -406,7 +404,7 @@ class BlockSeconds:
         records, device = problem.records, problem.device
         if compiled:
             records = tuple(op for op in fused(problem.trace.ops) if not op.view)
-        kernels = problem.measured or tuple(kernel_seconds(op, device) for op in records)
+        kernels = tuple(kernel_seconds(op, device) for op in records)
         times = tuple(map(backward_times, records))
         back = sum(seconds * more for seconds, more in zip(kernels, times))
         again = sum(op.gathered for op in records)

@@ -22,10 +22,6 @@ from nemo_like.fake.run import FakeRun, FakeTensor
 from nemo_like.torch_compat import OpOverload, TorchDispatchMode, local_part
 
 
-class TraceMismatchError(RuntimeError):
-    """A block ran other ops than its trace has, so a plan made from the trace does not fit it."""
-
-
 @dataclass(frozen=True)
 class OpRecord:
     """One op of a block's forward pass."""

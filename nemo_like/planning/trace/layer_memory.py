@@ -2,16 +2,14 @@
 
 Live bytes count as a plan counts them, and gradients are added as autograd adds them. Memory that a kernel takes and gives
 back within one op is counted where it is known to be large. Workspaces of convolutions are not: oneDNN and cuDNN choose
-their algorithms by the device. Times of ops are measured on the device at hand.
+their algorithms by the device.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import statistics
 import sys
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import SimpleNamespace
@@ -20,7 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from nemo_like._util.device_work import wait_for
 from nemo_like._util.live_bytes import LiveBytes
 from nemo_like._util.op_lookup import find_op
 from nemo_like._util.tensors import Place, by_argument, is_wrapped, map_tensors, tensors_in
@@ -31,7 +28,6 @@ from nemo_like.fake.model_copy import leaves_of, with_state
 from nemo_like.fake.reasons import without_values
 from nemo_like.fake.run import FakeRun, check_layouts
 from nemo_like.options.optimizers import TrainedParameter, UpdateInBackward
-from nemo_like.planning.trace.block import TraceMismatchError
 from nemo_like.planning.trace.kinds import BlockKind
 from nemo_like.planning.trace.records import BlockEvents
 from nemo_like.torch_compat import (
@@ -76,72 +72,6 @@ class TracedBytes(LiveBytes):
         if func is _SAFE_SOFTMAX:  # attention without a fused kernel: which scores are -inf, and which rows throughout
             return out.numel() + out.numel() // max(1, out.shape[-1])
         return 0
-
-
-class _OpClock(TorchDispatchMode):
-    """Time of each op, in order, with its name."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self.device = device
-        self.times: list[tuple[Any, float]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        wait_for(self.device)
-        start = time.perf_counter()
-        out = func(*args, **(kwargs or {}))
-        wait_for(self.device)
-        self.times.append((func, time.perf_counter() - start))
-        return out
-
-
-def measured_seconds(
-    kind: BlockKind, device: torch.device | str, runs: int = 5, autocast: torch.dtype | None = None
-) -> tuple[float, ...]:
-    """Return the median time of each computing op of a block over `runs` forward passes with random weights.
-
-    One more pass runs before them, as a warm-up. The block's parameters and inputs are allocated on `device`: this requires
-    the memory of one block without checkpointing. Times include the launch, so short ops look as expensive as they are in
-    eager mode. `autocast`: the dtype of the autocast that the trace was made under.
-
-    Raises:
-        TraceMismatchError: the ops that ran are not those of the block's trace.
-    """
-    device = torch.device(device)
-    assert kind.trace is not None
-    wanted = [op.op for op in kind.trace.ops if not op.view]
-
-    def real(value: torch.Tensor) -> torch.Tensor:
-        if value.is_floating_point():
-            values = torch.randn(value.shape, device=device).mul_(0.02).to(value.dtype)
-            return values.requires_grad_(value.requires_grad)
-        return torch.zeros(value.shape, dtype=value.dtype, device=device)
-
-    args, kwargs, state = map_tensors(real, (kind.args, kind.kwargs, dict(kind.state)))
-    samples: list[list[float]] = []
-    for run in range(runs + 1):
-        casting = torch.autocast(device.type, autocast, enabled=autocast is not None, cache_enabled=False)
-        with _OpClock(device) as clock, casting, with_state(kind.module, state):
-            out = kind.run(*args, **kwargs)
-        del out
-        times = _computing(clock.times, wanted, kind.trace.name)
-        if run:  # the first one warms up
-            samples.append(times)
-    return tuple(statistics.median(column) for column in zip(*samples))
-
-
-def _computing(times: list[tuple[Any, float]], wanted: list[Any], name: str) -> list[float]:
-    """Return the times of the ops in `wanted`, which must occur in this order among all that ran."""
-    matched: list[float] = []
-    for op, seconds in times:
-        if len(matched) < len(wanted) and op is wanted[len(matched)]:
-            matched.append(seconds)
-    if len(matched) != len(wanted):
-        raise TraceMismatchError(
-            f"{name}: measuring found {len(matched)} of {len(wanted)} traced ops; the next one, {wanted[len(matched)]}, did "
-            "not run on this device in this order. Plan from the device table instead (leave out --measure)."
-        )
-    return matched
 
 
 _ADD = torch.ops.aten.add.Tensor
