@@ -30,7 +30,7 @@ from nemo_like._util.words import a_or_an, check_whole
 from nemo_like.activation_checkpointing.plan import Plan
 from nemo_like.distributed.gradients import set_gradient_sync
 from nemo_like.distributed.pipeline import Pipeline
-from nemo_like.distributed.pipeline.batches import repeated
+from nemo_like.distributed.pipeline.cut import repeated
 from nemo_like.distributed.update_in_backward import optimizer_in_backward
 from nemo_like.fake.model_copy import copy_on_meta
 from nemo_like.fake.reasons import without_values

@@ -28,7 +28,7 @@ from nemo_like.compile import compile_layers
 from nemo_like.distributed.consistency_checks import check_agreement, compare_batches, mesh_groups
 from nemo_like.distributed.context import apply_context_parallel, check_context_parallel
 from nemo_like.distributed.documents import keep_documents_apart
-from nemo_like.distributed.expert import (
+from nemo_like.distributed.expert.split_experts import (
     ExpertMesh,
     Experts,
     check_experts,
@@ -398,7 +398,7 @@ def _check(
     if job.cp.size > 1:
         check_context_parallel(model, job.cp, layers, call_of(model))
     if (job.cp.size > 1 or job.tp.size > 1) and not hasattr(model, STAGE_MARK):  # stages are cut from what was tried
-        from nemo_like.distributed.split_check import try_split  # which no other job needs
+        from nemo_like.distributed.first_rank import try_split  # which no other job needs
 
         try_split(model, job, layers, whole, sample_input)
     if ranks is not None:

@@ -15,22 +15,21 @@ from nemo_like.activation_checkpointing import kv_sharing
 from nemo_like.activation_checkpointing.plan import Plan
 from nemo_like.distributed.context import check_context_parallel
 from nemo_like.distributed.documents import packed_calls
-from nemo_like.distributed.expert import find_experts, refuse_lists
+from nemo_like.distributed.expert.split_experts import find_experts, refuse_lists
 from nemo_like.distributed.launch import local_device
 from nemo_like.distributed.pipeline import Pipeline
 from nemo_like.distributed.pipeline.cut import (
     STAGE_MARK,
+    HeldStage,
     StageForward,
     StageParts,
     StageSlice,
     counts_of,
     cut,
-    loss_of,
     slices,
 )
 from nemo_like.distributed.pipeline.loss_mean import LossMean
 from nemo_like.distributed.pipeline.schedules import stages_of
-from nemo_like.distributed.pipeline.stage import HeldStage
 from nemo_like.distributed.pipeline.stage_parts import SplitParts, check_stages, stage_parts
 from nemo_like.job import Job
 from nemo_like.losses.model_loss import check_head
@@ -85,7 +84,7 @@ class CutModel:
                 packed = packed_calls(tree)
             else:
                 tree, received = cut(self.model, parts, piece, self.device, dtype)
-            forward = StageForward(tree, received, piece, loss_of, packed, job.chunks)
+            forward = StageForward(tree, received, piece, packed, job.chunks)
             tree.forward = forward
             setattr(tree, STAGE_MARK, True if isinstance(parts, SplitParts) else piece)
             names = tuple(parts.layers[i] for i in piece.layers)
@@ -133,7 +132,7 @@ def cut_into_stages(model: nn.Module, job: Job, mesh: DeviceMesh, sample_input: 
         refuse_lists(model, job.ep.size, job.ep.plan)
     whole = [each.fqn for each in find_experts(model, job.ep.plan)] if job.ep.size > 1 else []
     if job.cp.size > 1 or job.tp.size > 1:
-        from nemo_like.distributed.split_check import try_split  # which no other job needs
+        from nemo_like.distributed.first_rank import try_split  # which no other job needs
 
         try_split(model, job, layers_found, whole, sample_input)
     if job.loss is not None:

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from nemo_like import parallelize
 from nemo_like._util.live_bytes import LiveBytes
-from nemo_like.distributed.context import causal as blocks
-from nemo_like.distributed.context.methods import method_of, ring
+from nemo_like.distributed.context import methods
 from nemo_like.fake.run import FakeRun
 from nemo_like.planning.trace.layer_memory import TracedBytes
 from nemo_like.torch_compat import TorchDispatchMode
@@ -28,8 +27,8 @@ def test_a_block_is_attention_of_torch(is_causal: bool, heads: int) -> None:
     key, value = (torch.randn(1, heads, 40 if is_causal else 70, 8, requires_grad=True) for _ in range(2))
     expected = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=0.3, enable_gqa=True)
     with torch.no_grad():
-        out, total = blocks.attend_block(query, key, value, is_causal, 0.3)
-        found = blocks.attend_block_backward(grad, query, key, value, out, total, is_causal, 0.3)
+        out, total = methods.attend_block(query, key, value, is_causal, 0.3)
+        found = methods.attend_block_backward(grad, query, key, value, out, total, is_causal, 0.3)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found, torch.autograd.grad(expected, (query, key, value), grad), rtol=1e-4, atol=1e-5)
 
@@ -69,12 +68,11 @@ def test_a_gpu_runs_fused_kernels_without_masks(
 ) -> None:
     """And holds at most the bytes that plans count."""
     ranks, done = 8, SimpleNamespace(wait=lambda: None)
-    monkeypatch.setattr(blocks, "fused_attention_kernel", lambda *_: kernel)
+    monkeypatch.setattr(methods, "fused_attention_kernel", lambda *_: kernel)
     monkeypatch.setattr(dist, "all_gather_into_tensor", lambda *_, **__: done)
     monkeypatch.setattr(dist, "reduce_scatter_tensor", lambda *_, **__: done)
-    monkeypatch.setattr(ring, "_exchange", lambda sent, group: (torch.empty_like(sent), []))
-    monkeypatch.setattr(type(method_of("all_gather")), "found", lambda *_: None, raising=False)
-    monkeypatch.setattr("nemo_like.distributed.context.methods.all_gather.find_group", lambda name: None)
+    monkeypatch.setattr(methods, "_exchange", lambda sent, group: (torch.empty_like(sent), []))
+    monkeypatch.setattr(methods, "find_group", lambda name: None)
     part = tokens // ranks
     how = (WIDTH**-0.5, method, rank, ranks, "")
     with FakeRun():
@@ -82,7 +80,7 @@ def test_a_gpu_runs_fused_kernels_without_masks(
         key, value = (torch.empty(1, KV_HEADS, part, WIDTH, dtype=torch.bfloat16) for _ in range(2))
         total = torch.empty(1, HEADS, part)
         forward, backward = (query, key, value, *how), (grad, query, key, value, out, total, *how)
-        for function, args in ((blocks.causal_attention, forward), (blocks.causal_attention_backward, backward)):
+        for function, args in ((methods.causal_attention, forward), (methods.causal_attention_backward, backward)):
             meter, kernels = TracedBytes([each for each in args if isinstance(each, Tensor)]), Kernels()
             with meter, kernels:
                 results = function._init_fn(*args)
@@ -91,18 +89,18 @@ def test_a_gpu_runs_fused_kernels_without_masks(
             assert kernels.most <= 2 * ranks * key.numel() * (HEADS // KV_HEADS if kernel == "mem_efficient" else 1)
             if kernel == "mem_efficient":  # which repeats the keys: no plan is made for it on a GPU that has bfloat16
                 continue
-            counted = blocks._scratch(args, results) + sum(each.nbytes for each in results)
+            counted = methods._scratch(args, results) + sum(each.nbytes for each in results)
             assert 0.9 * counted <= meter.peak <= 1.02 * counted
 
 
 def test_sums_for_the_memory_efficient_kernel_are_in_blocks_of_32(monkeypatch: pytest.MonkeyPatch) -> None:
     """It writes rows up to a multiple of 32, and reads as many in backward."""
-    monkeypatch.setattr(blocks, "fused_attention_kernel", lambda *_: "mem_efficient")
+    monkeypatch.setattr(methods, "fused_attention_kernel", lambda *_: "mem_efficient")
     with FakeRun(), Kernels() as kernels:
         query, key = torch.empty(1, 4, 40, 16), torch.empty(1, 2, 40, 16)
-        out, total = blocks.attend_block(query, key, key, True, 0.25)
+        out, total = methods.attend_block(query, key, key, True, 0.25)
         assert total.shape == (1, 4, 40)
-        grads = blocks.attend_block_backward(out, query, key, key, out, total, True, 0.25)
+        grads = methods.attend_block_backward(out, query, key, key, out, total, True, 0.25)
     assert [grad.shape for grad in grads] == [query.shape, key.shape, key.shape]
     assert kernels.sums == [(1, 4, 64)]
 

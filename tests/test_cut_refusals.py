@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from nemo_like import ContextParallel, parallelize
 from nemo_like.distributed.context import check_context_parallel
 from nemo_like.distributed.context.sequence_ops import cut, join, pad, padded_length, positions, split
-from nemo_like.distributed.split_check import try_context_parallel, try_tensor_parallel
+from nemo_like.distributed.first_rank import try_context_parallel, try_tensor_parallel
 from nemo_like.layers import find_layers
 from nemo_like.options import TensorParallel
 from tests.models.families import COMMON, DIM, ENCODER, FAMILIES, HEADED, VOCAB, Block, causal, hf

@@ -10,6 +10,7 @@ import copy
 import importlib
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -161,7 +162,7 @@ def test_cut_attention_is_refused_where_no_configuration_has_a_name_for_it(next_
     with pytest.raises(
         RuntimeError, match=r"5\.25\.0 has no _attn_implementation_internal in .* of Linear\. nemo_like"
     ):
-        list(_reroute(stack))
+        _reroute(stack, ExitStack())
 
 
 Model = tuple[nn.Module, dict[str, Any]]

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
-from nemo_like.distributed.context import masks
-from nemo_like.distributed.pipeline.batches import cut_batch, joined, repeated
+from nemo_like.distributed.context import attention
+from nemo_like.distributed.pipeline.cut import cut_batch, joined, repeated
 from nemo_like.distributed.pipeline.loss_mean import LossMean
 from nemo_like.distributed.units import plan_units
 from nemo_like.options import PipelineParallel
@@ -111,10 +111,10 @@ def _sliding(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor
 
 
 def test_pieces_of_a_block_mask_are_the_whole_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(masks, "_AT_ONCE", 1)
+    monkeypatch.setattr(attention, "_AT_ONCE", 1)
     whole, pieces = (
         create_block_mask(_sliding, 1, 2, 597, 600, device="cpu"),
-        masks.build(_sliding, (1, 2, 597, 600), "cpu"),
+        attention.build_block_mask(_sliding, (1, 2, 597, 600), "cpu"),
     )
     assert pieces.shape == whole.shape and torch.equal(pieces.to_dense(), whole.to_dense())
     assert torch.equal(*(create_mask(mask.mask_mod, 1, 2, 597, 600, device="cpu") for mask in (pieces, whole)))

@@ -62,9 +62,9 @@ def _caller() -> str:
 
 TRANSFORMERS = {"transformers.masking_utils.find_packed_sequence_indices"}  # reads positions where there is no mask
 DOCUMENTS = "nemo_like.distributed.documents.PackedCalls._numbers"  # a mask may number documents: other kernels then
-RESTARTS = "nemo_like.distributed.document_numbers.documents_of"  # positions may restart: the same
+RESTARTS = "nemo_like.distributed.context.parts.documents_of"  # positions may restart: the same
 SCATTERED, APART = (
-    f"nemo_like.distributed.{name}" for name in ("document_numbers.refuse_scattered", "documents.PackedCalls._apart")
+    f"nemo_like.distributed.{name}" for name in ("documents.refuse_scattered", "documents.PackedCalls._apart")
 )
 PACKED = TRANSFORMERS | {RESTARTS, SCATTERED, APART}
 # On an accelerator the device stops instead, and nobody waits; losses look at values on the CPU alone.
@@ -72,7 +72,7 @@ ON_THE_CPU = {
     "nemo_like.torch_compat.stop_unless",
     "nemo_like.losses.rows.CrossEntropyRows.check",
     "nemo_like.losses.rows._some_do_not_count",
-    "nemo_like.losses.runner.LossInForward.backward",
+    "nemo_like.losses.cross_entropy.LossInForward.backward",
 }
 PIPELINE = {
     "nemo_like.distributed.pipeline.cut.StageForward.__call__",  # the number of a micro-batch, on the host

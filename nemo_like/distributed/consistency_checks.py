@@ -56,7 +56,11 @@ def check_agreement(
         return
     if isinstance(mesh, DeviceMesh) and mesh.get_coordinate() is None:
         return  # a mesh without this rank: refused in a moment, here and where it is one of too few
-    kind = _device_type(job.device if isinstance(job, Job) else device)
+    named = job.device if isinstance(job, Job) else device
+    try:
+        kind = None if named is None else torch.device(named).type  # type: ignore[call-overload]
+    except (RuntimeError, TypeError):  # nonsense, which is why the call is refused
+        kind = None
     seconds = getattr(job.strategy, "timeout_seconds", None) if isinstance(job, Job) else None
     if not dist.is_initialized():
         launch.init_distributed(kind, timeout=None if seconds is None else timedelta(seconds=seconds))
@@ -72,7 +76,7 @@ def check_agreement(
         options |= {"device": repr(kind), "mesh": _describe(mesh, names)}  # each rank has a device number of its own
     else:
         options = {_CALL: f"refused ({job})"}
-    layout = {name: _describe_tensor(tensor) for name, tensor in _named_tensors(model)}
+    layout = {name: _describe_tensor(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     if not all_have((sorted(options.items()), list(layout.items())), groups):
         raise ValueError(_difference(gather_objects((launch.rank(), options, layout), groups)))
 
@@ -100,30 +104,26 @@ def check_same_batch(batch: Mapping[str, Any], groups: Mapping[str, dist.Process
     )
 
 
-class SameBatch:
-    """A forward pre-hook: the first call's arguments go through `check_same_batch`."""
-
-    def __init__(self, model: nn.Module, groups: Mapping[str, dist.ProcessGroup]) -> None:
-        self._groups, self._done = groups, False
-        self._names = tuple(inspect.signature(base_model(model).forward).parameters)
-
-    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._done or torch.compiler.is_compiling():
-            return
-        arguments = dict(zip(self._names, args)) | kwargs | dict(enumerate(args[len(self._names) :]))
-        if any(isinstance(value, Tensor) and (is_fake(value) or value.is_meta) for value in arguments.values()):
-            return  # a plan is made
-        self._done = True
-        check_same_batch({str(name): value for name, value in arguments.items()}, self._groups)
-
-
 def compare_batches(model: nn.Module, mesh: DeviceMesh | None) -> None:
     """Have the first call of `model` compare the batches of ranks that share them: those along ``cp`` and ``tp`` of `mesh`.
 
     Call it before any other hook is put on the model, so that no rank raises before all have compared.
     """
-    if groups := sharing_groups(mesh, ("cp", "tp")):
-        model.register_forward_pre_hook(SameBatch(model, groups), with_kwargs=True)
+    groups = sharing_groups(mesh, ("cp", "tp"))
+    if not groups:
+        return
+    names = tuple(inspect.signature(base_model(model).forward).parameters)
+
+    def compare(_model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling():
+            return
+        arguments = dict(zip(names, args)) | kwargs | dict(enumerate(args[len(names) :]))
+        if any(isinstance(value, Tensor) and (is_fake(value) or value.is_meta) for value in arguments.values()):
+            return  # a plan is made
+        handle.remove()
+        check_same_batch({str(name): value for name, value in arguments.items()}, groups)
+
+    handle = model.register_forward_pre_hook(compare, with_kwargs=True)
 
 
 def sharing_groups(mesh: DeviceMesh | None, axes: Iterable[str]) -> dict[str, dist.ProcessGroup]:
@@ -210,7 +210,8 @@ def _differences(everyone: list[Any], part: Callable[[Any], dict[str, str]]) -> 
         for item in everyone:
             ranks_of.setdefault(part(item).get(name, "absent"), []).append(item[0])
         if len(ranks_of) > 1:
-            parts = [f"{_cut(value)} on {ranks_in_words(ranks)}" for value, ranks in ranks_of.items()]
+            cut = {value: value if len(value) <= _LONGEST else f"{value[:_LONGEST]}..." for value in ranks_of}
+            parts = [f"{cut[value]} on {ranks_in_words(ranks)}" for value, ranks in ranks_of.items()]
             sentences.append(f"{name} is {', '.join(parts[:-1])} and {parts[-1]}")
     return sentences
 
@@ -219,23 +220,6 @@ def ranks_in_words(ranks: list[int]) -> str:
     """Return "rank 3" or "ranks 0, 1"."""
     listed = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
     return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
-
-
-def _device_type(device: object) -> str | None:
-    """Return the kind of device; None where none was named, or nonsense, which is why the call is refused."""
-    try:
-        return None if device is None else torch.device(device).type  # type: ignore[call-overload]
-    except (RuntimeError, TypeError):
-        return None
-
-
-def _named_tensors(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
 
 
 def _describe_tensor(tensor: Tensor) -> str:

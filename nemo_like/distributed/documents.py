@@ -16,28 +16,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nemo_like._util.log import warn_once
 from nemo_like._util.module_tree import bare, bare_modules, base_model, join
+from nemo_like.distributed.context.parts import PackedRows, documents_of, once_for_all_layers, running
 from nemo_like.distributed.context.stacks import counts_ids, counts_positions, sequence_mixers
-from nemo_like.distributed.document_numbers import (
-    PackedRows,
-    documents_of,
-    hide,
-    lengths_of,
-    numbers_from_lengths,
-    once_for_all_layers,
-    refuse_scattered,
-    running,
-    since_start,
-    starts_of,
-)
 from nemo_like.layers.groups import group_of
 from nemo_like.layers.structure import class_of
 from nemo_like.losses.rows import IGNORED, predicts_next_token
-from nemo_like.transformers_compat import ATTENTION, USE_CACHE, given_cache, mask_functions, model_base
+from nemo_like.transformers_compat import ATTENTION, USE_CACHE, given_cache, mask_functions, model_base, text_config
 
 _LENGTHS = ("cu_seqlens", "cu_seq_lens", "cu_seq_lens_q")
 _BESIDE = (*_LENGTHS, "cu_seq_lens_k", "max_length_q", "max_length_k", "max_seqlen", "seq_idx")
@@ -82,8 +70,7 @@ class PackedCalls:
         self._counts_ids = counts_ids(_language(inner))
         self._announced = False
         self._streams = any(hasattr(module, "get_rope_index") for module in inner.modules())
-        find_text: Any = getattr(self._config, "get_text_config", None)
-        text: Any = self._config if find_text is None else find_text()
+        text: Any = text_config(self._config)
         self._row_limits: list[tuple[str, int]] = []
         if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
             self._row_limits.append(("attention_chunk_size", int(text.attention_chunk_size)))
@@ -104,7 +91,13 @@ class PackedCalls:
             return None
         if self._why_not:
             self._refuse(model, self._why_not)
-        self._refuse_counting_rows(main.shape[1])
+        for name, most in self._row_limits:
+            if main.shape[1] > most:
+                raise NotImplementedError(
+                    f"This call has packed documents in rows of {main.shape[1]} tokens, and {name} ({most}) is counted "
+                    f"along the row, not from where a document begins: pack rows of at most {most} tokens, or give one "
+                    "document a row."
+                )
         arguments = self._apart(model, arguments, numbers)
         documents = documents_of(arguments["position_ids"], len(main))
         if documents is not None:  # else each row is one document
@@ -138,15 +131,6 @@ class PackedCalls:
             f"This call of {type(model).__name__} has packed documents, and {why}: give it one document per row."
         )
 
-    def _refuse_counting_rows(self, length: int) -> None:
-        """Refuse what is counted along a row, not along a document: Llama 4's chunks, and the scales of its queries."""
-        for name, most in self._row_limits:
-            if length > most:
-                raise NotImplementedError(
-                    f"This call has packed documents in rows of {length} tokens, and {name} ({most}) is counted along the "
-                    f"row, not from where a document begins: pack rows of at most {most} tokens, or give one document a row."
-                )
-
     def _numbers(self, model: nn.Module, arguments: dict[str, Any], batch: int, length: int) -> Tensor | None:
         """(B, S) document numbers, 0 for padding; None: each row is one document, or the model reads lengths itself."""
         mask: Any = arguments.get("attention_mask")
@@ -164,7 +148,10 @@ class PackedCalls:
                     "(B, S) what each token sees: leave one of the two out."
                 )
             self._announced = True
-            return hide(numbers_from_lengths(arguments[name], batch, length), mask)
+            numbers = numbers_from_lengths(arguments[name], batch, length)
+            if isinstance(mask, Tensor) and mask.shape == numbers.shape:  # zeros hide tokens
+                numbers = numbers.masked_fill(mask == 0, 0)
+            return numbers
         documents = documents_of(arguments.get("position_ids"), batch)
         if documents is None:
             return None
@@ -222,13 +209,15 @@ class PackedCalls:
         if self._by_lengths:
             arguments |= lengths_of(starts)
         labels, moved = arguments.get("labels"), arguments.get("shift_labels")
-        if self._shifts_itself and _labels_a_start(labels, starts):
-            self._refuse(model, "its own loss counts the label of a document's first token (write -100 there)")
+        if self._shifts_itself and isinstance(labels, Tensor) and labels.shape == starts.shape:
+            counted = labels != IGNORED
+            if bool(counted[:, 1:][starts[:, 1:]].any()):
+                self._refuse(model, "its own loss counts the label of a document's first token (write -100 there)")
         if self._shifts and isinstance(labels, Tensor):
             arguments["labels"] = labels.masked_fill(starts, IGNORED)
             # Others are what the caller has each token predict, a document's last one too, whose next is not in the row.
             if isinstance(moved, Tensor) and torch.equal(moved[:, :-1], labels[:, 1:]):
-                arguments["shift_labels"] = moved.masked_fill(F.pad(starts, (0, 1))[:, 1:], IGNORED)
+                arguments["shift_labels"] = moved.masked_fill(nn.functional.pad(starts, (0, 1))[:, 1:], IGNORED)
         return arguments
 
 
@@ -248,13 +237,6 @@ def _why_not(model: nn.Module, names: tuple[str, ...], masked: bool) -> str | No
             return f"{fqn or 'it'}, a {class_of(module).__name__}, {why}"
     missing = [name for name in ("attention_mask", "position_ids") if name not in names]
     return f"it takes no {' and no '.join(missing)}" if missing else None
-
-
-def _labels_a_start(labels: object, starts: Tensor) -> bool:
-    """Return whether the first token of a document, but for a row's first, has a label that counts."""
-    if not isinstance(labels, Tensor) or labels.shape != starts.shape:
-        return False
-    return bool((labels != IGNORED)[:, 1:][starts[:, 1:]].any())
 
 
 def _restarts_in_sight(numbers: Tensor, shown: Tensor) -> bool:
@@ -308,3 +290,52 @@ class _MaskOfDocuments:
         skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         mask = self._own(*args, **kwargs | skips | {"mask_function": within})
         return once_for_all_layers(mask, kwargs["dtype"]) if self._as_numbers else mask
+
+
+# Documents as numbers, and what follows from them.
+
+
+def starts_of(numbers: Tensor) -> Tensor:
+    """Return the places where a document of `numbers` (B, S) begins."""
+    starts = torch.ones_like(numbers, dtype=torch.bool)
+    starts[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
+    return starts
+
+
+def since_start(starts: Tensor) -> Tensor:
+    """Positions that restart where `starts` is True, (B, S)."""
+    index = torch.arange(starts.shape[1], device=starts.device).expand_as(starts)
+    return index - index.masked_fill(~starts, 0).cummax(1).values
+
+
+def lengths_of(starts: Tensor) -> dict[str, Any]:
+    """Return what kernels without masks are told of documents that begin at `starts`, (B, S), of all rows one after the
+    other."""
+    begins = starts.flatten().nonzero()[:, 0].int()
+    ends = torch.cat([begins, begins.new_tensor([starts.numel()])])
+    longest = int(ends.diff().max())
+    return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+
+
+def numbers_from_lengths(ends: Tensor, batch: int, length: int) -> Tensor:
+    """(B, S) from cumulative lengths over all rows one after the other: 0, end of the first document, ..."""
+    total = batch * length
+    if ends.ndim != 1 or int(ends[0]) != 0 or int(ends[-1]) > total:
+        raise ValueError(
+            f"cu_seqlens is {ends.tolist()}; it must begin with 0 and end within the {batch} x {length} tokens of the batch."
+        )
+    numbers = torch.searchsorted(ends[1:].contiguous(), torch.arange(total, device=ends.device), right=True) + 1
+    return numbers.masked_fill(numbers > len(ends) - 1, 0).view(batch, length)
+
+
+def refuse_scattered(numbers: Tensor, starts: Tensor) -> None:
+    """A document in two pieces would train as two."""
+    begins = starts & (numbers != 0)
+    apart = -1 - torch.arange(numbers.shape[1], device=numbers.device)
+    again = (numbers.where(begins, apart).sort(1).values.diff(dim=1) == 0).any(1)
+    if again.any():
+        row = int(again.int().argmax())
+        raise ValueError(
+            f"A row has the document numbers {numbers[row][begins[row]].tolist()} one after the other: a document must be "
+            "in one piece, without hidden tokens inside."
+        )

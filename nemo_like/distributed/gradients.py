@@ -116,20 +116,16 @@ def _groups(params: Sequence[Tensor]) -> dict[_Axes, list[Tensor]]:
     groups: dict[_Axes, list[Tensor]] = {}
     for param in params:
         grad = param.grad
+        if isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements):
+            whole = [Replicate() if placement.is_partial() else placement for placement in grad.placements]
+            grad = param.grad = grad.redistribute(placements=whole)
         reference = param if grad is None else grad
+        cut: _Axes = (None, ())
         if isinstance(reference, DTensor):
-            if isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements):
-                whole = [Replicate() if placement.is_partial() else placement for placement in grad.placements]
-                grad = param.grad = reference = grad.redistribute(placements=whole)
-            mesh = reference.device_mesh
-            axes = tuple(
-                axis
-                for axis, placement in enumerate(reference.placements)
-                if not placement.is_replicate() and mesh.size(axis) > 1
-            )
-            group = groups.setdefault((mesh, axes) if axes else (None, ()), [])
-        else:
-            group = groups.setdefault((None, ()), [])
+            mesh, placements = reference.device_mesh, enumerate(reference.placements)
+            axes = tuple(axis for axis, placement in placements if not placement.is_replicate() and mesh.size(axis) > 1)
+            cut = (mesh, axes) if axes else cut
+        group = groups.setdefault(cut, [])
         if grad is not None:
             local = grad.to_local() if isinstance(grad, DTensor) else grad
             if local.numel():  # a rank may hold an empty shard, which has no largest value
@@ -200,7 +196,6 @@ def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
 # no loss counts: the encoder gets gradients of zero, and all ranks run the same collectives.
 
 _TOKENS = "input_ids"
-_FILL = {"labels": -100}
 
 
 def with_unused_sample(batch: Mapping[str, Any], sample: Mapping[str, Any], *, pad_token_id: int = 0) -> dict[str, Any]:
@@ -233,28 +228,29 @@ def with_unused_sample(batch: Mapping[str, Any], sample: Mapping[str, Any], *, p
         )
     rows, length, more = *tokens.shape, extra.shape[1]
     known = {_TOKENS, "labels", "attention_mask", "position_ids"}
-    media = {name: value for name, value in sample.items() if name not in known and not _per_token(name, value, more)}
+    of_tokens = {
+        name for name, v in sample.items() if name.endswith(("_ids", "_mask")) and _of_shape(v)[:2] == (1, more)
+    }
+    media = {name: value for name, value in sample.items() if name not in known | of_tokens}
     already = [name for name in media if batch.get(name) is not None]
     if already:
         raise ValueError(f"The batch has {', '.join(already)} itself: it needs no unused sample.")
     out: dict[str, Any] = dict(batch)
     for name, value in batch.items():
         if name in known and isinstance(value, Tensor):
-            tail = value.new_full(
-                (rows, more, *value.shape[2:]), _FILL.get(name, pad_token_id if name == _TOKENS else 0)
-            )
-            if name != "labels":
-                tail[0] = _own(name, extra, more).to(tail)
-            out[name] = torch.cat([value, tail], dim=1)
+            fill, row = {_TOKENS: pad_token_id, "labels": -100}.get(name, 0), _own(name, extra, more)
         elif name not in known and _of_shape(value)[:2] == (rows, length):
-            given = sample.get(name)
-            if not isinstance(given, Tensor):
+            if not isinstance(sample.get(name), Tensor):
                 raise ValueError(
                     f"The batch has {name}, {tuple(value.shape)}, and the sample has not: nothing to append."
                 )
-            tail = value.new_zeros((rows, more, *value.shape[2:]))
-            tail[0] = given[0].to(tail)
-            out[name] = torch.cat([value, tail], dim=1)
+            fill, row = 0, sample[name][0]
+        else:
+            continue
+        tail = value.new_full((rows, more, *value.shape[2:]), fill)
+        if name != "labels":
+            tail[0] = row.to(tail)
+        out[name] = torch.cat([value, tail], dim=1)
     for name, value in sample.items():
         if name.endswith("token_type_ids") and isinstance(value, Tensor) and batch.get(name) is None:
             out[name] = value.new_zeros((rows, length + more), device=tokens.device)  # text, in all models
@@ -267,10 +263,6 @@ def _own(name: str, extra: Tensor, more: int) -> Tensor:
     if name == _TOKENS:
         return extra[0]
     return torch.ones(more) if name == "attention_mask" else torch.arange(more)
-
-
-def _per_token(name: str, value: object, tokens: int) -> bool:
-    return name.endswith(("_ids", "_mask")) and _of_shape(value)[:2] == (1, tokens)
 
 
 def _of_shape(value: object) -> tuple[int, ...]:

@@ -35,16 +35,13 @@ _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 def world_size() -> int:
     """Ranks of this job: the process group's, else the launcher's ``WORLD_SIZE``, else 1. Starts nothing."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_world_size()
-    return _environment_number("WORLD_SIZE", 1)
+    started = dist.is_available() and dist.is_initialized()
+    return dist.get_world_size() if started else _environment_number("WORLD_SIZE", 1)
 
 
 def rank() -> int:
     """This process's number among `world_size` ranks: the process group's, else ``RANK``, else 0. Starts nothing."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank()
-    return _environment_number("RANK", 0)
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else _environment_number("RANK", 0)
 
 
 def local_rank() -> int:
@@ -190,10 +187,10 @@ def shutdown() -> None:
         return
     if sys.exc_info()[0] is not None:
         _leave(patience=_PATIENCE)
-        return
-    dist.barrier()
-    dist.destroy_process_group()
-    _wait_for_gloo(_PATIENCE)
+    else:
+        dist.barrier()
+        dist.destroy_process_group()
+        _wait_for_gloo(_PATIENCE)
 
 
 _PATIENCE = 10.0
@@ -245,10 +242,7 @@ def _environment_number(name: str, default: int) -> int:
     text = os.environ.get(name, "")
     if not text:
         return default
-    try:
-        number = int(text)
-    except ValueError:
-        number = -1
+    number = int(text) if text.strip().isdecimal() else -1
     if number < 0 or (name == "WORLD_SIZE" and number < 1):
         raise ValueError(f"The environment variable {name} is {text!r}; it must be a whole number set by the launcher.")
     return number

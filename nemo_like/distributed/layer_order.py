@@ -122,7 +122,9 @@ class LayerOrder:
         elif asks:
             self._ask(index, event)
         else:
-            self._compare(event)
+            with unseen():  # a collective
+                if not all_have(event, self._groups):
+                    raise _differing(gather_objects((rank(), event), self._groups))
         if event not in place.then:
             self._places += 1
             if self._places > _MOST:
@@ -130,12 +132,6 @@ class LayerOrder:
             place.then[event] = _Place()
         place.last = event
         self._place = place.then[event]
-
-    def _compare(self, event: str) -> None:
-        """Raise where another rank is at another event. A collective."""
-        with unseen():
-            if not all_have(event, self._groups):
-                raise _differing(gather_objects((rank(), event), self._groups))
 
     def _ask(self, index: int, event: str) -> None:
         """Return once all ranks have asked whether `event` is next."""

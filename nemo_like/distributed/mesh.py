@@ -1,6 +1,6 @@
 """The device mesh: which ranks share shards, which hold copies, which split a tensor.
 
-Axes, from the slowest network to the fastest, so that neighbours on the innermost axis sit on one host:
+Axes, from the slowest network to the fastest, so that neighbours on the innermost axis sit on one node:
 
 | axis | its ranks |
 |---|---|
@@ -104,7 +104,9 @@ def validate_mesh(mesh: DeviceMesh) -> None:
         raise ValueError(f"The mesh's axes are {names}; their order must be that of {allowed}.")
     if "dp_shard" not in names:
         raise ValueError(f"The mesh's axes are {names}; 'dp_shard' is missing (its size may be 1).")
-    ranks, whole = launch.world_size(), _root_size(mesh)
+    ranks, whole = launch.world_size(), root_mesh(mesh).size()
+    if whole == mesh.size() and dist.is_initialized() and mesh.get_coordinate() is None:
+        raise ValueError(f"Rank {launch.rank()} is not in the mesh {mesh.mesh.tolist()}; every rank must be in it.")
     if whole != ranks:
         raise ValueError(
             f"The mesh has {whole} rank(s) in the shape {dict(zip(names, mesh.shape))}, but the job has {ranks}: "
@@ -130,25 +132,12 @@ def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """
     names = mesh.mesh_dim_names or ()
     if "cp" in names:
-        return _fold_cp(mesh)
+        replicas = mesh["dp_replicate"] if "dp_replicate" in names else None
+        return flatten_mesh(mesh["dp_shard", "cp"], "dp_shard_cp", replicas)
     return mesh["dp_replicate", "dp_shard"] if "dp_replicate" in names else mesh["dp_shard"]
 
 
 def axis_size(mesh: DeviceMesh | None, name: str) -> int:
     """Ranks along the axis `name`, 1 where the mesh has no such axis or is None."""
-    if mesh is None or name not in (mesh.mesh_dim_names or ()):
-        return 1
-    return mesh.size((mesh.mesh_dim_names or ()).index(name))
-
-
-def _fold_cp(mesh: DeviceMesh) -> DeviceMesh:
-    replicated = "dp_replicate" in (mesh.mesh_dim_names or ())
-    return flatten_mesh(mesh["dp_shard", "cp"], "dp_shard_cp", mesh["dp_replicate"] if replicated else None)
-
-
-def _root_size(mesh: DeviceMesh) -> int:
-    """Ranks of the mesh that `mesh` was sliced from."""
-    root = root_mesh(mesh)
-    if root.size() == mesh.size() and dist.is_initialized() and mesh.get_coordinate() is None:
-        raise ValueError(f"Rank {launch.rank()} is not in the mesh {mesh.mesh.tolist()}; every rank must be in it.")
-    return root.size()
+    names = () if mesh is None else mesh.mesh_dim_names or ()
+    return mesh.size(names.index(name)) if mesh is not None and name in names else 1

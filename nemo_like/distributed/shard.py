@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -85,6 +84,9 @@ def shard_layers(
     held: list[nn.Module] = []
     for unit in plan.units:
         mine = set(unit.params)
+        unit_policy = policy if unit.kind == "root" else inner_policy
+        if any(param.is_complex() for param in mine):  # a cast would drop the imaginary part (Fourier operators)
+            unit_policy = dataclasses.replace(unit_policy, param_dtype=None, reduce_dtype=None)
         reshard = _reshard(unit, last_layer, options.reshard_after_forward)
         if not reshard:
             held.append(unit.modules[0])
@@ -92,12 +94,15 @@ def shard_layers(
             unit.modules,
             dp_mesh,
             options,
-            policy=_policy(unit, policy if unit.kind == "root" else inner_policy),
+            policy=unit_policy,
             reshard=reshard,
             placement=placement,
             ignored_params={p for module in unit.modules for p in module.parameters() if p not in mine},
         )
-    _move(plan.replicated, launch.local_device(mesh.device_type))
+    device = launch.local_device(mesh.device_type)
+    for param in plan.replicated:
+        if param.device != device and not param.is_meta:
+            param.data = param.data.to(device)
     if plan.embedding is not None:
         _as_fsdp(plan.embedding.modules[0]).set_unshard_in_backward(False)  # no gradient takes its weight
     chain_prefetch(model, plan, options)
@@ -110,7 +115,9 @@ def shard_layers(
     gather_for_what_is_kept([unit.modules[0] for unit in plan.layers])
     refuse_new_parameters(model, lambda: fsdp_managed(model))
     refuse_to_train(model, [p for p in plan.replicated if p not in ignored])
-    for module in _around_layers(model, plan):
+    inside = {module for unit in plan.layers for top in unit.modules for module in every_module(top)}
+    holders = [module for module in every_module(model) if module not in inside and module._parameters]
+    for module in dict.fromkeys([model, *holders]):  # the model, and what has weights of its own outside of its layers
         module.register_forward_hook(explain_sharded_weights, always_call=True)
         if policy.param_dtype is not None and policy.cast_forward_inputs and type(module) in _OF_ONE_DTYPE:
             module.register_forward_pre_hook(cast_as_weight)
@@ -123,8 +130,21 @@ def shard_layers(
 
 
 def ask_for_weights(model: nn.Module) -> None:
-    """Have the first forward of `model` report that parameters are on the meta device, where some still are."""
-    model.register_forward_pre_hook(_MaterializeFirst(), prepend=True)
+    """Have the first forward of `model` report that parameters are on the meta device, where some still are.
+
+    FSDP2's own check comes when it has set up half of its state, and every later forward fails on the other half.
+    """
+
+    def check(module: nn.Module, _args: object) -> None:
+        meta = [name for name, parameter in module.named_parameters() if parameter.is_meta]
+        if meta:
+            raise RuntimeError(
+                f"{len(meta)} parameter(s) of this {type(module).__name__} are on the meta device, {meta[0]} for one: call "
+                "nemo_like.distributed.materialize(model) before the first forward."
+            )
+        handle.remove()
+
+    handle = model.register_forward_pre_hook(check, prepend=True)
 
 
 def shard_unit(
@@ -163,13 +183,6 @@ def shard_unit(
     _as_fsdp(modules[0]).set_reduce_scatter_unused_params(True, recurse=False)
 
 
-def _policy(unit: Unit, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
-    """The dtypes of one unit: complex weights (Fourier operators) are not cast, which would drop the imaginary part."""
-    if any(param.is_complex() for param in unit.params):
-        return dataclasses.replace(policy, param_dtype=None, reduce_dtype=None)
-    return policy
-
-
 _OF_ONE_DTYPE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.LayerNorm, nn.GroupNorm)
 """Modules that raise where their input has another dtype than their weight."""
 
@@ -202,8 +215,15 @@ def check_sharding(
     options = FSDP2() if options is None else options
     dp_mesh = data_parallel_mesh(mesh)
     check_reshard(options.reshard_after_forward, dp_mesh.size(dp_mesh.ndim - 1))
-    how: dict[str, Any] = {"tail": tail, "frozen_sharding": options.frozen_sharding, "ends": options.ends}
-    return plan_units(model, layers, ignored_params=ignored_params, apart=apart, **how)
+    return plan_units(
+        model,
+        layers,
+        tail=tail,
+        frozen_sharding=options.frozen_sharding,
+        ends=options.ends,
+        ignored_params=ignored_params,
+        apart=apart,
+    )
 
 
 def check_reshard(value: bool | int | None, shard_size: int) -> None:
@@ -258,34 +278,3 @@ def chain_prefetch(model: nn.Module, plan: UnitPlan, options: FSDP2 | None, insi
 def _as_fsdp(module: nn.Module) -> FSDPModule:
     assert isinstance(module, FSDPModule)
     return module
-
-
-def _move(params: Iterable[nn.Parameter], device: torch.device) -> None:
-    for param in params:
-        if param.device != device and param.device.type != "meta":
-            param.data = param.data.to(device)
-
-
-def _around_layers(model: nn.Module, plan: UnitPlan) -> list[nn.Module]:
-    """The model, and each module outside of its layers that has weights of its own."""
-    inside = {module for unit in plan.layers for top in unit.modules for module in every_module(top)}
-    holders = [module for module in every_module(model) if module not in inside and module._parameters]
-    return list(dict.fromkeys([model, *holders]))
-
-
-class _MaterializeFirst:
-    """A forward pre-hook of a model on the meta device, in front of FSDP2's.
-
-    FSDP2's own check comes when it has set up half of its state, and every later forward fails on the other half.
-    """
-
-    def __call__(self, module: nn.Module, _args: object) -> None:
-        meta = [name for name, parameter in module.named_parameters() if parameter.is_meta]
-        if meta:
-            raise RuntimeError(
-                f"{len(meta)} parameter(s) of this {type(module).__name__} are on the meta device, {meta[0]} for one: call "
-                "nemo_like.distributed.materialize(model) before the first forward."
-            )
-        for number, hook in list(module._forward_pre_hooks.items()):
-            if hook is self:  # done for good
-                del module._forward_pre_hooks[number]

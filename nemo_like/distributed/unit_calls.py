@@ -174,7 +174,10 @@ class UnitCalls:
     def _before(self) -> None:
         # In each step for each parameter: no call of a function where all is well.
         for table, name, param in self._registered:
-            if table.get(name) is not param.sharded_param and not (place := self._place_of(table, name)).has_its_own():
+            if table.get(name) is param.sharded_param:
+                continue
+            place = next(each for each in self._places if each.module._parameters is table and each.name == name)
+            if not place.has_its_own():
                 raise RuntimeError(
                     f"{self._full(place)} is not the parameter that parallelize() has put there. FSDP2 would put its own "
                     "back while the layer runs, so that the other one is neither used nor trained. Exchange parameters "
@@ -187,9 +190,6 @@ class UnitCalls:
                 if module not in self._reached and forward_hooks(module) not in ((), (explain_sharded_weights,)):
                     self._reached.add(module)
                     module.register_forward_hook(self._reach)
-
-    def _place_of(self, table: dict[str, Any], name: str) -> FsdpPlace:
-        return next(place for place in self._places if place.module._parameters is table and place.name == name)
 
     def _reach(self, _module: nn.Module, _args: object, output: object) -> None:
         """Have the unit gathered for a loss of what a hook inside of it has seen, though its own output is not used."""
@@ -262,19 +262,18 @@ class _Kept:
             return
         if self._calls < _LOOKS:
             self._calls += 1
-            self._places = list(self._found())
+            self._places = [
+                (vars(module), name)
+                for module in every_module(self._unit)
+                for name, value in vars(module).items()
+                if name not in _NOT_KEPT and any(tensor.grad_fn is not None for tensor in tensors_in(value))
+            ]
         attributes = [attributes.get(name) for attributes, name in self._places]
         kept = tensors_in([*attributes, *named_containers(self._kinds)])
         new = {id(t): t for t in kept if t.grad_fn is not None and not self._is_hooked(t)}
         gather_before_backward_of(self._unit, list(new.values()))
         for key, tensor in new.items():
             self._hooked[key] = weakref.ref(tensor, lambda _, key=key: self._hooked.pop(key, None))  # type: ignore[misc]
-
-    def _found(self) -> Iterator[tuple[dict[str, Any], str]]:
-        for module in every_module(self._unit):
-            for name, value in vars(module).items():
-                if name not in _NOT_KEPT and any(tensor.grad_fn is not None for tensor in tensors_in(value)):
-                    yield vars(module), name
 
     def _is_hooked(self, tensor: Tensor) -> bool:
         known = self._hooked.get(id(tensor))

@@ -52,8 +52,6 @@ class UnitPlan:
     """Whole on every rank: parameters that are not floating point, frozen scalars, what the caller left out."""
     theirs: list[nn.Module]
     """Modules that the caller has sharded before: units inside these, with their own mesh, policy and parameters."""
-    towers: list[nn.Module]
-    """Frozen layers that some rank may skip."""
     top_down: bool
     """Some parameter is owned by a unit outside of the module it sits in, so that owners come first."""
 
@@ -82,7 +80,12 @@ def plan_units(
 ) -> UnitPlan:
     """Give every parameter of `model` to one unit. Changes nothing; see `shard_layers` for arguments and errors."""
     names = every_module(model)
-    _refuse_sparse_gradients(names)
+    for holder, name in names.items():
+        if getattr(holder, "sparse", False) is True and any(p.requires_grad for p in holder.parameters(recurse=False)):
+            raise ValueError(
+                f"{name or 'The model'!r} has sparse=True: FSDP2 cannot reduce sparse gradients. Build it with "
+                "sparse=False, or use strategy='ddp'."
+            )
     theirs = sharded_by_caller(model)
     inside = {module for unit in theirs for module in every_module(unit)}
     groups = {m: group for m, group in _layer_groups(model, layers, names).items() if not _within(m, inside)}
@@ -98,8 +101,7 @@ def plan_units(
     layer_units = [Unit(names[module], "layer", (module,)) for module in groups]
     tail = None if ends == "root" else tail
     tail_modules = tuple(m for m in _tail(model, list(groups), tail, names) if not _within(m, inside))
-    tops: dict[nn.Module, Any] = {m: u for u in layer_units for m in u.modules}
-    owners = _owners(model, tops | dict.fromkeys(tail_modules, "tail"))
+    owners = _owners(model, {m: u for u in layer_units for m in u.modules} | dict.fromkeys(tail_modules, "tail"))
     if any(len(owners[p]) > 1 for m in tail_modules for p in m.parameters()):
         owners = {p: {"root" if o == "tail" else o for o in units} for p, units in owners.items()}  # tied: no tail
         tail_modules = ()
@@ -112,9 +114,7 @@ def plan_units(
         embedding = Unit(names[module], "embedding", (module,))
         owners |= {param: {embedding} for param in rows}
     hoisted = False
-    for param, units in owners.items():
-        if param in left_out:
-            continue
+    for param, units in ((param, units) for param, units in owners.items() if param not in left_out):
         # The lowest unit that holds every place where a shared parameter sits is the root: units do not nest otherwise.
         owner = next(iter(units)) if len(units) == 1 else "root"
         hoisted |= len(units) > 1 and "root" not in units
@@ -124,7 +124,7 @@ def plan_units(
     sharded = [*layer_units, *(unit for unit in (tail_unit, embedding, root) if unit is not None)]
     by_dtype = [split for unit in sharded for split in _split(unit, names)]
     top_down = hoisted or bool(by_dtype)
-    return UnitPlan(layer_units, tail_unit, embedding, root, by_dtype, replicated, theirs, towers, top_down)
+    return UnitPlan(layer_units, tail_unit, embedding, root, by_dtype, replicated, theirs, top_down)
 
 
 _PADDING = 0.25
@@ -146,8 +146,9 @@ def shard_dim(param: torch.Tensor, ranks: int) -> int:
     if param.dim() < 2:
         return 0
     if isinstance(param, DTensor):
-        packed = any(getattr(place, "dim", None) == 0 and hasattr(place, "split_factor") for place in param.placements)
-        stays = not packed
+        stays = not any(
+            getattr(place, "dim", None) == 0 and hasattr(place, "split_factor") for place in param.placements
+        )
     else:
         stays = padded_rows(param, ranks) <= (1 + _PADDING) * param.shape[0]
     if stays:
@@ -239,15 +240,6 @@ def _shardable(model: nn.Module, param: nn.Parameter) -> bool:
     return param.ndim > 0 and (param.is_floating_point() or param.is_complex())
 
 
-def _refuse_sparse_gradients(names: dict[nn.Module, str]) -> None:
-    for module, name in names.items():
-        if getattr(module, "sparse", False) is True and any(p.requires_grad for p in module.parameters(recurse=False)):
-            raise ValueError(
-                f"{name or 'The model'!r} has sparse=True: FSDP2 cannot reduce sparse gradients. Build it with "
-                "sparse=False, or use strategy='ddp'."
-            )
-
-
 def _tail(
     model: nn.Module, layers: list[nn.Module], tail: str | Sequence[nn.Module] | None, names: dict[nn.Module, str]
 ) -> tuple[nn.Module, ...]:
@@ -281,8 +273,7 @@ def _find_tail(model: nn.Module, layers: list[nn.Module], names: dict[nn.Module,
     inside = {m for layer in layers for m in every_module(layer)}
     if not isinstance(head, nn.Module) or head not in names or head in inside or not _has_params(head):
         return ()
-    stacks = {names[layer].rpartition(".")[0] for layer in layers}
-    parents = {stack.rpartition(".")[0] for stack in stacks}
+    parents = {stack.rpartition(".")[0] for stack in {names[layer].rpartition(".")[0] for layer in layers}}
     if len(parents) != 1:
         return (head,)  # several stacks: which one the head follows is not known here
     parent = parents.pop()
@@ -347,8 +338,7 @@ def _split(unit: Unit, names: dict[nn.Module, str]) -> Iterator[Unit]:
         ]
         for holder in holders:
             inner = {wrapped_module(m) for m in unit.modules if isinstance(m, CheckpointWrapper)}
-            never_called = isinstance(holder, nn.ParameterList | nn.ParameterDict)
-            if holder in unit.modules or holder in inner or never_called:
+            if holder in unit.modules or holder in inner or isinstance(holder, nn.ParameterList | nn.ParameterDict):
                 names_here = [name for name, p in holder.named_parameters(recurse=False) if p in chosen]
                 way_out = (
                     "Put the complex ones into a module of their own, as a cast to a real dtype drops the imaginary part."

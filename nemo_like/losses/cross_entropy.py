@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import get_device_states, set_device_states
 
 from nemo_like._util.words import a_or_an, check_bool
-from nemo_like.losses.heads import Head, autocast_dtype, trained_tensors
-from nemo_like.losses.rows import CrossEntropyRows, Shape
-from nemo_like.losses.runner import ChunkedCall, LossesInBackward, LossInForward
+from nemo_like.losses.heads import (
+    AutogradHead,
+    GradientSums,
+    Head,
+    LinearHead,
+    autocast_dtype,
+    is_plain_linear,
+    like_logits,
+    unwrap_logits,
+)
+from nemo_like.losses.rows import CrossEntropyRows, Shape, pieces
 from nemo_like.options import ChunkedLoss
-from nemo_like.torch_compat import call_in_fsdp_unit, is_fake
+from nemo_like.torch_compat import call_in_fsdp_unit, graph_is_kept, is_fake, without_fsdp_hooks
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -78,23 +92,21 @@ def chunked_cross_entropy(
         raise ValueError(f"reduction is {reduction!r}; it must be one of {', '.join(REDUCTIONS)}.")
     if num_items is not None and reduction != "mean":
         raise ValueError(f"num_items divides the loss of reduction='mean', and reduction is {reduction!r}; drop one.")
-    check_num_items(num_items)
-    check_ignore_index(ignore_index)
-    check_bool("shift", shift)
-    check_fraction("label_smoothing", label_smoothing)
-    options = chosen(options, chunk_tokens)
-    hidden, labels = checked_inputs(hidden, labels)
-    if shift:
-        labels = shifted(labels, ignore_index)
-    shape = shape_of(logit_scale, logit_softcap)
-    rows = CrossEntropyRows(
-        labels.reshape(-1), ignore_index, label_smoothing, checked_z_loss(z_loss), shape, options.compile
-    )
+    _check_num_items(num_items)
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing is {label_smoothing!r}; it must be between 0 and 1.")
+    if not z_loss >= 0:
+        raise ValueError(f"z_loss is {z_loss!r}; it must be >= 0.")
+    options = _options(options, chunk_tokens)
+    hidden, labels = _inputs(hidden, labels, ignore_index, shift)
+    shape = _shape(logit_scale, logit_softcap)
+    rows = CrossEntropyRows(labels.reshape(-1), ignore_index, label_smoothing, z_loss, shape, options.compile)
+    call = ChunkedCall(head, rows, options, head)
     if reduction == "none":
-        return losses_per_token(hidden, head, rows, options, parameters).view(labels.shape)
+        return losses_per_token(call, hidden, parameters).view(labels.shape)
     if num_items is None:
         num_items = rows.counts.sum() if reduction == "mean" else 1
-    return reduced(hidden, head, rows, rows.counts, num_items, options, parameters)
+    return reduced(call, hidden, num_items, parameters)
 
 
 def chunked_log_probs(
@@ -129,78 +141,53 @@ def chunked_log_probs(
     Raises:
         ValueError, TypeError: as `chunked_cross_entropy`.
     """
-    check_ignore_index(ignore_index)
-    check_bool("shift", shift)
-    options = chosen(options, chunk_tokens)
-    hidden, labels = checked_inputs(hidden, labels)
-    if shift:
-        labels = shifted(labels, ignore_index)
-    shape = shape_of(logit_scale, logit_softcap, temperature)
+    options = _options(options, chunk_tokens)
+    hidden, labels = _inputs(hidden, labels, ignore_index, shift)
+    shape = _shape(logit_scale, logit_softcap, temperature)
     rows = CrossEntropyRows(labels.reshape(-1), ignore_index, 0.0, 0.0, shape, options.compile)
-    return -losses_per_token(hidden, head, rows, options, parameters).view(labels.shape)
+    return -losses_per_token(ChunkedCall(head, rows, options, head), hidden, parameters).view(labels.shape)
 
 
 # Dynamo would unroll the chunks, and make a graph of every other number of tokens.
 @torch.compiler.disable
 def reduced(
-    hidden: Tensor,
-    head: Head,
-    rows: CrossEntropyRows,
-    counts: Tensor,
-    num_items: int | float | Tensor,
-    options: ChunkedLoss,
-    parameters: tuple[Tensor, ...] | None,
-    unit: Head | None = None,
+    call: ChunkedCall, hidden: Tensor, num_items: int | float | Tensor, parameters: tuple[Tensor, ...] | None = None
 ) -> Tensor:
-    """The sum of the losses of the tokens that count, divided by `num_items`.
-
-    unit: where `head` is a function around a module, that module.
-    """
-    unit = head if unit is None else unit
+    """The sum of the losses of the tokens that count, divided by `num_items`."""
     items = torch.as_tensor(num_items, dtype=torch.float32, device=hidden.device)
     scale = 1 / items
-    one = torch.ones_like(scale)
-    weights = counts.to(torch.float32)
+    weights = call.rows.counts.to(torch.float32)
     # float16 cannot hold a share of a mean: there backward divides, in float32.
-    late = autocast_dtype(hidden) == torch.float16 or any(p.dtype == torch.float16 for p in _params(unit, parameters))
-    weights, scale = (weights, scale) if late else (weights * scale, one)
-    call = ChunkedCall(head, rows, options, unit)
+    late = autocast_dtype(hidden) == torch.float16
+    if not late and all(param.dtype != torch.float16 for param in _params(call, parameters)):
+        weights, scale = weights * scale, torch.ones_like(scale)
     train = torch.is_grad_enabled()
 
     def inside(states: Tensor) -> Tensor:
         flat = states.reshape(-1, states.shape[-1])
-        return LossInForward.apply(call, weights, scale, items, train, flat, *_params(unit, parameters))
+        return LossInForward.apply(call, weights, scale, items, train, flat, *_params(call, parameters))
 
-    return call_in_fsdp_unit(unit, inside, hidden)
+    return call_in_fsdp_unit(call.unit, inside, hidden)
 
 
 @torch.compiler.disable  # see `reduced`
-def losses_per_token(
-    hidden: Tensor,
-    head: Head,
-    rows: CrossEntropyRows,
-    options: ChunkedLoss,
-    parameters: tuple[Tensor, ...] | None,
-    unit: Head | None = None,
-) -> Tensor:
+def losses_per_token(call: ChunkedCall, hidden: Tensor, parameters: tuple[Tensor, ...] | None = None) -> Tensor:
     """(tokens,) float32."""
-    unit = head if unit is None else unit
-    call = ChunkedCall(head, rows, options, unit)
 
     def inside(states: Tensor) -> Tensor:
-        flat = states.reshape(-1, states.shape[-1])
-        return LossesInBackward.apply(call, flat, *_params(unit, parameters))
+        return LossesInBackward.apply(call, states.reshape(-1, states.shape[-1]), *_params(call, parameters))
 
-    return call_in_fsdp_unit(unit, inside, hidden)
-
-
-def _params(head: Head, tensors: tuple[Tensor, ...] | None) -> list[Tensor]:
-    """Return the tensors of `head` that train; called inside an FSDP2 unit, where whole parameters replace the
-    shards."""
-    return trained_tensors(head) if tensors is None else [tensor for tensor in tensors if tensor.requires_grad]
+    return call_in_fsdp_unit(call.unit, inside, hidden)
 
 
-def chosen(options: ChunkedLoss | None, chunk_tokens: int | None) -> ChunkedLoss:
+def _params(call: ChunkedCall, tensors: tuple[Tensor, ...] | None) -> list[Tensor]:
+    """Return the tensors that train; called inside an FSDP2 unit, where whole parameters replace the shards."""
+    if tensors is None:
+        tensors = tuple(call.unit.parameters()) if isinstance(call.unit, nn.Module) else ()
+    return [tensor for tensor in tensors if tensor.requires_grad]
+
+
+def _options(options: ChunkedLoss | None, chunk_tokens: int | None) -> ChunkedLoss:
     """`options`, or the defaults with `chunk_tokens`."""
     if options is None:
         return ChunkedLoss(chunk_tokens=chunk_tokens)
@@ -209,9 +196,17 @@ def chosen(options: ChunkedLoss | None, chunk_tokens: int | None) -> ChunkedLoss
     return options
 
 
-def checked_inputs(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Both, if their shapes fit; a DTensor of whole hidden states as the plain tensor that it is."""
-    check_hidden(hidden)
+def _inputs(hidden: Tensor, labels: Tensor, ignore_index: int, shift: bool) -> tuple[Tensor, Tensor]:
+    """Both, if their shapes fit, labels shifted; a DTensor of whole hidden states as the plain tensor that it is."""
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+        raise TypeError(f"ignore_index is {ignore_index!r}; it must be a whole number, as labels are.")
+    check_bool("shift", shift)
+    if not isinstance(hidden, Tensor) or not hidden.is_floating_point():
+        raise TypeError(
+            f"hidden is {getattr(hidden, 'dtype', type(hidden).__name__)}; it must be a floating-point tensor."
+        )
+    if hidden.ndim < 2:
+        raise ValueError(f"hidden has shape {tuple(hidden.shape)}; it must be (..., width of the head's input).")
     if not isinstance(labels, Tensor):
         raise TypeError(f"labels is {a_or_an(labels)}; it must be a tensor of token numbers.")
     if labels.is_floating_point() or labels.dtype in (torch.bool, torch.complex64):
@@ -225,17 +220,10 @@ def checked_inputs(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         raise ValueError(
             f"labels is on {labels.device} and hidden on {hidden.device}; move one: labels.to(hidden.device)."
         )
-    return whole(hidden), whole(labels).long()
-
-
-def check_hidden(hidden: Tensor) -> None:
-    """Raise unless `hidden` is (..., D) of a floating-point dtype."""
-    if not isinstance(hidden, Tensor) or not hidden.is_floating_point():
-        raise TypeError(
-            f"hidden is {getattr(hidden, 'dtype', type(hidden).__name__)}; it must be a floating-point tensor."
-        )
-    if hidden.ndim < 2:
-        raise ValueError(f"hidden has shape {tuple(hidden.shape)}; it must be (..., width of the head's input).")
+    labels = whole(labels).long()
+    if shift:  # one to the left; the last place counts for nothing
+        labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
+    return whole(hidden), labels
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -250,12 +238,7 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.to_local()
 
 
-def shifted(labels: Tensor, ignore_index: int) -> Tensor:
-    """Labels moved one to the left; the last place counts for nothing."""
-    return nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
-
-
-def check_num_items(num_items: object) -> None:
+def _check_num_items(num_items: object) -> None:
     """Raise unless the loss can be divided by `num_items`; of a tensor on an accelerator, this would wait for the device."""
     if num_items is None:
         return
@@ -271,13 +254,7 @@ def check_num_items(num_items: object) -> None:
         )
 
 
-def check_ignore_index(ignore_index: object) -> None:
-    """Raise unless `ignore_index` is a number that a label can be."""
-    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-        raise TypeError(f"ignore_index is {ignore_index!r}; it must be a whole number, as labels are.")
-
-
-def shape_of(scale: float | None, cap: float | None, temperature: float = 1.0) -> Shape:
+def _shape(scale: float | None, cap: float | None, temperature: float = 1.0) -> Shape:
     """Return what is done to the logits, if anything."""
     for name, value in (("logit_softcap", cap), ("temperature", temperature)):
         if value is not None and not value > 0:
@@ -287,14 +264,161 @@ def shape_of(scale: float | None, cap: float | None, temperature: float = 1.0) -
     return Shape(scale, cap, None if temperature == 1 else 1 / temperature)
 
 
-def check_fraction(name: str, value: float) -> None:
-    """Raise unless `value` is in 0 ... 1."""
-    if not 0 <= value <= 1:
-        raise ValueError(f"{name} is {value!r}; it must be between 0 and 1.")
+# Head and loss, one chunk of tokens after the other, as one node of autograd's graph.
+#
+# The node's inputs are the hidden states and the head's parameters, so that each parameter gets one gradient per
+# backward, as FSDP2's and DDP's reductions want it.
 
 
-def checked_z_loss(z_loss: float) -> float:
-    """`z_loss`, if it is a weight."""
-    if not z_loss >= 0:
-        raise ValueError(f"z_loss is {z_loss!r}; it must be >= 0.")
-    return z_loss
+@dataclass(frozen=True)
+class ChunkedCall:
+    """One call: its head, its loss, and how it is cut."""
+
+    head: Head
+    rows: CrossEntropyRows
+    options: ChunkedLoss
+    unit: Any
+    """The module whose FSDP2 hooks have gathered the head's parameters: the head, or what `head` calls."""
+
+    def __post_init__(self) -> None:
+        if not callable(self.head):
+            raise TypeError(
+                f"head is {a_or_an(self.head)}; it must be a module or a function from hidden states to logits. Of "
+                "a weight, make one: head=lambda x: F.linear(x, weight), parameters=(weight,)."
+            )
+
+    def open(self, hidden: Tensor, params: Sequence[Tensor]) -> tuple[AutogradHead | LinearHead, int]:
+        """The head and the tokens of one chunk; where its width is not known, it runs one token."""
+        head: AutogradHead | LinearHead
+        if isinstance(self.head, nn.Linear) and is_plain_linear(self.head):
+            head = LinearHead(self.head, params)
+            size, per_token = head.check(hidden)
+        else:
+            head, probe = AutogradHead(self.head, params), hidden.detach()[:1]
+            with _random_numbers_of_now(hidden)():
+                logits, vocabulary = unwrap_logits(head.logits(probe, False), len(probe))
+            size, per_token = vocabulary.size, logits.shape[1] * logits.element_size()
+        self.rows.check(size)
+        tokens = min(self.options.tokens(per_token), max(1, len(hidden)))
+        if isinstance(head, LinearHead):
+            head.block_bytes = max(1, tokens * per_token // 64)
+        return head, tokens
+
+
+def walk(
+    call: ChunkedCall, hidden: Tensor, params: Sequence[Tensor], weights: Tensor | None, into_hidden: bool
+) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
+    """All chunks: the losses, (tokens,) float32, and, with `weights`, the gradients of ``(weights * losses).sum()``, of
+    `hidden` and of `params`.
+
+    hidden: (tokens, D), weights: (tokens,) float32 or None.
+    """
+    head, size = call.open(hidden, params)
+    with_gradient = weights is not None and (into_hidden or bool(params))
+    sums = GradientSums(params, call.options.grads_in_float32)
+    to_hidden = (
+        torch.empty_like(hidden, memory_format=torch.contiguous_format) if with_gradient and into_hidden else None
+    )
+    total = hidden.new_zeros(len(hidden), dtype=torch.float32)
+    for rows in pieces(len(hidden), size, hidden):
+        chunk = hidden[rows]
+        output = head.logits(chunk, with_gradient)
+        logits, vocabulary = unwrap_logits(output, len(chunk))
+        mine = weights[rows] if with_gradient and weights is not None else None
+        losses, sparse = call.rows.step(logits, rows, vocabulary, mine, isinstance(head, LinearHead))
+        total = total.to(losses.dtype)  # float64 stays
+        total[rows] = losses
+        if with_gradient:
+            into = None if to_hidden is None else to_hidden[rows]
+            head.backward(like_logits(logits, output), sparse, chunk, into, sums)
+        del output, logits  # before the next chunk's are made
+    return total, to_hidden, sums.sums
+
+
+class LossInForward(torch.autograd.Function):
+    """``losses.sum() / items`` with its gradients, scale * those of (weights * losses).sum(), made in forward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: ChunkedCall,
+        weights: Tensor,
+        scale: Tensor,
+        items: Tensor,
+        train: bool,
+        hidden: Tensor,
+        *params: Tensor,
+    ) -> Tensor:
+        into_hidden = train and ctx.needs_input_grad[5]
+        results = walk(call, hidden, params if train else (), weights if train else None, into_hidden)
+        losses, grads = results[0], [results[1], *results[2]]
+        ctx.kept = [index for index, grad in enumerate(grads) if grad is not None]
+        ctx.dtypes = [tensor.dtype for tensor in (hidden, *params)]
+        ctx.inputs = len(params) + 1
+        ctx.save_for_backward(scale, *(grads[index] for index in ctx.kept))
+        # In float64, and rounded once: a sum of many tokens in float32 ends some units off in the last place.
+        wide = torch.float32 if losses.device.type == "mps" else torch.float64
+        return (losses.sum(dtype=wide) / items).to(losses.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        _refuse_second_derivatives()
+        lse, *saved = ctx.saved_tensors
+        factor = upstream * lse.nan_to_num(posinf=0.0)  # no token counts: the loss is NaN, and nothing has a gradient
+        in_place = graph_is_kept() is False
+        unchanged = factor.device.type == "cpu" and not is_fake(factor) and factor.item() == 1
+        grads: list[Tensor | None] = [None] * ctx.inputs
+        for index, grad in zip(ctx.kept, saved, strict=True):
+            if not unchanged:
+                grad = grad.detach().mul_(factor) if in_place else grad * factor
+            elif not in_place and grad.dtype == ctx.dtypes[index]:
+                grad = grad.clone()  # a `.grad` of the caller's own, while the graph keeps ours
+            grads[index] = grad.to(ctx.dtypes[index])
+        return None, None, None, None, None, *grads
+
+
+class LossesInBackward(torch.autograd.Function):
+    """The losses of single tokens. What weighs them is known in backward only, which runs the head once more."""
+
+    @staticmethod
+    def forward(ctx: Any, call: ChunkedCall, hidden: Tensor, *params: Tensor) -> Tensor:
+        ctx.call = call
+        kind = hidden.device.type
+        enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        ctx.autocast = functools.partial(torch.autocast, kind, dtype=dtype, enabled=enabled)
+        ctx.random = _random_numbers_of_now(hidden)
+        ctx.save_for_backward(hidden, *params)
+        return walk(call, hidden, (), None, False)[0]
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        _refuse_second_derivatives()
+        hidden, *params = ctx.saved_tensors
+        needs = ctx.needs_input_grad[1:]
+        with ctx.autocast(), ctx.random(), without_fsdp_hooks(ctx.call.unit):
+            _, to_hidden, of_params = walk(ctx.call, hidden, params, upstream, needs[0])
+        grads = [None if grad is None else grad.to(param.dtype) for grad, param in zip(of_params, params, strict=True)]
+        return None, to_hidden, *grads
+
+
+def _refuse_second_derivatives() -> None:
+    if torch.is_grad_enabled():  # in a backward: create_graph=True
+        raise RuntimeError(
+            "A chunked loss has first derivatives only, and this backward was asked to make a graph of its own "
+            "(create_graph=True); compute the loss from whole logits for second ones."
+        )
+
+
+def _random_numbers_of_now(tensor: Tensor) -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Return a context in which dropout inside a head draws what it draws now: in backward what it drew in forward."""
+    cpu, (ids, states), kind = torch.get_rng_state(), get_device_states(tensor), tensor.device.type
+
+    @contextlib.contextmanager
+    def again() -> Iterator[None]:
+        with torch.random.fork_rng(ids, device_type=kind if kind != "cpu" else "cuda"):
+            torch.set_rng_state(cpu)
+            if ids:
+                set_device_states(ids, states, device_type=kind)
+            yield
+
+    return again

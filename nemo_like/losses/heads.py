@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
-from torch.nn import functional as F
 
 from nemo_like._util.tensors import on_accelerator
 from nemo_like.losses.rows import SparseGradient, Vocabulary, pieces
-from nemo_like.torch_compat import cast_as_weight, has_hooks_but_fsdp, is_fake
+from nemo_like.torch_compat import cast_as_weight, has_hooks_but_fsdp, is_fake, local_part
 
 Head = Callable[[Tensor], Tensor]
 
@@ -50,8 +48,7 @@ class AutogradHead:
     """Any module or callable: its gradients come from autograd, chunk by chunk."""
 
     def __init__(self, head: Head, params: Sequence[Tensor]) -> None:
-        self.params = params
-        self._head = head
+        self._head, self._params = head, params
         self._graph: tuple[Tensor, Tensor] | None = None
 
     def logits(self, hidden: Tensor, with_gradient: bool) -> Tensor:
@@ -60,7 +57,13 @@ class AutogradHead:
             with torch.no_grad():
                 return self._head(hidden)
         seen: set[int] = set()
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_note(seen), _same):
+
+        def note(tensor: Tensor) -> Tensor:
+            if isinstance(tensor, DTensor) or _is_plain(tensor):
+                seen.add(_storage(tensor))
+            return tensor
+
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
             # The hooks also keep what outer ones (offloading) would do with every saved tensor away from a chunk.
             leaf = hidden.detach().requires_grad_()
             output = self._head(leaf)
@@ -74,11 +77,10 @@ class AutogradHead:
     ) -> None:
         """Write the gradient of the chunk's `hidden` to `into`; add those of the parameters to `sums`."""
         assert self._graph is not None and sparse is None
-        leaf, output = self._graph
-        self._graph = None
+        (leaf, output), self._graph = self._graph, None
         if not output.requires_grad:
             return
-        inputs = [leaf, *self.params] if into is not None else list(self.params)
+        inputs = [leaf, *self._params] if into is not None else list(self._params)
         grads = list(torch.autograd.grad(output, inputs, gradient, allow_unused=True))
         if into is not None:
             first = grads.pop(0)
@@ -94,10 +96,10 @@ class AutogradHead:
 class LinearHead:
     """A plain `nn.Linear`: its gradients by hand, so that no second gradient of the weight exists next to the sum."""
 
-    def __init__(self, head: nn.Linear, params: Sequence[Tensor], block_bytes: int) -> None:
-        self.params = params
-        self.block_bytes = block_bytes
-        """Bytes that a temporary of the weight's gradient may take."""
+    block_bytes = 0
+    """Bytes that a temporary of the weight's gradient may take."""
+
+    def __init__(self, head: nn.Linear, params: Sequence[Tensor]) -> None:
         dtype = autocast_dtype(head.weight)
         self._cast = (
             torch.is_autocast_enabled(head.weight.device.type) or cast_as_weight in head._forward_pre_hooks.values()
@@ -105,13 +107,15 @@ class LinearHead:
         self._weight = head.weight.detach().to(dtype)  # once per call, as autocast does
         self._bias = None if head.bias is None else head.bias.detach().to(dtype)
         # By identity: which of the head's own tensors train.
-        self._of_weight, self._of_bias = (_index(params, tensor) for tensor in (head.weight, head.bias))
+        index_of = {id(param): index for index, param in enumerate(params)}
+        self._of_weight, self._of_bias = index_of.get(id(head.weight)), index_of.get(id(head.bias))
 
-        self.width = len(self._weight)
-        self.bytes_per_token = self.width * self._weight.element_size()
+    def check(self, hidden: Tensor) -> tuple[int, int]:
+        """Return the size of the vocabulary and the bytes of a token's logits.
 
-    def check(self, hidden: Tensor) -> None:
-        """Raise ValueError unless `hidden`, (tokens, D), fits the weight."""
+        Raises:
+            ValueError: `hidden`, (tokens, D), does not fit the weight.
+        """
         width, dtype = self._weight.shape[1], self._weight.dtype
         if hidden.shape[1] != width:
             raise ValueError(f"hidden has {hidden.shape[1]} features per token, and the head takes {width}.")
@@ -119,11 +123,12 @@ class LinearHead:
             raise ValueError(
                 f"hidden is {hidden.dtype} and the head's weight {dtype}; cast one, or use torch.autocast."
             )
+        return len(self._weight), len(self._weight) * self._weight.element_size()
 
     def logits(self, hidden: Tensor, with_gradient: bool) -> Tensor:
         with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
-            hidden = hidden.detach()
-            return F.linear(hidden.to(self._weight.dtype) if self._cast else hidden, self._weight, self._bias)
+            hidden = hidden.detach().to(self._weight.dtype) if self._cast else hidden.detach()
+            return nn.functional.linear(hidden, self._weight, self._bias)
 
     def backward(
         self, gradient: Tensor, sparse: SparseGradient | None, hidden: Tensor, into: Tensor | None, sums: GradientSums
@@ -189,20 +194,6 @@ def _add_rows(total: Tensor, rows: Tensor, values: Tensor) -> None:
         total.index_put_((rows,), values.to(total.dtype), accumulate=True)  # sorts; index_add_ adds as threads come
 
 
-def open_head(head: Head, params: Sequence[Tensor], block_bytes: int) -> AutogradHead | LinearHead:
-    """Return the way to run `head`, of whose tensors `params` are those that train."""
-    if isinstance(head, nn.Linear) and _is_plain_linear(head):
-        return LinearHead(head, params, block_bytes)
-    return AutogradHead(head, params)
-
-
-def trained_tensors(head: Head) -> list[Tensor]:
-    """The parameters of `head` that train, each once."""
-    if isinstance(head, nn.Module):
-        return [parameter for parameter in head.parameters() if parameter.requires_grad]
-    return []
-
-
 def unwrap_logits(logits: Tensor, tokens: int) -> tuple[Tensor, Vocabulary]:
     """This rank's part of `logits`, and which columns it is.
 
@@ -240,7 +231,7 @@ def like_logits(gradient: Tensor, logits: Tensor) -> Tensor:
     )
 
 
-def _is_plain_linear(head: nn.Linear) -> bool:
+def is_plain_linear(head: nn.Linear) -> bool:
     """Return whether calling `head` is `F.linear` of its two tensors, and nothing else."""
     plain = all(_is_plain(tensor) for tensor in (head.weight, head.bias) if tensor is not None)
     called = type(head).forward is nn.Linear.forward and "forward" not in vars(head)
@@ -255,27 +246,11 @@ def autocast_dtype(weight: Tensor) -> torch.dtype:
     return weight.dtype
 
 
-def _index(params: Sequence[Tensor], tensor: Tensor | None) -> int | None:
-    return next((index for index, param in enumerate(params) if param is tensor), None)
-
-
 def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, nn.Parameter) or is_fake(tensor)
 
 
 def _storage(tensor: Tensor) -> int:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return id(local.untyped_storage())  # one object for as long as the storage lives; fake ones have no address
-
-
-def _note(seen: set[int]) -> Callable[[Tensor], Tensor]:
-    def pack(tensor: Tensor) -> Tensor:
-        if isinstance(tensor, DTensor) or _is_plain(tensor):
-            seen.add(_storage(tensor))
-        return tensor
-
-    return pack
-
-
-def _same(packed: object) -> Any:
-    return packed
+    return id(
+        local_part(tensor).untyped_storage()
+    )  # one object for as long as the storage lives; fake ones have no address

@@ -332,8 +332,6 @@ class Vocabulary:
             lse: (tokens,), logarithms of sums of exponentials.
             sums: (j, tokens).
         """
-        if self.group is None:
-            return lse, sums
         largest = lse.clone()
         dist.all_reduce(largest, dist.ReduceOp.MAX, self.group)
         all_sums = torch.cat([(lse - largest).exp()[None], sums])

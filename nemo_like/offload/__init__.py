@@ -1,7 +1,14 @@
 """Host placement: what autograd or an engine keeps for backward waits in CPU memory. Needs torch alone."""
 
-from nemo_like.offload.layer_offload import OffloadWrapper, apply_offloading, offloader_of, placed_on_host
-from nemo_like.offload.offloader import HostPolicy, Offloader, offload_activations
+from nemo_like.offload.offloader import (
+    HostPolicy,
+    Offloader,
+    OffloadWrapper,
+    apply_offloading,
+    offload_activations,
+    offloader_of,
+    placed_on_host,
+)
 from nemo_like.offload.stays import OffloadStats
 
 __all__ = [

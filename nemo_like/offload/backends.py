@@ -78,10 +78,6 @@ class Backend:
         """Return device memory of the current stream's pool, uint8 of shape (nbytes,)."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
-    def serves(self, tensor: torch.Tensor) -> bool:
-        """Return whether `tensor` is in the memory that this back end moves things from."""
-        return tensor.device == self.device
-
 
 def default_backend(*, pin_memory: bool = True, use_streams: bool = True) -> Backend:
     """Return the accelerator's back end where there is an accelerator, else the CPU's."""
@@ -157,8 +153,8 @@ class HostPool:
     def take(self, nbytes: int) -> Block | None:
         """Return a block of at least `nbytes`; None where budget or memory refuse, with the reason in `refusal`."""
         size = -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
-        large_enough = [block for block in self.free if block.nbytes >= size]
-        block = min(large_enough, key=lambda block: block.nbytes) if large_enough else self._grow(size)
+        large_enough = (block for block in self.free if block.nbytes >= size)
+        block = min(large_enough, key=lambda block: block.nbytes, default=None) or self._grow(size)
         if block is None:
             return None
         taken = Block(block.slab, block.lo, block.lo + size)

@@ -57,14 +57,6 @@ class HostCopy:
         storage = self.storage()
         return storage if storage is not None and storage.nbytes() == self.nbytes else None
 
-    def part_from_original(self) -> None:
-        """Neither read the original in place of the copy, nor share the copy with what reads the original."""
-        self.storage = _gone
-
-
-def _gone() -> None:
-    """A dead weak reference."""
-
 
 class Mover:
     """Moves storages between one device and the host, each as a whole. Thread safe.
@@ -155,31 +147,24 @@ class Mover:
         """Let go of storages whose copies have ended, and wait for the oldest where too much is on its way."""
         held = self._inflight
         while held and self.backend.done(held[0][0]):
-            self._let_go()
+            self._inflight_bytes -= held.popleft()[2]
         most = len(held) if self.max_inflight_copies is None else self.max_inflight_copies
         # The newest is in use by the operator that saves it: waiting for its copy would free nothing.
         while len(held) > 1 and (len(held) > most or self._inflight_bytes > self.config.max_inflight_bytes):
             self.stats.offload_stalls += 1
             self.backend.synchronize(held[0][0])
-            self._let_go()
-
-    def _let_go(self) -> None:
-        self._inflight_bytes -= self._inflight.popleft()[2]
+            self._inflight_bytes -= held.popleft()[2]
 
     def open_group(self) -> None:
         """Open a group (a layer) for what is offloaded from here on."""
         with self._lock:
             self._told_groups = True
-            self._next_group()
-
-    def _next_group(self) -> None:
-        self._group += 1
-        self._group_bytes = 0
+            self._group, self._group_bytes = self._group + 1, 0
 
     def _join_group(self, copy: HostCopy) -> None:
         # Where no groups are opened, one ends when a handful of them would fill what prefetching may hold.
         if not self._told_groups and self._group_bytes > self.config.max_inflight_bytes // 8:
-            self._next_group()
+            self._group, self._group_bytes = self._group + 1, 0
         copy.group = self._group
         self._group_bytes += copy.nbytes
         self._saved.pop(copy, None)
@@ -217,7 +202,7 @@ class Mover:
         """The original is about to change: what the current stream does next comes after the copy's reading of it."""
         with self._lock:
             self.backend.wait(self.backend.current_stream(), copy.written)
-            copy.part_from_original()  # which would still be found, with other bytes in it
+            copy.storage = lambda: None  # the original would still be found, with other bytes in it
 
     def _buffer_of(self, copy: HostCopy) -> torch.Tensor:
         """The copy's buffer: prefetched, left by an earlier reader, or started now."""

@@ -1,4 +1,4 @@
-"""Offloading as a context manager: what autograd saves inside waits on the host.
+"""Offloading as a context manager, and put on a model's layers for good: what autograd saves waits on the host.
 
 >>> weight = torch.randn(64, 64, requires_grad=True)
 >>> with offload_activations(OffloadConfig(mode="all", min_bytes=0)) as offloader:
@@ -10,8 +10,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, MutableSequence, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -22,18 +23,15 @@ from torch import nn
 from nemo_like._util.log import warn_once
 from nemo_like._util.module_tree import check_model, every_module
 from nemo_like._util.tensors import tensors_in
+from nemo_like.activation_checkpointing.apply import apply_specs
+from nemo_like.activation_checkpointing.legacy import names_in
 from nemo_like.activation_checkpointing.policy import HOST, SAVE, Decision, Policy
-from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
+from nemo_like.activation_checkpointing.sequential import SegmentMember
+from nemo_like.activation_checkpointing.spec import CheckpointSpec
+from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper, Nameless
 from nemo_like.offload import stays
 from nemo_like.offload.backends import Backend, default_backend
-from nemo_like.offload.handles import (
-    ChosenHandle,
-    Handle,
-    HostHandle,
-    InPlaceGuard,
-    KeptHandle,
-    SubclassHandle,
-)
+from nemo_like.offload.handles import ChosenHandle, Handle, HostHandle, InPlaceGuard, KeptHandle, SubclassHandle
 from nemo_like.offload.mover import Mover
 from nemo_like.offload.stays import OffloadStats, is_wrapper_subclass, take_apart
 from nemo_like.options import OffloadConfig
@@ -44,6 +42,7 @@ from nemo_like.torch_compat import (
     left_to_python,
     version_of,
 )
+from nemo_like.torch_compat import OffloadWrapper as TorchOffloadWrapper
 
 
 def offload_activations(
@@ -152,13 +151,10 @@ class Offloader:
 
     def _move(self, tensor: torch.Tensor, version: tuple[Any, ...], guarded: bool) -> Handle:
         """A handle for `tensor`, whose contents `version` tells from others of its storage (see `Mover.offload`)."""
-        return (self._move_subclass if is_wrapper_subclass(tensor) else self._move_plain)(tensor, version, guarded)
-
-    def _move_subclass(self, tensor: torch.Tensor, version: tuple[Any, ...], guarded: bool) -> Handle:
-        """Move what a wrapper subclass is made of, and keep how to put it together again.
-
-        An operator that changes it in place need not show in its inner tensors' versions: the outer ones count too.
-        """
+        if not is_wrapper_subclass(tensor):
+            return self._move_plain(tensor, version, guarded)
+        # What a wrapper subclass is made of moves, and how to put it together again is kept. An operator that changes it in
+        # place need not show in its inner tensors' versions: the outer ones count too.
         inner, context = take_apart(tensor)
         handles = frozenset(name for name, value in inner.items() if isinstance(value, torch.Tensor))
         for name in handles:
@@ -193,16 +189,14 @@ class Offloader:
         storage = tensor.untyped_storage()
         if tensor.numel() == 0:
             return stays.EMPTY
-        if not mover.backend.serves(tensor):
+        if tensor.device != mover.backend.device:
             return stays.ON_HOST if tensor.device.type == "cpu" else f"on {tensor.device}"
         known = self._known.reason(tensor)
         if known is not None:
             return known
         if storage.nbytes() < self.config.min_bytes:
             return stays.SMALL
-        if not stays.spans_half(tensor) and not mover.has(storage, version):
-            return stays.PART
-        return None
+        return None if stays.spans_half(tensor) or mover.has(storage, version) else stays.PART
 
     def _the_mover(self) -> Mover:
         if self._mover is None:
@@ -291,6 +285,10 @@ class Offloader:
         self.start_chosen()
         self._inputs = None if self.config.mode == "all" else {}
 
+    def enclose(self, module: nn.Module) -> nn.Module:
+        """`module` in a wrapper that gives this offloader what the module saves."""
+        return OffloadWrapper(module, self)
+
     def refuse_inside_checkpointing(self) -> None:
         """Raise RuntimeError where a checkpointed region is being run: its own hooks would never be called."""
         hooks = innermost_saved_tensor_hooks()
@@ -367,3 +365,151 @@ def moves_everything(layer: nn.Module, mode: str) -> bool:
     return not isinstance(layer, ActivationWrapper) and any(
         isinstance(m, ActivationWrapper) for m in every_module(layer)
     )
+
+
+# Offloading put on a model's layers, for good: what `parallelize(..., offload=...)` does.
+
+
+_NOTHING_SAVED = (
+    "offload='saved' moves what activation checkpointing keeps, and ac is 'none' or leaves every layer out: no layer is "
+    "checkpointed. Use ac='selective' (or another mode), or offload='all'."
+)
+
+
+class OffloadWrapper(Nameless, TorchOffloadWrapper):
+    """A layer whose saved activations wait on the host: outside checkpointing and `torch.compile`, inside FSDP2's unit.
+
+    Adds no name to parameters, modules or state dicts.
+    """
+
+    offloader: Offloader
+
+    def __init__(self, module: nn.Module, offloader: Offloader) -> None:
+        check_model(module, "module")
+        super().__init__(module)
+        vars(self)["offloader"] = offloader  # the wrapper's own: `__setattr__` sets others in the module inside
+
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        """Call the layer as any module is; a segment of layers calls this wrapper again, which has FSDP2's hooks."""
+        layer, run = self._checkpoint_wrapped_module, super().__call__
+        if not isinstance(layer, SegmentMember):
+            return run(*args, **kwargs)
+        return self._moving(lambda *args, **kwargs: layer.record(run, args, kwargs), args, kwargs)
+
+    def forward(self, *args: object, **kwargs: object) -> Any:
+        """The layer's forward; where gradients are on, what autograd saves goes through the offloader."""
+        layer = self._checkpoint_wrapped_module
+        if isinstance(layer, SegmentMember):
+            return layer.without_segment(*args, **kwargs)
+        return self._moving(layer, args, kwargs)
+
+    def _moving(self, call: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return call(*args, **kwargs)
+        layer, offloader = self._checkpoint_wrapped_module, self.offloader
+        offloader.refuse_inside_checkpointing()
+        offloader.enter_layer(layer, args, kwargs)
+        try:
+            with offloader.hooks():
+                return call(*args, **kwargs)
+        finally:
+            offloader.leave_layer()
+
+
+def apply_offloading(
+    model: nn.Module,
+    layers: Sequence[nn.Module],
+    config: OffloadConfig | str | None = None,
+    *,
+    backend: Backend | None = None,
+) -> Offloader:
+    """Make what `layers` save for backward wait on the host. Changes `model`, and `layers` where it is a list.
+
+    Call it after activation checkpointing and compilation, and before sharding. Of several layers the last one is left
+    alone: backward starts with it. What is outside of layers (embedding, head, loss) is never moved.
+
+    Args:
+        model: holds the layers.
+        layers: in the order of forward; wrapped (`CheckpointWrapper`) or not, compiled or not.
+        config: an `OffloadConfig`, or its mode: ``boundary`` moves the layers' inputs, ``saved`` these and what
+            checkpointing keeps inside, ``all`` everything; None: ``saved``.
+        backend: see `offload_activations`.
+
+    Returns:
+        the offloader of all layers; its ``stats`` are live.
+
+    Raises:
+        TypeError, ValueError: a bad config; a layer that is not in the model, or has offloading already; ``saved``
+            where nothing is checkpointed. Nothing has been changed then.
+    """
+    check_model(model)
+    config = OffloadConfig.of(config, default="saved")
+    layers = layers if isinstance(layers, MutableSequence) else list(layers)
+    offloader = Offloader(config, backend=backend)
+    names = names_in(model, layers)
+    if config.mode == "none":
+        return offloader
+    if not layers:
+        raise ValueError("apply_offloading was given no layers; nemo_like.layers.find_layers(model) finds them.")
+    wrappers = [m for layer in layers for m in every_module(layer) if isinstance(m, ActivationWrapper)]
+    if any(isinstance(wrapper, TorchOffloadWrapper) for wrapper in wrappers):
+        raise ValueError(
+            "One of the layers has offloading already: its tensors would be moved twice. Apply offloading once."
+        )
+    if config.mode == "saved" and not wrappers:
+        raise ValueError(_NOTHING_SAVED)
+    moved = _moved(names)
+    if config.mode in ("saved", "all"):
+        keep_on_host([layer for layer, name in zip(layers, names) if name in moved], offloader)
+    placed = apply_specs(model, _placements(moved, offloader), without_cache=False)
+    for index, name in enumerate(names):
+        layers[index] = placed.get(name, layers[index])
+    return offloader
+
+
+def placed_on_host(
+    specs: Iterable[CheckpointSpec],
+    layers: Sequence[str],
+    config: OffloadConfig,
+    *,
+    backend: Backend | None = None,
+) -> list[CheckpointSpec]:
+    """Return `specs` with what they keep waiting on the host, and a placement for each of `layers` but the last.
+
+    Args:
+        specs: the regions in these layers.
+        layers: names of all layers, in the order of forward.
+        config, backend: see `apply_offloading`.
+
+    Raises:
+        ValueError: ``saved`` where nothing is checkpointed.
+    """
+    specs = list(specs)
+    if config.mode == "saved" and not specs:
+        raise ValueError(_NOTHING_SAVED)
+    offloader = Offloader(config, backend=backend)
+    moved = _moved(layers)
+
+    def on_host(spec: CheckpointSpec) -> CheckpointSpec:
+        inside = all(any(m == name or m.startswith(f"{name}.") for name in moved) for m in spec.members)
+        if config.mode == "boundary" or not inside or not spec.keeps_something:
+            return spec
+        assert spec.policy is not None
+        return dataclasses.replace(spec, policy=HostPolicy(spec.policy), transfer=offloader)
+
+    return [on_host(spec) for spec in specs] + _placements(moved, offloader)
+
+
+def _moved(layers: Sequence[str]) -> list[str]:
+    """All but the last: backward starts with that one, so its tensors would only go and come."""
+    names = list(dict.fromkeys(layers))
+    return names[:-1] if len(names) > 1 else names
+
+
+def _placements(layers: Sequence[str], offloader: Offloader) -> list[CheckpointSpec]:
+    return [CheckpointSpec((name,), policy=None, transfer=offloader) for name in layers]
+
+
+def offloader_of(model: nn.Module) -> Offloader | None:
+    """The offloader that `apply_offloading` put on `model` (for its ``stats``), or None."""
+    return next((module.offloader for module in every_module(model) if isinstance(module, OffloadWrapper)), None)

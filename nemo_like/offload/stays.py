@@ -59,14 +59,10 @@ class KnownStorages:
     def learn(self, module: nn.Module) -> None:
         """Remember the parameters and buffers that `module` has now (FSDP2 puts others in place around a forward)."""
         for parameter in module.parameters():
-            self._add(parameter, PARAMETER)
             self._shapes.setdefault(tuple(sorted(parameter.shape)), set()).add(parameter.dtype)
-        for buffer in module.buffers():
-            self._add(buffer, BUFFER)
-
-    def _add(self, tensor: torch.Tensor, reason: str) -> None:
-        for storage in storages_of(tensor):
-            self._known[id(storage)] = (weakref.ref(storage), reason)
+        for reason, tensors in ((PARAMETER, module.parameters()), (BUFFER, module.buffers())):
+            for storage in (storage for tensor in tensors for storage in storages_of(tensor)):
+                self._known[id(storage)] = (weakref.ref(storage), reason)
 
     def reason(self, tensor: torch.Tensor) -> str | None:
         """Why `tensor`, a plain one with a storage, must stay; None where nothing is known against it."""
@@ -105,9 +101,7 @@ def unsupported(tensor: torch.Tensor) -> str | None:
         return "it has no data (meta)"
     if tensor.is_quantized:
         return "it is quantised by torch.quantize_*"
-    if tensor.is_neg():
-        return "it is a lazily negated view"
-    return None
+    return "it is a lazily negated view" if tensor.is_neg() else None
 
 
 def is_parameter(tensor: torch.Tensor) -> bool:

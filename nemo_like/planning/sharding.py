@@ -22,8 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nemo_like._util.module_tree import bare
-from nemo_like.distributed.expert import Experts
-from nemo_like.distributed.expert.expert_mesh import expert_shard_dim
+from nemo_like.distributed.expert.split_experts import Experts, expert_shard_dim
 from nemo_like.distributed.units import padded_rows, plan_units, shard_dim
 from nemo_like.options import FSDP2, Precision
 from nemo_like.options.optimizers import TrainedParameter

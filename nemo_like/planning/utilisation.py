@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nemo_like.distributed.expert.find_experts import experts_per_token, find_experts
+from nemo_like.distributed.expert.split_experts import experts_per_token, find_experts
 from nemo_like.layers import find_layers
 from nemo_like.layers.structure import is_list_of_experts
 from nemo_like.options import Precision

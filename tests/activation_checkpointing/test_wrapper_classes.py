@@ -24,7 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from nemo_like import apply_activation_checkpointing, parallelize
 from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper, unwrap_checkpoint_wrapper
 from nemo_like.layers import find_layers
-from nemo_like.offload.layer_offload import apply_offloading
+from nemo_like.offload.offloader import apply_offloading
 from nemo_like.options import OffloadConfig
 from tests.checks import assert_bitwise, step
 from tests.models.blocks import Stack

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ast
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,7 +11,7 @@ import torch
 
 from nemo_like import Job
 from nemo_like.distributed.context import check_context_parallel, methods
-from nemo_like.distributed.context.methods.all_gather import GatherKeys
+from nemo_like.distributed.context.methods import GatherKeys
 from nemo_like.distributed.context.parts import Attention
 from nemo_like.distributed.first_rank import first_rank
 from nemo_like.fake.run import PlannedRouting, planned_table
@@ -51,11 +49,9 @@ class _OneGather(GatherKeys):
         return call.run(call.query, key, value, call.mask)
 
 
-def test_a_method_is_one_file_and_one_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Options, the checks of a model and plans take a method that only its file and the list of words know."""
-    file = ModuleType(f"{methods.__name__}.one_gather")
-    monkeypatch.setattr(file, "METHOD", _OneGather(), raising=False)
-    monkeypatch.setitem(sys.modules, file.__name__, file)
+def test_a_method_is_one_object_and_one_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Options, the checks of a model and plans take a method that only `METHODS` and the list of words know."""
+    monkeypatch.setitem(methods.METHODS, "one_gather", _OneGather())
     monkeypatch.setattr(parallel, "CONTEXT_METHODS", (*parallel.CONTEXT_METHODS, "one_gather"))
     model, ids = FAMILIES["llama"].build(), tokens(ROWS, LENGTH) % 48
     with pytest.raises(ValueError, match="no three ranks"):
@@ -67,8 +63,8 @@ def test_a_method_is_one_file_and_one_word(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_no_code_compares_the_word_of_a_method() -> None:
-    package = Path(methods.__file__).parents[3]
-    assert {path.stem for path in Path(methods.__file__).parent.glob("[a-z]*.py")} == set(parallel.CONTEXT_METHODS)
+    package = Path(methods.__file__).parents[2]
+    assert set(methods.METHODS) == set(parallel.CONTEXT_METHODS)
     for path in package.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             sides = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []

@@ -13,7 +13,7 @@ from nemo_like.cli import main
 from nemo_like.layers import find_layers
 from nemo_like.models import resolve_model
 from nemo_like.offload.backends import Backend
-from nemo_like.offload.layer_offload import OffloadWrapper, apply_offloading
+from nemo_like.offload.offloader import OffloadWrapper, apply_offloading
 from nemo_like.planning import BudgetError, apply_plan
 from nemo_like.planning.devices import resolve_device
 from nemo_like.planning.planner import describe

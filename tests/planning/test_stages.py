@@ -119,13 +119,17 @@ def test_what_goes_past_the_hidden_states_is_refused(run: Callable[[_Odd, Tensor
 
 
 def test_layers_are_dealt_out_so_that_the_dearest_stage_costs_least() -> None:
-    assert deal([1.0] * 6, 3) == [2, 2, 2]
-    assert deal([1.0] * 6, 3, first=1.0, last=1.0) == [2, 3, 1] or deal([1.0] * 6, 3, first=1.0, last=1.0) == [1, 3, 2]
-    assert deal([1.0, 1.0, 1.0, 9.0], 2) == [3, 1]
-    assert deal([1.0] * 7, 4, last=3.0) == [2, 2, 2, 1]
+    assert deal((1.0,) * 6, 3) == (2, 2, 2)
+    assert deal((1.0,) * 6, 3, first=1.0, last=1.0) == (2, 3, 1) or deal((1.0,) * 6, 3, first=1.0, last=1.0) == (
+        1,
+        3,
+        2,
+    )
+    assert deal((1.0, 1.0, 1.0, 9.0), 2) == (3, 1)
+    assert deal((1.0,) * 7, 4, last=3.0) == (2, 2, 2, 1)
     assert [piece.layers for piece in slices([2, 1])] == [range(2), range(2, 3)]
     with pytest.raises(ValueError, match="2 layers cannot be divided over 3 stages"):
-        deal([1.0, 1.0], 3)
+        deal((1.0, 1.0), 3)
 
 
 def test_a_tower_is_refused_with_the_shapes_that_differ() -> None:

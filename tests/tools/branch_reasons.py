@@ -18,7 +18,7 @@ REASONS: dict[tuple[str, str], str] = {
     (f"{_DIST}/launch.py", "device.type != 'cpu'"): "CUDA only: `local_device` refuses a kind that BACKENDS lacks",
     ("nemo_like/fake_rank.py", "device.kind == 'cpu'"): "reads the description of a dry run's device",
     ("nemo_like/fake_rank.py", _COUNTS_STEPS): "reads the description of a dry run's device",
-    ("nemo_like/losses/runner.py", "outputs.losses.device.type == 'mps'"): "MPS only: it has no float64",
+    ("nemo_like/losses/cross_entropy.py", "losses.device.type == 'mps'"): "MPS only: it has no float64",
     ("nemo_like/options/optimizers.py", "device == 'cpu' or fused"): _WORD,
     ("nemo_like/parallelizer.py", "place.type == 'cuda'"): _DDP,
     ("nemo_like/precision.py", "device_type != 'cuda'"): "CUDA only: float8 products, which are emulated elsewhere",

@@ -22,8 +22,7 @@ from torch.nn.attention import flex_attention as flex
 
 from nemo_like import ContextParallel, apply_activation_checkpointing, parallelize
 from nemo_like._util.live_bytes import LiveBytes
-from nemo_like.distributed.context import apply_context_parallel
-from nemo_like.distributed.context.methods import ring
+from nemo_like.distributed.context import apply_context_parallel, methods
 from tests.models.families import COMMON, hf
 from tests_distributed.context.cut_models import LENGTH, LOSS, batch, build, step, wrong_in_modes
 from tests_distributed.fsdp.packed_rows import wrong_forms
@@ -167,7 +166,7 @@ def sent_bytes() -> Iterator[Counter[str]]:
         count(dist, "all_gather_into_tensor", lambda ranks: ranks - 1, 1)
         for name in ("reduce_scatter_tensor", "all_to_all_single"):
             count(dist, name, lambda ranks: (ranks - 1) / ranks, 1)
-        count(ring, "_exchange", lambda ranks: 1, 0)
+        count(methods, "_exchange", lambda ranks: 1, 0)
         yield sent
 
 

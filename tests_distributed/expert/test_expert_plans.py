@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from nemo_like import parallelize
 from nemo_like.distributed import clip_grad_norm_, get_model_state, materialize, set_model_state
-from nemo_like.distributed.expert import find_experts
+from nemo_like.distributed.expert.split_experts import find_experts
 from nemo_like.options import ExpertParallel, PipelineParallel, TensorParallel
 from nemo_like.planning.planner import plan_for
 from tests.checks import same, step

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from nemo_like import parallelize
 from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, DecisionTable, SelectivePolicy
-from nemo_like.distributed.expert.exchange import Exchange, group_key
+from nemo_like.distributed.context.sequence_ops import name_group
+from nemo_like.distributed.expert.exchange import Exchange
 from nemo_like.torch_compat import fsdp_param_groups, in_backward
 from tests.checks import assert_bitwise, gradients_of
 from tests.models.expert_families import build, tokens
@@ -143,7 +144,7 @@ def _through(rank: int, weighted: bool) -> tuple[list[Tensor], list[Tensor]]:
     if not weighted:
         chosen = chosen[:, :1].clone()
         chosen[1] = EXPERTS  # goes to none
-    exchange = Exchange(EXPERTS, group_key(torch.distributed.group.WORLD))
+    exchange = Exchange(EXPERTS, name_group(torch.distributed.group.WORLD))
     taken, sent = exchange.send(rows, chosen, weights if weighted else None)
     assert taken.shape == (sum(sent.counts), WIDTH)
     assert sent.ends.tolist() == torch.tensor(sent.counts).cumsum(0).tolist()

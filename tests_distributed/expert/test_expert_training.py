@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from nemo_like import parallelize
-from nemo_like.distributed.expert.find_experts import Experts
-from nemo_like.distributed.expert.split_experts import SplitExperts
+from nemo_like.distributed.expert.split_experts import Experts, SplitExperts
 from nemo_like.options import PipelineParallel
 from nemo_like.torch_compat import fake_tensor_types
 from tests.checks import assert_bitwise, gradients_of, step
@@ -65,7 +64,8 @@ def test_under_autocast_one_product_computes_all_experts(rank: int, world_size: 
 
 def test_float32_on_a_gpu_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     experts = build("mixtral").model.layers[0].mlp.experts
-    split = SplitExperts(Experts("mlp.experts", experts, 4, "routed"), ranks=1, group="")
+    one = Experts("mlp.experts", experts, 4, "routed")
+    split = SplitExperts(one, ranks=1, group="", rank=0, tp=None, adapters=())
     with fake_tensor_types()[1]():
         rows = torch.empty(3, 4, device="cuda")
     assert [split.computes_in(rows), split.computes_in(rows)] == [torch.float32] * 2

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper
 from nemo_like.distributed.mesh import build_mesh
 from nemo_like.distributed.shard import shard_layers
-from nemo_like.distributed.units import plan_units
+from nemo_like.distributed.units import UnitPlan, plan_units
 from nemo_like.layers import Layer
 from nemo_like.options import FSDP2
 from tests.models.tiny import Decoder
@@ -67,10 +67,17 @@ def test_groups_decide_which_frozen_layers_are_a_tower() -> None:
     model.requires_grad_(False)
     eye, words = model["eye"][0], model["words"][0]
     layers = [Layer("eye.0", eye, "vision"), Layer("words.0", words, "language")]
-    assert plan_units(model, layers).towers == [eye]  # a frozen language model runs on every rank
-    assert plan_units(model, [eye, words]).towers == []  # all frozen and no groups: one stack like any other
+    assert _layers_of(plan_units(model, layers)) == [words]  # a frozen language model runs on every rank
+    assert _layers_of(plan_units(model, [eye, words])) == [
+        eye,
+        words,
+    ]  # all frozen, no groups: one stack like any other
     words.requires_grad_(True)
-    assert plan_units(model, [eye, words]).towers == [eye]
+    assert _layers_of(plan_units(model, [eye, words])) == [words]
+
+
+def _layers_of(plan: UnitPlan) -> list[nn.Module]:
+    return [unit.modules[0] for unit in plan.layers]
 
 
 class _Looks(nn.Module):

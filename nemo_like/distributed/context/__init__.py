@@ -7,29 +7,22 @@ one pair on the model (labels and loss), one on its stack of layers (inputs), an
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from nemo_like._util.module_tree import bare
-from nemo_like.distributed.context.attention import AttentionHooks, PositionHook, register, unregistered
-from nemo_like.distributed.context.methods import method_of
-from nemo_like.distributed.context.parts import MARK, CutStack, Parts
+from nemo_like.distributed.context.attention import AttentionHooks, position_hook, register, unregistered
+from nemo_like.distributed.context.methods import METHODS
+from nemo_like.distributed.context.parts import MARK, CutStack, Parts, StackHooks
 from nemo_like.distributed.context.sequence_ops import name_group
-from nemo_like.distributed.context.stack_calls import StackHooks
 from nemo_like.distributed.context.stacks import find_stack
 from nemo_like.distributed.context.whole_loss import RootHooks
 from nemo_like.layers import Layer
-from nemo_like.options import CONTEXT_METHODS, ContextParallel
+from nemo_like.options import ContextParallel
 from nemo_like.transformers_compat import OWN_ATTENTION, absent
-
-__all__ = ["apply_context_parallel", "check_context_parallel"]
-
-for _word in CONTEXT_METHODS:
-    method_of(_word)  # which defines the operators that it sends with: settings may name them
 
 
 def check_context_parallel(
@@ -41,8 +34,7 @@ def check_context_parallel(
         ValueError: a model whose sequences cannot be cut, naming what mixes along them; a method that does not fit it.
     """
     stack = find_stack(model, layers, call)
-    config = getattr(bare(model), "config", None)
-    if getattr(config, "output_router_logits", False):
+    if getattr(getattr(bare(model), "config", None), "output_router_logits", False):
         raise ValueError(
             "config.output_router_logits is True: the auxiliary loss of the routers is not a sum over tokens, and a part of "
             "the sequence does not give its part of it. Set it to False, or use cp=1."
@@ -54,7 +46,7 @@ def check_context_parallel(
             "token ids to hidden states, in a module of their own, or write loss_mean='tokens', 'sum' or a function."
         )
     if stack.transformers:
-        method_of(options.method).check(stack, options.size)
+        METHODS[options.method].check(stack, options.size)
     return stack
 
 
@@ -80,7 +72,7 @@ def apply_context_parallel(
         ValueError: as `check_context_parallel`. The model is unchanged then.
     """
     stack = check_context_parallel(model, options, layers, call)
-    parts = Parts(mesh.size(), mesh.get_local_rank(), name_group(mesh.get_group()), method_of(options.method))
+    parts = Parts(mesh.size(), mesh.get_local_rank(), name_group(mesh.get_group()), METHODS[options.method])
     _install(model, stack, parts, options, call)
     return model
 
@@ -96,23 +88,16 @@ def cut_for_planning(
     Rank 0 holds the last chunk of the sequence, whose queries see most keys, and so has the highest peak.
     """
     stack = check_context_parallel(model, options, layers, call)
-    parts = Parts(options.size, 0, "", method_of(options.method), planning=True)
-    undo = _install(model, stack, parts, options, call)
-    try:
+    parts = Parts(options.size, 0, "", METHODS[options.method], planning=True)
+    with _install(model, stack, parts, options, call):
         yield parts
-    finally:
-        for take_back in reversed(undo):
-            take_back()
-
-
-_Undo = list[Callable[[], object]]
 
 
 def _install(
     model: nn.Module, stack: CutStack, parts: Parts, options: ContextParallel, call: nn.Module | None
-) -> _Undo:
-    """Install the hooks of `apply_context_parallel`, for any `parts`; returns what undoes it, to be called in reverse."""
-    undo: _Undo = []
+) -> contextlib.ExitStack:
+    """Install the hooks of `apply_context_parallel`, for any `parts`; returns the stack whose end undoes it."""
+    undo = contextlib.ExitStack()
     called = model if call is None else call
     _hook(called, RootHooks(model, parts, called, options.loss_mean, is_stack=stack.call is called), undo, first=True)
     if not stack.transformers:
@@ -120,21 +105,23 @@ def _install(
     _hook(stack.call, StackHooks(stack, parts), undo)
     for module in stack.module.modules():
         setattr(module, MARK, parts)
-        undo.append(functools.partial(vars(module).pop, MARK, None))
+        undo.callback(vars(module).pop, MARK, None)
         if not stack.transformers and type(module) is nn.Embedding:
-            undo.append(module.register_forward_pre_hook(PositionHook(parts)).remove)
+            undo.callback(module.register_forward_pre_hook(position_hook(parts)).remove)
     if stack.transformers:
-        undo.extend(_reroute(stack))
+        _reroute(stack, undo)
     return undo
 
 
-def _hook(module: nn.Module, hooks: Any, undo: _Undo, *, first: bool = False, named: bool = True) -> None:
+def _hook(
+    module: nn.Module, hooks: Any, undo: contextlib.ExitStack, *, first: bool = False, named: bool = True
+) -> None:
     """Put ``hooks.before`` and ``hooks.after`` on `module`; the latter runs after an exception, too."""
-    undo.append(module.register_forward_pre_hook(hooks.before, with_kwargs=named).remove)
-    undo.append(module.register_forward_hook(hooks.after, always_call=True, prepend=first).remove)
+    undo.callback(module.register_forward_pre_hook(hooks.before, with_kwargs=named).remove)
+    undo.callback(module.register_forward_hook(hooks.after, always_call=True, prepend=first).remove)
 
 
-def _reroute(stack: CutStack) -> Iterator[Callable[[], None]]:
+def _reroute(stack: CutStack, undo: contextlib.ExitStack) -> None:
     """Give the configs below `stack` the name of the attention over whole sequences.
 
     Raises:
@@ -146,7 +133,8 @@ def _reroute(stack: CutStack) -> Iterator[Callable[[], None]]:
         raise absent(f"has no {OWN_ATTENTION} in the configuration of {type(stack.module).__name__}")
     for config in known:
         before = getattr(config, OWN_ATTENTION)
-        if before is not None and unregistered(before) != before:
-            continue  # stages of a pipeline share it, and one was cut before
-        setattr(config, OWN_ATTENTION, register(before or "eager"))
-        yield functools.partial(setattr, config, OWN_ATTENTION, before)
+        if (
+            before is None or unregistered(before) == before
+        ):  # else stages of a pipeline share it, and one was cut before
+            setattr(config, OWN_ATTENTION, register(before or "eager"))
+            undo.callback(setattr, config, OWN_ATTENTION, before)

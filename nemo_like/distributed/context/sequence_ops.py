@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -52,7 +51,9 @@ def gather_sequence(part: Tensor, dim: int, ranks: int, group: str) -> Tensor:
 @torch.library.custom_op("nemo_like::scatter_sequence", mutates_args=())
 def scatter_sequence(whole: Tensor, dim: int, ranks: int, group: str) -> Tensor:
     """This rank's part of the sum of all ranks' whole sequences: `dim` shrinks from ranks * L to L."""
-    sent = in_chunks(whole, dim, ranks)  # (2 * ranks, ..., chunk, ...), a rank's two chunks side by side
+    chunks = whole.chunk(2 * ranks, dim)
+    # (2 * ranks, ..., chunk, ...), a rank's two chunks side by side
+    sent = torch.stack([chunks[at] for rank in range(ranks) for at in (rank, 2 * ranks - 1 - rank)])
     mine = sent.new_empty((2, *sent.shape[1:]))
     dist.reduce_scatter_tensor(mine, sent, group=_groups[group])
     return torch.cat([mine[0], mine[1]], dim)
@@ -115,7 +116,7 @@ def _keep_arguments(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
     ctx.arguments = inputs[1:]
 
 
-def _is_undone_by(operator: Any, opposite: Callable[..., Tensor]) -> None:
+def is_undone_by(operator: Any, opposite: Callable[..., Tensor]) -> None:
     """Register `opposite`, which takes the same arguments, as the gradient of `operator`."""
 
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -129,10 +130,10 @@ def _sum_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return grad * ctx.arguments[0], None, None
 
 
-_is_undone_by(gather_sequence, scatter_sequence)
-_is_undone_by(scatter_sequence, gather_sequence)
-_is_undone_by(heads_for_sequence, sequence_for_heads)
-_is_undone_by(sequence_for_heads, heads_for_sequence)
+is_undone_by(gather_sequence, scatter_sequence)
+is_undone_by(scatter_sequence, gather_sequence)
+is_undone_by(heads_for_sequence, sequence_for_heads)
+is_undone_by(sequence_for_heads, heads_for_sequence)
 sum_parts.register_autograd(_sum_backward, setup_context=_keep_arguments)
 
 # Saved, unless a plan repeats them or puts their results on the host; but for what is gathered, since keeping that would
@@ -200,7 +201,7 @@ def pad(whole: Tensor, dim: int, ranks: int, value: float = 0) -> Tensor:
     missing = padded_length(whole.shape[dim], ranks) - whole.shape[dim]
     if not missing:
         return whole
-    return F.pad(whole, [0, 0] * (whole.ndim - 1 - dim % whole.ndim) + [0, missing], value=value)
+    return torch.nn.functional.pad(whole, [0, 0] * (whole.ndim - 1 - dim % whole.ndim) + [0, missing], value=value)
 
 
 def cut(whole: Tensor, dim: int, ranks: int, rank: int) -> Tensor:
@@ -218,12 +219,6 @@ def join(parts: Tensor, dim: int) -> Tensor:
         return parts[0]
     heads, tails = zip(*(part.chunk(2, dim) for part in parts))
     return torch.cat([*heads, *reversed(tails)], dim)
-
-
-def in_chunks(whole: Tensor, dim: int, ranks: int) -> Tensor:
-    """The chunks of a whole sequence in the order of the ranks that hold them, stacked in front."""
-    chunks = whole.chunk(2 * ranks, dim)
-    return torch.stack([chunks[at] for rank in range(ranks) for at in (rank, 2 * ranks - 1 - rank)])
 
 
 def split(whole: Tensor, dim: int, ranks: int) -> Tensor:

@@ -50,11 +50,11 @@ def find_stack(model: nn.Module, layers: Sequence[Layer] | None = None, call: nn
     members: dict[str, list[nn.Module]] = {}
     for layer in words:
         members.setdefault(_stack_name(model, layer.fqn), []).append(bare(layer.module))
-    stacks = []
+    stacks, base = [], model_base()
     for name, inside in members.items():
         module = bare(model.get_submodule(name))
-        called = module if name or call is None else call
-        stacks.append(CutStack(name, module, tuple(inside), _is_transformers(module), called))
+        of_transformers = base is not None and isinstance(module, base)
+        stacks.append(CutStack(name, module, tuple(inside), of_transformers, module if name or call is None else call))
     for stack in stacks:
         _check(model, stack)
     if len(stacks) > 1:
@@ -80,11 +80,6 @@ def _parameters(module: nn.Module) -> tuple[str, ...]:
         return tuple(inspect.signature(bare(module).forward).parameters)
     except (TypeError, ValueError):
         return ()
-
-
-def _is_transformers(module: nn.Module) -> bool:
-    base = model_base()
-    return base is not None and isinstance(module, base)
 
 
 def _check(model: nn.Module, stack: CutStack) -> None:
@@ -206,7 +201,7 @@ def sequence_mixers(
             yield name, module, "combines neighbours along the sequence"
         elif isinstance(module, nn.MultiheadAttention | nn.Transformer):
             yield name, module, "computes its attention inside torch, where other ranks' keys cannot be given to it"
-        elif _named_mixer(cls):
+        elif _MIXERS.search(" ".join(re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", cls)).lower()) is not None:
             yield name, module, "passes a state along the sequence, which a part of it does not have"
         elif "Indexer" in cls and not (masked and takes_a_mask(module)):
             yield name, module, "chooses among the keys of the whole sequence"
@@ -216,11 +211,7 @@ def sequence_mixers(
             yield name, module, f"passes a state along the sequence ({states[0]})"
         elif transformers and uses_interface(module) and _counts(module) and not counts_positions(module):
             yield name, module, "counts the positions of its tokens itself, which are those of a part"
-        elif (
-            transformers
-            and _is_own_attention(name, module)
-            and not (masked and any(map(takes_a_mask, module.modules())))
-        ):
+        elif transformers and _is_own_attention(module) and not (masked and any(map(takes_a_mask, module.modules()))):
             yield name, module, _BY_ITSELF
 
 
@@ -244,17 +235,12 @@ def counts_positions(module: nn.Module) -> bool:
     return bool(getattr(module, TEMPERATURE_TUNING, False)) and not getattr(module, "use_rope", True)
 
 
-def _named_mixer(class_name: str) -> bool:
-    words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", class_name)
-    return _MIXERS.search(" ".join(words).lower()) is not None
-
-
 def _counts(module: nn.Module) -> bool:
     """Return whether attention may make a range of positions; Llama 4's does only where it tunes temperatures."""
     return "arange" in _names(module) and TEMPERATURE_TUNING not in _names(module)
 
 
-def _is_own_attention(name: str, module: nn.Module) -> bool:
+def _is_own_attention(module: nn.Module) -> bool:
     """An attention module that does not ask the interface, and does not hold one that does."""
     if not _ATTENTION.search(class_of(module).__name__) or not any(True for _ in module.parameters()):
         return False

@@ -10,9 +10,10 @@ whole numbers in every call (`whole_loss`). ``NEMO_LIKE_VERIFY=1`` compares the 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,12 +21,70 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from nemo_like.distributed.compared_calls import as_it_was
-from nemo_like.distributed.context import sequence_ops
-from nemo_like.distributed.context.parts import Parts
-from nemo_like.distributed.context.sequence_ops import find_group
-from nemo_like.distributed.context.stack_calls import main_input, tensors_of
-from nemo_like.losses.model_loss import LABELS
+from nemo_like.distributed.context.parts import Parts, main_input, tensors_of
+from nemo_like.distributed.context.sequence_ops import find_group, padded_length
+from nemo_like.distributed.tensor.shared_random import generators
+from nemo_like.losses.model_loss import LABELS, chunked_in_evaluation
+
+# Calls of a model for a comparison alone: in evaluation mode, and the model is afterwards as it was.
+
+
+_PLAIN = int | float | str | None
+
+
+@contextlib.contextmanager
+def as_it_was(*models: nn.Module) -> Iterator[None]:
+    """Within it, `models` are called for a comparison: in evaluation mode, without gradients, and uncompiled, or layers
+    would be compiled for other lengths. Random numbers, buffers and plain attributes are put back after."""
+    device = next((parameter.device.type for model in models for parameter in model.parameters()), "cpu")
+    states = generators(device)
+    before = {name: read() for name, (read, _) in states.items()}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        for model in models:
+            stack.enter_context(chunked_in_evaluation(model))
+            stack.enter_context(evaluating(model))
+        try:
+            yield
+        finally:
+            for name, (_, write) in states.items():
+                write(before[name])
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Within it, `model` is in evaluation mode; its buffers and plain attributes are put back after."""
+    with put_back(model):
+        model.eval()
+        yield
+
+
+@contextlib.contextmanager
+def put_back(model: nn.Module) -> Iterator[None]:
+    """The buffers and plain attributes of `model` are put back after it."""
+    plain = [
+        (attributes, {k: v for k, v in attributes.items() if isinstance(v, _PLAIN)})
+        for attributes in map(vars, model.modules())
+    ]
+    slots = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+    buffers = [
+        (buffer, buffer._version, buffer.detach().clone())
+        for buffer in model.buffers()
+        if not (buffer.is_meta or buffer.is_inference())
+    ]
+    try:
+        yield
+    finally:
+        for attributes, values in plain:
+            attributes.update(values)  # `training`, too
+        for own_buffers, saved in slots:
+            own_buffers.update(saved)
+        with torch.no_grad():
+            for buffer, version, copy in buffers:
+                if buffer._version != version:
+                    buffer.copy_(copy)
+
 
 _TOKENS_PER_RANK, _MOST_TOKENS, _ROWS = 16, 4096, 1024
 _EXACT = {torch.float32: 1e-4, torch.float64: 1e-6}
@@ -161,7 +220,7 @@ def first_tokens(batch: Mapping[str, Any], length: int, tokens: int, ranks: int)
     """
     if not tokens:
         return dict(batch)
-    few = min(length, tokens * ranks - (sequence_ops.padded_length(length, ranks) != length))
+    few = min(length, tokens * ranks - (padded_length(length, ranks) != length))
     text = {name: value for name, value in batch.items() if "token_type" in name or not _MEDIA.search(name)}
     return {name: _shown(name, _first(value, length, few)) for name, value in text.items()}
 

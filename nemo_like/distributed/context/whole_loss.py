@@ -21,9 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from nemo_like._util.module_tree import base_model
-from nemo_like.distributed.context.parts import Parts
+from nemo_like.distributed.context.parts import Parts, exchange, main_input, tensors_of
 from nemo_like.distributed.context.sequence_ops import find_group, sum_parts
-from nemo_like.distributed.context.stack_calls import exchange, main_input, tensors_of
 from nemo_like.distributed.context.verify_cut import sequence_length, verify_cut, wanted
 from nemo_like.losses.model_loss import ITEMS, LABELS
 from nemo_like.losses.rows import IGNORED, predicts_next_token
@@ -90,14 +89,14 @@ class RootHooks:
         self.parts.whole_head = of_rows and not self._is_stack
         replaced = self._with_whole_gradients(arguments)
         if labels and not self.parts.whole_head:
-            loss = self._open[-1] = _Loss(self, labels, arguments)
-            replaced |= loss.cut_labels()
+            self._open[-1] = _Loss(self, labels, arguments)
+            replaced |= {name: self.parts.cut(arguments[name], 1, IGNORED) for name in labels}
         if replaced and len(args) > len(self._names):
             raise NotImplementedError(
                 f"cp cannot tell what the {len(args) - len(self._names)} last positional arguments are; name them."
             )
         if self._open[-1] is not None:
-            self._open[-1].__enter__()
+            F.cross_entropy = self._open[-1].cross_entropy
         return ((), arguments | replaced) if replaced else None
 
     def after(self, model: nn.Module, args: object, output: object) -> Any:
@@ -108,7 +107,7 @@ class RootHooks:
         self.parts.idle, self.parts.whole_head = self._before.pop()
         if loss is None:
             return None
-        loss.__exit__()
+        F.cross_entropy = loss.replaced
         return None if output is None else loss.put_sum(output)
 
     def _with_whole_gradients(self, arguments: dict[str, Any]) -> dict[str, Tensor]:
@@ -160,39 +159,22 @@ class RootHooks:
         return [bool(vote) for vote in votes.tolist()]
 
 
-def _counted(target: Tensor, ignore_index: int, weight: Tensor | None) -> Tensor:
-    """The divisor of a mean cross entropy: how many targets count, or the sum of their weights; 0-dim."""
-    counts = target != ignore_index
-    return counts.sum() if weight is None else (weight[target.where(counts, 0)] * counts).sum()
-
-
 class _Loss:
     """The loss of one call."""
 
     def __init__(self, hooks: RootHooks, names: list[str], arguments: dict[str, Any]) -> None:
         """names: of the labels of tokens among the `arguments`."""
-        self._hooks, self._names, self._arguments = hooks, names, arguments
+        self._hooks, self._arguments = hooks, arguments
         # Where the caller has shifted them, the model's loss reads those alone.
         self._shifted = "shift_labels" in names
         self._name = "shift_labels" if self._shifted else names[0]
         self.whole: Tensor = arguments[self._name]
         self._labels = hooks.parts.cut(self.whole, 1, IGNORED)
         self._terms: list[Tensor] = []
-        self._before: Callable[..., Tensor] = F.cross_entropy
+        self.replaced: Callable[..., Tensor] = F.cross_entropy
+        """The function whose place `cross_entropy` takes while the model runs."""
 
-    def cut_labels(self) -> dict[str, Tensor]:
-        """Return this rank's part of all labels of tokens."""
-        cut = {name: self._hooks.parts.cut(self._arguments[name], 1, IGNORED) for name in self._names}
-        return cut | {self._name: self._labels}
-
-    def __enter__(self) -> None:
-        self._before = F.cross_entropy
-        F.cross_entropy = self._cross_entropy
-
-    def __exit__(self) -> None:
-        F.cross_entropy = self._before
-
-    def _cross_entropy(
+    def cross_entropy(
         self,
         input: Tensor,
         target: Tensor,
@@ -203,6 +185,7 @@ class _Loss:
         reduction: str = "mean",
         label_smoothing: float = 0.0,
     ) -> Tensor:
+        """`F.cross_entropy` of this rank's part: its term of the sum over the whole sequences."""
         described = self._hooks.loss_mean is not None
         whole = self._targets(target, ignore_index)
         mine = self._hooks.parts.cut(whole, 1, ignore_index).reshape(target.shape)
@@ -212,9 +195,9 @@ class _Loss:
                 "what it does with single losses is not known. " + _WAYS_OUT
             )
         # Under a function mode, as `torch.set_default_device` is one, torch looks a function that runs up by its name again.
-        F.cross_entropy = self._before
+        F.cross_entropy = self.replaced
         try:
-            total = self._before(
+            total = self.replaced(
                 input,
                 mine,
                 weight,
@@ -223,9 +206,10 @@ class _Loss:
                 label_smoothing=label_smoothing,
             )
         finally:
-            F.cross_entropy = self._cross_entropy
+            F.cross_entropy = self.cross_entropy
         if reduction == "mean" and not described:
-            total = total / _counted(whole, ignore_index, weight)
+            counts = whole != ignore_index
+            total = total / (counts.sum() if weight is None else (weight[whole.where(counts, 0)] * counts).sum())
         self._terms.append(total)
         return total
 
@@ -305,8 +289,7 @@ class _Loss:
     def _times_share(self, loss: Tensor) -> Tensor:
         """Return the part of `loss`, of this part of the sequence, in the loss of all."""
         parts, over = self._hooks.parts, self._hooks.loss_mean
-        summed = over is None or over == "sum" or (over == "tokens" and self._arguments.get(ITEMS) is not None)
-        if summed:
+        if over is None or over == "sum" or (over == "tokens" and self._arguments.get(ITEMS) is not None):
             return loss
         if parts.planning:
             return loss / parts.ranks

@@ -3,32 +3,21 @@
 `nemo_like::route` makes everything that determines which token goes where, and is never run twice: a recomputation that
 counted other tokens than forward would send other numbers of rows, and the other ranks would wait or read garbage.
 `nemo_like::exchange_rows` is the all-to-all of tokens, of the weights of their experts, and of results. Both are operators
-of their own, so that each can be saved, repeated, counted and priced.
+of their own, so that each can be saved, repeated, counted and priced. Ranks of ``tp``, which hold the same tokens, each
+send their part of these (`TensorRanks`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_GROUPS: dict[str, dist.ProcessGroup] = {}
-"""By name: an operator takes tensors, numbers and strings."""
-
-
-def group_key(group: dist.ProcessGroup) -> str:
-    """The name under which the operators know `group`."""
-    _GROUPS[group.group_name] = group
-    return group.group_name
-
-
-def process_group(key: str) -> dist.ProcessGroup:
-    """The group whose `group_key` is `key`."""
-    return _GROUPS[key]
+from nemo_like.distributed.context.sequence_ops import find_group, is_undone_by, sum_parts
 
 
 class Members(NamedTuple):
@@ -60,7 +49,7 @@ def route(
     Args:
         chosen: (N, k) the experts of each token of this rank; `experts` for none.
         experts: in all, a multiple of the ranks; each rank holds consecutive ones.
-        group: the ranks, by `group_key`.
+        group: the ranks, by `name_group`.
 
     Returns:
         token, order, starts: `Members` of the (S,) rows that this rank sends, by rank: a token's row once for each rank.
@@ -68,7 +57,7 @@ def route(
         ends: (experts here,) where the rows of each expert end.
         table: (2 * ranks + experts here,) on the host: rows sent to each rank, rows received from each, rows of each expert.
     """
-    ranks, (tokens, choices) = process_group(group).size(), chosen.shape
+    ranks, (tokens, choices) = find_group(group).size(), chosen.shape
     here = experts // ranks
     goes = torch.zeros(tokens, ranks + 1, dtype=torch.bool, device=chosen.device)
     goes = goes.scatter(1, chosen // here, True)[:, :ranks]
@@ -76,7 +65,7 @@ def route(
     counts.scatter_add_(0, chosen.reshape(-1), torch.ones_like(chosen, dtype=torch.int64).reshape(-1))
     sent = torch.cat([goes.sum(0)[:, None], counts[:experts].view(ranks, here)], 1)
     received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=process_group(group))
+    dist.all_to_all_single(received, sent, group=find_group(group))
     of_experts = received[:, 1:].sum(0)
     table = torch.cat([sent[:, 0], received[:, 0], of_experts]).cpu()
     there, came, rows = (part.tolist() for part in table.split([ranks, ranks, here]))
@@ -86,7 +75,7 @@ def route(
     number = chosen.index_select(0, token) - here * rank[:, None]  # of the expert on that rank
     number = torch.where((number >= 0) & (number < here), number, here).to(torch.int32)
     numbers = number.new_empty(sum(came), choices)
-    dist.all_to_all_single(numbers, number, came, there, group=process_group(group))
+    dist.all_to_all_single(numbers, number, came, there, group=find_group(group))
     slot = torch.argsort(numbers.reshape(-1), stable=True)[: sum(rows)]
     of_tokens = (token, torch.argsort(token, stable=True), _starts(goes))
     of_slots = (slot, torch.argsort(slot), _starts(numbers < here))
@@ -104,7 +93,7 @@ def _starts(has: Tensor) -> Tensor:
 def exchange_rows(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: str) -> Tensor:
     """All-to-all of rows with uneven counts: (sum of `sent`, ...) → (sum of `received`, ...), by rank. A collective."""
     out = rows.new_empty((sum(received), *rows.shape[1:]))
-    dist.all_to_all_single(out, rows.contiguous(), list(received), list(sent), group=process_group(group))
+    dist.all_to_all_single(out, rows.contiguous(), list(received), list(sent), group=find_group(group))
     return out
 
 
@@ -186,7 +175,7 @@ class Sent:
 
 
 class Exchange:
-    """Sends rows to their experts, over the ranks of `group` (by `group_key`) that share `experts`, and results back.
+    """Sends rows to their experts, over the ranks of `group` (by `name_group`) that share `experts`, and results back.
 
     A token goes once to each rank, however many of its experts are there, and the rank sums their results: what travels is
     at most as many rows as ranks, and as experts of a token.
@@ -221,3 +210,87 @@ class Exchange:
         """(R, D) of the experts → (N, D): the weighted sum for each row that was sent; zero for one that went to none."""
         sums = _Sum.apply(results, sent.weights, sent.here)
         return _Sum.apply(exchange_rows(sums, *reversed(sent.way), self.group), None, sent.there)
+
+
+# Ranks of tensor parallelism around experts. If each sent all tokens, every expert would see each token once for each of
+# them. As operators of their own, the planner knows these exchanges.
+
+
+@dataclass(frozen=True)
+class TensorRanks:
+    """`ranks` ranks, of which this is number `rank`; `group`: by `name_group`."""
+
+    ranks: int
+    rank: int
+    group: str
+
+    def own_part(self, whole: Tensor, dim: int = 0) -> Tensor:
+        """Return this rank's part of what every rank has: `dim` shrinks from N to N / ranks, rounded up, or what is
+        left. Its gradient is gathered: what comes out has the whole one on each rank."""
+        return cast("Tensor", rows_of_rank(whole, dim, whole.shape[dim], self.ranks, self.rank, self.group))
+
+    def all_parts(self, part: Tensor, size: int, dim: int = 0) -> Tensor:
+        """The whole again, `dim` of `size`, from every rank's part. A collective."""
+        return cast("Tensor", rows_of_all(part, dim, size, self.ranks, self.rank, self.group))
+
+    def summed(self, parameter: Tensor) -> Tensor:
+        """`parameter`, which every rank has, with a gradient that is the sum of theirs. Backward is a collective."""
+        if not parameter.requires_grad:
+            return parameter
+        return cast("Tensor", _SummedGradient.apply(parameter, self.ranks, self.group))
+
+
+@torch.library.custom_op("nemo_like::rows_of_rank", mutates_args=())
+def rows_of_rank(whole: Tensor, dim: int, size: int, ranks: int, rank: int, group: str) -> Tensor:
+    """As `TensorRanks.own_part`; sends nothing."""
+    return whole.narrow(dim, *_place(size, ranks, rank)).clone(memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("nemo_like::rows_of_all", mutates_args=())
+def rows_of_all(part: Tensor, dim: int, size: int, ranks: int, rank: int, group: str) -> Tensor:
+    """As `TensorRanks.all_parts`."""
+    each = -(-size // ranks)
+    part = part.contiguous()
+    if part.shape[dim] < each:  # all send as much as the first
+        padded = part.new_zeros([each if at == dim else length for at, length in enumerate(part.shape)])
+        padded.narrow(dim, 0, part.shape[dim]).copy_(part)
+        part = padded
+    whole = part.new_empty((ranks * part.shape[0], *part.shape[1:]))
+    dist.all_gather_into_tensor(whole, part, group=find_group(group))
+    if dim:
+        whole = torch.cat(whole.chunk(ranks), dim)
+    return whole if whole.shape[dim] == size else whole.narrow(dim, 0, size).clone()
+
+
+def _place(size: int, ranks: int, rank: int) -> tuple[int, int]:
+    """Return where the part of `rank` starts, and its size."""
+    each = -(-size // ranks)
+    start = min(rank * each, size)
+    return start, min(each, size - start)
+
+
+@rows_of_rank.register_fake
+def _(whole: Tensor, dim: int, size: int, ranks: int, rank: int, group: str) -> Tensor:
+    here = _place(size, ranks, rank)[1]
+    return whole.new_empty([here if at == dim else length for at, length in enumerate(whole.shape)])
+
+
+@rows_of_all.register_fake
+def _(part: Tensor, dim: int, size: int, ranks: int, rank: int, group: str) -> Tensor:
+    return part.new_empty([size if at == dim else length for at, length in enumerate(part.shape)])
+
+
+# Every rank goes on from the same whole, so its gradient is the same on each, and the part of it is all there is.
+is_undone_by(rows_of_rank, rows_of_all)
+is_undone_by(rows_of_all, rows_of_rank)
+
+
+class _SummedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, ranks: int, group: str) -> Tensor:
+        ctx.arguments = ranks, group
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return sum_parts(grad, *ctx.arguments), None, None

@@ -1,28 +1,388 @@
-"""Each rank keeps some of a layer's experts, and its forward sends tokens to the others and takes theirs."""
+"""Experts found, checked, split and sharded: each rank keeps some of a layer's experts, and its forward sends tokens to the
+others and takes theirs."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import inspect
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from nemo_like._util.log import warn_once
-from nemo_like._util.module_tree import bare_modules, glob_to_regex
-from nemo_like.distributed.expert.exchange import Exchange, group_key
-from nemo_like.distributed.expert.expert_mesh import ExpertMesh, check_expert_ranks
-from nemo_like.distributed.expert.find_experts import EVERY, Experts, find_experts, refuse_lists
-from nemo_like.distributed.expert.grouped import expert_of_rows, fused_mlp, is_understood, zero_rows_stay_zero
-from nemo_like.distributed.expert.tensor_ranks import TensorRanks
+from nemo_like._util.module_tree import bare, bare_modules, glob_to_regex
+from nemo_like._util.words import a_or_an
+from nemo_like.distributed.context.sequence_ops import name_group
+from nemo_like.distributed.expert.exchange import Exchange, TensorRanks
 from nemo_like.distributed.mesh import axis_size
-from nemo_like.options import ExpertParallel
-from nemo_like.torch_compat import free_last_gather, in_backward, root_mesh
+from nemo_like.distributed.shard import shard_unit
+from nemo_like.layers.structure import is_list_of_experts
+from nemo_like.options import FSDP2, ExpertParallel
+from nemo_like.torch_compat import free_last_gather, grouped_mm, in_backward, root_mesh
+from nemo_like.transformers_compat import GATE, text_config
+
+# The modules of a model that hold experts, and the way in which they are called.
+
+
+ROUTED, EVERY = "routed", "every"
+_DISPATCHED = "ep_dispatch_experts"  # what plans of transformers call a module that is called with the routing
+
+
+@dataclass(frozen=True, eq=False)
+class Experts:
+    """One module that holds all experts of a layer in fused weights, (experts, ..., ...) each."""
+
+    fqn: str
+    module: nn.Module
+    count: int
+    """Experts in all."""
+    call: str
+    """``routed``: called with tokens (N, D), chosen experts (N, k) and their weights (N, k), returns (N, D). ``every``:
+    called with the rows of every expert one after the other, (experts * N, D), returns as many (Llama 4)."""
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of the weights that each expert has its own part of: the first dim is the expert's number."""
+        rows = _fused_rows(self.module)
+        parameters = self.module._parameters.items()
+        return tuple(name for name, p in parameters if p is not None and p.dim() and p.shape[0] == rows)
+
+    @property
+    def weights(self) -> list[nn.Parameter]:
+        """The parameters called `parameters`."""
+        return [self.module.get_parameter(name) for name in self.parameters]
+
+    @property
+    def shared(self) -> dict[str, nn.Parameter]:
+        """Parameters inside that belong to no single expert, such as a norm of what each gives: every rank has them."""
+        parameters = set(self.parameters)
+        return {name: p for name, p in self.module.named_parameters() if name not in parameters}
+
+
+def find_experts(model: nn.Module, plan: Mapping[str, str] | None = None) -> tuple[Experts, ...]:
+    """The modules that hold experts, in the model's order.
+
+    Args:
+        model: with or without wrappers; on any device.
+        plan: name pattern (``*`` within one dotted segment) of modules to how they are called (`Experts.call`). None:
+            the expert plan of the model's transformers config; without one, modules are found by structure: fused weights
+            of three dimensions, and no weight of their own that is not fused.
+            Of a module that is named, weights with another first dim than those of three dims are `Experts.shared`.
+
+    Raises:
+        ValueError: a pattern of the caller's that matches nothing, or a module without fused weights.
+    """
+    if plan is not None:
+        return tuple(_planned(model, plan))
+    patterns = _config_plan(model)
+    if patterns:
+        # The plan names modules below the base model, which may itself be below a head or a multimodal model.
+        regexes = [glob_to_regex(f"**.{pattern}") for pattern in patterns] + [glob_to_regex(p) for p in patterns]
+        named = [(n, m) for n, m in bare_modules(model) if any(r.fullmatch(n) for r in regexes)]
+        experts = tuple(_experts(name, m, ROUTED) for name, m in named if _fused_rows(m) is not None)
+        if experts:
+            return experts
+    return tuple(_by_structure(model))
+
+
+def refuse_lists(model: nn.Module, size: int, plan: Mapping[str, str] | None = None) -> None:
+    """Raise ValueError where experts of `model` that ``ep=size`` would divide are a list of modules. `plan`: as
+    `ExpertParallel.plan`."""
+    listed = next(_lists(model, plan), None)
+    if listed is None:
+        return
+    name, experts = listed
+    kind = type(bare(next(iter(experts.children())))).__name__
+    raise ValueError(
+        f"ep is {size}, and the experts {name!r} are {a_or_an(experts)} of {len(experts)} modules {kind}. A rank receives "
+        "all rows of its experts at once, and the block calls a list one expert at a time. Convert it to fused experts: "
+        "from_pretrained() of transformers 5 or newer reads such a checkpoint into fused weights (MixtralExperts and the "
+        "like); in a model of your own, write them as one module with weights (experts, ..., ...) each. Or use ep=1."
+    )
+
+
+def _lists(model: nn.Module, plan: Mapping[str, str] | None) -> Iterator[tuple[str, nn.ModuleList | nn.ModuleDict]]:
+    """Lists of modules in the place of what `find_experts` looks for: named by `plan`, or called ``experts``."""
+    if plan is None and any(experts.call == ROUTED for experts in find_experts(model) if _config_plan(model)):
+        return
+    regexes = None if plan is None else [glob_to_regex(pattern) for pattern in plan]
+    for name, module in bare_modules(model):
+        if not isinstance(module, nn.ModuleList | nn.ModuleDict) or not len(module):
+            continue
+        if is_list_of_experts(name, module) if regexes is None else any(regex.fullmatch(name) for regex in regexes):
+            yield name, module
+
+
+def experts_per_token(model: nn.Module) -> int | None:
+    """Experts that a token goes to, by the model's config; None: it is not there."""
+    chosen = getattr(text_config(getattr(model, "config", None)), "num_experts_per_tok", None)
+    return int(chosen) if chosen else None
+
+
+def _planned(model: nn.Module, plan: Mapping[str, str]) -> Iterator[Experts]:
+    for pattern, call in plan.items():
+        regex = glob_to_regex(pattern)
+        named = [(name, module) for name, module in bare_modules(model) if regex.fullmatch(name)]
+        if not named:
+            raise ValueError(
+                f"ExpertParallel.plan has {pattern!r}, which matches no module of this {type(model).__name__}."
+            )
+        for name, module in named:
+            if _fused_rows(module) is None:
+                raise ValueError(
+                    f"ExpertParallel.plan names {name!r}, {a_or_an(module)}, whose own parameters are not fused "
+                    "weights: it must have some of three dims, with the experts as the first, as many in all of them."
+                )
+            yield _experts(name, module, call)
+
+
+def _by_structure(model: nn.Module) -> Iterator[Experts]:
+    for name, module in bare_modules(model):
+        parameters = [p for p in module._parameters.values() if p is not None]
+        rows, several = _fused_rows(module), sum(p.dim() == 3 for p in parameters) > 1
+        if (
+            several
+            and all(p.dim() and p.shape[0] == rows for p in parameters)
+            and (call := _call_of(module)) is not None
+        ):
+            yield _experts(name, module, call)
+
+
+def _fused_rows(module: nn.Module) -> int | None:
+    """The first dim that all of `module`'s own weights of three dims have; None: there are none, or they differ."""
+    rows = {p.shape[0] for p in module._parameters.values() if p is not None and p.dim() == 3}
+    return rows.pop() if len(rows) == 1 else None
+
+
+def _call_of(module: nn.Module) -> str | None:
+    """Return the way in which `module` is called, by the number of arguments of its forward; None: in neither of the
+    known ways."""
+    try:
+        parameters = inspect.signature(type(module).forward).parameters
+    except (TypeError, ValueError):
+        return None
+    positional = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return {2: EVERY, 4: ROUTED}.get(len(positional))  # with self
+
+
+def _experts(name: str, module: nn.Module, call: str) -> Experts:
+    count = _fused_rows(module)
+    assert count is not None
+    return Experts(name, module, count, call)
+
+
+def _config_plan(model: nn.Module) -> list[str]:
+    """The patterns of modules that the plan of the model's config, or of its text config, sends tokens to."""
+    config: Any = getattr(model, "config", None)
+    for source in (config, text_config(config)):
+        plan = getattr(source, "base_model_ep_plan", None)
+        if isinstance(plan, Mapping):
+            return [pattern for pattern, style in plan.items() if style == _DISPATCHED]
+    return []
+
+
+# The mesh of the experts: the same ranks as the dense mesh, cut in another way.
+
+
+@dataclass(frozen=True)
+class ExpertMesh:
+    """The meshes on which experts live. For 8 ranks with ``tp=2, ep=4``: ``dense`` is (dp_shard 4, tp 2), ``whole`` is
+    (efsdp 2, ep 4)."""
+
+    whole: DeviceMesh
+    """Axes ``dp_replicate`` (where there are replicas), ``efsdp`` and ``ep``."""
+    dense: DeviceMesh
+    """The mesh of all other parameters."""
+
+    @property
+    def ep(self) -> DeviceMesh:
+        """The ranks that tokens travel between: each holds other experts."""
+        return self.whole["ep"]
+
+    @property
+    def fsdp(self) -> DeviceMesh:
+        """Return the mesh that FSDP2 shards over: the ranks that hold the same experts, ``(efsdp,)`` or
+        ``(dp_replicate, efsdp)``."""
+        if "dp_replicate" in (self.whole.mesh_dim_names or ()):
+            return self.whole["dp_replicate", "efsdp"]
+        return self.whole["efsdp"]
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks with tokens of their own: what the sum of an expert's gradients is divided by, as FSDP2 does elsewhere."""
+        return axis_size(self.dense, "dp_replicate") * axis_size(self.dense, "dp_shard") * axis_size(self.dense, "cp")
+
+
+def check_expert_ranks(mesh: DeviceMesh, size: int) -> None:
+    """Raise ValueError unless `size` divides the ranks that hold one copy of the model between them."""
+    inside = axis_size(mesh, "dp_shard") * axis_size(mesh, "cp") * axis_size(mesh, "tp")
+    if inside % size:
+        raise ValueError(
+            f"ep is {size}, and dp_shard x cp x tp is {inside} ranks, which it does not divide: experts are split within "
+            f"one copy of the model. Use a divisor of {inside}."
+        )
+
+
+def make_expert_mesh(mesh: DeviceMesh, size: int) -> ExpertMesh:
+    """Cut the ranks of `mesh` for experts that are split over `size` of them. A collective: it makes process groups.
+
+    ``ep`` is the innermost axis, so that tokens travel between neighbours, over the fastest network.
+
+    Raises:
+        ValueError: as `check_expert_ranks`.
+    """
+    check_expert_ranks(mesh, size)
+    root = root_mesh(mesh)
+    shape: list[int] = [-1, size]
+    names: list[str] = ["efsdp", "ep"]
+    # Every rank of the job takes part in making process groups, so the other stages of a pipeline are in here, too.
+    for axis in ("dp_replicate", "pp"):
+        if axis_size(root, axis) > 1:
+            shape.insert(0, axis_size(root, axis))
+            names.insert(0, axis)
+    return ExpertMesh(DeviceMesh(root.device_type, root.mesh.reshape(shape), mesh_dim_names=tuple(names)), mesh)
+
+
+# FSDP2 over the ranks that hold the same experts.
+
+
+def shard_experts(
+    found: Sequence[Experts],
+    mesh: ExpertMesh,
+    *,
+    mp_policy: MixedPrecisionPolicy | None,
+    options: FSDP2 | None,
+) -> None:
+    """Make the weights of each module's split experts a unit of FSDP2 on ``mesh.fsdp``. Call it after `shard_layers`, which
+    leaves them out (``apart=``) and takes what these modules have for all experts (`Experts.shared`): FSDP2 does not look
+    into units for parameters of a larger one.
+
+    The gradient of an expert is the sum over all ranks that sent it tokens. As that of any other parameter, it is divided
+    by the number of ranks with data of their own. FSDP2 alone would divide by the ranks that hold the same experts.
+    """
+    options = FSDP2() if options is None else options
+    policy = dataclasses.replace(mp_policy or MixedPrecisionPolicy(), output_dtype=None, cast_forward_inputs=False)
+    shards = mesh.whole["efsdp"].size()
+    reshard = options.reshard_after_forward
+    for experts in found:
+        shard_unit(
+            [experts.module],
+            mesh.fsdp,
+            options,
+            policy=policy,
+            reshard=reshard if isinstance(reshard, bool) else True,
+            placement=lambda parameter: Shard(expert_shard_dim(parameter, shards)),
+            ignored_params=set(experts.shared.values()),
+        )
+        assert isinstance(experts.module, FSDPModule)
+        experts.module.set_gradient_divide_factor(float(mesh.data_ranks))
+        if shards > 1:
+            # Gloo has no sum that scales. With one rank there is nothing to sum, and torch would then divide twice.
+            experts.module.set_force_sum_reduction_for_comms(True)
+
+
+def expert_shard_dim(parameter: nn.Parameter, ranks: int) -> int:
+    """The dim that this rank's experts are cut on for `ranks` ranks: whole experts, where there are enough of them."""
+    shape = parameter.to_local().shape if hasattr(parameter, "to_local") else parameter.shape
+    if shape[0] % ranks == 0:
+        return 0
+    return next((dim for dim in range(1, len(shape)) if shape[dim] % ranks == 0), 0)
+
+
+# The computation of experts, on rows that are sorted by expert and counted on the host.
+
+
+Compute = Callable[[Tensor, Sequence[int]], Tensor]
+"""Rows (R, D), sorted by expert, and how many each expert has → (R, D)."""
+
+_KNOWN = frozenset(("gate_up_proj", "gate_up_proj_bias", "up_proj", "up_proj_bias", "down_proj", "down_proj_bias"))
+
+
+def is_understood(module: nn.Module) -> bool:
+    """Return whether `module` is made as transformers makes experts, so that `fused_mlp` computes what its own forward
+    does."""
+    names = {name for name, parameter in module._parameters.items() if parameter is not None}
+    if (
+        _has_more_inside(module)
+        or not names <= _KNOWN
+        or "down_proj" not in names
+        or ("gate_up_proj" in names) == ("up_proj" in names)
+    ):
+        return False
+    return hasattr(module, "is_transposed") or zero_rows_stay_zero(module)
+
+
+def zero_rows_stay_zero(module: nn.Module) -> bool:
+    """Return whether `module` is a gated MLP without biases as in transformers' Llama 4, which gives 0 for a row of
+    zeros.
+
+    Such a module is called with a row for every expert and token, most of them zero, and needs none of these.
+    """
+    names = {name for name, parameter in module._parameters.items() if parameter is not None}
+    activation = getattr(module, "act_fn", None)
+    if names != {"gate_up_proj", "down_proj"} or not callable(activation) or hasattr(module, "is_transposed"):
+        return False
+    if _has_more_inside(module) or not type(module).forward.__module__.startswith("transformers."):
+        return False  # names tell little of what a module that is not known computes
+    up, down = (module.get_parameter(name).shape for name in ("gate_up_proj", "down_proj"))
+    return up[1:] == (down[2], 2 * down[1]) and float(activation(torch.zeros(1))) == 0.0
+
+
+def _has_more_inside(module: nn.Module) -> bool:
+    """Return whether there is more in `module` than weights of its own and an activation, such as a norm or dropout."""
+    return (
+        any(name != "act_fn" for name, _ in module.named_children())
+        or any("." in name for name, _ in module.named_parameters())
+        or any(buffer is not None for buffer in module._buffers.values())
+    )
+
+
+def expert_of_rows(ends: Tensor, rows: int) -> Tensor:
+    """(R,) the expert of each row, from where the rows of each end; waits for nothing."""
+    return torch.bucketize(torch.arange(rows, device=ends.device, dtype=ends.dtype), ends, right=True)
+
+
+def fused_mlp(
+    module: nn.Module, weights: Mapping[str, Tensor], rows: Tensor, counts: Sequence[int], ends: Tensor
+) -> Tensor:
+    """The experts' MLPs: (R, D) → (R, D), every row by its expert.
+
+    Args:
+        module: for which `is_understood` holds.
+        weights: its parameters, of this rank's experts.
+        rows: sorted by expert. counts: rows of each expert, on the host; ends: where they end, int32 on the device.
+    """
+    transposed = getattr(module, "is_transposed", True)
+    up = "gate_up_proj" if "gate_up_proj" in weights else "up_proj"
+    # (experts, in, out), as a matmul of rows with it needs
+    matrix: Callable[[str], Tensor] = lambda name: weights[name] if transposed else weights[name].transpose(1, 2)  # noqa: E731
+    hidden = _plus_bias(grouped_mm(rows, matrix(up), counts, ends), weights.get(f"{up}_bias"), ends)
+    gated: Any = getattr(module, GATE, None)  # what transformers lets a family override
+    activation: Any = module.act_fn
+    if up == "up_proj":
+        hidden = activation(hidden)
+    elif gated is not None:
+        hidden = gated(hidden)
+    else:
+        gate, linear = hidden.chunk(2, dim=-1)
+        hidden = linear * activation(gate)
+    return _plus_bias(grouped_mm(hidden, matrix("down_proj"), counts, ends), weights.get("down_proj_bias"), ends)
+
+
+def _plus_bias(rows: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
+    return rows if bias is None else rows + bias[expert_of_rows(ends, rows.shape[0])]
+
+
+# The split: each rank keeps its part of the weights, and exchanges tokens.
 
 
 def check_experts(model: nn.Module, mesh: DeviceMesh, parallel: ExpertParallel) -> tuple[Experts, ...]:
@@ -84,23 +444,28 @@ def split_experts(model: nn.Module, found: Sequence[Experts], mesh: ExpertMesh) 
 
     The weights become DTensors over ``mesh.ep``, cut on the first dim; what is on the meta device stays there.
     """
-    tp = TensorRanks.from_mesh(mesh.dense["tp"]) if axis_size(mesh.dense, "tp") > 1 else None
+    tp = None
+    if axis_size(mesh.dense, "tp") > 1:
+        of_tp = mesh.dense["tp"]
+        tp = TensorRanks(of_tp.size(), of_tp.get_local_rank(), name_group(of_tp.get_group()))
     for experts in found:
         module = experts.module
         for name in experts.parameters:
-            whole = module._parameters[name]
-            assert whole is not None
+            whole = module.get_parameter(name)
             # src_data_rank=None: every rank cuts its own part out of its own copy, and nothing is sent.
             part = distribute_tensor(whole.detach(), mesh.ep, [Shard(0)], src_data_rank=None)
             kept = nn.Parameter(_own_memory(part), requires_grad=whole.requires_grad)
             kept.__dict__.update(whole.__dict__)
             module._parameters[name] = kept
         adapters = adapters_on(model, module)
-        pass_through(adapters)
+        for (
+            adapter
+        ) in adapters:  # calls what it wraps and adds nothing: `with_adapters` does, where the weights are used
+            adapter.forward = functools.partial(_inside, adapter)
         module.forward = SplitExperts(
             experts,
             ranks=mesh.ep.size(),
-            group=group_key(mesh.ep.get_group()),
+            group=name_group(mesh.ep.get_group()),
             tp=tp,
             adapters=adapters,
             rank=mesh.ep.get_local_rank(),
@@ -119,7 +484,7 @@ class SplitExperts:
     """The forward of a module whose experts are split: exchange, compute, exchange back.
 
     Takes and gives what the module's own forward does (`Experts.call`), on this rank's tokens. `ranks`: those that share
-    the experts; `group`: their process group, by `group_key`; `rank`: this one of it; `tp`: ranks with the same tokens;
+    the experts; `group`: their process group, by `name_group`; `rank`: this one of it; `tp`: ranks with the same tokens;
     `adapters`: on the weights (`adapters_on`).
     """
 
@@ -129,18 +494,15 @@ class SplitExperts:
         *,
         ranks: int,
         group: str,
-        rank: int = 0,
-        tp: TensorRanks | None = None,
-        adapters: Sequence[nn.Module] = (),
+        rank: int,
+        tp: TensorRanks | None,
+        adapters: Sequence[nn.Module],
     ) -> None:
-        self.fqn, self.count, self.call = experts.fqn, experts.count, experts.call
-        self.module = experts.module
-        self.own = experts.parameters
+        self.module, self.count, self.call = experts.module, experts.count, experts.call
+        self.own, self.tp, self.adapters = experts.parameters, tp, adapters
         self.inside = type(experts.module).forward
-        self.tp = tp
         self.local = experts.count // ranks
         self.first = rank * self.local
-        self.adapters = adapters
         self.understood = is_understood(experts.module)
         self.sparse = self.understood and zero_rows_stay_zero(experts.module)
         self.exchange = Exchange(self.count, group)
@@ -169,8 +531,7 @@ class SplitExperts:
         rows = hidden.shape[0]
         parts = hidden if self.tp is None else self.tp.own_part(hidden.view(self.count, -1, hidden.shape[-1]), dim=1)
         shape, parts = parts.shape, parts.reshape(-1, parts.shape[-1])
-        each = parts.shape[0] // self.count
-        chosen = torch.arange(self.count, device=parts.device).repeat_interleave(each)
+        chosen = torch.arange(self.count, device=parts.device).repeat_interleave(parts.shape[0] // self.count)
         if self.sparse:
             chosen = chosen.masked_fill((parts == 0).all(-1), self.count)
         out = self.sent_and_back(parts, chosen[:, None], None).view(shape)
@@ -258,25 +619,10 @@ def _local(parameter: Tensor | None) -> Tensor:
 # adds to the experts that it has what their part of the factors adds, instead of PEFT's own sum over all experts.
 
 
-def adapters_in(model: nn.Module) -> dict[int, tuple[nn.Module, ...]]:
-    """The wrappers in `model` that adapt a weight of a module, from the outside in, by the id of that module."""
-    adapters: dict[int, tuple[nn.Module, ...]] = {}
-    for module in model.modules():
-        if type(module).__name__ == "ParamWrapper":
-            inside = id(module.get_base_layer())  # type: ignore[operator]
-            adapters[inside] = (*adapters.get(inside, ()), module)
-    return adapters
-
-
 def adapters_on(model: nn.Module, experts: nn.Module) -> tuple[nn.Module, ...]:
     """The wrappers in `model` that adapt a weight of the module `experts`, from the outside in."""
-    return adapters_in(model).get(id(experts), ())
-
-
-def pass_through(adapters: Iterable[nn.Module]) -> None:
-    """Have `adapters` call what they wrap and add nothing: `with_adapters` does, where the weights are used."""
-    for adapter in adapters:
-        adapter.forward = functools.partial(_inside, adapter)
+    wrappers: list[Any] = [module for module in model.modules() if type(module).__name__ == "ParamWrapper"]
+    return tuple(wrapper for wrapper in wrappers if wrapper.get_base_layer() is experts)
 
 
 def _inside(adapter: Any, *args: object, **kwargs: object) -> Any:
@@ -292,9 +638,8 @@ def with_adapters(weights: dict[str, Tensor], adapters: Sequence[Any], first: in
     weights = dict(weights)
     for adapter in reversed(adapters):
         name = adapter.parameter_name
-        for active in [] if adapter.disable_adapters else adapter.active_adapters:
-            if active not in adapter.lora_A:
-                continue
+        active_adapters = [] if adapter.disable_adapters else adapter.active_adapters
+        for active in (active for active in active_adapters if active in adapter.lora_A):
             lhs, rhs, scaling = adapter.get_delta_factors(active)
             here = slice(first, first + len(weights[name]))
             # The sum that PEFT makes for all experts at once.

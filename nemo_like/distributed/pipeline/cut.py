@@ -4,11 +4,15 @@ The stage runs the model's own forward. Layers before its own return the hidden 
 after them ends the forward. What a stage does not have is taken out: those layers, and the parameters outside of layers.
 In the place of such a parameter is a tensor of zeros in one element of memory. The code in front of the layers runs on
 every stage (it makes masks and positions), and what it makes of such weights is dropped.
+
+Below are what a cut must know of a model, how batches are cut, and the stages of one rank together.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,10 +20,15 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from nemo_like._util.module_tree import bare, join
 from nemo_like._util.tensors import map_tensors
 from nemo_like._util.words import a_or_an
+from nemo_like.distributed.consistency_checks import mesh_groups
+from nemo_like.distributed.context.parts import MARK, Parts
+from nemo_like.distributed.context.sequence_ops import find_group
+from nemo_like.distributed.context.verify_cut import compare, first_tokens, losses_of, wanted
 from nemo_like.distributed.documents import PackedCalls
 from nemo_like.losses.model_loss import loss_hooks
 from nemo_like.options import ChunkedLoss, PipelineParallel
@@ -72,7 +81,12 @@ class AbsentLayer(nn.Module):
         if self._ends:
             raise StageEnd(args[self._place] if isinstance(self._place, int) else kwargs[self._place])
         (hidden,) = self._received.tensors
-        return hidden if self._form is None else (hidden, *[None] * (self._form - 1))
+        return _returned(hidden, self._form)
+
+
+def _returned(hidden: Tensor, form: int | None) -> Any:
+    """`hidden` as a layer of that form (`StageParts.forms`) would return it."""
+    return hidden if form is None else (hidden, *[None] * (form - 1))
 
 
 def cut(
@@ -88,6 +102,9 @@ def cut(
     absent = {name: index for index, name in enumerate(parts.layers) if name not in names}
     modules: dict[int, nn.Module] = {}
 
+    def belongs(name: str) -> bool:
+        return (stage.is_first and name in parts.before) or (stage.is_last and name in parts.after)
+
     def copied(module: nn.Module, name: str) -> nn.Module:
         if name in names:
             return module
@@ -98,12 +115,15 @@ def cut(
         if id(module) in modules:
             return modules[id(module)]
         part = modules[id(module)] = object.__new__(type(module))
-        part.__dict__ = {key: value.copy() if type(value) in _TABLES else value for key, value in vars(module).items()}
+        part.__dict__ = {
+            key: value.copy() if type(value) in (dict, OrderedDict, set) else value
+            for key, value in vars(module).items()
+        }
         for key, child in module._modules.items():
             if child is not None:
                 part._modules[key] = copied(child, join(name, key))
         for key, parameter in module._parameters.items():
-            if parameter is not None and not _belongs(join(name, key), parts, stage):
+            if parameter is not None and not belongs(join(name, key)):
                 del part._parameters[key]
                 kind = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
                 zero = torch.zeros((), dtype=kind, device=device)
@@ -111,13 +131,6 @@ def cut(
         return part
 
     return copied(model, ""), received
-
-
-_TABLES = (dict, OrderedDict, set)
-
-
-def _belongs(name: str, parts: StageParts, stage: StageSlice) -> bool:
-    return (stage.is_first and name in parts.before) or (stage.is_last and name in parts.after)
 
 
 def merged(trees: Sequence[nn.Module]) -> nn.Module:
@@ -132,8 +145,7 @@ def merged(trees: Sequence[nn.Module]) -> nn.Module:
                 key: value for key, value in vars(tree)[table].items() if value is not None
             }
         merged_module._non_persistent_buffers_set |= tree._non_persistent_buffers_set
-    names = dict.fromkeys(name for tree in present for name in bare(tree)._modules)
-    for name in names:
+    for name in dict.fromkeys(name for tree in present for name in bare(tree)._modules):
         children = [child for tree in present if (child := bare(tree)._modules.get(name)) is not None]
         if children:
             merged_module._modules[name] = merged(children)
@@ -170,13 +182,12 @@ class StageForward:
         model: nn.Module,
         received: Received,
         stage: StageSlice,
-        loss_of: Callable[[Any], Tensor],
         packed: PackedCalls | None,
-        in_chunks: ChunkedLoss | None = None,
+        in_chunks: ChunkedLoss | None,
     ) -> None:
         """packed: what keeps documents apart in the whole model."""
         self.call = MicrobatchCall(model, model.forward)
-        self._received, self._stage, self._loss_of = received, stage, loss_of
+        self._received, self._stage = received, stage
         self._model, self._packed = model, packed
         self._in_chunks = None if in_chunks is None or not stage.is_last else loss_hooks(model, in_chunks)
         self.microbatches: Sequence[Mapping[str, Any]] = ()
@@ -204,7 +215,7 @@ class StageForward:
                 self._packed.after(self._model, (), sent if output is None else output)
         if output is None:
             return map_tensors(Tensor.contiguous, sent)  # or torch could not send it
-        loss = self._loss_of(output).reshape(())
+        loss = loss_of(output).reshape(())
         share = self.shares[number]
         return torch.stack([loss * share if share else loss.nan_to_num() * 0.0])  # a mean over nothing is no number
 
@@ -235,9 +246,8 @@ def loss_of(output: object) -> Tensor:
         return loss
     if isinstance(output, Tensor) and output.numel() == 1:
         return output
-    scalars = (
-        [item for item in output if isinstance(item, Tensor) and item.dim() == 0] if isinstance(output, tuple) else []
-    )
+    items = output if isinstance(output, tuple) else ()
+    scalars = [item for item in items if isinstance(item, Tensor) and item.dim() == 0]
     if len(scalars) == 1:
         return scalars[0]
     raise ValueError(
@@ -325,12 +335,9 @@ class StageParts:
     def passing(self, layer: int) -> Callable[..., Any]:
         """As `StagesOfModel.passing`."""
         place = self.inputs[layer]
-        return lambda *args, **kwargs: self.returned(layer, args[place] if isinstance(place, int) else kwargs[place])
-
-    def returned(self, layer: int, hidden: Tensor) -> Any:
-        """`hidden` as `layer` would return it."""
-        form = self.forms[layer]
-        return hidden if form is None else (hidden, *[None] * (form - 1))
+        return lambda *args, **kwargs: _returned(
+            args[place] if isinstance(place, int) else kwargs[place], self.forms[layer]
+        )
 
 
 @dataclass(frozen=True)
@@ -353,21 +360,20 @@ class StageSlice:
         return self.index == self.count - 1
 
 
-def deal(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0.0) -> list[int]:
+@functools.lru_cache(maxsize=64)  # a search uses the same ones again and again
+def deal(costs: tuple[float, ...], stages: int, first: float = 0.0, last: float = 0.0) -> tuple[int, ...]:
     """Return how many consecutive layers each stage gets, so that the dearest stage costs least; ties go to earlier
     stages.
 
     Every stage gets at least one layer. `first` and `last` are what the first and the last stage have besides.
 
-    >>> deal([1.0] * 8, 2), deal([1.0] * 8, 4, last=2.0)
-    ([4, 4], [3, 2, 2, 1])
+    >>> deal((1.0,) * 8, 2), deal((1.0,) * 8, 4, last=2.0)
+    ((4, 4), (3, 2, 2, 1))
     """
     count = len(costs)
     if stages > count:
         raise ValueError(f"{count} layers cannot be divided over {stages} stages: each requires one. Use fewer stages.")
-    sums = [0.0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
+    sums = [0.0, *itertools.accumulate(costs)]
 
     def cost_of(stage: int, begin: int, end: int) -> float:
         return sums[end] - sums[begin] + (first if stage == 0 else 0.0) + (last if stage == stages - 1 else 0.0)
@@ -388,13 +394,7 @@ def deal(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 
                 ):
                     row[end] = candidate
         best.append(row)
-    return best[-1][count][1]
-
-
-@functools.lru_cache(maxsize=64)
-def _dealt(costs: tuple[float, ...], stages: int, first: float, last: float) -> tuple[int, ...]:
-    """A search uses the same ones again and again."""
-    return tuple(deal(costs, stages, first, last))
+    return tuple(best[-1][count][1])
 
 
 def counts_of(parts: StageParts, pp: PipelineParallel) -> list[int]:
@@ -411,15 +411,163 @@ def counts_of(parts: StageParts, pp: PipelineParallel) -> list[int]:
             )
         return list(pp.balance)
     try:
-        return list(_dealt(parts.layer_flops, pp.stages, parts.flops_before, parts.flops_after))
+        return list(deal(parts.layer_flops, pp.stages, parts.flops_before, parts.flops_after))
     except ValueError as error:
         raise ValueError(f"pp is {pp.size} with {pp.stages_per_rank} stage(s) on each rank: {error}") from error
 
 
 def slices(counts: Sequence[int]) -> list[StageSlice]:
     """The stages for so many layers each."""
-    sizes, begin = [], 0
-    for index, count in enumerate(counts):
-        sizes.append(StageSlice(index, len(counts), range(begin, begin + count)))
-        begin += count
-    return sizes
+    ends = [0, *itertools.accumulate(counts)]
+    return [StageSlice(index, len(counts), range(ends[index], ends[index + 1])) for index in range(len(counts))]
+
+
+# A batch cut into micro-batches.
+
+
+def size_of(batch: Mapping[str, Any]) -> tuple[int, int]:
+    """Rows and tokens of `batch`.
+
+    Raises:
+        ValueError: no tensor of shape (rows, tokens, ...).
+    """
+    first = next((value for value in batch.values() if isinstance(value, Tensor) and value.dim() >= 2), None)
+    if first is None:
+        raise ValueError(
+            f"A pipeline's batch has no tensor of shape (rows, tokens); it has {', '.join(batch) or 'nothing'}. Give by "
+            "keyword what the model is called with: pipeline.step(input_ids=..., labels=...)."
+        )
+    return first.shape[0], first.shape[1]
+
+
+def cut_batch(batch: Mapping[str, Any], count: int, fill: Mapping[str, int] | None = None) -> list[dict[str, Any]]:
+    """`count` micro-batches of equal size.
+
+    Rows that are missing for that are copies of the last one, with the numbers of `fill` in the tensors that it names.
+
+    Raises:
+        ValueError: no tensor of shape (rows, tokens, ...), or rows that are missing where there is no `fill`.
+    """
+    rows, _ = size_of(batch)
+    missing = -rows % count
+    if missing and fill is None:
+        raise ValueError(
+            f"The batch has {rows} rows and the pipeline {count} micro-batches: give a multiple of {count} rows. Rows that "
+            "count for nothing are added where loss_mean='tokens' and labels are classes, and here they are not."
+        )
+    size = (rows + missing) // count
+    parts: list[dict[str, Any]] = [{**batch} for _ in range(count)]
+    for name, value in by_row(batch).items():
+        if missing and fill is not None:
+            added = value[-1:].expand(missing, *value.shape[1:])
+            value = torch.cat([value, torch.full_like(added, fill[name]) if name in fill else added])
+        for part, chunk in zip(parts, value.split(size)):
+            part[name] = chunk
+    return parts
+
+
+def repeated(microbatch: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """A batch of `count` times the same micro-batch."""
+    return {**microbatch} | {name: torch.cat([value] * count) for name, value in by_row(microbatch).items()}
+
+
+def joined(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Two micro-batches of one batch as one of twice the rows."""
+    return {**first} | {name: torch.cat([value, second[name]]) for name, value in by_row(first).items()}
+
+
+def by_row(batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors of `batch` that have an entry for each row."""
+    rows, _ = size_of(batch)
+    return {
+        name: value for name, value in batch.items() if isinstance(value, Tensor) and value.dim() and len(value) == rows
+    }
+
+
+# The stages of a pipeline that one rank holds, and the ranks that it shares them with.
+
+
+@dataclass
+class HeldStage:
+    """One stage that this rank holds."""
+
+    slice: StageSlice
+    module: nn.Module
+    """Its tree, under the names of the original model; sharded, checkpointed and compiled."""
+    forward: StageForward
+
+
+class StagesOfRank:
+    """The stages of one rank.
+
+    Args:
+        stages: of this rank, in order.
+        parts: what all stages of the model have, and what they send.
+        options: of the pipeline.
+        mesh: all ranks of the job.
+        device: where the stages are.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[HeldStage],
+        parts: StagesOfModel,
+        options: PipelineParallel,
+        mesh: DeviceMesh,
+        device: torch.device,
+    ) -> None:
+        self.stages, self.parts, self.options, self.device = list(stages), parts, options, device
+        self.group = mesh["pp"].get_group()
+        self.groups = mesh_groups(mesh)
+        """Groups of all axes: along them, every rank is heard."""
+        self.groups_of_stage = [mesh[name].get_group() for name in mesh.mesh_dim_names or () if name != "pp"]
+
+    def sequence_parts(self) -> list[Parts]:
+        """Return how each stage cuts sequences; empty without ``cp``."""
+        found = (
+            next((getattr(module, MARK) for module in stage.module.modules() if hasattr(module, MARK)), None)
+            for stage in self.stages
+        )
+        return [parts for parts in found if parts is not None]
+
+
+# Context parallelism in a pipeline compared with whole sequences: every stage's hidden states, and the loss.
+
+
+def verify_stages(
+    held: StagesOfRank,
+    batch: Mapping[str, Any],
+    put_in: Callable[[Mapping[str, Any]], Any],
+    forward: Callable[[Mapping[str, Any], list[Tensor]], Any],
+) -> None:
+    """Raise ValueError, on every rank, where the stages answer otherwise on parts than on whole sequences.
+
+    Compared is what `nemo_like.distributed.context.verify_cut.wanted` returns: the first tokens, and with
+    ``NEMO_LIKE_VERIFY=1`` the whole batch.
+
+    Args:
+        held: the stages of this rank.
+        batch: whole.
+        put_in: gives the stages a batch's micro-batches.
+        forward: runs all stages on a batch, and adds what they give to a list.
+    """
+    cut = held.sequence_parts()
+    length = next(value.shape[1] for value in batch.values() if isinstance(value, Tensor) and value.ndim > 1)
+    tokens = wanted(length, cut[0].ranks) if cut else None
+    if tokens is None:
+        return
+    models = [stage.module for stage in held.stages]
+    inputs = first_tokens(batch, length, tokens, cut[0].ranks)
+    put_in(inputs)  # what it calls the last stage for is none of the answers
+
+    def answers() -> list[Tensor]:
+        """Return what the stages of this rank give: hidden states, and of the last one the losses."""
+        seen: list[Tensor] = []
+        with contextlib.ExitStack() as stack:
+            for stage in (stage for stage in held.stages if stage.slice.is_last):
+                hook = stage.forward.call.register_forward_hook(lambda _, args, output: seen.extend(losses_of(output)))
+                stack.callback(hook.remove)
+            forward(inputs, seen)
+        return seen
+
+    compare(models, cut, answers, [find_group(cut[0].group), held.group], held.device)

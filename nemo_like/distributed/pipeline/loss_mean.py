@@ -19,11 +19,9 @@ from torch.distributed.tensor import DTensor
 
 from nemo_like._util.module_tree import bare_modules
 from nemo_like.activation_checkpointing.engine.module_state import ModuleState
-from nemo_like.distributed.compared_calls import evaluating, put_back
 from nemo_like.distributed.consistency_checks import gather, gather_objects
-from nemo_like.distributed.context.verify_cut import first_tokens
-from nemo_like.distributed.pipeline.batches import cut_batch, joined, size_of
-from nemo_like.distributed.pipeline.stage import HeldStage, StagesOfRank
+from nemo_like.distributed.context.verify_cut import evaluating, first_tokens, put_back
+from nemo_like.distributed.pipeline.cut import HeldStage, StagesOfRank, cut_batch, joined, size_of
 from nemo_like.losses.model_loss import ITEMS, LABELS
 from nemo_like.losses.rows import IGNORED, predicts_next_token
 from nemo_like.options import PipelineParallel
@@ -79,8 +77,7 @@ class LossMean:
         if self.over == "rows" or not self.has_values:
             return [1 / count] * count
         weigh = self.over if callable(self.over) else self._labels
-        weights = [torch.as_tensor(weigh(part)).detach().double().reshape(()) for part in parts]
-        numbers = torch.stack(weights).tolist()
+        numbers = torch.stack([torch.as_tensor(weigh(part)).detach().double().reshape(()) for part in parts]).tolist()
         return [number / (sum(numbers) or 1.0) for number in numbers]
 
     def _is_sum(self, batch: Mapping[str, Any]) -> bool:
@@ -228,8 +225,7 @@ class LastStage:
         tokens *= pipeline.parts.sent_by
         sent = zip(pipeline.parts.sent(index, both, 2 * rows, tokens), pipeline.parts.sent(index, first, rows, tokens))
         for form, half in sent:
-            drawn = torch.randn(form.shape, generator=self._drawn).to(pipeline.device, form.dtype)
-            states.append(drawn)
+            states.append(torch.randn(form.shape, generator=self._drawn).to(pipeline.device, form.dtype))
             places.append(next((dim for dim, (a, b) in enumerate(zip(form.shape, half.shape)) if a != b), None))
         return states, places
 
@@ -273,8 +269,7 @@ class LastStage:
             stack.enter_context(evaluating(stage.module))
             stage.module.training = training  # a model may return a loss in training alone
             for index in stage.slice.layers:
-                passing = pipeline.parts.passing(index)
-                if passing is not None:
+                if (passing := pipeline.parts.passing(index)) is not None:
                     stack.enter_context(answering_calls(modules[pipeline.parts.layers[index]], passing))
             for parts in pipeline.sequence_parts():
                 stack.callback(setattr, parts, "verifying", parts.verifying)

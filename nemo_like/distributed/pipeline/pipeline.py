@@ -16,15 +16,22 @@ from torch.distributed.tensor import DTensor
 from nemo_like.distributed.consistency_checks import check_same_batch, sharing_groups
 from nemo_like.distributed.context.sequence_ops import padded_length
 from nemo_like.distributed.gradients import clip_stages_
-from nemo_like.distributed.pipeline.batches import size_of
-from nemo_like.distributed.pipeline.cut import StageSlice, StagesOfModel, TensorForm, merged
+from nemo_like.distributed.pipeline.cut import (
+    HeldStage,
+    StageSlice,
+    StagesOfModel,
+    StagesOfRank,
+    TensorForm,
+    merged,
+    size_of,
+    verify_stages,
+)
 from nemo_like.distributed.pipeline.loss_mean import LossMean
 from nemo_like.distributed.pipeline.schedules import make_schedule, rank_of, stages_of
-from nemo_like.distributed.pipeline.stage import HeldStage, StagesOfRank, verify_stages
 from nemo_like.distributed.weights.materialize import materialize
 from nemo_like.distributed.weights.tensor_locations import STAGES_MARK, find_slots, show_shards
 from nemo_like.options import PipelineParallel
-from nemo_like.torch_compat import VotingStage
+from nemo_like.torch_compat import VotingStage, local_part
 
 
 class Pipeline(StagesOfRank):
@@ -72,8 +79,7 @@ class Pipeline(StagesOfRank):
         """
         if self.sees is not None:
             self.sees(batch, self.options.microbatches or 1)
-        sizes = self._verified_cut(batch)
-        schedule = self._schedule(*sizes)
+        schedule = self._schedule(*self._verified_cut(batch))
         numbers = torch.arange(self.options.microbatches or 1)
         args = (numbers,) if self.stages[0].slice.is_first else ()
         losses: list[Tensor] = []
@@ -172,11 +178,13 @@ class Pipeline(StagesOfRank):
 
     def _schedule(self, rows: int, tokens: int) -> Any:
         """torch's schedule for micro-batches of this shape; the receiving buffers are made for it."""
-        forms = [
-            (self._received_by(stage.slice, rows, tokens), self._sent_by(stage.slice, rows, tokens))
+        key = tuple(
+            (
+                self._received_by(stage.slice, rows, tokens),
+                () if stage.slice.is_last else self._sent_by(stage.slice.index, rows, tokens),
+            )
             for stage in self.stages
-        ]
-        key = tuple(forms)
+        )
         if key not in self._schedules:
             number, loss = torch.empty(1, dtype=torch.int64, device="meta"), torch.empty(1, device="meta")
             schedules = [
@@ -189,21 +197,17 @@ class Pipeline(StagesOfRank):
                     output_args=(loss.requires_grad_(),) if stage.slice.is_last else _on_meta(sent),
                     group=self.group,
                 )
-                for stage, (received, sent) in zip(self.stages, forms)
+                for stage, (received, sent) in zip(self.stages, key)
             ]
-            self._schedules = {key: make_schedule(self.options, schedules, _loss_of)}
+            self._schedules = {key: make_schedule(self.options, schedules, _sum)}
         return self._schedules[key]
 
     def _received_by(self, stage: StageSlice, rows: int, tokens: int) -> tuple[TensorForm, ...]:
         """Return the forms of what `stage` is sent for a micro-batch of the batch that was cut."""
-        if stage.is_first:
-            return ()
-        return self.parts.sent(stage.index - 1, self.stages[0].forward.microbatches[0], rows, tokens)
+        return () if stage.is_first else self._sent_by(stage.index - 1, rows, tokens)
 
-    def _sent_by(self, stage: StageSlice, rows: int, tokens: int) -> tuple[TensorForm, ...]:
-        if stage.is_last:
-            return ()
-        return self.parts.sent(stage.index, self.stages[0].forward.microbatches[0], rows, tokens)
+    def _sent_by(self, index: int, rows: int, tokens: int) -> tuple[TensorForm, ...]:
+        return self.parts.sent(index, self.stages[0].forward.microbatches[0], rows, tokens)
 
     def _add_up_tied(self) -> None:
         """A parameter that the first and the last stage hold each a copy of: both get the sum of the gradients."""
@@ -214,7 +218,7 @@ class Pipeline(StagesOfRank):
                 for other, parameter in stage.module.named_parameters(remove_duplicate=True)
                 if self.parts.aliases.get(other, other) == name and (stage.slice.is_first or stage.slice.is_last)
             ]
-            grads = [_local(parameter.grad) for parameter in copies if parameter.grad is not None]
+            grads = [local_part(parameter.grad) for parameter in copies if parameter.grad is not None]
             if self._last_rank == 0 and len(grads) == 2 and copies[0] is not copies[1]:
                 total = grads[0] + grads[1]
                 for grad in grads:
@@ -259,8 +263,7 @@ class Pipeline(StagesOfRank):
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """For the optimizer."""
-        for _, parameter in self.named_parameters():
-            yield parameter
+        return (parameter for _, parameter in self.named_parameters())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As `nn.Module.zero_grad`."""
@@ -320,8 +323,9 @@ class Pipeline(StagesOfRank):
             RuntimeError: `strict`, and a name of this rank's is missing.
         """
         for stage in self.stages:
-            own = stage.module.state_dict()
-            stage.module.load_state_dict({name: state[name] for name in own if name in state}, strict=strict)
+            stage.module.load_state_dict(
+                {name: state[name] for name in stage.module.state_dict() if name in state}, strict=strict
+            )
 
     def materialize(
         self, *, state_dict: Mapping[str, Tensor] | None = None, checkpoint: str | os.PathLike[str] | None = None
@@ -350,9 +354,9 @@ class Pipeline(StagesOfRank):
         A parameter that two stages hold counts once.
         """
         parameters = dict(self.named_parameters())
-        twice: list[Tensor] = []
-        if self._last_rank and self.stages[-1].slice.is_last and not self.stages[0].slice.is_first:
-            twice = [parameters[name] for name in (*self.parts.tied, *self.parts.aliases) if name in parameters]
+        only_last = self._last_rank and self.stages[-1].slice.is_last and not self.stages[0].slice.is_first
+        names = (*self.parts.tied, *self.parts.aliases) if only_last else ()
+        twice = [parameters[name] for name in names if name in parameters]
         return clip_stages_(
             list(parameters.values()),
             max_norm,
@@ -364,23 +368,17 @@ class Pipeline(StagesOfRank):
         )
 
 
-def _loss_of(output: Tensor, target: Tensor) -> Tensor:
-    """The last stage returns the micro-batch's share of the loss."""
-    return output.sum()
+def _sum(share: Tensor, _target: Tensor) -> Tensor:
+    return share.sum()  # of the loss, which the last stage returns
 
 
 def _on_meta(forms: Sequence[TensorForm]) -> tuple[Tensor, ...]:
     return tuple(torch.empty(form.shape, dtype=form.dtype, device="meta").requires_grad_() for form in forms)
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
 def _tied_group(mesh: DeviceMesh) -> Any:
     """The first and the last rank of this rank's pipeline; made on every rank, for every pipeline in turn."""
-    names = mesh.mesh_dim_names or ()
-    pipelines = mesh.mesh.movedim(names.index("pp"), -1).flatten(0, -2)
+    pipelines = mesh.mesh.movedim((mesh.mesh_dim_names or ()).index("pp"), -1).flatten(0, -2)
     mine = None
     for ranks in pipelines.tolist():
         ends = [ranks[0], ranks[-1]]

@@ -31,10 +31,9 @@ def rank_of(options: PipelineParallel, stage: int) -> int:
 
 def make_schedule(options: PipelineParallel, stages: Sequence[Any], loss_fn: Callable[..., Any]) -> Any:
     """torch's schedule for the stages of this rank. Gradients are not scaled: the losses are weighted."""
-    facts = options.facts
-    stages_here = list(stages) if facts.several else stages[0]
-    rest: dict[str, Any] = {"loss_fn": loss_fn, "scale_grads": False}
-    return getattr(pipelining, facts.torch_class)(stages_here, options.microbatches, **rest)
+    schedule: Any = getattr(pipelining, options.facts.torch_class)
+    stages_here = list(stages) if options.facts.several else stages[0]
+    return schedule(stages_here, options.microbatches, loss_fn=loss_fn, scale_grads=False)
 
 
 # What each rank of a pipeline runs, in which order: read from torch's own schedules, without a process group.
@@ -68,23 +67,19 @@ def actions_of(pp: PipelineParallel) -> list[tuple[Action, ...]]:
     return [tuple(action for action in rank if action.kind in computed) for rank in all_actions_of(pp)]
 
 
+@functools.lru_cache(maxsize=32)  # a search uses the same ones again and again
 def all_actions_of(pp: PipelineParallel) -> tuple[tuple[Action, ...], ...]:
     """The same, with what FSDP2 does for whole stages.
 
     >>> print(*all_actions_of(PipelineParallel(2, microbatches=2))[0])
     0F0 0F1 0B0 0B1 0REDUCE_GRAD
     """
-    return _made(pp)
-
-
-@functools.lru_cache(maxsize=32)  # a search uses the same ones again and again
-def _made(pp: PipelineParallel) -> tuple[tuple[Action, ...], ...]:
     count = pp.microbatches or 1
     if not pp.facts.several:
         ahead = [int(pp.facts.in_flight(pp.size - rank, count, 1)) for rank in range(pp.size)]
         return tuple(tuple(_one_stage(rank, count, most)) for rank, most in enumerate(ahead))
-    schedule = make_schedule(pp, [_shape(pp, stage) for stage in stages_of(pp, 0)], _no_loss)
-    return tuple(tuple(_flat(action for action in schedule.pipeline_order_with_comms[rank])) for rank in range(pp.size))
+    schedule = make_schedule(pp, [_shape(pp, stage) for stage in stages_of(pp, 0)], lambda output, target: output)
+    return tuple(tuple(_flat(schedule.pipeline_order_with_comms[rank])) for rank in range(pp.size))
 
 
 def _one_stage(rank: int, count: int, ahead: int) -> Iterator[Action]:
@@ -113,10 +108,6 @@ def _shape(pp: PipelineParallel, stage: int) -> Any:
         group=None,
         submod=None,
     )
-
-
-def _no_loss(output: object, target: object) -> Any:
-    return output
 
 
 def _flat(actions: Any) -> Iterator[Action]:

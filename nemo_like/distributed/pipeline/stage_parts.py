@@ -11,8 +11,8 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from itertools import chain
 from typing import Any
 
@@ -66,7 +66,7 @@ def stage_parts(
         args, kwargs = run.sample(split_sample(sample_input), dtype)
         kwargs = call_flags(model, args, kwargs)
         watch = _UseWatch(model, [layer.fqn for layer in layers], state, (args, kwargs))
-        with watch.installed(layers), run.casting(), watch:
+        with replaced_forwards(layers, watch.watched), run.casting(), watch:
             run_forward(model, state, args, kwargs, STAGES)
     return watch.parts()
 
@@ -121,9 +121,8 @@ class _UseWatch(TorchDispatchMode):
         """By phase."""
         self.held: list[Any] = []
         """Storages are told apart by id, so they must live."""
-        self.parameters: dict[int, str] = {}
-        for name, _ in model.named_parameters():  # a tied one under its first name
-            self.parameters[self.key(state[name])] = name
+        # A tied one under its first name.
+        self.parameters = {self.key(state[name]): name for name, _ in model.named_parameters()}
         self.aliases = {
             name: self.parameters[self.key(state[name])] for name, _ in model.named_parameters(remove_duplicate=False)
         }
@@ -162,13 +161,8 @@ class _UseWatch(TorchDispatchMode):
                 self.made.setdefault(self.key(tensor), self.phase)
         return out
 
-    @contextmanager
-    def installed(self, layers: Sequence[Layer]) -> Iterator[None]:
-        """Each layer's forward tells when it begins and ends."""
-        with replaced_forwards(layers, self.watched):
-            yield
-
     def watched(self, layer: Layer, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """`forward` of a layer, which tells when it begins and ends."""
         index = self.names.index(layer.fqn)
 
         def watching(*args: object, **kwargs: object) -> Any:
@@ -235,11 +229,10 @@ class _UseWatch(TorchDispatchMode):
         before = {name for name, phases in self.used.items() if 0 in phases}
         after = {name for name, phases in self.used.items() if last in phases}
         unused = {name for name, phases in self.used.items() if not phases}
-        every = [(name, alias) for name, alias in self.aliases.items()]
         return StageParts(
             layers=tuple(self.names),
-            before=frozenset(name for name, alias in every if alias in before or alias in unused),
-            after=frozenset(name for name, alias in every if alias in after),
+            before=frozenset(name for name, alias in self.aliases.items() if alias in before | unused),
+            after=frozenset(name for name, alias in self.aliases.items() if alias in after),
             tied=tuple(sorted(before & after)),
             forms=tuple(self.forms),
             inputs=tuple(self.inputs),

@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from nemo_like._util.log import warn_once
@@ -27,7 +29,6 @@ from nemo_like.distributed.tensor.plan import (
     own_outputs,
     resolve_plan,
 )
-from nemo_like.distributed.tensor.row_lookup import look_up_own_rows
 from nemo_like.distributed.tensor.shared_random import SharedRandom
 from nemo_like.layers import Layer, find_layers
 from nemo_like.losses.model_loss import computes_in_chunks
@@ -83,11 +84,16 @@ def apply_tensor_parallel(
         raise ValueError("The model is tensor-parallel or sharded already; apply tensor parallelism first, and once.")
     rules = resolve_plan(model, plan, mesh.size(), whole)
     layers = find_layers(model) if sequence_parallel else ()
-    if plan is None:
-        _warn_of_whole_layers(model, rules)
+    if plan is None and all("." not in rule.fqn for rule in rules):
+        # Some models bring a plan for their head alone: with it every rank computes every layer, whatever ``tp`` is.
+        warn_once(
+            f"The tensor-parallel plan that {type(model).__name__} brings cuts {', '.join(rule.fqn for rule in rules)} and "
+            "nothing in its layers, which every rank then computes whole. Give a plan= (tp_plan=) that names their linears."
+        )
     places = sequence_places(model, rules, layers) if sequence_parallel else None
     if loss_parallel:
-        rules = _with_cut_logits(model, rules)
+        head, cut = cut_head(model, rules), ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+        rules = [Rule(rule.fqn, cut, rule.style_name, rule.module) if rule is head else rule for rule in rules]
     if mesh.size() == 1:
         return model
 
@@ -140,15 +146,6 @@ def check_packed_weights(
                 )
 
 
-def _warn_of_whole_layers(model: nn.Module, rules: list[Rule]) -> None:
-    """Some models bring a plan for their head alone: with it every rank computes every layer, whatever ``tp`` is."""
-    if all("." not in rule.fqn for rule in rules):
-        warn_once(
-            f"The tensor-parallel plan that {type(model).__name__} brings cuts {', '.join(rule.fqn for rule in rules)} and "
-            "nothing in its layers, which every rank then computes whole. Give a plan= (tp_plan=) that names their linears."
-        )
-
-
 def _apply_rule(rule: Rule, mesh: DeviceMesh, cut_output: bool) -> None:
     style = rule.style
     if rule.parameter is not None:
@@ -180,7 +177,7 @@ class SequencePlaces:
     owners: Mapping[str, bool]
     """Modules with matrices (attention, MLP), which see the whole sequence; whether cut linears alone read it, and one
     ends it."""
-    partial: tuple[str, ...]
+    in_part: tuple[str, ...]
     """Modules with parameters that see a part of the sequence."""
 
 
@@ -202,19 +199,25 @@ def sequence_places(model: nn.Module, rules: Sequence[Rule], layers: Sequence[La
             "sequences together. Give a plan= that names its linears, or leave sequence_parallel off."
         )
     owners: dict[str, bool] = {}
-    partial: list[str] = []
+    in_part: list[str] = []
     for layer in (layer for stack in cut for layer in stack):
-        _refuse_objects(_inside(rules, layer.fqn))
+        for rule in _inside(rules, layer.fqn):
+            if rule.style_name == "sequence_parallel" or rule.style_name not in known_styles():
+                raise ValueError(
+                    f"sequence_parallel=True and {rule.fqn!r} has the style {rule.style_name!r}, of which it is not known "
+                    f"what part of a sequence it reads and returns. Name one of {', '.join(sorted(_OF_LINEARS))} in the "
+                    "plan, or leave sequence_parallel off."
+                )
         in_layer = _owners(layer, rules)
         owners |= in_layer
-        partial += [
+        in_part += [
             name
             for name, module in layer.module.named_modules(prefix=layer.fqn)
             if any(parameter is not None for parameter in module._parameters.values())
             and not any(f"{name}.".startswith(f"{owner}.") for owner in in_layer)
         ]
     return SequencePlaces(
-        tuple(stack[0].fqn for stack in cut), tuple(stack[-1].fqn for stack in cut), owners, tuple(partial)
+        tuple(stack[0].fqn for stack in cut), tuple(stack[-1].fqn for stack in cut), owners, tuple(in_part)
     )
 
 
@@ -228,16 +231,6 @@ def cuts_sequences(model: nn.Module, ranks: int) -> bool:
 
 def _inside(rules: Sequence[Rule], name: str) -> list[Rule]:
     return [rule for rule in rules if f"{rule.fqn}.".startswith(f"{name}.")]
-
-
-def _refuse_objects(rules: Sequence[Rule]) -> None:
-    for rule in rules:
-        if rule.style_name == "sequence_parallel" or rule.style_name not in known_styles():
-            raise ValueError(
-                f"sequence_parallel=True and {rule.fqn!r} has the style {rule.style_name!r}, of which it is not known what "
-                "part of a sequence it reads and returns. Name one of "
-                f"{', '.join(sorted(_OF_LINEARS))} in the plan, or leave sequence_parallel off."
-            )
 
 
 def _owners(layer: Layer, rules: Sequence[Rule]) -> dict[str, bool]:
@@ -292,15 +285,14 @@ def _cut_sequences(model: nn.Module, places: SequencePlaces, mesh: DeviceMesh, w
     """
     for name, of_linears in places.owners.items():
         owner = model.get_submodule(name)
-        gather = on_first_tensor(_Gather(mesh, keep=of_linears, cast=cast_of(owner) if of_linears else None))
-        owner.register_forward_pre_hook(gather, with_kwargs=True, prepend=True)
+        gather = partial(_whole_of, mesh, keep=of_linears, cast=cast_of(owner) if of_linears else None)
+        owner.register_forward_pre_hook(_on_first_tensor(gather), with_kwargs=True, prepend=True)
         if not of_linears:
-            owner.register_forward_hook(_on_output(_Cut(mesh)), with_kwargs=True)
-    for name in places.partial:
+            owner.register_forward_hook(_on_output(partial(_part_of, mesh)), with_kwargs=True)
+    for name in places.in_part:
         SummedGradients()._apply(model.get_submodule(name), mesh)
     begins, stops = whole
-    here = replace(places, first=places.first if begins else (), last=places.last if stops else ())
-    ends = _Edges(here, mesh)
+    ends = _Edges(places.first if begins else (), places.last if stops else (), mesh)
     ends.put(model)
     setattr(model, _EDGES, ends)
 
@@ -308,8 +300,9 @@ def _cut_sequences(model: nn.Module, places: SequencePlaces, mesh: DeviceMesh, w
 class _Edges:
     """The hooks where stacks of layers begin and end."""
 
-    def __init__(self, places: SequencePlaces, mesh: DeviceMesh) -> None:
-        self.places, self.mesh = places, mesh
+    def __init__(self, first: Sequence[str], last: Sequence[str], mesh: DeviceMesh) -> None:
+        """first, last: names of the layers where stacks begin and end."""
+        self.first, self.last, self.mesh = first, last, mesh
         self.handles: list[Any] = []
 
     def remove(self) -> None:
@@ -319,8 +312,8 @@ class _Edges:
     def put(self, model: nn.Module) -> None:
         """On what is at these places now."""
         self.remove()
-        first, last = (map(model.get_submodule, names) for names in (self.places.first, self.places.last))
-        cut, gather = on_first_tensor(_Cut(self.mesh)), _on_output(_Gather(self.mesh))
+        first, last = map(model.get_submodule, self.first), map(model.get_submodule, self.last)
+        cut, gather = _on_first_tensor(partial(_part_of, self.mesh)), _on_output(partial(_whole_of, self.mesh))
         # Around the hooks of a layer that is an owner itself.
         self.handles = [m.register_forward_pre_hook(cut, with_kwargs=True, prepend=True) for m in first]
         self.handles += [m.register_forward_hook(gather, with_kwargs=True) for m in last]
@@ -345,55 +338,44 @@ def set_edges_aside(model: nn.Module) -> None:
 def edges(model: nn.Module) -> Iterator[None]:
     """Within it, what `set_edges_aside` took off acts, for a run of the whole model."""
     ends = getattr(model, _EDGES, None)
-    if ends is None:
-        yield
-        return
-    ends.put(model)
+    if ends is not None:
+        ends.put(model)
     try:
         yield
     finally:
-        ends.remove()
+        set_edges_aside(model)
 
 
-class _Cut:
+def _part_of(mesh: DeviceMesh, x: Tensor) -> Tensor:
     """This rank's part of a sequence that all ranks hold whole; (B, S, D) to (B, S / ranks, D)."""
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.mesh = mesh
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if x.shape[1] % self.mesh.size():
-            raise ValueError(
-                f"sequence_parallel=True needs a sequence length divisible by the {self.mesh.size()} tensor-parallel "
-                f"ranks, and got {x.shape[1]}; pad the batch."
-            )
-        whole = DTensor.from_local(x, self.mesh, [Replicate()], run_check=False)
-        return whole.redistribute(placements=[Shard(1)]).to_local()
+    if x.shape[1] % mesh.size():
+        raise ValueError(
+            f"sequence_parallel=True needs a sequence length divisible by the {mesh.size()} tensor-parallel "
+            f"ranks, and got {x.shape[1]}; pad the batch."
+        )
+    return DTensor.from_local(x, mesh, [Replicate()], run_check=False).redistribute(placements=[Shard(1)]).to_local()
 
 
-class _Gather:
+def _whole_of(
+    mesh: DeviceMesh, x: Tensor, keep: bool = False, cast: Callable[[DTensor], DTensor] | None = None
+) -> Tensor:
     """The whole sequence from every rank's part; (B, S / ranks, D) to (B, S, D).
 
     `keep` hands it on as a DTensor. Where only cut linears read it, their gradients then stay partial sums until here
     and are reduced once, cut along the sequence; each of them would otherwise reduce its own over the whole sequence.
     `cast` changes a part before it is sent.
     """
-
-    def __init__(self, mesh: DeviceMesh, keep: bool = False, cast: Callable[[DTensor], DTensor] | None = None) -> None:
-        self.mesh, self.keep, self.cast = mesh, keep, cast
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if x.dim() < 3:
-            raise ValueError(
-                f"sequence_parallel=True, and a module is given hidden states of the shape {tuple(x.shape)}, without a "
-                "dimension of the sequence. Leave sequence_parallel off for this model."
-            )
-        part = DTensor.from_local(x, self.mesh, [Shard(1)], run_check=False)
-        whole = (part if self.cast is None else self.cast(part)).redistribute(placements=[Replicate()])
-        return whole if self.keep else whole.to_local()
+    if x.dim() < 3:
+        raise ValueError(
+            f"sequence_parallel=True, and a module is given hidden states of the shape {tuple(x.shape)}, without a "
+            "dimension of the sequence. Leave sequence_parallel off for this model."
+        )
+    part = DTensor.from_local(x, mesh, [Shard(1)], run_check=False)
+    whole = (part if cast is None else cast(part)).redistribute(placements=[Replicate()])
+    return whole if keep else whole.to_local()
 
 
-def on_first_tensor(change: Any) -> Any:
+def _on_first_tensor(change: Any) -> Any:
     """A forward pre-hook that changes the hidden states: the first tensor among the arguments."""
 
     def hook(_module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -440,9 +422,7 @@ def _name_mixture(module: nn.Module, _args: object, output: object) -> None:
 
 def _refuse_own_loss(module: nn.Module, _args: tuple, kwargs: dict[str, Any]) -> None:
     """A model that computes its loss itself needs torch's rules for cut logits, in forward and in backward."""
-    if kwargs.get("labels") is None or computes_in_chunks(module):
-        return
-    if not loss_is_parallel():
+    if kwargs.get("labels") is not None and not computes_in_chunks(module) and not loss_is_parallel():
         raise RuntimeError(
             f"loss_parallel=True leaves the logits of this {type(module).__name__} split by vocabulary, and it was called "
             "with labels: its own loss works on such logits only within torch's context. Put forward and backward under "
@@ -474,13 +454,6 @@ def cut_head(model: nn.Module, rules: Sequence[Rule]) -> Rule:
     )
 
 
-def _with_cut_logits(model: nn.Module, rules: list[Rule]) -> list[Rule]:
-    """`rules` with an output head that leaves its logits cut by vocabulary."""
-    head = cut_head(model, rules)
-    cut = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
-    return [Rule(rule.fqn, cut, rule.style_name, rule.module) if rule is head else rule for rule in rules]
-
-
 def _ties(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
     """Return the places of each parameter that is registered more than once."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
@@ -495,15 +468,80 @@ def _tie_again(model: nn.Module, ties: list[list[tuple[nn.Module, str]]]) -> Non
     """Cutting replaces parameters one by one; those that were one object become one again."""
     for (first, first_name), *others in ties:
         kept = first._parameters[first_name]
-        assert kept is not None
         for module, name in others:
-            other = module._parameters[name]
-            if other is kept:
-                continue
-            placements = [getattr(parameter, "placements", None) for parameter in (kept, other)]
+            placements = [getattr(parameter, "placements", None) for parameter in (kept, module._parameters[name])]
             if placements[0] != placements[1]:
                 raise RuntimeError(f"Tied weights were cut in two ways, {placements}: this is a bug in resolve_plan.")
             module._parameters[name] = kept
 
 
-__all__ = ["apply_tensor_parallel"]
+# ------------------------------------------------------------------------------ embeddings that are cut by rows
+#
+# torch's `RowwiseParallel` makes the gradient of the whole table on every rank, of which each then takes its part. Here a
+# rank makes that of its own rows.
+
+
+def looks_up_own_rows(module: nn.Module) -> bool:
+    """Return whether `look_up_own_rows` knows what the forward of `module` does. It must be that of
+    `torch.nn.Embedding` itself, with a dense gradient, and without ``max_norm``, which changes rows in forward."""
+    plain = isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
+    return plain and not module.sparse and module.max_norm is None
+
+
+def look_up_own_rows(module: nn.Module) -> None:
+    """Let the forward of `module`, whose weight is a DTensor cut on dim 0 over a mesh of one axis, look up this rank's rows
+    itself: its output is then a partial sum, as torch's. Of modules that are not known (`looks_up_own_rows`), nothing."""
+    if looks_up_own_rows(module):
+        assert isinstance(module, nn.Embedding)
+        module.forward = partial(_look_up, module)  # type: ignore[method-assign]
+
+
+def _look_up(module: nn.Embedding, input: Tensor) -> Tensor:
+    """The forward of an embedding that is cut by rows; ids as a DTensor that every rank has whole."""
+    ids, weight = input.to_local() if isinstance(input, DTensor) else input, module.weight
+    assert isinstance(weight, DTensor)
+    mesh, part = weight.device_mesh, weight.to_local()
+    first = mesh.get_local_rank() * part.shape[0]  # the ranks divide the rows
+    rows = _OwnRows.apply(part, ids, first, module.padding_idx, module.scale_grad_by_freq)
+    return DTensor.from_local(rows, mesh, [Partial()], run_check=False)
+
+
+class _OwnRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, ids: Tensor, first: int, padding_idx: int | None, by_count: bool) -> Tensor:
+        """The rows of `ids` in a part of a table, and zeros where another part has them.
+
+        Args:
+            weight: (rows, D), the part.
+            ids: any shape (...), numbers of rows of the whole table.
+            first: the number of the part's first row.
+            padding_idx: the id that gives no gradient, as in `torch.nn.Embedding`.
+            by_count: divide the gradient of a row by how often it is taken (``scale_grad_by_freq``).
+
+        Returns:
+            (..., D)
+        """
+        ctx.save_for_backward(ids)
+        ctx.options = first, len(weight), padding_idx, by_count
+        places, others = _places(ids, first, len(weight))
+        return nn.functional.embedding(places.masked_fill_(others, 0), weight).masked_fill_(others[..., None], 0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if not ctx.needs_input_grad[0]:
+            return None, None, None, None, None
+        (ids,) = ctx.saved_tensors
+        first, count, padding_idx, by_count = ctx.options
+        places, others = _places(ids, first, count)
+        if padding_idx is not None:
+            others |= ids == padding_idx
+        # Tokens of other ranks have a row of their own, behind this rank's, that nothing is added to.
+        places.masked_fill_(others, count)
+        grads = torch.ops.aten.embedding_dense_backward(grad, places, count + 1, count, by_count)
+        return grads[:count], None, None, None, None
+
+
+def _places(ids: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
+    """Return where the rows of `ids` are in a part, and which of them are not."""
+    places = ids - first
+    return places, (places < 0) | (places >= count)

@@ -1,8 +1,10 @@
-"""Match the modules of a model with tensor-parallel styles, and check that its sizes allow them. Changes nothing."""
+"""Match the modules of a model with tensor-parallel styles, and check that its sizes and adapters allow them. Changes
+nothing."""
 
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,19 +19,9 @@ from torch.nn.utils import parametrize
 from nemo_like._util.log import warn_once
 from nemo_like._util.module_tree import base_model, glob_to_regex
 from nemo_like._util.words import a_or_an
-from nemo_like.distributed.tensor.adapters import (
-    WholeFactor,
-    adapter_around,
-    check_linear,
-    check_tuners,
-    factors,
-    is_adapted,
-    plain_names,
-    refuse,
-)
 from nemo_like.distributed.weights.tensor_locations import describe_strided, is_strided
 from nemo_like.options import did_you_mean
-from nemo_like.transformers_compat import PARALLEL_STYLES
+from nemo_like.transformers_compat import PARALLEL_STYLES, text_config
 
 # What attention modules call their numbers of heads.
 _HEADS = (
@@ -112,25 +104,21 @@ def resolve_plan(
 def _check_computed(rule: Rule) -> None:
     """Raise where a weight that `rule` cuts is computed from others in each forward, by torch.nn.utils."""
     for name, module in rule.module.named_modules():
-        hooks = [type(hook).__name__ for hook in module._forward_pre_hooks.values() if _is_of_utils(type(hook))]
-        if parametrize.is_parametrized(module) or hooks:
-            kinds = hooks or [type(each).__name__ for each in _parametrizations(module)]
+        kinds = [
+            type(hook).__name__
+            for hook in module._forward_pre_hooks.values()
+            if any(base.__module__.startswith("torch.nn.utils.") for base in type(hook).__mro__)
+        ]
+        if parametrize.is_parametrized(module) and not kinds:
+            of_names: Any = module.parametrizations
+            kinds = [type(each).__name__ for of_name in of_names.values() for each in of_name]
+        if kinds:
             raise ValueError(
                 f"{'.'.join(part for part in (rule.fqn, name) if part)!r} computes its weight in each forward "
                 f"({', '.join(kinds)}), and the tensor-parallel plan cuts it: a part of it cannot be computed alone. Take "
                 "it out of the plan (TensorParallel(plan=...)), or make it a plain weight first "
                 "(torch.nn.utils.parametrize.remove_parametrizations, remove_weight_norm, prune.remove)."
             )
-
-
-def _is_of_utils(kind: type) -> bool:
-    return any(base.__module__.startswith("torch.nn.utils.") for base in kind.__mro__)
-
-
-def _parametrizations(module: nn.Module) -> Iterator[nn.Module]:
-    if parametrize.is_parametrized(module):
-        for of_name in module.parametrizations.values():  # type: ignore[operator]
-            yield from of_name
 
 
 def _own_plan(adapted: nn.Module) -> Mapping[str, str]:
@@ -144,7 +132,7 @@ def _own_plan(adapted: nn.Module) -> Mapping[str, str]:
     return {f"{prefix}{pattern}": style for pattern, style in base_plan.items()}
 
 
-def _rules(model: nn.Module, pattern: str, style: object, is_default: bool) -> Iterator[Rule]:
+def _rules(model: nn.Module, pattern: str, style: object, is_default: bool) -> list[Rule]:
     if not isinstance(style, str | ParallelStyle):
         raise TypeError(f"The style of {pattern!r} is {style!r}; it must be a ParallelStyle or the name of one.")
     name = style if isinstance(style, str) else type(style).__name__
@@ -153,51 +141,54 @@ def _rules(model: nn.Module, pattern: str, style: object, is_default: bool) -> I
             f"The tensor-parallel style {style!r} (of {pattern!r}) is unknown; known are {', '.join(known_styles())}."
             + did_you_mean(style, known_styles())
         )
-    text_config = _text_config(model)
+    config = text_config(getattr(model, "config", None))
     regex = glob_to_regex(pattern)
     plain = plain_names(model)
-    matched = False
+    rules = []
     for fqn, module in model.named_modules():
         if regex.fullmatch(fqn) or (not fqn.endswith(".base_layer") and regex.fullmatch(plain(fqn))):
-            matched = True
-            yield Rule(fqn, _made(style, text_config), name, module)
+            rules.append(Rule(fqn, _made(style, config), name, module))
         for parameter in module._parameters:
             full = f"{fqn}.{parameter}" if fqn else parameter
             if (regex.fullmatch(full) or regex.fullmatch(plain(full))) and module._parameters[parameter] is not None:
-                matched = True
-                yield _parameter_rule(full, module, parameter, style, name, text_config)
-    if not matched and not is_default:
+                rules.append(_parameter_rule(full, module, parameter, style, name, config))
+    if not rules and not is_default:
         raise ValueError(
             f"The plan's pattern {pattern!r} matches no module and no parameter of this {type(model).__name__}."
         )
-    if not matched:
+    if not rules:
         warn_once(
             f"The tensor-parallel plan of {type(model).__name__} has {pattern!r}, which this instance lacks: left out."
         )
+    return rules
 
 
 def _parameter_rule(fqn: str, module: nn.Module, parameter: str, style: object, name: str, config: object) -> Rule:
     """A rule for a bare parameter (fused experts, attention sinks): only transformers' styles can cut one by itself."""
-    style_made = style if isinstance(style, InstalledStyle) else _installed(name, config)
-    if style_made is None:
+    styles = installed_styles()
+    if isinstance(style, InstalledStyle):
+        return Rule(fqn, style, name, module, parameter)
+    if name not in styles:
         raise ValueError(
             f"The plan gives the single parameter {fqn!r} the style {name!r}, which here applies to whole modules; "
             f"name {fqn.rpartition('.')[0]!r} instead."
         )
-    return Rule(fqn, style_made, name, module, parameter)
+    return Rule(fqn, InstalledStyle(name, styles[name], config), name, module, parameter)
 
 
 def _with_adapters(model: nn.Module, rule: Rule) -> Iterator[Rule]:
     """`rule`, or one for each linear of the LoRA layer that it names."""
     around = adapter_around(model, rule.fqn)
     if around is not None:
-        refuse(around, f"the plan gives {rule.style_name!r} to {rule.fqn!r} alone, and the adapter would stay as it is")
+        _refuse_adapted(
+            around, f"the plan gives {rule.style_name!r} to {rule.fqn!r} alone, and the adapter would stay as it is"
+        )
     if not is_adapted(rule.module) or rule.style_name == "replicate":
         yield rule
         return
     check_linear(rule.fqn, rule.module)
     if rule.style_name not in COLWISE | ROWWISE:
-        refuse(
+        _refuse_adapted(
             rule.fqn,
             f"the style {rule.style_name!r} cannot be given to an adapter's factors, as "
             f"{', '.join(sorted(COLWISE | ROWWISE))} can",
@@ -212,17 +203,6 @@ def _made(style: str | ParallelStyle, config: object = None) -> ParallelStyle:
     built_style = make_style(style, config) if isinstance(style, str) else style
     assert built_style is not None
     return built_style
-
-
-def _installed(name: str, config: object) -> InstalledStyle | None:
-    styles = installed_styles()
-    return InstalledStyle(name, styles[name], config) if name in styles else None
-
-
-def _text_config(model: nn.Module) -> Any:
-    config = getattr(model, "config", None)
-    get_text_config = getattr(config, "get_text_config", None)
-    return get_text_config() if callable(get_text_config) else config
 
 
 def _with_tied_partners(model: nn.Module, rules: list[Rule]) -> list[Rule]:
@@ -243,8 +223,7 @@ def _with_tied_partners(model: nn.Module, rules: list[Rule]) -> list[Rule]:
             "embedding_colwise",
         }:
             continue
-        weight = rule.module._parameters.get("weight")
-        for fqn, module in owners.get(id(weight), []):
+        for fqn, module in owners.get(id(rule.module._parameters.get("weight")), []):
             if fqn in by_fqn or module is rule.module:
                 continue
             partner = _partner_style(rule, module)
@@ -269,8 +248,14 @@ def _partner_style(rule: Rule, partner: nn.Module) -> str | None:
 def _check_sizes(model: nn.Module, rule: Rule, tp_size: int) -> None:
     """Raise ValueError where `rule` cannot cut its module into `tp_size` equal parts."""
     module, style = rule.module, rule.style
-    if rule.style_name == "packed_colwise" and rule.parameter is None:
-        _refuse_packed_vectors(rule)
+    packed = rule.style_name == "packed_colwise" and rule.parameter is None
+    for name, parameter in module._parameters.items() if packed else ():
+        # transformers cuts a bias in one piece, and its weight projection by projection: they would not be of the same rows.
+        if parameter is not None and parameter.dim() == 1:
+            raise ValueError(
+                f"{rule.fqn!r} has the style 'packed_colwise' and a {name}, which would be cut at other rows than its "
+                "weight; give it the style 'colwise_gather_output'."
+            )
     if not isinstance(style, ColwiseParallel | RowwiseParallel):
         return
     if not isinstance(module, nn.Linear | nn.Embedding):
@@ -288,16 +273,6 @@ def _check_sizes(model: nn.Module, rule: Rule, tp_size: int) -> None:
         )
     if rule.style_name in ("colwise", "ColwiseParallel") and isinstance(module, nn.Linear):
         _check_heads(model, rule, module, tp_size)
-
-
-def _refuse_packed_vectors(rule: Rule) -> None:
-    # transformers cuts a bias in one piece, and its weight projection by projection: they would not be of the same rows.
-    for name, parameter in rule.module._parameters.items():
-        if parameter is not None and parameter.dim() == 1:
-            raise ValueError(
-                f"{rule.fqn!r} has the style 'packed_colwise' and a {name}, which would be cut at other rows than its "
-                "weight; give it the style 'colwise_gather_output'."
-            )
 
 
 def _check_heads(model: nn.Module, rule: Rule, module: nn.Linear, tp_size: int) -> None:
@@ -469,5 +444,113 @@ def _summed(parameter: Tensor, mesh: DeviceMesh) -> Tensor:
     """`parameter` unchanged, with a gradient that is the sum of all ranks' gradients."""
     if not parameter.requires_grad:
         return parameter
-    replicated = DTensor.from_local(parameter, mesh, [Replicate()], run_check=False)
-    return replicated.to_local(grad_placements=[Partial()])
+    return DTensor.from_local(parameter, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
+
+
+# PEFT's LoRA adapters on linears that a tensor-parallel plan cuts: see through their wrapping, and cut them alike.
+#
+# Cut by columns, ``y = W x + B A x`` has the rows of `B` where it has those of `W`, and `A` is whole. Cut by rows, `A` has
+# the columns of `W`, and `B` is whole. What is between the two, r numbers a token, is reduced by itself. One reduction of
+# `y` would do for the output, but the gradient of a whole factor would then be a sum over ranks that nothing makes.
+
+
+_INSIDE = re.compile(r"\.base_layer(?=\.)")
+
+
+class WholeFactor(ParallelStyle):
+    """Every rank keeps the whole matrix `A`, whose product the ranks' parts of `B` read.
+
+    Given a DTensor (a sequence that sequence parallelism has put together), it returns one, so that the gradient of its
+    input stays the partial sum that those of cut linears are. That of `A` is summed over the ranks.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        forward = module.forward
+
+        def forward_like_input(x: Tensor) -> Tensor:
+            if not isinstance(x, DTensor):
+                return forward(x)
+            weight: Any = module.weight
+            return nn.functional.linear(x, DTensor.from_local(weight, device_mesh, [Replicate()], run_check=False))
+
+        module.forward = forward_like_input
+        return module
+
+
+def plain_names(model: nn.Module) -> Callable[[str], str]:
+    """Return what gives a module or parameter of `model` the name that it has without PEFT's wrapping."""
+    inside = base_model(model)
+    prefix = next((f"{name}." for name, module in model.named_modules() if name and module is inside), "")
+    return lambda name: _INSIDE.sub("", name.removeprefix(prefix))
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Return whether `module` is one that PEFT has put around another."""
+    return type(module).__module__.partition(".")[0] == "peft"
+
+
+def adapter_around(model: nn.Module, fqn: str) -> str | None:
+    """Return the name of the adapted module that the module or parameter `fqn` is a part of, if any."""
+    while fqn := fqn.rpartition(".")[0]:
+        module = model.get_submodule(fqn)
+        if is_adapted(module) and hasattr(module, "base_layer"):
+            return fqn
+    return None
+
+
+def check_tuners(model: nn.Module) -> None:
+    """Raise ValueError where PEFT has changed `model` by something else than LoRA."""
+    configs = getattr(model, "peft_config", None)
+    for name, config in configs.items() if isinstance(configs, dict) else ():
+        kind = getattr(config, "peft_type", None)
+        kind = str(getattr(kind, "value", kind))
+        if kind != "LORA":
+            raise ValueError(
+                f"This {type(model).__name__} has {name!r}, tuned by {kind}, and tp knows LoRA alone: it is not known what "
+                "part of the rest a rank reads. Use peft.LoraConfig, merge it first (merge_and_unload), or set tp=1."
+            )
+
+
+def factors(fqn: str, module: Any, style_name: str, by_columns: bool) -> Iterator[tuple[str, nn.Module, str]]:
+    """The linears in the LoRA layer `module`, by name, with the names of their styles; '' is `WholeFactor`.
+
+    `check_linear` has passed `module`.
+
+    Args:
+        fqn: the name of `module`.
+        style_name: the style that the plan gives to the linear.
+        by_columns: whether that cuts output features; False: input features.
+    """
+    yield f"{fqn}.base_layer", module.base_layer, style_name
+    for name in module.lora_A:
+        yield f"{fqn}.lora_A.{name}", module.lora_A[name], "" if by_columns else style_name
+        yield f"{fqn}.lora_B.{name}", module.lora_B[name], style_name if by_columns else "replicate"
+
+
+def check_linear(fqn: str, module: Any) -> None:
+    """Raise ValueError unless `module` is plain LoRA on an unmerged `torch.nn.Linear` of floating-point weights."""
+    base = getattr(module, "base_layer", None)
+    pairs = [getattr(module, name, None) for name in ("lora_A", "lora_B")]
+    if base is None or not all(isinstance(each, nn.ModuleDict) for each in pairs):
+        _refuse_adapted(fqn, f"{type(module).__name__} is not plain LoRA")
+    if not isinstance(base, nn.Linear) or not base.weight.is_floating_point():
+        _refuse_adapted(
+            fqn,
+            f"the adapter is on {a_or_an(base)}, and only that on an nn.Linear of floating-point weights can be cut",
+        )
+    if kinds := sorted({type(each).__name__ for each in getattr(module, "lora_variant", {}).values()}):
+        _refuse_adapted(fqn, f"{', '.join(kinds)} (DoRA or another variant) reads the whole weight")
+    if len(getattr(module, "lora_magnitude_vector", None) or ()):
+        _refuse_adapted(fqn, "DoRA reads the norms of the whole weight")
+    if not all(isinstance(each, nn.Linear) for pair in pairs for each in pair.values()):  # type: ignore[union-attr]
+        _refuse_adapted(fqn, "its factors are not nn.Linear")
+    if getattr(module, "merged", False):
+        _refuse_adapted(fqn, "its adapters are merged, and a part of the weight could not be unmerged")
+
+
+def _refuse_adapted(fqn: str, reason: str) -> None:
+    """Raise ValueError that `fqn` cannot be cut."""
+    raise ValueError(
+        f"The tensor-parallel plan cuts {fqn!r}, which PEFT has adapted: {reason}. Leave it out of the adapter's targets, "
+        "merge the adapters (merge_and_unload), or take it out of the plan (TensorParallel(plan=...))."
+    )

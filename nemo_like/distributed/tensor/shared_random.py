@@ -149,12 +149,9 @@ def generators(device_type: str) -> dict[str, tuple[Callable[[], Any], Callable[
 
 def _held_by(model: nn.Module) -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
     """The same for generators that attributes of modules lead to."""
-    values = [
-        item for module in every_module(model) for value in vars(module).values() for item in inside(value, depth=3)
-    ]
-    held = [
-        access for value in {id(value): value for value in values}.values() if (access := _access(value)) is not None
-    ]
+    attributes = (value for module in every_module(model) for value in vars(module).values())
+    values = {id(item): item for value in attributes for item in inside(value, depth=3)}
+    held = [access for access in map(_access, values.values()) if access is not None]
     return {f"generator {number} of the model": access for number, access in enumerate(held)}
 
 

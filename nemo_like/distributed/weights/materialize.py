@@ -19,7 +19,8 @@ from nemo_like.distributed import launch
 from nemo_like.distributed.weights.replaced import parameters_of, watch_replaced
 from nemo_like.distributed.weights.sources import (
     CheckpointUnreadableError,
-    Source,
+    StateDictSource,
+    StoredSource,
     check_names,
     open_source,
 )
@@ -27,6 +28,7 @@ from nemo_like.distributed.weights.tensor_locations import CPU_OFFLOAD_MARK, Slo
 from nemo_like.torch_compat import ActivationWrapper, wrapped_module
 
 InitFn = Callable[[nn.Module], Any]
+Source = StateDictSource | StoredSource
 T = TypeVar("T")
 
 
@@ -75,11 +77,11 @@ def materialize(
         if state_dict is not None and checkpoint is not None:
             raise ValueError("materialize takes a state_dict or a checkpoint; both were given.")
         _refuse_unfit(model, slots)
-        compute = launch.local_device(_device_type(slots))
+        meshes = (slot.tensor.device_mesh for slot in slots if isinstance(slot.tensor, DTensor))
+        compute = launch.local_device(next((mesh.device_type for mesh in meshes), None))
         place = torch.device("cpu") if hasattr(model, CPU_OFFLOAD_MARK) else compute
         chosen = state_dict if state_dict is not None else checkpoint
-        apart = {name for slot in slots for name in slot.names}
-        source = None if chosen is None else open_source(chosen, apart)
+        source = None if chosen is None else open_source(chosen, {name for slot in slots for name in slot.names})
         if source is not None:
             check_names(slots, source, strict)
         left = {id(slot.tensor) for slot in slots if slot.tensor.is_meta and not (source is not None and slot.saved)}
@@ -134,19 +136,9 @@ def _refuse_unfit(model: nn.Module, slots: list[Slot]) -> None:
                 )
 
 
-def _device_type(slots: list[Slot]) -> str | None:
-    for slot in slots:
-        if isinstance(slot.tensor, DTensor):
-            return slot.tensor.device_mesh.device_type
-    return None
-
-
 def _read(slots: list[Slot], source: Source, place: torch.device, compute: torch.device) -> dict[Slot, Tensor]:
-    values, targets = {}, {}
-    for slot in [slot for slot in slots if slot.saved]:
-        values[slot] = _empty(slot, place, compute)
-        targets[next(name for name in slot.names if name in source.shapes)] = values[slot]
-    source.fill(targets)
+    values = {slot: _empty(slot, place, compute) for slot in slots if slot.saved}
+    source.fill({next(name for name in slot.names if name in source.shapes): values[slot] for slot in values})
     return values
 
 
@@ -170,8 +162,7 @@ def _initializers(model: nn.Module, left: set[int], init_fn: InitFn | None) -> l
         around = getattr(module, "_init_weights", None) or around
         for child_name, child in module.named_children():
             visit(child, f"{name}.{child_name}" if name else child_name, around)
-        tensors = (*module._parameters.values(), *module._buffers.values())
-        if not any(id(t) in left for t in tensors if t is not None):
+        if not any(id(t) in left for t in (*module._parameters.values(), *module._buffers.values())):
             return
         itself = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
         if init_fn is not None:

@@ -6,6 +6,7 @@ optimizer's group; and those that were frozen when the model was made ready, and
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from operator import attrgetter
@@ -25,7 +26,6 @@ from nemo_like.distributed.consistency_checks import gather, mesh_groups, wire_d
 _Reference = weakref.ref[nn.Parameter]
 _replaced: dict[int, tuple[_Reference, str]] = {}
 """By id, what replaced parameters were called; empty again once none of them is referenced."""
-_watching = False
 
 
 class Before(NamedTuple):
@@ -86,16 +86,18 @@ def refuse_to_train(model: nn.Module, parameters: Iterable[nn.Parameter]) -> Non
 
 def refuse_to_step(parameter: nn.Parameter, name: str) -> None:
     """Have the step of an optimizer raise that holds `parameter`, which is not what trains, and is called `name`."""
-    global _watching
     key = id(parameter)
 
     def forget(_: object) -> None:
         _replaced.pop(key, None)
 
     _replaced[key] = weakref.ref(parameter, forget), name
-    if not _watching:
-        _watching = True
-        register_optimizer_step_pre_hook(_refuse_replaced)
+    _watch_steps()
+
+
+@functools.cache  # once for all optimizers
+def _watch_steps() -> None:
+    register_optimizer_step_pre_hook(_refuse_replaced)
 
 
 def _refuse_replaced(optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
@@ -134,12 +136,13 @@ def start_from_the_same_weights(model: nn.Module, mesh: DeviceMesh | None) -> bo
     """
     if mesh is None or mesh.size() == 1:
         return False
-    tensors = list(_plain_tensors(model))
+    named = (*model.named_parameters(), *model.named_buffers())
+    tensors = [pair for name, tensor in named for pair in _inner(name, tensor)]
     if not tensors:
         return False
     groups = mesh_groups(mesh)
     mine = torch.tensor([int(checksum(tensor)) for _, tensor in tensors])  # (tensors,) int64
-    differs = (gather(mine, groups) != gather_first(mine, groups)).any(0).tolist()
+    differs = (gather(mine, groups) != _of_first(mine, groups, torch.device("cpu")).cpu()).any(0).tolist()
     chosen = [pair for pair, other in zip(tensors, differs, strict=True) if other]
     if not chosen:
         return False
@@ -150,37 +153,23 @@ def start_from_the_same_weights(model: nn.Module, mesh: DeviceMesh | None) -> bo
         key="different initial weights",
     )
     for _, tensor in chosen:
-        _send_first(tensor, groups)
+        flat = tensor.detach().reshape(-1).view(torch.uint8)  # bytes: back ends do not know every dtype
+        with torch.no_grad():
+            tensor.copy_(_of_first(flat, groups, tensor.device).view(tensor.dtype).view(tensor.shape))
     return True
 
 
-def gather_first(row: Tensor, groups: list[dist.ProcessGroup | None]) -> Tensor:
-    """The first rank's `row`, (n,) on the CPU."""
-    row = row.clone()
-    for group in groups:
-        there = row.to(wire_device(group))
-        dist.broadcast(there, group=group, group_src=0)
-        row = there.cpu()
-    return row
-
-
-def _send_first(tensor: Tensor, groups: list[dist.ProcessGroup | None]) -> None:
+def _of_first(values: Tensor, groups: list[dist.ProcessGroup | None], device: torch.device) -> Tensor:
+    """The first rank's `values`, (n,), on `device` where its back ends send from there."""
     # Along one axis after the other: what the first rank of each group has came from the first rank of all before.
-    flat = tensor.detach().reshape(-1).view(torch.uint8)  # bytes: back ends do not know every dtype
     for group in groups:
-        flat = flat.to(wire_device(group, tensor.device), copy=True)
-        dist.broadcast(flat, group=group, group_src=0)
-    with torch.no_grad():
-        tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
-
-
-def _plain_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter and buffer that has values here, once; a subclass's inner tensors in place of it."""
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        yield from _inner(name, tensor)
+        values = values.to(wire_device(group, device), copy=True)
+        dist.broadcast(values, group=group, group_src=0)
+    return values
 
 
 def _inner(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """`tensor`, if it has values here; a subclass's inner tensors in place of it."""
     if isinstance(tensor, DTensor) or tensor.is_meta:
         return
     if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) and hasattr(tensor, "__tensor_flatten__"):

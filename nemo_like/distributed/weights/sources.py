@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +24,11 @@ from torch.distributed.checkpoint import (
     ReadItem,
 )
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
@@ -34,26 +38,11 @@ from nemo_like.distributed.weights.checked_files import CheckedReader, Checkpoin
 from nemo_like.distributed.weights.tensor_locations import Box, Slot, boxes_of, copy_whole, list_names
 
 
-class Source(Protocol):
-    """Named tensors that can be read into a model's."""
-
-    @property
-    def label(self) -> str:
-        """Return the name of the source, for messages."""
-
-    @property
-    def shapes(self) -> Mapping[str, torch.Size]:
-        """The global shape of each tensor it has, by name."""
-
-    def fill(self, targets: Mapping[str, Tensor]) -> None:
-        """Copy the named tensors into `targets`, each rank its part; no communication."""
-
-    def get(self, name: str) -> Tensor:
-        """One whole tensor (to compare tied ones)."""
-
-
 class StateDictSource:
-    """Tensors in memory (or mapped into it), the same on every rank; DTensors are gathered one by one."""
+    """Tensors in memory (or mapped into it), the same on every rank; DTensors are gathered one by one.
+
+    A source has a `label` for messages and the whole `shapes` of its tensors by name.
+    """
 
     def __init__(self, state: Mapping[str, Any], label: str = "state_dict") -> None:
         self.label = label
@@ -66,10 +55,12 @@ class StateDictSource:
         self.shapes = {name: value.shape for name, value in state.items()}
 
     def get(self, name: str) -> Tensor:
+        """One whole tensor (to compare tied ones)."""
         value = self._state[name]
         return value.full_tensor() if isinstance(value, DTensor) else value
 
     def fill(self, targets: Mapping[str, Tensor]) -> None:
+        """Copy the named tensors into `targets`, each rank its part; no communication."""
         for name, target in targets.items():
             copy_whole(target, self.get(name))
 
@@ -175,7 +166,9 @@ def _safetensors(path: Path) -> HuggingFaceStorageReader:
     return reader
 
 
-def open_source(checkpoint: Mapping[str, Any] | str | os.PathLike[str], apart: Collection[str] = ()) -> Source:
+def open_source(
+    checkpoint: Mapping[str, Any] | str | os.PathLike[str], apart: Collection[str] = ()
+) -> StateDictSource | StoredSource:
     """A state dict, a path to a DCP folder, a folder or file of safetensors, or a file of ``torch.save``.
 
     apart: names of experts' weights that the model has one by one, as the files of safetensors do.
@@ -207,7 +200,7 @@ def open_source(checkpoint: Mapping[str, Any] | str | os.PathLike[str], apart: C
         ) from error
 
 
-def check_names(slots: list[Slot], source: Source, strict: bool) -> None:
+def check_names(slots: list[Slot], source: StateDictSource | StoredSource, strict: bool) -> None:
     """Raise `ValueError` where `source` does not fit a model's tensors: names, shapes, ties. Changes nothing."""
     missing = [slot.name for slot in slots if slot.saved and not any(name in source.shapes for name in slot.names)]
     if missing:
@@ -242,7 +235,6 @@ def check_names(slots: list[Slot], source: Source, strict: bool) -> None:
 _ONE = re.compile(r"(?P<around>.+\.experts)\.(?P<number>\d+)\.(?P<name>\w+)\.weight")
 # Of one expert, by family: Mixtral's files name w1, w3 and w2.
 _GATES, _UPS, _DOWNS = ("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")
-_RENAMED = {".block_sparse_moe.": ".mlp."}
 
 
 @dataclass(frozen=True)
@@ -262,8 +254,7 @@ def fused_weights(shapes: Mapping[str, torch.Size]) -> dict[str, FusedWeight]:
     """
     weights: dict[str, dict[str, dict[int, str]]] = {}
     for name in shapes:
-        match = _ONE.fullmatch(name)
-        if match is not None:
+        if (match := _ONE.fullmatch(name)) is not None:
             weights.setdefault(match["around"], {}).setdefault(match["name"], {})[int(match["number"])] = name
     made: dict[str, FusedWeight] = {}
     for around, by_name in weights.items():
@@ -282,6 +273,4 @@ def fused_weights(shapes: Mapping[str, torch.Size]) -> dict[str, FusedWeight]:
 
 def in_the_model(name: str) -> str:
     """The name that transformers gives in a model to what its files call `name`."""
-    for old, new in _RENAMED.items():
-        name = name.replace(old, new)
-    return name
+    return name.replace(".block_sparse_moe.", ".mlp.")

@@ -59,17 +59,12 @@ def get_model_state(model: nn.Module, *, full: bool = False) -> dict[str, Tensor
     for slot in _saved_slots(model):
         tensor = without_float8(slot.tensor.detach())
         if full:
-            if (whole := whole_on_first(tensor)) is None:
+            tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor  # a collective
+            if launch.rank():
                 continue
-            tensor = whole
+            tensor = tensor.to("cpu", copy=True)
         state |= dict.fromkeys(slot.names, in_boxes(tensor))
     return state
-
-
-def whole_on_first(tensor: Tensor) -> Tensor | None:
-    """A whole copy of `tensor` in CPU memory, on rank 0; None on others. A collective where it is sharded."""
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.to("cpu", copy=True) if launch.rank() == 0 else None
 
 
 @torch.no_grad()
@@ -147,13 +142,11 @@ def _own_part(part: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, An
         for key, value in entry.items():
             if isinstance(value, Tensor) and value.ndim:
                 value = _from_first(whole["state"][name][key] if launch.rank() == 0 else value)
-            if name not in part["state"]:
-                continue  # of another rank's stage
-            target = part["state"][name].get(key)
-            if isinstance(target, Tensor) and target.shape == value.shape:
-                copy_whole(target, value)
-            else:
-                part["state"][name][key] = value
+            of_name = part["state"].get(name)  # None: of another rank's stage
+            if of_name is not None and isinstance(of_name.get(key), Tensor) and of_name[key].shape == value.shape:
+                copy_whole(of_name[key], value)
+            elif of_name is not None:
+                of_name[key] = value
     return {"state": part["state"], "param_groups": sent[0]["param_groups"]}
 
 

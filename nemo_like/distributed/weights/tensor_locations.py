@@ -14,8 +14,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from nemo_like._util.module_tree import bare_name as bare_name
-from nemo_like._util.module_tree import join
+from nemo_like._util.module_tree import bare_name, join
 from nemo_like.torch_compat import as_dtensor_type, tree_map_only
 
 CPU_OFFLOAD_MARK = "_nemo_like_cpu_offload"
@@ -187,25 +186,18 @@ def _narrowed(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> T
 
 def _runs(tensor: Tensor) -> list[list[tuple[int, int, int]]]:
     """For each dim, runs of indices that this rank holds: (first in the whole tensor, first in the local part, size)."""
+    held = [torch.arange(size) for size in tensor.shape]  # indices of the whole tensor, in the order of the local part
+    mesh, placements = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else (None, ())
+    for axis, placement in enumerate(placements):
+        dim = getattr(placement, "dim", None)
+        if mesh is not None and dim is not None:
+            rank, ranks = mesh.get_local_rank(axis), mesh.size(axis)
+            parts = held[dim].chunk(getattr(placement, "split_factor", 1))
+            rows = [chunks[rank] for part in parts if rank < len(chunks := part.chunk(ranks))]
+            held[dim] = torch.cat(rows) if rows else held[dim][:0]
     runs = []
-    for indices in _own_indices(tensor):
+    for indices in held:
         starts = [0, *(indices.diff() != 1).nonzero().flatten().add(1).tolist()] if len(indices) else []
         ends = [*starts[1:], len(indices)]
         runs.append([(int(indices[start]), start, end - start) for start, end in zip(starts, ends)])
     return runs
-
-
-def _own_indices(tensor: Tensor) -> list[Tensor]:
-    """For each dim, the indices of the whole tensor that this rank holds, in the order of the local part."""
-    indices = [torch.arange(size) for size in tensor.shape]
-    if not isinstance(tensor, DTensor):
-        return indices
-    for axis, placement in enumerate(tensor.placements):
-        dim = getattr(placement, "dim", None)
-        if dim is None:
-            continue
-        rank, ranks = tensor.device_mesh.get_local_rank(axis), tensor.device_mesh.size(axis)
-        parts = indices[dim].chunk(getattr(placement, "split_factor", 1))
-        rows = [chunks[rank] for part in parts if rank < len(chunks := part.chunk(ranks))]
-        indices[dim] = torch.cat(rows) if rows else indices[dim][:0]
-    return indices

@@ -13,7 +13,7 @@ from torch import nn
 from nemo_like._util.log import say_once
 from nemo_like._util.module_tree import check_model
 from nemo_like._util.progress import Say, silent
-from nemo_like.distributed.expert import Experts, find_experts
+from nemo_like.distributed.expert.split_experts import Experts, find_experts
 from nemo_like.distributed.tensor.apply import cuts_sequences
 from nemo_like.distributed.tensor.plan import resolve_plan
 from nemo_like.job import Job

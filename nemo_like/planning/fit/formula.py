@@ -26,8 +26,7 @@ from torch import Tensor
 
 from nemo_like.activation_checkpointing.ops import facts
 from nemo_like.activation_checkpointing.plan import OF_HEAD, STAYING, Part
-from nemo_like.distributed.expert import find_experts
-from nemo_like.distributed.expert.find_experts import experts_per_token
+from nemo_like.distributed.expert.split_experts import experts_per_token, find_experts
 from nemo_like.distributed.pipeline.schedules import actions_of
 from nemo_like.distributed.tensor.plan import resolve_plan
 from nemo_like.fake.run import ranks_reached

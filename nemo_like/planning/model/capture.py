@@ -19,10 +19,7 @@ from nemo_like._util.module_tree import bare
 from nemo_like._util.tensors import by_argument, describe, map_tensors, split_sample, tensors_in
 from nemo_like._util.words import a_or_an
 from nemo_like.activation_checkpointing.kv_sharing import has_kv_sharing
-from nemo_like.distributed.expert import find_experts
-from nemo_like.distributed.expert.find_experts import experts_per_token
-from nemo_like.distributed.expert.grouped import zero_rows_stay_zero
-from nemo_like.distributed.expert.split_experts import has_experts
+from nemo_like.distributed.expert.split_experts import experts_per_token, find_experts, has_experts, zero_rows_stay_zero
 from nemo_like.distributed.tensor.apply import edges
 from nemo_like.fake.reasons import named_reason
 from nemo_like.fake.run import FakeRun, PlannedRouting, cache_off, call_flags, replaced_forwards, run_forward

@@ -24,9 +24,7 @@ from nemo_like.activation_checkpointing.policy import DecisionTable, FullPolicy,
 from nemo_like.activation_checkpointing.spec import KeepRouting
 from nemo_like.distributed.context import cut_for_planning
 from nemo_like.distributed.documents import keep_documents_apart
-from nemo_like.distributed.expert import Experts
-from nemo_like.distributed.expert.find_experts import refuse_lists
-from nemo_like.distributed.expert.split_experts import has_experts
+from nemo_like.distributed.expert.split_experts import Experts, has_experts, refuse_lists
 from nemo_like.distributed.first_rank import first_rank
 from nemo_like.distributed.pipeline.cut import STAGE_MARK, StageParts, call_of, ends_of
 from nemo_like.fake.model_copy import model_copy

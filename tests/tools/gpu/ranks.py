@@ -20,8 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from nemo_like import apply_activation_checkpointing
 from nemo_like.bench.measured_step import compare_gradients, gradients_of, step_loss
-from nemo_like.distributed.context import causal
-from nemo_like.distributed.context.methods import all_gather, ring
+from nemo_like.distributed.context import methods
 from nemo_like.distributed.shard import shard_layers
 from nemo_like.layers import find_layers
 from nemo_like.torch_compat import TorchDispatchMode
@@ -71,7 +70,7 @@ def _one_length(run: Run, machine: Machine, tokens: int) -> None:
 
             def attend(args: Any = (q, k, v, *how), begin: Callable[[], None] = begin) -> Any:
                 begin()
-                return causal.causal_attention._init_fn(*args)
+                return methods.causal_attention._init_fn(*args)
 
             with Operators() as ran:
                 out, total = attend()
@@ -80,7 +79,7 @@ def _one_length(run: Run, machine: Machine, tokens: int) -> None:
 
             def back(args: Any = (g, q, k, v, out, total, *how), begin: Callable[[], None] = begin) -> Any:
                 begin()
-                return causal.causal_attention_backward._init_fn(*args)
+                return methods.causal_attention_backward._init_fn(*args)
 
             wanted = part(of_query, rank)
             of_error = ((back()[0] - wanted).float().norm() / wanted.float().norm()).item()
@@ -105,8 +104,8 @@ class _alone:
         self.patches: list[Any] = [
             mock.patch.object(dist, "all_gather_into_tensor", lambda got, *_, **__: self.gather(got, done)),
             mock.patch.object(dist, "reduce_scatter_tensor", lambda *_, **__: done),
-            mock.patch.object(all_gather, "find_group", lambda group: None),
-            mock.patch.object(ring, "_exchange", lambda sent, group: (self.exchange(sent), [])),
+            mock.patch.object(methods, "find_group", lambda group: None),
+            mock.patch.object(methods, "_exchange", lambda sent, group: (self.exchange(sent), [])),
         ]
 
     def __enter__(self) -> Callable[[], None]:
