@@ -31,10 +31,8 @@ from nemo_like.job import Job
 from nemo_like.options import Single
 from nemo_like.torch_compat import is_fake
 
-_LONGEST = 200
-"""Characters of a value in a message; longer ones are compared in full and shown cut."""
-_CALL = "the call"
-"""Word that a rank sends to the others in place of its options where it refuses them."""
+_LONGEST = 200  # Characters of a value in a message; longer ones are compared in full and shown cut.
+_CALL = "the call"  # Word that a rank sends to the others in place of its options where it refuses them.
 
 
 def check_agreement(

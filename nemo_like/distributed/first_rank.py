@@ -76,8 +76,7 @@ _expert_mesh = functools.cache(make_expert_mesh)
 # whole, too (for want of values, or of the right input), says nothing about the split.
 
 
-_TOKENS = 8
-"""The length of a sample, for each rank."""
+_TOKENS = 8  # The length of a sample, for each rank.
 
 
 def try_split(model: nn.Module, job: Job, layers: Sequence[Layer], whole: Collection[str], sample_input: Any) -> None:

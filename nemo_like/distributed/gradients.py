@@ -20,8 +20,8 @@ from nemo_like.distributed.launch import current_device
 from nemo_like.distributed.weights.tensor_locations import show_shards
 from nemo_like.torch_compat import foreach_mul
 
+# A mesh and the dimensions of it over which a gradient is cut up; ``(None, ())``: every rank has all of it.
 _Axes = tuple[DeviceMesh | None, tuple[int, ...]]
-"""A mesh and the dimensions of it over which a gradient is cut up; ``(None, ())``: every rank has all of it."""
 
 
 @torch.no_grad()

@@ -156,9 +156,9 @@ def init_distributed(device_type: str | None = None, *, timeout: timedelta | Non
     return device
 
 
+# Open files of a process itself, with a model's shards; and its sockets to each other rank: gloo connects every pair of
+# ranks in the default group, and in those of the axes, of agreement and of checkpoints.
 _FILES, _FILES_PER_RANK = 512, 4
-"""Open files of a process itself, with a model's shards; and its sockets to each other rank: gloo connects every pair of
-ranks in the default group, and in those of the axes, of agreement and of checkpoints."""
 
 
 def allow_open_files(ranks: int) -> None:
@@ -193,8 +193,8 @@ def shutdown() -> None:
         _wait_for_gloo(_PATIENCE)
 
 
+# Seconds that a rank which failed, or forgot `shutdown`, waits for its own collectives in flight before it leaves.
 _PATIENCE = 10.0
-"""Seconds that a rank which failed, or forgot `shutdown`, waits for its own collectives in flight before it leaves."""
 
 
 def _leave(patience: float) -> None:
@@ -206,8 +206,7 @@ def _leave(patience: float) -> None:
     _wait_for_gloo(patience)
 
 
-_PAUSE = 0.02
-"""Seconds; four times what CPython lets a thread wait for the GIL before it takes it from another."""
+_PAUSE = 0.02  # Seconds; four times what CPython lets a thread wait for the GIL before it takes it from another.
 
 
 def _wait_for_gloo(patience: float) -> None:

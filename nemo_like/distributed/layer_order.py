@@ -41,12 +41,9 @@ from nemo_like.torch_compat import (
 )
 from nemo_like.transformers_compat import layers_dropped_in_vain
 
-_MOST = 20_000
-"""Places in the tree; then it begins again. Ranks that drop layers at random, alike, would fill memory."""
-_LOOK = 0.5
-"""Seconds between two looks at the store of a rank that has nothing to ask."""
-_ANSWERS = 10.0
-"""Seconds that a rank waits for what the others ran, once it is known that they differ."""
+_MOST = 20_000  # Places in the tree; then it begins again. Ranks that drop layers at random, alike, would fill memory.
+_LOOK = 0.5  # Seconds between two looks at the store of a rank that has nothing to ask.
+_ANSWERS = 10.0  # Seconds that a rank waits for what the others ran, once it is known that they differ.
 
 
 class _Place:
@@ -70,8 +67,8 @@ class LayerOrder:
         self._places = 0
         self._events: deque[str] = deque(maxlen=16 * (len(units) + 2))
         self._count = 0
+        # Events at which this rank has put a question. The store may still name an old one.
         self._asked: deque[int] = deque(maxlen=4096)
-        """Events at which this rank has put a question. The store may still name an old one."""
         self._last = -1
         self._question = self._refused = -1
         self._store = own_store()

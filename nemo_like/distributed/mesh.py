@@ -26,8 +26,8 @@ from nemo_like.distributed import launch
 from nemo_like.options import did_you_mean
 from nemo_like.torch_compat import flatten_mesh, root_mesh
 
+# Every axis name that a mesh may have, in this order.
 AXES: tuple[str, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""Every axis name that a mesh may have, in this order."""
 
 
 def build_mesh(

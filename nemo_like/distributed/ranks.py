@@ -21,19 +21,14 @@ class OtherRankError(RuntimeError):
 class Ranks:
     """This process's place in the job. Every method is a collective: all ranks call it in the same order."""
 
-    rank: int
-    """From 0 to `world_size` - 1."""
+    rank: int  # From 0 to `world_size` - 1.
     world_size: int
-    device: torch.device
-    """Device that this rank computes on."""
-    tp: int = 1
-    """Ranks that share each layer's matmuls, and so read the same samples; neighbours in rank."""
-    cp: int = 1
-    """Groups of `tp` that share each sequence, and so read the same samples, too."""
-    pp: int = 1
-    """Ranks that hold a pipeline's stages, and so read the same samples; furthest apart in rank."""
+    device: torch.device  # Device that this rank computes on.
+    tp: int = 1  # Ranks that share each layer's matmuls, and so read the same samples; neighbours in rank.
+    cp: int = 1  # Groups of `tp` that share each sequence, and so read the same samples, too.
+    pp: int = 1  # Ranks that hold a pipeline's stages, and so read the same samples; furthest apart in rank.
+    # A group of all ranks over CPU tensors, so that agreeing never waits for the accelerator; None with one rank.
     control: dist.ProcessGroup | None = None
-    """A group of all ranks over CPU tensors, so that agreeing never waits for the accelerator; None with one rank."""
 
     @classmethod
     def of_process(cls, device: torch.device, tp: int = 1, cp: int = 1, pp: int = 1) -> Self:

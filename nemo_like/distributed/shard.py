@@ -183,8 +183,8 @@ def shard_unit(
     _as_fsdp(modules[0]).set_reduce_scatter_unused_params(True, recurse=False)
 
 
+# Modules that raise where their input has another dtype than their weight.
 _OF_ONE_DTYPE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.LayerNorm, nn.GroupNorm)
-"""Modules that raise where their input has another dtype than their weight."""
 
 
 def _placement(dp_mesh: DeviceMesh, reshard: bool | int | None) -> Callable[[nn.Parameter], Shard | None] | None:

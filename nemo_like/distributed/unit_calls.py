@@ -51,8 +51,8 @@ from nemo_like.torch_compat import (
     without_gradient,
 )
 
+# Calls of a unit whose weights are compared by content; later calls compare the counters of in-place changes alone.
 _CALLS = 2
-"""Calls of a unit whose weights are compared by content; later calls compare the counters of in-place changes alone."""
 
 
 class ModelCalls:
@@ -67,8 +67,8 @@ class ModelCalls:
         """held: units that stay gathered after forward. keep: over several forwards (stages of a pipeline)."""
         self._model, self._held, self._keep = model, held, keep
         self._versions: list[list[int]] = []
+        # Calls of the model under way: a hook of it may call it, as context parallelism does in its first call.
         self._depth = 0
-        """Calls of the model under way: a hook of it may call it, as context parallelism does in its first call."""
         for unit in held:
             register_whole_when_gathered(unit)
         model.register_forward_pre_hook(self._before, prepend=True)
@@ -244,8 +244,7 @@ class UnitCalls:
 # FSDP2 gathers a unit's weights again when a gradient reaches what the unit returned. A gradient that reaches only what a
 # layer kept would find them sharded, in the layer's recomputation or in the operators' own backward.
 
-_LOOKS = 4
-"""Forwards of a unit after which all attributes are looked at; later ones look where something was found."""
+_LOOKS = 4  # Forwards of a unit after which all attributes are looked at; later ones look where something was found.
 _NOT_KEPT = frozenset(vars(nn.Module())) - {"_buffers"}
 
 

@@ -24,10 +24,9 @@ from nemo_like.torch_compat import CheckpointWrapper, wrapped_module
 class Unit:
     """Parameters that travel together, and the modules whose forward needs them."""
 
-    name: str
-    """Fully qualified names of the modules, joined by ``+``; ``""`` is the root."""
+    name: str  # Fully qualified names of the modules, joined by ``+``; ``""`` is the root.
+    # ``layer`` | ``tail`` | ``embedding`` | ``root`` | ``dtype`` (those of a unit that are stored in another dtype).
     kind: str
-    """``layer`` | ``tail`` | ``embedding`` | ``root`` | ``dtype`` (those of a unit that are stored in another dtype)."""
     modules: tuple[nn.Module, ...]
     params: list[nn.Parameter] = field(default_factory=list)
 
@@ -41,19 +40,16 @@ class Unit:
 class UnitPlan:
     """Every unit of a model, and what is left out of all of them."""
 
-    layers: list[Unit]
-    """In the order of the caller's layers, shared ones once."""
+    layers: list[Unit]  # In the order of the caller's layers, shared ones once.
     tail: Unit | None
-    embedding: Unit | None
-    """The input embedding of a model whose head is the tail, and has a weight of its own."""
+    embedding: Unit | None  # The input embedding of a model whose head is the tail, and has a weight of its own.
     root: Unit
     by_dtype: list[Unit]
+    # Whole on every rank: parameters that are not floating point, frozen scalars, what the caller left out.
     replicated: list[nn.Parameter]
-    """Whole on every rank: parameters that are not floating point, frozen scalars, what the caller left out."""
+    # Modules that the caller has sharded before: units inside these, with their own mesh, policy and parameters.
     theirs: list[nn.Module]
-    """Modules that the caller has sharded before: units inside these, with their own mesh, policy and parameters."""
-    top_down: bool
-    """Some parameter is owned by a unit outside of the module it sits in, so that owners come first."""
+    top_down: bool  # Some parameter is owned by a unit outside of the module it sits in, so that owners come first.
 
     @property
     def units(self) -> list[Unit]:
@@ -127,8 +123,7 @@ def plan_units(
     return UnitPlan(layer_units, tail_unit, embedding, root, by_dtype, replicated, theirs, top_down)
 
 
-_PADDING = 0.25
-"""As a share of a parameter: with more than that on dim 0, another dim is looked for."""
+_PADDING = 0.25  # As a share of a parameter: with more than that on dim 0, another dim is looked for.
 
 
 def shard_dim(param: torch.Tensor, ranks: int) -> int:

@@ -277,8 +277,7 @@ class ChunkedCall:
     head: Head
     rows: CrossEntropyRows
     options: ChunkedLoss
-    unit: Any
-    """The module whose FSDP2 hooks have gathered the head's parameters: the head, or what `head` calls."""
+    unit: Any  # The module whose FSDP2 hooks have gathered the head's parameters: the head, or what `head` calls.
 
     def __post_init__(self) -> None:
         if not callable(self.head):

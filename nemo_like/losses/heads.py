@@ -96,8 +96,7 @@ class AutogradHead:
 class LinearHead:
     """A plain `nn.Linear`: its gradients by hand, so that no second gradient of the weight exists next to the sum."""
 
-    block_bytes = 0
-    """Bytes that a temporary of the weight's gradient may take."""
+    block_bytes = 0  # Bytes that a temporary of the weight's gradient may take.
 
     def __init__(self, head: nn.Linear, params: Sequence[Tensor]) -> None:
         dtype = autocast_dtype(head.weight)
@@ -173,8 +172,8 @@ class LinearHead:
             total[some].addmm_(gradient[:, some].t().to(total.dtype), wide)
 
 
+# Devices whose products of 16 bits can be added to a float32 sum; of the CPU, what takes the place of CUDA's.
 _SUMS_IN_FLOAT32 = ("cuda", "meta", "cpu")
-"""Devices whose products of 16 bits can be added to a float32 sum; of the CPU, what takes the place of CUDA's."""
 
 
 def _few(sparse: SparseGradient | None, weight: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:

@@ -37,13 +37,10 @@ class HeadCall:
     """One call of the head by the model, not made yet."""
 
     head: nn.Module
-    hidden: Tensor
-    """(..., D)"""
+    hidden: Tensor  # (..., D)
     options: ChunkedLoss
-    losses: int = 0
-    """Number of times that a chunked loss came of it."""
-    reason: str | None = None
-    """Why whole logits were needed; None: they were not."""
+    losses: int = 0  # Number of times that a chunked loss came of it.
+    reason: str | None = None  # Why whole logits were needed; None: they were not.
     logits: Tensor | None = None
 
     def whole(self, reason: str) -> Tensor:
@@ -70,14 +67,10 @@ class Recipe:
     """Way in which deferred logits are computed: the call of the head, and what was done to them since."""
 
     call: HeadCall
-    hidden: Tensor
-    """(..., D): the hidden states of the tokens that are left, in the shape that they have now."""
-    steps: tuple[Callable[[Tensor], Tensor], ...] = ()
-    """The same operators, for whole logits."""
-    values: tuple[Callable[[Tensor], Tensor], ...] = ()
-    """Functions that change values, for the logits of a chunk."""
-    made: list[Tensor] = field(default_factory=list)
-    """The whole logits, where they were needed."""
+    hidden: Tensor  # (..., D): the hidden states of the tokens that are left, in the shape that they have now.
+    steps: tuple[Callable[[Tensor], Tensor], ...] = ()  # The same operators, for whole logits.
+    values: tuple[Callable[[Tensor], Tensor], ...] = ()  # Functions that change values, for the logits of a chunk.
+    made: list[Tensor] = field(default_factory=list)  # The whole logits, where they were needed.
 
     def logits(self, reason: str) -> Tensor:
         """Return the logits, computed whole."""
@@ -125,6 +118,7 @@ class DeferredLogits(Tensor):
         return func(*plain[0], **plain[1])
 
 
+# Methods that ask what a tensor looks like.
 _LOOKS = {
     "size",
     "dim",
@@ -139,7 +133,6 @@ _LOOKS = {
     "is_complex",
     "stride",
 }
-"""Methods that ask what a tensor looks like."""
 _LOOK_FUNCTIONS = {torch.is_floating_point, torch.numel, torch.is_complex}
 
 
@@ -152,8 +145,8 @@ def _plain(value: Any, reason: str) -> Any:
     return value
 
 
+# Function that returns what an operator makes of deferred logits, its first argument; None: the logits are needed.
 Rule = Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]
-"""Function that returns what an operator makes of deferred logits, its first argument; None: the logits are needed."""
 
 
 def _next(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], **change: Any) -> DeferredLogits:
@@ -331,10 +324,10 @@ _RULES: dict[str, Rule] = {
 
 
 _MARK = "_nemo_like_chunked_loss"
+# Names of the argument with which a model computes its own loss.
 LABELS = ("labels", "targets", "target", "shift_labels")
-"""Names of the argument with which a model computes its own loss."""
+# The argument by which a model of transformers is given what to divide the sum of its losses by.
 ITEMS = "num_items_in_batch"
-"""The argument by which a model of transformers is given what to divide the sum of its losses by."""
 
 
 def chunk_model_loss(model: nn.Module, options: ChunkedLoss) -> nn.Module:
@@ -460,8 +453,7 @@ class LossHooks:
     ) -> None:
         """planning: act in evaluation mode too, and put there, instead of logging it, why logits are whole."""
         self._head, self._options, self._planning = head, options, planning
-        self.in_evaluation = in_evaluation
-        """The hooks act in evaluation mode, too."""
+        self.in_evaluation = in_evaluation  # The hooks act in evaluation mode, too.
         self._open: list[tuple[contextlib.ExitStack, list[HeadCall] | None]] = []
 
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -20,14 +20,15 @@ from nemo_like._util.module_tree import base_model
 from nemo_like._util.tensors import on_accelerator
 from nemo_like.torch_compat import is_fake
 
+# Fewest blocks per chunk, where the logits are worked on as they are, and where each block is copied to float32 first:
+# its temporaries, at most two and four float32 copies of a block, are then 1/20 of a float32 chunk and 1/16 of a
+# bfloat16 one.
 _BLOCKS, _BLOCKS_COPIED = 40, 128
-"""Fewest blocks per chunk, where the logits are worked on as they are, and where each block is copied to float32 first: its
-temporaries, at most two and four float32 copies of a block, are then 1/20 of a float32 chunk and 1/16 of a bfloat16 one."""
+# Elements of a block that is worked on in place, with no temporary of its size, on the CPU: half a MiB of float32.
 _CACHED_ELEMENTS = 1 << 17
-"""Elements of a block that is worked on in place, with no temporary of its size, on the CPU: half a MiB of float32."""
+# Elements of the smallest block on an accelerator, half of a chunk of 256 MiB in 16 bits: each takes some twenty
+# kernels, which smaller ones launch longer than they compute. A float32 copy of a block takes 256 MiB.
 _LAUNCH_ELEMENTS = 1 << 26
-"""Elements of the smallest block on an accelerator, half of a chunk of 256 MiB in 16 bits: each takes some twenty kernels,
-which smaller ones launch longer than they compute. A float32 copy of a block takes 256 MiB."""
 
 
 class SparseGradient(NamedTuple):
@@ -35,10 +36,8 @@ class SparseGradient(NamedTuple):
     large as all others together, the others would lose bits: in every sum over tokens or the vocabulary, and in bfloat16
     itself."""
 
-    column: Tensor
-    """(tokens,) int64"""
-    value: Tensor
-    """(tokens,) float32 or float64"""
+    column: Tensor  # (tokens,) int64
+    value: Tensor  # (tokens,) float32 or float64
 
 
 def blocks(logits: Tensor, copies: bool = True) -> Iterator[slice]:
@@ -109,8 +108,7 @@ class Shape:
 
 # What labels mean to the losses of PyTorch and transformers.
 
-IGNORED = -100
-"""The label that counts for nothing, as `F.cross_entropy` has it."""
+IGNORED = -100  # The label that counts for nothing, as `F.cross_entropy` has it.
 
 
 def predicts_next_token(model: nn.Module) -> bool:
@@ -315,8 +313,7 @@ class Vocabulary:
     size: int
     width: int
     start: int = 0
-    group: Any = None
-    """The process group whose ranks hold the other columns; None: there are none."""
+    group: Any = None  # The process group whose ranks hold the other columns; None: there are none.
 
     def local(self, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Labels as columns of this shard, and which of them lie in it. Both (tokens,)."""

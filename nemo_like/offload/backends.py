@@ -98,10 +98,8 @@ def default_backend(*, pin_memory: bool = True, use_streams: bool = True) -> Bac
 # Pinning memory costs milliseconds a call, and PyTorch rounds each pinned allocation up to a power of two. So blocks are
 # cut from slabs of such sizes and reused from step to step.
 
-ALIGNMENT = 512
-"""Bytes. CUDA's allocator gives the same alignment, and it is a multiple of every dtype's size."""
-SLAB_BYTES = 64 << 20
-"""Bytes of a slab, where neither the budget nor a larger block requires another size."""
+ALIGNMENT = 512  # Bytes. CUDA's allocator gives the same alignment, and it is a multiple of every dtype's size.
+SLAB_BYTES = 64 << 20  # Bytes of a slab, where neither the budget nor a larger block requires another size.
 
 
 @dataclass(eq=False)
@@ -140,15 +138,11 @@ class HostPool:
         self._allocate = allocate
         self.budget_bytes = budget_bytes
         self.slab_bytes = slab_bytes
-        self.free: list[Block] = []
-        """Unused bytes; no two blocks touch each other."""
-        self.reserved_bytes = 0
-        """Bytes of all slabs, used or not."""
-        self.live_bytes = 0
-        """Bytes of blocks that are out."""
+        self.free: list[Block] = []  # Unused bytes; no two blocks touch each other.
+        self.reserved_bytes = 0  # Bytes of all slabs, used or not.
+        self.live_bytes = 0  # Bytes of blocks that are out.
         self.peak_live_bytes = 0
-        self.refusal: str | None = None
-        """Why the last `take` gave nothing."""
+        self.refusal: str | None = None  # Why the last `take` gave nothing.
 
     def take(self, nbytes: int) -> Block | None:
         """Return a block of at least `nbytes`; None where budget or memory refuse, with the reason in `refusal`."""

@@ -115,8 +115,7 @@ class SubclassHandle:
 
     kind: Any
     context: Any
-    inner: dict[str, Any]
-    """By attribute: a `Handle` for a tensor, anything else (a DTensor's mesh) as it is."""
+    inner: dict[str, Any]  # By attribute: a `Handle` for a tensor, anything else (a DTensor's mesh) as it is.
     handles: frozenset[str]
     shape: torch.Size
     stride: tuple[int, ...]

@@ -22,8 +22,7 @@ from nemo_like.offload.stays import OffloadStats
 from nemo_like.options import OffloadConfig
 from nemo_like.torch_compat import version_of
 
-Event = Any
-"""As `Backend.record` returns it."""
+Event = Any  # As `Backend.record` returns it.
 _Held = tuple[Event, torch.UntypedStorage, int]
 
 
@@ -72,8 +71,8 @@ class Mover:
         self.config = config
         self.max_inflight_copies = max_inflight_copies
         self.stats = stats
+        # Notes of readers that died, in any thread at any time, with their copies.
         self.dead: deque[tuple[HostCopy, object]] = deque()
-        """Notes of readers that died, in any thread at any time, with their copies."""
         self._lock = threading.RLock()
         self._inflight: deque[_Held] = deque()
         self._inflight_bytes = 0
@@ -81,8 +80,7 @@ class Mover:
         # What a mover that goes away still holds is being read, or written.
         weakref.finalize(self, _end_of_copies, backend, self._inflight, self._ahead).atexit = False
         self._copies: weakref.WeakValueDictionary[tuple[Any, ...], HostCopy] = weakref.WeakValueDictionary()
-        self._saved: dict[HostCopy, None] = {}
-        """All copies, in the order of saving."""
+        self._saved: dict[HostCopy, None] = {}  # All copies, in the order of saving.
         self._group = 0  # number of the copies that come back together: those of a layer
         self._group_bytes = 0
         self._told_groups = False

@@ -107,10 +107,9 @@ class Offloader:
         self._backend, self._use_streams, self._max_inflight_copies = backend, use_streams, max_inflight_copies
         self._mover: Mover | None = None
         self._known = stays.KnownStorages()
+        # The storages that may move, by id (and referenced, so that the ids stay theirs); None: any.
         self._inputs: dict[int, torch.UntypedStorage] | None = None
-        """The storages that may move, by id (and referenced, so that the ids stay theirs); None: any."""
-        self._resting = False
-        """True: backward will start with what is saved now."""
+        self._resting = False  # True: backward will start with what is saved now.
         self._chosen: weakref.ref[ChosenHandle] | None = None
         self._contexts: list[ExitStack] = []
 

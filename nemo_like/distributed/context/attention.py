@@ -132,11 +132,10 @@ def _looks(
 
 # Block masks of flex attention: of a part's queries (rows) over the keys of the whole sequence (columns).
 
-Mod = Callable[..., Any]
-"""A ``mask_mod(b, h, q, kv)``."""
+Mod = Callable[..., Any]  # A ``mask_mod(b, h, q, kv)``.
 
+# Rows of a block in torch; pairs of positions that a function is called with at a time, one byte each.
 _BLOCK, _AT_ONCE = 128, 2**28
-"""Rows of a block in torch; pairs of positions that a function is called with at a time, one byte each."""
 
 
 def build_block_mask(mask_mod: Mod, shape: tuple[int, int, int, int], device: object) -> Any:

@@ -422,5 +422,5 @@ class Ulysses(ContextMethod):
         return call.output(sequence_for_heads(attended, parts.ranks, parts.group))
 
 
+# By the words of `ContextParallel.method`.
 METHODS: dict[str, ContextMethod] = {method.word: method for method in (GatherKeys(), Ring(), Ulysses())}
-"""By the words of `ContextParallel.method`."""

@@ -19,26 +19,23 @@ from nemo_like.losses.model_loss import LABELS
 from nemo_like.torch_compat import is_fake
 from nemo_like.transformers_compat import USE_CACHE, parameter_names
 
+# Yields (rows of the queries, their keys and values (2, B, KV heads, M, D), whether causal). In backward it is sent the
+# gradients of each block's keys and of its values, and returns those of this rank's part, (2, B, KV heads, L, D).
 Blocks = Generator[tuple[slice, Tensor, bool], Any, "Tensor | None"]
-"""Yields (rows of the queries, their keys and values (2, B, KV heads, M, D), whether causal). In backward it is sent the
-gradients of each block's keys and of its values, and returns those of this rank's part, (2, B, KV heads, L, D)."""
 
+# The attribute of every module below a cut stack, which leads its attention to the `Parts`.
 MARK = "_nemo_like_sequence_parts"
-"""The attribute of every module below a cut stack, which leads its attention to the `Parts`."""
 
 
 @dataclass(frozen=True)
 class CutStack:
     """A module whose layers run on parts of sequences, and what is around them on whole ones."""
 
-    name: str
-    """In the original model; empty: the model itself."""
+    name: str  # In the original model; empty: the model itself.
     module: nn.Module
     layers: tuple[nn.Module, ...]
-    transformers: bool
-    """The stack is one of transformers; else its attention goes through torch's functions."""
-    call: nn.Module
-    """Whose hooks see what it is called with: `module`, but for a model that is a pipeline's stage."""
+    transformers: bool  # The stack is one of transformers; else its attention goes through torch's functions.
+    call: nn.Module  # Whose hooks see what it is called with: `module`, but for a model that is a pipeline's stage.
 
     @property
     def arguments(self) -> tuple[str, ...]:
@@ -56,13 +53,10 @@ class Attention(ABC):
     key: Tensor
     value: Tensor
     mask: Any
-    causal: bool
-    """There is no mask, and no query sees a later key."""
-    arguments: dict[str, Any]
-    """The other arguments of the call."""
+    causal: bool  # There is no mask, and no query sees a later key.
+    arguments: dict[str, Any]  # The other arguments of the call.
 
-    fused = True
-    """The function is `scaled_dot_product_attention` in the end."""
+    fused = True  # The function is `scaled_dot_product_attention` in the end.
 
     @abstractmethod
     def run(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, causal: bool = False) -> Any:
@@ -81,14 +75,12 @@ class Attention(ABC):
 class ContextMethod(ABC):
     """One method's demands on a model, and its computation in place of attention. It has no state."""
 
-    word: str
-    """Its name in `ContextParallel.method`."""
-    takes_masks = True
-    """Attention may have a mask; else a caller's mask that hides nothing is taken for none."""
-    rows = 1.0
-    """The most queries of a block, as a share of this rank's."""
+    word: str  # Its name in `ContextParallel.method`.
+    takes_masks = True  # Attention may have a mask; else a caller's mask that hides nothing is taken for none.
+    rows = 1.0  # The most queries of a block, as a share of this rank's.
+    # Attention runs on some heads of the whole sequence, and masks have all rows; else on all heads of this rank's
+    # rows.
     cuts_heads = False
-    """Attention runs on some heads of the whole sequence, and masks have all rows; else on all heads of this rank's rows."""
 
     def check(self, stack: CutStack, ranks: int) -> None:  # noqa: B027
         """Raise ValueError where the layers of `stack`, which is of transformers, cannot have this attention."""
@@ -113,19 +105,13 @@ class Parts:
 
     ranks: int
     rank: int
-    group: str
-    """Name of the process group, for the operators of `sequence_ops`."""
+    group: str  # Name of the process group, for the operators of `sequence_ops`.
     method: ContextMethod
-    planning: bool = False
-    """Tensors have no values, and there are no other ranks."""
-    verifying: str | None = None
-    """``whole`` or ``parts`` in the two calls that are compared."""
-    seen: list[Tensor] = field(default_factory=list)
-    """In these calls: the hidden states that the stack gave."""
-    whole_head: bool = False
-    """In this call, what comes behind the stack gets whole sequences, on every rank."""
-    idle: bool = False
-    """This call is not cut: every rank has whole sequences (generation with a cache)."""
+    planning: bool = False  # Tensors have no values, and there are no other ranks.
+    verifying: str | None = None  # ``whole`` or ``parts`` in the two calls that are compared.
+    seen: list[Tensor] = field(default_factory=list)  # In these calls: the hidden states that the stack gave.
+    whole_head: bool = False  # In this call, what comes behind the stack gets whole sequences, on every rank.
+    idle: bool = False  # This call is not cut: every rank has whole sequences (generation with a cache).
 
     def cut(self, whole: Tensor, dim: int, value: float = 0) -> Tensor:
         """This rank's part on `dim` of a whole, not yet padded sequence."""
@@ -145,12 +131,9 @@ class StackCall:
     """Arguments that a stack was called with, for the masks that are made while it runs."""
 
     parts: Parts
-    length: int
-    """Tokens of the whole sequence, before padding."""
-    masked: bool
-    """The caller gave an attention mask."""
-    documents: Tensor | None = None
-    """(B, S) numbers of packed documents; None: one document per row."""
+    length: int  # Tokens of the whole sequence, before padding.
+    masked: bool  # The caller gave an attention mask.
+    documents: Tensor | None = None  # (B, S) numbers of packed documents; None: one document per row.
 
     @property
     def tokens_of_part(self) -> int:
@@ -178,14 +161,12 @@ def parts_of(module: nn.Module) -> Parts | None:
 class PackedRows:
     """Documents in the rows of the call that runs."""
 
-    numbers: Tensor
-    """(B, S) of the documents."""
-    apart: bool = False
-    """A mask was made from the numbers, or lengths go to the kernel."""
+    numbers: Tensor  # (B, S) of the documents.
+    apart: bool = False  # A mask was made from the numbers, or lengths go to the kernel.
 
 
+# None: the rows of the call that runs are whole.
 running: contextvars.ContextVar[PackedRows | None] = contextvars.ContextVar("nemo_like_documents", default=None)
-"""None: the rows of the call that runs are whole."""
 
 
 def kept_apart() -> None:

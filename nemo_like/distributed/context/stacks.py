@@ -21,8 +21,7 @@ from nemo_like.transformers_compat import COUNT_IDS, TEMPERATURE_TUNING, model_b
 _CROSS = re.compile(r"(^|\.)(encoder_attn|EncDecAttention|cross_?attention|cross_?attn)$", re.IGNORECASE)
 _INPUTS = ("input_ids", "inputs_embeds")
 _FLEX = "flex_attention"
-_DEEP = "deepstack_visual_embeds"
-"""An argument of stacks that add states of pictures between their layers (Qwen3-VL)."""
+_DEEP = "deepstack_visual_embeds"  # An argument of stacks that add states of pictures between their layers (Qwen3-VL).
 
 
 def find_stack(model: nn.Module, layers: Sequence[Layer] | None = None, call: nn.Module | None = None) -> CutStack:
@@ -166,23 +165,23 @@ def _check_interfaces(where: str, stack: CutStack) -> None:
 #
 # By structure and by name, before anything is changed: a module that is not known to be right is refused.
 
+# Modules of torch that combine neighbours on a dim that may be the sequence, or take statistics over it.
 _OPERATORS = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
     *(nn.RNNBase, nn.RNNCellBase, nn.MaxPool1d, nn.AvgPool1d, nn.AdaptiveAvgPool1d, nn.ZeroPad1d, nn.ZeroPad2d),
     *(nn.BatchNorm1d, nn.InstanceNorm1d, nn.GroupNorm),
 )
-"""Modules of torch that combine neighbours on a dim that may be the sequence, or take statistics over it."""
+# Words of class names, in lower case.
 _MIXERS = re.compile(
     r"\b(mamba|ssm|rwkv|retention|lightning|recurrent|[sm]?lstm|gru|hyena|fourier|xlstm|griffin|lru|hawk|deltanet|fnet|xlnet"
     r"|longformer|reformer)\b|linear attention|delta net|gated delta|short conv|time shift|token shift|time mix|r wkv"
 )
-"""Words of class names, in lower case."""
 _ATTENTION = re.compile(r"attention$|attn$|selfattention|multi_?head", re.IGNORECASE)
 _BY_ITSELF = (
     "computes attention itself, not by transformers' AttentionInterface, torch's fused function or flex attention"
 )
+# Parameters and attributes that only recurrences along the sequence have.
 _STATES = ("A_log", "dt_bias", "time_decay", "time_mix_key", "time_first", "slope_rate", "conv_state")
-"""Parameters and attributes that only recurrences along the sequence have."""
 
 
 def sequence_mixers(

@@ -87,12 +87,10 @@ def put_back(model: nn.Module) -> Iterator[None]:
 
 
 _TOKENS_PER_RANK, _MOST_TOKENS, _ROWS = 16, 4096, 1024
-_EXACT = {torch.float32: 1e-4, torch.float64: 1e-6}
-"""Allowed difference, relative to the norm of the tensor."""
+_EXACT = {torch.float32: 1e-4, torch.float64: 1e-6}  # Allowed difference, relative to the norm of the tensor.
+# Allowed difference where something is computed with fewer bits: of tensors, and of the loss, a mean over tokens.
 _LOWER, _LOWER_LOSS = 0.1, 3e-2
-"""Allowed difference where something is computed with fewer bits: of tensors, and of the loss, a mean over tokens."""
-_LEFT_OUT = 4
-"""One token in so many, the furthest off, does not count: rounding may send it to another expert."""
+_LEFT_OUT = 4  # One token in so many, the furthest off, does not count: rounding may send it to another expert.
 _MEDIA = re.compile(r"pixel|image|video|audio|speech|feature|grid|media|vision|visual", re.IGNORECASE)
 
 

@@ -29,8 +29,7 @@ from nemo_like.losses.rows import IGNORED, predicts_next_token
 from nemo_like.torch_compat import stop_unless
 from nemo_like.transformers_compat import LOGITS_TO_KEEP, given_cache, parameter_names
 
-LossMean = str | Callable[[dict[str, Any]], Any] | None
-"""`ContextParallel.loss_mean`."""
+LossMean = str | Callable[[dict[str, Any]], Any] | None  # `ContextParallel.loss_mean`.
 _WAYS_OUT = (
     "Turn off what is added to the cross entropy of labels, or write ContextParallel(loss_mean=...): 'tokens', 'sum' or a "
     "function of a part, or 'rows' (whole sequences on every rank). Or compute it outside, from shard_sequence's labels."
@@ -53,12 +52,11 @@ class RootHooks:
         self._whole, self._is_stack = call is model, is_stack
         self._open: list[_Loss | None] = []
         self._before: list[tuple[bool, bool]] = []
-        self._of_rows = loss_mean == "rows"
-        """Outputs are made of whole rows: so is that of a call without labels."""
+        self._of_rows = loss_mean == "rows"  # Outputs are made of whole rows: so is that of a call without labels.
+        # By name of labels, once a call has shown it: the model's own loss shifts them by one.
         self.shifts_by_name: dict[str, bool] = {}
-        """By name of labels, once a call has shown it: the model's own loss shifts them by one."""
+        # Number of the sum that the loss is (`_Loss._is_sum`), once a call has shown it.
         self.summed: int | None = None
-        """Number of the sum that the loss is (`_Loss._is_sum`), once a call has shown it."""
         self._compared = False
         self._names = parameter_names(base_model(call).forward)
 
@@ -171,8 +169,8 @@ class _Loss:
         self.whole: Tensor = arguments[self._name]
         self._labels = hooks.parts.cut(self.whole, 1, IGNORED)
         self._terms: list[Tensor] = []
+        # The function whose place `cross_entropy` takes while the model runs.
         self.replaced: Callable[..., Tensor] = F.cross_entropy
-        """The function whose place `cross_entropy` takes while the model runs."""
 
     def cross_entropy(
         self,

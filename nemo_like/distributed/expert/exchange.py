@@ -26,12 +26,9 @@ class Members(NamedTuple):
     int32, and nothing that could be computed, as each layer keeps it from forward to backward.
     """
 
-    slot: Tensor
-    """(R,) the token of each row, times `choices`, plus which of its choices it is."""
-    order: Tensor
-    """(R,) the rows in the order of their tokens."""
-    starts: Tensor
-    """(tokens,) where the rows of each token start in that order."""
+    slot: Tensor  # (R,) the token of each row, times `choices`, plus which of its choices it is.
+    order: Tensor  # (R,) the rows in the order of their tokens.
+    starts: Tensor  # (tokens,) where the rows of each token start in that order.
     choices: int = 1
 
     @property
@@ -162,16 +159,12 @@ def _summed(rows: Tensor, weights: Tensor | None, members: Members) -> Tensor:
 class Sent:
     """The rows that came to this rank's experts, and what it takes to bring their results back."""
 
-    counts: list[int]
-    """Rows of each of this rank's experts."""
-    ends: Tensor
-    """(experts here,) int32 on the device: where the rows of each end."""
-    weights: Tensor | None
-    """(R,) what the result of each row counts."""
+    counts: list[int]  # Rows of each of this rank's experts.
+    ends: Tensor  # (experts here,) int32 on the device: where the rows of each end.
+    weights: Tensor | None  # (R,) what the result of each row counts.
     here: Members
     there: Members
-    way: tuple[list[int], list[int]]
-    """Rows sent to, and received from, each rank."""
+    way: tuple[list[int], list[int]]  # Rows sent to, and received from, each rank.
 
 
 class Exchange:

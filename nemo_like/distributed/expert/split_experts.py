@@ -43,11 +43,10 @@ class Experts:
 
     fqn: str
     module: nn.Module
-    count: int
-    """Experts in all."""
+    count: int  # Experts in all.
+    # ``routed``: called with tokens (N, D), chosen experts (N, k) and their weights (N, k), returns (N, D). ``every``:
+    # called with the rows of every expert one after the other, (experts * N, D), returns as many (Llama 4).
     call: str
-    """``routed``: called with tokens (N, D), chosen experts (N, k) and their weights (N, k), returns (N, D). ``every``:
-    called with the rows of every expert one after the other, (experts * N, D), returns as many (Llama 4)."""
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -198,10 +197,8 @@ class ExpertMesh:
     """The meshes on which experts live. For 8 ranks with ``tp=2, ep=4``: ``dense`` is (dp_shard 4, tp 2), ``whole`` is
     (efsdp 2, ep 4)."""
 
-    whole: DeviceMesh
-    """Axes ``dp_replicate`` (where there are replicas), ``efsdp`` and ``ep``."""
-    dense: DeviceMesh
-    """The mesh of all other parameters."""
+    whole: DeviceMesh  # Axes ``dp_replicate`` (where there are replicas), ``efsdp`` and ``ep``.
+    dense: DeviceMesh  # The mesh of all other parameters.
 
     @property
     def ep(self) -> DeviceMesh:
@@ -301,8 +298,8 @@ def expert_shard_dim(parameter: nn.Parameter, ranks: int) -> int:
 # The computation of experts, on rows that are sorted by expert and counted on the host.
 
 
+# Rows (R, D), sorted by expert, and how many each expert has → (R, D).
 Compute = Callable[[Tensor, Sequence[int]], Tensor]
-"""Rows (R, D), sorted by expert, and how many each expert has → (R, D)."""
 
 _KNOWN = frozenset(("gate_up_proj", "gate_up_proj_bias", "up_proj", "up_proj_bias", "down_proj", "down_proj_bias"))
 

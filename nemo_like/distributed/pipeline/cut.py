@@ -33,8 +33,7 @@ from nemo_like.distributed.documents import PackedCalls
 from nemo_like.losses.model_loss import loss_hooks
 from nemo_like.options import ChunkedLoss, PipelineParallel
 
-STAGE_MARK = "_nemo_like_pipeline_stage"
-"""Attribute of a stage's tree."""
+STAGE_MARK = "_nemo_like_pipeline_stage"  # Attribute of a stage's tree.
 
 
 class StageEnd(Exception):
@@ -42,8 +41,7 @@ class StageEnd(Exception):
 
     def __init__(self, sent: Any) -> None:
         super().__init__("end of a pipeline stage (a signal; please don't catch it)")
-        self.sent = sent
-        """Hidden states; what a stage of a caller's own sends."""
+        self.sent = sent  # Hidden states; what a stage of a caller's own sends.
 
 
 class Received:
@@ -152,8 +150,8 @@ def merged(trees: Sequence[nn.Module]) -> nn.Module:
     return merged_module
 
 
+# The attribute of a stage's tree that has its `MicrobatchCall`; no child of the tree.
 _CALL = "_nemo_like_microbatch_call"
-"""The attribute of a stage's tree that has its `MicrobatchCall`; no child of the tree."""
 
 
 class MicrobatchCall(nn.Module):
@@ -191,8 +189,7 @@ class StageForward:
         self._model, self._packed = model, packed
         self._in_chunks = None if in_chunks is None or not stage.is_last else loss_hooks(model, in_chunks)
         self.microbatches: Sequence[Mapping[str, Any]] = ()
-        self.shares: Sequence[float] = ()
-        """Each one's share of the loss of the whole batch."""
+        self.shares: Sequence[float] = ()  # Each one's share of the loss of the whole batch.
 
     def __call__(self, *inputs: Tensor, microbatch: Tensor | None = None, **more: object) -> Any:
         """`given`: the number of the micro-batch on the first stage; on others what the one before sent, as a rule the
@@ -302,31 +299,24 @@ class StagesOfModel(Protocol):
 class StageParts:
     """Parameters that run before, in and after the layers; all names are the original model's."""
 
-    aliases: ClassVar[Mapping[str, str]] = {}
-    """Both stages hold a tied parameter under the name in `tied`."""
+    aliases: ClassVar[Mapping[str, str]] = {}  # Both stages hold a tied parameter under the name in `tied`.
 
-    layers: tuple[str, ...]
-    """In the order in which they run."""
+    layers: tuple[str, ...]  # In the order in which they run.
+    # Parameters of the first stage: those used before the first layer, and those that are not used at all.
     before: frozenset[str]
-    """Parameters of the first stage: those used before the first layer, and those that are not used at all."""
-    after: frozenset[str]
-    """Parameters of the last stage."""
+    after: frozenset[str]  # Parameters of the last stage.
+    # Parameters that are used before and after (a tied embedding): both stages hold them, and add up their gradients.
     tied: tuple[str, ...]
-    """Parameters that are used before and after (a tied embedding): both stages hold them, and add up their gradients."""
+    # Form of each layer's output: None for its hidden states, a number for a tuple of that length that begins with
+    # them.
     forms: tuple[int | None, ...]
-    """Form of each layer's output: None for its hidden states, a number for a tuple of that length that begins with
-    them."""
-    inputs: tuple[int | str, ...]
-    """Position or name of the argument in which each layer is given the hidden states."""
-    hidden_width: tuple[int, ...]
-    """Shape of the hidden states behind rows and tokens."""
+    inputs: tuple[int | str, ...]  # Position or name of the argument in which each layer is given the hidden states.
+    hidden_width: tuple[int, ...]  # Shape of the hidden states behind rows and tokens.
     hidden_dtype: torch.dtype
-    layer_flops: tuple[float, ...]
-    """FLOPs of one forward of each layer, on the sample."""
+    layer_flops: tuple[float, ...]  # FLOPs of one forward of each layer, on the sample.
     flops_before: float
     flops_after: float
-    sent_by: int = 1
-    """Ranks each of which sends its part of a sequence."""
+    sent_by: int = 1  # Ranks each of which sends its part of a sequence.
 
     def sent(self, stage: int, microbatch: Mapping[str, Any], rows: int, tokens: int) -> tuple[TensorForm, ...]:
         """As `StagesOfModel.sent`: the hidden states, whatever the stage."""
@@ -346,8 +336,7 @@ class StageSlice:
 
     index: int
     count: int
-    layers: range
-    """Range of the model's layers."""
+    layers: range  # Range of the model's layers.
 
     @property
     def is_first(self) -> bool:
@@ -492,8 +481,7 @@ class HeldStage:
     """One stage that this rank holds."""
 
     slice: StageSlice
-    module: nn.Module
-    """Its tree, under the names of the original model; sharded, checkpointed and compiled."""
+    module: nn.Module  # Its tree, under the names of the original model; sharded, checkpointed and compiled.
     forward: StageForward
 
 
@@ -518,8 +506,7 @@ class StagesOfRank:
     ) -> None:
         self.stages, self.parts, self.options, self.device = list(stages), parts, options, device
         self.group = mesh["pp"].get_group()
-        self.groups = mesh_groups(mesh)
-        """Groups of all axes: along them, every rank is heard."""
+        self.groups = mesh_groups(mesh)  # Groups of all axes: along them, every rank is heard.
         self.groups_of_stage = [mesh[name].get_group() for name in mesh.mesh_dim_names or () if name != "pp"]
 
     def sequence_parts(self) -> list[Parts]:

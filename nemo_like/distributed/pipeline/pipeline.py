@@ -56,8 +56,8 @@ class Pipeline(StagesOfRank):
         self._schedules: dict[Any, Any] = {}
         self._tied_group = _tied_group(mesh) if parts.tied and self._last_rank else None
         self._verified = False
+        # Called with each batch that `step` trains on, and how many micro-batches it becomes.
         self.sees: Callable[[Mapping[str, Any], int], None] | None = None
-        """Called with each batch that `step` trains on, and how many micro-batches it becomes."""
         self.tie()
 
     # --- a step ---------------------------------------------------------------------------------------------------

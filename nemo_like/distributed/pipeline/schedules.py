@@ -38,10 +38,9 @@ def make_schedule(options: PipelineParallel, stages: Sequence[Any], loss_fn: Cal
 
 # What each rank of a pipeline runs, in which order: read from torch's own schedules, without a process group.
 
-FORWARD, BACKWARD, INPUTS, WEIGHTS = "F", "B", "I", "W"
-"""Forward; backward in one piece; its two halves."""
+FORWARD, BACKWARD, INPUTS, WEIGHTS = "F", "B", "I", "W"  # Forward; backward in one piece; its two halves.
+# Actions of FSDP2 for a whole stage: its parameters are gathered, freed; its gradients reduced.
 UNSHARD, RESHARD, REDUCE = "UNSHARD", "RESHARD", "REDUCE_GRAD"
-"""Actions of FSDP2 for a whole stage: its parameters are gathered, freed; its gradients reduced."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +49,7 @@ class Action:
 
     kind: str
     stage: int
-    microbatch: int
-    """-1: all of them."""
+    microbatch: int  # -1: all of them.
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.microbatch if self.microbatch >= 0 else ''}"

@@ -117,20 +117,16 @@ class _UseWatch(TorchDispatchMode):
     def __init__(self, model: nn.Module, names: list[str], state: Mapping[str, Tensor], sample: object) -> None:
         super().__init__()
         self.model, self.names, self.phase = model, names, 0
-        self.flops: Counter[int] = Counter()
-        """By phase."""
-        self.held: list[Any] = []
-        """Storages are told apart by id, so they must live."""
+        self.flops: Counter[int] = Counter()  # By phase.
+        self.held: list[Any] = []  # Storages are told apart by id, so they must live.
         # A tied one under its first name.
         self.parameters = {self.key(state[name]): name for name, _ in model.named_parameters()}
         self.aliases = {
             name: self.parameters[self.key(state[name])] for name, _ in model.named_parameters(remove_duplicate=False)
         }
         self.used: dict[str, set[int]] = {name: set() for name in self.parameters.values()}
-        self.made: dict[int, int] = {}
-        """Phase in which a tensor was made that depends on a parameter."""
-        self.passed: set[int] = set()
-        """Tensors of earlier phases that the current one may use: the hidden states."""
+        self.made: dict[int, int] = {}  # Phase in which a tensor was made that depends on a parameter.
+        self.passed: set[int] = set()  # Tensors of earlier phases that the current one may use: the hidden states.
         self.forms: list[int | None] = []
         self.inputs: list[int | str] = []
         self.hidden: tuple[tuple[int, ...], torch.dtype] | None = None

@@ -170,15 +170,12 @@ def _apply_rule(rule: Rule, mesh: DeviceMesh, cut_output: bool) -> None:
 class SequencePlaces:
     """Places where sequence parallelism changes a model, by names of modules."""
 
-    first: tuple[str, ...]
-    """The first layer of each stack, which is given this rank's part of the sequence."""
-    last: tuple[str, ...]
-    """The last ones, whose output is put together."""
+    first: tuple[str, ...]  # The first layer of each stack, which is given this rank's part of the sequence.
+    last: tuple[str, ...]  # The last ones, whose output is put together.
+    # Modules with matrices (attention, MLP), which see the whole sequence; whether cut linears alone read it, and one
+    # ends it.
     owners: Mapping[str, bool]
-    """Modules with matrices (attention, MLP), which see the whole sequence; whether cut linears alone read it, and one
-    ends it."""
-    in_part: tuple[str, ...]
-    """Modules with parameters that see a part of the sequence."""
+    in_part: tuple[str, ...]  # Modules with parameters that see a part of the sequence.
 
 
 def sequence_places(model: nn.Module, rules: Sequence[Rule], layers: Sequence[Layer] | None = None) -> SequencePlaces:

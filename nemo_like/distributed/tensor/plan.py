@@ -42,13 +42,10 @@ class Rule:
 
     fqn: str
     style: ParallelStyle
-    style_name: str
-    """The name in the plan; the class name where the plan holds an object."""
+    style_name: str  # The name in the plan; the class name where the plan holds an object.
     module: nn.Module
-    parameter: str | None = None
-    """Set where the rule names a single parameter of `module`."""
-    adapted: str | None = None
-    """The name of the LoRA layer that `module` is in, where it is in one."""
+    parameter: str | None = None  # Set where the rule names a single parameter of `module`.
+    adapted: str | None = None  # The name of the LoRA layer that `module` is in, where it is in one.
 
     @property
     def place(self) -> str:
@@ -302,10 +299,9 @@ def _check_heads(model: nn.Module, rule: Rule, module: nn.Linear, tp_size: int) 
 # plan works as it is. A ``Linear`` weight is (out, in): *colwise* cuts it along dim 0 (each rank computes some output
 # features), *rowwise* along dim 1 (each rank sums over some input features, and the sums are reduced).
 
+# Styles that cut output features. Only plain ``colwise`` leaves each rank with its own heads.
 COLWISE = frozenset({"colwise", "colwise_gather_output", "colwise_rep"})
-"""Styles that cut output features. Only plain ``colwise`` leaves each rank with its own heads."""
-ROWWISE = frozenset({"rowwise", "rowwise_split_input", "rowwise_rep"})
-"""Styles that cut input features."""
+ROWWISE = frozenset({"rowwise", "rowwise_split_input", "rowwise_rep"})  # Styles that cut input features.
 
 
 class Untouched(ParallelStyle):

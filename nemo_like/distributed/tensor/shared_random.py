@@ -44,10 +44,10 @@ class SharedRandom:
         self._generators = generators(mesh.device_type)
         self._torch = [name for name in self._generators if name not in ("Python", "NumPy")]
         self._modules: list[nn.Module] = []
+        # Generators that calls of a mode were seen to draw from, the same on every rank.
         self._drawn: dict[bytes, set[str]] = {}
-        """Generators that calls of a mode were seen to draw from, the same on every rank."""
+        # The states with which a call began, and `_lent` those that a first call took from another rank, as they were.
         self._began: dict[bytes, dict[str, Any]] = {}
-        """The states with which a call began, and `_lent` those that a first call took from another rank, as they were."""
         self._lent: dict[str, Any] = {}
 
     def put(self, model: nn.Module) -> None:

@@ -24,17 +24,17 @@ from nemo_like._util.module_tree import bare_name
 from nemo_like.distributed.consistency_checks import gather, mesh_groups, wire_device
 
 _Reference = weakref.ref[nn.Parameter]
+# By id, what replaced parameters were called; empty again once none of them is referenced.
 _replaced: dict[int, tuple[_Reference, str]] = {}
-"""By id, what replaced parameters were called; empty again once none of them is referenced."""
 
 
 class Before(NamedTuple):
     """A parameter before it is replaced, which is not kept alive."""
 
     reference: _Reference
+    # The attributes that were set on it: ``_no_weight_decay``, ``_optim``, muP's shapes. A class of another library has
+    # its own.
     marks: dict[str, Any]
-    """The attributes that were set on it: ``_no_weight_decay``, ``_optim``, muP's shapes. A class of another library has
-    its own."""
 
 
 def parameters_of(model: nn.Module) -> dict[str, Before]:

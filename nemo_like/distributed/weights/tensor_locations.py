@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor
 from nemo_like._util.module_tree import bare_name, join
 from nemo_like.torch_compat import as_dtensor_type, tree_map_only
 
+# Set on a root whose shards wait in CPU memory, which FSDP2 does not tell in public.
 CPU_OFFLOAD_MARK = "_nemo_like_cpu_offload"
-"""Set on a root whose shards wait in CPU memory, which FSDP2 does not tell in public."""
 
+# The attribute of a module with the stages of one rank of a pipeline that has the pipeline's process group.
 STAGES_MARK = "_nemo_like_stages"
-"""The attribute of a module with the stages of one rank of a pipeline that has the pipeline's process group."""
 
 
 @dataclass(eq=False)
@@ -30,10 +30,9 @@ class Slot:
 
     tensor: Tensor
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
+    # The original model's names, in the order in which the model registers them.
     names: list[str] = field(default_factory=list)
-    """The original model's names, in the order in which the model registers them."""
-    saved: bool = True
-    """The tensor is part of a state dict; false for non-persistent buffers."""
+    saved: bool = True  # The tensor is part of a state dict; false for non-persistent buffers.
 
     @property
     def name(self) -> str:
@@ -164,8 +163,8 @@ def describe_strided(module: nn.Module, state: dict[str, Any], prefix: str, _met
             state[prefix + name] = in_boxes(value)
 
 
+# A place in a whole tensor, and the values there: a view of what this rank holds.
 Box = tuple[ChunkStorageMetadata, Tensor]
-"""A place in a whole tensor, and the values there: a view of what this rank holds."""
 
 
 def boxes_of(tensor: Tensor) -> Iterator[Box]:
