@@ -61,10 +61,13 @@ class ModelCalls:
     FSDP2 leaves some units gathered behind forward. Their copies would go into an optimizer that is built then, or would
     be computed with again after the optimizer's step (pytorch#144289). So the shards are registered as soon as forward
     has ended, and what was gathered is freed where no backward has come in between, or a shard was written.
+
+    Args:
+        held: units that stay gathered after forward.
+        keep: over several forwards (stages of a pipeline).
     """
 
     def __init__(self, model: nn.Module, held: Sequence[nn.Module], keep: bool) -> None:
-        """held: units that stay gathered after forward. keep: over several forwards (stages of a pipeline)."""
         self._model, self._held, self._keep = model, held, keep
         self._versions: list[list[int]] = []
         # Calls of the model under way: a hook of it may call it, as context parallelism does in its first call.
@@ -285,12 +288,15 @@ class UnusedParameters:
     FSDP2 sends zeros for them, so that all ranks pack the same gradients into one sum: one task's head on one rank, another
     task's on the next. A parameter that no rank has reached gets no gradient, as without sharding, and no optimizer moves
     it. For that, ranks send one small reduction behind each backward, for which only those wait that have such parameters.
+
+    Args:
+        units: of FSDP2, in `model`.
+        groups: along which they reduce.
     """
 
     def __init__(
         self, model: nn.Module, units: Sequence[nn.Module], groups: Sequence[dist.ProcessGroup | None]
     ) -> None:
-        """units: of FSDP2, in `model`. groups: along which they reduce."""
         self._groups = groups
         self._params: list[Any] = []
         self._reached, self._fresh = set[int](), set[int]()

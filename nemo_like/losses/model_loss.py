@@ -446,12 +446,15 @@ def _width(head: nn.Module) -> int | None:
 
 
 class LossHooks:
-    """The two hooks of one model."""
+    """The two hooks of one model.
+
+    Args:
+        planning: act in evaluation mode too, and put there, instead of logging it, why logits are whole.
+    """
 
     def __init__(
         self, head: nn.Module, options: ChunkedLoss, planning: list[str] | None = None, in_evaluation: bool = False
     ) -> None:
-        """planning: act in evaluation mode too, and put there, instead of logging it, why logits are whole."""
         self._head, self._options, self._planning = head, options, planning
         self.in_evaluation = in_evaluation  # The hooks act in evaluation mode, too.
         self._open: list[tuple[contextlib.ExitStack, list[HeadCall] | None]] = []

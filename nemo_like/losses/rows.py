@@ -145,7 +145,12 @@ class Terms:
 
 
 class CrossEntropyRows:
-    """`Terms` of each token, zero where the label is `ignore_index`."""
+    """`Terms` of each token, zero where the label is `ignore_index`.
+
+    Args:
+        labels: (tokens,) int64.
+        backend: the compiler of what is done with a block; None: none.
+    """
 
     def __init__(
         self,
@@ -156,7 +161,6 @@ class CrossEntropyRows:
         shape: Shape,
         backend: str | None = None,
     ) -> None:
-        """labels: (tokens,) int64. backend: the compiler of what is done with a block; None: none."""
         self.labels = labels
         self.counts = labels != ignore_index
         self._terms = Terms(smoothing, z_loss, shape)

@@ -42,12 +42,16 @@ _OTHER_TARGETS = (
 
 
 class RootHooks:
-    """The hooks of a whole model."""
+    """The hooks of a whole model.
+
+    Args:
+        call: whose hooks these are; another than `model`, where this is a pipeline's stage.
+        is_stack: it is the stack.
+    """
 
     def __init__(
         self, model: nn.Module, parts: Parts, call: nn.Module, loss_mean: LossMean = None, is_stack: bool = False
     ) -> None:
-        """call: whose hooks these are; another than `model`, where this is a pipeline's stage. is_stack: it is the stack."""
         self.model, self.parts, self.loss_mean = model, parts, loss_mean
         self._whole, self._is_stack = call is model, is_stack
         self._open: list[_Loss | None] = []
@@ -158,10 +162,13 @@ class RootHooks:
 
 
 class _Loss:
-    """The loss of one call."""
+    """The loss of one call.
+
+    Args:
+        names: of the labels of tokens among the `arguments`.
+    """
 
     def __init__(self, hooks: RootHooks, names: list[str], arguments: dict[str, Any]) -> None:
-        """names: of the labels of tokens among the `arguments`."""
         self._hooks, self._arguments = hooks, arguments
         # Where the caller has shifted them, the model's loss reads those alone.
         self._shifted = "shift_labels" in names

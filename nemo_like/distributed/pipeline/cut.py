@@ -173,6 +173,9 @@ class StageForward:
     """The forward of a stage's tree: the model's own, from what was received to what is sent, or the loss.
 
     Hooks of the tree see what the stage is called with, and not the micro-batch: those that want that are put on `call`.
+
+    Args:
+        packed: what keeps documents apart in the whole model.
     """
 
     def __init__(
@@ -183,7 +186,6 @@ class StageForward:
         packed: PackedCalls | None,
         in_chunks: ChunkedLoss | None,
     ) -> None:
-        """packed: what keeps documents apart in the whole model."""
         self.call = MicrobatchCall(model, model.forward)
         self._received, self._stage = received, stage
         self._model, self._packed = model, packed

@@ -295,10 +295,13 @@ def _cut_sequences(model: nn.Module, places: SequencePlaces, mesh: DeviceMesh, w
 
 
 class _Edges:
-    """The hooks where stacks of layers begin and end."""
+    """The hooks where stacks of layers begin and end.
+
+    Args:
+        first, last: names of the layers where stacks begin and end.
+    """
 
     def __init__(self, first: Sequence[str], last: Sequence[str], mesh: DeviceMesh) -> None:
-        """first, last: names of the layers where stacks begin and end."""
         self.first, self.last, self.mesh = first, last, mesh
         self.handles: list[Any] = []
 

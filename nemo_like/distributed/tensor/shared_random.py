@@ -36,10 +36,12 @@ class SharedRandom:
 
     A call that draws is compared in each later call of its mode (which modules train), since a program may seed generators,
     or draw from them, in between. torch's generators are compared in the first call of a mode whether it draws or not.
+
+    Args:
+        mesh: the one-dimensional tensor-parallel mesh.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        """mesh: the one-dimensional tensor-parallel mesh."""
         self._mesh = mesh
         self._generators = generators(mesh.device_type)
         self._torch = [name for name in self._generators if name not in ("Python", "NumPy")]

@@ -70,10 +70,12 @@ class StoredSource:
 
     Weights may be at the top, or under ``"model"`` as training checkpoints have them. Files of Hugging Face have most
     MoE blocks expert by expert (`fused_weights`); here they have the names and shapes of the model.
+
+    Args:
+        apart: names that the model has as the files do, and that are not to be fused.
     """
 
     def __init__(self, path: Path, reader: FileSystemReader, apart: Collection[str] = ()) -> None:
-        """apart: names that the model has as the files do, and that are not to be fused."""
         self.label, self._reader = str(path), reader
         metadata = reader.read_metadata()
         reader.set_up_storage_reader(metadata, is_coordinator=True)
