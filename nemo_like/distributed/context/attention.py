@@ -220,8 +220,7 @@ class OfTransformers(Attention):
         return self.function(self.module, query, key, value, mask, **self.arguments | {"is_causal": causal})
 
     def states(self, output: Any) -> Tensor:
-        states: Tensor = output[0]
-        return states.transpose(1, 2)
+        return output[0].transpose(1, 2)
 
     def output(self, states: Tensor) -> Any:
         return states.transpose(1, 2).contiguous(), None

@@ -64,8 +64,7 @@ class Attention(ABC):
 
     def states(self, output: Any) -> Tensor:
         """Return (B, H, L, D) of an output of `run`."""
-        states: Tensor = output
-        return states
+        return output
 
     def output(self, states: Tensor) -> Any:
         """Return the output of such states, the opposite of `states`."""

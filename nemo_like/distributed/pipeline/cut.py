@@ -165,8 +165,7 @@ class MicrobatchCall(nn.Module):
 
 def call_of(model: nn.Module) -> nn.Module:
     """Whose hooks see what a model is called with: `model`, or the `MicrobatchCall` of a stage's tree."""
-    module: nn.Module = vars(model).get(_CALL, model)
-    return module
+    return vars(model).get(_CALL, model)
 
 
 class StageForward:
