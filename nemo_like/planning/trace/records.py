@@ -91,7 +91,7 @@ class Running(NamedTuple):
     until_apart: Recorded
     """Log of its backward, or the first half of it, up to the end of the experts' backward."""
     rest: Recorded
-    """What follows of it."""
+    """The entries of that log that follow."""
     released: Recorded
     weights: Recorded
     """Log of the second half of its backward."""
