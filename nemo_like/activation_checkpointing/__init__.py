@@ -2,7 +2,7 @@
 
 from nemo_like.activation_checkpointing.apply import apply_specs
 from nemo_like.activation_checkpointing.contexts import make_selective_checkpoint_context_fn
-from nemo_like.activation_checkpointing.engine.global_state import register
+from nemo_like.activation_checkpointing.engine.global_state import attention_back_end, register
 from nemo_like.activation_checkpointing.kv_sharing import detect_kv_sharing_and_maybe_disable_cache
 from nemo_like.activation_checkpointing.legacy import (
     apply_full_layer_checkpointing_to_layers,
@@ -12,7 +12,6 @@ from nemo_like.activation_checkpointing.legacy import (
 )
 from nemo_like.activation_checkpointing.policy import Decision, DecisionTable, FullPolicy, Policy, SelectivePolicy
 from nemo_like.activation_checkpointing.spec import CheckpointSpec
-from nemo_like.activation_checkpointing.transformer_engine import attention_back_end
 from nemo_like.activation_checkpointing.wrapper import (
     SELECTIVE_AC_WRAPPER_FLAG,
     CheckpointWrapper,

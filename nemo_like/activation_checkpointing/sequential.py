@@ -24,10 +24,10 @@ from nemo_like._util.words import a_or_an
 from nemo_like.activation_checkpointing.engine import verification
 from nemo_like.activation_checkpointing.engine.containers import Contents, map_leaves
 from nemo_like.activation_checkpointing.engine.dispatch import ForwardMode, kinds_for
+from nemo_like.activation_checkpointing.engine.global_state import Surroundings
 from nemo_like.activation_checkpointing.engine.inputs import SavedInputs
 from nemo_like.activation_checkpointing.engine.module_state import module_of, modules_in
 from nemo_like.activation_checkpointing.engine.region import Region
-from nemo_like.activation_checkpointing.engine.surroundings import Surroundings
 from nemo_like.activation_checkpointing.policy import Policy
 from nemo_like.activation_checkpointing.transfer import Transfer
 from nemo_like.activation_checkpointing.wrapper import CheckpointWrapper

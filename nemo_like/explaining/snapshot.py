@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import gzip
 import pickle
+import re
 import zlib
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -18,8 +19,8 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-# A stack: dicts with `name`, `filename` and `line`, the innermost first.
-Frames = Sequence[Mapping[str, Any]]
+from nemo_like.explaining.stacks import Frames, in_package, line_of, text_of
+
 BEFORE = -1  # The number of the event that made a block from before the recording.
 # Bytes of a file, unpacked, that are read at most: a snapshot of 1,000,000 events has some 0.3 GB.
 _LARGEST = 4 << 30
@@ -250,3 +251,67 @@ def _overlaps(segments: list[dict[str, Any]]) -> list[str]:
     crossed = sum(end > start for (_, end), (start, _) in pairwise(ends))
     crossed += sum(sum(block["size"] for block in each["blocks"]) > each["total_size"] for each in segments)
     return [f"{crossed} segments overlap or are overfull: the file is damaged."] if crossed else []
+
+
+# A snapshot without what tells whose it is: for sending it to others.
+
+_SEGMENT = ("device", "address", "total_size", "stream", "allocated_size", "active_size", "is_expandable")
+_BLOCK = ("address", "size", "requested_size")
+# Numbers that are kept; what else a snapshot has is left out.
+_EVENT = ("addr", "size", "stream", "device_free")
+_WORDS = {"segment_type", "state", "action"}
+_OF_PYTHON = re.compile(r".*/(python3\.\d+/.*)")
+
+
+def write_stripped(snapshot: Mapping[str, Any], path: str | Path) -> None:
+    """Write a snapshot without paths, names of files outside of packages, and text that users put in.
+
+    Kept are sizes, addresses, streams and order; names of functions and lines; files from the folder of packages on. Other
+    files are ``script1.py``, ``script2.py``, in the order in which they occur.
+
+    Args:
+        snapshot: what `nemo_like.explaining.snapshot.read_snapshot` returned.
+        path: the file that is written: a pickle of plain values.
+    """
+    names: dict[str, str] = {}
+    stacks: dict[int, list[dict[str, Any]]] = {}
+
+    def stack_of(part: Mapping[str, Any]) -> list[dict[str, Any]]:
+        frames = part.get("frames") or []
+        if id(frames) not in stacks:
+            stacks[id(frames)] = [_frame(frame, names) for frame in frames]
+        return stacks[id(frames)]
+
+    def block_of(block: Mapping[str, Any]) -> dict[str, Any]:
+        history = block.get("history")
+        frames = block if "frames" in block or not history else history[0]
+        return _kept(block, _BLOCK) | {"frames": stack_of(frames)}
+
+    segments = [
+        _kept(segment, _SEGMENT) | {"blocks": list(map(block_of, segment["blocks"]))}
+        for segment in snapshot["segments"]
+    ]
+    traces = [
+        [_kept(event, _EVENT) | {"frames": stack_of(event)} for event in trace] for trace in snapshot["device_traces"]
+    ]
+    with open(path, "wb") as file:
+        pickle.dump({"segments": segments, "device_traces": traces}, file, protocol=4)
+
+
+def _kept(part: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    words = {name: part[name] for name in _WORDS if isinstance(part.get(name), str) and part[name].isidentifier()}
+    return words | {name: part[name] for name in names if isinstance(part.get(name), int)}
+
+
+def _frame(frame: Any, names: dict[str, str]) -> dict[str, Any]:
+    filename = text_of(frame, "filename")
+    inside, of_python = in_package(filename), _OF_PYTHON.match(filename.replace("\\", "/"))
+    if inside != filename.replace("\\", "/"):
+        kept = f"site-packages/{inside}"
+    elif of_python is not None:
+        kept = of_python[1]
+    elif filename.endswith((".py", ".pyx")) or filename.startswith("<"):
+        kept = names.setdefault(filename, f"script{len(names) + 1}.py")
+    else:
+        kept = "??"
+    return {"name": text_of(frame, "name"), "filename": kept, "line": line_of(frame)}

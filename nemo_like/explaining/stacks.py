@@ -8,13 +8,14 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from nemo_like.explaining.snapshot import Frames
+# A stack: dicts with `name`, `filename` and `line`, the innermost first.
+Frames = Sequence[Mapping[str, Any]]
 
 
 class Phase(StrEnum):

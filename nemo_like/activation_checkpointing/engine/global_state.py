@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from operator import is_
 from typing import Any, NamedTuple
@@ -22,10 +23,14 @@ from torch import Tensor
 
 from nemo_like._util.plain import is_plain
 from nemo_like._util.rng import accelerator_type
+from nemo_like.activation_checkpointing.engine.buffers import BufferSnapshot
 from nemo_like.activation_checkpointing.engine.containers import is_kind_of_container, map_leaves
+from nemo_like.activation_checkpointing.engine.dispatch import ForwardMode, look_on
 from nemo_like.activation_checkpointing.engine.handles import RegionError
+from nemo_like.activation_checkpointing.engine.hooks import hook_calls
 from nemo_like.activation_checkpointing.engine.inputs import SavedInputs
-from nemo_like.activation_checkpointing.engine.random_state import Generators
+from nemo_like.activation_checkpointing.engine.module_state import ModuleState, module_of
+from nemo_like.activation_checkpointing.engine.random_state import Generators, closure_of, learned_of
 from nemo_like.torch_compat import (
     SWITCH_READERS,
     function_modes,
@@ -279,3 +284,94 @@ def put_back(switches: list[Switch], wanted: list[Any], stack: ExitStack) -> Non
         if now != value:
             put(value)
             stack.callback(put, now)
+
+
+# Transformer Engine's choice of an attention back end, made in recomputation as in forward (NeMo Automodel#3330).
+
+# Modules, newest first, whose `_attention_backends` dict caches the attention back end that was chosen last.
+_TE_ATTENTION = (
+    "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention",
+    "transformer_engine.pytorch.attention",
+)
+
+
+def attention_back_end() -> Restore | None:
+    """Recomputation chooses as forward did: the cache is put back as forward found it (NeMo Automodel#3330).
+
+    Only where Transformer Engine has been imported; its cache is private, and absent means nothing to keep.
+    """
+    for name in _TE_ATTENTION:
+        cache = getattr(sys.modules.get(name), "_attention_backends", None)
+        if isinstance(cache, dict):
+            entries = dict(cache)
+            return lambda: _dict_contents(cache, entries)
+    return None
+
+
+@contextlib.contextmanager
+def _dict_contents(target: dict[Any, Any], contents: dict[Any, Any]) -> Iterator[None]:
+    present = dict(target)
+    target.clear()
+    target.update(contents)
+    try:
+        yield
+    finally:
+        target.clear()
+        target.update(present)
+
+
+# All that steers the results of one call and is not an argument: noted in forward, put back for its recomputation.
+
+
+class Surroundings:
+    """The state of the module that `function` is, or is a method of, and of the program, at the moment of creation."""
+
+    def __init__(self, function: Any, values: Iterable[Any], preserve_rng_state: bool) -> None:
+        """`values`: the call's arguments."""
+        module, self._learned = module_of(function), learned_of(function)
+        self._module = ModuleState(module) if module is not None else None
+        self._buffers = BufferSnapshot(module, self._module.attributes) if module is not None and self._module else None
+        self._hooks = hook_calls(self._module, self._learned) if self._module is not None else None
+        held = self._module.generators if self._module is not None else closure_of(function)
+        self._global_state = GlobalState(Generators(self._learned, (*held, *values)) if preserve_rng_state else None)
+        # Makes the context that the function runs in, in recomputation.
+        self.looker: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def in_forward(
+        self, region: Any, mode: ForwardMode | None, inputs: SavedInputs | None
+    ) -> AbstractContextManager[Any]:
+        """Return the context that the function of a `region` runs in, in forward; see `look_on`."""
+        look, self.looker = look_on(mode, self._global_state.generators, inputs, self._learned)
+        stack = ExitStack()
+        if self._hooks is not None:
+            stack.enter_context(self._hooks.in_forward(region))
+        stack.enter_context(mode or look or nullcontext())
+        return stack
+
+    def forward_done(self) -> bool:
+        """Keep only the state that the call used or changed. Returns whether recomputation gets copies of buffers."""
+        self._global_state.forget_unused_rng()
+        if self._buffers is not None and not self._buffers.forward_done():
+            self._buffers = None
+        if self._module is not None:
+            self._module.forward_done()
+        return self._buffers is not None
+
+    def restore(self, stack: ExitStack, region: Any) -> None:
+        """Make everything as it was, until `stack` ends.
+
+        Raises:
+            RegionError: something was changed that cannot be put back.
+        """
+        if self._module is not None:
+            self._module.check(region.name, self._buffers.puts_back if self._buffers is not None else lambda *_: False)
+            self._module.restore(stack)
+        if self._buffers is not None:
+            self._buffers.restore(stack)
+        self._global_state.restore(stack)
+        if self._hooks is not None:
+            stack.enter_context(self._hooks.in_recomputation(region))
+
+    def run(self, region: str, function: Callable[..., Any], *args: object, **kwargs: object) -> Any:
+        """Call `function` with the context variables that forward found."""
+        return self._global_state.variables.run(region, function, *args, **kwargs)

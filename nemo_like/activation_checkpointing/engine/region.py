@@ -16,6 +16,7 @@ from nemo_like._util.log import warn_once
 from nemo_like._util.tensors import versions
 from nemo_like.activation_checkpointing.engine import verification
 from nemo_like.activation_checkpointing.engine.dispatch import ForwardMode, ReplayMode, kinds_for
+from nemo_like.activation_checkpointing.engine.global_state import Surroundings
 from nemo_like.activation_checkpointing.engine.handles import (
     Kept,
     Placeholder,
@@ -28,7 +29,6 @@ from nemo_like.activation_checkpointing.engine.handles import (
 from nemo_like.activation_checkpointing.engine.hooks import recomputation
 from nemo_like.activation_checkpointing.engine.inputs import SavedInputs
 from nemo_like.activation_checkpointing.engine.module_state import PLAIN_TENSORS
-from nemo_like.activation_checkpointing.engine.surroundings import Surroundings
 from nemo_like.activation_checkpointing.ops import facts
 from nemo_like.activation_checkpointing.policy import HOST, SAVE, SKIP, PlanMismatchError, Policy
 from nemo_like.activation_checkpointing.transfer import SynchronousTransfer, Transfer
