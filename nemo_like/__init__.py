@@ -45,8 +45,8 @@ if TYPE_CHECKING:  # what type checkers and editors see of the names below; "as"
     from nemo_like.distributed.update_in_backward import OptimizerInBackward as OptimizerInBackward
     from nemo_like.distributed.update_in_backward import optimizer_in_backward as optimizer_in_backward
     from nemo_like.distributed.weights.materialize import materialize as materialize
-    from nemo_like.explaining.explain import Explanation as Explanation
     from nemo_like.explaining.explain import explain as explain
+    from nemo_like.explaining.explanation import Explanation as Explanation
     from nemo_like.fake_rank import DryRun as DryRun
     from nemo_like.fake_rank import dry_run as dry_run
     from nemo_like.integrations import ActivationOffloadingMixin as ActivationOffloadingMixin

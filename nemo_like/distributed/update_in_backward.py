@@ -19,8 +19,8 @@ class OptimizerInBackward:
     """The optimizers of `optimizer_in_backward`, one for each parameter."""
 
     def __init__(self, optimizers: dict[str, torch.optim.Optimizer]) -> None:
+        # By the name of the parameter: for a schedule of learning rates, as an example.
         self.optimizers = optimizers
-        """By the name of the parameter: for a schedule of learning rates, as an example."""
         self._hooks = [
             param.register_post_accumulate_grad_hook(functools.partial(_step_with, optimizer))
             for optimizer in optimizers.values()

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import html
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_like._util.table import Column, Table, byte_word, paragraph
+from nemo_like._util.table import byte_word
 from nemo_like._util.words import MIB
+from nemo_like.explaining.explanation import Explanation, FailedRequest, Row
 from nemo_like.explaining.messages import OutOfMemory, causes, read_message, words
 from nemo_like.explaining.parts import MemoryKind, Parts, parts_of
 from nemo_like.explaining.snapshot import BEFORE, Block, SnapshotError, Timeline, read_snapshot, timelines
 from nemo_like.explaining.stacks import Sources, operator_of, place_of
-from nemo_like.explaining.unexpected import Cure, Unexpected, cures_of, unexpected_at_peak
+from nemo_like.explaining.unexpected import Unexpected, cures_of, unexpected_at_peak
 
 if TYPE_CHECKING:
     from torch import nn
@@ -179,143 +179,6 @@ def _compared(used: int, need: int, planned: PlannedJob) -> Iterator[str]:
     if not reasons:
         nearest = f" The nearest is {tried[0][2]}, {byte_word(tried[0][1])}." if tried else ""
         yield f"No single change of the job takes as much.{nearest} Record a snapshot for the parts."
-
-
-# Explanation of a recorded peak, in words and as JSON.
-
-_WIDTH = 80
-
-
-@dataclass(frozen=True)
-class Row:
-    """A part of the peak, or a place within one."""
-
-    what: str
-    size: int
-    blocks: int
-    where: str = ""
-
-
-@dataclass(frozen=True)
-class FailedRequest:
-    """The request that failed."""
-
-    device: int
-    where: str
-    asked_bytes: int
-    free_bytes: int
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """A peak compared with the planned one."""
-
-    peak_bytes: int  # Bytes of the planned peak.
-    where: str  # Stretch of the step that has it.
-    # Recorded and planned bytes by part, where the recorded peak is.
-    parts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    layers: tuple[str, ...] = ()  # Layers that differ from their plan, a line for each group of neighbours.
-    refusal: str = ""  # The reason why nothing is compared.
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """The parts of a device's memory at its peak; `nemo_like.explain` makes it."""
-
-    device: int
-    """Number of the GPU."""
-    peak_bytes: int
-    """Bytes in blocks at the peak, as the allocator counts them."""
-    reserved_bytes: int
-    """Most bytes that the allocator had reserved."""
-    named_bytes: int
-    """Bytes at the peak of which the part is known."""
-    where: str
-    """Phase, operator and place of the last allocation before the peak."""
-    parts: Mapping[str, int]
-    """Bytes at the peak by part, the largest first."""
-    layers: tuple[int, ...] = ()
-    """Bytes at the peak of each layer; empty where layers are not known."""
-    rows: tuple[Row, ...] = ()
-    """The parts, and the places in the source that made most of each."""
-    unexpected: tuple[Unexpected, ...] = ()
-    """Memory that should not be there, the largest first."""
-    out_of_memory: FailedRequest | None = None
-    """The request that failed, where the recording has one."""
-    notes: tuple[str, ...] = ()
-    """Doubts about the file, a line each."""
-    cures: tuple[Cure, ...] = ()
-    """Changes that lower the peak, each with the bytes of the peak after it."""
-    comparison: Comparison | None = None
-    """The planned peak, where a model was given."""
-    lines: tuple[str, ...] = ()
-    """The answer for a message or a number of bytes, in place of where the peak is."""
-    message: Mapping[str, Any] | None = None
-    """Numbers of an out-of-memory message."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return it for JSON; bytes are whole numbers."""
-        failed = self.out_of_memory
-        return {
-            "peak_bytes": self.peak_bytes,
-            "reserved_bytes": self.reserved_bytes,
-            "named_bytes": self.named_bytes,
-            "where": self.where,
-            "parts": dict(self.parts),
-            "layers": [{"index": index, "bytes": size} for index, size in enumerate(self.layers)],
-            "unexpected": [each.to_dict() for each in self.unexpected],
-            "cures": [asdict(cure) for cure in self.cures],
-            "oom": None if failed is None else asdict(failed),
-            "plan": None if self.comparison is None else asdict(self.comparison),
-            "message": self.message,
-        }
-
-    def __str__(self) -> str:
-        return "\n".join(_lines(self))
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
-
-
-def _lines(explanation: Explanation) -> Iterable[str]:
-    peak, comparison, failed = explanation.peak_bytes, explanation.comparison, explanation.out_of_memory
-    yield from explanation.lines
-    if failed is not None and not explanation.lines:
-        request, free = byte_word(failed.asked_bytes), byte_word(failed.free_bytes)
-        yield f"Out of memory: {request} asked, {free} free, in {failed.where}."
-    if not explanation.lines:
-        yield f"Peak {byte_word(peak)} ({byte_word(explanation.reserved_bytes)} reserved), in {explanation.where}."
-        if comparison is not None and not comparison.refusal:
-            more = comparison.peak_bytes / max(1, peak) - 1
-            yield f"Plan {byte_word(comparison.peak_bytes)} ({more:+.1%}), in {comparison.where}."
-        for each in explanation.unexpected:
-            yield paragraph(f"{byte_word(each.size)} should not be there: {each.words}.", _WIDTH)
-            if each.change:
-                yield f"Paste:  {each.change}   (peak {byte_word(each.peak_after)})"
-    if explanation.rows:
-        rows = ((row.what[:40], _mib(row.size), f"{row.blocks:,}", row.where) for row in explanation.rows)
-        yield _table("what", "MiB", "blocks", "where", rows=rows)
-    if explanation.rows and explanation.named_bytes < peak:
-        yield f"{explanation.named_bytes / max(1, peak):.1%} of the bytes have a name."
-    if comparison is not None and comparison.parts:
-        sizes = comparison.parts.items()
-        rows = ((part, _mib(real), _mib(plan), _mib(real - plan)) for part, (real, plan) in sizes)
-        yield _table("compared with the plan", "MiB", "planned", "more", rows=rows)
-    if comparison is not None:
-        yield from (*comparison.layers, *filter(None, [paragraph(comparison.refusal, _WIDTH)]))
-    if explanation.cures:
-        lower = ((cure.change, _mib(cure.peak_after - peak), _mib(cure.peak_after)) for cure in explanation.cures)
-        yield _table("what else lowers the peak", "MiB", "peak", rows=lower)
-    yield from explanation.notes
-
-
-def _table(*names: str, rows: Iterable[tuple[str, ...]]) -> str:
-    columns = (Column(name, left=name in (names[0], "where")) for name in names)
-    return f"\n{Table(tuple(columns), tuple(rows)).text()}"
-
-
-def _mib(size: int) -> str:
-    return f"{size / MIB:,.0f}"
 
 
 # Explanation of a recorded timeline: parts, layers and places at its peak.

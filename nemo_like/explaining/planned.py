@@ -14,7 +14,7 @@ from torch import nn
 
 from nemo_like._util.words import MIB, write_bytes
 from nemo_like.activation_checkpointing.plan import STAYING, Part
-from nemo_like.explaining.explain import Comparison
+from nemo_like.explaining.explanation import Comparison
 from nemo_like.explaining.messages import ModelSizes, OutOfMemory, Reading, readings
 from nemo_like.explaining.parts import MemoryKind, Parts, round_up, rounded
 from nemo_like.explaining.snapshot import BEFORE, Block

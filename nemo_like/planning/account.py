@@ -33,25 +33,20 @@ from nemo_like.planning.query import RNG_STATE, Choices, PlanQuery, Stage
 from nemo_like.planning.roofline import host_optimizer_seconds, kernel_kind, optimizer_seconds
 from nemo_like.planning.selection.layer import BlockProblem, Choice
 
-_NOTHING = 1e-12
-"""A share of a step that rounding may leave over."""
+_NOTHING = 1e-12  # A share of a step that rounding may leave over.
 
 
 @dataclass(frozen=True)
 class Account:
     """Rows of one step: bytes, seconds, and the ranks of a pipeline."""
 
-    peak: Peak
-    """The highest point of the step, on the rank that has the highest."""
+    peak: Peak  # The highest point of the step, on the rank that has the highest.
     step: StepSeconds
-    inputs: int
-    """Bytes of the step's input, which peaks leave out."""
-    bytes: tuple[Row, ...]
-    """Rows in bytes that add up to the peak."""
-    seconds: tuple[Row, ...]
-    """Rows in seconds that add up to the step."""
+    inputs: int  # Bytes of the step's input, which peaks leave out.
+    bytes: tuple[Row, ...]  # Rows in bytes that add up to the peak.
+    seconds: tuple[Row, ...]  # Rows in seconds that add up to the step.
+    # Stages and peak of each rank of a pipeline; empty: no pipeline.
     ranks: tuple[tuple[list[int], Peak], ...] = ()
-    """Stages and peak of each rank of a pipeline; empty: no pipeline."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the account in JSON values; bytes and seconds."""

@@ -23,8 +23,7 @@ Each = TypeVar("Each")
 class Change:
     """One change of a job."""
 
-    words: str
-    """The change in the keywords of `nemo_like.parallelize`, or in variables of the environment."""
+    words: str  # The change in the keywords of `nemo_like.parallelize`, or in variables of the environment.
     job: Job
 
 

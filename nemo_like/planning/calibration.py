@@ -29,8 +29,7 @@ from nemo_like.planning.devices import RATES, Device, device_at_hand, rates_file
 from nemo_like.planning.predictions.seconds import step_seconds
 from nemo_like.planning.query import Choices, PlanQuery
 
-SECONDS = 3.0
-"""Most seconds of one measurement, of which there are at most ten."""
+SECONDS = 3.0  # Most seconds of one measurement, of which there are at most ten.
 
 
 def calibrate(seconds: float | None = None) -> Path:
@@ -169,16 +168,15 @@ def _gather(device: torch.device) -> float:
     return part.numel() * (world_size() - 1) / best
 
 
-MOST = 4.0
-"""Largest factor of rates; its inverse is the least."""
+MOST = 4.0  # Largest factor of rates; its inverse is the least.
 _NUMBER = r"([\d.,]+)\s*([KM]?)"
+# By program, what its log has of a step, and the unit: ``tokens`` are those of one GPU in a second.
 _LOGS: Mapping[str, tuple[str, str]] = {
     "torchtitan": (rf"\bstep:\s*\d+\b.*\btps:\s*{_NUMBER}", "tokens"),
     "KempnerForge": (rf"\bstep_time={_NUMBER}s?", "seconds"),
     "nanotron": (rf"\belapsed_time_per_iteration_ms:\s*{_NUMBER}", "milliseconds"),
     "litgpt": (rf"\biter time:\s*{_NUMBER}\s*ms", "milliseconds"),
 }
-"""By program, what its log has of a step, and the unit: ``tokens`` are those of one GPU in a second."""
 READ = f"1.83s, 950ms or 6120tok/s (of one GPU); log.jsonl of nemo-like; a log of {', '.join(_LOGS)}"
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -187,8 +185,8 @@ class Speed(NamedTuple):
     """Speed of a step as it was measured."""
 
     value: float
+    # ``seconds``, ``milliseconds``, ``tokens`` (of one GPU in a second), or ``all tokens`` (of all GPUs).
     unit: str
-    """``seconds``, ``milliseconds``, ``tokens`` (of one GPU in a second), or ``all tokens`` (of all GPUs)."""
 
     def seconds(self, tokens: int | None, query: PlanQuery) -> float:
         """Return the seconds of a step of `query`; `tokens`: of one micro-batch of one rank.

@@ -28,40 +28,31 @@ class Device:
 
     name: str
     memory_bytes: int
+    # FLOP/s of large matrix products: ``"half"`` (bfloat16, float16), ``"single"`` (float32), ``"float8"`` where
+    # known.
     matmul_flops: Mapping[str, float]
-    """FLOP/s of large matrix products: ``"half"`` (bfloat16, float16), ``"single"`` (float32), ``"float8"`` where known."""
-    attention_flops: Mapping[str, float]
-    """FLOP/s of fused attention, likewise."""
-    bandwidth: float
-    """Bytes per second between its memory and its kernels."""
-    host_link: float
-    """Bytes per second to or from CPU memory, one direction."""
-    kind: str
-    """``"cuda"`` or ``"cpu"``: whose attention kernels run, and how its allocator rounds."""
+    attention_flops: Mapping[str, float]  # FLOP/s of fused attention, likewise.
+    bandwidth: float  # Bytes per second between its memory and its kernels.
+    host_link: float  # Bytes per second to or from CPU memory, one direction.
+    kind: str  # ``"cuda"`` or ``"cpu"``: whose attention kernels run, and how its allocator rounds.
     sources: Mapping[str, str]
+    # CUDA compute capability, by which attention kernels are chosen; of no meaning where `kind` is not ``"cuda"``.
     capability: tuple[int, int] = (8, 0)
-    """CUDA compute capability, by which attention kernels are chosen; of no meaning where `kind` is not ``"cuda"``."""
-    peak_flops: float = 0.0
-    """FLOP/s in 16 bits by the data sheet: what a share of (MFU) is of. 0: unknown."""
+    peak_flops: float = 0.0  # FLOP/s in 16 bits by the data sheet: what a share of (MFU) is of. 0: unknown.
+    # Bytes per second that a collective reaches between devices of one host, one direction of one device.
     nvlink: float = 20e9
-    """Bytes per second that a collective reaches between devices of one host, one direction of one device."""
-    network: float = 10e9
-    """The same between hosts."""
+    network: float = 10e9  # The same between hosts.
     gpus_per_host: int = 8
-    hop_seconds: float = 1e-5
-    """Latency of one step of a collective."""
-    launch_seconds: float = 0.0
-    """The least that one kernel takes, with its launch."""
-    rates: str = "the table"
-    """Source of its speeds: the table, or the file of a calibration."""
-    known_as: str = ""
-    """The table's name of it, where it has another one of its own."""
+    hop_seconds: float = 1e-5  # Latency of one step of a collective.
+    launch_seconds: float = 0.0  # The least that one kernel takes, with its launch.
+    rates: str = "the table"  # Source of its speeds: the table, or the file of a calibration.
+    known_as: str = ""  # The table's name of it, where it has another one of its own.
+    # Bytes per second between the host's memory and its processors, one device's share of a full host; 0: not known.
     host_bandwidth: float = 0.0
-    """Bytes per second between the host's memory and its processors, one device's share of a full host; 0: not known."""
+    # Multiprocessors, over which the tiles of a matrix product are spread; 0: not known, and not counted.
     processors: int = 0
-    """Multiprocessors, over which the tiles of a matrix product are spread; 0: not known, and not counted."""
+    # Bytes of a CUDA context with the kernels that training loads: what is there before torch's allocator has any.
     context_bytes: int = 512 << 20
-    """Bytes of a CUDA context with the kernels that training loads: what is there before torch's allocator has any."""
 
     def flops_of(self, op: OpOverload, *, half: bool) -> float:
         """FLOP/s that the kernel of `op` reaches; `half`: in a 16-bit type."""
@@ -149,6 +140,7 @@ def rates_file(device: Device) -> Path:
     return cache_folder() / "rates" / (re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") + ".json")
 
 
+# By field of `Device` that is measured, its entry in the file.
 RATES: Mapping[str, tuple[str, str | None]] = {
     "matmul_half": ("matmul_flops", "half"),
     "matmul_single": ("matmul_flops", "single"),
@@ -160,7 +152,6 @@ RATES: Mapping[str, tuple[str, str | None]] = {
     "nvlink": ("nvlink", None),
     "network": ("network", None),
 }
-"""By field of `Device` that is measured, its entry in the file."""
 
 
 def calibrated(device: Device) -> Device:
@@ -213,6 +204,7 @@ def _device(name: str, entry: Mapping[str, Any]) -> Device:
     )
 
 
+# Field of `Device`: its key in the table, and how to read it. An entry may leave these out.
 _OPTIONAL: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "nvlink": ("nvlink_gbps", lambda value: value * 1e9),
     "network": ("network_gbps", lambda value: value * 1e9),
@@ -223,7 +215,6 @@ _OPTIONAL: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "processors": ("processors", int),
     "context_bytes": ("context_mib", lambda value: int(value * (1 << 20))),
 }
-"""Field of `Device`: its key in the table, and how to read it. An entry may leave these out."""
 
 
 _FIELDS = (
@@ -238,8 +229,8 @@ _FIELDS = (
 )
 
 
+# Share of a device that a step leaves free by default: half of the published peaks are predicted within 5 %.
 MARGIN = 0.05
-"""Share of a device that a step leaves free by default: half of the published peaks are predicted within 5 %."""
 
 
 def step_limit(device: Device, memory: int | str | None = None) -> int:

@@ -306,12 +306,9 @@ def _same(stage: Stage, choices: Sequence[Choice]) -> list[Choice]:
 class PlannedRank:
     """A planned job, and one rank's peak in it."""
 
-    job: Job
-    """The job, with a `Plan` in the place of a budget."""
-    traced: ModelTrace | None
-    """The model's layers; None: they are on several stages."""
-    peak_bytes: int | None
-    """Peak of the rank, in bytes; None: nothing is predicted for such an ``ac``."""
+    job: Job  # The job, with a `Plan` in the place of a budget.
+    traced: ModelTrace | None  # The model's layers; None: they are on several stages.
+    peak_bytes: int | None  # Peak of the rank, in bytes; None: nothing is predicted for such an ``ac``.
 
 
 def plan_rank(model: nn.Module, sample_input: Any, job: Job, rank: int) -> PlannedRank:

@@ -22,12 +22,10 @@ from nemo_like.planning.report import PlanReport, Step, fewest, gpu_counts, larg
 from nemo_like.planning.report import what_if as changes
 from nemo_like.planning.sharding import same_on_all_ranks
 
-MOST_TOKENS, MOST_SEQUENCES = 1 << 22, 1 << 12
-"""Longest sequence and largest micro-batch that are searched."""
+MOST_TOKENS, MOST_SEQUENCES = 1 << 22, 1 << 12  # Longest sequence and largest micro-batch that are searched.
+# Tokens of a sequence where the caller gives no length, and where the search for the longest begins.
 START = 4096
-"""Tokens of a sequence where the caller gives no length, and where the search for the longest begins."""
-_TOKENS = 128
-"""Step of the search for the longest sequence, in tokens for each rank that shares it."""
+_TOKENS = 128  # Step of the search for the longest sequence, in tokens for each rank that shares it.
 
 
 def predict(

@@ -57,11 +57,9 @@ from nemo_like.planning.selection.layer import Choice, LayerRun, Stack
 from nemo_like.planning.sharding import Sharding, UnitBytes, sharding_of
 from nemo_like.planning.trace.kinds import settings_of
 
-RNG_STATE = torch.get_rng_state().numel()
-"""Bytes of the state of the CPU's generator."""
+RNG_STATE = torch.get_rng_state().numel()  # Bytes of the state of the CPU's generator.
 
-Choices = Sequence[Sequence[Choice]]
-"""Choices of each stage: one per layer call."""
+Choices = Sequence[Sequence[Choice]]  # Choices of each stage: one per layer call.
 
 
 class Traced:
@@ -180,13 +178,11 @@ class Stage:
     """One stage under one job; without a pipeline, the whole model."""
 
     part: TracedPart
-    job: Job
-    """Job of the ranks that hold a copy of the stage: it has no pipeline."""
+    job: Job  # Job of the ranks that hold a copy of the stage: it has no pipeline.
     slice: StageSlice
-    names: tuple[str, ...]
-    """Names of its layers in the whole model."""
+    names: tuple[str, ...]  # Names of its layers in the whole model.
+    # Results of `nemo_like.planning.predictions.seconds.layer_runs`.
     runs: dict[tuple[Choice, ...], list[LayerRun]] = field(default_factory=dict, repr=False)
-    """Results of `nemo_like.planning.predictions.seconds.layer_runs`."""
 
     @property
     def device(self) -> Device:
@@ -390,8 +386,7 @@ class HeldOnce(NamedTuple):
 
     params: int = 0
     grads: int = 0
-    state: int = 0
-    """Bytes of the optimizer's state."""
+    state: int = 0  # Bytes of the optimizer's state.
 
 
 @dataclass(frozen=True, eq=False)
@@ -401,10 +396,10 @@ class PlanQuery:
     traced: Traced
     job: Job
     stages: tuple[Stage, ...]
+    # Results of `nemo_like.planning.predictions.rank.rank_peak`.
     peaks: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
-    """Results of `nemo_like.planning.predictions.rank.rank_peak`."""
+    # Saved bytes and peak of the choices that were last made for a rank: others are near.
     near: dict[int, tuple[int, int]] = field(default_factory=dict, repr=False, compare=False)
-    """Saved bytes and peak of the choices that were last made for a rank: others are near."""
 
     @classmethod
     def from_model(cls, model: nn.Module, sample_input: Any, job: Job, **how: Any) -> PlanQuery:

@@ -46,31 +46,25 @@ from nemo_like.planning.predictions.reserved import (
 from nemo_like.planning.predictions.seconds import timeline_of
 from nemo_like.planning.query import Choices, PlanQuery, Stage
 
-SHARES = ("75%", "50%", "25%", "12.5%")
-"""Budgets that are planned where the caller names none."""
+SHARES = ("75%", "50%", "25%", "12.5%")  # Budgets that are planned where the caller names none.
 
 
 @dataclass(frozen=True)
 class ReportRow(Explained):
     """One way to checkpoint, with the bytes and seconds of a step."""
 
-    ac: str
-    """Text to write after ``ac=``."""
+    ac: str  # Text to write after ``ac=``.
     plan: Plan
-    need: Need
-    """Bytes that decide whether it fits; in a pipeline, on the rank that needs most."""
-    fits: bool
-    """True if it fits on the device, and in CPU memory."""
+    need: Need  # Bytes that decide whether it fits; in a pipeline, on the rank that needs most.
+    fits: bool  # True if it fits on the device, and in CPU memory.
+    # One choice for each layer call of each stage.
     choices: Choices = field(default=(), compare=False, repr=False)
-    """One choice for each layer call of each stage."""
-    host_bytes: int = 0
-    """Bytes that one rank has in CPU memory."""
-    peaks: tuple[Peak, ...] = ()
-    """The peak of each rank of the pipeline; one without a pipeline."""
+    host_bytes: int = 0  # Bytes that one rank has in CPU memory.
+    peaks: tuple[Peak, ...] = ()  # The peak of each rank of the pipeline; one without a pipeline.
+    # Bytes that the caching allocator reserves on each rank of a pipeline; empty: no pipeline, or no such allocator.
     reserved: tuple[int, ...] = ()
-    """Bytes that the caching allocator reserves on each rank of a pipeline; empty: no pipeline, or no such allocator."""
+    # Share of the time in which the ranks of a pipeline wait, communication left out; None: no pipeline.
     bubble: float | None = None
-    """Share of the time in which the ranks of a pipeline wait, communication left out; None: no pipeline."""
 
     @property
     def seconds(self) -> float:
@@ -82,14 +76,11 @@ class ReportRow(Explained):
 class WhatIf:
     """One change of a job, and the fastest plan that then fits."""
 
-    change: str
-    """The change in the keywords of `nemo_like.parallelize`, or in words."""
-    row: ReportRow
-    """The fastest row that fits; where nothing does, full checkpointing."""
-    tokens_per_second: float | None
-    """Tokens per second of one device; None: the input is not text."""
+    change: str  # The change in the keywords of `nemo_like.parallelize`, or in words.
+    row: ReportRow  # The fastest row that fits; where nothing does, full checkpointing.
+    tokens_per_second: float | None  # Tokens per second of one device; None: the input is not text.
+    # The changed job, where it has the same question: as many tokens on as many devices.
     job: Job | None = None
-    """The changed job, where it has the same question: as many tokens on as many devices."""
 
     def cells(self, unit: ByteUnit) -> tuple[str, ...]:
         """Return the line of the table."""
@@ -364,8 +355,8 @@ class PlanReport:
         }
 
 
+# Share of the time of the fastest row that a change must be below, to be named: predictions are off by more.
 _FASTER = 0.99
-"""Share of the time of the fastest row that a change must be below, to be named: predictions are off by more."""
 _MEANINGS = (
     "saved: activations that wait for backward, on the rank that peaks highest. reserved: what CUDA's caching allocator "
     "takes for all tensors, by a model of it; it decides what fits. recompute: FLOPs that backward runs again, as a "
@@ -483,12 +474,10 @@ class Step:
 
     model: nn.Module
     job: Job
+    # Function that makes the input of one micro-batch, of so many sequences of so many tokens, and describes it.
     given: Callable[[int, int], tuple[Any, str]]
-    """Function that makes the input of one micro-batch, of so many sequences of so many tokens, and describes it."""
-    batch: int = 1
-    """Sequences of a micro-batch."""
-    seq_len: int = 0
-    """Tokens of a sequence; 0: the input has a length of its own."""
+    batch: int = 1  # Sequences of a micro-batch.
+    seq_len: int = 0  # Tokens of a sequence; 0: the input has a length of its own.
 
     @cached_property
     def input(self) -> tuple[Any, str]:

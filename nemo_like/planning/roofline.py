@@ -17,8 +17,9 @@ from nemo_like.planning.devices import Device
 from nemo_like.planning.trace.block import OpRecord
 from nemo_like.torch_compat import TorchDispatchMode
 
+# Rows and columns of the output that one multiprocessor works on at a time, in the large products of cuBLAS and
+# CUTLASS.
 _TILE = (128, 256)
-"""Rows and columns of the output that one multiprocessor works on at a time, in the large products of cuBLAS and CUTLASS."""
 
 
 def op_seconds(op: OpRecord, device: Device) -> float:
@@ -75,8 +76,7 @@ class OpSeconds(TorchDispatchMode):
     def __init__(self, device: Device) -> None:
         super().__init__()
         self.device, self.seconds = device, 0.0
-        self.kinds: defaultdict[str, float] = defaultdict(float)
-        """`seconds` by `kernel_kind`."""
+        self.kinds: defaultdict[str, float] = defaultdict(float)  # `seconds` by `kernel_kind`.
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
@@ -153,8 +153,7 @@ class RankGroup:
     """Ranks that exchange data."""
 
     ranks: int
-    per_host: int
-    """Ranks of the group on one host."""
+    per_host: int  # Ranks of the group on one host.
 
     @property
     def hosts(self) -> int:
@@ -204,8 +203,7 @@ def exchange_seconds(size: int, group: RankGroup, device: Device) -> float:
 # next to nothing (AMD EPYC, 2 cores, torch 2.13.0+cpu; docs/evidence/overhead.md), and halved: the CPU of a GPU node runs
 # one thread about twice as fast. The half is an assumption.
 
-_FASTER = 2.0
-"""Times the host of a GPU node is faster than the measuring machine: assumed."""
+_FASTER = 2.0  # Times the host of a GPU node is faster than the measuring machine: assumed.
 
 
 def _rate(forward: float, backward: float) -> float:
@@ -217,12 +215,11 @@ def _rate(forward: float, backward: float) -> float:
 _ALONE = _rate(4.6, 5.8)
 _FULL = _rate(9.0, 17.1)
 _BY_OPERATOR = _rate(17.3, 26.7)
-_UNIT = _rate(1_710, 2_010)
-"""FSDP2's hooks, copies and collectives of a layer, beside its operators."""
+_UNIT = _rate(1_710, 2_010)  # FSDP2's hooks, copies and collectives of a layer, beside its operators.
+# A linear that tensor parallelism splits: DTensor's dispatch and its share of the collectives.
 _PRODUCT = _rate(380, 785)
-"""A linear that tensor parallelism splits: DTensor's dispatch and its share of the collectives."""
+# The same with sequence parallelism, which gathers and scatters instead of one sum.
 _SEQUENCE_PRODUCT = _rate(654, 1_104)
-"""The same with sequence parallelism, which gathers and scatters instead of one sum."""
 
 
 def host_seconds(

@@ -33,45 +33,37 @@ from nemo_like.torch_compat import local_part
 class UnitBytes:
     """Bytes of one FSDP2 unit on one rank."""
 
-    kind: str
-    """``layer`` | ``tail`` | ``embedding`` | ``root`` | ``dtype``."""
-    shard: int
-    """Bytes of its parameters as stored on the device."""
+    kind: str  # ``layer`` | ``tail`` | ``embedding`` | ``root`` | ``dtype``.
+    shard: int  # Bytes of its parameters as stored on the device.
+    # Bytes of its parameters gathered, in the dtype of forward; also of the flat buffer of the gather.
     gathered: int
-    """Bytes of its parameters gathered, in the dtype of forward; also of the flat buffer of the gather."""
+    # Bytes of the cast copy of its shard that the gather reads; 0 where the shard itself is read.
     gather_input: int
-    """Bytes of the cast copy of its shard that the gather reads; 0 where the shard itself is read."""
     reduce_input: int
     reduce_output: int
-    grad: int
-    """Bytes of its gradients once reduced, in the dtype of the parameters."""
+    grad: int  # Bytes of its gradients once reduced, in the dtype of the parameters.
+    # Bytes of its gradients before they are reduced, in the dtype of the reduction, as a micro-batch that does not
+    # reduce keeps them.
     whole_grad: int
-    """Bytes of its gradients before they are reduced, in the dtype of the reduction, as a micro-batch that does not reduce
-    keeps them."""
+    # Bytes of its parameters that are cut on another dim than 0, gathered: copied once more in each gather.
     copied: int
-    """Bytes of its parameters that are cut on another dim than 0, gathered: copied once more in each gather."""
+    # Bytes of the last such parameter's gradient: alive until the unit's gradients are reduced.
     held_in_reduce: int
-    """Bytes of the last such parameter's gradient: alive until the unit's gradients are reduced."""
+    # True where this parameter is the last of all with a gradient; else that one's gradient is alive as long, too.
     cut_last: bool
-    """True where this parameter is the last of all with a gradient; else that one's gradient is alive as long, too."""
-    reshard: bool
-    """True where it is freed after forward."""
-    stack: str = ""
-    """Name of the stack that a layer is in. Layers of one stack gather each other ahead."""
+    reshard: bool  # True where it is freed after forward.
+    stack: str = ""  # Name of the stack that a layer is in. Layers of one stack gather each other ahead.
+    # Bytes of its shard in the dtype of forward: as much as what is gathered where one rank holds all of it.
     shard_gathered: int = 0
-    """Bytes of its shard in the dtype of forward: as much as what is gathered where one rank holds all of it."""
-    each_shard: tuple[int, ...] = ()
-    """`shard` by parameter."""
-    each_gathered: tuple[int, ...] = ()
-    """`gathered` by parameter."""
+    each_shard: tuple[int, ...] = ()  # `shard` by parameter.
+    each_gathered: tuple[int, ...] = ()  # `gathered` by parameter.
+    # Bytes that a rank keeps of each gathered parameter between forward and backward, where fewer ranks share them
+    # then.
     each_kept: tuple[int, ...] = ()
-    """Bytes that a rank keeps of each gathered parameter between forward and backward, where fewer ranks share them then."""
-    host_shard: int = 0
-    """Bytes of its parameters, where they are stored in CPU memory instead."""
+    host_shard: int = 0  # Bytes of its parameters, where they are stored in CPU memory instead.
+    # Bytes of its gradients once reduced, where they go to CPU memory: not in `grad` then.
     host_grad: int = 0
-    """Bytes of its gradients once reduced, where they go to CPU memory: not in `grad` then."""
-    trained: tuple[TrainedParameter, ...] = ()
-    """This rank's share of each of its parameters that train."""
+    trained: tuple[TrainedParameter, ...] = ()  # This rank's share of each of its parameters that train.
 
     @property
     def flat(self) -> int:
@@ -86,40 +78,31 @@ class UnitBytes:
 class Sharding:
     """State of a model on one rank."""
 
-    units: tuple[UnitBytes, ...]
-    """Units of the layers, each once."""
-    modules: tuple[str, ...]
-    """Name of the layer of each of `units`."""
+    units: tuple[UnitBytes, ...]  # Units of the layers, each once.
+    modules: tuple[str, ...]  # Name of the layer of each of `units`.
     tail: UnitBytes | None
-    embedding: UnitBytes | None
-    """The token embedding, where it is a unit of its own."""
+    embedding: UnitBytes | None  # The token embedding, where it is a unit of its own.
     root: UnitBytes
-    replicated: int
-    """Bytes of the parameters that every rank stores whole."""
-    world: int
-    """Number of ranks that parameters are sharded over."""
-    prefetch: tuple[int, int]
-    """Numbers of units fetched ahead in forward and in backward."""
+    replicated: int  # Bytes of the parameters that every rank stores whole.
+    world: int  # Number of ranks that parameters are sharded over.
+    prefetch: tuple[int, int]  # Numbers of units fetched ahead in forward and in backward.
     tail_names: frozenset[str]
     embedding_names: frozenset[str] = frozenset()
+    # True where its collectives are gloo's, which makes a copy of what it gathers into and of what it reduces.
     gloo: bool = False
-    """True where its collectives are gloo's, which makes a copy of what it gathers into and of what it reduces."""
-    padding: int = 0
-    """Bytes of `params` that no parameter uses, because the ranks do not divide it."""
+    padding: int = 0  # Bytes of `params` that no parameter uses, because the ranks do not divide it.
+    # Unit of the experts inside a layer, where these are split, by the layer's name.
     experts: Mapping[str, UnitBytes] = field(default_factory=dict)
-    """Unit of the experts inside a layer, where these are split, by the layer's name."""
+    # True where FSDP2 is there for one rank too, as with tensor parallelism: it gathers and reduces all the same.
     alone: bool = False
-    """True where FSDP2 is there for one rank too, as with tensor parallelism: it gathers and reduces all the same."""
+    # This rank's share of each parameter that trains, in the order of ``model.parameters()``; of those that are on
+    # the device.
     trained: tuple[TrainedParameter, ...] = ()
-    """This rank's share of each parameter that trains, in the order of ``model.parameters()``; of those that are on the
-    device."""
+    # Shares that are in CPU memory (``FSDP2(cpu_offload=True)``), with their gradients and optimizer state.
     trained_on_host: tuple[TrainedParameter, ...] = ()
-    """Shares that are in CPU memory (``FSDP2(cpu_offload=True)``), with their gradients and optimizer state."""
 
-    replicas: int = 1
-    """Number of ranks with the same shards, over which FSDP2 sums their gradients."""
-    one_stack: bool = True
-    """True where all layers are in one stack, whose last layer gathers the tail ahead."""
+    replicas: int = 1  # Number of ranks with the same shards, over which FSDP2 sums their gradients.
+    one_stack: bool = True  # True where all layers are in one stack, whose last layer gathers the tail ahead.
 
     def fetched_ahead(self, call: int, units: Sequence[UnitBytes | None]) -> list[int]:
         """Return the layer calls whose units are gathered ahead when `call` begins its forward; ``len(units)``: the tail.
@@ -199,8 +182,8 @@ class ParameterForms:
         plan = plan_units(model, layers, ends=ends, ignored_params=scalars, apart=apart)
         named = dict(model.named_parameters(remove_duplicate=False))
         self.plan = plan
+        # Ids of the parameters that get a gradient; None: of all that require one.
         self.trained = None if trained is None else frozenset(id(named[name]) for name in trained)
-        """Ids of the parameters that get a gradient; None: of all that require one."""
         names = {module: name for name, module in model.named_modules(remove_duplicate=False)}
         self.names = tuple(names[bare(source.modules[0])] for source in plan.layers)
         by_parameter = {id(p): name for name, p in named.items()}
@@ -208,22 +191,22 @@ class ParameterForms:
         self.embedding_names = frozenset(by_parameter[id(p)] for p in (plan.embedding.params if plan.embedding else ()))
         self._forms: dict[Any, int] = {}
         self._of: dict[int, int] = {}
-        self.first: list[nn.Parameter] = []
-        """The first parameter of each form, by the form's number."""
+        self.first: list[nn.Parameter] = []  # The first parameter of each form, by the form's number.
         expert_ids = {id(weight) for each in experts for weight in each.weights}
         in_layers = {id(p) for layer in layers for p in bare(layer.module).parameters()}
+        # Parameters that train, in the order of ``model.parameters()``: form, whether in a layer, whether an
+        # expert's.
         self.trains: list[tuple[int, bool, bool]] = [
             (self.form(p), id(p) in in_layers, id(p) in expert_ids)
             for p in model.parameters()
             if self.trains_in_step(p)
         ]
-        """Parameters that train, in the order of ``model.parameters()``: form, whether in a layer, whether an expert's."""
+        # The forms of each of the plan's units, by its id.
         self.units = {id(unit): tuple(map(self.form, unit.params)) for unit in (*plan.units, *plan.by_dtype)}
-        """The forms of each of the plan's units, by its id."""
+        # Number of parameters of each form in the plan's units.
         self.sharded = Counter(form for unit in plan.units for form in self.units[id(unit)])
-        """Number of parameters of each form in the plan's units."""
+        # Forms of the weights of experts inside, by name of the layer.
         self.experts: dict[str, tuple[int, ...]] = {}
-        """Forms of the weights of experts inside, by name of the layer."""
         for name, source in zip(self.names, plan.layers if experts else ()):
             inside = set(bare(source.modules[0]).modules())
             weights = [weight for each in experts if each.module in inside for weight in each.weights]

@@ -21,21 +21,21 @@ from nemo_like.options import Precision
 from nemo_like.planning.devices import Device
 from nemo_like.transformers_compat import text_config
 
+# Kinds of attention in a config's ``layer_types`` that do not see all tokens: where the config has how many.
 _WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
-"""Kinds of attention in a config's ``layer_types`` that do not see all tokens: where the config has how many."""
 
 
 @dataclass(frozen=True)
 class StepFlops:
     """FLOPs of forward and backward of a causal language model, by the length of its rows."""
 
+    # FLOPs of matrices. A matrix of N numbers takes 2 N forward, and 2 N for its own gradient if it trains. It takes
+    # 2 N for its input's gradient if something that is registered before it trains. A token goes through as many
+    # experts as the config states.
     per_token: int
-    """FLOPs of matrices. A matrix of N numbers takes 2 N forward, and 2 N for its own gradient if it trains. It takes 2
-    N for its input's gradient if something that is registered before it trains. A token goes through as many experts as
-    the config states."""
+    # FLOPs of attention, for each layer: the window (None: all tokens), and FLOPs for each pair of a token and one it
+    # sees.
     per_pair: tuple[tuple[int | None, int], ...]
-    """FLOPs of attention, for each layer: the window (None: all tokens), and FLOPs for each pair of a token and one it
-    sees."""
 
     def of(self, length: int) -> int:
         """Return the FLOPs of a row of so many tokens.
@@ -114,10 +114,8 @@ class Utilisation:
     """The facts that MFU is counted with, or why it is not counted."""
 
     flops: StepFlops | None
-    peak: float
-    """FLOP/s of one device."""
-    words: str
-    """For people, in one line: what it is a share of, or why it is left out."""
+    peak: float  # FLOP/s of one device.
+    words: str  # For people, in one line: what it is a share of, or why it is left out.
 
     @classmethod
     def for_model(cls, model: nn.Module, device: Device, precision: Precision) -> Utilisation:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from nemo_like.activation_checkpointing import sequential
-from nemo_like.activation_checkpointing.engine import region, surroundings
+from nemo_like.activation_checkpointing.engine import global_state, region
 from nemo_like.activation_checkpointing.engine.handles import RegionError
 from tests.models.blocks import Stack, under
 
@@ -70,7 +70,7 @@ class _ByReference:
 @pytest.fixture
 def unprotected(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("GlobalState", "BufferSnapshot", "ModuleState"):
-        monkeypatch.setattr(surroundings, name, _Nothing)
+        monkeypatch.setattr(global_state, name, _Nothing)
     for module in (region, sequential):
         monkeypatch.setattr(module, "SavedInputs", _ByReference)
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from nemo_like.explaining.explain import Explanation, explain
+from nemo_like.explaining.explain import explain
+from nemo_like.explaining.explanation import Explanation
 from nemo_like.explaining.parts import parts_of
 from nemo_like.explaining.snapshot import read_snapshot, timelines
 from tests.explaining.made import Recording, real

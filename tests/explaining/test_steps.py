@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from nemo_like import Job, dry_run, explain
-from nemo_like.explaining.explain import Explanation
+from nemo_like.explaining.explanation import Explanation
 from nemo_like.models import resolve_model
 from tests.explaining.taped import Taped, dry_runs_taped
 

@@ -217,8 +217,7 @@ def make_search(
     return Search(rankings, trace, say, until, rejected=rejected)
 
 
-_BATCH = 8
-"""Most sequences of the micro-batch that the formula's trace is of."""
+_BATCH = 8  # Most sequences of the micro-batch that the formula's trace is of.
 
 
 def _formula(

@@ -48,14 +48,14 @@ from nemo_like.planning.selection.layer import BlockProblem, BlockSeconds, Choic
 from nemo_like.planning.trace.block import OpRecord
 from nemo_like.torch_compat import local_part
 
+# Modes from the fastest, which saves most, to the one that saves least.
 BY_SPEED = ("none", "selective", "full")
-"""Modes from the fastest, which saves most, to the one that saves least."""
+# Columns of a product below which tensor parallelism leaves it whole, as the scores of a router.
 _NARROW = 512
-"""Columns of a product below which tensor parallelism leaves it whole, as the scores of a router."""
 _HEAD, _LAYER, _STEP = "head", "layer", "step"
 _OF_HEAD = ("forward of the head", "loss", "backward of the head")
+# Tensors of one chunk's logits that exist at a time: logits, their probabilities, their gradients.
 _CHUNKS = 3
-"""Tensors of one chunk's logits that exist at a time: logits, their probabilities, their gradients."""
 
 
 class Places(Bytes):
@@ -78,9 +78,9 @@ class Places(Bytes):
         self.best_total, self._noted = -1, -1
 
 
+# Parts of a result that a rank of tensor parallelism has: hidden states, which sequence parallelism cuts; the whole;
+# its columns.
 CUT, WHOLE, SPLIT = "cut", "whole", "split"
-"""Parts of a result that a rank of tensor parallelism has: hidden states, which sequence parallelism cuts; the whole; its
-columns."""
 
 
 def places_of(ops: Sequence[OpRecord], whole: Collection[int] = ()) -> list[str]:
@@ -108,12 +108,9 @@ def places_of(ops: Sequence[OpRecord], whole: Collection[int] = ()) -> list[str]
 class Share:
     """Shares of a rank in the traced micro-batch and its weights."""
 
-    tokens: float
-    """Tokens, as a multiple."""
-    split: float
-    """Share of what tensor parallelism splits."""
-    whole: float
-    """Share of what it does not split: less than 1 where sequences are cut."""
+    tokens: float  # Tokens, as a multiple.
+    split: float  # Share of what tensor parallelism splits.
+    whole: float  # Share of what it does not split: less than 1 where sequences are cut.
 
 
 def scaled(problem: BlockProblem, share: Share, whole: Collection[int] = ()) -> BlockProblem:
@@ -156,21 +153,14 @@ class Local(NamedTuple):
     forward: float
     backward: float
     replay: tuple[float, ...]
-    held: tuple[float, ...]
-    """Bytes saved for backward."""
-    inputs: float
-    """Bytes of these that ``offload="boundary"`` moves."""
-    made: float
-    """Bytes of all that a forward makes."""
-    summed: float
-    """Bytes of one sum of tensor parallelism."""
-    gathered: float
-    """Bytes of keys and values that a forward gathers."""
-    again: float
-    """Bytes of these that backward gathers once more."""
+    held: tuple[float, ...]  # Bytes saved for backward.
+    inputs: float  # Bytes of these that ``offload="boundary"`` moves.
+    made: float  # Bytes of all that a forward makes.
+    summed: float  # Bytes of one sum of tensor parallelism.
+    gathered: float  # Bytes of keys and values that a forward gathers.
+    again: float  # Bytes of these that backward gathers once more.
     exchanged: float
-    launching: tuple[float, ...]
-    """Seconds of the host, without FSDP2."""
+    launching: tuple[float, ...]  # Seconds of the host, without FSDP2.
 
 
 class Estimate(NamedTuple):
@@ -178,8 +168,7 @@ class Estimate(NamedTuple):
 
     seconds: Tensor
     bytes: Tensor
-    host: Tensor
-    """Bytes in CPU memory, by layout and way."""
+    host: Tensor  # Bytes in CPU memory, by layout and way.
 
 
 @dataclass(frozen=True)
@@ -211,12 +200,12 @@ class Formula:
         self.saved_share: dict[tuple[int, bool], list[float]] = {}
         self.places: dict[tuple[str, str], dict[str, dict[str, int]]] = {}
         self.outer: dict[str, float] = {}
+        # Bytes that the allocator reserves above the peak: for each byte that comes and goes, and those of libraries.
         self.excess, self.workspaces = 0.0, 0
-        """Bytes that the allocator reserves above the peak: for each byte that comes and goes, and those of libraries."""
         head = find_head(self.part.model)
         weights = 0 if head is None else sum(local_part(p).numel() for p in head.parameters())
+        # Bytes of a chunked loss that do not grow with the tokens: gradients of the head, and a chunk.
         self.fixed_in_chunks = 4 * weights + _CHUNKS * parse_bytes(str(ChunkedLoss.chunk_bytes))
-        """Bytes of a chunked loss that do not grow with the tokens: gradients of the head, and a chunk."""
         self.whole, self.split_shares = _tensor_parallel(query)
         self.measure("model", query)
 
@@ -402,8 +391,7 @@ class _Columns:
         self.there = self.row([way.cpu_offload and self.device.kind != "cpu" for way in ways])
         stays = self.row([way.reshard_after_forward is False for way in ways])
         default = self.row([way.reshard_after_forward is None for way in ways])
-        self.stays = stays | (default & self.staged)
-        """Weights stay gathered after forward."""
+        self.stays = stays | (default & self.staged)  # Weights stay gathered after forward.
         self.last = self.row([way.sync == "last" for way in ways])
         self.regions = torch.tensor([mode != "none" for mode in BY_SPEED]).view(1, 1, -1)
         self.again = torch.tensor([mode == "full" for mode in BY_SPEED]).view(1, 1, -1)
@@ -413,10 +401,9 @@ class _Columns:
         for kind in self.kinds:
             kind["exchanged"] = kind["exchanged"] * self.column(reached)
         cut = self.column([layout.tp if layout.sequence_parallel else 1 for layout in layouts])
+        # 1 where a backward is cut in two.
         self.halves = self.column([layout.pp > 1 and layout.facts.splits_backward for layout in layouts])
-        """1 where a backward is cut in two."""
-        self.hidden = self.kinds[0]["summed"] / cut
-        """Bytes of hidden states that a stage sends."""
+        self.hidden = self.kinds[0]["summed"] / cut  # Bytes of hidden states that a stage sends.
         self._of_weights()
 
     def column(self, values: Sequence[float]) -> Tensor:
@@ -490,8 +477,8 @@ class _Columns:
         largest = functools.reduce(torch.maximum, every_kind)
         before = max(total("gathered", every) for every in seen.values())
         self.unit_share = largest / before if before else torch.ones_like(self.tp)
+        # Bytes of the gradients that the largest layer's backward makes, as traced.
         self.layer_grads = max(total("whole_grad", every) for every in seen.values())
-        """Bytes of the gradients that the largest layer's backward makes, as traced."""
 
 
 def _tensor_parallel(query: PlanQuery) -> tuple[dict[int, set[int]], dict[int, float]]:
@@ -707,5 +694,4 @@ def bytes_of(x: _Columns) -> Tensor:
     )
 
 
-_UNIT = host_seconds(0, "none", units=1, split_products=0)
-"""Seconds of the host for a unit of FSDP2."""
+_UNIT = host_seconds(0, "none", units=1, split_products=0)  # Seconds of the host for a unit of FSDP2.

@@ -21,14 +21,14 @@ from nemo_like.options import (
 )
 from nemo_like.options.pipelining import SCHEDULE_OBJECTS, Schedule
 
+# Tokens of the shortest part that sequences are cut into, unless the caller pins ``cp``.
 SHORTEST_PART = 4096
-"""Tokens of the shortest part that sequences are cut into, unless the caller pins ``cp``."""
+# Most tokens of one rank in one micro-batch, of one sequence or more, unless the caller pins ``micro_batch``.
 MOST_TOKENS = 1 << 15
-"""Most tokens of one rank in one micro-batch, of one sequence or more, unless the caller pins ``micro_batch``."""
+# Most stages of a rank that are searched, and most layers of the longest stage, as a multiple of an even share.
 MOST_PER_RANK, MOST_UNEVEN = 10, 1.1
-"""Most stages of a rank that are searched, and most layers of the longest stage, as a multiple of an even share."""
+# Most ranks of ``cp`` and of ``pp`` that are searched, unless the caller pins more.
 MOST_CONTEXT, MOST_STAGES = 64, 32
-"""Most ranks of ``cp`` and of ``pp`` that are searched, unless the caller pins more."""
 
 
 @dataclass(frozen=True)
@@ -39,23 +39,17 @@ class Layout:
     dp_shard: int = 1
     tp: int = 1
     cp: int = 1
-    ep: int = 1
-    """Ranks that share the experts, out of ``dp_shard x cp x tp``."""
+    ep: int = 1  # Ranks that share the experts, out of ``dp_shard x cp x tp``.
     pp: int = 1
     schedule: str | None = None
-    micro_batch: int = 1
-    """Sequences of one rank (with `cp`: of one group) in one micro-batch."""
-    grad_accum: int = 1
-    """Micro-batches of a step; with `pp`, those of the pipeline."""
-    stages_per_rank: int | None = None
-    """Stages of a pipeline on one rank; None: the schedule's default."""
+    micro_batch: int = 1  # Sequences of one rank (with `cp`: of one group) in one micro-batch.
+    grad_accum: int = 1  # Micro-batches of a step; with `pp`, those of the pipeline.
+    stages_per_rank: int | None = None  # Stages of a pipeline on one rank; None: the schedule's default.
     sequence_parallel: bool = False
     loss_parallel: bool = False
     cp_method: str = ContextParallel.method
-    ac: str = "none"
-    """``none``, ``full``, ``selective``, or ``plan``: the best within the memory."""
-    loss: str = "model"
-    """``model``, or ``chunked``."""
+    ac: str = "none"  # ``none``, ``full``, ``selective``, or ``plan``: the best within the memory.
+    loss: str = "model"  # ``model``, or ``chunked``.
     offload: str = "none"
     reshard_after_forward: bool | int | None = None
     cpu_offload: bool = False
@@ -144,24 +138,16 @@ class Room:
 
     gpus: int
     seq_len: int
-    global_batch: int | None
-    """Sequences of a step over all GPUs; None: as many as fit, without accumulation."""
+    global_batch: int | None  # Sequences of a step over all GPUs; None: as many as fit, without accumulation.
     layers: int
     gpus_per_host: int = 8
-    experts: int = 0
-    """Experts of one layer; 0: none, or not of a kind that is split."""
-    tensor_sizes: tuple[int, ...] = (1,)
-    """Sizes of ``tp`` that the model can have."""
-    beside_experts: tuple[int, ...] = (1,)
-    """Sizes of ``tp`` that it can have where its experts are split."""
-    sequence_parallel: bool = False
-    """Its tensor-parallel plan can cut sequences."""
-    heads: int = 0
-    """Heads of keys and values that ``ulysses`` divides over ``cp x tp`` ranks; 0: not known."""
-    stages: bool = True
-    """Stages are searched whatever ``tp`` is: there are several hosts."""
-    pins: Mapping[str, Collection[Any]] | None = None
-    """Allowed values by name of a field of `Layout`."""
+    experts: int = 0  # Experts of one layer; 0: none, or not of a kind that is split.
+    tensor_sizes: tuple[int, ...] = (1,)  # Sizes of ``tp`` that the model can have.
+    beside_experts: tuple[int, ...] = (1,)  # Sizes of ``tp`` that it can have where its experts are split.
+    sequence_parallel: bool = False  # Its tensor-parallel plan can cut sequences.
+    heads: int = 0  # Heads of keys and values that ``ulysses`` divides over ``cp x tp`` ranks; 0: not known.
+    stages: bool = True  # Stages are searched whatever ``tp`` is: there are several hosts.
+    pins: Mapping[str, Collection[Any]] | None = None  # Allowed values by name of a field of `Layout`.
 
     def pinned(self, name: str) -> Collection[Any] | None:
         return (self.pins or {}).get(name)

@@ -40,8 +40,8 @@ from nemo_like.planning.devices import Device, device_of
 from nemo_like.planning.predictions.reserved import default_limit
 
 MODES = ("none", "full", "selective", "plan")
+# Names of pins that are whole numbers.
 AXES = ("dp_replicate", "dp_shard", "tp", "cp", "ep", "pp", "stages_per_rank", "micro_batch", "grad_accum")
-"""Names of pins that are whole numbers."""
 _WORDS: dict[str, tuple[str, ...]] = {
     "ac": MODES,
     "loss": LOSSES,
@@ -102,21 +102,20 @@ class FitKeywords(TypedDict, total=False):
 class Question:
     """One job on one kind of device."""
 
+    # Fields that every configuration has: precision, loop, optimizer, device, allocator, CPU memory.
     job: Job
-    """Fields that every configuration has: precision, loop, optimizer, device, allocator, CPU memory."""
     gpus: int
+    # Tokens of the sequences that bytes and seconds are predicted for: the longest, where they differ.
     seq_len: int
-    """Tokens of the sequences that bytes and seconds are predicted for: the longest, where they differ."""
-    limit: int
-    """Bytes that a step may take on each GPU."""
-    global_batch: int | None = None
-    """Sequences of a step over all GPUs."""
+    limit: int  # Bytes that a step may take on each GPU.
+    global_batch: int | None = None  # Sequences of a step over all GPUs.
+    # Allowed values by name out of `PINS`; other names are free.
     pins: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Allowed values by name out of `PINS`; other names are free."""
+    # The caller's job, for what its options have besides what is searched; None: nothing.
     asked: Job | None = None
-    """The caller's job, for what its options have besides what is searched; None: nothing."""
+    # True if `limit` is not the caller's, so that a job has less where a tenth is not enough outside of the
+    # allocator.
     is_default_limit: bool = False
-    """True if `limit` is not the caller's, so that a job has less where a tenth is not enough outside of the allocator."""
 
     def __post_init__(self) -> None:
         for name, least in (("gpus", 1), ("seq_len", 2), ("global_batch", 1), ("limit", 1)):
@@ -245,8 +244,8 @@ def read_question(job: Job | None, given: Mapping[str, Any]) -> tuple[list[Job],
     return jobs, read, requested
 
 
+# Fields of a job that `fit` chooses; of the other axes and of FSDP2 it chooses a part.
 _SEARCHED = ("ac", "loss", "offload", "dp_replicate", "pp", "planned_tokens")
-"""Fields of a job that `fit` chooses; of the other axes and of FSDP2 it chooses a part."""
 
 
 def _balanced(pp: PipelineParallel, balance: Any, pins: Mapping[str, Any]) -> PipelineParallel:

@@ -46,28 +46,23 @@ from nemo_like.profiling.larger_batch import most_elements
 class Candidate(Explained):
     """A configuration with its predicted bytes and seconds."""
 
+    # Sizes of its axes, micro-batch and accumulation, and the way it is run, in the words of `fit`.
     layout: Layout
-    """Sizes of its axes, micro-batch and accumulation, and the way it is run, in the words of `fit`."""
     job: Job
-    peak: Peak
-    """Allocated bytes, on the rank that needs most; in a pipeline, on the stage that does."""
-    need: Need
-    """Bytes that decide whether it fits."""
+    peak: Peak  # Allocated bytes, on the rank that needs most; in a pipeline, on the stage that does.
+    need: Need  # Bytes that decide whether it fits.
     seconds: StepSeconds
-    tokens: int
-    """Tokens of all GPUs in one step."""
-    model_flops: float
-    """FLOPs of one step on one GPU, without recomputation."""
+    tokens: int  # Tokens of all GPUs in one step.
+    model_flops: float  # FLOPs of one step on one GPU, without recomputation.
     peak_flops: float
     fits: bool
-    host_bytes: int = 0
-    """Bytes that one rank has in CPU memory."""
+    host_bytes: int = 0  # Bytes that one rank has in CPU memory.
+    # The plan of what each layer saves, where `ac` is a peak.
     plan: Plan | None = field(default=None, compare=False, repr=False)
-    """The plan of what each layer saves, where `ac` is a peak."""
+    # One micro-batch, on the meta device but for small integers: the input that a cut into stages looks at.
     sample: Any = field(default=None, compare=False, repr=False)
-    """One micro-batch, on the meta device but for small integers: the input that a cut into stages looks at."""
+    # Bytes that each GPU has outside of torch's allocator, beside those that it needs.
     outside: Outside = field(default_factory=Outside)
-    """Bytes that each GPU has outside of torch's allocator, beside those that it needs."""
 
     @property
     def ac(self) -> str:
@@ -268,9 +263,9 @@ def _spans_hosts(part: str, job: Job, device: Device) -> bool:
     return job.ranks > device.gpus_per_host  # stages are the outermost axis
 
 
+# Function that plans a job for so many sequences of a micro-batch, and of another length, if given; raises ValueError
+# where it cannot be run.
 Remade = Callable[[Job, int, int | None], PlanQuery]
-"""Function that plans a job for so many sequences of a micro-batch, and of another length, if given; raises ValueError where
-it cannot be run."""
 
 
 def ways_out(candidate: Candidate, question: Question, remade: Remade) -> list[str]:
@@ -351,12 +346,12 @@ def _with_more_gpus(job: Job, question: Question, needs: Callable[[Job], int]) -
     return ways
 
 
+# References that predictions were compared with; none of them was measured on a GPU at hand.
 CHECKED = {
     "peak_bytes": "the CPU allocator's bytes of real steps on 1, 2 and 4 ranks (docs/evidence/plans.md)",
     "reserved_bytes": "published steps (docs/evidence/public-numbers.md)",
     "step_seconds": "published steps (docs/evidence/public-numbers.md)",
 }
-"""References that predictions were compared with; none of them was measured on a GPU at hand."""
 
 
 _COLUMNS = (
@@ -383,6 +378,7 @@ _COLUMNS = (
     Column("tokens/s"),
     Column("MFU", 1),
 )
+# Default value of each column.
 _USUAL = {
     "dp_replicate": "1",
     "tp": "1",
@@ -393,7 +389,6 @@ _USUAL = {
     "reshard": "default",
     "cpu_offload": "no",
 }
-"""Default value of each column."""
 
 
 @dataclass(frozen=True)

@@ -37,20 +37,15 @@ from nemo_like.planning.predictions.reserved import ALLOCATED, Need, most_alloca
 from nemo_like.planning.predictions.seconds import step_seconds
 from nemo_like.planning.query import Choices, PlanQuery, Traced
 
-MOST_LOOKS = 24
-"""Most layouts that are planned."""
-WITHIN = 1.05
-"""Layouts whose estimate is within a twentieth of the best are looked at."""
-ALIKE = 1.01
-"""Answers within a hundredth of the fastest are alike: speeds are predicted less well than that."""
-PLANS = 2
-"""Layouts that get a plan for the whole memory."""
+MOST_LOOKS = 24  # Most layouts that are planned.
+WITHIN = 1.05  # Layouts whose estimate is within a twentieth of the best are looked at.
+ALIKE = 1.01  # Answers within a hundredth of the fastest are alike: speeds are predicted less well than that.
+PLANS = 2  # Layouts that get a plan for the whole memory.
+# Layouts that are looked at although they are estimated to need more than there is, by up to the last multiple: where
+# nothing fits yet, and where they are estimated to be faster than what does, by the third.
 _LEAST_LOOKS, _MORE_LOOKS, _FASTER, _DOUBTFUL = 8, 3, 1.02, 1.25
-"""Layouts that are looked at although they are estimated to need more than there is, by up to the last multiple: where
-nothing fits yet, and where they are estimated to be faster than what does, by the third."""
 
-Tracer = Callable[[Question, int], Traced]
-"""Function of a question and the sequences of a micro-batch."""
+Tracer = Callable[[Question, int], Traced]  # Function of a question and the sequences of a micro-batch.
 
 
 class OutOfTimeError(Exception):
@@ -68,16 +63,13 @@ class Entry(NamedTuple):
 class Found(NamedTuple):
     """Result of a search."""
 
-    best: list[Candidate]
-    """Layouts that fit, fastest first."""
-    rejected: Counter[str]
-    """Number of layouts by the reason why they are not among `best`."""
+    best: list[Candidate]  # Layouts that fit, fastest first.
+    rejected: Counter[str]  # Number of layouts by the reason why they are not among `best`.
+    # The configuration that needs least of those that were looked at, where nothing fits.
     nearest: Candidate | None
-    """The configuration that needs least of those that were looked at, where nothing fits."""
+    # Share by which the formula was off where it was looked at: of ``seconds`` and of ``bytes``, median and worst.
     off: Mapping[str, tuple[float, float]]
-    """Share by which the formula was off where it was looked at: of ``seconds`` and of ``bytes``, median and worst."""
-    interrupted: bool
-    """True if the search was interrupted: its best by then is not known to be the fastest."""
+    interrupted: bool  # True if the search was interrupted: its best by then is not known to be the fastest.
 
 
 class Ranking:
@@ -94,15 +86,15 @@ class Ranking:
         self.open = self._allowed()
         alike, self.sizes = dict[Any, int](), dict[Any, int]()
         number = torch.tensor([alike.setdefault(_class(layout), len(alike)) for layout in self.layouts])
+        # Number of each (layout, way), the same where the formula is off alike.
         self.classes = 2 * number.unsqueeze(1) + torch.tensor([way.cpu_offload for way in self.ways])
-        """Number of each (layout, way), the same where the formula is off alike."""
         self._off = {what: torch.ones(2 * len(alike), dtype=torch.float64) for what in ("seconds", "bytes")}
+        # For each class, what it has in common with its kin.
         self.like = [key[:_KIN] for key in alike for _ in range(2)]
-        """For each class, what it has in common with its kin."""
         self._seen: dict[str, dict[int, float]] = {"seconds": {}, "bytes": {}}
         numbers = [self.sizes.setdefault(layout.sizes, len(self.sizes)) for layout in self.layouts]
+        # Number of each layout, the same for those that differ in how ranks share tensors alone.
         self.siblings = torch.tensor(numbers)
-        """Number of each layout, the same for those that differ in how ranks share tensors alone."""
         self.costs = self._costs()
 
     def _allowed(self) -> Tensor:
@@ -224,8 +216,7 @@ def _class(layout: Layout) -> tuple[Any, ...]:
     return layout.tp, layout.ep > 1, layout.schedule, layout.cp > 1, layout.sequence_parallel
 
 
-_KIN = 3
-"""The first so many of these make kin."""
+_KIN = 3  # The first so many of these make kin.
 
 
 def _ways(question: Question, formula: Formula) -> list[Way]:
@@ -256,8 +247,8 @@ class Row:
     peak: Peak
     need: Need
     seconds: float
+    # Estimated seconds of one GPU for a token with a plan for all the memory; of this one, where it saves everything.
     hoped: float
-    """Estimated seconds of one GPU for a token with a plan for all the memory; of this one, where it saves everything."""
     budget: str = ""
 
     @property
@@ -273,14 +264,11 @@ class Search:
     rankings: Sequence[Ranking]
     trace: Tracer
     say: Say = silent
-    until: float = math.inf
-    """When it ends at the latest, by `time.monotonic`."""
+    until: float = math.inf  # When it ends at the latest, by `time.monotonic`.
     rows: list[Row] = field(default_factory=list)
     rejected: Counter[str] = field(default_factory=Counter)
-    looked_at: int = 0
-    """Number of layouts that were planned."""
-    least: Row | None = None
-    """The lowest need of those that do not fit."""
+    looked_at: int = 0  # Number of layouts that were planned.
+    least: Row | None = None  # The lowest need of those that do not fit.
     off: dict[str, list[float]] = field(default_factory=lambda: {"seconds": [], "bytes": []})
 
     def run(self, count: int = 8) -> Found:

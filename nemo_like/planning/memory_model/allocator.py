@@ -58,10 +58,9 @@ class CachingAllocator:
     ) -> None:
         self.config, self.memory = config or AllocatorConfig(), memory
         self.address_space = address_space
+        # Bytes in blocks in use, as ``torch.cuda.memory_allocated`` counts them, and in segments: now, and at most.
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
-        """Bytes in blocks in use, as ``torch.cuda.memory_allocated`` counts them, and in segments: now, and at most."""
-        self.retries = 0
-        """Number of times that segments were given back, because memory had run out."""
+        self.retries = 0  # Number of times that segments were given back, because memory had run out.
         self._limit = float("inf") if self.config.max_split_size is None else self.config.max_split_size
         self._pools: dict[tuple[Hashable, bool], BlockPool] = {}
         self._rounded = functools.cache(self.rounded)  # a step requests a dozen sizes thousands of times
@@ -311,11 +310,11 @@ class BlockPool:
 
     def __init__(self, *, small: bool, least_rest: int, most_split: float) -> None:
         self.small = small
+        # Least bytes left of a block that become one of its own, and the bytes below which requests split blocks.
         self.least_rest, self.most_split = least_rest, most_split
-        """Least bytes left of a block that become one of its own, and the bytes below which requests split blocks."""
         self.free: list[tuple[int, int, MemoryBlock]] = []
+        # Pieces of growing segments that have no memory behind them, by address.
         self.unmapped: list[tuple[int, MemoryBlock]] = []
-        """Pieces of growing segments that have no memory behind them, by address."""
 
     def add(self, block: MemoryBlock) -> None:
         insort(self.free, (block.size, block.address, block))

@@ -25,17 +25,14 @@ ROOT, TAIL, EMBEDDING = "root", "tail", "embedding"
 class GradientRule:
     """Rule by which one micro-batch treats its gradients."""
 
+    # Autograd adds to a parameter's existing gradient, or steps with it, so that a layer's new gradients are never
+    # all alive.
     accumulates: bool | UpdateInBackward = False
-    """Autograd adds to a parameter's existing gradient, or steps with it, so that a layer's new gradients are never all
-    alive."""
-    reduces: bool = True
-    """FSDP2 reduces over the ranks; else each rank keeps whole gradients."""
-    adds: bool | UpdateInBackward = False
-    """Reduced gradients are added to existing ones, or stepped with."""
-    frees: bool = False
-    """Under DDP, whole gradients exist; each is freed once it is in its bucket."""
+    reduces: bool = True  # FSDP2 reduces over the ranks; else each rank keeps whole gradients.
+    adds: bool | UpdateInBackward = False  # Reduced gradients are added to existing ones, or stepped with.
+    frees: bool = False  # Under DDP, whole gradients exist; each is freed once it is in its bucket.
+    # Gradients of a second half of backward, which FSDP2 does not see: it casts them in the next first half.
     waits: bool = False
-    """Gradients of a second half of backward, which FSDP2 does not see: it casts them in the next first half."""
 
 
 def rules_of(
@@ -76,24 +73,18 @@ class FsdpBuffers:
 
     def __init__(self, storages: Storages, sharding: Sharding) -> None:
         self.storages, self.sharding = storages, sharding
-        self.flat: dict[Hashable, int] = {}
-        """Flat buffers of units that are gathered and not copied out yet."""
+        self.flat: dict[Hashable, int] = {}  # Flat buffers of units that are gathered and not copied out yet.
         self.gathered: dict[Hashable, list[int]] = {}
+        # Parts of resharded parameters that wait for backward, where fewer ranks share them till then.
         self.kept: dict[Hashable, list[int]] = {}
-        """Parts of resharded parameters that wait for backward, where fewer ranks share them till then."""
-        self.last_flat = 0
-        """The flat buffer that forward copied out last: freed after the next copy-out."""
-        self.reducing = 0
-        """The input of the last reduce-scatter."""
+        self.last_flat = 0  # The flat buffer that forward copied out last: freed after the next copy-out.
+        self.reducing = 0  # The input of the last reduce-scatter.
+        # Gradients that were summed over replicas.
+        # FSDP2 has references to them until backward ends (`FSDPParamGroup._all_reduce_state`).
         self.summed: list[int] = []
-        """Gradients that were summed over replicas.
-
-        FSDP2 has references to them until backward ends (`FSDPParamGroup._all_reduce_state`).
-        """
-        self.grads: list[int] = []
-        """Reduced gradients."""
+        self.grads: list[int] = []  # Reduced gradients.
+        # Whole gradients that wait for the last micro-batch.
         self.whole_grads: dict[Hashable, list[int]] = {}
-        """Whole gradients that wait for the last micro-batch."""
 
     def gather(self, key: Hashable, unit: UnitBytes | None) -> None:
         if unit is None or key in self.flat or key in self.gathered:
@@ -233,8 +224,8 @@ class GatheredOnce(FsdpBuffers):
 
     def __init__(self, storages: Storages, sharding: Sharding) -> None:
         super().__init__(storages, sharding)
+        # Gradients of second halves of backward (`GradientRule.waits`).
         self.waiting: dict[Hashable, list[int]] = {}
-        """Gradients of second halves of backward (`GradientRule.waits`)."""
 
     def reduce(self, key: Hashable, unit: UnitBytes | None, grads: Sequence[int], rule: GradientRule) -> None:
         if not rule.waits:

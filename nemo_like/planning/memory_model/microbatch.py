@@ -34,10 +34,10 @@ class HostCopies:
         self, storages: Storages, offload: OffloadConfig, at_once: bool, inside: list[LogRun], inputs: list[list[int]]
     ) -> None:
         self.storages, self.offload, self.at_once, self.inside, self.inputs = storages, offload, at_once, inside, inputs
+        # Copies to the host that may be on their way: bytes, the function that frees their source, and the layer.
         self.sent: deque[tuple[int, Callable[[], None], int]] = deque()
-        """Copies to the host that may be on their way: bytes, the function that frees their source, and the layer."""
+        # Bytes of each storage that was copied out, and the function that copies it back, by layer.
         self.away: dict[int, list[tuple[int, Callable[[], None]]]] = {}
-        """Bytes of each storage that was copied out, and the function that copies it back, by layer."""
 
     def send(self, i: int, *, inputs: bool, sizes: Sequence[int]) -> None:
         """Copy out what waits on the host for layer `i`: its inputs, and storages of these bytes.
@@ -95,20 +95,17 @@ class LayerCall:
     """One call of a layer under one choice."""
 
     events: BlockEvents
-    unit: UnitBytes | None
-    """FSDP2 unit of the layer; None where it belongs to the root."""
-    experts: UnitBytes | None
-    """Unit of its experts, inside; None where they are not split."""
+    unit: UnitBytes | None  # FSDP2 unit of the layer; None where it belongs to the root.
+    experts: UnitBytes | None  # Unit of its experts, inside; None where they are not split.
+    # Places of its inputs that it saves for its backward; None: all of its own.
     inputs: frozenset[Place] | None
-    """Places of its inputs that it saves for its backward; None: all of its own."""
     expert_weights: frozenset[str] = frozenset()
+    # Bytes that its region saves and that are not tensors of the layer: the state of a generator, copies of buffers.
     state: int = 0
-    """Bytes that its region saves and that are not tensors of the layer: the state of a generator, copies of buffers."""
-    copied: int = 0
-    """Bytes of buffers that its region copies while forward runs."""
+    copied: int = 0  # Bytes of buffers that its region copies while forward runs.
     moves_inputs: bool = False
+    # Bytes of each further tensor that waits there, in the order in which they are copied out.
     moved: tuple[int, ...] = ()
-    """Bytes of each further tensor that waits there, in the order in which they are copied out."""
 
 
 @dataclass(frozen=True)
@@ -116,10 +113,10 @@ class Around:
     """Log of what runs outside the layers in one micro-batch."""
 
     events: OuterEvents
+    # Layer calls without a backward that have nothing saved when it begins, since no tensor that they returned is
+    # used.
     dropped: frozenset[int] = frozenset()
-    """Layer calls without a backward that have nothing saved when it begins, since no tensor that they returned is used."""
-    in_chunks: bool = False
-    """True if the head made its gradients in forward."""
+    in_chunks: bool = False  # True if the head made its gradients in forward.
     halves: bool = False
 
 
@@ -146,12 +143,11 @@ class StageStep:
         self.storages, self.sharding, self.on = storages, sharding, sharding.on
         self.buffers = buffers(storages, sharding)
         self.offload, self.copies_at_once = offload, copies_at_once
-        self.kept: list[int] = []
-        """Storages of the output of the micro-batch before."""
+        self.kept: list[int] = []  # Storages of the output of the micro-batch before.
+        # Gradients that stay till the optimizer's step, where FSDP2 does not reduce them.
         self.grads: dict[Hashable, list[int]] = {}
-        """Gradients that stay till the optimizer's step, where FSDP2 does not reduce them."""
+        # Names of parameters outside the layers whose gradients another stage of the rank has.
         self.elsewhere: frozenset[str] = frozenset()
-        """Names of parameters outside the layers whose gradients another stage of the rank has."""
 
     def zero_grad(self) -> None:
         """Free the gradients of the step."""
@@ -187,17 +183,14 @@ class Microbatch:
         self.events = around.events
         self.storages, self.buffers, self.sharding, self.on = step.storages, step.buffers, step.sharding, step.on
         self.fsdp_units = [layer.unit for layer in layers]
+        # Storages by their numbers in the log of what is outside the layers.
         self.outside: dict[int, int] = {}
-        """Storages by their numbers in the log of what is outside the layers."""
         self.inside: list[LogRun] = [LogRun() for _ in layers]
-        self.inputs: list[list[int]] = [[] for _ in layers]
-        """Storages of the inputs that each layer saves."""
+        self.inputs: list[list[int]] = [[] for _ in layers]  # Storages of the inputs that each layer saves.
         self.states: dict[int, int] = {}
         self.host = HostCopies(step.storages, step.offload, step.copies_at_once, self.inside, self.inputs)
-        self.waiting: list[int] = []
-        """Gradients that the root reduces."""
-        self.at = 0
-        """Position in the log of what is outside the layers."""
+        self.waiting: list[int] = []  # Gradients that the root reduces.
+        self.at = 0  # Position in the log of what is outside the layers.
         self.output: list[int] = []
         self.input_grads: list[int] = []
 

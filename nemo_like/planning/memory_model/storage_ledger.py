@@ -24,9 +24,9 @@ from nemo_like.torch_compat import autograd_node, next_sequence_number, sequence
 
 PARAMETERS, GATHERED, GRADIENTS, OPTIMIZER = "parameters", "gathered", "gradients", "optimizer"
 ACTIVATIONS, AROUND, OTHER = "activations", "outside of layers", "other"
+# ``gathered``: what FSDP2 makes in order to gather parameters. ``gradients``: also what it makes to reduce them.
+# ``optimizer``: state, and temporaries of its step. ``outside of layers``: embedding, masks, norm, head and loss.
 PARTS = (PARAMETERS, GATHERED, GRADIENTS, OPTIMIZER, ACTIVATIONS, AROUND, OTHER)
-"""``gathered``: what FSDP2 makes in order to gather parameters. ``gradients``: also what it makes to reduce them.
-``optimizer``: state, and temporaries of its step. ``outside of layers``: embedding, masks, norm, head and loss."""
 _OUTSIDE = " outside of layers"
 _FSDP = "torch.distributed.fsdp"
 _RESIZE = "resize_"
@@ -36,8 +36,7 @@ class StepMoment(NamedTuple):
     """A stretch of a step."""
 
     where: str
-    between: tuple[str, str] = ("", "")
-    """Outside of layers: what ran before, and what runs next."""
+    between: tuple[str, str] = ("", "")  # Outside of layers: what ran before, and what runs next.
     microbatch: int = 0
 
 
@@ -46,8 +45,7 @@ class Level:
     """The most bytes that are alive in a moment."""
 
     total: int
-    op: str
-    """Operator that made the last storage."""
+    op: str  # Operator that made the last storage.
     parts: Counter[str]
 
 
@@ -56,8 +54,8 @@ class Storage:
     """One storage that was made."""
 
     part: str
+    # Number of the parameter for which an operator of the optimizer over all parameters made it; -1: none.
     position: int = -1
-    """Number of the parameter for which an operator of the optimizer over all parameters made it; -1: none."""
 
 
 @dataclass(frozen=True)
@@ -84,23 +82,18 @@ class StorageLedger(TracedBytes):
 
     def __init__(self, *, on_cpu: bool) -> None:
         super().__init__()
-        self.events: list[Event] = []
-        """Changes since `begin`."""
-        self.phase = OTHER
-        """``forward`` | ``backward`` | ``optimizer step``: where the loop is."""
+        self.events: list[Event] = []  # Changes since `begin`.
+        self.phase = OTHER  # ``forward`` | ``backward`` | ``optimizer step``: where the loop is.
         self.on_cpu, self.steps = on_cpu, 0
         self._storages: dict[int, Storage] = {}
         self._before: dict[int, int] = {}
-        self._layers: list[str] = []
-        """The layers whose forward runs, the innermost last."""
-        self._layer = ""
-        """The layer that ran last, in forward or backward; empty: outside the layers."""
+        self._layers: list[str] = []  # The layers whose forward runs, the innermost last.
+        self._layer = ""  # The layer that ran last, in forward or backward; empty: outside the layers.
+        # Numbers from which on autograd's nodes belong to a layer, and names of these layers; ``""``: none.
         self._marks: tuple[list[int], list[str]] = ([], [])
-        """Numbers from which on autograd's nodes belong to a layer, and names of these layers; ``""``: none."""
+        # Place, product and name of the running operator; None: none runs.
         self.running: tuple[str, str, str] | None = None
-        """Place, product and name of the running operator; None: none runs."""
-        self._position = -1
-        """Position of what is counted among what the operator returned."""
+        self._position = -1  # Position of what is counted among what the operator returned.
         self._originals: tuple[Callable[..., Any], Callable[..., Any]] = (
             torch.UntypedStorage.resize_,
             torch.get_rng_state,
@@ -312,10 +305,8 @@ def _copied_by_gloo(func: Any, args: tuple) -> int:
 class Repeats:
     """A stretch of layers that is one period again and again, as in ``[dense] + 58 * [experts]``."""
 
-    first: int
-    """Number of its first layer."""
-    period: int
-    """Number of layers of one period."""
+    first: int  # Number of its first layer.
+    period: int  # Number of layers of one period.
     count: int
 
     def left_out(self, kept: int) -> range:
@@ -407,14 +398,12 @@ def leave_out(model: nn.Module, layers: Mapping[str, BlockKind]) -> None:
 class Stretch:
     """A stretch that a model was shortened in, with what a run of the short model knows about it."""
 
-    missing: int
-    """Number of periods that are left out."""
+    missing: int  # Number of periods that are left out.
+    # Names of the layers of the two periods in front of the gap, and of the two behind it.
     around: tuple[tuple[str, ...], ...]
-    """Names of the layers of the two periods in front of the gap, and of the two behind it."""
+    # Bytes of one period's parameters, gradients and optimizer state when the step begins.
     base: Counter[str]
-    """Bytes of one period's parameters, gradients and optimizer state when the step begins."""
-    parameters: frozenset[int]
-    """Numbers of one period's parameters in the optimizer."""
+    parameters: frozenset[int]  # Numbers of one period's parameters in the optimizer.
 
 
 def whole_levels(ledger: StorageLedger, stretches: Sequence[Stretch]) -> dict[StepMoment, Level] | None:

@@ -22,19 +22,15 @@ COMPUTE, GATHER, REDUCE = "compute", "gather", "reduce"
 class Peak:
     """A predicted peak."""
 
-    parts: Mapping[str, int]
-    """Bytes by part, at the peak."""
-    at: str
-    """Place in the step, in words."""
+    parts: Mapping[str, int]  # Bytes by part, at the peak.
+    at: str  # Place in the step, in words.
+    # Bytes alive when the model's forward has ended, with its output, without what stays between steps (`STAYING`).
     held: int
-    """Bytes alive when the model's forward has ended, with its output, without what stays between steps (`STAYING`)."""
-    where: str = ""
-    """The stretch of the step, without the stage and micro-batch that `at` names."""
+    where: str = ""  # The stretch of the step, without the stage and micro-batch that `at` names.
     stage: int = 0
-    upto: int = 0
-    """Number of layer calls, from the first on, that have activations saved for backward."""
+    upto: int = 0  # Number of layer calls, from the first on, that have activations saved for backward.
+    # Waiting micro-batches of a pipeline's rank: for each its stage, the place where it waits, and its bytes.
     in_flight: tuple[tuple[int, str, int], ...] = ()
-    """Waiting micro-batches of a pipeline's rank: for each its stage, the place where it waits, and its bytes."""
 
     @property
     def total(self) -> int:
@@ -52,24 +48,20 @@ class Peak:
 class LogRun:
     """The storages of one run of a recorded log."""
 
+    # Storages by their numbers in the log: all, or for `Bytes` those that are exposed.
     alive: dict[int, int] = field(default_factory=dict)
-    """Storages by their numbers in the log: all, or for `Bytes` those that are exposed."""
-    other_bytes: int = 0
-    """Bytes of the storages that are not exposed."""
+    other_bytes: int = 0  # Bytes of the storages that are not exposed.
 
 
 class Storages:
     """Storages by number, each with the number of its holders: the last one frees it."""
 
-    upto, stage = 0, 0
-    """Fields of the `Peak`."""
-    suffix = ""
-    """Name of the action that runs, added to the names of places."""
+    upto, stage = 0, 0  # Fields of the `Peak`.
+    suffix = ""  # Name of the action that runs, added to the names of places.
 
     def __init__(self) -> None:
         self.made = 0
-        self.sizes: dict[int, int] = {}
-        """Bytes of every storage that is alive."""
+        self.sizes: dict[int, int] = {}  # Bytes of every storage that is alive.
         self.holders: dict[int, int] = {}
 
     def make(self, size: int, part: Part, stream: str = COMPUTE) -> int:
@@ -197,12 +189,11 @@ class Bytes(Storages):
         self.best_total, self.best_at = -1, ""
         self.where = ""
         self._at = self.stage, self.upto
-        self._noted = -1
-        """The highest level that `_facts` are of."""
+        self._noted = -1  # The highest level that `_facts` are of.
+        # Fields of the `Peak`, of the stretch that has the highest level.
         self._facts: tuple[str, int, int, tuple[tuple[int, str, int], ...]] = ("", 0, 0, ())
-        """Fields of the `Peak`, of the stretch that has the highest level."""
+        # Bytes of waiting micro-batches, of layers and others, by stage, micro-batch and place.
         self.parked: dict[tuple[int, int, str], tuple[int, int]] = {}
-        """Bytes of waiting micro-batches, of layers and others, by stage, micro-batch and place."""
         self.held = 0
 
     def _alloc(self, number: int, size: int, part: Part, stream: str) -> None:
@@ -311,8 +302,8 @@ class Allocations(Storages):
 
     def __init__(self) -> None:
         super().__init__()
+        # Events in order: the number of a storage, its bytes (0: it is freed), and its stream.
         self.log: list[tuple[int, int, str]] = []
-        """Events in order: the number of a storage, its bytes (0: it is freed), and its stream."""
 
     def _alloc(self, number: int, size: int, part: Part, stream: str) -> None:
         self.log.append((number, size, stream))

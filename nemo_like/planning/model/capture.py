@@ -102,8 +102,7 @@ class _Watcher:
     _keys: dict[Any, int] = field(default_factory=dict)
     _uses: dict[int, set[int]] = field(default_factory=dict)
     _held: list[Any] = field(default_factory=list)
-    _own: list[Any] = field(default_factory=list)
-    """Values that layers have set attributes to."""
+    _own: list[Any] = field(default_factory=list)  # Values that layers have set attributes to.
 
     def installed(self, state: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
         """Replace each layer's forward by a watching one within the context; put it back at the end, also after an error."""
@@ -292,9 +291,9 @@ def _another(tensor: torch.Tensor) -> torch.Tensor:
     return another.requires_grad_().clone() if tensor.requires_grad else another
 
 
+# Default imbalance: rows of the fullest rank's experts, as a multiple of their rows in an even split. A router that
+# is not trained yet spreads tokens badly, and its first hundred steps have the highest peak.
 IMBALANCE = 1.5
-"""Default imbalance: rows of the fullest rank's experts, as a multiple of their rows in an even split. A router that is not
-trained yet spreads tokens badly, and its first hundred steps have the highest peak."""
 
 
 def planned_imbalance(job: Job) -> float:

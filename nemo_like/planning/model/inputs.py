@@ -22,12 +22,10 @@ from nemo_like.fake.run import FakeRun
 from nemo_like.losses.rows import IGNORED
 from nemo_like.torch_compat import FAKE_LOGGER
 
-SAMPLING_RATE = 16_000
-"""Samples per second of the models that take waves."""
-FRAMES = 100
-"""Spectrogram columns per second: a hop of 10 ms, as Whisper and its descendants have it."""
+SAMPLING_RATE = 16_000  # Samples per second of the models that take waves.
+FRAMES = 100  # Spectrogram columns per second: a hop of 10 ms, as Whisper and its descendants have it.
+# Pixels per side, where the config names none because the encoder takes pictures of any size (Qwen-VL).
 ANY_SIZE = 448
-"""Pixels per side, where the config names none because the encoder takes pictures of any size (Qwen-VL)."""
 SECONDS = 30.0
 
 
@@ -35,25 +33,20 @@ SECONDS = 30.0
 class Media:
     """Pictures and sound that go with the text."""
 
-    images: int = 1
-    """Pictures per sequence, for a model that takes some; 0: none."""
-    image_size: int | None = None
-    """Pixels per side; None: the config's, or `ANY_SIZE`."""
+    images: int = 1  # Pictures per sequence, for a model that takes some; 0: none.
+    image_size: int | None = None  # Pixels per side; None: the config's, or `ANY_SIZE`.
+    # Seconds of the one sound per sequence, for a model that takes some; 0: none; None: as many as the config has
+    # positions for, or `SECONDS`.
     audio_seconds: float | None = None
-    """Seconds of the one sound per sequence, for a model that takes some; 0: none; None: as many as the config has
-    positions for, or `SECONDS`."""
 
 
 @dataclass(frozen=True)
 class ModelInput:
     """Keywords of one call."""
 
-    tensors: Mapping[str, torch.Tensor]
-    """Integers are real, on the CPU; all else is on the meta device."""
-    words: str
-    """Description of the tensors."""
-    missing: str = ""
-    """Inputs that could not be made, and why; empty: none."""
+    tensors: Mapping[str, torch.Tensor]  # Integers are real, on the CPU; all else is on the meta device.
+    words: str  # Description of the tensors.
+    missing: str = ""  # Inputs that could not be made, and why; empty: none.
 
 
 def model_input(model: nn.Module, text: Mapping[str, torch.Tensor], media: Media = Media()) -> ModelInput:
@@ -147,8 +140,8 @@ class _Beside:
         self.model, self.text, self.media = model, text, media
         self.batch, self.tokens = text["input_ids"].shape
         self.names = inspect.signature(model.forward).parameters
+        # Number of the first token of each sequence that is not a place of a picture or a sound yet.
         self.at = 0
-        """Number of the first token of each sequence that is not a place of a picture or a sound yet."""
 
     def pictures(self) -> tuple[str, str]:
         """Put pictures into `text`. Return what was put there, and what was wrong."""

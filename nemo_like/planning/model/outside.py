@@ -37,26 +37,24 @@ from nemo_like.torch_compat import under_loss_parallel
 class OuterMemory:
     """Memory of a step of everything but the layers. Parameters and the step's input are not counted."""
 
-    events: OuterEvents
-    """Allocations and frees, in order."""
+    events: OuterEvents  # Allocations and frees, in order.
+    # For each kind of layer, the positions of those tensors of its output that get a gradient.
     used: tuple[frozenset[int], ...]
-    """For each kind of layer, the positions of those tensors of its output that get a gradient."""
+    # For each kind of layer, the strides of those of these gradients that are not in rows, by position. As a rule,
+    # the layer's backward copies them.
     layouts: tuple[dict[int, tuple[int, ...]], ...] = ()
-    """For each kind of layer, the strides of those of these gradients that are not in rows, by position. As a
-    rule, the layer's backward copies them."""
+    # Reasons why logits were whole, where a chunked loss was requested; empty: they were not.
     whole_logits: tuple[str, ...] = ()
-    """Reasons why logits were whole, where a chunked loss was requested; empty: they were not."""
-    own_loss: bool = False
-    """True where the model computes the loss."""
+    own_loss: bool = False  # True where the model computes the loss.
+    # True where the head made its gradients in forward, so that its backward begins with that of the loss.
     in_chunks: bool = False
-    """True where the head made its gradients in forward, so that its backward begins with that of the loss."""
+    # Seconds of its forward and backward by the device's roofline; 0 where no device was given.
     seconds: float = 0.0
-    """Seconds of its forward and backward by the device's roofline; 0 where no device was given."""
+    # Layer calls that have no backward (what they return is not in the loss, or nothing before them trains) and hold
+    # nothing when backward begins: what they returned is not referenced any more.
     dropped: frozenset[int] = frozenset()
-    """Layer calls that have no backward (what they return is not in the loss, or nothing before them trains) and hold
-    nothing when backward begins: what they returned is not referenced any more."""
+    # `seconds` by `nemo_like.planning.roofline.kernel_kind`.
     kinds: Mapping[str, float] = field(default_factory=dict)
-    """`seconds` by `nemo_like.planning.roofline.kernel_kind`."""
 
 
 def outer_memory(
@@ -242,17 +240,13 @@ class LayerStub:
 
     position: int
     meter: TracedBytes
-    backs: list[BackwardCall]
-    """Receives its backward, when it has run."""
+    backs: list[BackwardCall]  # Receives its backward, when it has run.
     used: set[int]
-    layouts: dict[int, tuple[int, ...]]
-    """Strides of the gradients that it gets, where they are not in rows."""
-    places: list[int] = field(default_factory=list)
-    """Positions of its tensors in the layer's output."""
-    inputs: list[Place] = field(default_factory=list)
-    """Places in its call of the inputs that get a gradient."""
+    layouts: dict[int, tuple[int, ...]]  # Strides of the gradients that it gets, where they are not in rows.
+    places: list[int] = field(default_factory=list)  # Positions of its tensors in the layer's output.
+    inputs: list[Place] = field(default_factory=list)  # Places in its call of the inputs that get a gradient.
+    # Tensors that the layer shares with others, and holds till its backward.
     held: list[torch.Tensor] = field(default_factory=list)
-    """Tensors that the layer shares with others, and holds till its backward."""
 
 
 class _StubbedLayer(torch.autograd.Function):

@@ -52,26 +52,26 @@ from nemo_like.planning.trace.records import BlockEvents
 from nemo_like.precision import check_float8, float8_linears
 from nemo_like.torch_compat import under_loss_parallel
 
+# Modes that are planned without a budget: those that `TracedPart.uniform` takes.
 MODES = ("none", "full", "selective")
-"""Modes that are planned without a budget: those that `TracedPart.uniform` takes."""
 
 
 class TraceCache:
     """Results by what they depend on. `nemo_like.planning.model.traced.TracedPart` reads and fills them."""
 
     def __init__(self) -> None:
+        # Allocations of a block, by its number, its choice, and how its step runs.
         self.blocks: dict[Hashable, BlockEvents] = {}
-        """Allocations of a block, by its number, its choice, and how its step runs."""
+        # Graphs of a compiled block, by its number, its decisions, and its compiler.
         self.graphs: dict[Hashable, CompiledBlock] = {}
-        """Graphs of a compiled block, by its number, its decisions, and its compiler."""
+        # Memory outside the layers, by the loss, and how the step runs.
         self.outside: dict[Hashable, OuterMemory] = {}
-        """Memory outside the layers, by the loss, and how the step runs."""
+        # Names of the parameters that get a gradient in a step, by all names and which of them require gradients.
         self.trained: dict[Hashable, frozenset[str]] = {}
-        """Names of the parameters that get a gradient in a step, by all names and which of them require gradients."""
+        # Bytes that one rank stores, by the weights and the ranks that share them.
         self.shardings: dict[Hashable, Sharding] = {}
-        """Bytes that one rank stores, by the weights and the ranks that share them."""
+        # Parts before, in and after the layers; or the reason why the model cannot be cut.
         self.cut: StageParts | str | None = None
-        """Parts before, in and after the layers; or the reason why the model cannot be cut."""
         self._numbers: dict[Any, int] = {}
 
     def number(self, key: Hashable) -> int:
@@ -82,11 +82,9 @@ class TraceCache:
 class StepLoss(NamedTuple):
     """Settings of a step's loss, on which a trace outside the layers depends."""
 
-    chunks: ChunkedLoss | None = None
-    """Chunks of the loss; None: the logits are whole."""
+    chunks: ChunkedLoss | None = None  # Chunks of the loss; None: the logits are whole.
     keeps_output: bool = True
-    loss_fn: Callable[..., Any] | None = None
-    """Loss function of the loop; None: the model computes the loss."""
+    loss_fn: Callable[..., Any] | None = None  # Loss function of the loop; None: the model computes the loss.
 
     @classmethod
     def from_job(cls, job: Job) -> StepLoss:
@@ -484,8 +482,7 @@ def with_adapters(model: nn.Module, rank: int, frozen: torch.dtype | None = None
     return adapted
 
 
-_LEAST = (8, 9)
-"""Compute capability of the first GPUs that multiply in float8."""
+_LEAST = (8, 9)  # Compute capability of the first GPUs that multiply in float8.
 
 
 def check_float8_plan(job: Job, device: Device) -> None:

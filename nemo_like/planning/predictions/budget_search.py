@@ -16,8 +16,7 @@ from nemo_like.planning.query import Choices, PlanQuery, Stage
 from nemo_like.planning.selection import solver
 from nemo_like.planning.selection.layer import Choice, Stack
 
-Mixed = tuple[Stack, solver.Mix]
-"""Choices of the layers of one stage, and the mix of them that is taken."""
+Mixed = tuple[Stack, solver.Mix]  # Choices of the layers of one stage, and the mix of them that is taken.
 
 
 def choose(query: PlanQuery, budget: MemoryBudget, asked: str = "") -> tuple[list[list[Choice]], float]:
@@ -156,8 +155,7 @@ def _too_small(query: PlanQuery, rank: int, limit: int, asked: str) -> BudgetErr
     )
 
 
-_GUESSES = 6
-"""Guesses that may go wrong before the row is halved instead."""
+_GUESSES = 6  # Guesses that may go wrong before the row is halved instead.
 
 
 def last_within(limit: int, size: Callable[[int], int], about: Sequence[int], first: int | None = None) -> int:
@@ -217,8 +215,7 @@ def plan_within(query: PlanQuery, limit: int) -> tuple[Choices, Peak, Need, str]
     return None
 
 
-_ATTEMPTS = 7
-"""Most plans that are made, for ever lower peaks, until reserved bytes fit."""
+_ATTEMPTS = 7  # Most plans that are made, for ever lower peaks, until reserved bytes fit.
 
 
 def budget_words(size: int) -> tuple[str, ...]:

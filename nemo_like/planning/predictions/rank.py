@@ -61,20 +61,17 @@ class StageOfRank:
             offload=stage.job.offload,
             copies_at_once=stage.device.kind == "cpu",
         )
+        # Rules of the gradients of each micro-batch, without a pipeline.
         self.rules: Sequence[GradientRule] = ()
-        """Rules of the gradients of each micro-batch, without a pipeline."""
         self._calls: dict[tuple[bool | UpdateInBackward, bool], list[LayerCall]] = {}
         self.running: dict[int, Microbatch] = {}
         self.going_back: dict[int, Microbatch] = {}
-        self.first_done = False
-        """True if a micro-batch has gone all the way back."""
+        self.first_done = False  # True if a micro-batch has gone all the way back.
         self.fetched = False
-        self.stays = False
-        """True if gradients of the step before exist."""
-        self.received: dict[int, int] = {}
-        """Buffer that each micro-batch's input comes in, by micro-batch."""
+        self.stays = False  # True if gradients of the step before exist.
+        self.received: dict[int, int] = {}  # Buffer that each micro-batch's input comes in, by micro-batch.
+        # Buffer that the gradient of its output comes in, by micro-batch.
         self.received_grads: dict[int, int] = {}
-        """Buffer that the gradient of its output comes in, by micro-batch."""
 
     def forward(self, number: int) -> None:
         rule = self._rule(number)
@@ -180,8 +177,8 @@ class RankSteps:
         self.stages = {
             one.slice.index: StageOfRank(query, one, choices[one.slice.index], storages) for one in own_stages
         }
+        # Gradients of the inputs of stages whose backward is cut in two, kept until the next step.
         self.input_grads: list[int] = []
-        """Gradients of the inputs of stages whose backward is cut in two, kept until the next step."""
         shares = self.once.params > 0
         for stage in self.stages.values():
             self._make_parameters(stage.stage, less=self.once.params if shares and stage.is_first else 0)

@@ -50,18 +50,16 @@ from nemo_like.planning.roofline import RankGroup, group_of
 from nemo_like.planning.selection.layer import Choice
 
 CONTEXT, NCCL = "CUDA context", "NCCL"
-_NVLINK = 100e9
-"""Bytes per second above which GPUs of a host are taken to have NVLink."""
+_NVLINK = 100e9  # Bytes per second above which GPUs of a host are taken to have NVLink.
 
 
 @dataclass(frozen=True)
 class Outside:
     """Bytes that one GPU has outside of torch's allocator."""
 
+    # Bytes by part; empty: the device has no such allocator.
     parts: Mapping[str, int] = field(default_factory=dict)
-    """Bytes by part; empty: the device has no such allocator."""
-    memory: int = 0
-    """Bytes of the device."""
+    memory: int = 0  # Bytes of the device.
 
     @property
     def total(self) -> int:
@@ -140,24 +138,21 @@ def communicator_bytes(group: RankGroup, peers: int, collects: bool, device: Dev
     return size * MIB
 
 
+# Most steps to run. In the second, optimizer state exists from the start; the third usually reserves nothing more.
 _MOST_STEPS = 4
-"""Most steps to run. In the second, optimizer state exists from the start; the third usually reserves nothing more."""
 
 
 @dataclass(frozen=True)
 class Reserved:
     """Reserved bytes of one rank."""
 
+    # Most bytes that the allocator reserves, as ``torch.cuda.max_memory_reserved`` would report.
     reserved: int
-    """Most bytes that the allocator reserves, as ``torch.cuda.max_memory_reserved`` would report."""
-    allocated: int
-    """Most bytes in blocks that are in use, rounded as the allocator rounds them."""
-    tensors: int
-    """Most bytes in tensors: `Peak.total`."""
-    workspaces: int
-    """Bytes of `reserved` that libraries take for themselves."""
+    allocated: int  # Most bytes in blocks that are in use, rounded as the allocator rounds them.
+    tensors: int  # Most bytes in tensors: `Peak.total`.
+    workspaces: int  # Bytes of `reserved` that libraries take for themselves.
+    # Times in the last step that free segments went back to the device, because its memory had run out.
     given_back: int = 0
-    """Times in the last step that free segments went back to the device, because its memory had run out."""
 
 
 class StepLogs:
@@ -177,8 +172,8 @@ class StepLogs:
         gone = {number: size for number, size in before.items() if number not in storages.sizes}
         new = {number: size for number, size in storages.sizes.items() if number not in before}
         assert list(gone.values()) == list(new.values()), "a step does not end as it begins"
+        # Storages that exist when a later step ends, each with the one that was in its place when the step began.
         self.renewed = dict(zip(new, gone))
-        """Storages that exist when a later step ends, each with the one that was in its place when the step began."""
 
 
 def replay(
@@ -245,12 +240,11 @@ class Need:
     """Bytes that one rank must have."""
 
     bytes: int
-    by: str
-    """Kind of `bytes`: `RESERVED` or `ALLOCATED`."""
+    by: str  # Kind of `bytes`: `RESERVED` or `ALLOCATED`.
+    # Most bytes that the caching allocator reserves; None: the device has no such allocator.
     reserved: int | None = None
-    """Most bytes that the caching allocator reserves; None: the device has no such allocator."""
+    # Part of `bytes` that is the step's input (token ids and labels), which peaks and reserved bytes leave out.
     inputs: int = 0
-    """Part of `bytes` that is the step's input (token ids and labels), which peaks and reserved bytes leave out."""
 
 
 def verdict(query: PlanQuery, choices: Choices, peaks: Mapping[int, Peak], limit: int) -> Need:

@@ -31,22 +31,18 @@ from nemo_like.planning.sharding import UnitBytes
 
 HOST = "waiting for the host"
 """The part of a step in which the device has no kernel left, since the host launches them more slowly than it runs them."""
+# Kernels per parameter of an AdamW step that goes through its parameters one by one.
 KERNELS_PER_PARAMETER = 12
-"""Kernels per parameter of an AdamW step that goes through its parameters one by one."""
 
 
 @dataclass(frozen=True)
 class Row:
     """Seconds, or bytes, of one part of a step, or of a share of it."""
 
-    part: str
-    """A key of `Candidate.peak.parts` or `Candidate.seconds.parts`."""
-    what: str
-    """Share of the part, in words; empty: the whole part."""
-    amount: float
-    """Bytes (whole numbers), or seconds."""
-    hidden: float = 0.0
-    """Seconds in addition to `amount` that computing hides."""
+    part: str  # A key of `Candidate.peak.parts` or `Candidate.seconds.parts`.
+    what: str  # Share of the part, in words; empty: the whole part.
+    amount: float  # Bytes (whole numbers), or seconds.
+    hidden: float = 0.0  # Seconds in addition to `amount` that computing hides.
 
 
 @dataclass(frozen=True)
@@ -71,10 +67,8 @@ class Links:
     replicas: RankGroup
     experts: RankGroup
     expert_shards: RankGroup
-    sequence_parallel: bool = False
-    """Tensor parallelism gathers and scatters sequences."""
-    asynchronous: bool = False
-    """It does so in pieces, beside matmuls."""
+    sequence_parallel: bool = False  # Tensor parallelism gathers and scatters sequences.
+    asynchronous: bool = False  # It does so in pieces, beside matmuls.
 
     @classmethod
     def for_job(cls, job: Job, device: Device) -> Links:
@@ -365,24 +359,18 @@ class Waits(NamedTuple):
 
     gather: float
     reduce: float
-    forward: float
-    """Exposed seconds of the gather before forward."""
-    backward: float
-    """Exposed seconds of the gather before backward; 0 where the layer stays gathered."""
+    forward: float  # Exposed seconds of the gather before forward.
+    backward: float  # Exposed seconds of the gather before backward; 0 where the layer stays gathered.
     reduction: float
+    # Exposed seconds of the copy of shards from CPU memory that is gathered before forward.
     fetch_forward: float = 0.0
-    """Exposed seconds of the copy of shards from CPU memory that is gathered before forward."""
     fetch_backward: float = 0.0
-    store: float = 0.0
-    """Exposed seconds of the copy of reduced gradients to CPU memory."""
-    copies: tuple[float, float] = (0.0, 0.0)
-    """Seconds of a copy from CPU memory, and of one to it."""
+    store: float = 0.0  # Exposed seconds of the copy of reduced gradients to CPU memory.
+    copies: tuple[float, float] = (0.0, 0.0)  # Seconds of a copy from CPU memory, and of one to it.
+    # Seconds to add gradients to existing ones.
+    # The host waits for reduction and copy first, and launches nothing. So the part of both that computing would hide
+    # counts here.
     summing: float = 0.0
-    """Seconds to add gradients to existing ones.
-
-    The host waits for reduction and copy first, and launches nothing. So the part of both that computing would hide counts
-    here.
-    """
 
 
 def waits_of(run: LayerRun, links: Links) -> Waits:
@@ -456,10 +444,8 @@ def unit_seconds(unit: UnitBytes, shards: RankGroup, links: Links) -> tuple[floa
 class Timeline:
     """A step of a pipeline."""
 
-    seconds: float
-    """Seconds from the first action to the end of the last."""
-    busy: float
-    """Seconds in which ranks compute, of all ranks."""
+    seconds: float  # Seconds from the first action to the end of the last.
+    busy: float  # Seconds in which ranks compute, of all ranks.
     ranks: int
 
     @property

@@ -21,25 +21,21 @@ from nemo_like.planning.selection import solver
 from nemo_like.planning.sharding import UnitBytes
 from nemo_like.planning.trace.block import BlockTrace, OpRecord
 
-_MOST = 4096
-"""Choices of one block that are looked at together."""
+_MOST = 4096  # Choices of one block that are looked at together.
 
 
 @dataclass(frozen=True)
 class Choice:
     """One way to run one block."""
 
-    label: str
-    """``none`` (no region), ``full`` (keep inputs only) or ``plan``."""
+    label: str  # ``none`` (no region), ``full`` (keep inputs only) or ``plan``.
+    # Held on the device from its forward to its backward: its inputs where it keeps them, and what it keeps inside.
     held_bytes: int
-    """Held on the device from its forward to its backward: its inputs where it keeps them, and what it keeps inside."""
-    host_bytes: int
-    """Held in CPU memory meanwhile."""
+    host_bytes: int  # Held in CPU memory meanwhile.
     replay_flops: int
-    replay_seconds: float
-    """Replay, and transfers that computing does not hide."""
+    replay_seconds: float  # Replay, and transfers that computing does not hide.
+    # For a region, ``save`` | ``recompute`` | ``skip`` | ``host`` for each op of `BlockProblem.records`.
     decisions: tuple[str, ...] = ()
-    """For a region, ``save`` | ``recompute`` | ``skip`` | ``host`` for each op of `BlockProblem.records`."""
 
     @property
     def is_full(self) -> bool:
@@ -186,10 +182,8 @@ class BlockProblem:
         return rows
 
 
-_FEW = 12
-"""Choices of a layer of a pipeline."""
-_AROUND = 100
-"""Choices on either side of those that a mix uses that are looked at again."""
+_FEW = 12  # Choices of a layer of a pipeline.
+_AROUND = 100  # Choices on either side of those that a mix uses that are looked at again.
 
 
 @dataclass(frozen=True)
@@ -197,10 +191,9 @@ class ChoiceGroup:
     """Layers of one kind that have the same choices."""
 
     kind: int
-    choices: tuple[Choice, ...]
-    """Ascending in held bytes, descending in replay time."""
+    choices: tuple[Choice, ...]  # Ascending in held bytes, descending in replay time.
+    # For each layer, the positions of its calls: several for a looped one.
     calls: tuple[tuple[int, ...], ...]
-    """For each layer, the positions of its calls: several for a looped one."""
 
     @property
     def looped(self) -> bool:
@@ -265,8 +258,8 @@ def decided(problem: BlockProblem, policy: Policy, label: str) -> Choice:
     return problem.choice(words, label)
 
 
+# Backward as a multiple of forward: of attention, and of what is neither that nor a matrix product.
 ATTENTION_BACKWARD, OTHER_BACKWARD = 2.5, 2.0
-"""Backward as a multiple of forward: of attention, and of what is neither that nor a matrix product."""
 
 
 def backward_times(op: OpRecord) -> float:
@@ -369,31 +362,24 @@ def fused(ops: Sequence[OpRecord]) -> tuple[OpRecord, ...]:
 class BlockSeconds:
     """One kind of layer in one local shape: seconds of its kernels, and bytes that it sends."""
 
-    kernels: tuple[float, ...]
-    """Seconds of each of `BlockProblem.records`, forward."""
+    kernels: tuple[float, ...]  # Seconds of each of `BlockProblem.records`, forward.
     forward: float
     backward: float
-    sequence_bytes: int
-    """Gathered over ``cp`` in a forward."""
-    gathered_again: int
-    """Bytes of these that backward gathers once more."""
-    expert_bytes: int
-    """Sent by all-to-all over ``ep`` in a forward."""
+    sequence_bytes: int  # Gathered over ``cp`` in a forward.
+    gathered_again: int  # Bytes of these that backward gathers once more.
+    expert_bytes: int  # Sent by all-to-all over ``ep`` in a forward.
+    # Bytes of one sum of tensor parallelism: the mean of that behind attention and that behind the FFN.
+    # Without such a sum in the trace, those of the hidden states; half of them for what is gathered alone, as rows of
+    # experts.
     boundary_bytes: int
-    """Bytes of one sum of tensor parallelism: the mean of that behind attention and that behind the FFN.
-
-    Without such a sum in the trace, those of the hidden states; half of them for what is gathered alone, as rows of experts.
-    """
+    # Kind of each of `kernels`: ``launch`` where that is what it takes, else its `kernel_kind`.
     kinds: tuple[str, ...] = ()
-    """Kind of each of `kernels`: ``launch`` where that is what it takes, else its `kernel_kind`."""
-    backward_times: tuple[float, ...] = ()
-    """For each of `kernels`, its backward as a multiple of it."""
+    backward_times: tuple[float, ...] = ()  # For each of `kernels`, its backward as a multiple of it.
+    # Operators of a forward that the host launches one by one, views included: none of a compiled layer.
     launched: int = 0
-    """Operators of a forward that the host launches one by one, views included: none of a compiled layer."""
-    products: int = 0
-    """Matrix products among these."""
+    products: int = 0  # Matrix products among these.
+    # Bytes of each collective of sequence parallelism in a forward, and seconds of matmuls that it can run beside.
     pieces: tuple[tuple[int, float], ...] = ()
-    """Bytes of each collective of sequence parallelism in a forward, and seconds of matmuls that it can run beside."""
 
     @classmethod
     def from_problem(cls, problem: BlockProblem, *, compiled: bool = False) -> BlockSeconds:
@@ -441,16 +427,11 @@ class LayerRun:
 
     count: int
     block: BlockSeconds
-    replay: float
-    """Seconds of kernels."""
-    replays_exchanges: bool
-    """Collectives inside are run again: where nothing inside is kept."""
+    replay: float  # Seconds of kernels.
+    replays_exchanges: bool  # Collectives inside are run again: where nothing inside is kept.
     unit: UnitBytes | None
     experts: UnitBytes | None = None
-    copies: float = 0.0
-    """Seconds of copies of activations to the host that computing does not hide."""
-    moved: int = 0
-    """Bytes of activations that go to the host, and back beside backward."""
-    kind: int = 0
-    """The number of the kind of layer among those that were traced."""
+    copies: float = 0.0  # Seconds of copies of activations to the host that computing does not hide.
+    moved: int = 0  # Bytes of activations that go to the host, and back beside backward.
+    kind: int = 0  # The number of the kind of layer among those that were traced.
     choice: Choice | None = None

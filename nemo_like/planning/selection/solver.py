@@ -27,26 +27,21 @@ try:  # of transformers; without it, merges of many mixes take some ten times as
 except ImportError:  # pragma: no cover
     np = None  # type: ignore[assignment]
 
+# Non-dominated states that a sweep may hold before it thins them out; below this every answer is exact.
 EXACT_STATES = 1 << 14
-"""Non-dominated states that a sweep may hold before it thins them out; below this every answer is exact."""
 
 
 @dataclass(frozen=True)
 class Op:
     """One op of a block, reduced to what the choice needs."""
 
-    bytes: int
-    """Bytes that saving its outputs costs."""
-    cost: float
-    """Cost of recomputing it, in any unit (FLOPs or seconds), >= 0. Zero behind the early stop."""
-    reads: tuple[int, ...] = ()
-    """Indices of the ops whose outputs it reads (through views too)."""
-    needed: bool = False
-    """True where backward reads an output of it."""
-    keepable: bool = True
-    """True where it may be saved (an output that is changed in place later may not)."""
+    bytes: int  # Bytes that saving its outputs costs.
+    cost: float  # Cost of recomputing it, in any unit (FLOPs or seconds), >= 0. Zero behind the early stop.
+    reads: tuple[int, ...] = ()  # Indices of the ops whose outputs it reads (through views too).
+    needed: bool = False  # True where backward reads an output of it.
+    keepable: bool = True  # True where it may be saved (an output that is changed in place later may not).
+    # ``"save"``: always saved (collectives, routing); ``"replay"``: always recomputed (random or in-place ops).
     forced: str | None = None
-    """``"save"``: always saved (collectives, routing); ``"replay"``: always recomputed (random or in-place ops)."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +50,8 @@ class Point:
 
     bytes: int
     cost: float
-    keep: int = 0
-    """Mask of ops that are saved; bit i is that of op i."""
-    skip: int = 0
-    """Mask of ops that recomputation leaves out; bit i is that of op i."""
+    keep: int = 0  # Mask of ops that are saved; bit i is that of op i.
+    skip: int = 0  # Mask of ops that recomputation leaves out; bit i is that of op i.
 
     def decisions(self, count: int) -> tuple[str, ...]:
         """Return ``"save"``, ``"skip"`` or ``"recompute"`` for each of `count` ops."""
@@ -73,8 +66,8 @@ class Mix:
 
     bytes: int
     cost: float
+    # For each kind, for each point of its frontier: the number of layers that use it.
     counts: tuple[tuple[int, ...], ...]
-    """For each kind, for each point of its frontier: the number of layers that use it."""
 
 
 def linear_replay_cost(ops: Sequence[Op], keep: int) -> float:
@@ -102,8 +95,7 @@ def linear_frontier(ops: Sequence[Op], max_states: int = EXACT_STATES) -> tuple[
 
 
 Each = TypeVar("Each")
-State = tuple[int, float, Any]
-"""Bytes, cost, and the choice that has them."""
+State = tuple[int, float, Any]  # Bytes, cost, and the choice that has them.
 
 
 def non_dominated(points: Iterable[Each], cost_of: Callable[[Any], float] = itemgetter(1)) -> list[Each]:
@@ -175,8 +167,7 @@ def _times(single: list[State], count: int, width: int, limit: int) -> list[Stat
     return result
 
 
-_FEW_PAIRS = 1 << 10
-"""Number of sums below which plain Python is as quick as numpy."""
+_FEW_PAIRS = 1 << 10  # Number of sums below which plain Python is as quick as numpy.
 
 
 def _summed(a: list[State], b: list[State], limit: int, *, symmetric: bool = False) -> list[State]:
@@ -235,8 +226,8 @@ def _hull(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     return hull
 
 
+# Non-dominated states that a sweep over the ops may hold before it thins them out; below this every answer is exact.
 EVERY_STATES = 1 << 16
-"""Non-dominated states that a sweep over the ops may hold before it thins them out; below this every answer is exact."""
 
 
 def closure_replay(ops: Sequence[Op], keep: int) -> tuple[float, int]:

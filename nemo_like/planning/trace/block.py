@@ -27,38 +27,30 @@ class OpRecord:
     """One op of a block's forward pass."""
 
     op: OpOverload
-    nth: int
-    """Invocation index among the ops of the same overload in the block."""
-    shapes: tuple[tuple[int, ...], ...]
-    """Shapes of its output tensors."""
-    bytes: int
-    """Bytes of the storages it creates; 0 for a view and an in-place op."""
+    nth: int  # Invocation index among the ops of the same overload in the block.
+    shapes: tuple[tuple[int, ...], ...]  # Shapes of its output tensors.
+    bytes: int  # Bytes of the storages it creates; 0 for a view and an in-place op.
     flops: int
-    moved: int
-    """Bytes its kernel reads and writes."""
-    reads: tuple[int, ...]
-    """Indices of the ops that wrote the storages it reads."""
-    view: bool
-    """True where it makes no storage and changes none: a view, an alias, a query."""
+    moved: int  # Bytes its kernel reads and writes.
+    reads: tuple[int, ...]  # Indices of the ops that wrote the storages it reads.
+    view: bool  # True where it makes no storage and changes none: a view, an alias, a query.
     random: bool
-    half: bool
-    """True where it computes in a 16-bit floating-point type."""
-    needed: bool = False
-    """True where autograd saves an output of it, or a view of one."""
-    changed: bool = False
-    """True where a later op changes one of its outputs in place."""
+    half: bool  # True where it computes in a 16-bit floating-point type.
+    needed: bool = False  # True where autograd saves an output of it, or a view of one.
+    changed: bool = False  # True where a later op changes one of its outputs in place.
+    # Number of its inputs that need a gradient: a matrix product has one product for each in backward.
     grads: int = 2
-    """Number of its inputs that need a gradient: a matrix product has one product for each in backward."""
+    # Indices of the ops that wrote what holds the values of its inputs in float8.
     values: tuple[int, ...] = ()
-    """Indices of the ops that wrote what holds the values of its inputs in float8."""
+    # Numbers and bytes of the storages that it reads and no op wrote: inputs and parameters.
     outer: tuple[tuple[int, int], ...] = ()
-    """Numbers and bytes of the storages that it reads and no op wrote: inputs and parameters."""
+    # True where a later op reads running statistics that it changes: saved or skipped, it would not change them
+    # again.
     steers: bool = False
-    """True where a later op reads running statistics that it changes: saved or skipped, it would not change them again."""
+    # Index of an earlier op that computes the same of the same inputs; None: there is none.
     twin: int | None = None
-    """Index of an earlier op that computes the same of the same inputs; None: there is none."""
+    # Bytes of whole sequences that it gathers besides its kernels, and once more in backward.
     gathered: int = 0
-    """Bytes of whole sequences that it gathers besides its kernels, and once more in backward."""
 
 
 @dataclass(frozen=True)
@@ -67,24 +59,22 @@ class BlockTrace:
 
     name: str
     ops: tuple[OpRecord, ...]
+    # Bytes of the storages of its own inputs: those that not all blocks share, as they do position tables.
     input_bytes: int
-    """Bytes of the storages of its own inputs: those that not all blocks share, as they do position tables."""
+    # Bytes that autograd saves without checkpointing: distinct storages, without parameters, buffers and shared
+    # inputs.
     none_bytes: int
-    """Bytes that autograd saves without checkpointing: distinct storages, without parameters, buffers and shared inputs."""
-    kept_input_bytes: int
-    """Bytes of its own inputs among `none_bytes`."""
-    kept_output_bytes: int
-    """Bytes of its outputs among `none_bytes`."""
+    kept_input_bytes: int  # Bytes of its own inputs among `none_bytes`.
+    kept_output_bytes: int  # Bytes of its outputs among `none_bytes`.
+    # Ops from this index on come after the last tensor that autograd saves: recomputation stops before them.
     last_pack: int
-    """Ops from this index on come after the last tensor that autograd saves: recomputation stops before them."""
+    # Bytes of its buffers that forward changes (running statistics): a region keeps a copy of their values before it.
     state_bytes: int
-    """Bytes of its buffers that forward changes (running statistics): a region keeps a copy of their values before it."""
-    draws: bool
-    """True where an op draws random numbers, so that a region keeps the generator's state."""
+    draws: bool  # True where an op draws random numbers, so that a region keeps the generator's state.
+    # Places in its call of its own inputs that autograd saves without checkpointing.
     kept_inputs: frozenset[Place] = frozenset()
-    """Places in its call of its own inputs that autograd saves without checkpointing."""
+    # Positions of the shared tensors that autograd saves without checkpointing.
     kept_shared: frozenset[int] = frozenset()
-    """Positions of the shared tensors that autograd saves without checkpointing."""
 
     @property
     def saves_something(self) -> bool:
@@ -97,8 +87,8 @@ class BlockTrace:
         return sum(op.flops for op in self.ops)
 
 
+# `stored_parts` of each input and of each output.
 Stored = tuple[list[list[torch.Tensor]], list[list[torch.Tensor]]]
-"""`stored_parts` of each input and of each output."""
 
 
 def stored_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -114,8 +104,8 @@ class _Storages:
     """Storages seen so far. They are held until the trace ends, because an id is only good while its object lives."""
 
     held: list[Any] = field(default_factory=list)
+    # ``"param"``, ``"input"`` or ``"shared"`` for what existed before.
     origin: dict[int, str] = field(default_factory=dict)
-    """``"param"``, ``"input"`` or ``"shared"`` for what existed before."""
     writers: dict[int, list[int]] = field(default_factory=dict)
     size: dict[int, int] = field(default_factory=dict)
     numbers: dict[int, int] = field(default_factory=dict)
@@ -154,19 +144,15 @@ class Recorder(TorchDispatchMode):
         self.ops: list[OpRecord] = []
         self.packs: list[tuple[int, int, weakref.ref[_Packed]]] = []
         self.storages = _Storages()
-        self.changed: set[int] = set()
-        """Keys of the storages that ops changed in place."""
+        self.changed: set[int] = set()  # Keys of the storages that ops changed in place.
+        # Index of the op that changed running statistics last, by their key.
         self._statistics: dict[int, int] = {}
-        """Index of the op that changed running statistics last, by their key."""
         self._count: dict[OpOverload, int] = {}
-        self._calls: dict[Any, int] = {}
-        """Indices of ops by what they are called with."""
-        self._made: dict[int, list[int]] = {}
-        """Keys of the storages of their results."""
-        self._same: dict[int, int] = {}
-        """For the storage of an op that has an equal one, that one's."""
+        self._calls: dict[Any, int] = {}  # Indices of ops by what they are called with.
+        self._made: dict[int, list[int]] = {}  # Keys of the storages of their results.
+        self._same: dict[int, int] = {}  # For the storage of an op that has an equal one, that one's.
+        # Keys of the storages of what needs a gradient, and of what is made of it.
         self._trained: set[int] = set()
-        """Keys of the storages of what needs a gradient, and of what is made of it."""
 
     def declare(self, origin: str, tensors: Iterator[torch.Tensor] | list[torch.Tensor]) -> None:
         for tensor in tensors:

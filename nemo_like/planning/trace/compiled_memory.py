@@ -39,11 +39,11 @@ from nemo_like.torch_compat import (
     two_graphs,
 )
 
+# Operators of ATen that have a kernel of their own in Inductor, besides attention's.
 _APART = {
     *("mm", "bmm", "addmm", "baddbmm", "_scaled_mm", "_grouped_mm", "convolution", "convolution_backward"),
     *("sort", "topk", "scatter", "scatter_add", "index_put", "_unsafe_index_put", "embedding_dense_backward"),
 }
-"""Operators of ATen that have a kernel of their own in Inductor, besides attention's."""
 
 
 class NotCompiledError(ValueError):
@@ -56,16 +56,13 @@ class CompiledBlock:
 
     forward: fx.Graph
     backward: fx.Graph
+    # Number of the tensors that it returns; the forward graph returns the saved ones behind them.
     outputs: int
-    """Number of the tensors that it returns; the forward graph returns the saved ones behind them."""
-    with_gradient: tuple[int, ...]
-    """Positions of those among these that get a gradient."""
+    with_gradient: tuple[int, ...]  # Positions of those among these that get a gradient.
+    # For each gradient that the backward graph returns, ``("param", name)``, ``("input", place)`` or ``("", None)``.
     wanted: tuple[tuple[str, Any], ...]
-    """For each gradient that the backward graph returns, ``("param", name)``, ``("input", place)`` or ``("", None)``."""
-    places: Mapping[str, Any]
-    """Place in the call of each placeholder of the forward graph that is an input."""
-    fuses: bool
-    """Inductor compiles it; else each operator of the graphs runs by itself (``aot_eager``)."""
+    places: Mapping[str, Any]  # Place in the call of each placeholder of the forward graph that is an input.
+    fuses: bool  # Inductor compiles it; else each operator of the graphs runs by itself (``aot_eager``).
 
 
 def compiled_block(

@@ -22,8 +22,7 @@ from nemo_like.planning.trace.block import BlockTrace
 from nemo_like.torch_compat import forward_hooks, local_part, tree_flatten
 from nemo_like.transformers_compat import RECORDERS
 
-GIVEN = ""
-"""Keyword of a call, which no function has, for the attributes that the model has set for it."""
+GIVEN = ""  # Keyword of a call, which no function has, for the attributes that the model has set for it.
 _OWN_INDEX = ("idx", "index", "layer_id", "layer_number", "layer_num", "block_id")
 
 
@@ -37,28 +36,26 @@ class BlockKind:
     output: Any
     state: dict[str, torch.Tensor]
     shared: tuple[torch.Tensor, ...] = ()
-    records: list[Record] = field(default_factory=list)
-    """Calls that recorders inside the block saw."""
+    records: list[Record] = field(default_factory=list)  # Calls that recorders inside the block saw.
     trace: BlockTrace | None = None
+    # Tensors of its output that are tensors of its call: position in the output → place in the call.
     passed: dict[int, Place] = field(default_factory=dict)
-    """Tensors of its output that are tensors of its call: position in the output → place in the call."""
+    # True where it is called with gradients on: a model that repeats its layers may run some passes without.
     grad: bool = True
-    """True where it is called with gradients on: a model that repeats its layers may run some passes without."""
-    key: Any = None
-    """Value that is equal for blocks of one kind, also in traces of other parts of a model."""
-    shared_at: frozenset[Place] = frozenset()
-    """Places of `shared` in its call."""
+    key: Any = None  # Value that is equal for blocks of one kind, also in traces of other parts of a model.
+    shared_at: frozenset[Place] = frozenset()  # Places of `shared` in its call.
+    # Places of the shared tensors that autograd saves without checkpointing: a mask of booleans is not saved.
     kept_at: frozenset[Place] = frozenset()
-    """Places of the shared tensors that autograd saves without checkpointing: a mask of booleans is not saved."""
 
+    # Attributes that its forward sets to tensors with a gradient, by module and name, for the model to read.
     left: tuple[tuple[str, str], ...] = ()
-    """Attributes that its forward sets to tensors with a gradient, by module and name, for the model to read."""
+    # Attributes that its forward sets or fills, as a run finds them: `left` as before it, others as the next pass
+    # does.
     before: dict[tuple[str, str], Any] = field(default_factory=dict)
-    """Attributes that its forward sets or fills, as a run finds them: `left` as before it, others as the next pass does."""
+    # Attributes that the model sets to such tensors, and that it reads. Their values are in `kwargs`, under `GIVEN`.
     given: tuple[tuple[str, str], ...] = ()
-    """Attributes that the model sets to such tensors, and that it reads. Their values are in `kwargs`, under `GIVEN`."""
+    # Dtype of the autocast that it is called in, which may be the model's own; None: in none.
     autocast: torch.dtype | None = None
-    """Dtype of the autocast that it is called in, which may be the model's own; None: in none."""
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the block returns, and with it what it leaves in `left`, if anything: both get gradients."""
@@ -119,8 +116,8 @@ class ModelTrace:
 
     calls: tuple[TracedCall, ...]
     kinds: tuple[BlockKind, ...]
+    # Bytes of the storages that several layers are called with (position tables, masks), counted once.
     shared_bytes: int
-    """Bytes of the storages that several layers are called with (position tables, masks), counted once."""
     run: FakeRun
     state: dict[str, torch.Tensor]
     args: tuple
@@ -241,8 +238,8 @@ def call_key(value: Any) -> Any:
     return tuple(described), str(spec)
 
 
+# The name of a module within its layer, what it was called with, and its output.
 Record = tuple[str, tuple, Any]
-"""The name of a module within its layer, what it was called with, and its output."""
 
 
 def _hooks(layer: nn.Module) -> Iterator[tuple[str, nn.Module, Callable]]:

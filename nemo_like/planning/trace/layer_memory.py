@@ -83,8 +83,8 @@ _IN_PLACE = {
     torch.ops.aten.index_add.default: torch.ops.aten.index_add_.default,
     _PUT: torch.ops.aten.index_put_.default,
 }
+# The module whose frame is the caller of whatever autograd's engine runs on the CPU by itself.
 _ENGINE = "torch.autograd.graph"
-"""The module whose frame is the caller of whatever autograd's engine runs on the CPU by itself."""
 
 
 class SumsInPlace(TorchDispatchMode):

@@ -10,20 +10,17 @@ from typing import NamedTuple
 
 from nemo_like._util.tensors import Place
 
+# Entries in order: the number of a storage, and its bytes; 0 bytes: it is freed.
 Log = tuple[tuple[int, int], ...]
-"""Entries in order: the number of a storage, and its bytes; 0 bytes: it is freed."""
 
 
 class Fold(NamedTuple):
     """Result of a run of a log, in bytes above the level at its beginning."""
 
     peak: int
-    net: int
-    """Bytes that the run adds, without exposed storages."""
-    made: tuple[tuple[int, int], ...]
-    """Exposed storages that it leaves: number and bytes."""
-    freed: tuple[int, ...]
-    """Numbers of exposed storages from before that it frees."""
+    net: int  # Bytes that the run adds, without exposed storages.
+    made: tuple[tuple[int, int], ...]  # Exposed storages that it leaves: number and bytes.
+    freed: tuple[int, ...]  # Numbers of exposed storages from before that it frees.
     late: tuple[int, ...]
 
 
@@ -86,40 +83,35 @@ class Recorded:
 class Running(NamedTuple):
     """Logs of one block."""
 
-    forward: Recorded
-    """Log of its forward. The caller that runs it frees the output."""
+    forward: Recorded  # Log of its forward. The caller that runs it frees the output.
+    # Log of its backward, or the first half of it, up to the end of the experts' backward.
     until_apart: Recorded
-    """Log of its backward, or the first half of it, up to the end of the experts' backward."""
-    rest: Recorded
-    """The entries of that log that follow."""
+    rest: Recorded  # The entries of that log that follow.
     released: Recorded
-    weights: Recorded
-    """Log of the second half of its backward."""
+    weights: Recorded  # Log of the second half of its backward.
 
 
 @dataclass(frozen=True)
 class BlockEvents:
     """Logs of one block under one choice. Its parameters and inputs are not in them."""
 
-    forward: Log = ()
-    """Log of its forward. Its output is freed at the end, where autograd does not save it."""
+    forward: Log = ()  # Log of its forward. Its output is freed at the end, where autograd does not save it.
     backward: Log = ()
-    outputs: tuple[int, ...] = ()
-    """Storage of each tensor that it returns; 0: one of its inputs."""
+    outputs: tuple[int, ...] = ()  # Storage of each tensor that it returns; 0: one of its inputs.
+    # Gradients that its backward receives, made at its beginning, by their position among `outputs`.
     output_grads: Mapping[int, int] = field(default_factory=dict)
-    """Gradients that its backward receives, made at its beginning, by their position among `outputs`."""
+    # Gradients of its inputs, alive at its end, by the place of the input in its call.
     input_grads: Mapping[Place, int] = field(default_factory=dict)
-    """Gradients of its inputs, alive at its end, by the place of the input in its call."""
+    # Gradients of its parameters by name, alive at its end, but for those that backward added to.
     param_grads: Mapping[str, int] = field(default_factory=dict)
-    """Gradients of its parameters by name, alive at its end, but for those that backward added to."""
+    # Position in `backward` at which the experts' backward has ended, where they are an FSDP2 unit of their own.
     apart_end: int = 0
-    """Position in `backward` at which the experts' backward has ended, where they are an FSDP2 unit of their own."""
+    # Entries when all layers have gone through the first half of backward, where a schedule cuts it in two.
     released: Log = ()
-    """Entries when all layers have gone through the first half of backward, where a schedule cuts it in two."""
+    # The second half of backward, which makes `param_grads`, where a pipeline's schedule cuts it in two.
     weights: Log = ()
-    """The second half of backward, which makes `param_grads`, where a pipeline's schedule cuts it in two."""
+    # Inputs that it saves, where a compiler decides that; None: those of the trace.
     kept_inputs: frozenset[Place] | None = None
-    """Inputs that it saves, where a compiler decides that; None: those of the trace."""
 
     @cached_property
     def sizes(self) -> dict[int, int]:
@@ -170,27 +162,21 @@ def _alive(log: Log) -> set[int]:
 class ForwardCall:
     """Call of a stand-in for a layer. Between `begin` and `end` its outputs are made, in order."""
 
-    begin: int
-    """Position in `OuterEvents.log`."""
+    begin: int  # Position in `OuterEvents.log`.
     end: int
-    inputs: Mapping[Place, int]
-    """Storages of its inputs, by place."""
-    outputs: Mapping[int, int]
-    """Storages that it makes, by position."""
+    inputs: Mapping[Place, int]  # Storages of its inputs, by place.
+    outputs: Mapping[int, int]  # Storages that it makes, by position.
 
 
 @dataclass(frozen=True)
 class BackwardCall:
     """Backward of a stand-in for a layer. Between `begin` and `end` the gradients of its inputs are made."""
 
-    layer: int
-    """Position of its layer among all calls."""
+    layer: int  # Position of its layer among all calls.
     begin: int
     end: int
-    grads: Mapping[int, int]
-    """Gradients that it receives, by the position of the output."""
-    made: Mapping[Place, int]
-    """Storages that it makes, by the place of the input."""
+    grads: Mapping[int, int]  # Gradients that it receives, by the position of the output.
+    made: Mapping[Place, int]  # Storages that it makes, by the place of the input.
 
 
 @dataclass(frozen=True)
@@ -199,25 +185,20 @@ class OuterEvents:
 
     log: Log = ()
     calls: tuple[ForwardCall, ...] = ()
-    forward_end: int = 0
-    """Position in `log` at which the model has returned."""
-    loss_end: int = 0
-    """Position at which the loss has been computed."""
+    forward_end: int = 0  # Position in `log` at which the model has returned.
+    loss_end: int = 0  # Position at which the loss has been computed.
     backs: tuple[BackwardCall, ...] = ()
-    backward_end: int = 0
-    """Position at which backward, or its first half, has ended."""
+    backward_end: int = 0  # Position at which backward, or its first half, has ended.
+    # Position at which the second half of backward has ended, where a schedule cuts it in two; else `backward_end`.
     weights_end: int = 0
-    """Position at which the second half of backward has ended, where a schedule cuts it in two; else `backward_end`."""
+    # Gradients of parameters by name, alive at the end.
     param_grads: Mapping[str, int] = field(default_factory=dict)
-    """Gradients of parameters by name, alive at the end."""
+    # Position at which the module that has a parameter returned last, by name of the parameter.
     returns: Mapping[str, int] = field(default_factory=dict)
-    """Position at which the module that has a parameter returned last, by name of the parameter."""
+    # Position of the gradient of that module's output, by name of the parameter; ``""``: of the model's output.
     goes_back: Mapping[str, int] = field(default_factory=dict)
-    """Position of the gradient of that module's output, by name of the parameter; ``""``: of the model's output."""
-    outputs: tuple[int, ...] = ()
-    """Storages of the model's output, if it is kept."""
-    input_grads: tuple[int, ...] = ()
-    """Storages of the gradients of what a stage of a pipeline received."""
+    outputs: tuple[int, ...] = ()  # Storages of the model's output, if it is kept.
+    input_grads: tuple[int, ...] = ()  # Storages of the gradients of what a stage of a pipeline received.
 
     @property
     def kept_bytes(self) -> int:
