@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,10 +61,6 @@ from nemo_like.planning.trace.layer_memory import SumsInPlace
 from nemo_like.precision import float8_linears
 from nemo_like.resolve import layers_for
 from nemo_like.torch_compat import fake_ranks, local_part
-
-# Environment that turns off what the first step of a real job compares, by values.
-_UNCHECKED = {"NEMO_LIKE_VERIFY": "0"}
-
 
 SAME = 256  # Bytes: numbers and counters of a step, which a plan does not have one by one.
 
@@ -137,11 +134,13 @@ def dry_run(
     gpu = resolve_device("cpu" if job.gpu is None else job.gpu)
     job = replace(job, world_size=job.ranks, gpu=gpu, device=torch.device("cpu"))  # where the fake tensors are
     refuse_dry_run(job)
-    _check_numbers(rank, job.ranks, layers)
-    if job.pp.size == 1 and job.ac_scope != "all":
-        planned_for = replace(job, layers=tuple(layer.fqn for layer in layers_for(model, job)[1]))
-    else:
-        planned_for = job
+    check_whole("rank", rank, 0)
+    if layers is not None:
+        check_whole("layers", layers, 5)
+    if rank >= job.ranks:
+        raise ValueError(f"rank is {rank}, and the job has {job.ranks}: 0 to {job.ranks - 1}.")
+    is_whole = job.pp.size > 1 or job.ac_scope == "all"
+    planned_for = job if is_whole else replace(job, layers=tuple(layer.fqn for layer in layers_for(model, job)[1]))
     try:  # here, where no rank waits for what another one plans
         planned = plan_rank(model, sample_input, planned_for, rank)
     except ValueError as error:
@@ -152,7 +151,13 @@ def dry_run(
     job = replace(job, ac=planned.job.ac)
 
     def run(shortened: _Shortened) -> dict[StepMoment, Level] | None:
-        with unsaid(), _environment(_UNCHECKED), torch.random.fork_rng(devices=[]), fake_ranks(rank, job.ranks):
+        # Without what the first step of a real job compares, by values.
+        with (
+            unsaid(),
+            _environment({"NEMO_LIKE_VERIFY": "0"}),
+            torch.random.fork_rng(devices=[]),
+            fake_ranks(rank, job.ranks),
+        ):
             return _run(model, sample_input, job, shortened)
 
     shortened, levels = _Shortened(), None
@@ -247,8 +252,9 @@ def _run(model: nn.Module, sample_input: object, job: Job, shortened: _Shortened
     else:
         optimizers = [make(list(parallelized.parameters()))]
     with run.fake:
-        trained: list[torch.Tensor] = list(parallelized.parameters())
-        averaged = {p: torch.empty_like(local_part(p), device="cpu") for p in trained if loop.ema}
+        averaged: dict[torch.Tensor, torch.Tensor] = {
+            p: torch.empty_like(local_part(p), device="cpu") for p in parallelized.parameters() if loop.ema
+        }
     told = without_values(f"{type(model).__name__} cannot be run without values: its step", model)
     by_name = _layers_of(modules, names)
     with told, run, ledger, SumsInPlace(), ledger.watching(by_name), _sends_hold():
@@ -325,7 +331,7 @@ def _loop(
     return go
 
 
-def _pipeline_loop(pipeline: Pipeline, batch: dict[str, Any], ledger: StorageLedger) -> Callable[[], None]:
+def _pipeline_loop(pipeline: Pipeline, batch: dict[str, Any], ledger: StorageLedger) -> Callable[[], object]:
     """Forward and backward of a step in the order of the pipeline's schedule."""
 
     def enter(*_: object) -> None:
@@ -338,11 +344,7 @@ def _pipeline_loop(pipeline: Pipeline, batch: dict[str, Any], ledger: StorageLed
         stage.module.register_forward_pre_hook(enter, prepend=True)
         stage.module.register_forward_hook(leave)
     pipeline.trust()
-
-    def go() -> None:
-        pipeline.step(**batch)
-
-    return go
+    return partial(pipeline.step, **batch)
 
 
 def refuse_dry_run(job: Job) -> None:
@@ -362,14 +364,6 @@ def refuse_dry_run(job: Job) -> None:
                 f"{name} is not run without ranks and memory yet. Leave it out, or ask the planner alone "
                 "(nemo_like.planning.plan_for, nemo-like plan)."
             )
-
-
-def _check_numbers(rank: int, world_size: int, layers: int | None) -> None:
-    check_whole("rank", rank, 0)
-    if layers is not None:
-        check_whole("layers", layers, 5)
-    if rank >= world_size:
-        raise ValueError(f"rank is {rank}, and the job has {world_size}: 0 to {world_size - 1}.")
 
 
 class _Sent:

@@ -9,7 +9,6 @@ adds a release looks here first. Attributes of objects that everybody reads (`nn
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import itertools
 import logging
@@ -17,8 +16,8 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
-from functools import partial
-from operator import attrgetter
+from functools import partial, wraps
+from operator import attrgetter, methodcaller
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any, NamedTuple, TypeVar
 
@@ -77,14 +76,12 @@ GLOBAL_HOOKS: dict[str, Any] = {
 }
 
 
-def wrapped_module(wrapper: nn.Module) -> nn.Module:
-    """The module inside one of PyTorch's activation wrappers, ours among them."""
-    return wrapper._checkpoint_wrapped_module  # type: ignore[return-value]
+# The module inside one of PyTorch's activation wrappers, ours among them.
+wrapped_module: Callable[[nn.Module], nn.Module] = attrgetter("_checkpoint_wrapped_module")
 
 
-def without_dispatch_modes() -> contextlib.AbstractContextManager[Any]:
-    """Within it, no dispatch mode that was entered before sees or holds anything; one that is entered inside does."""
-    return _python_dispatch._disable_current_modes()
+# Within it, no dispatch mode that was entered before sees or holds anything; one that is entered inside does.
+without_dispatch_modes: Callable[[], contextlib.AbstractContextManager[Any]] = _python_dispatch._disable_current_modes
 
 
 # --- Autograd ---------------------------------------------------------------------------------------------------------
@@ -174,15 +171,12 @@ def version_of(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def sequence_number(node: Any) -> int:
-    """When `node` of a graph was made: later ones have larger numbers."""
-    number: int = node._sequence_nr()
-    return number
+# When a node of a graph was made: later ones have larger numbers.
+sequence_number: Callable[[Any], int] = methodcaller("_sequence_nr")
 
 
-def use_count(tensor: Tensor) -> int:
-    """Return the number of holders of `tensor`, autograd's buffers among them."""
-    return tensor._use_count()  # type: ignore[attr-defined]
+# The number of holders of a tensor, autograd's buffers among them.
+use_count: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]
 
 
 def storage_use_count(tensor: Tensor) -> int:
@@ -190,32 +184,20 @@ def storage_use_count(tensor: Tensor) -> int:
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
-def generator_address(generator: torch.Generator) -> int:
-    """Return the address in memory of the generator itself, in C++.
+# The address in memory of a generator itself, in C++. Two Python objects of one generator have it in common; operators
+# are given another object than their caller.
+generator_address: Callable[[torch.Generator], int] = attrgetter("_cdata")
 
-    Two Python objects of one generator have it in common; operators are given another object than their caller.
-    """
-    return generator._cdata  # type: ignore[attr-defined]
-
-
-def base_of(tensor: Tensor) -> Tensor | None:
-    """The tensor that `tensor` is a differentiable view of; None for no view."""
-    return tensor._base
+# The tensor that a tensor is a differentiable view of; None for no view.
+base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
 
 
 # --- Modes and attention back ends ------------------------------------------------------------------------------------
 
-# The order that `sdpa_kernel([...], set_priority=True)` sets has no public getter.
-
-
-def sdp_priority() -> list[int]:
-    """The order in which attention back ends are tried."""
-    return torch._C._get_sdp_priority_order()
-
-
-def set_sdp_priority(order: list[int]) -> None:
-    """Set what `sdp_priority` gave."""
-    torch._C._set_sdp_priority_order(order)
+# The order in which attention back ends are tried, which `sdpa_kernel([...], set_priority=True)` sets: it has no public
+# getter.
+sdp_priority: Callable[[], list[int]] = torch._C._get_sdp_priority_order
+set_sdp_priority: Callable[[list[int]], None] = torch._C._set_sdp_priority_order
 
 
 def stop_unless(condition: Tensor, message: str) -> None:
@@ -236,8 +218,9 @@ def fused_attention_kernel(query: Tensor, key: Tensor, value: Tensor, causal: bo
     ``flash``, ``cudnn`` or ``mem_efficient``, in the place of kernels without log-sum-exps as well."""
     if query.device.type == "cpu":
         return "cpu"
-    groups = query.shape[1] != key.shape[1]
-    number = torch._fused_sdp_choice(query, key, value, None, 0.0, causal, scale=scale, enable_gqa=groups)
+    number = torch._fused_sdp_choice(
+        query, key, value, None, 0.0, causal, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+    )
     name = SDP_KERNELS.get(number, "math")
     return "mem_efficient" if name == "math" else name
 
@@ -286,9 +269,7 @@ def without_function_modes() -> Iterator[None]:
 def higher_order_op(name: str) -> Any | None:
     """``flex_attention`` or ``inductor_compiled_code``; None for another name."""
     module = {"flex_attention": "flex_attention", "inductor_compiled_code": "wrap"}.get(name)
-    if module is None:
-        return None
-    return getattr(importlib.import_module(f"torch._higher_order_ops.{module}"), name)
+    return None if module is None else getattr(importlib.import_module(f"torch._higher_order_ops.{module}"), name)
 
 
 def partitioner_compute_intensive_ops() -> list[Any]:
@@ -302,9 +283,8 @@ def registered_ops() -> list[str]:
     return sorted({schema.name for schema in torch._C._jit_get_all_schemas()})
 
 
-def foreach_mul(tensors: list[Tensor], factor: Tensor) -> None:
-    """Multiply every tensor of a list in place, in one fused loop."""
-    torch._foreach_mul_(tensors, factor)
+# Multiplies every tensor of a list in place, in one fused loop.
+foreach_mul: Callable[[list[Tensor], Tensor], None] = torch._foreach_mul_
 
 
 def shape_only(
@@ -468,11 +448,11 @@ def has_hooks_but_fsdp(module: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def _hooks_where(module: nn.Module, keep: Callable[[Any], bool]) -> Iterator[None]:
-    """Within it, a call of `module` runs only the forward hooks that `keep` accepts."""
-    before = {name: getattr(module, name) for name in HOOKS[:2]}
-    for name, hooks in before.items():
-        setattr(module, name, type(hooks)((key, hook) for key, hook in hooks.items() if keep(hook)))
+def _with_tables(module: nn.Module, tables: Mapping[str, Any]) -> Iterator[None]:
+    """Within it, `module` has these tables of hooks, by name."""
+    before = {name: getattr(module, name) for name in tables}
+    for name, hooks in tables.items():
+        setattr(module, name, hooks)
     try:
         yield
     finally:
@@ -480,14 +460,20 @@ def _hooks_where(module: nn.Module, keep: Callable[[Any], bool]) -> Iterator[Non
             setattr(module, name, hooks)
 
 
-@contextlib.contextmanager
-def without_fsdp_hooks(module: object) -> Iterator[None]:
+def _hooks_where(module: nn.Module, keep: Callable[[Any], bool]) -> contextlib.AbstractContextManager[None]:
+    """Within it, a call of `module` runs only the forward hooks that `keep` accepts."""
+    every = {name: getattr(module, name) for name in HOOKS[:2]}
+    return _with_tables(
+        module,
+        {name: type(hooks)((key, h) for key, h in hooks.items() if keep(h)) for name, hooks in every.items()},
+    )
+
+
+def without_fsdp_hooks(module: object) -> contextlib.AbstractContextManager[None]:
     """Within it, a call of `module`, whose parameters are gathered already, runs all hooks but FSDP2's."""
-    if not isinstance(module, nn.Module):
-        yield
-        return
-    with _hooks_where(module, lambda hook: not _of_fsdp(hook)):
-        yield
+    if isinstance(module, nn.Module):
+        return _hooks_where(module, lambda hook: not _of_fsdp(hook))
+    return contextlib.nullcontext()
 
 
 def call_in_fsdp_unit(module: Any, inside: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
@@ -503,29 +489,22 @@ def call_in_fsdp_unit(module: Any, inside: Callable[[Tensor], Tensor], hidden: T
     own_forward = module.__dict__.get("forward")
 
     def forward(hidden: Tensor) -> Tensor:
-        only_fsdp = {name: getattr(module, name) for name in everything}
-        _put(module, "forward", own_forward)
-        for name, hooks in everything.items():
-            setattr(module, name, hooks)
-        try:
-            with without_fsdp_hooks(module):
-                # Complex, because FSDP2 casts real outputs to `MixedPrecisionPolicy.output_dtype`: a loss loses its bits.
-                result = inside(hidden)
-                return torch.complex(result, torch.zeros_like(result))
-        finally:
-            for name, hooks in only_fsdp.items():
-                setattr(module, name, hooks)
+        put_on_instance(module, "forward", own_forward)
+        with _with_tables(module, everything), without_fsdp_hooks(module):
+            # Complex, because FSDP2 casts real outputs to `MixedPrecisionPolicy.output_dtype`: a loss loses its bits.
+            result = inside(hidden)
+            return torch.complex(result, torch.zeros_like(result))
 
     with _hooks_where(module, _of_fsdp):
         module.forward = forward
         try:
             return module(hidden).real
         finally:
-            _put(module, "forward", own_forward)
+            put_on_instance(module, "forward", own_forward)
 
 
-def _put(module: nn.Module, name: str, value: Any) -> None:
-    """Give `module` its class's method `name`, or `own`, which was set on the instance."""
+def put_on_instance(module: nn.Module, name: str, value: Any) -> None:
+    """Give `module` the method `value`, called `name`; None: that of its class."""
     if value is None:
         module.__dict__.pop(name, None)
     else:
@@ -539,13 +518,13 @@ def answering_calls(module: nn.Module, answer: Callable[..., Any] | None) -> Ite
     if not callable(getattr(nn.Module, name, None)):
         raise RuntimeError(f"This torch has no nn.Module.{name}, which calls are answered through; use {RELEASES}.")
     before, graph = module.__dict__.get(name), module.__dict__.get(compiled)
-    _put(module, name, answer)
-    _put(module, compiled, None)
+    put_on_instance(module, name, answer)
+    put_on_instance(module, compiled, None)
     try:
         yield
     finally:
-        _put(module, name, before)
-        _put(module, compiled, graph)
+        put_on_instance(module, name, before)
+        put_on_instance(module, compiled, graph)
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -585,8 +564,7 @@ def grouped_mm(rows: Tensor, weights: Tensor, counts: Sequence[int], ends: Tenso
         return torch.nn.functional.grouped_mm(rows, weights, offs=ends)
     # Also without any row: the weights get gradients of zero then, and every rank reduces the same.
     parts = zip(rows.split(list(counts)), weights.unbind(0), strict=True)
-    products = [part @ matrix for index, (part, matrix) in enumerate(parts) if part.shape[0] or index == 0]
-    return torch.cat(products)
+    return torch.cat([part @ matrix for index, (part, matrix) in enumerate(parts) if part.shape[0] or index == 0])
 
 
 def _has_grouped_kernel(rows: Tensor, weights: Tensor) -> bool:
@@ -628,9 +606,8 @@ def unwaited_collectives() -> int:
     return torch._C._distributed_c10d._get_work_registry_size()
 
 
-def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh that `mesh` was sliced from."""
-    return mesh._get_root_mesh()
+# The mesh that a mesh was sliced from.
+root_mesh: Callable[[DeviceMesh], DeviceMesh] = DeviceMesh._get_root_mesh
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str, before: DeviceMesh | None) -> DeviceMesh:
@@ -655,7 +632,7 @@ def sharded_versions(module: nn.Module) -> list[int]:
 
     An operator on a DTensor counts on the DTensor alone, and one on its local part there alone.
     """
-    shards = [param.sharded_param for group in fsdp_param_groups(module) for param in group.fsdp_params]
+    shards = [param.sharded_param for param in fsdp_params(module)]
     return [tensor._version for shard in shards for tensor in (shard, shard._local_tensor)]
 
 
@@ -702,17 +679,16 @@ def before_each_reduction(module: nn.Module, call: Callable[[], None]) -> None:
         _around(group, "post_backward", partial(reduces, group))
 
 
-def before_end_of_backward(root: nn.Module, call: Callable[[], None]) -> None:
-    """Call `call` before FSDP2 ends a backward of `root`, where it reduces the units that backward has not come to."""
-    for state in _fsdp_states(root):
-        _around(state, "_root_post_backward_final_callback", call)
-
-
-def _fsdp_states(root: nn.Module) -> list[Any]:
-    """The states of all FSDP2 units of `root`: the one that backward comes to first has its own methods called."""
+def around_end_of_backward(
+    root: nn.Module, before: Callable[[], None] | None, after: Callable[[], None] | None = None
+) -> None:
+    """Call `before` and `after` around the end of a backward of `root`, where FSDP2 reduces the units that backward has
+    not come to."""
     # By the class: what stands for another stage's layer in a pipeline answers for that layer's attributes.
     states = [m._get_fsdp_state() for m in root.modules() if hasattr(type(m), "_get_fsdp_state")]  # type: ignore[operator]
-    return list({id(state): state for state in states}.values())
+    # Of all units: which of them backward comes to first, and so has its method called, is not known.
+    for state in {id(state): state for state in states}.values():
+        _around(state, "_root_post_backward_final_callback", before, after)
 
 
 def gather_ahead(module: nn.Module, backward: bool) -> None:
@@ -756,28 +732,21 @@ class FsdpPlace(NamedTuple):
         """The parameter that forward sees; it exists from the first gather on."""
         return self.param._unsharded_param
 
-    @property
-    def whole(self) -> Tensor:
-        """The elements of the gathered parameter, or what `tp` has left of them."""
-        return local_part(self.gathered).detach()
-
     def has_its_own(self) -> bool:
         """Return whether FSDP2's parameter is registered there: the shard, or what is gathered."""
-        registered = self.module._parameters.get(self.name)
-        if registered is self.param.sharded_param or registered is getattr(self.param, "_unsharded_param", None):
-            return True
         # What torch looks for in the first forward: load_state_dict(assign=True), and `to`, may put another shard there.
-        return registered is getattr(self.param, "_sharded_post_forward_param", None)
+        names = ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")
+        registered = self.module._parameters.get(self.name)
+        return any(registered is getattr(self.param, name, None) for name in names)
 
 
 def fsdp_places(module: nn.Module, shared: bool = False) -> Iterator[FsdpPlace]:
     """The places of the parameters of the FSDP2 unit at `module`, one for each, or all of a `shared` one."""
-    for group in fsdp_param_groups(module):
-        for param in group.fsdp_params:
-            info = param._module_info
-            yield FsdpPlace(param, info.module, info.param_name)
-            for holder, name in zip(info.shared_modules, info.shared_param_names) if shared else ():
-                yield FsdpPlace(param, holder, name)
+    for param in fsdp_params(module):
+        info = param._module_info
+        yield FsdpPlace(param, info.module, info.param_name)
+        for holder, name in zip(info.shared_modules, info.shared_param_names) if shared else ():
+            yield FsdpPlace(param, holder, name)
 
 
 def content_versions(registered: Sequence[tuple[dict[str, Any], str, Any]]) -> list[int]:
@@ -858,7 +827,6 @@ class _Lent:
         self.replaced: list[Any] = []
 
     def put(self, values: Iterator[Any]) -> None:
-        """Put what FSDP2 made of the tensors in their places."""
         self.replaced = [next(values) for _ in self.items]
         for (key, _), value in zip(self.items, self.replaced):
             _put_item(self.container, key, value)
@@ -875,12 +843,10 @@ class _Lent:
         return added
 
 
-def _items(container: Any) -> Iterator[tuple[Any, Any]]:
-    if isinstance(container, dict):
-        return iter(list(container.items()))
-    if isinstance(container, list):
-        return iter(list(enumerate(container)))
-    return iter([(field.name, getattr(container, field.name)) for field in fields(container)])
+def _items(container: Any) -> list[tuple[Any, Any]]:
+    if isinstance(container, dict | list):
+        return list(container.items() if isinstance(container, dict) else enumerate(container))
+    return [(field.name, getattr(container, field.name)) for field in fields(container)]
 
 
 def _put_item(container: Any, key: Any, value: Any) -> None:
@@ -937,7 +903,7 @@ def lend_containers(module: nn.Module) -> None:
     own, stack = state._pre_forward, list[list[_Lent]]()
 
     @torch.compiler.disable
-    @functools.wraps(own)
+    @wraps(own)
     def pre_forward(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         lent: dict[int, _Lent] = {}
         args = tuple(_lend(value, lent) for value in args)
@@ -1006,12 +972,6 @@ def fsdp_params(module: nn.Module) -> list[Any]:
     return [param for group in fsdp_param_groups(module) for param in group.fsdp_params]
 
 
-def after_each_backward(root: nn.Module, call: Callable[[], None]) -> None:
-    """Call `call` when FSDP2 has ended a backward of `root`."""
-    for state in _fsdp_states(root):
-        _around(state, "_root_post_backward_final_callback", None, call)
-
-
 def without_gradient(params: Sequence[Any]) -> list[int]:
     """Return the numbers of these FSDP2 parameters that no backward has reached since their last reduction."""
     return [
@@ -1031,9 +991,8 @@ def complete_accumulated(params: Sequence[Any]) -> None:
     if not params or not hasattr(params[0], "to_accumulated_grad_if_needed"):
         return
     dtypes = [p.unsharded_accumulated_grad.dtype for p in params if p.unsharded_accumulated_grad is not None]
-    for param in params if dtypes else ():
-        if param.unsharded_accumulated_grad is not None or not param.sharded_param.requires_grad:
-            continue
+    late = [p for p in params if p.unsharded_accumulated_grad is None and p.sharded_param.requires_grad]
+    for param in late if dtypes else ():
         param.to_accumulated_grad_if_needed()
         if without_gradient([param]):
             # Its storage may be freed by now; shape, device and (under tensor parallelism) DTensor layout are not.
@@ -1175,8 +1134,7 @@ class VotingStage(PipelineStage):
         nothing."""
         if torch.distributed.get_backend(self.group) == "fake":
             return torch.ones(1, dtype=torch.int32)
-        result: Tensor = super()._warmup_backward_result(received_result)
-        return result
+        return super()._warmup_backward_result(received_result)
 
 
 def backward_in_halves() -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -1197,19 +1155,16 @@ def backward_in_halves() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 def decompositions_of_inductor() -> Mapping[Any, Callable[..., Any]]:
     """Return the operators that Inductor takes apart before AOTAutograd cuts a graph, with how it does."""
-    table: Mapping[Any, Callable[..., Any]] = importlib.import_module(
-        "torch._inductor.decomposition"
-    ).select_decomp_table()
-    return table
+    return importlib.import_module("torch._inductor.decomposition").select_decomp_table()
 
 
 def traced_graph(
     function: Callable[..., Any], decompositions: Mapping[Any, Callable[..., Any]]
 ) -> Callable[..., GraphModule]:
     """Return a function of the arguments of `function` that traces it, as AOTAutograd does."""
-    make_fx = importlib.import_module("torch.fx.experimental.proxy_tensor").make_fx
-    traced: Callable[..., GraphModule] = make_fx(function, decomposition_table=decompositions, tracing_mode="real")
-    return traced
+    return importlib.import_module("torch.fx.experimental.proxy_tensor").make_fx(
+        function, decomposition_table=decompositions, tracing_mode="real"
+    )
 
 
 def two_graphs(joint: GraphModule, outputs: int, fake: Any) -> tuple[GraphModule, GraphModule]:
@@ -1221,8 +1176,7 @@ def two_graphs(joint: GraphModule, outputs: int, fake: Any) -> tuple[GraphModule
     partition = importlib.import_module("torch._functorch.partitioners").min_cut_rematerialization_partition
     joint.graph.eliminate_dead_code()
     with guards.tracing(guards.TracingContext(fake)):
-        forward, backward = partition(joint, None, num_fwd_outputs=outputs)
-    return forward, backward
+        return partition(joint, None, num_fwd_outputs=outputs)
 
 
 def recorded_snapshot() -> Mapping[str, Any] | None:

@@ -11,6 +11,8 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -80,29 +82,17 @@ def model_base() -> Any:
     return None if "transformers.modeling_utils" not in sys.modules else _inside("modeling_utils", "PreTrainedModel")
 
 
-def attention_functions() -> Any:
-    """The mapping from the names of attention implementations to functions."""
-    return _inside("modeling_utils", ATTENTION_LOOKUP)
-
-
-def attention_interface() -> Any:
-    """The class by whose ``register`` an attention implementation gets a name."""
-    return _inside("modeling_utils", "AttentionInterface")
-
-
-def mask_functions() -> Any:
-    """The mapping from the names of attention implementations to functions that make their masks."""
-    return _inside("masking_utils", "ALL_MASK_ATTENTION_FUNCTIONS")
-
-
-def mask_interface() -> Any:
-    """The class by whose ``register`` a function that makes masks gets a name."""
-    return _inside("masking_utils", "AttentionMaskInterface")
-
-
-def causal_mask_function() -> Any:
-    """The function of places that means a plain causal mask."""
-    return _inside("masking_utils", "causal_mask_function")
+# Each of these is called to get it:
+# the mapping from the names of attention implementations to functions,
+attention_functions = partial(_inside, "modeling_utils", ATTENTION_LOOKUP)
+# the class by whose ``register`` an attention implementation gets a name,
+attention_interface = partial(_inside, "modeling_utils", "AttentionInterface")
+# the mapping from the names of attention implementations to functions that make their masks,
+mask_functions = partial(_inside, "masking_utils", "ALL_MASK_ATTENTION_FUNCTIONS")
+# the class by whose ``register`` a function that makes masks gets a name,
+mask_interface = partial(_inside, "masking_utils", "AttentionMaskInterface")
+# and the function of places that means a plain causal mask.
+causal_mask_function = partial(_inside, "masking_utils", "causal_mask_function")
 
 
 def rope_follows_length(module: object) -> bool:
@@ -145,22 +135,15 @@ def given_cache(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, 
 
     names: what the called forward takes, in order.
     """
-    for index, value in enumerate(args):
-        name = names[index] if index < len(names) else f"argument {index}"
-        if is_cache(value, name):
-            return name
-    for name, value in kwargs.items():
-        if is_cache(value, name):
-            return name
-    return None
+    by_position = chain(names[: len(args)], (f"argument {index}" for index in range(len(names), len(args))))
+    call = chain(zip(by_position, args), kwargs.items())
+    return next((name for name, value in call if is_cache(value, name)), None)
 
 
 def layers_dropped_in_vain(model: Any) -> float | None:
     """Return the ``layerdrop`` of the first part of `model` that would run each layer under FSDP; None: there is none."""
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if config is None or not hasattr(sys.modules.get(type(module).__module__), RUNS_DROPPED_LAYERS):
-            continue
+    parts = [m for m in model.modules() if hasattr(sys.modules.get(type(m).__module__), RUNS_DROPPED_LAYERS)]
+    for config in (part.config for part in parts if getattr(part, "config", None) is not None):
         shares = [value for name, value in vars(config).items() if name.endswith("layerdrop") and value]
         if shares:
             return max(shares)

@@ -139,7 +139,12 @@ def _check(tree: _Tree, specs: Sequence[CheckpointSpec], compile: bool) -> None:
     seen: set[str] = set()
     for spec in specs:
         if spec.policy is None:
-            _check_placement(tree, spec)
+            tree.find(spec.members[0])
+            if not isinstance(spec.transfer, Placement):
+                raise TypeError(
+                    f"The region of {spec.members[0]} has policy=None and {type(spec.transfer).__name__} as transfer, which "
+                    "moves what a policy keeps, and not what a module saves. Give it an Offloader, or a policy."
+                )
             continue
         if spec.use_reentrant and compile:
             raise ValueError(
@@ -161,21 +166,6 @@ def _segment_of(spec: CheckpointSpec) -> Segment | None:
     return Segment(len(spec.members)) if len(spec.members) > 1 else None
 
 
-def _check_placement(tree: _Tree, spec: CheckpointSpec) -> None:
-    tree.find(spec.members[0])
-    if not isinstance(spec.transfer, Placement):
-        raise TypeError(
-            f"The region of {spec.members[0]} has policy=None and {type(spec.transfer).__name__} as transfer, which moves "
-            "what a policy keeps, and not what a module saves. Give it an Offloader, or a policy."
-        )
-
-
-def _switch_off(model: nn.Module) -> str:
-    """The method by which `model` switches its own checkpointing off; transformers' where it has none that is known."""
-    known = ("gradient_checkpointing_disable", "disable_gradient_checkpointing")
-    return next((name for name in known if hasattr(model, name)), known[0])
-
-
 def refuse_checkpointed(model: nn.Module, *, replays: bool = True) -> None:
     """Raise ValueError where something in `model` is checkpointed already, by us, PyTorch's wrapper or the model.
 
@@ -188,14 +178,14 @@ def refuse_checkpointed(model: nn.Module, *, replays: bool = True) -> None:
                 f"{name or 'The model'} is checkpointed already: a second wrapper would recompute it twice. "
                 "Apply checkpointing once, to a freshly built model."
             )
-        if not replays:
-            continue
-        if getattr(module, "gradient_checkpointing", False) is True:
+        if replays and getattr(module, "gradient_checkpointing", False) is True:
+            methods = ("gradient_checkpointing_disable", "disable_gradient_checkpointing")
+            method = next((method for method in methods if hasattr(model, method)), methods[0])
             raise ValueError(
                 f"{name or 'The model'} has its own gradient checkpointing on, and would be recomputed twice. "
-                f"Call model.{_switch_off(model)}() first (in a Trainer: gradient_checkpointing=False)."
+                f"Call model.{method}() first (in a Trainer: gradient_checkpointing=False)."
             )
-        if getattr(module, "grad_checkpointing", False) is True:  # timm's word
+        if replays and getattr(module, "grad_checkpointing", False) is True:  # timm's word
             raise ValueError(
                 f"{name or 'The model'} has its own gradient checkpointing on (grad_checkpointing=True), and would be "
                 "recomputed twice. Call model.set_grad_checkpointing(False) first."

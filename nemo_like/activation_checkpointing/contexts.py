@@ -11,7 +11,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from nemo_like._util.rng import rng_state, set_rng_state
 from nemo_like.activation_checkpointing.engine.compiled import ContextPair, torch_policy_fn
 from nemo_like.activation_checkpointing.engine.dispatch import ForwardMode, ReplayMode, kinds_for
-from nemo_like.activation_checkpointing.engine.handles import map_output, private_copy
+from nemo_like.activation_checkpointing.engine.handles import map_output
 from nemo_like.activation_checkpointing.policy import SAVE, Policy, SelectivePolicy
 from nemo_like.activation_checkpointing.transfer import SynchronousTransfer
 
@@ -31,7 +31,10 @@ def make_selective_checkpoint_context_fn(policy: Policy | None = None) -> Callab
     def context_fn() -> ContextPair:
         if torch.compiler.is_compiling():
             return create_selective_checkpoint_contexts(torch_policy_fn(chosen))
-        return eager_contexts(chosen)
+        forward = _ForwardContext(
+            kinds_for(chosen), chosen.start(), [], SynchronousTransfer(), "torch.utils.checkpoint"
+        )
+        return forward, _ReplayContext(forward)
 
     return context_fn
 
@@ -63,12 +66,7 @@ class _ReplayContext(ReplayMode):
 
     def __enter__(self) -> _ReplayContext:
         self.position = 0
-        self.values = []
-        for entry in self.kept:
-            value = entry.value
-            if entry.decision is SAVE:
-                value = map_output(private_copy if entry.private else Tensor.detach, value)
-            self.values.append(value)
+        self.values = [entry.to_hand_out() if entry.decision is SAVE else entry.value for entry in self.kept]
         # `checkpoint` does so, too, but not where Dynamo's graph calls it.
         self.rng_outside = rng_state()
         set_rng_state(self.forward.rng)
@@ -77,9 +75,3 @@ class _ReplayContext(ReplayMode):
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         set_rng_state(self.rng_outside)
-
-
-def eager_contexts(policy: Policy) -> tuple[ForwardMode, ReplayMode]:
-    """Forward and recomputation contexts of one region under `policy`."""
-    forward = _ForwardContext(kinds_for(policy), policy.start(), [], SynchronousTransfer(), "torch.utils.checkpoint")
-    return forward, _ReplayContext(forward)

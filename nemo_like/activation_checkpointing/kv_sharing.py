@@ -13,6 +13,7 @@ hand keys and values from one layer to later ones (Gemma 3n, Gemma 4) do it in o
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from torch import nn
 
 from nemo_like._util.module_tree import every_module
 from nemo_like.transformers_compat import SHARED_STATES, USE_CACHE, parameter_names
+
+_OF_CONFIGS = ("model_type", "use_cache", "num_kv_shared_layers")  # Attributes that only configs have.
 
 
 def detect_kv_sharing_and_maybe_disable_cache(model: nn.Module) -> bool:
@@ -42,7 +45,9 @@ def has_kv_sharing(model: nn.Module) -> bool:
 
 def needs_cache(model: nn.Module) -> bool:
     """Return whether layers hand keys and values on through the cache, and not by argument, so that it must stay on."""
-    return has_kv_sharing(model) and not shares_states_explicitly_somewhere(model)
+    return has_kv_sharing(model) and not any(
+        SHARED_STATES in parameter_names(module.forward) for module in model.modules()
+    )
 
 
 def disable_cache(model: nn.Module) -> None:
@@ -52,10 +57,8 @@ def disable_cache(model: nn.Module) -> None:
         ValueError: a config refuses the change (a frozen dataclass); all configs are as they were then.
     """
     changed: list[tuple[Any, Any]] = []
-    for config in configs_of(model):
-        before = getattr(config, "use_cache", None)
-        if not before:
-            continue
+    for config in [config for config in configs_of(model) if getattr(config, "use_cache", None)]:
+        before = config.use_cache
         try:
             config.use_cache = False
         except (AttributeError, TypeError) as error:
@@ -75,19 +78,18 @@ def call_without_cache(model: nn.Module, layers: Iterable[nn.Module]) -> None:
     own ``use_cache`` counts, and without gradients (`generate`) nothing is changed.
     """
     inside = {id(layer) for layer in layers}
-    for module in model.modules():
-        if id(module) in inside or not any(id(inner) in inside for inner in every_module(module)):
-            continue
+    outside = [module for module in model.modules() if id(module) not in inside]
+    for module in [each for each in outside if any(id(inner) in inside for inner in every_module(each))]:
         names = parameter_names(module.forward)
         if USE_CACHE in names:
             module.register_forward_pre_hook(_WithoutCache(names.index(USE_CACHE)), with_kwargs=True)
 
 
+@dataclass(frozen=True)
 class _WithoutCache:
     """A forward pre-hook (a class of the module's, so that a model with it can be copied and pickled)."""
 
-    def __init__(self, position: int) -> None:
-        self.position = position
+    position: int
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -103,11 +105,6 @@ def shares_states_explicitly(layers: Iterable[nn.Module]) -> bool:
     return bool(layers) and all(SHARED_STATES in parameter_names(layer.forward) for layer in layers)
 
 
-def shares_states_explicitly_somewhere(model: nn.Module) -> bool:
-    """Return whether some module of `model` is handed shared keys and values as an argument."""
-    return any(SHARED_STATES in parameter_names(module.forward) for module in model.modules())
-
-
 def configs_of(model: nn.Module) -> Iterator[Any]:
     """The model's config and every sub-config below it, each once."""
     pending = [getattr(module, "config", None) for module in model.modules()]
@@ -119,14 +116,13 @@ def configs_of(model: nn.Module) -> Iterator[Any]:
             continue
         seen.add(id(config))
         yield config
-        pending += [value for name, value in fields.items() if name.endswith("config") or _looks_like_config(value)]
+        pending += [
+            value
+            for name, value in fields.items()
+            if name.endswith("config") or any(hasattr(value, mark) for mark in _OF_CONFIGS)
+        ]
 
 
 def _fields(config: object) -> dict[str, Any]:
-    """The attributes of an object's own, also where they are in slots."""
     slots = {name: getattr(config, name, None) for name in getattr(type(config), "__slots__", ())}
     return slots | dict(getattr(config, "__dict__", {}))
-
-
-def _looks_like_config(value: object) -> bool:
-    return any(hasattr(value, name) for name in ("model_type", "use_cache", "num_kv_shared_layers"))

@@ -70,20 +70,14 @@ def linear(op: object, args: tuple[Any, ...], kwargs: dict[str, Any], out: objec
     return 2 * math.prod(args[0].shape) * args[1].shape[0]
 
 
-def attention_heads_first(op: object, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> int:
-    """Query, key, value ``(B, H, S, D)``, or ``(T, H, D)`` with offsets: ``2 B H S_q S_k (D_qk + D_v)``.
+def _attention(
+    op: object, args: tuple[Any, ...], kwargs: dict[str, Any], out: object, *, heads: int, tokens: int
+) -> int:
+    """``2 B H S_q S_k (D_qk + D_v)``, where query, key and value have heads and tokens in these dims, or are
+    ``(T, H, D)`` with offsets.
 
     `H` is the query's: a key head that several query heads share is multiplied with each.
     """
-    return _attention(op, args, kwargs, heads=1, tokens=2)
-
-
-def attention_tokens_first(op: object, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> int:
-    """As `attention_heads_first`, for kernels that take ``(B, S, H, D)``."""
-    return _attention(op, args, kwargs, heads=2, tokens=1)
-
-
-def _attention(op: object, args: tuple[Any, ...], kwargs: dict[str, Any], heads: int, tokens: int) -> int:
     query, key, value = args[:3]
     widths = query.shape[-1] + value.shape[-1]
     offsets_q = argument(op, args, kwargs, *_OFFSETS_Q)
@@ -92,8 +86,7 @@ def _attention(op: object, args: tuple[Any, ...], kwargs: dict[str, Any], heads:
     offsets_k = argument(op, args, kwargs, *_OFFSETS_K)
     lengths_q = _lengths(offsets_q, argument(op, args, kwargs, *_LONGEST_Q))
     lengths_k = lengths_q if offsets_k is None else _lengths(offsets_k, argument(op, args, kwargs, *_LONGEST_K))
-    pairs = sum(q * k for q, k in zip(lengths_q, lengths_k, strict=True))
-    return 2 * query.shape[-2] * pairs * widths
+    return 2 * query.shape[-2] * sum(q * k for q, k in zip(lengths_q, lengths_k, strict=True)) * widths
 
 
 def _lengths(offsets: torch.Tensor, longest: Any) -> list[int]:
@@ -138,14 +131,11 @@ class OpFacts:
         return not (self.free or self.mutating)
 
 
-_SDPA = OpFacts(saved=True, attention=True, flops=attention_heads_first)
-_FLASH = OpFacts(saved=True, attention=True, flops=attention_tokens_first)
-_MATMUL = OpFacts(saved=True, alternates=True)
+_SDPA = OpFacts(saved=True, attention=True, flops=functools.partial(_attention, heads=1, tokens=2))
+_FLASH = OpFacts(saved=True, attention=True, flops=functools.partial(_attention, heads=2, tokens=1))
 _GROUPED = OpFacts(saved=True, flops=grouped_mm)
 # Recomputing a collective makes every rank join in once more.
 _COLLECTIVE = OpFacts(saved=True, pinned=True, collective=True)
-# Every rank repeats the same ones in the same order, so a plan may choose to.
-_GATHER = OpFacts(saved=True, collective=True)
 _FREE = OpFacts(free=True)
 
 # By overload. `_FREE_PACKETS` and `_FREE_NAMESPACES` contain what is free as a whole; a schema that states that an
@@ -168,7 +158,7 @@ _ROWS: dict[str, OpFacts] = {
     "flash_attn_3.fwd.default": _FLASH,
     # A graph that inductor has compiled is one operator here, and dear.
     "inductor_compiled_code": OpFacts(saved=True),
-    "aten.mm.default": _MATMUL,
+    "aten.mm.default": OpFacts(saved=True, alternates=True),
     "aten.linear.default": OpFacts(saved=True, alternates=True, flops=linear),
     "aten._grouped_mm.default": OpFacts(saved=True, alternates=True, flops=grouped_mm),
     "aten.addmm.dtype_out": OpFacts(flops=added_product),
@@ -195,7 +185,8 @@ _ROWS: dict[str, OpFacts] = {
     # Expert parallelism: who sends how many tokens to whom, and the tokens. These may be sent again, by all ranks alike.
     "nemo_like.route.default": OpFacts(saved=True, pinned=True, collective=True),
     "nemo_like.exchange_rows.default": OpFacts(saved=True, collective=True, exchange=True),
-    "nemo_like.rows_of_all.default": _GATHER,
+    # Every rank repeats the same ones in the same order, so a plan may choose to.
+    "nemo_like.rows_of_all.default": OpFacts(saved=True, collective=True),
     # Reading a number of the device waits for the device, so it is not done twice.
     "aten._local_scalar_dense.default": OpFacts(saved=True, pinned=True),
     # They return their input's storage, which their schemas don't state: saving the input saves the output.
@@ -235,14 +226,11 @@ _FREE_PACKETS = frozenset(
 _FREE_NAMESPACES = frozenset(("profiler", "prim", "record_function", "fsdp", "c10d"))
 _COLLECTIVE_NAMESPACES = frozenset(("c10d", "_c10d_functional", "_c10d_functional_autograd"))
 
-_REDUCE_SCATTER = "_c10d_functional.reduce_scatter_tensor.default"
-_NO_FACTS = OpFacts()
-
 
 @functools.cache
 def facts(op: Op) -> OpFacts:
     """Return what the table and the operator's own schema state about `op`; any operator has facts."""
-    row = _ROWS.get(str(op), _NO_FACTS)
+    row = _ROWS.get(str(op), OpFacts())
     schema = getattr(op, "_schema", None)
     namespace = getattr(op, "namespace", "")
     aliases = schema is not None and any(ret.alias_info is not None for ret in schema.returns)
@@ -277,7 +265,7 @@ def default_save_ops() -> frozenset[Op]:
     ops = compute_intensive_ops() | _present(name for name, row in _ROWS.items() if row.saved)
     if async_tensor_parallel():
         # A saved reduce-scatter can't be fused into its matmul (torchtitan#965).
-        ops -= _present((_REDUCE_SCATTER,))
+        ops -= _present(("_c10d_functional.reduce_scatter_tensor.default",))
         say_once("Async tensor parallel is on: reduce-scatter is left out of the save-op set, so that it can fuse.")
     return ops
 
@@ -345,12 +333,9 @@ def flops(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any] | None, out: obj
 def kernel_flops(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any] | None, out: object) -> int:
     """FLOPs that the kernel really does: half of `flops` in causal attention, whose kernels skip the masked half."""
     count = flops(op, args, kwargs, out)
-    return count // 2 if facts(op).attention and _is_causal(op, args, kwargs) else count
-
-
-def _is_causal(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
     # custom_mask_type: 0 none, 1 and 2 causal, aligned to the first or the last query.
-    return bool(argument(op, args, kwargs, "is_causal", "causal", "custom_mask_type"))
+    is_causal = facts(op).attention and argument(op, args, kwargs, "is_causal", "causal", "custom_mask_type")
+    return count // 2 if is_causal else count
 
 
 # Operators of which a call may be a device-to-host copy.
@@ -368,9 +353,7 @@ def is_device_to_host_copy(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def moved_bytes(op: Op, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> int:
     """Bytes read and written by a kernel that touches each input and output once; 0 for an allocation or a view."""
-    if facts(op).free:
-        return 0
-    return sum(_touched(t) for t in inputs) + sum(_touched(t) for t in outputs)
+    return 0 if facts(op).free else sum(_touched(t) for t in (*inputs, *outputs))
 
 
 def _touched(tensor: torch.Tensor) -> int:

@@ -55,9 +55,7 @@ class LayerPlan:
         """
         if self.decisions is None:
             return None
-        if not self.decisions:
-            return FullPolicy()
-        return DecisionTable.from_json(self.decisions, strict=False)
+        return DecisionTable.from_json(self.decisions, strict=False) if self.decisions else FullPolicy()
 
 
 @dataclass(frozen=True)
@@ -232,8 +230,7 @@ class Plan:
             LayerPlan(**(entry | {"decisions": None if entry["decisions"] == "none" else tables[entry["decisions"]]}))
             for entry in body["layers"]
         )
-        fields = {k: v for k, v in body.items() if k not in ("format", "decisions", "layers")}
-        plan = cls(layers=layers, **fields)
+        plan = cls(layers=layers, **{k: v for k, v in body.items() if k not in ("format", "decisions", "layers")})
         for layer in plan.layers:
             try:
                 layer.policy()

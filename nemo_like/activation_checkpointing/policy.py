@@ -7,14 +7,12 @@ recomputation makes no new decisions: the engine repeats those that forward took
 from __future__ import annotations
 
 import enum
-import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
-from nemo_like._util.log import logger, say_once
 from nemo_like._util.op_lookup import Op, resolve_op, resolve_ops
 from nemo_like.activation_checkpointing import ops as table
 from nemo_like.options import normalise
@@ -86,20 +84,6 @@ class FullPolicy:
         return lambda op, index: RECOMPUTE
 
 
-_log_decisions = os.environ.get("NEMO_LIKE_LOG_SAVE_OPS", "").strip().lower() not in ("", "0", "false", "off")
-
-
-def log_decisions(enabled: bool = True) -> None:
-    """Log, once per operator, whether selective checkpointing decides SAVE, RECOMPUTE or ALTERNATE.
-
-    The environment variable ``NEMO_LIKE_LOG_SAVE_OPS=1`` switches it on from the start.
-    """
-    global _log_decisions
-    _log_decisions = enabled
-    if enabled:
-        logger.setLevel(min(logger.level or 20, 20))
-
-
 @dataclass(frozen=True, eq=False)
 class SelectivePolicy:
     """Keep the outputs of expensive operators; of the plain matmuls, recompute every `every_nth_matmul`-th.
@@ -135,13 +119,13 @@ class SelectivePolicy:
         if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
             raise ValueError(f"SelectivePolicy.every_nth_matmul is {n!r}; it must be a whole number >= 1, or None.")
         for name in ("save_ops", "extra", "drop"):
-            if (value := getattr(self, name)) is None:
-                continue
-            if isinstance(value, str) or not isinstance(value, Iterable):
+            value = getattr(self, name)
+            if isinstance(value, str) or not isinstance(value, Iterable | None):
                 raise TypeError(
                     f"SelectivePolicy.{name} is {value!r}; it must be a list of operators or their names: [{value!r}]."
                 )
-            object.__setattr__(self, name, tuple(value))  # once and for all, if it is an iterator
+            # Once and for all, if it is an iterator.
+            object.__setattr__(self, name, None if value is None else tuple(value))
         ops = self.get_save_ops()
         refused = sorted(str(op) for op in ops if not table.facts(op).tracked)
         if refused:
@@ -191,16 +175,7 @@ class SelectivePolicy:
             matmuls += 1
             return RECOMPUTE if matmuls % every == 0 else SAVE
 
-        return _logged(decide, kinds) if _log_decisions else decide
-
-
-def _logged(decide: Decide, kinds: Mapping[Op, bool]) -> Decide:
-    def decide_and_say(op: Op, index: int) -> Decision:
-        word = {None: "RECOMPUTE", False: "SAVE", True: "ALTERNATE"}[kinds.get(op)]
-        say_once(f"selective checkpointing: {op}: {word}", key=f"save-ops:{op}")
-        return decide(op, index)
-
-    return decide_and_say
+        return decide
 
 
 def named_ops_policy(names: Sequence[str | Op]) -> SelectivePolicy:
@@ -234,16 +209,19 @@ class DecisionTable:
         self.strict = strict
         self.decisions: dict[Op, tuple[Decision, ...]] = {}
         for name, row in decisions.items():
-            for op in sorted(_only_op(name), key=str):
-                self.decisions[op] = tuple(_as_decision(item) for item in row)
-                _check_row(op, self.decisions[op])
+            ops = resolve_op(name)
+            if len(ops) != 1:
+                raise ValueError(
+                    f"DecisionTable: {name!r} has {len(ops)} overloads; name one, such as '{name}.default'."
+                )
+            (op,) = ops
+            self.decisions[op] = tuple(_as_decision(item) for item in row)
+            _check_row(op, self.decisions[op])
         listed = [op for op in self.decisions if table.facts(op).attention]
         self._kernel = listed[0] if len(listed) == 1 and not strict else None
-        self._tracked = frozenset(self.decisions) | table.pinned_ops() | self._other_kernels()
-
-    def _other_kernels(self) -> frozenset[Op]:
-        """The attention kernels that the one row of attention is for, besides the listed one."""
-        return table.attention_ops() if self._kernel is not None else frozenset()
+        # The attention kernels that the one row of attention is for, besides the listed one.
+        other_kernels = table.attention_ops() if self._kernel is not None else frozenset()
+        self._tracked = frozenset(self.decisions) | table.pinned_ops() | other_kernels
 
     def tracked_ops(self) -> Collection[Op]:
         """The operators that have a row, and those that must never be recomputed."""
@@ -273,13 +251,6 @@ class DecisionTable:
 
     def __repr__(self) -> str:
         return f"DecisionTable({self.to_json()}{'' if self.strict else ', strict=False'})"
-
-
-def _only_op(name: Op | str) -> frozenset[Op]:
-    op = resolve_op(name)
-    if len(op) != 1:
-        raise ValueError(f"DecisionTable: {name!r} has {len(op)} overloads; name one, such as '{name}.default'.")
-    return op
 
 
 def _as_decision(item: Decision | str) -> Decision:
@@ -331,7 +302,6 @@ class _TableRun:
         return row[index]
 
     def finish(self) -> Misfit | None:
-        """Raise unless every row was used to its end."""
         misfit = self.misfit()
         if misfit is not None:
             raise PlanMismatchError(
@@ -345,10 +315,10 @@ class _TableRun:
         if not wrong:
             return None
         op = wrong[0]
-        reason = (
-            f"{op} ran {self._counts.get(op, 0)} times, and the decision table has {len(self._rows[op])} entries for it"
+        return Misfit(
+            frozenset(wrong),
+            f"{op} ran {self._counts.get(op, 0)} times, and the decision table has {len(self._rows[op])} entries for it",
         )
-        return Misfit(frozenset(wrong), reason)
 
 
 class _LenientRun(_TableRun):
@@ -362,13 +332,10 @@ class _LenientRun(_TableRun):
         known = table.facts(op)
         if known.attention and self._kernel is not None:
             op, index = self._kernel, self._counts.get(self._kernel, 0)
-        row = self._rows.get(op)
-        if row is None:
-            return SAVE
+        if index < len(self._rows.get(op, ())) or op not in self._rows:
+            return super().__call__(op, index)
         self._counts[op] = index + 1
-        if index >= len(row):
-            return SAVE if known.pinned else RECOMPUTE
-        return row[index]
+        return SAVE if known.pinned else RECOMPUTE
 
     def finish(self) -> Misfit | None:
         """The rows that did not fit, with all kernels of attention in the place of the listed one."""
@@ -415,23 +382,18 @@ class TorchPolicy:
 
     def start(self) -> Callable[..., Decision]:
         """A decision function that hands each call on to the policy function."""
-        return _Ask(self.policy_fn() if self.make else self.policy_fn)
+        policy_fn = self.policy_fn() if self.make else self.policy_fn
 
+        def ask(op: Op, index: int, args: Any = (), kwargs: Any = None, output: Any = None) -> Decision:
+            context = SelectiveCheckpointContext(is_recompute=False, op_output=output)
+            answer = policy_fn(context, op, *args, **(kwargs or {}))
+            if isinstance(answer, bool):
+                return SAVE if answer else RECOMPUTE
+            if isinstance(answer, CheckpointPolicy):
+                return _MEANING[answer.name]
+            raise TypeError(
+                f"The policy function returned {answer!r} for {op}; it must return a CheckpointPolicy, or True to keep."
+            )
 
-class _Ask:
-    needs_call = True
-    __slots__ = ("_policy_fn",)
-
-    def __init__(self, policy_fn: Callable[..., Any]) -> None:
-        self._policy_fn = policy_fn
-
-    def __call__(self, op: Op, index: int, args: Any = (), kwargs: Any = None, output: Any = None) -> Decision:
-        context = SelectiveCheckpointContext(is_recompute=False, op_output=output)
-        answer = self._policy_fn(context, op, *args, **(kwargs or {}))
-        if isinstance(answer, bool):
-            return SAVE if answer else RECOMPUTE
-        if isinstance(answer, CheckpointPolicy):
-            return _MEANING[answer.name]
-        raise TypeError(
-            f"The policy function returned {answer!r} for {op}; it must return a CheckpointPolicy, or True to keep."
-        )
+        ask.needs_call = True  # type: ignore[attr-defined]
+        return ask

@@ -21,9 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from nemo_like._util.log import warn_once
 from nemo_like._util.named_containers import named_containers
 from nemo_like._util.words import a_or_an
-from nemo_like.activation_checkpointing.engine import verification
 from nemo_like.activation_checkpointing.engine.containers import Contents, map_leaves
-from nemo_like.activation_checkpointing.engine.dispatch import ForwardMode, kinds_for
 from nemo_like.activation_checkpointing.engine.global_state import Surroundings
 from nemo_like.activation_checkpointing.engine.inputs import SavedInputs
 from nemo_like.activation_checkpointing.engine.module_state import module_of, modules_in
@@ -159,10 +157,6 @@ class _CallsAgain:
         self.calls: list[_Call] = []
         self.index = -1
 
-    @property
-    def in_last_call(self) -> bool:
-        return self.index == len(self.calls) - 1
-
     def __call__(self) -> None:
         region = self.region()
         assert region is not None  # which runs this
@@ -184,22 +178,15 @@ class _SegmentRegion(Region):
 
     def __init__(self, first: SegmentMember) -> None:
         self._again = _CallsAgain(first.region_name)
-        super().__init__(self._again, first.policy, first.region_name, first.transfer, True)
+        super().__init__(
+            self._again, first.policy, first.region_name, first.transfer, True, first.preserve_rng_state, first
+        )
         self._again.region = weakref.ref(self)
-        self.verification = verification.start(first, first.region_name, first.preserve_rng_state)
-        self._decide: Any = None
-        if not self.policy.keeps_nothing:
-            self._decide = self.policy.start()
-            self.kinds = kinds_for(self.policy)
-            self.forward_mode = ForwardMode(self.kinds, self._decide, self.handles, self.transfer, self.name)
-            self.forward_mode.keeps_rng = first.preserve_rng_state
-            self.kept = self.forward_mode.kept
+        self.calls = self._again.calls
         self.inputs = SavedInputs((), {})
         self.surroundings = Surroundings(None, (), False)  # each call has its own
-        self.watch_versions = True
         self.position_of_last = -1
         self.tail = contextlib.ExitStack()  # Ends with the call that is recomputed.
-        self._preserve_rng_state = first.preserve_rng_state
         # id of a tensor that a call returned → itself (weakly), its version then, and which it is.
         self._outputs: dict[int, tuple[weakref.ref[Tensor], int, _Earlier]] = {}
         # Tensors in objects that came in from outside, which the first call's arguments hold.
@@ -207,32 +194,26 @@ class _SegmentRegion(Region):
 
     def stop_unless_waited_for(self) -> None:
         """Stop early in the last call only: a layer that FSDP gathered for its recomputation must get to its end."""
-        if self._again.in_last_call:
+        if self._again.index == len(self.calls) - 1:
             super().stop_unless_waited_for()
 
     @left_to_python
     def repack(self, tensor: Tensor) -> int:
         index = super().repack(tensor)
         call = self.calls[self._again.index]
-        if (
-            index == call.packs - 1
-        ):  # where other regions stop, so that what comes now is done once in forward and no more
+        # Where other regions stop, so that what comes now is done once in forward and no more.
+        if index == call.packs - 1:
             call.keep_containers(self.tail)
         return index
 
-    @property
-    def calls(self) -> list[_Call]:
-        return self._again.calls
-
     def hands_on(self, value: object) -> bool:
-        """Return whether an earlier call of the region returned one of the tensors in `value`."""
         return any(self._earlier(tensor) is not None for tensor in _tensors(value))
 
     @left_to_python
     def record(self, run: Callable[..., Any], position: int, args: Any, kwargs: Any) -> Any:
         """Make one call, with autograd keeping handles in the place of tensors."""
         marked_args, marked_kwargs = map_leaves(self._marked, (args, kwargs))
-        call = _Call(run, marked_args, marked_kwargs, self._preserve_rng_state)
+        call = _Call(run, marked_args, marked_kwargs, self.preserve_rng_state)
         self.position_of_last = position
         self.calls.append(call)  # now, and not at its end: the member may take a gradient itself, which recomputes
         try:
@@ -251,8 +232,7 @@ class _SegmentRegion(Region):
         # Recomputation runs with copies of changed buffers, whose versions start again.
         self.watch_versions = self.watch_versions and not copied and not self.keeps_on_host()
         for index, tensor in enumerate(_tensors(out)):
-            mark = _Earlier(len(self.calls) - 1, index)
-            self._outputs[id(tensor)] = (weakref.ref(tensor), tensor._version, mark)
+            self._outputs[id(tensor)] = (weakref.ref(tensor), tensor._version, _Earlier(len(self.calls) - 1, index))
         return out
 
     def _marked(self, leaf: object) -> Any:
@@ -274,23 +254,19 @@ class _SegmentRegion(Region):
         """No call comes any more: forget what no recomputation can reach."""
         if self.complete:
             return
-        finish = getattr(self._decide, "finish", None)
-        if finish is not None:
-            finish()
+        if self.forward_mode is not None:
+            self.forward_mode.finish()
         self.drop_unreachable()
         self.forward_mode = None
         self.complete = True
 
     def _earlier(self, tensor: Tensor) -> _Earlier | None:
         """Return which output of the region `tensor` is; None if it is not one, or was changed in place since."""
-        known = self._outputs.get(id(tensor))
-        if known is None or known[0]() is not tensor or known[1] != tensor._version:
-            return None
-        return known[2]
+        reference, version, mark = self._outputs.get(id(tensor), (None, None, None))
+        return mark if reference is not None and reference() is tensor and version == tensor._version else None
 
 
 def _map(function: Callable[[Any], Any], value: object, kind: type = Tensor) -> Any:
-    """`function` on every `kind` in `value` and its containers, in which arguments are saved."""
     return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, kind) else leaf, value)
 
 

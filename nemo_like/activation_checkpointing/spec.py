@@ -56,9 +56,6 @@ class CheckpointSpec:
             isinstance(self.calls, bool) or not isinstance(self.calls, int) or self.calls < 1
         ):
             raise ValueError(f"CheckpointSpec.calls is {self.calls!r}; it must be a whole number of timesteps >= 1.")
-        self._check_combination()
-
-    def _check_combination(self) -> None:
         several = len(self.members) > 1 or self.calls is not None
         if self.policy is None and (self.transfer is None or several):
             raise ValueError(
@@ -111,11 +108,8 @@ def segments_of(
     >>> [spec.members for spec in segments_of(["a", "b", "c"], 2)]
     [('a', 'b'), ('c',)]
     """
-    specs, start = [], 0
-    for size in segment_sizes(len(names), count, weights):
-        specs.append(CheckpointSpec(tuple(names[start : start + size]), **how))
-        start += size
-    return specs
+    sizes = segment_sizes(len(names), count, weights)
+    return [CheckpointSpec(tuple(names[end - size : end]), **how) for size, end in zip(sizes, accumulate(sizes))]
 
 
 def chunks_of_calls(names: Iterable[str], chunk_size: int, **how: Unpack[How]) -> list[CheckpointSpec]:
@@ -187,17 +181,13 @@ class KeepRouting:
 
 
 class _Run:
-    """One region's decisions."""
-
     def __init__(self, inner: Policy) -> None:
         self._decide: Callable[..., Decision] = inner.start()
         tracked = inner.tracked_ops()
         self._asked = None if tracked is None else frozenset(tracked)
         self._routing = routing_ops()
         self.needs_call = getattr(self._decide, "needs_call", False)
-        finish = getattr(self._decide, "finish", None)
-        if finish is not None:
-            self.finish = finish
+        self.finish = getattr(self._decide, "finish", None)
 
     def __call__(self, op: Op, index: int, *call: object) -> Decision:
         decision = self._decide(op, index, *call) if self._asked is None or op in self._asked else SAVE
@@ -243,16 +233,12 @@ def _replayable(layer: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Mo
 
 def _is_replayable(name: str, child: nn.Module) -> bool:
     """Norms, attentions and MLPs; not single projections and convolutions, which alone gain nothing from recomputation."""
-    if not any(True for _ in child.parameters()):
-        return False
-    return "norm" in type(child).__name__.lower() or _is_attention(name, child) or _is_composite(child)
+    # With more than one parameter-bearing piece to compute with: an MLP or an MoE block.
+    is_composite = len(list(child.children())) > 0 or len(list(child.parameters(recurse=False))) > 2
+    has_kind = "norm" in type(child).__name__.lower() or _is_attention(name, child) or is_composite
+    return has_kind and any(True for _ in child.parameters())
 
 
 def _is_attention(name: str, child: nn.Module) -> bool:
     words = f"{name.rpartition('.')[2]} {type(child).__name__}".lower()
     return "norm" not in words and any(word in words for word in ("attn", "attention", "mixer", "mamba"))
-
-
-def _is_composite(child: nn.Module) -> bool:
-    """Return whether it computes with more than one parameter-bearing piece: an MLP or an MoE block."""
-    return len(list(child.children())) > 0 or len(list(child.parameters(recurse=False))) > 2

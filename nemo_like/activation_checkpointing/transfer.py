@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -28,12 +29,10 @@ class Transfer(Protocol):
     # next on its stream must come after the copy has read its source.
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class _Copy:
-    __slots__ = ("device", "host")
-
-    def __init__(self, host: Tensor, device: torch.device) -> None:
-        self.host = host
-        self.device = device
+    host: Tensor
+    device: torch.device
 
     def get(self) -> Tensor:
         if self.device.type == "cpu":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -196,8 +197,7 @@ def _class_around(wrapper: type, reported: type, wanted: type) -> type:
 
 
 def _blank(kind: Any, inner: type | None) -> Nameless:
-    subclass = kind if inner is None else _wrapper_of(kind, inner)
-    return subclass.__new__(subclass)
+    return object.__new__(kind if inner is None else _wrapper_of(kind, inner))
 
 
 def _clean_names(module: nn.Module, keys: Any) -> None:
@@ -301,9 +301,8 @@ class CheckpointWrapper(Nameless, TorchCheckpointWrapper):
             return False
         if any(isinstance(value, torch.Tensor) and value.requires_grad for value in (*args, *kwargs.values())):
             return False
-        if any(tensor.requires_grad for tensor in tensors_in((args, kwargs))):
-            return False
-        return not any(parameter.requires_grad for parameter in self._checkpoint_wrapped_module.parameters())
+        inside = chain(tensors_in((args, kwargs)), self._checkpoint_wrapped_module.parameters())
+        return not any(tensor.requires_grad for tensor in inside)
 
     def _refuse_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         cache = given_cache(self._arguments, args, kwargs)
@@ -385,23 +384,18 @@ def second_replay(where: str, flag: str) -> ValueError:
 
 def watch_for_others(model: nn.Module) -> None:
     """Have `model`, and each module below it that holds a list of regions, look before its forwards."""
-    holders = [model]
     for module in model.modules():
         lists = [child for child in module.children() if isinstance(child, nn.ModuleList | nn.Sequential)]
-        if module is not model and any(
-            isinstance(m, TorchCheckpointWrapper) for some in lists for m in every_module(some)
-        ):
-            holders.append(module)
-    for module in holders:
-        if not any(isinstance(hook, _OnlyOurs) for hook in module._forward_pre_hooks.values()):
+        inside = (inner for some in lists for inner in every_module(some))
+        holds = module is model or any(isinstance(inner, TorchCheckpointWrapper) for inner in inside)
+        if holds and not any(isinstance(hook, _OnlyOurs) for hook in module._forward_pre_hooks.values()):
             module.register_forward_pre_hook(_OnlyOurs())
 
 
 class _OnlyOurs:
     """A forward pre-hook (a class of the module's, so that a model with it can be copied and pickled)."""
 
-    def __init__(self) -> None:
-        self._flagged: list[tuple[nn.Module, str]] | None = None
+    _flagged: list[tuple[nn.Module, str]] | None = None
 
     def __call__(self, module: nn.Module, _args: object) -> None:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
@@ -416,11 +410,8 @@ class _OnlyOurs:
 
 def _refuse_nested(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if not isinstance(module, TorchCheckpointWrapper):
-            continue
-        kinds = {
-            issubclass(type(m), Nameless) for m in every_module(module) if issubclass(type(m), TorchCheckpointWrapper)
-        }
+        wrappers = every_module(module) if isinstance(module, TorchCheckpointWrapper) else ()
+        kinds = {issubclass(type(m), Nameless) for m in wrappers if issubclass(type(m), TorchCheckpointWrapper)}
         if len(kinds) == 2:  # ours, and another library's
             raise ValueError(
                 f"PyTorch's checkpoint_wrapper was put around or into {name or 'the model'} after nemo_like had "

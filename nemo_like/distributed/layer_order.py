@@ -31,9 +31,9 @@ from nemo_like.distributed.consistency_checks import all_have, gather_objects, m
 from nemo_like.distributed.launch import rank
 from nemo_like.distributed.units import Unit
 from nemo_like.torch_compat import (
+    around_end_of_backward,
     before_each_gather,
     before_each_reduction,
-    before_end_of_backward,
     gather_ahead,
     own_store,
     read_dtypes_again,
@@ -75,7 +75,7 @@ class LayerOrder:
         self._key = f"nemo_like/layers/{number_of(self._ranks)}/{_watcher.number(self._ranks)}"
         model.register_forward_pre_hook(self._begin, prepend=True)
         model.register_forward_hook(self._end)
-        before_end_of_backward(model, partial(self._event, "the end of backward"))
+        around_end_of_backward(model, partial(self._event, "the end of backward"))
         for unit in units:
             module, name = unit.modules[0], unit.name or "the root"
             events = {way: f"the {way} of {name}" for way in ("forward", "backward")}

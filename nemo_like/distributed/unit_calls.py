@@ -26,9 +26,9 @@ from nemo_like.distributed.consistency_checks import devices_of, wire_device
 from nemo_like.distributed.weights.replaced import checksum, put_marks, refuse_to_step
 from nemo_like.torch_compat import (
     FsdpPlace,
-    after_each_backward,
     after_each_forward,
     around_each_call,
+    around_end_of_backward,
     before_each_reduction,
     begin_from_root,
     call_is_inside_of,
@@ -43,6 +43,7 @@ from nemo_like.torch_compat import (
     in_backward,
     is_fake,
     lend_containers,
+    local_part,
     register_shards,
     register_whole_when_gathered,
     sharded_versions,
@@ -223,7 +224,7 @@ class UnitCalls:
                 self._refuse(self._places[changed.index(True)])
 
     def _checksums(self) -> list[Tensor]:
-        weights = [place.whole for place in self._places]
+        weights = [local_part(place.gathered).detach() for place in self._places]
         # A subclass (float8) has no elements of its own to look at.
         if any(is_fake(weight) or weight.is_meta or type(weight) not in (Tensor, nn.Parameter) for weight in weights):
             return []
@@ -306,7 +307,7 @@ class UnusedParameters:
             params = fsdp_params(unit)
             before_each_reduction(unit, partial(self._note, len(self._params), params))
             self._params += params
-        after_each_backward(model, self._agree)
+        around_end_of_backward(model, None, self._agree)
 
     def _note(self, first: int, params: Sequence[Any]) -> None:
         """params: of one unit, of which the first has the number `first`."""

@@ -38,7 +38,7 @@ class CudaOps(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
         name = _NAMES.get(func)
-        if name is not None and _autocast_is_on():
+        if name is not None and torch.is_autocast_enabled("cpu"):
             args, kwargs = _in_float32(name, args, kwargs)
         function = _OWN.get(func)
         if function is not None:
@@ -65,7 +65,7 @@ class CudaOps(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        if _autocast_is_on():
+        if torch.is_autocast_enabled("cpu"):
             lower = functools.partial(_cast, dtype=torch.get_autocast_dtype("cpu"))
             query, key, value, attn_mask = map_tensors(lower, (query, key, value, attn_mask))
         call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
@@ -100,8 +100,7 @@ def _dropout(func: Any, input: Tensor, p: float, train: bool) -> Tensor:
 def _rms_norm(
     func: object, input: Tensor, normalized_shape: Iterable[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    shape = tuple(normalized_shape)
-    return _FusedRMSNorm.apply(input, shape, weight, eps)[0]
+    return _FusedRMSNorm.apply(input, tuple(normalized_shape), weight, eps)[0]
 
 
 class _FusedRMSNorm(torch.autograd.Function):
@@ -220,20 +219,14 @@ def autocast_of_cuda_on_cpu() -> Iterator[None]:
         torch.autocast.__init__ = before  # type: ignore[method-assign]
 
 
-def _autocast_is_on() -> bool:
-    return torch.is_autocast_enabled("cpu")
-
-
 def _in_float32(name: str, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Return what CUDA's autocast makes of the arguments of `name`."""
-    lower = any(t.dtype in _HALF for t in tensors_in((args, kwargs)))
-    if not lower:
+    if not any(t.dtype in _HALF for t in tensors_in((args, kwargs))):
         return args, kwargs
     if name in _WITH_DTYPE:
         has_dtype = kwargs.get("dtype") is not None or any(isinstance(a, torch.dtype) for a in args)
         return args, kwargs if has_dtype else {**kwargs, "dtype": torch.float32}
-    raised: tuple[tuple, dict[str, Any]] = map_tensors(functools.partial(_cast, dtype=torch.float32), (args, kwargs))
-    return raised
+    return map_tensors(functools.partial(_cast, dtype=torch.float32), (args, kwargs))
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -306,8 +299,7 @@ def attend(call: Call, capability: tuple[int, int]) -> Tensor:
         return out if out.shape[-1] == call.query.shape[-1] else out[..., : call.query.shape[-1]]
     if name == EFFICIENT:
         if mask is not None:
-            shape = (*call.query.shape[:3], call.key.shape[2])
-            mask = (mask if _rows_aligned(mask) else _padded_rows(mask)).expand(shape)
+            mask = _aligned(mask).expand(*call.query.shape[:3], call.key.shape[2])
         return torch.ops.aten._scaled_dot_product_efficient_attention(
             *call.tensors, mask, call.trains, call.dropout_p, call.is_causal, **rest
         )[0]
@@ -317,9 +309,8 @@ def attend(call: Call, capability: tuple[int, int]) -> Tensor:
         )[0]
     if call.dropout_p > 0:
         return _unfused(call, mask)
-    groups: dict[str, Any] = {"enable_gqa": True} if call.enable_gqa else {}
     return torch.ops.aten._scaled_dot_product_attention_math(
-        *call.tensors, mask, 0.0, call.is_causal, None, **rest, **groups
+        *call.tensors, mask, 0.0, call.is_causal, None, **rest, enable_gqa=call.enable_gqa
     )[0]
 
 
@@ -352,9 +343,8 @@ def _order(capability: tuple[int, int]) -> tuple[str, ...]:
 def _fits_all(call: Call, *, groups: bool) -> bool:
     """Return whether the call meets what every fused kernel requires."""
     query, key, value = call.tensors
-    if not all(t.dim() == 4 and t.shape[2] > 0 and t.stride(-1) == 1 for t in call.tensors):
-        return False
-    if not query.shape[0] == key.shape[0] == value.shape[0]:
+    rows = all(t.dim() == 4 and t.shape[2] > 0 and t.stride(-1) == 1 for t in call.tensors)
+    if not rows or not query.shape[0] == key.shape[0] == value.shape[0]:
         return False
     if call.enable_gqa and groups:
         return key.shape[1] == value.shape[1] and query.shape[1] % key.shape[1] == 0
@@ -366,12 +356,10 @@ def _flash(call: Call, capability: tuple[int, int]) -> bool:
     head = query.shape[-1]
     if call.mask is not None or query.dtype not in _HALF or head > 256 or not head == key.shape[-1] == value.shape[-1]:
         return False
-    if call.is_causal and query.shape[2] != key.shape[2]:
-        return False
     small = (8, 6) <= capability <= (8, 9) or capability in ((12, 0), (12, 1))
     if small and call.trains and head > 192 and (call.dropout_p > 0 or head <= 224):
         return False
-    return _fits_all(call, groups=True)
+    return (not call.is_causal or query.shape[2] == key.shape[2]) and _fits_all(call, groups=True)
 
 
 def _efficient(call: Call, capability: tuple[int, int]) -> bool:
@@ -392,10 +380,8 @@ def _cudnn(call: Call, capability: tuple[int, int]) -> bool:
         return False
     if call.dropout_p * 16 != int(call.dropout_p * 16) or (call.dropout_p and query.shape[2] == 1):
         return False
-    mask = call.mask
-    if mask is not None and (mask.requires_grad or mask.dim() not in (2, 4)):
-        return False
-    return _fits_all(call, groups=True)
+    fits = call.mask is None or (not call.mask.requires_grad and call.mask.dim() in (2, 4))
+    return fits and _fits_all(call, groups=True)
 
 
 def _padded(tensor: Tensor) -> Tensor:
@@ -404,10 +390,7 @@ def _padded(tensor: Tensor) -> Tensor:
     return F.pad(tensor, (0, short)) if short else tensor
 
 
-def _rows_aligned(mask: Tensor) -> bool:
-    return mask.stride(-1) == 1 and all(stride % 8 == 0 for stride in mask.stride()[:-1])
-
-
-def _padded_rows(mask: Tensor) -> Tensor:
-    size = mask.shape[-1]
-    return F.pad(mask, (0, 8 - size % 8))[..., :size]
+def _aligned(mask: Tensor) -> Tensor:
+    if mask.stride(-1) == 1 and all(stride % 8 == 0 for stride in mask.stride()[:-1]):
+        return mask
+    return F.pad(mask, (0, 8 - mask.shape[-1] % 8))[..., : mask.shape[-1]]

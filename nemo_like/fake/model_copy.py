@@ -6,7 +6,7 @@ import copy
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import CellType, FunctionType, GeneratorType, MethodType
 from typing import Any
@@ -45,8 +45,8 @@ def model_copy(model: nn.Module, *, runs_kernels: bool = False) -> nn.Module:
         for tensor in tensors_in([*vars(module).values()]):
             memo.setdefault(id(tensor), _tensor(tensor, whole=runs_kernels))
     for module in modules:
-        fresh = memo[id(module)]
-        fresh.__dict__.update({name: _attribute(module, name, value, memo) for name, value in vars(module).items()})
+        attributes = {name: _attribute(module, name, value, memo) for name, value in vars(module).items()}
+        memo[id(module)].__dict__.update(attributes)
     copied: nn.Module = memo[id(model)]
     copied.__dict__[_MARK] = True
     return copied
@@ -148,8 +148,7 @@ def _attribute(module: nn.Module, name: str, value: Any, memo: dict[int, Any]) -
 
 
 def _of_library(hook: Any) -> bool:
-    home = getattr(hook, "__module__", None) or type(hook).__module__
-    return str(home).partition(".")[0] in _LIBRARIES
+    return str(getattr(hook, "__module__", None) or type(hook).__module__).partition(".")[0] in _LIBRARIES
 
 
 def _copied(value: object, memo: dict[int, Any]) -> Any:
@@ -193,9 +192,6 @@ def _function(function: FunctionType, memo: dict[int, Any]) -> Callable[..., Any
         copied.__kwdefaults__ = function.__kwdefaults__
         copied.__dict__.update(vars(function))
         for cell, content in zip(cells, function.__closure__):
-            try:
+            with suppress(ValueError):  # of an empty cell
                 cell.cell_contents = _copied(content.cell_contents, memo)
-            except ValueError:  # an empty cell
-                continue
-    made_function: Callable[..., Any] = memo[id(function)]
-    return made_function
+    return memo[id(function)]

@@ -54,6 +54,9 @@ def _to_default(variable: contextvars.ContextVar[Any]) -> None:
 # leave fake tensors for the next one, and has to count what stays.
 
 
+_NO_MODELS = ("builtins", "abc", "typing", "torch", "nemo_like")  # Packages whose classes are of no model.
+
+
 class RememberedTables:
     """Each of these functions with a memory of its own, empty at first, wherever this context is entered.
 
@@ -72,7 +75,7 @@ class RememberedTables:
     def __enter__(self) -> RememberedTables:
         self._entered += 1
         if self._entered == 1:
-            self._before = [_get(*place) for place in self._places]
+            self._before = [vars(owner)[name] if name else owner.cell_contents for owner, name in self._places]
             for place, value in zip(self._places, self._before):
                 _put(*place, self._instead(value))
         return self
@@ -111,7 +114,8 @@ class RememberedTables:
 def _places(model: nn.Module) -> Iterator[tuple[Any, str]]:
     """Yield where such functions are: (a class or a Python module, a name), or (a cell of a function that wraps one,
     "")."""
-    classes = {cls for module in model.modules() for cls in type(module).__mro__ if _of_a_model(cls)}
+    every = {cls for module in model.modules() for cls in type(module).__mro__}
+    classes = {cls for cls in every if cls.__module__.partition(".")[0] not in _NO_MODELS}
     modules = {cls.__module__ for cls in classes} & sys.modules.keys()
     owners: list[Any] = [*sorted(classes, key=str), *(sys.modules[name] for name in sorted(modules))]
     seen: set[int] = set()
@@ -128,10 +132,6 @@ def _places(model: nn.Module) -> Iterator[tuple[Any, str]]:
                 yield from ((cell, "") for cell in function.__closure__ or () if _remembers(_table_content(cell)))
 
 
-def _of_a_model(cls: type) -> bool:
-    return cls.__module__.partition(".")[0] not in ("builtins", "abc", "typing", "torch", "nemo_like")
-
-
 def _remembers(value: object) -> bool:
     return isinstance(value, Callable) and hasattr(value, "cache_parameters") and hasattr(value, "__wrapped__")  # type: ignore[arg-type]
 
@@ -141,10 +141,6 @@ def _table_content(cell: CellType) -> Any:
         return cell.cell_contents
     except ValueError:  # not filled yet
         return None
-
-
-def _get(owner: Any, name: str) -> Any:
-    return vars(owner)[name] if name else owner.cell_contents
 
 
 def _put(owner: Any, name: str, value: Any) -> None:

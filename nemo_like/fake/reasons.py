@@ -70,11 +70,11 @@ def without_values(
             raise
         if otherwise is not None:
             raise ValueError(otherwise(error)) from error
-        reason = f"fails on tensors without values ({in_place(error)})"
-        if "backward through the graph a second time" in str(error):
-            reason = (
-                "reads a tensor with a gradient that the model computed outside of it and does not pass as an argument"
-            )
+        reason = (
+            "reads a tensor with a gradient that the model computed outside of it and does not pass as an argument"
+            if "backward through the graph a second time" in str(error)
+            else f"fails on tensors without values ({in_place(error)})"
+        )
         raise ValueError(f"{who} {reason}. {_way_out(module, aim)}") from error
 
 
@@ -99,7 +99,7 @@ def is_ours(error: Exception) -> bool:
 
 
 def _way_out(module: nn.Module | None, aim: Aim) -> str:
-    if module is None or not _has_experts(module):
+    if module is None or not any("expert" in name.rpartition(".")[2].lower() for name, _ in module.named_modules()):
         return aim.instead
     if listed := next((name for name, inner in bare_modules(module) if is_list_of_experts(name, inner)), None):
         return (
@@ -116,10 +116,6 @@ def _look_behind(error: BaseException | None) -> BaseException | None:
             return error
         error = error.__cause__
     return None
-
-
-def _has_experts(model: nn.Module) -> bool:
-    return any("expert" in name.rpartition(".")[2].lower() for name, _ in model.named_modules())
 
 
 def place_of(error: BaseException) -> str:

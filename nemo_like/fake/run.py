@@ -25,7 +25,7 @@ from nemo_like.fake.model_copy import SMALL, call_with, random_numbers_put_back
 from nemo_like.fake.outside_state import RememberedTables, context_variables_put_back
 from nemo_like.fake.ranks import ranks_of
 from nemo_like.fake.reasons import PLAN, Aim, named_reason
-from nemo_like.torch_compat import TorchDispatchMode, fake_parameter, fake_tensor_types
+from nemo_like.torch_compat import TorchDispatchMode, fake_parameter, fake_tensor_types, put_on_instance
 from nemo_like.transformers_compat import USE_CACHE, parameter_names
 
 FakeTensor, FakeTensorMode = fake_tensor_types()
@@ -73,23 +73,18 @@ class FakeRun(TorchDispatchMode):
         self._put_back: list[ExitStack] = []
 
     def __enter__(self) -> Any:
-        self._put_back.append(ExitStack())
-        self._put_back[-1].enter_context(random_numbers_put_back())
-        self._put_back[-1].enter_context(context_variables_put_back())
-        self.ranks.__enter__()
-        self.tables.__enter__()
+        stack = ExitStack()
+        self._put_back.append(stack)
+        for context in (random_numbers_put_back(), context_variables_put_back(), self.ranks, self.tables):
+            stack.enter_context(context)
         STANDS_FOR_CUDA.set(self.cuda is not None)  # which is put back with the others
         if self.cuda is not None:
-            self._put_back[-1].enter_context(autocast_of_cuda_on_cpu())
-            self.cuda.__enter__()
+            stack.enter_context(autocast_of_cuda_on_cpu())
+            stack.enter_context(self.cuda)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        if self.cuda is not None:
-            self.cuda.__exit__(*error)
-        self.tables.__exit__(*error)
-        self.ranks.__exit__(*error)
         self._put_back.pop().__exit__(*error)
 
     def __torch_dispatch__(
@@ -102,7 +97,7 @@ class FakeRun(TorchDispatchMode):
             return NotImplemented
         if func._schema.name in ALIASES:
             return args[0]
-        if packet_name(func) == _ROUTE:
+        if packet_name(func) == "nemo_like.route":
             return self._route(*args, **kwargs)
         written = ops.written_tensors(func, args, kwargs)
         random = ops.facts(func).random and not all(_integer(t) for t in inputs)
@@ -154,9 +149,7 @@ class FakeRun(TorchDispatchMode):
 
         Without autocast's cache: each block is run several times here, and must cast its weights each time.
         """
-        if self.autocast is None:
-            return nullcontext()
-        return torch.autocast("cpu", self.autocast, cache_enabled=False)
+        return nullcontext() if self.autocast is None else torch.autocast("cpu", self.autocast, cache_enabled=False)
 
     def _grouped_mm(self, a: torch.Tensor, b: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         """PyTorch's rule for the shape of a grouped product refuses all but bfloat16, though kernels take more types."""
@@ -212,26 +205,23 @@ class FakeRun(TorchDispatchMode):
         state: dict[str, torch.Tensor] = {}
         for name, tensor in module.named_parameters(remove_duplicate=False):
             if id(tensor) not in tensors:
-                tensors[id(tensor)] = self._parameter(tensor, dtype)
+                kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+                tensors[id(tensor)] = fake_parameter(self.fake, tensor, kind)
             state[name] = tensors[id(tensor)]
         for name, buffer in module.named_buffers(remove_duplicate=False):
             state[name] = tensors.setdefault(id(buffer), self.sample(buffer))
         return state
 
-    def _parameter(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> Any:
-        kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-        return fake_parameter(self.fake, tensor, kind)
-
 
 def check_layouts(tensors: Sequence[torch.Tensor]) -> None:
     """Raise ValueError where one of `tensors` is sparse or nested: no plan is made of those."""
-    for tensor in tensors:
-        if tensor.layout is torch.strided and not tensor.is_nested:
-            continue
-        kind = (
-            "nested tensors" if tensor.is_nested else "sparse tensors, such as gradients of nn.Embedding(sparse=True)"
+    odd = next((tensor for tensor in tensors if tensor.layout is not torch.strided or tensor.is_nested), None)
+    if odd is not None:
+        kind, instead = (
+            ("nested tensors", "padded ones")
+            if odd.is_nested
+            else ("sparse tensors, such as gradients of nn.Embedding(sparse=True)", "dense ones (sparse=False)")
         )
-        instead = "padded ones" if tensor.is_nested else "dense ones (sparse=False)"
         raise ValueError(
             f"No plan is made of {kind}: values decide on their bytes. Use {instead}, or a mode instead of a budget, such "
             "as 'selective'."
@@ -254,11 +244,10 @@ def _rms_norm_backward(
     rstd: torch.Tensor,
     weight: torch.Tensor | None,
     wanted: Sequence[bool],
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    outputs = (
+) -> tuple[torch.Tensor | None, ...]:
+    return tuple(
         torch.empty(t.shape, dtype=t.dtype) if t is not None and w else None for t, w in zip((input, weight), wanted)
     )
-    return next(outputs), next(outputs)
 
 
 def _statistics_in_float32(out: torch.Tensor, *statistics: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -279,7 +268,6 @@ _RMS_NORM: dict[Any, Callable[..., Any]] = {
 _LAYER_NORM = torch.ops.aten.native_layer_norm.default
 _LAYER_NORM_BACKWARD = torch.ops.aten.native_layer_norm_backward.default
 _GROUPED_MM = torch.ops.aten._grouped_mm.default
-_ROUTE = "nemo_like.route"
 # These return what they are given; torch's rules for fake tensors make another one.
 ALIASES = ("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd")
 _BINCOUNT = torch.ops.aten.bincount.default
@@ -317,7 +305,6 @@ def _places(indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]
 
 
 def _allocates(func: object) -> bool:
-    """Makes a tensor without values."""
     return packet_name(func).startswith(("aten.empty", "aten.new_empty"))
 
 
@@ -369,33 +356,28 @@ def run_forward(
 @contextmanager
 def replaced_forwards(layers: Sequence[Any], make: Callable[[Any, Callable], Callable]) -> Iterator[None]:
     """Each layer's ``forward`` replaced by ``make(layer, forward)`` inside the context."""
-    before: list[tuple[nn.Module, Any]] = []
-    seen: set[int] = set()
+    before: dict[nn.Module, Any] = {}
     try:
         for layer in layers:
             module = bare(layer.module)
-            if id(module) in seen:
-                continue
-            seen.add(id(module))
-            replacement = make(layer, module.forward)
-            before.append((module, module.__dict__.get("forward")))
-            module.forward = replacement
+            if module not in before:
+                replacement = make(layer, module.forward)
+                before[module] = module.__dict__.get("forward")
+                module.forward = replacement
         yield
     finally:
-        for module, forward in before:
-            if forward is None:
-                del module.forward
-            else:
-                module.forward = forward
+        for module, forward in before.items():
+            put_on_instance(module, "forward", forward)
 
 
 def planned_table(tokens: int, choices: int, experts: int, routing: PlannedRouting) -> torch.Tensor:
     """Return the table that `nemo_like::route` returns in a traced run, for this rank's `tokens` of `choices` experts."""
-    here = experts // routing.ranks
     tokens = round(tokens * routing.sent)
     sent, came = (round(tokens * ranks) for ranks in ranks_reached(choices, experts, routing))
     rows = round(tokens * choices * routing.imbalance)
-    return torch.cat([_spread(sent, routing.ranks), _spread(came, routing.ranks), _spread(rows, here)])
+    return torch.cat(
+        [_spread(sent, routing.ranks), _spread(came, routing.ranks), _spread(rows, experts // routing.ranks)]
+    )
 
 
 def ranks_reached(choices: int, experts: int, routing: PlannedRouting) -> tuple[float, float]:
@@ -407,12 +389,10 @@ def ranks_reached(choices: int, experts: int, routing: PlannedRouting) -> tuple[
     here = experts // routing.ranks
 
     def reaches(share: float) -> float:
-        misses = (max(0.0, 1 - share * here / (experts - taken)) for taken in range(choices))
-        return 1 - math.prod(misses)
+        return 1 - math.prod(max(0.0, 1 - share * here / (experts - taken)) for taken in range(choices))
 
     return routing.ranks * reaches(1.0), routing.ranks * reaches(routing.imbalance)
 
 
 def _spread(rows: int, places: int) -> torch.Tensor:
-    """`rows` as evenly as they go: (places,)."""
     return torch.tensor([rows // places + (number < rows % places) for number in range(places)])

@@ -12,7 +12,6 @@ from nemo_like._util.module_tree import bare, bare_children, bare_modules, bare_
 from nemo_like._util.words import a_or_an
 from nemo_like.layers.groups import GROUPS, groups_of
 from nemo_like.layers.structure import (
-    Child,
     blocks_in_series,
     child_series,
     class_of,
@@ -126,7 +125,7 @@ class _Finder:
     def _layers_among_children(self, parent: nn.Module) -> list[nn.Module]:
         """The children of `parent`, or of the lists in it, that are layers: declared or repeated, and no stages."""
         series = [] if has_names(parent) and not self.by_name else child_series(parent)
-        candidates = {id(child.module): child.module for each in series for child in self._run(parent, each)}
+        candidates = {id(child): child for each in series for child in self._run(parent, each)}
         for _, child in bare_children(parent):
             if has_declared_base(child):
                 candidates.setdefault(id(child), child)
@@ -136,24 +135,21 @@ class _Finder:
                 by_class.setdefault(class_of(candidate), []).append(candidate)
         return [child for siblings in by_class.values() if not self._are_stages(siblings) for child in siblings]
 
-    def _run(self, parent: nn.Module, series: list[Child]) -> list[Child]:
+    def _run(self, parent: nn.Module, series: list[nn.Module]) -> list[nn.Module]:
         """The layers among siblings: declared ones; else strict blocks; else plain blocks that hold enough."""
-        declared = [child for child in series if self._is_declared(child.module)]
+        declared = list(filter(self._is_declared, series))
         if declared:  # in one list, blocks of other kinds next to declared ones are layers, too
-            return [c for c in series if c in declared or (is_container(parent) and is_strict_block(c.module))]
+            return [c for c in series if c in declared or (is_container(parent) and is_strict_block(c))]
         strict = blocks_in_series(parent, series, strict=True)
         if strict:
             return strict
         plain = blocks_in_series(parent, series, strict=False)
-        return plain if parameter_count(*(child.module for child in plain)) >= self.least_plain else []
+        return plain if parameter_count(*plain) >= self.least_plain else []
 
     def _is_declared(self, module: nn.Module) -> bool:
         """Return whether the model declares `module` a block. "Do not split" also names embeddings, mixers and
         heads."""
-        if has_declared_base(module):
-            return True
-        name = class_of(module).__name__
-        return name in self.no_split and is_strict_block(module)
+        return has_declared_base(module) or (class_of(module).__name__ in self.no_split and is_strict_block(module))
 
     def _are_stages(self, siblings: list[nn.Module]) -> bool:
         """Return whether `siblings` are mostly runs of blocks, so that those are the layers and not they themselves."""
@@ -172,8 +168,7 @@ class _Finder:
         blocks: list[nn.Module] = []
         if is_sequence(module):
             series = [child for each in child_series(module) for child in each]
-            inner = [child.module for child in series if self._is_declared(child.module)]
-            inner = inner or [child.module for child in blocks_in_series(module, series, strict=True)]
+            inner = list(filter(self._is_declared, series)) or blocks_in_series(module, series, strict=True)
             blocks = inner if is_nested(module) or len({class_of(child) for child in inner}) == 1 else []
         for _, child in bare_children(module):
             if not any(child is block for block in blocks):
@@ -183,12 +178,8 @@ class _Finder:
 
 def _no_split_names(model: nn.Module) -> frozenset[str]:
     """Class names that any model or encoder in the tree wants in one piece."""
-    names: set[str] = set()
-    for module in model.modules():
-        declared = getattr(module, NO_SPLIT, None)
-        if declared:
-            names.update([declared] if isinstance(declared, str) else declared)
-    return frozenset(names)
+    declared = [getattr(module, NO_SPLIT, None) or () for module in model.modules()]
+    return frozenset(name for names in declared for name in ([names] if isinstance(names, str) else names))
 
 
 def _nothing_found(model: nn.Module) -> str:
@@ -237,10 +228,8 @@ def named_by_caller(
         exact = bare_name(item) if isinstance(item, str) else None
         hits = [(exact, by_name[exact])] if exact and exact in by_name else _matches(model, tree, item)
         for fqn, module in hits:
-            members = [(fqn, module)]
-            if is_container(module):
-                members = [(join(fqn, name), child) for name, child in bare_children(module)]
-            for name, member in members:
+            inside = [(join(fqn, name), child) for name, child in bare_children(module)]
+            for name, member in inside if is_container(module) else [(fqn, module)]:
                 chosen.setdefault(id(bare(member)), (name, member))
     if not chosen:
         raise LayersNotFoundError("layers= is empty; leave it out to have the layers found, or name at least one.")
@@ -315,11 +304,12 @@ def select_layers(layers: Sequence[Layer], scope: str | Iterable[str] = "all") -
         ValueError: a scope is unknown, or nothing is left; the message lists what there is.
         TypeError: `scope` is neither a string nor a list of strings.
     """
-    words = _parse_scope(scope)
-    wanted = {group for word in words for group in _SCOPES[word]}
+    wanted = {group for word in _parse_scope(scope) for group in _SCOPES[word]}
     selected = [layer for layer in layers if layer.group in wanted]
     if not selected:
-        raise ValueError(f"scope {scope!r} selects no layer; this model has {_inventory(layers)}.")
+        counts = Counter(layer.group for layer in layers).items()
+        there = ", ".join(f"{count} {group} layer{'s' if count > 1 else ''}" for group, count in counts) or "no layers"
+        raise ValueError(f"scope {scope!r} selects no layer; this model has {there}.")
     return tuple(selected)
 
 
@@ -336,10 +326,3 @@ def _parse_scope(scope: str | Iterable[str]) -> list[str]:
     if not scopes:
         raise ValueError(f"scope is empty; it must name at least one of {', '.join(_SCOPES)}.")
     return [normalise(word) for word in scopes]
-
-
-def _inventory(layers: Sequence[Layer]) -> str:
-    counts = Counter(layer.group for layer in layers)
-    return (
-        ", ".join(f"{count} {group} layer{'s' if count > 1 else ''}" for group, count in counts.items()) or "no layers"
-    )

@@ -47,8 +47,7 @@ def groups_of(root: nn.Module, fqns: Iterable[str]) -> list[str]:
     `vocab_size` or an `eos_token_id` in its config, takes ``input_ids``, or embeds ids. Else it is ``vision`` in a model
     that convolves in two or three dimensions, and ``other`` in any other.
     """
-    paths = [_path(root, fqn) for fqn in fqns]
-    return [_nearest_verdict(path) or _default_group(root, path) for path in paths]
+    return [_nearest_verdict(path) or _default_group(root, path) for path in (_path(root, fqn) for fqn in fqns)]
 
 
 def group_of(root: nn.Module, fqn: str) -> str:
@@ -89,9 +88,8 @@ def _default_group(root: nn.Module, path: list[tuple[str, nn.Module]]) -> str:
 
 def _takes_text(module: nn.Module) -> bool:
     config = getattr(module, "config", None)
-    if any(isinstance(getattr(config, name, None), int) for name in ("vocab_size", "eos_token_id")):
-        return True
-    if getattr(module, "main_input_name", None) == "input_ids":
+    has_ids = any(isinstance(getattr(config, name, None), int) for name in ("vocab_size", "eos_token_id"))
+    if has_ids or getattr(module, "main_input_name", None) == "input_ids":
         return True
     try:
         return "input_ids" in inspect.signature(type(module).forward).parameters
@@ -123,12 +121,11 @@ def _embeds_ids(ancestors: list[nn.Module], layer: nn.Module) -> bool:
 
 def _embeds_tokens(module: nn.Module) -> bool:
     """Return whether `module` itself, or its child ``embeddings``, owns an embedding named as token embeddings are."""
-    for name, child in bare_children(module):
-        if isinstance(bare(child), nn.Embedding) and _TOKEN_EMBEDDING.fullmatch(name):
-            return True
-        if name == "embeddings" and _embeds_tokens(bare(child)):
-            return True
-    return False
+    return any(
+        (isinstance(bare(child), nn.Embedding) and _TOKEN_EMBEDDING.fullmatch(name))
+        or (name == "embeddings" and _embeds_tokens(bare(child)))
+        for name, child in bare_children(module)
+    )
 
 
 def _by_declaration(module: nn.Module) -> str | None:
@@ -139,9 +136,8 @@ def _by_declaration(module: nn.Module) -> str | None:
     words = [declared] if isinstance(declared, str) else list(declared)
     groups = {_MODALITIES.get(str(word), "other") for word in words}
     by_main_input = _MAIN_INPUTS.get(main_input) if isinstance(main_input, str) else None
-    if len(groups) == 1 and declared != "text":  # "text" is the base class's default: it may mean nothing
-        return groups.pop()
-    return by_main_input
+    # "text" is the base class's default: it may mean nothing
+    return groups.pop() if len(groups) == 1 and declared != "text" else by_main_input
 
 
 def _by_words(text: str) -> str | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from torch import nn
 
@@ -19,14 +18,6 @@ _NORM_WORDS = re.compile(r"norm", re.IGNORECASE)
 _NUMBERED = re.compile(r"(.*?)_?(\d+)")
 # The base class from which Hugging Face models derive every block they can checkpoint, known by name alone.
 _DECLARED_BASE = "GradientCheckpointingLayer"
-
-
-@dataclass(frozen=True)
-class Child:
-    """One registered child: its name under its parent, and the object (perhaps a wrapper)."""
-
-    name: str
-    module: nn.Module
 
 
 def unadapted(module: nn.Module) -> nn.Module:
@@ -84,8 +75,7 @@ def has_names(module: nn.Module) -> bool:
 
 def parameter_count(*modules: nn.Module) -> int:
     """Elements of the distinct parameters of `modules` together; works on the meta device."""
-    distinct = {id(parameter): parameter.numel() for module in modules for parameter in module.parameters()}
-    return sum(distinct.values())
+    return sum({id(parameter): parameter.numel() for module in modules for parameter in module.parameters()}.values())
 
 
 def weighted_parts(module: nn.Module) -> int:
@@ -113,47 +103,44 @@ def _may_be_block(module: nn.Module, *, least: int) -> bool:
 
 
 def _holds(module: nn.Module, words: re.Pattern[str]) -> bool:
-    for name, child in bare_children(unadapted(module)):
-        if words.search(name) or words.search(class_of(child).__name__) or _holds(child, words):
-            return True
-    return False
+    return any(
+        words.search(name) or words.search(class_of(child).__name__) or _holds(child, words)
+        for name, child in bare_children(unadapted(module))
+    )
 
 
 def has_mixer_outside(module: nn.Module, blocks: list[nn.Module]) -> bool:
     """Return whether `module` holds a token mixer that is in none of `blocks`."""
-    for name, child in bare_children(module):
-        if any(child is block for block in blocks):
-            continue
-        if _MIXER_WORDS.search(name) or _MIXER_WORDS.search(class_of(child).__name__):
-            return True
-        if has_mixer_outside(child, blocks):
-            return True
-    return False
+    return any(
+        _MIXER_WORDS.search(name) or _MIXER_WORDS.search(class_of(child).__name__) or has_mixer_outside(child, blocks)
+        for name, child in bare_children(module)
+        if not any(child is block for block in blocks)
+    )
 
 
-def child_series(module: nn.Module) -> Iterator[list[Child]]:
+def child_series(module: nn.Module) -> Iterator[list[nn.Module]]:
     """The series of siblings in `module` that might be repeated blocks.
 
     The members of a container or `nn.Sequential` are one series, and in a container of containers the members of those
     (a list of ``[attention, feed-forward]``). Otherwise children whose names differ only in a trailing number (``block1``,
     ``block2``) are one.
     """
-    children = [Child(name, child) for name, child in bare_children(module)]
+    children = list(bare_children(module))
     if is_sequence(module):
         if is_nested(module):
-            yield [Child(name, inner) for child in children for name, inner in bare_children(child.module)]
+            yield [inner for _, child in children for _, inner in bare_children(child)]
         elif children:
-            yield children
+            yield [child for _, child in children]
         return
-    stems: dict[str, list[Child]] = {}
-    for child in children:
-        match = _NUMBERED.fullmatch(child.name)
-        if match and not is_sequence(child.module):
+    stems: dict[str, list[nn.Module]] = {}
+    for name, child in children:
+        match = _NUMBERED.fullmatch(name)
+        if match and not is_sequence(child):
             stems.setdefault(match[1], []).append(child)
     yield from (members for members in stems.values() if len(members) > 1)
 
 
-def blocks_in_series(parent: nn.Module, series: list[Child], *, strict: bool) -> list[Child]:
+def blocks_in_series(parent: nn.Module, series: list[nn.Module], *, strict: bool) -> list[nn.Module]:
     """The members of `series` that are repeated blocks, in order; empty where it is not a run of blocks.
 
     A run repeats a class, or (one-layer models, pipeline splits) is a list of a single block. Where a class repeats in
@@ -162,14 +149,13 @@ def blocks_in_series(parent: nn.Module, series: list[Child], *, strict: bool) ->
     counts there.
     """
     looks_right = is_strict_block if strict else is_plain_block
-    blocks = [child for child in series if looks_right(child.module)]
-    counts = Counter(class_of(child.module) for child in blocks)
-    repeated = {cls for cls, count in counts.items() if count > 1}
+    blocks = [child for child in series if looks_right(child)]
+    repeated = {cls for cls, count in Counter(class_of(child) for child in blocks).items() if count > 1}
     if not repeated:
         return blocks if is_container(parent) and len(series) == len(blocks) == 1 else []
     if not is_container(parent):
-        return [child for child in blocks if class_of(child.module) in repeated]
-    return [child for child in series if _may_be_block(child.module, least=1)]
+        return [child for child in blocks if class_of(child) in repeated]
+    return [child for child in series if _may_be_block(child, least=1)]
 
 
 def is_list_of_experts(name: str, module: nn.Module) -> bool:

@@ -83,7 +83,7 @@ def test_held_bytes_are_the_sum_of_the_save_decisions_to_the_byte(name, policy):
     ]
     kwargs = captured["kwargs"]
     region = Region(layer._checkpoint_wrapped_module, policy, "", None, True)
-    region.forward(args, kwargs, True)
+    region.forward(args, kwargs)
     kept = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for e in region.kept for t in tensors_in(e.value)
     }

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import logging
 import sys
 from types import SimpleNamespace
 
@@ -13,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from nemo_like._util import log
 from nemo_like._util.op_lookup import find_op, resolve_op
 from nemo_like.activation_checkpointing import ops as table
 from nemo_like.activation_checkpointing import policy as policies
@@ -21,7 +19,6 @@ from nemo_like.layers import find_layers
 from nemo_like.options import CheckpointConfig
 from nemo_like.resolve import config_specs
 from tests.models.decoders import PlainDecoder
-from tests.said import said
 
 aten = torch.ops.aten
 
@@ -121,25 +118,6 @@ def test_device_to_host_copies():
     assert table.is_device_to_host_copy(aten._to_copy.default, (device,), {"device": torch.device("cpu")})
     assert not table.is_device_to_host_copy(aten._to_copy.default, (host,), {"device": torch.device("cpu")})
     assert not table.is_device_to_host_copy(aten._to_copy.default, (device,), {"dtype": torch.float16})
-
-
-def test_decisions_are_logged_once_per_operator(caplog):
-    log.forget_announcements()
-    policies.log_decisions(True)
-    try:
-        decide = policies.SelectivePolicy().start()
-        with caplog.at_level(logging.INFO, logger="nemo_like"):
-            for index in range(3):
-                for op in (aten.mm.default, aten.topk.default, aten.add.Tensor):
-                    decide(op, index)
-    finally:
-        policies.log_decisions(False)
-        log.forget_announcements()
-    assert [record.getMessage().rsplit(": ", 2)[1:] for record in said(caplog, logging.INFO)] == [
-        ["aten.mm.default", "ALTERNATE"],
-        ["aten.topk.default", "SAVE"],
-        ["aten.add.Tensor", "RECOMPUTE"],
-    ]
 
 
 # What the table says of each operator it names: (saved, pinned, alternates, attention, collective, free), by row name.

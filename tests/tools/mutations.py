@@ -65,8 +65,8 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "activation_checkpointing/engine/dispatch.py",
-        "entry.op in ops:\n                entry.recompute()",
-        "entry.op in ops and False:\n                entry.recompute()",
+        "entry.op in misfit.ops:\n                    entry.recompute()",
+        "entry.op in misfit.ops and False:\n                    entry.recompute()",
         "tests/planning/test_other_batches.py",
     ),
     Fault(

@@ -107,6 +107,5 @@ def run_region(
             "hooks can't follow. Apply the transform to the model without activation checkpointing, or use "
             "torch.autograd.grad."
         )
-    region = Region(fn, policy, name, transfer, _early_stop_default if early_stop is None else early_stop)
-    region.owner = fn if owner is None else owner
-    return region.forward(args, kwargs, preserve_rng_state)
+    early_stop = _early_stop_default if early_stop is None else early_stop
+    return Region(fn, policy, name, transfer, early_stop, preserve_rng_state, owner).forward(args, kwargs)

@@ -58,12 +58,13 @@ class BufferSnapshot:
     The first forward of a module (once for training, once for evaluation mode) copies all its buffers and compares.
     Later ones copy the small buffers and those that were seen to change, and drop the copies of what did not change by
     identity and version. Modules without buffers, as most transformer layers are, cost nothing.
+
+    stamp: another object than before when attributes of the modules have come, gone or changed their type.
     """
 
     __slots__ = ("_before", "_copies", "_first", "_mode", "_module", "_stamp")
 
     def __init__(self, module: nn.Module, stamp: object = None) -> None:
-        """`stamp` is another object than before when attributes of the modules have come, gone or changed their type."""
         self._module, self._mode, self._stamp = module, module.training, stamp
         known_at, known_buffers = _known.get(module, {}).get(self._mode, (None, None))
         if known_at is not stamp:

@@ -76,9 +76,7 @@ class _LeftToEager(AbstractContextManager[None]):
     """
 
     inside: ClassVar[ContextVar[_LeftToEager | None]] = ContextVar("inside", default=None)
-
-    def __init__(self) -> None:
-        self.taken_over = False
+    taken_over = False
 
     def __enter__(self) -> None:
         self.token = self.inside.set(self)
@@ -122,25 +120,18 @@ def compiled_region(
     def body(*args: object, **kwargs: object) -> Any:
         if torch.compiler.is_compiling():
             return fn(*args, **kwargs)
-        say_left_to_eager(options["name"])
+        warn_once(
+            f"The layer of checkpointed region {options['name']!r} was to be compiled. Dynamo cannot trace what is inside "
+            "(run with TORCH_LOGS=graph_breaks to see why), and a checkpointed region is traced whole or not at all: it "
+            "runs eagerly. ac='full' recomputes from outside of the compiled layer, and compiles its pieces.",
+            key="checkpointed region left to eager",
+        )
         if (around := _LeftToEager.inside.get()) is not None:
             around.taken_over = True
         with without_innermost_saved_tensor_hooks():
             return run_eagerly(fn, args, kwargs, **options)
 
     rng, policy = options["preserve_rng_state"], options["policy"]
-    if policy.keeps_nothing:  # Dynamo may trace where it is made, and then it is not a constant
-        contexts: Callable[[], ContextPair] = _contexts_of_nothing
-    else:
-        contexts = functools.partial(_contexts_under_dynamo, policy)
+    # Dynamo may trace where a partial function is made, and then it is not a constant.
+    contexts = _contexts_of_nothing if policy.keeps_nothing else functools.partial(_contexts_under_dynamo, policy)
     return checkpoint(body, *args, use_reentrant=False, preserve_rng_state=rng, context_fn=contexts, **kwargs)
-
-
-def say_left_to_eager(region: str) -> None:
-    """Once: what was asked to be compiled is not."""
-    warn_once(
-        f"The layer of checkpointed region {region!r} was to be compiled. Dynamo cannot trace what is inside (run with "
-        "TORCH_LOGS=graph_breaks to see why), and a checkpointed region is traced whole or not at all: it runs eagerly. "
-        "ac='full' recomputes from outside of the compiled layer, and compiles its pieces.",
-        key="checkpointed region left to eager",
-    )

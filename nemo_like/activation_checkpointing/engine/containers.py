@@ -116,9 +116,11 @@ class Contents:
         for attributes that are `put_back`."""
         for (attributes, name, owner), value, sign in self._signed:
             if _sign_of(value) != sign and not put_back(attributes, name):
-                way_out = "Keep what it holds in a buffer, a plain attribute, a list or a dict."
-                if isinstance(value, Tensor):
-                    way_out = "Put a new tensor in its place, or keep it in a buffer."
+                way_out = (
+                    "Put a new tensor in its place, or keep it in a buffer."
+                    if isinstance(value, Tensor)
+                    else "Keep what it holds in a buffer, a plain attribute, a list or a dict."
+                )
                 raise RegionError(
                     f"Region {region!r}: the attribute {name!r} of a {owner} is or has a {type(value).__name__} that was "
                     "changed in place since forward began, so recomputation would compute with other values. " + way_out

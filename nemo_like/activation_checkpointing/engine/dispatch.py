@@ -7,7 +7,7 @@ metadata calls) passes through uncounted, so that it may differ between forward 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -21,23 +21,21 @@ from nemo_like.activation_checkpointing.engine.handles import (
     OnHost,
     Placeholder,
     RegionError,
-    Skipped,
     beside_placeholders,
     decision_of,
     from_host,
-    map_kept,
     map_output,
     on_host,
+    placeholder,
     private_copy,
 )
 from nemo_like.activation_checkpointing.engine.random_state import Generators, Learned
-from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, SKIP
+from nemo_like.activation_checkpointing.policy import HOST, RECOMPUTE, SAVE, SKIP, Policy
 from nemo_like.activation_checkpointing.transfer import Transfer
 from nemo_like.torch_compat import TorchDispatchMode, direct_call, left_to_python
 
 if TYPE_CHECKING:
     from nemo_like.activation_checkpointing.engine.inputs import SavedInputs
-    from nemo_like.activation_checkpointing.policy import Policy
 
 TRACKED, COPY, MUTABLE, RANDOM, PASS = 1, 2, 3, 4, 0  # RANDOM: tracked, and draws random numbers.
 _RECORDED, _LET_PASS = frozenset({TRACKED, RANDOM}), frozenset({PASS, MUTABLE})
@@ -50,37 +48,29 @@ class Kinds(dict[int, tuple[int, Callable[..., Any]]]):
     keeps the operators alive, so that no id is used twice.
     """
 
-    def __init__(self, tracked: Any) -> None:
+    def __init__(self, tracked: frozenset[Op] | None) -> None:
         super().__init__()
         # Functions that call the operators that are let pass.
         self.passing: dict[int, Callable[..., Any]] = {}
-        self._all = tracked is None
-        self._tracked = frozenset(() if tracked is None else tracked)
+        self._tracked = tracked
         self._seen: list[Op] = []
 
     def of(self, op: Op) -> tuple[int, Callable[..., Any]]:
         """Return the way to treat `op`, and the function that calls it."""
-        entry = self.get(id(op))
-        return self._classify(op) if entry is None else entry
-
-    def _classify(self, op: Op) -> tuple[int, Callable[..., Any]]:
-        if ops.facts(op).mutating:
+        if id(op) in self:
+            return self[id(op)]
+        facts = ops.facts(op)
+        if facts.mutating:
             kind = MUTABLE
-        elif self._all:
-            kind = self._tracked_kind(op) if ops.facts(op).tracked else PASS
-        elif op in self._tracked:
-            kind = self._tracked_kind(op)
+        elif facts.tracked if self._tracked is None else op in self._tracked:
+            kind = RANDOM if facts.random else TRACKED
         else:
-            kind = COPY if op in ops.COPY_OPS else PASS
+            kind = COPY if self._tracked is not None and op in ops.COPY_OPS else PASS
         self._seen.append(op)
         self[id(op)] = entry = kind, direct_call(op)
         if kind == PASS:
             self.passing[id(op)] = entry[1]
         return entry
-
-    @staticmethod
-    def _tracked_kind(op: Op) -> int:
-        return RANDOM if ops.facts(op).random else TRACKED
 
 
 _kinds: dict[Any, Kinds] = {}
@@ -127,7 +117,9 @@ class _Mode(TorchDispatchMode):
 class ForwardMode(_Mode):
     """Calls the policy for each tracked call, and saves what it decides."""
 
-    def __init__(self, kinds: Kinds, decide: Any, packs: list[Any], transfer: Transfer, name: str) -> None:
+    def __init__(
+        self, kinds: Kinds, decide: Any, packs: list[Any], transfer: Transfer, name: str, keeps_rng: bool = True
+    ) -> None:
         super().__init__()
         self.kinds = kinds
         self.passing = kinds.passing.get
@@ -139,7 +131,7 @@ class ForwardMode(_Mode):
         self.kept: list[Kept] = []
         self.counts: dict[int, int] = {}
         self.paused = False
-        self.keeps_rng = True
+        self.keeps_rng = keeps_rng
         self.generators: Generators | None = None
         self.inputs: SavedInputs | None = None
 
@@ -193,16 +185,21 @@ class ForwardMode(_Mode):
             entry.value = map_output(lambda t: OnHost(self.transfer.to_host(t)), out)
             entry.version = frozenset(key for tensor in tensors_in(out) for key in storages(tensor))
         elif decision is SKIP:
-            entry.value = map_output(Skipped, out)
+            entry.value = map_output(placeholder, out)
             if not tensors_in(out):
                 raise RegionError(f"Region {self.region_name!r}: {func} returns no tensor and can't be skipped.")
         return entry
 
-    def replay_instead(self, ops: Collection[Op]) -> None:
-        """Decide again, at the end of forward: compute what was to be skipped, and what `ops` made, in recomputation."""
-        for entry in self.kept:
-            if entry.decision is SKIP or entry.op in ops:
-                entry.recompute()
+    def finish(self) -> None:
+        """Call at the end of forward: where it did not fit the decisions, recompute what was to be skipped, and what the
+        operators that did not fit made."""
+        finish = getattr(self.decide, "finish", None)
+        misfit = None if finish is None else finish()
+        if misfit is not None:
+            for entry in self.kept:
+                if entry.decision is SKIP or entry.op in misfit.ops:
+                    entry.recompute()
+            say_misfit(self.region_name, misfit.reason)
 
     def before_change(self, func: Op, args: Any, kwargs: Any) -> None:
         """`func` is about to write: give whatever is saved of the written storages a copy of its own."""
@@ -217,12 +214,14 @@ class ForwardMode(_Mode):
                 if before_change is not None and entry.version & written:
                     for item in on_host(entry.value):
                         before_change(item.handle)
-            elif entry.decision is SAVE and not entry.private:
-                mine = tensors_in(entry.value)
-                if any(storages(tensor) & written for tensor in mine):
-                    entry.value = map_output(private_copy, entry.value)
-                    entry.version = versions(entry.value)
-                    entry.private = True
+            elif (
+                entry.decision is SAVE
+                and not entry.private
+                and any(storages(tensor) & written for tensor in tensors_in(entry.value))
+            ):
+                entry.value = map_output(private_copy, entry.value)
+                entry.version = versions(entry.value)
+                entry.private = True
 
 
 class ReplayMode(_Mode):
@@ -259,16 +258,22 @@ class ReplayMode(_Mode):
         if self.finished_at is not None:
             return _AFTER_THE_END, None
         if position >= len(self.kept) or self.kept[position].op is not func:
-            self.raise_mismatch(func, position)
+            wanted = self.kept[position].op if position < len(self.kept) else "nothing more"
+            raise RegionError(
+                f"Region {self.region_name!r}: recomputation and forward disagree. As tracked call {position}, forward ran "
+                f"{wanted}, recomputation runs {func}. Something in the region "
+                "depends on state that changed since (a cache, a counter, a global switch). Keep that state out of the "
+                "region, or register it with nemo_like.activation_checkpointing.engine.global_state.register."
+            )
         value = self.values[position]
         self.values[position] = None
         entry = self.kept[position]
         if entry.rng_after is not None:
             set_rng_state(entry.rng_after)
         if entry.decision is SKIP:
-            value = map_kept(Skipped.placeholder, value)
+            value = map_output(placeholder, value)
         elif entry.decision is HOST:
-            value = map_kept(from_host, value)
+            value = from_host(value)
         return entry, value
 
     def finish(self) -> None:
@@ -276,19 +281,9 @@ class ReplayMode(_Mode):
         self.finished_at = self.position
         self.values = []
 
-    def raise_mismatch(self, func: Op, position: int) -> None:
-        wanted = self.kept[position].op if position < len(self.kept) else None
-        raise RegionError(
-            f"Region {self.region_name!r}: recomputation and forward disagree. As tracked call {position}, forward ran "
-            f"{wanted if wanted is not None else 'nothing more'}, recomputation runs {func}. Something in the region "
-            "depends on state that changed since (a cache, a counter, a global switch). Keep that state out of the "
-            "region, or register it with nemo_like.activation_checkpointing.engine.global_state.register."
-        )
-
     def run_beside_placeholders(self, func: Op, kind: int, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run `func`; where it reads a placeholder, give a placeholder for its output or raise."""
-        present = tensors_in(args) + tensors_in(kwargs)
-        if not any(isinstance(tensor, Placeholder) for tensor in present):
+        if not any(isinstance(tensor, Placeholder) for tensor in tensors_in((args, kwargs))):
             return func(*args, **kwargs)
         reason = None
         if ops.draws(func, args, kwargs):
@@ -315,6 +310,16 @@ class ReplayMode(_Mode):
             f"Region {self.region_name!r}: the plan skips {self.skipped_so_far()}, and {func} needs what is made of it: "
             f"{reason}. Take the SKIP out of the plan (RECOMPUTE or SAVE), or keep what {func} reads."
         ) from cause
+
+
+def say_misfit(region: str, reason: str) -> None:
+    """Once for all regions: a batch of another kind is met by each layer in turn, and may come again."""
+    warn_once(
+        f"Region {region!r} runs other operators than its plan was made for ({reason}), as where a mask, or none, sends "
+        "attention another way. In such calls, what the plan does not fit is computed again: gradients are the same, "
+        "backward takes longer. Plan with a sample_input that is like most batches of the run.",
+        key="misfit",
+    )
 
 
 _AFTER_THE_END = Kept(None, RECOMPUTE, 0)

@@ -8,11 +8,10 @@ comparison and no more.
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from operator import is_
 from typing import Any, NamedTuple
@@ -29,9 +28,10 @@ from nemo_like.activation_checkpointing.engine.dispatch import ForwardMode, look
 from nemo_like.activation_checkpointing.engine.handles import RegionError
 from nemo_like.activation_checkpointing.engine.hooks import hook_calls
 from nemo_like.activation_checkpointing.engine.inputs import SavedInputs
-from nemo_like.activation_checkpointing.engine.module_state import ModuleState, module_of
+from nemo_like.activation_checkpointing.engine.module_state import ModuleState, fill, module_of
 from nemo_like.activation_checkpointing.engine.random_state import Generators, closure_of, learned_of
 from nemo_like.torch_compat import (
+    SDP_KERNELS,
     SWITCH_READERS,
     function_modes,
     sdp_priority,
@@ -65,21 +65,16 @@ class _State(NamedTuple):
     modes: tuple[Any, ...]
     autocast_cache: bool
     autocast: tuple[tuple[str, bool, torch.dtype], ...]  # Device, whether it is on, and its dtype
-    autocasts: bool
 
 
 def _state(device: str | None) -> _State:
-    cpu = torch.is_autocast_enabled("cpu")
-    autocast: tuple[tuple[str, bool, torch.dtype], ...] = (("cpu", cpu, torch.get_autocast_dtype("cpu")),)
-    if device is not None:
-        autocast += ((device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)),)
+    devices = ("cpu",) if device is None else ("cpu", device)
     return _State(
         F.scaled_dot_product_attention,
         sdp_priority(),
         function_modes(),
         torch.is_autocast_cache_enabled(),
-        autocast,
-        cpu or autocast[-1][1],
+        tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in devices),
     )
 
 
@@ -115,7 +110,7 @@ class GlobalState:
         if self.generators is not None and not self.generators.forward_done():
             self.generators = None
 
-    def restore(self, stack: contextlib.ExitStack) -> None:
+    def restore(self, stack: ExitStack) -> None:
         """Make everything as it was, until `stack` ends."""
         for restore in self._extras:
             stack.enter_context(restore())
@@ -125,12 +120,10 @@ class GlobalState:
         now = _state(self._device)
         # Autocast is entered even where nothing differs: backward may run outside every autocast region, and then the
         # cache of cast weights must be emptied again at the end.
-        if now != self._state or self._state.autocasts:
-            self._restore_sdpa(now, stack)
-            self._restore_modes(now, stack)
-            self._restore_autocast(now, stack)
+        if now != self._state or any(enabled for _, enabled, _ in self._state.autocast):
+            self._restore_state(now, stack)
 
-    def _restore_rng(self, stack: contextlib.ExitStack) -> None:
+    def _restore_rng(self, stack: ExitStack) -> None:
         if self.generators is not None:
             self.generators.restore(stack)  # before torch's own, one of which may be among them, noted later than entry
         if self._cpu_rng is not None:
@@ -141,7 +134,7 @@ class GlobalState:
             stack.callback(module.set_rng_state, module.get_rng_state())
             module.set_rng_state(self._device_rng)
 
-    def _restore_sdpa(self, now: _State, stack: contextlib.ExitStack) -> None:
+    def _restore_state(self, now: _State, stack: ExitStack) -> None:
         if now.sdpa is not self._state.sdpa:
             stack.callback(setattr, F, "scaled_dot_product_attention", now.sdpa)
             F.scaled_dot_product_attention = self._state.sdpa
@@ -149,15 +142,10 @@ class GlobalState:
         if now.sdpa_priority != order:
             stack.callback(set_sdp_priority, now.sdpa_priority)
             set_sdp_priority(order)
-
-    def _restore_modes(self, now: _State, stack: contextlib.ExitStack) -> None:
-        if len(now.modes) == len(self._state.modes) and all(map(is_, now.modes, self._state.modes)):
-            return
-        stack.enter_context(without_function_modes())
-        for mode in self._state.modes:
-            stack.enter_context(mode)
-
-    def _restore_autocast(self, now: _State, stack: contextlib.ExitStack) -> None:
+        if len(now.modes) != len(self._state.modes) or not all(map(is_, now.modes, self._state.modes)):
+            stack.enter_context(without_function_modes())
+            for mode in self._state.modes:
+                stack.enter_context(mode)
         for (device, enabled, dtype), (_, enabled_now, _) in zip(self._state.autocast, now.autocast):
             if enabled or enabled_now:
                 cache = self._state.autocast_cache
@@ -222,7 +210,6 @@ def _set(variables: tuple[contextvars.ContextVar[Any], ...], values: list[Any]) 
 Switch = tuple[Callable[[], Any], Callable[[Any], None]]
 
 _backends: Any = torch.backends
-SDPA_KERNELS = ("flash", "mem_efficient", "math", "cudnn")
 
 
 def _attributes(owner: object, *names: str) -> list[Switch]:
@@ -242,7 +229,7 @@ def _named(name: str, read: Callable[[], Any]) -> Switch:
 
 
 _ALWAYS: list[Switch] = [
-    *((SWITCH_READERS[kind], getattr(_backends.cuda, f"enable_{kind}_sdp")) for kind in SDPA_KERNELS),
+    *((SWITCH_READERS[kind], getattr(_backends.cuda, f"enable_{kind}_sdp")) for kind in SDP_KERNELS.values()),
     (torch.get_default_dtype, torch.set_default_dtype),
     _named("torch.use_deterministic_algorithms", SWITCH_READERS["deterministic"]),
     _named("warn_only of torch.use_deterministic_algorithms", SWITCH_READERS["warn_only"]),
@@ -250,7 +237,8 @@ _ALWAYS: list[Switch] = [
     _named("float32's precision in oneDNN's matmuls", lambda: _backends.mkldnn.matmul.fp32_precision),
     (SWITCH_READERS["mkldnn"], partial(setattr, _backends.mkldnn, "enabled")),
 ]
-_ON_CUDA: list[Switch] = [
+_ON_CPU_AND_CUDA: list[Switch] = [
+    *_ALWAYS,
     *_attributes(_backends.cudnn, "enabled", "benchmark", "deterministic"),
     _named("float32's precision in convolutions", lambda: _backends.cudnn.conv.fp32_precision),
     *_attributes(
@@ -260,7 +248,6 @@ _ON_CUDA: list[Switch] = [
         "allow_fp16_accumulation",
     ),
 ]
-_ON_CPU_AND_CUDA = _ALWAYS + _ON_CUDA
 
 
 def switches_for(device: str | None) -> list[Switch]:
@@ -303,31 +290,30 @@ def attention_back_end() -> Restore | None:
     for name in _TE_ATTENTION:
         cache = getattr(sys.modules.get(name), "_attention_backends", None)
         if isinstance(cache, dict):
-            entries = dict(cache)
-            return lambda: _dict_contents(cache, entries)
+            return partial(_dict_contents, cache, dict(cache))
     return None
 
 
-@contextlib.contextmanager
+@contextmanager
 def _dict_contents(target: dict[Any, Any], contents: dict[Any, Any]) -> Iterator[None]:
     present = dict(target)
-    target.clear()
-    target.update(contents)
+    fill(target, contents)
     try:
         yield
     finally:
-        target.clear()
-        target.update(present)
+        fill(target, present)
 
 
 # All that steers the results of one call and is not an argument: noted in forward, put back for its recomputation.
 
 
 class Surroundings:
-    """The state of the module that `function` is, or is a method of, and of the program, at the moment of creation."""
+    """The state of the module that `function` is, or is a method of, and of the program, at the moment of creation.
+
+    values: the call's arguments.
+    """
 
     def __init__(self, function: Any, values: Iterable[Any], preserve_rng_state: bool) -> None:
-        """`values`: the call's arguments."""
         module, self._learned = module_of(function), learned_of(function)
         self._module = ModuleState(module) if module is not None else None
         self._buffers = BufferSnapshot(module, self._module.attributes) if module is not None and self._module else None

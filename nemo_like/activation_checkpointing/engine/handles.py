@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -42,8 +43,7 @@ class Placeholder(Tensor):
 
 def placeholder(like: Tensor, device: torch.device | None = None) -> Placeholder:
     """One with the layout of `like`, on `device` (default: that of `like`)."""
-    stand_in: Placeholder = shape_only(Placeholder, tuple(like.shape), like.dtype, device or like.device, like.stride())
-    return stand_in
+    return shape_only(Placeholder, tuple(like.shape), like.dtype, device or like.device, like.stride())
 
 
 def beside_placeholders(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -77,20 +77,21 @@ def beside_placeholders(func: Callable[..., Any], args: tuple, kwargs: dict[str,
 # What forward keeps of one tracked call, and walks over an operator's outputs and arguments.
 
 
+@dataclass(slots=True, eq=False)
 class Kept:
     """One tracked call of forward: what it was, what was decided, and its output where that was saved."""
 
-    __slots__ = ("decision", "op", "packs_before", "private", "rng_after", "value", "version")
+    op: Op
+    decision: Decision
+    packs_before: int
+    value: Any = None
+    version: Any = None
+    rng_after: Any = None  # The random-number state after a call that drew and is saved.
+    private: bool = False  # The value is a copy of our own: the original was about to be changed in place.
 
-    def __init__(self, op: Op, decision: Decision, packs_before: int) -> None:
-        self.op = op
-        self.decision = decision
-        self.packs_before = packs_before
-        self.value: Any = None
-        self.version: Any = None
-        self.rng_after: Any = None  # The random-number state after a call that drew and is saved.
-        # The value is a copy of our own, made because the original was about to be changed in place.
-        self.private = False
+    def to_hand_out(self) -> Any:
+        """The saved output, cut from the graph, for a recomputation whose own graph it becomes a part of."""
+        return map_output(private_copy if self.private else Tensor.detach, self.value)
 
     def recompute(self) -> None:
         """Drop what is saved: recomputation computes it, unless it must never run twice."""
@@ -101,30 +102,11 @@ class Kept:
 decision_of: Callable[[Kept], Decision] = attrgetter("decision")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class OnHost:
     """A tensor of an output that waits in CPU memory."""
 
-    __slots__ = ("handle",)
-
-    def __init__(self, handle: WaitingTensor) -> None:
-        self.handle = handle
-
-
-class Skipped:
-    """Facts about the output of a skipped call: enough for a placeholder."""
-
-    __slots__ = ("like",)
-
-    def __init__(self, output: Tensor) -> None:
-        self.like = placeholder(output)
-
-    def placeholder(self) -> Tensor:
-        return placeholder(self.like)
-
-
-def from_host(item: OnHost) -> Tensor:
-    """The tensor, on its own device again."""
-    return item.handle.get()
+    handle: WaitingTensor
 
 
 def private_copy(tensor: Tensor) -> Tensor:
@@ -136,18 +118,14 @@ def map_output(function: Callable[[Any], Any], value: object) -> Any:
     """`function` on each tensor of an operator's output (a tensor, or a tuple or list of tensors and others)."""
     if isinstance(value, Tensor):
         return function(value)
-    if isinstance(value, SEQUENCES):
-        return type(value)(map_output(function, item) for item in value)
-    return value
+    return type(value)(map_output(function, item) for item in value) if isinstance(value, SEQUENCES) else value
 
 
-def map_kept(function: Callable[[Any], Any], value: object) -> Any:
-    """As `map_output`, also on tensors that are on the host or skipped."""
-    if isinstance(value, (OnHost, Skipped)):
-        return function(value)
-    if isinstance(value, SEQUENCES):
-        return type(value)(map_kept(function, item) for item in value)
-    return function(value) if isinstance(value, Tensor) else value
+def from_host(value: object) -> Any:
+    """A saved output with the tensors that wait in CPU memory on their own device again."""
+    if isinstance(value, OnHost):
+        return value.handle.get()
+    return type(value)(map(from_host, value)) if isinstance(value, SEQUENCES) else value
 
 
 def on_host(value: object) -> list[OnHost]:

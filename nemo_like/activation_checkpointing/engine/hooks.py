@@ -26,8 +26,6 @@ from nemo_like.activation_checkpointing.engine.module_state import NOT_STATE, Mo
 from nemo_like.activation_checkpointing.engine.random_state import HostRandom, Learned, is_same_state
 from nemo_like.torch_compat import GLOBAL_HOOKS, unseen
 
-_PACKAGES = ("torch", "nemo_like")
-_TABLES = ("_forward_pre_hooks", "_forward_hooks")
 _recomputing = threading.local()
 
 
@@ -73,9 +71,7 @@ class _Hook:
         self.run: Callable[[_Hook, tuple[Any, ...]], Any] | None = None
 
     def __call__(self, *args: Any) -> Any:
-        if self.run is None or torch.compiler.is_compiling():
-            return self.hook(*args)
-        return self.run(self, args)
+        return self.hook(*args) if self.run is None or torch.compiler.is_compiling() else self.run(self, args)
 
 
 class HookCalls:
@@ -125,7 +121,9 @@ class HookCalls:
         before = _state(args)
         result = hook.hook(*args)
         now = _state(args)
-        writes = len(before) != len(now) or not all(map(_is_same, before, now))
+        writes = len(before) != len(now) or not all(
+            then is value or (is_plain_value(then) and then == value) for then, value in zip(before, now)
+        )
         with unseen():
             writes = writes or not all(torch.equal(generator.get_state(), state) for generator, state in generators)
             drew = host.was_drawn_from() or not all(map(is_same_state, drawn, rng_state()))
@@ -156,7 +154,7 @@ def hook_calls(state: ModuleState, learned: Learned) -> HookCalls | None:
     hooks = [
         _Hook(owner, table, key, hook)
         for owner in owners
-        for table in _TABLES
+        for table in GLOBAL_HOOKS
         for key, hook in owner[table].items()
         if not _is_known(hook)
     ]
@@ -164,24 +162,18 @@ def hook_calls(state: ModuleState, learned: Learned) -> HookCalls | None:
 
 
 def _is_known(hook: Any) -> bool:
-    """Return whether `hook` is torch's or this package's, which are called again."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     package = getattr(hook, "__module__", None) or type(hook).__module__
-    return package.partition(".")[0] in _PACKAGES and not isinstance(hook, _Hook)
+    return package.partition(".")[0] in ("torch", "nemo_like") and not isinstance(hook, _Hook)
 
 
 def _state(args: tuple[Any, ...]) -> list[Any]:
     """Return the state that a hook which is called with `args` may write, as things to compare."""
-    modules = modules_in(args[0])
-    attributes = [value for m in modules for name, value in vars(m).items() if name not in NOT_STATE]
+    attributes = [value for m in modules_in(args[0]) for name, value in vars(m).items() if name not in NOT_STATE]
     state: list[Any] = [*tensors_in(args[1:]), *attributes]
     for value in {id(value): value for value in attributes if not is_plain_value(value)}.values():
         state += inside(value, depth=3)
     for variable, value in contextvars.copy_context().items():
         state += (variable, value)
     return state + [item._version for item in state if isinstance(item, Tensor) and not item.is_inference()]
-
-
-def _is_same(before: object, now: object) -> bool:
-    return before is now or (is_plain_value(before) and before == now)

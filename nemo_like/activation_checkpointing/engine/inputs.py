@@ -69,7 +69,7 @@ class SavedInputs:
         for place in touched if len(touched) == 1 else ():
             original = self._originals[place]
             self._originals[place] = torch.empty(0)
-            self._saved[place] = _copies_of(private_copy(original), original.requires_grad)
+            self._saved[place] = functools.partial(_copy, private_copy(original), original.requires_grad)
 
     def forward_done(self) -> None:
         """Call after forward: changes from here on are others'."""
@@ -97,11 +97,7 @@ class SavedInputs:
         return map_leaves(restore, self._arguments)
 
 
-def _copies_of(kept: Tensor, requires_grad: bool) -> Callable[[], Tensor]:
-    """Gives a copy of `kept` that may be changed in place, each time: no leaf, where it requires a gradient."""
-
-    def copy() -> Tensor:
-        with torch.enable_grad():
-            return kept.detach().requires_grad_(requires_grad).clone()
-
-    return copy
+def _copy(kept: Tensor, requires_grad: bool) -> Tensor:
+    """A copy of `kept` that may be changed in place: no leaf, where it requires a gradient."""
+    with torch.enable_grad():
+        return kept.detach().requires_grad_(requires_grad).clone()

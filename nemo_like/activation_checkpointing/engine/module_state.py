@@ -132,10 +132,10 @@ def _put_back(owns: list[Own], before: list[Own]) -> None:
     """Take back what the recomputation and its preparation wrote into attributes."""
     for fields, then in zip(owns, before):
         if len(fields) != len(then) or not all(map(is_, fields.values(), then.values())):
-            _fill(fields, then)
+            fill(fields, then)
 
 
-def _fill(table: dict[Any, Any], contents: dict[Any, Any]) -> None:
+def fill(table: dict[Any, Any], contents: dict[Any, Any]) -> None:
     table.clear()
     table.update(contents)
 
@@ -194,8 +194,8 @@ class Registered:
                 if key in _TENSORS:
                     _restore_tensors(table, wanted, stack)
                 elif table != wanted:
-                    stack.callback(_fill, table, table.copy())
-                    _fill(table, wanted)
+                    stack.callback(fill, table, table.copy())
+                    fill(table, wanted)
 
 
 def _restore_tensors(table: dict[str, Any], wanted: dict[str, Any], stack: contextlib.ExitStack) -> None:
@@ -210,8 +210,7 @@ def _restore_tensors(table: dict[str, Any], wanted: dict[str, Any], stack: conte
 
 
 def _hooked(fields: Own, seen: set[int]) -> Iterator[Own]:
-    compiled = fields.get("_compiled_call_impl") is not None or "_orig_mod" in fields["_modules"]
-    if id(fields) in seen or compiled:
+    if id(fields) in seen or fields.get("_compiled_call_impl") is not None or "_orig_mod" in fields["_modules"]:
         return
     seen.add(id(fields))
     if any(_hooks_of(fields)):
@@ -279,9 +278,8 @@ class Walk:
 
         `attributes` is another object where an attribute or a buffer has come or gone, or changed its type.
         """
-        if any(fields.get(name) is not value for fields, name, value in self._configs):
-            return False
-        if list(map(_children_of, self._modules)) != self._children:
+        exchanged = any(fields.get(name) is not value for fields, name, value in self._configs)
+        if exchanged or list(map(_children_of, self._modules)) != self._children:
             return False
         present = self._present()
         if self.attributes.present != present:
@@ -291,7 +289,6 @@ class Walk:
         return True
 
     def _present(self) -> tuple[list[str], list[type]]:
-        """Return the names of all attributes and buffers, and the types of attributes."""
         buffers = [fields["_buffers"] for fields in self._modules]
         return list(chain(*self.owns, *buffers)), list(map(type, chain.from_iterable(map(dict.values, self.owns))))
 
@@ -330,9 +327,7 @@ def modules_in(root: nn.Module) -> Iterator[nn.Module]:
 
 def module_of(function: object) -> nn.Module | None:
     """The module that `function` is, or is a method of."""
-    if isinstance(function, nn.Module):
-        return function
-    owner = getattr(function, "__self__", None)
+    owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
     return owner if isinstance(owner, nn.Module) else None
 
 

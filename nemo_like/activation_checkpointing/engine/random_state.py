@@ -12,6 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from types import CellType
 from typing import Any
 
@@ -24,17 +25,15 @@ from nemo_like.torch_compat import generator_address, unseen
 # --- what the first forward of a module or function showed ---------------------------------------------------------
 
 
+@dataclass(slots=True, eq=False)
 class Learned:
     """Facts about the forward of one module, or function; None until its first forward is over."""
 
-    __slots__ = ("draws_on_host", "gives_generators", "verified", "writes_inputs")
-
-    def __init__(self) -> None:
-        self.draws_on_host: bool | None = None  # It draws from the generators of Python or NumPy.
-        self.gives_generators: bool | None = None  # Operators are given a generator.
-        self.writes_inputs: bool | None = None  # It writes into tensors that it is given.
-        # By the region's name: calls that were looked at, see `verification`.
-        self.verified: dict[str, int] = {}
+    draws_on_host: bool | None = None  # It draws from the generators of Python or NumPy.
+    gives_generators: bool | None = None  # Operators are given a generator.
+    writes_inputs: bool | None = None  # It writes into tensors that it is given.
+    # By the region's name: calls that were looked at, see `verification`.
+    verified: dict[str, int] = field(default_factory=dict)
 
 
 # Module, or code of a function → what its forwards showed, of a module those in evaluation and those in training.
@@ -57,12 +56,14 @@ def learned_of(function: Any) -> Learned:
 
 
 class Generators:
-    """The generators that one region was seen to use, each with its state of the moment when it was first seen."""
+    """The generators that one region was seen to use, each with its state of the moment when it was first seen.
+
+    values: arguments, attributes and others; those that are generators are noted at once.
+    """
 
     __slots__ = ("_host", "_learned", "_states")
 
     def __init__(self, learned: Learned, values: Iterable[object]) -> None:
-        """`values`: arguments, attributes and others; those that are generators are noted at once."""
         self._learned = learned
         self._states: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
         self._host: HostRandom | None = HostRandom(learned)
@@ -79,8 +80,9 @@ class Generators:
     def forward_done(self) -> bool:
         """Call at the end of forward: drops what was not drawn from. Returns whether any is left."""
         with unseen():
-            noted = self._states.items()
-            self._states = {key: (g, state) for key, (g, state) in noted if not torch.equal(g.get_state(), state)}
+            self._states = {
+                key: (g, state) for key, (g, state) in self._states.items() if not torch.equal(g.get_state(), state)
+            }
         if self._host is not None and not self._host.was_drawn_from():
             self._host = None
         if self._learned.draws_on_host is None:
@@ -109,9 +111,8 @@ class HostRandom:
     __slots__ = ("_states",)
 
     def __init__(self, learned: Learned) -> None:
-        self._states: list[tuple[Any, Callable[[], Any], Callable[[Any], None]]] = []
-        if learned.draws_on_host is not False:
-            self._states = [(read(), read, put) for read, put in _host_generators()]
+        generators = [] if learned.draws_on_host is False else _host_generators()
+        self._states = [(read(), read, put) for read, put in generators]
 
     def was_drawn_from(self) -> bool:
         """Return whether a number was drawn since."""

@@ -12,10 +12,9 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from nemo_like import torch_compat
-from nemo_like._util.log import warn_once
 from nemo_like._util.tensors import versions
 from nemo_like.activation_checkpointing.engine import verification
-from nemo_like.activation_checkpointing.engine.dispatch import ForwardMode, ReplayMode, kinds_for
+from nemo_like.activation_checkpointing.engine.dispatch import ForwardMode, ReplayMode, kinds_for, say_misfit
 from nemo_like.activation_checkpointing.engine.global_state import Surroundings
 from nemo_like.activation_checkpointing.engine.handles import (
     Kept,
@@ -24,7 +23,6 @@ from nemo_like.activation_checkpointing.engine.handles import (
     decision_of,
     map_output,
     on_host,
-    private_copy,
 )
 from nemo_like.activation_checkpointing.engine.hooks import recomputation
 from nemo_like.activation_checkpointing.engine.inputs import SavedInputs
@@ -66,12 +64,23 @@ class Region:
     A module inside that was compiled by itself is compiled in both.
     """
 
-    def __init__(self, fn: Any, policy: Policy, name: str, transfer: Transfer | None, early_stop: bool) -> None:
+    @torch_compat.left_to_python
+    def __init__(
+        self,
+        fn: Any,
+        policy: Policy,
+        name: str,
+        transfer: Transfer | None,
+        early_stop: bool,
+        preserve_rng_state: bool = True,
+        owner: object = None,
+    ) -> None:
+        self.verification = verification.start(fn if owner is None else owner, name, preserve_rng_state)
         self.fn = fn
-        self.owner = fn
+        self.preserve_rng_state = preserve_rng_state
         self.policy = policy
         self.name = name
-        self.transfer = transfer or _synchronous
+        self.transfer = transfer or SynchronousTransfer()
         self.early_stop = early_stop
         self.handles: list[ref[_Handle]] = []
         self.kept: list[Kept] = []
@@ -81,34 +90,27 @@ class Region:
         self.consumed = False
         self.graph_kept = False
         self.watch_versions = True
-        self.verification: verification.Verification | None = None
         self.lock = threading.RLock()
+        if not policy.keeps_nothing:
+            decide = policy.start()
+            self.kinds = kinds_for(policy)
+            self.forward_mode = ForwardMode(self.kinds, decide, self.handles, self.transfer, name, preserve_rng_state)
+            self.kept = self.forward_mode.kept
 
     # --- forward --------------------------------------------------------------------------------------------------
 
     @torch_compat.left_to_python
-    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], preserve_rng_state: bool) -> Any:
-        self.verification = verification.start(self.owner, self.name, preserve_rng_state)
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.inputs = SavedInputs(args, kwargs)
-        self.surroundings = Surroundings(self.fn, (*args, *kwargs.values()), preserve_rng_state)
-        decide = None
-        if not self.policy.keeps_nothing:
-            decide = self.policy.start()
-            self.kinds = kinds_for(self.policy)
-            self.forward_mode = ForwardMode(self.kinds, decide, self.handles, self.transfer, self.name)
-            self.forward_mode.keeps_rng = preserve_rng_state
-            self.kept = self.forward_mode.kept
+        self.surroundings = Surroundings(self.fn, (*args, *kwargs.values()), self.preserve_rng_state)
         try:
             with (
                 saved_tensors_hooks(self.pack, self.unpack),
                 self.surroundings.in_forward(self, self.forward_mode, self.inputs),
             ):
                 out = self.fn(*args, **kwargs)
-            finish = getattr(decide, "finish", None)
-            misfit = finish() if finish is not None else None
-            if misfit is not None and self.forward_mode is not None:
-                self.forward_mode.replay_instead(misfit.ops)
-                say_misfit(self.name, misfit.reason)
+            if self.forward_mode is not None:
+                self.forward_mode.finish()
         except PlanMismatchError as error:
             self.drop()
             raise PlanMismatchError(f"Region {self.name!r}: {error}") from error
@@ -117,8 +119,7 @@ class Region:
             raise
         self.inputs.forward_done()
         # Recomputation gets copies of such things, whose versions begin again.
-        copied = self.surroundings.forward_done() or self.inputs.changed
-        self.watch_versions = not copied and not self.keeps_on_host()
+        self.watch_versions = not (self.surroundings.forward_done() or self.inputs.changed or self.keeps_on_host())
         if self.kept:
             self.drop_unreachable()
         self.forward_mode = None
@@ -155,7 +156,7 @@ class Region:
                     entry.version = versions(entry.value)
 
     def keeps_on_host(self) -> bool:
-        """Return whether something that is saved waits on the host."""
+        """Return whether something that is saved waits in CPU memory."""
         return HOST in map(decision_of, self.kept)
 
     def drop(self) -> None:
@@ -204,8 +205,7 @@ class Region:
                 f"Region {self.name!r}: a second backward goes through it, and what was saved is gone: the first one "
                 "was run without retain_graph=True, or its recomputation failed."
             )
-        live = [index for index, reference in enumerate(self.handles) if reference() is not None]
-        self.last = live[-1]
+        self.last = max(index for index, reference in enumerate(self.handles) if reference() is not None)
         self.unwaited = torch_compat.unwaited_collectives()
         args, kwargs = self.inputs.get(self.name)
         outer = self.forward_mode
@@ -245,10 +245,9 @@ class Region:
         saved."""
         self.position = 0
         self.lent: list[Tensor] = []
-        values = self.values_for_replay(keep)
-        mode = None if self.policy.keeps_nothing else ReplayMode(self.kinds, self.kept, values, self.name)
-        self.replay_mode = mode
-        return mode
+        if not self.policy.keeps_nothing:
+            self.replay_mode = ReplayMode(self.kinds, self.kept, self.values_for_replay(keep), self.name)
+        return self.replay_mode
 
     def skip_nothing(self) -> None:
         """Decide again, after a recomputation that needed what was skipped: compute that, and what is gone since."""
@@ -289,8 +288,6 @@ class Region:
             )
 
     def values_for_replay(self, keep: bool) -> list[Any]:
-        if not self.kept:
-            return []
         values = []
         skips, waits = SKIP in map(decision_of, self.kept), self.keeps_on_host()
         if waits:
@@ -302,22 +299,19 @@ class Region:
             # The list hands it out once. After a recomputation that fails, a second try can't run a pinned operator again.
             stays = keep or (skips and facts(entry.op).pinned)
             if entry.decision is SAVE:
-                self.check_version(entry)
+                if versions(entry.value) != entry.version:
+                    raise RegionError(
+                        f"Region {self.name!r}: the saved output of {entry.op} was changed in place after the region ended, "
+                        "so backward can't use it. Write the change out of place (x = x + y for x += y), or take the "
+                        "operator out of the policy's save set."
+                    )
                 if stays:  # what is handed out becomes part of recomputation's graph, which knows this region
-                    value = map_output(private_copy if entry.private else Tensor.detach, value)
+                    value = entry.to_hand_out()
             values.append(value)
             if not stays:
                 entry.value = None
         self.consumed = not keep and (waits or SAVE in map(decision_of, self.kept))
         return values
-
-    def check_version(self, entry: Kept) -> None:
-        if versions(entry.value) != entry.version:
-            raise RegionError(
-                f"Region {self.name!r}: the saved output of {entry.op} was changed in place after the region ended, so "
-                "backward can't use it. Write the change out of place (x = x + y for x += y), or take the operator "
-                "out of the policy's save set."
-            )
 
     @torch_compat.left_to_python
     def repack(self, tensor: Tensor) -> int:
@@ -336,7 +330,11 @@ class Region:
                 self.raise_wrong_tensor(index, handle, tensor)
             now = tensor._version
             if handle.version != now and self.watch_versions and type(tensor) in PLAIN_TENSORS:
-                self.raise_changed(index, handle, tensor)
+                raise RegionError(
+                    f"Region {self.name!r}: tensor {index} that autograd saved, of shape {tuple(handle.shape)}, was changed "
+                    f"in place {handle.version} times in forward, and {now} by now. It may be a parameter that was updated "
+                    "before the backward of an earlier forward. Change it after backward."
+                )
             if self.verification is not None:
                 self.verification.rebuilt(index, tensor)
             handle.value = tensor
@@ -366,35 +364,17 @@ class Region:
     def give_lent(self, number: int) -> Tensor:
         return self.lent[number].detach()
 
-    def raise_changed(self, index: int, handle: _Handle, tensor: Tensor) -> None:
-        raise RegionError(
-            f"Region {self.name!r}: tensor {index} that autograd saved, of shape {tuple(handle.shape)}, was changed in "
-            f"place {handle.version} times in forward, and {tensor._version} by now. It may be a parameter that was updated "
-            "before the backward of an earlier forward. Change it after backward."
-        )
-
     def raise_wrong_tensor(self, index: int, handle: _Handle, tensor: Tensor) -> None:
-        shape, dtype = handle.shape, handle.dtype
         if isinstance(tensor, Placeholder):
             raise RegionError(
                 f"Region {self.name!r}: the plan skips an operator, and backward needs what is made of it: autograd "
-                f"saved it as tensor {index} of the region, of shape {tuple(shape)}. Take the SKIP out."
+                f"saved it as tensor {index} of the region, of shape {tuple(handle.shape)}. Take the SKIP out."
             )
         raise RegionError(
             f"Region {self.name!r}: recomputation and forward disagree: tensor {index} that autograd saved had shape "
-            f"{tuple(shape)} and {dtype} in forward, and has {tuple(tensor.shape)} and {tensor.dtype} in "
+            f"{tuple(handle.shape)} and {handle.dtype} in forward, and has {tuple(tensor.shape)} and {tensor.dtype} in "
             "recomputation. Something in the region depends on state that changed since."
         )
-
-
-def say_misfit(region: str, reason: str) -> None:
-    """Once for all regions: a batch of another kind is met by each layer in turn, and may come again."""
-    warn_once(
-        f"Region {region!r} runs other operators than its plan was made for ({reason}), as where a mask, or none, sends "
-        "attention another way. In such calls, what the plan does not fit is computed again: gradients are the same, "
-        "backward takes longer. Plan with a sample_input that is like most batches of the run.",
-        key="misfit",
-    )
 
 
 def _written_later(first: Tensor, second: Tensor | None = None) -> bool:
@@ -408,5 +388,4 @@ def _written_later(first: Tensor, second: Tensor | None = None) -> bool:
     return first.shape == second.shape and first.dtype == second.dtype and first.is_floating_point()
 
 
-_synchronous = SynchronousTransfer()
 _NOTHING = torch.empty(0)  # In the place of a tensor that a hook saved, which recomputation leaves out.

@@ -104,11 +104,9 @@ class Verification:
         if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
             return _EXACT.get(dtype, _ROUNDING)
         of_floats = _TOLERANCES[torch.float32] if self._tolerance is None else self._tolerance
-        if dtype.is_floating_point or dtype.is_complex:
-            return of_floats
         # A mask or an index made from numbers flips where one of them is that close to a threshold: that part of the
         # elements, whose square root is the part of the norm.
-        return math.sqrt(of_floats)
+        return of_floats if dtype.is_floating_point or dtype.is_complex else math.sqrt(of_floats)
 
 
 _CAUSES = (
@@ -166,12 +164,10 @@ def unwritten(saved: SavedTensor, every: list[SavedTensor]) -> bool:
         return True  # a workspace in a kernel's own format, as oneDNN and cuDNN have for recurrent layers
     if saved.device.type == "cpu":
         return False
-    if saved.dtype in _SEEDS and saved.shape.numel() <= 2:
-        return True  # seed and offset of an attention kernel's dropout, which are not set where there is none
-    return _is_padded(saved, every)
+    # Seed and offset of an attention kernel's dropout, which are not set where there is none; or its sums.
+    return (saved.dtype in (torch.int64, torch.uint64) and saved.shape.numel() <= 2) or _is_padded(saved, every)
 
 
-_SEEDS = {torch.int64, torch.uint64}
 _PARTLY_WRITTEN = {
     torch.nn.functional.ctc_loss.__code__,  # its table of paths, of which longer targets use more
     torch.nn.functional.rrelu.__code__,  # its noise, outside of training
@@ -206,10 +202,9 @@ def start(owner: object, name: str, preserve_rng_state: bool) -> Verification | 
         return None
     calls = learned_of(owner).verified
     count = calls.get(name, 0)
-    if count >= CALLS and wanted != "1":
+    # The comparison makes the CPU wait, which a capture refuses.
+    if (count >= CALLS and wanted != "1") or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
         return None
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-        return None  # the comparison makes the host wait, which a capture refuses
     calls[name] = min(count + 1, CALLS)
     return Verification(calls, name)
 
@@ -241,5 +236,4 @@ def _difference(then: list[float], now: list[float]) -> float:
 
 
 def _words(numbers: list[float]) -> str:
-    """A summary as an error shows it."""
     return "norm {2:.9g} and signed sums {0:.9g} and {1:.9g}".format(*numbers)
