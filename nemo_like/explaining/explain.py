@@ -203,8 +203,10 @@ def explained(timeline: Timeline, planned: PlannedJob | None = None) -> Explanat
         sizes[parts.named[block].kind] += block.size
     notes = list(timeline.notes)
     if not any(block.born > BEFORE for block in timeline.blocks):
-        notes.append("No allocation was recorded: this is what was there when it was written. Record with")
-        notes.append("torch.cuda.memory._record_memory_history() before the first step.")
+        notes += [
+            "No allocation was recorded: this is what was there when it was written. Record with",
+            "torch.cuda.memory._record_memory_history() before the first step.",
+        ]
     layers, failed = _by_layer(parts, alive), timeline.out_of_memory
     return Explanation(
         device=timeline.device,

@@ -94,12 +94,6 @@ class ModelSizes:
     head_dim: int
     tokens: int | None = None  # Tokens of one micro-batch, where known.
 
-    @property
-    def layer_parameters(self) -> int:
-        """Parameters of one layer with a gated MLP."""
-        attention = 2 * self.head_dim * (self.heads + self.kv_heads)
-        return self.hidden * (attention + 3 * self.intermediate + 2)
-
 
 @dataclass(frozen=True)
 class Reading:
@@ -107,7 +101,6 @@ class Reading:
 
     tensor: str
     dtype: str
-    tensor_bytes: int
     tokens: int | None = None
     note: str = ""
 
@@ -203,8 +196,7 @@ def _bytes(number: str, unit: str) -> int:
 
 
 def _rounding(number: str, unit: str) -> int:
-    decimals = len(number.partition(".")[2])
-    return math.ceil(_UNIT_BYTES.get(unit, 0) / 10**decimals / 2)
+    return math.ceil(_UNIT_BYTES.get(unit, 0) / 10 ** len(number.partition(".")[2]) / 2)
 
 
 def causes(message: OutOfMemory) -> list[Cause]:
@@ -214,12 +206,10 @@ def causes(message: OutOfMemory) -> list[Cause]:
     if message.form == "driver":
         return [Cause("driver", f"The driver, not torch's allocator, found no memory. {_LEAVE_ROOM}")]
     missing = (message.asked_bytes or 0) - (message.free_bytes or 0)
-    certain = list(_certain_causes(message))
-    sized = list(_sized_causes(message))
+    certain, sized = list(_certain_causes(message)), list(_sized_causes(message))
     enough = [cause for size, cause in sized if size >= missing]
     partly = [cause for size, cause in sorted(sized, key=lambda pair: -pair[0]) if size < missing]
-    live = list(_live_causes(message, others_known=bool(certain or enough)))
-    return [*certain, *enough, *live, *partly]
+    return [*certain, *enough, *_live_causes(message, others_known=bool(certain or enough)), *partly]
 
 
 _LEAVE_ROOM = "Leave it room: torch.cuda.set_per_process_memory_fraction(0.9) before training."
@@ -231,25 +221,33 @@ def _certain_causes(message: OutOfMemory) -> Iterator[Cause]:
     reserved, allowed = message.reserved_bytes, message.allowed_bytes
     if requested is not None and requested > (total or 512 * GIB):
         whose = "the GPU" if total else "any GPU"
-        words = (
-            f"One tensor of {write_bytes(requested)} is larger than {whose}. Look for a wrong length, mask or shape."
+        yield Cause(
+            "one tensor larger than the GPU",
+            f"One tensor of {write_bytes(requested)} is larger than {whose}. Look for a wrong length, mask or shape.",
         )
-        yield Cause("one tensor larger than the GPU", words)
-        return
-    if (
+    elif (
         allowed
         and total
         and allowed < 0.99 * total
         and (reserved is None or reserved + (requested or 0) > 0.99 * allowed)
     ):
-        words = f"This process may use only {write_bytes(allowed)} of {write_bytes(total)}. "
-        yield Cause("limit set by the process", words + "Raise the limit of set_per_process_memory_fraction().")
+        yield Cause(
+            "limit set by the process",
+            f"This process may use only {write_bytes(allowed)} of {write_bytes(total)}. Raise the limit of "
+            "set_per_process_memory_fraction().",
+        )
     elif reserved and total and reserved > 1.02 * total:
-        words = f"torch has {write_bytes(reserved)}, more than the GPU: Windows pages to CPU memory. "
-        yield Cause("system memory (Windows)", words + "Choose 'Prefer No Sysmem Fallback' in NVIDIA's settings.")
+        yield Cause(
+            "system memory (Windows)",
+            f"torch has {write_bytes(reserved)}, more than the GPU: Windows pages to CPU memory. Choose 'Prefer No "
+            "Sysmem Fallback' in NVIDIA's settings.",
+        )
     elif requested is not None and free is not None and free > requested:
-        words = "More was free than requested, so the memory was taken only for a moment. "
-        yield Cause("more was free than asked", words + "Look for other processes on this GPU, then run again.")
+        yield Cause(
+            "more was free than asked",
+            "More was free than requested, so the memory was taken only for a moment. Look for other processes on this "
+            "GPU, then run again.",
+        )
 
 
 def _sized_causes(message: OutOfMemory) -> Iterator[tuple[int, Cause]]:
@@ -258,11 +256,12 @@ def _sized_causes(message: OutOfMemory) -> Iterator[tuple[int, Cause]]:
     reserved, outside = message.reserved_bytes, message.outside_bytes or 0
     used = (message.total_bytes or 0) - (message.free_bytes or 0)
     if len(sizes) > 1 and sizes[0] > 0.95 * sizes[-1] and sizes[-1] < 2.5 * GIB:
-        words = f"{len(sizes)} other processes have {write_bytes(sizes[0])} each here: contexts of other ranks. "
-        yield (
-            elsewhere,
-            Cause("other ranks' contexts", words + "Call torch.cuda.set_device(local_rank) before any CUDA call."),
+        cause = Cause(
+            "other ranks' contexts",
+            f"{len(sizes)} other processes have {write_bytes(sizes[0])} each here: contexts of other ranks. Call "
+            "torch.cuda.set_device(local_rank) before any CUDA call.",
         )
+        yield elsewhere, cause
     elif elsewhere > 0.3 * GIB:
         words = f"Other processes have {write_bytes(elsewhere)} of this GPU. Find them with nvidia-smi and stop them."
         yield elsewhere, Cause("other processes", words)
@@ -289,12 +288,16 @@ def _live_causes(message: OutOfMemory, others_known: bool) -> Iterator[Cause]:
     if room is None or allocated is None:
         return
     if room / 2 < requested <= room:
-        words = f"One tensor of {write_bytes(requested)} takes more than half of the GPU. "
-        yield Cause("one large tensor", words + "Shorten or split the batch that it is made from.")
-    elif allocated > 0.7 * room or allocated + requested > room or not others_known:
-        words = f"Live tensors take {write_bytes(allocated)} of {write_bytes(room)}. "
         yield Cause(
-            "live tensors", words + "Recompute activations (ac='full'), shard more, or use a smaller micro-batch."
+            "one large tensor",
+            f"One tensor of {write_bytes(requested)} takes more than half of the GPU. Shorten or split the batch that it "
+            "is made from.",
+        )
+    elif allocated > 0.7 * room or allocated + requested > room or not others_known:
+        yield Cause(
+            "live tensors",
+            f"Live tensors take {write_bytes(allocated)} of {write_bytes(room)}. Recompute activations (ac='full'), shard "
+            "more, or use a smaller micro-batch.",
         )
 
 
@@ -307,19 +310,29 @@ def readings(message: OutOfMemory, sizes: ModelSizes) -> list[Reading]:
     if message.asked_bytes is None:
         return []
     low, high = _window(message.asked_bytes, message.asked_error)
+    attention = 2 * sizes.head_dim * (sizes.heads + sizes.kv_heads)
+    fixed = {
+        "weights or gradients of one layer (FSDP unit)": sizes.hidden * (attention + 3 * sizes.intermediate + 2),
+        "embedding or head": sizes.vocabulary * sizes.hidden,
+        "MLP weight": sizes.hidden * sizes.intermediate,
+        "flat state of one DeepSpeed sub-group (1e9 numbers)": 10**9,
+    }
+    # Tensors with a row per token: the usual bytes of a number, the name, and the numbers of a row.
+    of_tokens = [(4, "logits", sizes.vocabulary), (2, "hidden states", sizes.hidden)]
+    if sizes.intermediate != sizes.hidden:
+        of_tokens.append((2, "MLP's inner activations", sizes.intermediate))
     scored: list[tuple[float, Reading]] = []
     for width, dtype in ((4, "float32"), (2, "bfloat16")):
-        for tensor, numbers in _fixed_tensors(sizes):
-            if low < numbers * width <= high:
-                scored.append((math.log2(high / (high - low)), Reading(tensor, dtype, numbers * width)))
-        for usual_width, tensor, numbers in _token_tensors(sizes):
+        chance = math.log2(high / (high - low))
+        scored += [(chance, Reading(name, dtype)) for name, numbers in fixed.items() if low < numbers * width <= high]
+        for usual_width, tensor, numbers in of_tokens:
             per_token = numbers * width
             for tokens, step in _token_counts(low / per_token, high / per_token, sizes.tokens):
                 note = "" if tokens == sizes.tokens or not sizes.tokens else _ratio(tokens, sizes.tokens)
                 doublings = abs(math.log2(tokens / sizes.tokens)) if sizes.tokens else max(0, math.log2(tokens) - 17)
                 bits = math.log2(step * per_token / (high - low)) - doublings
-                reading = Reading(tensor, dtype, tokens * per_token, tokens, note)
-                scored.append((bits + (bits >= _LEAST_BITS and width == usual_width), reading))
+                usual = bits >= _LEAST_BITS and width == usual_width
+                scored.append((bits + usual, Reading(tensor, dtype, tokens, note)))
         scored += _square_tensors(sizes, low, high, width, dtype)
     likely = sorted((pair for pair in scored if pair[0] >= _LEAST_BITS), key=lambda pair: -pair[0])
     return [reading for _, reading in likely[:2]]
@@ -333,21 +346,6 @@ def _window(requested: int, error: int) -> tuple[int, int]:
     if requested <= 2 * MIB:
         return 0, MIB
     return (MIB if requested == 20 * MIB else max(0, requested - error - 2 * MIB)), requested + error
-
-
-def _fixed_tensors(sizes: ModelSizes) -> Iterator[tuple[str, int]]:
-    yield "weights or gradients of one layer (FSDP unit)", sizes.layer_parameters
-    yield "embedding or head", sizes.vocabulary * sizes.hidden
-    yield "MLP weight", sizes.hidden * sizes.intermediate
-    yield "flat state of one DeepSpeed sub-group (1e9 numbers)", 10**9
-
-
-def _token_tensors(sizes: ModelSizes) -> Iterator[tuple[int, str, int]]:
-    """Yield tensors with a row per token: the usual bytes of a number, the name and the numbers of a row."""
-    yield 4, "logits", sizes.vocabulary
-    yield 2, "hidden states", sizes.hidden
-    if sizes.intermediate != sizes.hidden:
-        yield 2, "MLP's inner activations", sizes.intermediate
 
 
 def _token_counts(low: float, high: float, known: int | None) -> Iterator[tuple[int, int]]:
@@ -380,7 +378,7 @@ def _square_tensors(sizes: ModelSizes, low: int, high: int, width: int, dtype: s
                     continue
                 doublings = abs(math.log2(batch * length / sizes.tokens)) if sizes.tokens else 0.0
                 bits = math.log2(step / (math.sqrt(high / unit) - math.sqrt(low / unit))) - 3 - doublings + (width == 2)
-                yield bits, Reading(f"{tensor} {batch} x {heads} x {length:,} x {length:,}", dtype, unit * length**2)
+                yield bits, Reading(f"{tensor} {batch} x {heads} x {length:,} x {length:,}", dtype)
 
 
 def words(message: OutOfMemory) -> list[str]:

@@ -8,11 +8,13 @@ freed it, or sizes equal to those of gradients or states that were recorded.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 from nemo_like.explaining.snapshot import BEFORE, Block, Timeline
 from nemo_like.explaining.stacks import Phase, phase_of, signature, text_of
@@ -86,55 +88,34 @@ def parts_of(timeline: Timeline) -> Parts:
     """Return what each block is."""
     allocations = sorted((block for block in timeline.blocks if block.born > BEFORE), key=lambda block: block.born)
     recorded = any(block.frames for block in allocations)
-    stacks = _Stacks(recorded=recorded)
-    phases = [stacks.phase(block) for block in allocations]
+    phases, marks = _read_stacks(allocations, recorded)
     ends = _stretches(allocations, phases, len(timeline.trace))
     steps = _steps(phases)
-    layer_of, layers = _layers(allocations, phases, steps, stacks)
-    named: dict[Block, Named] = {}
-    for number, (block, phase) in enumerate(zip(allocations, phases)):
-        named[block] = Named(_kind(block, phase, ends[number]), phase, steps[number], layer_of.get(number))
+    layer_of, layers = _layers(allocations, phases, steps, marks)
+    named = {
+        block: Named(_kind(block, phase, ends[number]), phase, steps[number], layer_of.get(number))
+        for number, (block, phase) in enumerate(zip(allocations, phases))
+    }
     old = [block for block in timeline.blocks if block.born == BEFORE]
     by_size = _by_size(old, named)
-    for block in old:
-        named[block] = _of_before(block, recorded, by_size)
-    for block in _further_copies(named):
-        named[block] = replace(named[block], kind=MemoryKind.MORE_WEIGHTS)
+    named |= {block: _of_before(block, recorded, by_size) for block in old}
+    named |= {block: replace(named[block], kind=MemoryKind.MORE_WEIGHTS) for block in _further_copies(named)}
     return Parts(named, layers)
 
 
-class _Stacks:
-    """Phases and signatures of stacks: a file has each frame once, and each of its stacks many times."""
-
-    def __init__(self, *, recorded: bool) -> None:
-        self.recorded = recorded
-        self._phases: dict[tuple[int, ...], Phase] = {}
-        self._marks: dict[tuple[int, ...], Mark] = {}
-
-    def phase(self, block: Block) -> Phase:
-        """Return the phase of the stack that made a block."""
-        key = tuple(map(id, block.frames))
-        if key not in self._phases:
-            self._phases[key] = phase_of(block.frames, recorded=self.recorded)
-        return self._phases[key]
-
-    def mark(self, block: Block) -> Mark:
-        """Return the places of that stack; the same object for the same stack."""
-        key = tuple(map(id, block.frames))
-        if key not in self._marks:
-            self._marks[key] = signature(block.frames)
-        return self._marks[key]
+def _read_stacks(allocations: Iterable[Block], recorded: bool) -> tuple[list[Phase], list[Mark]]:
+    """Return the phases and the marks of the stacks: a file has each frame once, and each of its stacks many times."""
+    keys = [(tuple(map(id, block.frames)), block.frames) for block in allocations]
+    stacks = {key: (phase_of(frames, recorded=recorded), signature(frames)) for key, frames in dict(keys).items()}
+    return [stacks[key][0] for key, _ in keys], [stacks[key][1] for key, _ in keys]
 
 
 def _stretches(allocations: Sequence[Block], phases: Sequence[Phase], events: int) -> list[int]:
     """Return for each allocation the event at which its phase ends."""
-    ends, end = [0] * len(allocations), events
-    for number in range(len(allocations) - 1, -1, -1):
-        behind = number + 1
-        if behind < len(allocations) and _group(phases[behind]) is not _group(phases[number]):
-            end = allocations[behind].born
-        ends[number] = end
-    return ends
+    together = groupby(zip(allocations, phases), key=lambda pair: _group(pair[1]))
+    stretches = [[block for block, _ in stretch] for _, stretch in together]
+    ends = [*(stretch[0].born for stretch in stretches[1:]), events]
+    return [end for stretch, end in zip(stretches, ends) for _ in stretch]
 
 
 def _group(phase: Phase) -> Phase:
@@ -171,7 +152,7 @@ def _kind(block: Block, phase: Phase, end: int) -> MemoryKind:
 
 
 def _layers(
-    allocations: Sequence[Block], phases: Sequence[Phase], steps: Sequence[int], stacks: _Stacks
+    allocations: Sequence[Block], phases: Sequence[Phase], steps: Sequence[int], marks: Sequence[Mark]
 ) -> tuple[dict[int, int], dict[int, int]]:
     """Return the layer of each allocation that has one, and the layers of each forward.
 
@@ -179,23 +160,21 @@ def _layers(
     """
     places: dict[tuple[Phase, int], dict[Mark, list[int]]] = defaultdict(lambda: defaultdict(list))
     first: dict[int, Mark] = {}
-    for number, (block, phase) in enumerate(zip(allocations, phases)):
+    for number, (block, phase, mark) in enumerate(zip(allocations, phases, marks)):
         if phase in (Phase.FORWARD, Phase.RECOMPUTATION) and block.frames:
-            mark = stacks.mark(block)
             places[phase, steps[number]][mark].append(number)
             if phase is Phase.FORWARD:
                 first.setdefault(steps[number], mark)
-    layer_of: dict[int, int] = {}
-    counts: dict[int, int] = {}
-    for (phase, step), marks in places.items():
-        count = _count(marks.values(), allocations)
+    layer_of, counts = dict[int, int](), dict[int, int]()
+    for (phase, step), by_mark in places.items():
+        count = _count(by_mark.values(), allocations)
         if count is None or (
-            phase is Phase.FORWARD and _begins_again(len(marks[first[step]]), count, marks, allocations)
+            phase is Phase.FORWARD and _begins_again(len(by_mark[first[step]]), count, by_mark, allocations)
         ):
             continue
         if phase is Phase.FORWARD:
             counts[step] = count
-        for numbers in marks.values():
+        for numbers in by_mark.values():
             if len(numbers) % count == 0:
                 layer_of |= {number: k * count // len(numbers) for k, number in enumerate(numbers)}
     return layer_of, counts
@@ -265,14 +244,13 @@ def _by_size(old: Iterable[Block], named: dict[Block, Named]) -> dict[Block, Mem
     silent = [block for block in old if not block.frames and not _is_zeroed(block)]
     sizes = Counter(map(rounded, silent))
     gradients, states = (_sizes_in_a_step(named, kind) for kind in (MemoryKind.GRADIENTS, MemoryKind.STATE))
-    wanted = gradients if 3 * _bytes(gradients) >= _bytes(states) else states
-    if not wanted or _bytes(sizes & wanted) < _ALIKE * _bytes(wanted):
+    wanted = gradients if 3 * bytes_of(gradients) >= bytes_of(states) else states
+    if not wanted or bytes_of(sizes & wanted) < _ALIKE * bytes_of(wanted):
         return {}
     if wanted is states:  # two for each weight, if all large sizes come in pairs
         pairs = all(times % 2 == 0 for size, times in states.items() if size > 1 << 16)
         wanted = Counter({size: max(1, times // (1 + pairs)) for size, times in states.items()})
-    kind_of: dict[Block, MemoryKind] = {}
-    taken: Counter[int] = Counter()
+    kind_of, taken = dict[Block, MemoryKind](), Counter[int]()
     for block in sorted(silent, key=lambda block: (block.died is not None, block.address)):
         size = rounded(block)
         if times := wanted[size]:
@@ -288,10 +266,7 @@ def _sizes_in_a_step(named: dict[Block, Named], kind: MemoryKind) -> Counter[int
     for block, each in named.items():
         if each.kind is kind:
             steps[each.step][rounded(block)] += 1
-    most: Counter[int] = Counter()
-    for sizes in steps.values():
-        most |= sizes
-    return most
+    return functools.reduce(operator.or_, steps.values(), Counter[int]())
 
 
 def _further_copies(named: dict[Block, Named]) -> Iterator[Block]:
@@ -300,7 +275,7 @@ def _further_copies(named: dict[Block, Named]) -> Iterator[Block]:
     weights = [block for block, each in named.items() if each.kind is MemoryKind.WEIGHTS and block.born > BEFORE]
     left = Counter(map(rounded, weights))
     left.subtract(gradients)
-    if 10 * _bytes(gradients) < sum(block.size for block in weights) or any(
+    if 10 * bytes_of(gradients) < sum(block.size for block in weights) or any(
         left[size] < times for size, times in gradients.items()
     ):
         return
@@ -321,5 +296,6 @@ def round_up(size: int) -> int:
     return max(_ROUND, -(-size // _ROUND) * _ROUND)
 
 
-def _bytes(sizes: Counter[int]) -> int:
+def bytes_of(sizes: Counter[int]) -> int:
+    """Return the bytes of so many blocks of each size."""
     return sum(size * times for size, times in sizes.items())

@@ -16,7 +16,7 @@ from nemo_like._util.words import MIB, write_bytes
 from nemo_like.activation_checkpointing.plan import STAYING, Part
 from nemo_like.explaining.explanation import Comparison
 from nemo_like.explaining.messages import ModelSizes, OutOfMemory, Reading, readings
-from nemo_like.explaining.parts import MemoryKind, Parts, round_up, rounded
+from nemo_like.explaining.parts import MemoryKind, Parts, bytes_of, round_up, rounded
 from nemo_like.explaining.snapshot import BEFORE, Block
 from nemo_like.explaining.stacks import Phase
 from nemo_like.explaining.unexpected import Cure
@@ -81,8 +81,7 @@ class PlannedStep(Allocations):
         super().__init__()
         peaks = peaks_of(query, choices)
         rank = max(range(len(peaks)), key=lambda number: peaks[number].total)
-        self.peak = peaks[rank]
-        self._stretch = ""
+        self.peak, self._stretch = peaks[rank], ""
         # Bytes of each storage, and the stretch of the step that made it.
         self._made: dict[int, tuple[int, str]] = {}
         self._part: dict[int, Part] = {}
@@ -124,9 +123,7 @@ class PlannedStep(Allocations):
 
         Of moments that are as high but for half a percent, the one whose parts are most like the `recorded` bytes.
         """
-        now: Counter[str] = Counter()
-        for number in self._before:
-            now[_GROUP_OF[self.blocks[number].kind]] += self.blocks[number].size
+        now = _by_group((self.blocks[number].kind, self.blocks[number].size) for number in self._before)
         moments: list[tuple[int, int, int]] = []
         for at, (number, size, _) in enumerate(self.log):
             block = self.blocks[number]
@@ -202,11 +199,12 @@ class PlannedJob:
         tried += [Change(f"loss={word!r}", job.change(loss=word)) for word in ("model", "chunked")]
         tried += [Change(f"optimizer={name!r}", job.change(step=replace(step, optimizer=name))) for name in OPTIMIZERS]
         tried += [Change(f"strategy={name!r}", job.change(strategy=name)) for name in ("ddp", "fsdp2") if job.ranks > 1]
-        kept = replace(step, zero_grad="zero")
-        tried += [Change("zero_grad(set_to_none=False)", job.change(step=kept))]
-        tried += [Change("the output kept", job.change(step=replace(step, keeps_output=True)))]
-        tried = [change for change in tried if change.job != job]
-        yield from ((words, self.need(query)) for words, query in self._changed(tried))
+        tried += [
+            Change("zero_grad(set_to_none=False)", job.change(step=replace(step, zero_grad="zero"))),
+            Change("the output kept", job.change(step=replace(step, keeps_output=True))),
+        ]
+        others = self._changed(change for change in tried if change.job != job)
+        yield from ((words, self.need(query)) for words, query in others)
         for words, batch, length in (("twice the micro-batch", 2, 1), ("twice the sequence", 1, 2)):
             with suppress(ValueError, NotImplementedError):  # more positions than the model has
                 if self.step.seq_len:
@@ -214,7 +212,6 @@ class PlannedJob:
                     yield words, self.need(query)
 
     def _changed(self, tried: Iterable[Change]) -> Iterator[tuple[str, PlanQuery]]:
-        """Yield the changes that can be planned."""
         for change in tried:
             with suppress(ValueError, NotImplementedError):  # a rule of the job, or a part that is not planned
                 query = self.query.changed(change.job)
@@ -231,8 +228,7 @@ def _choices(query: PlanQuery) -> Choices:
 
 def _sizes_of(step: Step) -> ModelSizes | None:
     """Return the sizes that the config of a transformer states; None: it has none, or lacks one."""
-    config: Any = getattr(step.model, "config", None)
-    config = text_config(config)
+    config: Any = text_config(getattr(step.model, "config", None))
     heads = getattr(config, "num_attention_heads", None)
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
     sizes: list[Any] = [getattr(config, name, None) for name in names]
@@ -274,7 +270,7 @@ def weights_by_model(blocks: Iterable[Block], parts: Parts, model: nn.Module) ->
     numbers = [tensor.numel() for tensor in (*model.parameters(), *model.buffers())]
     of_widths = [Counter(round_up(number * bits // 16) for number in numbers) for bits in _HALF_BITS]
     left: Counter[int] = Counter()
-    for wanted in sorted(of_widths, key=lambda wanted: _bytes(wanted & sizes), reverse=True):
+    for wanted in sorted(of_widths, key=lambda wanted: bytes_of(wanted & sizes), reverse=True):
         left = (left + wanted) & sizes
     named = dict(parts.named)
     for block in sorted(silent, key=lambda block: block.died is not None):
@@ -282,10 +278,6 @@ def weights_by_model(blocks: Iterable[Block], parts: Parts, model: nn.Module) ->
             left[rounded(block)] -= 1
             named[block] = replace(named[block], kind=MemoryKind.WEIGHTS)
     return replace(parts, named=named)
-
-
-def _bytes(sizes: Counter[int]) -> int:
-    return sum(size * times for size, times in sizes.items())
 
 
 def compare(blocks: Sequence[Block], parts: Parts, planned: PlannedStep) -> tuple[Parts, Comparison]:
@@ -296,7 +288,7 @@ def compare(blocks: Sequence[Block], parts: Parts, planned: PlannedStep) -> tupl
     """
     at, total = planned.peak.at, planned.peak.total
     weights = Counter(round_up(each.size) for each in planned.blocks.values() if each.kind is MemoryKind.WEIGHTS)
-    has, wants = _bytes(weights & Counter(map(rounded, blocks))), _bytes(weights)
+    has, wants = bytes_of(weights & Counter(map(rounded, blocks))), bytes_of(weights)
     if has < _WEIGHTS_MATCH * wants:
         reason = (
             f"Not compared with the plan: blocks of the recording have the sizes of {write_bytes(has)} of its "
@@ -304,22 +296,22 @@ def compare(blocks: Sequence[Block], parts: Parts, planned: PlannedStep) -> tupl
         )
         return parts, Comparison(total, at, refusal=reason)
     last = max(blocks, key=lambda block: block.born)
-    phase = _PHASES.get(parts.named[last].phase, "")
-    tensors = planned.alive_like(_recorded(blocks, parts), phase)
+    tensors = planned.alive_like(_recorded(blocks, parts), _PHASES.get(parts.named[last].phase, ""))
     parts = _named_alike(blocks, parts, tensors)
-    plan: Counter[str] = Counter()
-    for each in tensors:
-        plan[_GROUP_OF[each.kind]] += each.size
-    real = _recorded(blocks, parts)
+    real, plan = _recorded(blocks, parts), _by_group((each.kind, each.size) for each in tensors)
     compared = {group: (real[group], plan[group]) for group in GROUPS if real[group] or plan[group]}
     return parts, Comparison(total, at, compared, tuple(_layers(blocks, parts, tensors)))
 
 
 def _recorded(blocks: Iterable[Block], parts: Parts) -> Counter[str]:
-    sizes: Counter[str] = Counter()
-    for block in blocks:
-        sizes[_GROUP_OF[parts.named[block].kind]] += block.size
-    return sizes
+    return _by_group((parts.named[block].kind, block.size) for block in blocks)
+
+
+def _by_group(sizes: Iterable[tuple[MemoryKind, int]]) -> Counter[str]:
+    total = Counter[str]()
+    for kind, size in sizes:
+        total[_GROUP_OF[kind]] += size
+    return total
 
 
 def _named_alike(blocks: Iterable[Block], parts: Parts, tensors: Iterable[PlannedBlock]) -> Parts:

@@ -72,9 +72,7 @@ def read_snapshot(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _checked(value: Any) -> dict[str, Any]:
-    """Return `value` where it has the form of a snapshot, whatever torch wrote it."""
-    if isinstance(value, list):  # torch 2.0: segments alone
-        value = {"segments": value}
+    """Return `value` where it has the form of a snapshot."""
     if not isinstance(value, dict) or not isinstance(value.get("segments"), list):
         has = f"a dict of {', '.join(map(str, list(value)[:4]))}" if isinstance(value, dict) else type(value).__name__
         raise SnapshotError(f"it has {has}, and a snapshot has segments")
@@ -181,8 +179,7 @@ def timeline(segments: list[dict[str, Any]], trace: list[dict[str, Any]], device
     """Return what a device held, from its blocks at the end back through the events of its `trace`."""
     notes = _overlaps(segments)
     alive = {block.address: block for block in _blocks_at_the_end(segments)}
-    done: list[Block] = []
-    missing = 0
+    done, missing = list[Block](), 0
     for number in range(len(trace) - 1, -1, -1):
         event = trace[number]
         action, address = event["action"], event.get("addr", 0)
@@ -196,11 +193,16 @@ def timeline(segments: list[dict[str, Any]], trace: list[dict[str, Any]], device
             done.append(block)
         elif action == _FREED:
             missing += address in alive
-            stack = event.get("frames") or ()
             alive[address] = Block(
-                address, event["size"], event.get("stream", 0), (), died=number, asked=number, freed=stack
+                address,
+                event["size"],
+                event.get("stream", 0),
+                frames=(),
+                died=number,
+                asked=number,
+                requested=event["size"],
+                freed=event.get("frames") or (),
             )
-            alive[address].requested = event["size"]
         elif action == _ASKED and address in alive:
             alive[address].asked = number
             alive[address].freed = event.get("frames") or alive[address].freed
@@ -230,19 +232,10 @@ def _blocks_at_the_end(segments: list[dict[str, Any]]) -> Iterator[Block]:
                     at,
                     block["size"],
                     segment.get("stream", 0),
-                    _frames_of(block),
+                    block.get("frames") or (),
                     requested=block.get("requested_size", block["size"]),
                 )
             address = at + block["size"]
-
-
-def _frames_of(block: Mapping[str, Any]) -> Frames:
-    """Return the stack of a block; torch 2.0 has it in a ``history``."""
-    if "frames" in block:
-        return block["frames"] or ()
-    history = block.get("history") or [{}]
-    frames = history[0].get("frames") if isinstance(history, list) and isinstance(history[0], dict) else None
-    return frames if isinstance(frames, list) else ()
 
 
 def _overlaps(segments: list[dict[str, Any]]) -> list[str]:
@@ -282,13 +275,9 @@ def write_stripped(snapshot: Mapping[str, Any], path: str | Path) -> None:
             stacks[id(frames)] = [_frame(frame, names) for frame in frames]
         return stacks[id(frames)]
 
-    def block_of(block: Mapping[str, Any]) -> dict[str, Any]:
-        history = block.get("history")
-        frames = block if "frames" in block or not history else history[0]
-        return _kept(block, _BLOCK) | {"frames": stack_of(frames)}
-
     segments = [
-        _kept(segment, _SEGMENT) | {"blocks": list(map(block_of, segment["blocks"]))}
+        _kept(segment, _SEGMENT)
+        | {"blocks": [_kept(block, _BLOCK) | {"frames": stack_of(block)} for block in segment["blocks"]]}
         for segment in snapshot["segments"]
     ]
     traces = [

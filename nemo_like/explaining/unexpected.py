@@ -123,8 +123,12 @@ def _old_outputs(timeline: Timeline, parts: Parts, begins: Mapping[int, int]) ->
 
 def _copies(timeline: Timeline, parts: Parts) -> Unexpected | None:
     gone_from = {block: BEFORE for block, each in parts.named.items() if each.kind is MemoryKind.MORE_WEIGHTS}
-    words = "blocks of the sizes of all weights are there once more: a second model, or an average of weights"
-    return _cause(timeline, "a further copy of weights", gone_from, words)
+    return _cause(
+        timeline,
+        "a further copy of weights",
+        gone_from,
+        "blocks of the sizes of all weights are there once more: a second model, or an average of weights",
+    )
 
 
 def _waiting(timeline: Timeline) -> Unexpected | None:
@@ -132,8 +136,12 @@ def _waiting(timeline: Timeline) -> Unexpected | None:
     gone_from = {
         block: block.asked for block in timeline.blocks if block.asked is not None and block.asked != block.died
     }
-    words = "they were freed, and wait for another stream that used them (record_stream)"
-    return _cause(timeline, "frees that wait for streams", gone_from, words)
+    return _cause(
+        timeline,
+        "frees that wait for streams",
+        gone_from,
+        "they were freed, and wait for another stream that used them (record_stream)",
+    )
 
 
 def _saving(timeline: Timeline, parts: Parts) -> Unexpected | None:
@@ -142,9 +150,13 @@ def _saving(timeline: Timeline, parts: Parts) -> Unexpected | None:
     gone_from = {
         block: BEFORE for block in alive if parts.named[block].kind is not MemoryKind.WEIGHTS and _saves(block)
     }
-    words = "state_dict() has made it, for a checkpoint, and it is still there"
-    change = "StateDictOptions(full_state_dict=True, cpu_offload=True)"
-    return _cause(timeline, "made while saving", gone_from, words, change)
+    return _cause(
+        timeline,
+        "made while saving",
+        gone_from,
+        "state_dict() has made it, for a checkpoint, and it is still there",
+        "StateDictOptions(full_state_dict=True, cpu_offload=True)",
+    )
 
 
 def _saves(block: Block) -> bool:
@@ -154,20 +166,24 @@ def _saves(block: Block) -> bool:
 
 def _idle_stream(timeline: Timeline) -> Unexpected | None:
     """Free bytes in segments of streams that allocate no longer, which serve no other stream."""
-    last: dict[int, int] = {}
-    for number, event in enumerate(timeline.trace):
-        if event["action"] == "alloc":
-            last[event.get("stream", 0)] = number
+    allocations = (pair for pair in enumerate(timeline.trace) if pair[1]["action"] == "alloc")
+    last = {event.get("stream", 0): number for number, event in allocations}
     idle = {stream for stream, number in last.items() if number < _IDLE * len(timeline.trace)}
-    free = 0
-    for segment in timeline.segments:
-        if segment.get("stream", 0) in idle:
-            free += segment["total_size"] - sum(b["size"] for b in segment["blocks"] if b["state"] != "inactive")
+    free = sum(
+        segment["total_size"] - sum(block["size"] for block in segment["blocks"] if block["state"] != "inactive")
+        for segment in timeline.segments
+        if segment.get("stream", 0) in idle
+    )
     if not free or len(idle) == len(last):  # where none allocates, the recording goes on behind the last step
         return None
-    words = f"segments of {'a stream' if len(idle) == 1 else f'{len(idle)} streams'} that no longer allocate"
-    change = "torch.cuda.empty_cache()   once, behind what ran on that stream"
-    return Unexpected("idle streams", free, max(timeline.reserved) - free, f"it is free in {words}", change)
+    streams = "a stream" if len(idle) == 1 else f"{len(idle)} streams"
+    return Unexpected(
+        "idle streams",
+        free,
+        max(timeline.reserved) - free,
+        f"it is free in segments of {streams} that no longer allocate",
+        "torch.cuda.empty_cache()   once, behind what ran on that stream",
+    )
 
 
 def _growth(timeline: Timeline, parts: Parts, begins: Mapping[int, int]) -> Iterable[Unexpected | None]:
@@ -245,8 +261,7 @@ def _recomputed(timeline: Timeline, parts: Parts) -> Iterator[Cure]:
     for block, each in parts.named.items():
         if each.kind is MemoryKind.ACTIVATIONS and each.layer is not None and block.born > BEFORE:
             layers[each.step, each.layer].append(block)
-    gone: dict[Block, int] = {}
-    back: dict[Block, int] = {}
+    gone, back = dict[Block, int](), dict[Block, int]()
     for blocks in layers.values():
         last = max(blocks, key=lambda block: block.born)
         again = min((block.died for block in blocks if block is not last and block.died is not None), default=None)
